@@ -1,4 +1,4 @@
-"""Programs over engine adapters whose calls are interrupted once: at any place, or at a sample of them."""
+"""Programs over engine adapters in which one call is interrupted: at every place, or at a sample of places."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SECONDS = 240.0
-# Chromium speaks on the descriptors 3 and 4.
+# Chromium uses descriptors 3 and 4 for its protocol.
 START = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
@@ -101,7 +101,7 @@ class Page:
 
 
 def pipe() -> list[int]:
-    """Return a pipe whose descriptors are not those that the browser speaks on."""
+    """Return a pipe whose descriptors are not the ones that the browser uses."""
     ends = os.pipe()
     high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends]
     for end in ends:

@@ -1,4 +1,4 @@
-"""The compute of one step, like a model with cache groups: its keys and values identify their tokens."""
+"""The compute of one step, as by a model with cache groups; its keys and values identify their tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockyard.errors import SequenceStateError
 
 
 class Compute:
-    """What one step computes: it writes the tokens that have no keys and values yet, and reads what these attend to.
+    """One step's compute: writes keys and values of new tokens, and reads everything that these attend to.
 
     Every sequence on the device takes part, even without new tokens: the next step may compute with any of them.
     """

@@ -153,7 +153,7 @@ class Machine(World):
         sequence = self.pick(rig, op.a)
         if sequence is None or sequence.rest:
             return
-        # No other sequence can have these tokens, so they keep their values.
+        # No other sequence has these tokens, so they keep their values.
         ids = [4_000_000 - token for token in takewhile(_is_unknown, sequence.tokens[sequence.noted :])][: 1 + op.b % 3]
         with suppress(BlockyardError):
             rig.manager.prefix.note_tokens(sequence.handle, ids, len(ids))
@@ -181,7 +181,7 @@ class Machine(World):
         with suppress(BlockyardError):
             for handle in handles:
                 rig.manager.swap_out(handle)
-        if rig.manager.tier(handle) == rig.manager.tier(sequence.handle):  # it was refused
+        if rig.manager.tier(handle) == rig.manager.tier(sequence.handle):  # it was rejected
             assert np.array_equal(rig.manager.block_table(handle), rig.manager.block_table(sequence.handle))
         rig.manager.check()
         rig.manager.free(handles)
@@ -192,7 +192,7 @@ class Machine(World):
             return
         size = self.config.block_size
         shared = op.b % 5 * size
-        if self.config.slides:  # a child's window need not have what its parent is yet to compute
+        if self.config.slides:  # a child's window need not include tokens that its parent has not computed yet
             shared = min(shared, sequence.written // size * size)
         length = shared + op.c % 5
         made = self.attempt(rig, lambda: rig.manager.fork(sequence.handle, shared_tokens=shared, num_tokens=length))
@@ -354,14 +354,14 @@ class Machine(World):
             num_bytes = op.b % 12 * size + op.c % size if op.b % 3 else None
             with suppress(StoreError):
                 self.risky(rig, lambda: prefixes.set_quota(salt, num_bytes))
-                if self.config.threads:  # puts are under way
+                if self.config.threads:  # puts are in flight
                     return
                 found = None if num_bytes is None else (len(self.medium.held(tenant_of(salt))), num_bytes // size)
                 assert prefixes.quota(salt) == (found and (found[0] * size, found[1] * size))
 
     def do_forget(self, rig: Rig, op: Op) -> None:
         """Change the weights: blocks computed with the old ones must not be found."""
-        often = self.config.threads  # two caches have different weights for a while
+        often = self.config.threads  # the two caches briefly have different weights
         if rig.prefixes is None or (len(self.rigs) > 1 and not often) or (op.a % 4 and not often):
             return
         if op.b % 2 or often:
@@ -375,7 +375,7 @@ class Machine(World):
             except Interrupted:
                 if not self.config.threads:
                     raise
-                has_forgotten = prefixes.forget(revision)  # by then the store may have begun with these weights
+                has_forgotten = prefixes.forget(revision)  # by then the store may already use these weights
             if has_forgotten:
                 rig.weights = self.weights = weights if self.config.threads else self.weights + 1
 
@@ -391,7 +391,7 @@ class Machine(World):
 
     def do_time(self, rig: Rig, op: Op) -> None:
         self.clock.seconds += (0.05, 0.3, 0.6, 11.0)[op.a % 4] if op.b % 16 else 700.0
-        if self.config.threads:  # the time of what is under way, too
+        if self.config.threads:  # including the time of transfers in flight
             rig.disturbed = True
 
     def do_scrape(self, rig: Rig, op: Op) -> None:

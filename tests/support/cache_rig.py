@@ -32,7 +32,7 @@ from blockyard.stores.threaded.runtime import Runtime, use_runtime
 LAYERS = 2
 MASK = (1 << 55) - 1
 MANY = 40_000  # host blocks, more than a block can have leases
-NEVER = 1e9  # a cost at which no swap pays
+NEVER = 1e9  # so expensive that no swap pays off
 GROUPS = {
     "full": (CacheGroup.full_attention(),),
     "window": (CacheGroup.sliding_window(5),),
@@ -56,7 +56,7 @@ class Config:
     external: int = 8
     prefix: str = "host"  # "", "device" or "host"
     store: str = ""  # which blocks go to a prefix store; "" for none
-    jobs: str = ""  # as `store`; the machine itself is the prefix store then
+    jobs: str = ""  # as `store`; the machine itself then acts as the prefix store
     groups: str = "full"
     caches: int = 1
     eviction: str = "lru"
@@ -72,12 +72,12 @@ class Config:
     mode: str = "auto"  # of preemption
     swap_cost: float = -1.0  # cost per block, relative to 1 per prompt token; negative: `mode` decides
     lookahead: int = 0
-    max_recorded: int = 0  # blocks that a recorder remembers; 0: there is none
+    max_recorded: int = 0  # blocks that a recorder remembers; 0 for no recorder
     scraped: bool = False
     outstanding: int = 1 << 16  # blocks in flight on one stream of the engine
     real: str = ""  # the device whose own streams run everything, "cpu" or "cuda"; "": simulated ones
     head_size: int = 1  # larger, with `real`: the device's own elastic memory, with blocks that may fill chunks
-    threads: bool = False  # whether the stores are real, with threads; a failure may then not come again
+    threads: bool = False  # whether the stores are real, with threads; failures may then not be reproducible
 
     @property
     def slides(self) -> bool:
@@ -86,7 +86,7 @@ class Config:
 
 
 def random_config(random: Random) -> Config:
-    """Draw sizes that are seldom large enough for all sequences."""
+    """Draw sizes that are rarely large enough for all sequences."""
     device = random.choice((8, 10, 12, 16, 24))
     groups = random.choice(("full", "full", "full", "full", *GROUPS))
     prefix = random.choice(("", "device", "device", "host", "host"))
@@ -267,11 +267,11 @@ class Rig:
         self.writes: list[StoreJob] = []
         self.open: set[int] = set()
         self.ended: set[int] = set()
-        self.named: set[int] = set()  # sequences that a step has named as lost, and no ticket's end yet
+        self.named: set[int] = set()  # sequences that a step has reported lost, but no ended ticket yet
         self.cached: dict[tuple[str, int], bytes] = {}  # keys of all blocks that can be found
         self.disturbed = config.fail > 0 or config.staging < 64 or hastes  # whether sequences may be lost
         self.scrapes = Scrapes(self.cache) if config.scraped else None
-        self.prompts = self.hits = 0  # admitted with their token ids, and their tokens that were cached
+        self.prompts = self.hits = 0  # sequences admitted with token ids, and their numbers of cached tokens
 
     def _caching(self) -> bool | PrefixCaching:
         config = self.config

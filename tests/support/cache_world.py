@@ -1,4 +1,4 @@
-"""Caches next to a plain model: every byte of a step is compared, invariants are checked, and nothing may be left."""
+"""Caches next to a plain model: compares every byte of a step, checks invariants, and checks for leaks."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class World:
     def tables(self, rig: Rig) -> list[list[int]]:
         found = []
         for sequence in rig.sequences:
-            with suppress(SequenceStateError):  # it is on its way
+            with suppress(SequenceStateError):  # it is in flight
                 found += [rig.manager.block_table(sequence.handle, group).tolist() for group, _, _ in rig.groups]
         return found
 
@@ -206,12 +206,12 @@ class World:
         return made
 
     def note_pin(self, rig: Rig, pin: int, places: Sequence[int], values: list[int]) -> None:
-        """Note the contents of pinned blocks, which are at some places of a sequence."""
+        """Note the contents of pinned blocks, which are at some positions of a sequence."""
         blocks, size = rig.manager.pins.blocks(pin).astype(np.int64), self.config.block_size
         assert len(blocks) == len(places)
         slots = (blocks[:, None] * size + np.arange(size)).reshape(-1)
         at = (np.array(places, np.int64)[:, None] * size + np.arange(size)).reshape(-1)
-        # The last block may hold more than a sequence that was truncated has of it.
+        # The last block may hold more tokens than a truncated sequence has.
         known = at < len(values)
         rig.pins.append((pin, slots[known], np.array(values, np.int64)[at[known]]))
 
@@ -295,7 +295,7 @@ class World:
                 self.mark(rig, sequence)
 
     def check_late(self, *computed: Compute, late: int = 2) -> None:
-        """Check what steps have read. On a CUDA device some may go on computing meanwhile."""
+        """Check what steps have read. On a CUDA device some may still be computing."""
         self.unchecked += computed
         while len(self.unchecked) > (late if self.config.real == "cuda" else 0):
             self.unchecked.pop(0).check()
@@ -305,7 +305,7 @@ class World:
         self.free(rig, [sequence for sequence in rig.sequences if sequence.written < len(sequence.tokens)])
 
     def note_lost(self, rig: Rig, step: CacheStep) -> None:
-        """Sequences whose losses a step knows: some of its own, some of steps whose tickets have not ended."""
+        """Note the sequences that a step reports lost: in its transfers or in those of steps with open tickets."""
         named = {int(handle) for handle in step.lost}
         rig.named |= named
         for sequence in rig.sequences:
@@ -414,7 +414,7 @@ class World:
             self.forget_at_last(rig)
 
     def forget_at_last(self, rig: Rig) -> None:
-        """Forget with a store that works, perhaps since a moment ago."""
+        """Call `forget` with a working store, which may have recovered only a moment ago."""
         prefixes, revision = rig.prefixes, f"{self.weights + 1}" if self.config.threads else None
         assert prefixes is not None
         for _ in range(100):

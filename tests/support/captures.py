@@ -10,8 +10,8 @@ import torch
 def capturing() -> Iterator[torch.cuda.CUDAGraph]:
     """Capture what is queued inside.
 
-    A node of its own comes first: torch warns of an empty graph while it ends the capture, and where warnings are
-    errors it then leaves the capture's stream current.
+    The helper adds a node first: torch warns about an empty graph when the capture ends, and if warnings are
+    errors, the capture's stream then stays current.
     """
     graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""A CUDA device simulated in CPU memory, so that whole scripts run: tensors know on which side they are."""
+"""A CUDA device simulated in CPU memory, so that whole scripts run: tensors know their device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CudaOnCpu(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # They stay alive, so that no other memory gets their address.
+        # Keep them alive, so that no other memory gets their address.
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def __torch_function__(

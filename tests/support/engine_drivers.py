@@ -34,7 +34,7 @@ class FaultyStore(KeyedStore):
 
     @property
     def timeout_base(self) -> float:  # type: ignore[override]
-        """Short only where it must pass."""
+        """Short only where the timeout must expire."""
         return 0.2 if self.fault == "hangs" else 10 * SECONDS
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -60,7 +60,7 @@ class FaultyStore(KeyedStore):
 
 @contextlib.contextmanager
 def sglang() -> Iterator[None]:
-    """Put stand-ins of SGLang in place where it is missing, and forget them and ours afterwards."""
+    """Install stand-ins where SGLang is missing, and unload them and our modules afterwards."""
     if importlib.util.find_spec("sglang") is not None:
         yield
         return
@@ -75,7 +75,7 @@ def sglang() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lmcache() -> Iterator[Any]:
-    """Import ours; where LMCache is missing, as if it were installed, and forget it afterwards."""
+    """Import our module, with stand-ins where LMCache is missing, and unload it afterwards."""
     name = "blockyard.integrations.lmcache"
     if importlib.util.find_spec("lmcache") is not None:
         yield importlib.import_module(name)
@@ -91,7 +91,7 @@ def lmcache() -> Iterator[Any]:
 
 
 class HostPool:
-    """Pages of one pool of SGLang on the host."""
+    """Host pages of one SGLang pool."""
 
     layout = "layer_first"
     page_size = PAGE_TOKENS

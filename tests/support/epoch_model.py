@@ -1,11 +1,11 @@
-"""Every order of steps of processes that share a store's epoch, searched breadth first. The steps are the client's.
+"""Breadth-first search of all interleavings of processes that share a store's epoch, running the client's code.
 
-A state has what the storage has and, for each process, the fields of its `SharedEpoch`, the puts that it has submitted
-and the read that it has begun. A step restores those fields, calls the client's own method over a storage in memory,
-and takes the fields out again. Between two calls of the storage any step of another process may come; a read and the
-replacement that depends on it are one step, as the storage refuses a replacement whose read is out of date.
+A state holds the storage's contents and, for each process, the fields of its `SharedEpoch`, its submitted puts
+and the read in progress. A step restores those fields, calls the client's method on a storage in memory,
+and saves the fields again. Between two storage calls, any other process may take a step. A read and the
+replacement that depends on it are one step, because the storage rejects a replacement whose read is out of date.
 
-Random bytes are numbered by the order in which a state has them, so equal states are found again.
+Random bytes are numbered in the order in which they appear in a state, so equal states are recognized.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ REVISION = "new"  # the revision that `forget` names; its number as weights is 1
 
 
 class Value(NamedTuple):
-    """A block in the storage, or a put on its way there.
+    """A block in the storage, or a put in flight.
 
     Attributes:
         key: which block.
-        weights: what computed it.
-        born: how many epochs had been begun when it was computed.
+        weights: the weights that computed it.
+        born: number of epochs begun before it was computed.
     """
 
     key: int
@@ -48,9 +48,9 @@ class Get(NamedTuple):
     key: int
     epoch: Epoch
     found: Value | None
-    since: int  # epochs that had been begun when it was submitted
+    since: int  # epochs begun before it was submitted
     age: int
-    shared: tuple[bytes | None] | None = None  # the record that another batch's read has brought
+    shared: tuple[bytes | None] | None = None  # the record that another batch has read
 
 
 class Process(NamedTuple):
@@ -59,7 +59,7 @@ class Process(NamedTuple):
     put: Put | None = None
     get: Get | None = None
     calls: int = 0  # of `forget`
-    reading: tuple[bytes | None] | None = None  # the answer to an earlier batch's read of the record, on its way
+    reading: tuple[bytes | None] | None = None  # the answer to an earlier batch's read of the record, in flight
 
 
 class State(NamedTuple):
@@ -72,14 +72,14 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is searched.
+    """Limits of the search.
 
     Attributes:
-        processes: how many share the store.
-        keys: how many different blocks they put and get.
-        forgets: calls of `forget` by each.
-        faults: lost answers, failed calls, crashes and lost records in all.
-        record_is_lost: whether the record may be lost; a `forget` may be lost with it then.
+        processes: number of processes that share the store.
+        keys: number of different blocks that they put and get.
+        forgets: calls of `forget` per process.
+        faults: total number of lost answers, failed calls, crashes and lost records.
+        record_is_lost: whether the record may be lost; a `forget` may then be lost with it.
         shares_reads: whether a process has other batches, whose reads of the record may serve its `Get`.
     """
 
@@ -96,7 +96,7 @@ class WrongHitError(AssertionError):
 
 
 class Storage:
-    """The record, for one step of one process."""
+    """The epoch record, as one step of one process sees it."""
 
     def __init__(self, record: bytes | None, fault: str = "") -> None:
         self.record = record
@@ -126,9 +126,9 @@ class Model:
     """The steps.
 
     Args:
-        bounds: what is searched.
-        make: makes the client's part over a storage's `read` and `replace`; `SharedEpoch` or another protocol.
-        fields: names of the part's fields.
+        bounds: limits of the search.
+        make: creates the client's part from a storage's `read` and `replace`; `SharedEpoch` or another protocol.
+        fields: names of that part's fields.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Model:
             yield "crashes", after, state._replace(faults=state.faults + 1)
 
     def _carry_out(self, state: State, process: Process) -> Iterator[tuple[str, Process, State]]:
-        """Execute a put, with the record that the process knows, however old, or with one that it reads."""
+        """Execute a put, with the record that the process knows, however old, or with a newly read one."""
         put, done = process.put, process._replace(put=None)
         assert put is not None
         for asks in (False, True):
@@ -307,7 +307,7 @@ def numbered(state: State, names: dict[bytes, bytes] | None = None) -> State:
 
     (record,) = raw(state.record)
     processes = tuple(process(old) for old in state.processes)
-    # Blocks under tokens that nobody has can never be found.
+    # Blocks whose epoch token no process has can never be found.
     blocks = frozenset((names[token], value) for token, value in state.blocks if token in names)
     return state._replace(record=record, processes=processes, blocks=blocks)
 

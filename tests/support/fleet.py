@@ -1,13 +1,13 @@
-"""A fleet: processes that share a store, are killed at random times and started again, and what is true of them all.
+"""A fleet: processes that share a store and are killed and restarted at random times, and the rules for all of them.
 
-The processes (`shared_writer.py`) do random operations in two parts. In the storm they call `forget` all the time. Then
-all wait for each other, load the last weights and go on without `forget`. The rules that need all their logs:
+The processes (`shared_writer.py`) do random operations in two phases. During the storm they call `forget` constantly.
+Then all wait for each other, load the last weights and continue without `forget`. These rules need all logs:
 
-- *Forgotten blocks.* No read that began after a `forget` had returned, in any process, finds a block of a process that
-  had its weights before that call began. Calls that joined an epoch of the same revision forget nothing.
-- *Kept blocks.* Where nothing evicts, each block whose put was confirmed under the last weights is found at the end.
+- *Forgotten blocks.* After a `forget` has returned in any process, no read that begins later finds a block from a
+  process that had its weights before that call began. Calls that joined an epoch of the same revision forget nothing.
+- *Kept blocks.* If nothing is evicted, each block whose put was confirmed under the last weights is found at the end.
 
-Each process checks alone that it finds no block of other weights, no other bytes and none that it has deleted.
+Each process checks on its own that it finds no block of other weights, no wrong bytes and no block that it deleted.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _STORM_PART: Final = 0.7  # of the operations
 
 @dataclass
 class Report:
-    """What a run has done and found.
+    """Results of a run.
 
     Attributes:
-        wrong: what must not be; empty for a store that is right.
-        seen: entries by operation and reason.
-        forgets: that began an epoch, and that joined one.
-        kept: blocks that had to be there at the end.
+        wrong: violations; empty for a correct store.
+        seen: log entries by operation and reason.
+        forgets: calls that began an epoch, and calls that joined one.
+        kept: blocks that had to be found at the end.
     """
 
     wrong: list[str] = field(default_factory=list)
@@ -74,18 +74,18 @@ class Fleet:
     """Processes over one store.
 
     Attributes:
-        url: of the store.
-        folder: for their board and logs; empty.
-        processes: how many.
-        operations: of each.
-        kills: in all.
-        num_slots: of the store.
-        most: blocks of a batch.
-        seed: of all random choices.
-        fault: that is planted in all processes, see `planted_faults`.
-        fails: how often a request of an object store fails for a reason that passes.
+        url: URL of the store.
+        folder: an empty folder for board and logs.
+        processes: number of processes.
+        operations: operations per process.
+        kills: total number of kills.
+        num_slots: slots of the store.
+        most: maximum blocks per batch.
+        seed: seed of all random choices.
+        fault: fault planted in all processes, see `planted_faults`.
+        fails: how often a request to an object store fails transiently.
         at_once: whether they run at the same time; if not, one after the other, and the last two without `forget`.
-        limit: seconds after which the run is a failure.
+        limit: timeout of the run, in seconds.
     """
 
     url: str
@@ -204,10 +204,10 @@ class Fleet:
     def _errors(self, process: int) -> str:
         return self._error_file(process).read_text()[-2000:]
 
-    # ---- what is true of all ----
+    # ---- rules for all processes ----
 
     def check(self, *, keeps_all: bool) -> Report:
-        """Judge the logs, and with `keeps_all` whether every block is found that must be."""
+        """Check the logs and, with `keeps_all`, that every block that must be found is found."""
         log = list(read_log(self.folder))
         for line in log:
             if line["event"] == "seen":

@@ -8,7 +8,7 @@ PATIENCE = 300.0
 
 
 def in_child(check: Callable[[], None]) -> None:
-    """Run a check in a forked child, which must end by itself."""
+    """Run a check in a forked child, which must exit on its own."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""Handles as a manager makes them (decision 0004), for tests that have none from it."""
+"""Handles in a manager's format (decision 0004), for tests without a manager."""
 
 import re
 

@@ -20,8 +20,8 @@ FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragm
 # Unset registers are never stored, which the compiler cannot know.
 FLAGS += ["-Wno-maybe-uninitialized"]
 LAUNCH = re.compile(r"(\w+(?:<[^<>;]*>)?)<<<(.*?)>>>")
-# A file of `cuda/`, an expression, and the mistaken one. The program contains all of them and makes the one whose
-# number it gets, so one build serves all.
+# A file of `cuda/`, an expression, and its faulty replacement. The program contains all faults and
+# enables the one whose number it gets, so one build serves all.
 MISTAKES = {
     "a row is one access longer": ("copy_kernel.h", "at < count", "at <= count"),
     "one row more than there are": ("copy_kernel.h", "step < params.num_groups", "step <= params.num_groups"),
@@ -43,8 +43,8 @@ def build_kernels(folder: Path, *, program: bool) -> Path:
     """Compile the kernels, as a program with AddressSanitizer or as a library; skips the test without CUDA headers.
 
     Args:
-        folder: for the sources and the result; one that has the result is left as it is.
-        program: a library cannot have AddressSanitizer: Python would have to be started with it.
+        folder: folder for sources and result; an existing result is reused.
+        program: whether to build a program; a library cannot use AddressSanitizer unless Python is started with it.
     """
     home = find_cuda_home({})
     if home is None:

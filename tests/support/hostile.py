@@ -1,10 +1,10 @@
 """Calls every public callable of the compiled module with hostile arguments, one after the other, in this process.
 
-`tests/core/test_hostile.py` runs it under a limit of memory and reads what it writes: a line for each call that went
-wrong. The last line of the progress file names the call that a process died in.
+`tests/core/test_hostile.py` runs it under a memory limit and reads its output: a line for each call that went
+wrong. The last line of the progress file names the call in which a process died.
 
-Each callable is called with arguments that are valid but for one. `VALID` has a valid value for each name of a
-parameter, `WORLDS` or `FACETS` an object for each class: a callable without them is an error, so that none is
+Each callable is called with exactly one invalid argument. `VALID` has a valid value for each parameter
+name, `WORLDS` or `FACETS` an object for each class. A callable without them is an error, so none is
 forgotten. Where arguments exclude each other, `VARIANTS` has other valid sets.
 """
 
@@ -82,7 +82,7 @@ def offload_manager() -> Any:
     return manager
 
 
-# What a method is called on. Those that change with the call are made anew for each.
+# The object that a method is called on. Objects that a call changes are created anew for each call.
 WORLDS: dict[str, Callable[[], Any]] = {
     "BlockAllocator": allocator(_core.NaiveAllocator),
     "BlockManager": new_manager,
@@ -110,7 +110,7 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "V0PrefixCachingBlockAllocator": v0_pool,
 }
 
-# The facets of a manager: what a call changes is in the manager.
+# The facets of a manager, which holds the state that a call changes.
 FACETS: dict[str, Callable[[blockyard.BlockManager], Any]] = {
     "Defrag": lambda manager: manager.defrag,
     "Pins": lambda manager: manager.pins,
@@ -123,8 +123,8 @@ CLIENT: dict[str, Any] = dict.fromkeys(("ca", "cert", "key", "password", "userna
 CLIENT |= {"cluster": False, "varies": False, "head_bytes": 1, "transport": "tcp", "host": "127.0.0.1", "port": 1}
 CLIENT |= {"connect_timeout": 0.1, "ttl_ms": 10, "lengths": [512], "db": 0, "commands": [[b"PING"]]}
 CLIENT |= {"names": [b"name"], "sizes": [1]}
-# A valid value for a parameter of that name; where a callable wants another, under `Class.method.parameter`.
-# A function of no argument is called for each call, one of an argument gets the object whose method it is.
+# A valid value for each parameter name; exceptions are under `Class.method.parameter`.
+# A function without parameters is called for each call; one with a parameter gets the object whose method is called.
 VALID: dict[str, Any] = {
     "_blocks": None,
     "_cow_target": None,
@@ -349,7 +349,7 @@ VALID: dict[str, Any] = {
 
 NOTHING = object()  # no positional argument
 PLAIN: dict[str, Any] = {"salt": None, "lora_id": None, "extras": [], "chunk_tokens": None}
-# Other arguments that are valid together, where those of `VALID` exclude some.
+# Other valid combinations, for arguments that exclude those in `VALID`.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "BlockManager.allocate": [{"prompts": 10, **PLAIN}, {"prompts": NOTHING, "counts": [3, 4], **PLAIN}],
     "BlockManager.can_allocate": [{"prompt": 10}],
@@ -358,7 +358,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 V0 = {name for name in dir(_core) if name.startswith(("V0", "v0"))}
 V0_BLOCK = {"block", "blocks"}
 
-# What is not called, and why.
+# Callables that are skipped, and why.
 LEFT_OUT = {
     "OnlineDefragmenter.initialize": "it takes tensors",
 }
@@ -375,7 +375,7 @@ def on_device(pool: Any) -> list[Any]:
 
 
 def public() -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Each callable: the name of its class, if it has one, its own, and itself."""
+    """Yield each callable with the name of its class, if any, and its own name."""
     names = {name for name in dir(_core) if not name.startswith("_")} | {"OnlineDefragmenter"}
     for name in sorted(names):
         item = getattr(_core, name, OnlineDefragmenter)
@@ -405,7 +405,7 @@ def valid(owner: str, method: str, name: str, this: Any) -> Any:
 
 
 def state(this: Any) -> Any:
-    """What a call that fails leaves as it was."""
+    """Return the state that a failed call must not change."""
     match this:
         case blockyard.BlockManager():
             pools = [this.pool(tier) for tier in ("device", "host", "external")]
@@ -434,7 +434,7 @@ class Attack:
         self.managers = MANAGERS if is_managers else (new_manager,)
 
     def world(self, make: Callable[[], Any]) -> tuple[Any, Any]:
-        """The object that is called, and what its state is part of; `make` makes managers."""
+        """Return the object that is called, and the object that holds its state; `make` makes managers."""
         if not self.is_bound:
             return None, None
         if self.owner in FACETS:
@@ -473,7 +473,7 @@ class Attack:
     def wrongs_of(self, make: Callable[[], Any], variant: dict[str, Any], tell: Callable[[str], None]) -> Iterator[str]:
         tell(self.name)
         error, whole, *_ = self.run(make, variant)
-        # A world may have nothing for a valid call to do, but a wrong type is a wrong case here.
+        # A valid call may fail because it has nothing to do, but a wrong type means that the test case is wrong.
         if error is not None and not isinstance(error, (BlockyardError, AssertionError, ValueError)):
             yield f"valid arguments: {error!r}"
         if hasattr(whole, "check"):
@@ -482,7 +482,7 @@ class Attack:
             for value in HOSTILE if self.owner != "OnlineDefragmenter" else SIMPLE:
                 shown = f"{type(value).__name__} {str(value)[:40] if abs_fits(value) else ''}"
                 tell(f"{self.name}({parameter.name}={shown})")
-                began = time.process_time()  # others may have the cores
+                began = time.process_time()  # the cores may be busy
                 error, this, before, was = self.run(make, variant, parameter.name, value)
                 seconds = time.process_time() - began
                 for wrong in judge(self.owner or self.name, parameter.name, value, was, error):
@@ -502,10 +502,10 @@ def abs_fits(value: Any) -> bool:
 
 
 def judge(owner: str, name: str, value: Any, was: Any, error: BaseException | None) -> Iterator[str]:
-    """What is wrong with an error, if anything is."""
+    """Return what is wrong with an error, if anything."""
     if error is None:
         return
-    # V0's own exceptions are what its engine knows.
+    # V0's engine knows only V0's exceptions.
     allowed: tuple[type[BaseException], ...] = (BlockyardError,)
     if owner in V0:
         allowed += (AssertionError, AttributeError, KeyError, ValueError)
@@ -517,7 +517,7 @@ def judge(owner: str, name: str, value: Any, was: Any, error: BaseException | No
     if not isinstance(error, allowed):
         yield f"{type(error).__module__}.{type(error).__qualname__}: {str(error)[:200]}"
     elif is_number and isinstance(value, int) and abs(value) == 2**70 and not isinstance(error, UnknownTicketError):
-        # A class in Python hands its numbers on, under other names.
+        # A class in Python passes its numbers on under other names.
         is_named = name in str(error) or owner == "OnlineDefragmenter"
         if not isinstance(error, InvalidArgumentError) or not is_named:
             yield f"the name is not in {error!r}"

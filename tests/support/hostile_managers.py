@@ -1,4 +1,4 @@
-"""Managers for hostile calls: one at ease, and one whose device shrinks under a ticket, a pin and jobs of a store."""
+"""Managers for hostile calls: an idle one, and one whose device shrinks during a ticket, a pin and store jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import blockyard
 
 
 class _Handle:
-    """The handle of the first sequence of the manager that was made last."""
+    """The handle of the newest manager's first sequence."""
 
     number = 0
 
@@ -20,7 +20,7 @@ HANDLE = _Handle()
 
 
 def new_manager() -> blockyard.BlockManager:
-    """A sequence that is pinned; a write of two blocks is job 1, a load of one is job 2."""
+    """Return a manager with a pinned sequence; job 1 writes two blocks, and job 2 loads one."""
     caching = blockyard.PrefixCaching(host=True, eviction="priority")
     manager = blockyard.BlockManager(
         block_size=4, device_blocks=16, host_blocks=4, external_blocks=4, watermark=0.0, prefix_caching=caching
@@ -36,7 +36,7 @@ def new_manager() -> blockyard.BlockManager:
 
 
 def stepping() -> blockyard.BlockManager:
-    """As `new_manager`, with ticket 2 under way."""
+    """Return a `new_manager` with ticket 2 in flight."""
     manager = new_manager()
     manager.allocate(counts=[3])
     manager.swap_out([HANDLE])
@@ -45,7 +45,7 @@ def stepping() -> blockyard.BlockManager:
 
 
 def shrinking() -> blockyard.BlockManager:
-    """No block is free, one is cached, ticket 2 reads one, and one is in use beyond the end; pin and jobs as above."""
+    """Return a manager with no free block, a cached one, one that ticket 2 reads, and one in use beyond the new end."""
     caching = blockyard.PrefixCaching(host=True, eviction="priority")
     manager = blockyard.BlockManager(
         block_size=4, device_blocks=16, host_blocks=3, external_blocks=4, watermark=0.0, prefix_caching=caching

@@ -48,6 +48,6 @@ SEQUENCES: list[Any] = [
     *(long_view(np.int64, 2**40, 2), long_view(np.int64, 2**33, 2), long_view(np.uint64, 2**40, 8)),
 ]
 FLOATS = [float("nan"), float("inf"), -float("inf"), 1e300]
-# For what is written in Python, which takes nothing ahead: all but what arrays and ints do in Python alone.
+# For callables written in Python, which read no arguments in advance: all except values that Python handles itself.
 SIMPLE: list[Any] = [*INTS[:-1], *FLOATS, None, *(item for item in SEQUENCES if not isinstance(item, np.ndarray))]
 HOSTILE: list[Any] = [*INTS, *FLOATS, None, *SEQUENCES]

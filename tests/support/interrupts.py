@@ -2,7 +2,7 @@
 
 A *place* is an instruction. `KeyboardInterrupt` comes in the main thread, wherever CPython looks for signals and at the
 beginning of each line that can raise. Any other exception comes at the beginning of those lines, in every thread. Lines
-that only load, store and return what there is cannot raise, and neither can the instructions that leave a `with` block.
+that only load, store and return existing values cannot raise, nor can the instructions that leave a `with` block.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _find_places(code: CodeType, *, signals: bool) -> frozenset[int]:
     starts = [index for index, at in enumerate(instructions) if at.starts_line]
     for first, last in itertools.zip_longest(starts, starts[1:]):
         line = instructions[first:last]
-        # Behind a return comes what CPython made for exceptions in the lines before it.
+        # After a return comes CPython's handler code for exceptions in the lines before it.
         ends = [index for index, at in enumerate(line) if at.opname in {"RETURN_VALUE", "RETURN_CONST"}]
         line = line[: ends[0] + 1] if ends else line
         left = line[line[0].opname in {"SWAP", "ROT_TWO"} :]  # with a value that it returns
@@ -74,7 +74,7 @@ def _find_places(code: CodeType, *, signals: bool) -> frozenset[int]:
         found |= {
             after.offset
             for before, after in itertools.pairwise(instructions)
-            # A signal that comes as a block is left is handled by that block.
+            # A signal that arrives while a block is left is handled by that block.
             if before.opname in LOOKS and after.opname != "POP_BLOCK" and covers(before) == covers(after)
         }
     return frozenset(found)
@@ -117,7 +117,7 @@ else:
 
     @functools.cache
     def _instrument(files: tuple[str, ...], _modules: int) -> None:
-        """Let the files' functions have events from now on: without a callback these cost little."""
+        """Enable events in the files' functions from now on; without a callback they cost little."""
         if sys.monitoring.get_tool(_TOOL) is None:
             sys.monitoring.use_tool_id(_TOOL, "interrupts")
         codes = [found.__code__ for found in gc.get_objects() if type(found) is FunctionType]
@@ -148,12 +148,12 @@ class CountedInterrupt:
 
     Args:
         place: the number, from 0; nothing is raised if it is not reached.
-        files: ends of the names of the files whose code is interrupted.
-        error: what is raised.
+        files: suffixes of the names of the files whose code is interrupted.
+        error: the exception to raise.
 
     Attributes:
-        where: the place, once it was reached.
-        passed: places before it that were reached.
+        where: the place, once reached.
+        passed: number of places reached before it.
     """
 
     def __init__(self, place: int, files: tuple[str, ...], error: type[BaseException] = KeyboardInterrupt) -> None:
@@ -182,10 +182,10 @@ class Interrupt:
     """Counts the places that a program goes through, and raises at one.
 
     Args:
-        files: ends of the names of the files whose code is interrupted.
-        error: what is raised.
-        place: where; nowhere if None.
-        count: how often the place was passed by then, from 1.
+        files: suffixes of the names of the files whose code is interrupted.
+        error: the exception to raise.
+        place: where to raise it; None for nowhere.
+        count: raise it at this pass of the place, from 1.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Interrupt:
     def installed(self) -> Iterator[None]:
         """Watch this thread and those that start inside."""
         if sys.version_info >= (3, 12):
-            _instrument.cache_clear()  # modules may have been imported anew
+            _instrument.cache_clear()  # modules may have been reimported
         with _watched(self.files, self._wants, self._at, threads=not self._signals):
             yield
 
@@ -237,19 +237,19 @@ class Interrupt:
 def sweep(
     files: tuple[str, ...], run: Callable[[Interrupt], None], error: type[BaseException], *, most: int, seed: int
 ) -> tuple[int, int]:
-    """Run a program with one exception at each place that it goes through, at any of the times that it does.
+    """Run a program repeatedly, with one exception at each place that it passes, at a random pass.
 
     Args:
         files: as for `Interrupt`.
         run: the program.
-        error: what is raised.
-        most: places that are chosen, at random.
-        seed: of the choice.
+        error: the exception to raise.
+        most: maximum number of randomly chosen places.
+        seed: seed of the choice.
 
     Returns:
-        Places, and exceptions that were raised.
+        The number of places, and of exceptions raised.
     """
-    # How often a program polls differs from run to run: the fewest times of three are most likely to come again.
+    # How often a program polls differs from run to run: the minimum of three runs is most likely to recur.
     surveys = [Interrupt(files, error) for _ in range(3)]
     for survey in surveys:
         run(survey)

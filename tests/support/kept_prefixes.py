@@ -1,4 +1,4 @@
-"""A cache over a prefix store whose every block is compared with what its tokens say it holds."""
+"""A cache over a prefix store; every block is compared with the contents that its tokens determine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def row_of(key: bytes) -> NDArray[np.uint8]:
 
 
 class CheckedCache:
-    """A `KVCache` whose "model" writes rows that follow from their keys."""
+    """A `KVCache` whose "model" writes rows determined by their keys."""
 
     def __init__(self, store: ExternalStore | str, *, device: int = 12, host: int = 12, **options: Any) -> None:
         self.cache = KVCache(
@@ -46,13 +46,13 @@ class CheckedCache:
         self.cached: dict[tuple[str, int], bytes] = {}
 
     def fetch(self, prompt: list[int], salt: bytes | None = None) -> Prefetch:
-        """Load what the store has of a prompt."""
+        """Load the part of a prompt that the store has."""
         fetch = self.prefixes.prefetch(prompt, salt=salt)
         assert self.prefixes.wait(60, until=lambda: fetch.done)
         return fetch
 
     def serve(self, prompt: list[int], salt: bytes | None = None) -> int:
-        """Compute a prompt and free it. Returns how many of its tokens were found."""
+        """Compute a prompt and free it. Returns the number of its cached tokens."""
         sequence = self.manager.allocate(prompt, salt=salt)
         keys = export_keys(prompt, block_size=BLOCK, salt=salt)
         with self.cache.step() as step:
@@ -70,7 +70,7 @@ class CheckedCache:
         return sequence.cached_tokens
 
     def check(self) -> None:
-        """Compare the bytes of every block that can be found with what its key says."""
+        """Compare the bytes of every findable block with the contents that its key determines."""
         self.manager.check()
         events = self.manager.prefix.take_events()
         assert not events.dropped

@@ -1,4 +1,4 @@
-"""A store in memory whose answers are late, out of order, wrong or missing, as a random generator says."""
+"""An in-memory store whose answers are late, out of order, wrong or missing, as a random generator decides."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Batch:
     names: list[Any]
     due: int
     rows: Rows | None = None  # of the caller
-    copy: Rows | None = None  # what the rows were when they were lent
+    copy: Rows | None = None  # contents of the rows when they were lent
     owners: Owners | None = None
     ok: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     reason: str = ""
@@ -35,13 +35,13 @@ class _Batch:
 
 
 class LateStore(ExternalStore):
-    """Slots that die with it, and keys in a medium that outlives it.
+    """Slots that last as long as the store, and keys in a medium that outlives it.
 
     Args:
-        slots: it has.
-        size: bytes of a block.
-        random: decides what is left open.
-        medium: blocks under keys, and the quotas of their tenants.
+        slots: number of slots.
+        size: bytes per block.
+        random: makes all random choices.
+        medium: blocks by key, and their tenants' quotas.
 
     Attributes:
         mood: how it behaves from now on.
@@ -51,7 +51,7 @@ class LateStore(ExternalStore):
 
     def __init__(self, slots: int, size: int, random: Random, medium: Quotas | None = None) -> None:
         self.mood = "good"
-        self.harmless = True  # whether every batch so far was carried out
+        self.harmless = True  # whether every batch so far was executed
         self._slots, self._size, self._random = slots, size, random
         self._quotas = Quotas({}) if medium is None else medium
         self._medium: dict[Any, Rows] = self._quotas.blocks
@@ -69,7 +69,7 @@ class LateStore(ExternalStore):
         return self._size
 
     def slot(self, slot: int) -> Rows | None:
-        """What a slot has once everything under way has landed."""
+        """Return a slot's contents after everything in flight has landed."""
         return self._swap.get(slot)
 
     def submit_write(self, slots: NDArray[np.int64], rows: Rows) -> int:
@@ -119,7 +119,7 @@ class LateStore(ExternalStore):
     def poll(self) -> list[int]:
         self._polls += 1
         for batch in self._given_up:
-            # A thread that hung goes on, in rows that are still its own.
+            # A thread that hung continues, in rows that it still owns.
             if batch.kind == "put":
                 self._write(batch, self._medium)
             elif batch.rows is not None:
@@ -161,7 +161,7 @@ class LateStore(ExternalStore):
         return True
 
     def release(self) -> None:
-        """Behave from now on, and let what hangs go on."""
+        """Behave from now on, and let hung calls continue."""
         self.mood = "good"
         for batch in self._open.values():
             batch.due = min(batch.due, self._polls + 1)
@@ -184,7 +184,7 @@ class LateStore(ExternalStore):
         return batch.ticket
 
     def _run(self, batch: _Batch) -> None:
-        """Carry a batch out, after those of its slots or keys that came before."""
+        """Execute a batch, after earlier batches with the same slots or keys."""
         if batch.ended:
             return
         names = set(batch.names)
@@ -227,7 +227,7 @@ class LateStore(ExternalStore):
         return np.array([self._quotas.put(*block) for block in blocks])
 
     def _write_lossy(self, batch: _Batch, blocks: dict[Any, Rows]) -> None:
-        """Take some blocks, and say so of each that is swap space; of a key's the store may lose one silently."""
+        """Write some blocks. Report every lost swap block; blocks with keys may be lost silently."""
         assert batch.copy is not None
         if batch.owners is not None:
             batch.ok = self._put(batch, batch.owners)

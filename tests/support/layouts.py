@@ -1,4 +1,4 @@
-"""Layouts that an array can have; each gives a new array of the same items."""
+"""Memory layouts of an array; each returns a new array with the same items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain model of what a Redis store lists: `blockyard.stores.redis.lists` in sets and sorts, without a server."""
+"""A plain model of a Redis store's lists: `blockyard.stores.redis.lists` with sets and sorting, without a server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class ListedBlocks:
         self.uses: dict[bytes, tuple[int, int]] = {}
         self.quotas: dict[bytes, int] = {}
         self.was_set = False  # whether a quota was ever set
-        self.owners: dict[bytes, tuple[bytes, bytes]] = {}  # of blocks that count: tenant, and the block before
-        self.late: set[bytes] = set()  # leaves that were new when the block before them was missing
+        self.owners: dict[bytes, tuple[bytes, bytes]] = {}  # of blocks that count: tenant and preceding block
+        self.late: set[bytes] = set()  # leaves that were new when their preceding block was missing
         self._batch = 0
 
     def order(self) -> list[bytes]:
-        """All blocks, first to go first."""
+        """All blocks, in eviction order."""
         return sorted(self.uses, key=lambda name: (self.uses[name], name))
 
     def held(self, tenant: bytes) -> set[bytes]:
@@ -26,22 +26,22 @@ class ListedBlocks:
         return {name for name, owner in self.owners.items() if owner[0] == tenant}
 
     def leaves(self, tenant: bytes) -> list[bytes]:
-        """A tenant's blocks that none follows, first to go first."""
+        """A tenant's blocks without a successor, in eviction order."""
         parents = {parent for of, parent in self.owners.values() if of == tenant}
         use = lambda name: (NEVER if name in self.late else self.uses[name], name)  # noqa: E731
         return sorted(self.held(tenant) - parents, key=use)
 
     def settle(self, names: list[bytes], owners: list[tuple[bytes, bytes]] | None) -> list[int]:
-        """Put a batch of blocks. Returns which were not kept."""
+        """Put a batch of blocks. Returns the ones that were not kept."""
         self._use(names)
         for name, (tenant, parent) in zip(names, owners or (), strict=False):
-            if tenant in self.quotas and name in self.uses:  # one before it in the batch may have taken its place
+            if tenant in self.quotas and name in self.uses:  # an earlier block of the batch may have evicted it
                 self._own(name, tenant, parent)
         self._drop_beyond()
         return [index for index, name in enumerate(names) if name not in self.uses]
 
     def touch(self, names: list[bytes]) -> None:
-        """Use blocks; those that are not there stay away."""
+        """Mark blocks as used; missing ones stay missing."""
         known = set(self.uses)
         self._use(names)
         for name in set(names) - known:
@@ -54,7 +54,7 @@ class ListedBlocks:
         self.owners.pop(name, None)
 
     def set_quota(self, tenant: bytes, quota: int | None) -> None:
-        """Limit a tenant."""
+        """Set a tenant's quota."""
         self.was_set = True
         self.quotas.pop(tenant, None)
         if quota is not None:
@@ -75,7 +75,7 @@ class ListedBlocks:
     def _own(self, name: bytes, tenant: bytes, parent: bytes) -> None:
         if name not in self.owners:
             self.owners[name] = (tenant, parent)
-            self.late -= {parent} & self.held(tenant)  # no leaf now
+            self.late -= {parent} & self.held(tenant)  # no longer a leaf
             if parent and parent not in self.uses and name in self.leaves(tenant):
                 self.late.add(name)
         elif self.owners[name][0] != tenant:

@@ -1,4 +1,4 @@
-"""Managers for tests, with the options of the prefix cache beside the others."""
+"""Managers for tests, which take prefix cache options together with all others."""
 
 from typing import Any
 

@@ -22,7 +22,7 @@ def frequent_switches() -> Iterator[None]:
 
 
 def hammer(*work: Callable[[], object], seconds: float = SECONDS) -> None:
-    """Repeat each of these in a thread of its own until the time is over. Fails if one raises or never ends."""
+    """Repeat each call in a separate thread until time is up. Fails if one raises or never ends."""
     end = time.monotonic() + seconds
     done: list[bool] = []
 
@@ -39,5 +39,5 @@ def hammer(*work: Callable[[], object], seconds: float = SECONDS) -> None:
         for thread in threads:
             thread.join(PATIENCE)
             assert not thread.is_alive(), "a thread waits for ever"
-    # What a thread raised, pytest reports as a warning, which fails the test.
+    # pytest reports a thread's exception as a warning, which fails the test.
     assert len(done) == len(work)

@@ -1,6 +1,6 @@
 """Stores in a dictionary for tests of `ThreadedStore`: `before` runs first in each call, and may block or raise.
 
-`Quotas` is the rule of quotas in plain Python, and `QuotaStore` a store that keeps it.
+`Quotas` implements the quota rule in plain Python, and `QuotaStore` is a store that follows it.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class MemoryStore(ThreadedStore):
 
 
 class KeyedStore(MemoryStore):
-    """A prefix store over a dictionary that outlives it; `medium` evicts what was put first, but not the epoch."""
+    """A prefix store over a dictionary that outlives it; `medium` evicts in order of puts, but keeps the epoch."""
 
     def __init__(self, medium: dict[bytes, NDArray[np.uint8]] | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -81,16 +81,16 @@ def tenant_of(salt: bytes | None) -> bytes:
 
 
 class Quotas:
-    """The blocks of tenants in a store, and the quotas: whoever puts one, no tenant has more than its quota.
+    """The blocks and quotas of a store's tenants. Whoever puts a block, no tenant exceeds its quota.
 
     Args:
-        blocks: the store's, by name.
+        blocks: the store's blocks, by name.
     """
 
     def __init__(self, blocks: dict[bytes, NDArray[np.uint8]]) -> None:
         self.blocks = blocks
         self.limits: dict[bytes, int] = {}
-        self.lock = threading.Lock()  # held by clients with threads
+        self.lock = threading.Lock()  # locked by clients with threads
         self._parents: dict[bytes, dict[bytes, bytes]] = {}  # by tenant and name, least recently used first
 
     def held(self, tenant: bytes) -> dict[bytes, bytes]:
@@ -110,7 +110,7 @@ class Quotas:
         return (len(self.held(tenant)), self.limits[tenant]) if tenant in self.limits else None
 
     def put(self, tenant: bytes, name: bytes, parent: bytes, row: NDArray[np.uint8]) -> bool:
-        """Store a block, unless it would be the first to go. Returns whether it is there."""
+        """Store a block, unless it would be evicted first. Returns whether it is stored."""
         parents = self.held(tenant)
         if name in parents:
             self.use(name)
@@ -138,7 +138,7 @@ class Quotas:
 
 
 class QuotaStore(KeyedStore):
-    """A prefix store that keeps quotas; those with one `Quotas` are clients of one storage."""
+    """A prefix store with quotas; stores with the same `Quotas` are clients of the same storage."""
 
     keeps_quotas: ClassVar[bool] = True
 

@@ -17,7 +17,7 @@ MOODS = ("good", "late", "fails", "loses", "damages", "hangs", "refuses")
 
 
 class MoodyStore(QuotaStore):
-    """A client of a storage; its threads go on with what hung once it is released.
+    """A client of a storage; on release, its threads continue their hung calls.
 
     Args:
         slots: number of slots, and of blocks that the storage keeps.
@@ -35,7 +35,7 @@ class MoodyStore(QuotaStore):
     def __init__(self, slots: int, size: int, random: Random, medium: Quotas | None = None, **options: Any) -> None:
         self.num_slots = slots
         self.mood, self.harmless = "good", True
-        self._chance = Random(random.random())  # of its own, as threads draw from it
+        self._chance = Random(random.random())  # a separate generator, because threads draw from it
         self._released = threading.Event()
         super().__init__(medium, bytes_per_block=size, **options)
         self.before = self._behave
@@ -106,19 +106,19 @@ class MoodyStore(QuotaStore):
             return self.blocks.get(key.tobytes())
 
     def evict(self) -> None:
-        """Drop what was put first."""
+        """Drop the block that was put first."""
         names = list(self.blocks)
         for name in names[: max(0, len(names) - 2 * self.num_slots)]:
             if name != self._record.key:
                 del self.blocks[name]
 
     def slot(self, slot: int) -> NDArray[np.uint8] | None:
-        """Return what a slot has."""
+        """Return a slot's contents."""
         with self._step:
             return self.blocks.get(self._slot_names([slot])[0].tobytes())
 
     def release(self) -> None:
-        """Behave from now on, and let what hangs go on."""
+        """Behave from now on, and let hung calls continue."""
         self.mood = "good"
         self._released.set()
         self._released = threading.Event()

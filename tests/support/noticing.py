@@ -1,4 +1,4 @@
-"""How a test asks that a state machine sees a planted bug."""
+"""Asserts that a state machine finds a planted bug."""
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -13,10 +13,10 @@ def assert_noticed(
     """The machine must fail, in a fixed search that stops at the first failure and does not shrink it.
 
     Args:
-        machine: over what has the bug; with a `seed` of its own, or the search has hypothesis' fixed one.
-        step_count: steps of an example.
-        max_examples: examples to look for it in.
-        match: what the error must say, an `AssertionError` then.
+        machine: a machine over the faulty code; without its own `seed`, the search uses hypothesis' fixed one.
+        step_count: steps per example.
+        max_examples: maximum number of examples.
+        match: pattern that the error must match; it must then be an `AssertionError`.
     """
     search = settings(
         max_examples=max_examples,

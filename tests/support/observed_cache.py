@@ -1,4 +1,4 @@
-"""What an operator sees of a program on caches, beside what happened: its recorded requests and its metrics."""
+"""Compares what an operator sees of a program on caches, its recorded requests and metrics, with what happened."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ SECONDS = 0.0016
 
 @dataclass(eq=False)
 class Recorded:
-    """A request as its recording must have it.
+    """The expected recording of a request.
 
     Attributes:
-        arrival: when it came, in seconds.
-        keys: of all full blocks of its prompt and its answer, as far as is known; equal for equal blocks.
-        prompt_blocks: how many of those are the prompt's.
+        arrival: arrival time in seconds.
+        keys: known keys of all full blocks of its prompt and answer; equal for equal blocks.
+        prompt_blocks: number of the prompt's blocks among them.
         input_tokens: length of its prompt.
-        output_tokens: the lengths that its answer may have in the recording.
-        is_certain: whether it must be there.
+        output_tokens: lengths that its answer may have in the recording.
+        is_certain: whether it must be recorded.
         was_cut: whether it may have ended earlier, in an abort that was interrupted.
     """
 
@@ -41,10 +41,10 @@ class Recorded:
 
 
 class Recording:
-    """A recorder, and what its file must have at the end.
+    """A recorder, and the expected contents of its file.
 
     Args:
-        block_size: tokens of a block.
+        block_size: tokens per block.
         clock: returns the time in seconds.
         max_blocks: as for `TraceRecorder`.
 
@@ -64,7 +64,7 @@ class Recording:
         self.requests: list[Recorded] = []
 
     def add(self, name: Hashable, values: list[int], *, is_certain: bool = True) -> Recorded:
-        """Note that a request has come, whose prompt has these values, each decided by all tokens up to it."""
+        """Note the arrival of a request whose prompt has these values, each determined by all tokens up to it."""
         keys = self.keys_of(values)
         made = Recorded(self._clock(), keys, len(keys), len(values), is_certain=is_certain)
         self.requests.append(made)
@@ -72,7 +72,7 @@ class Recording:
         return made
 
     def finish(self, name: Hashable, values: list[int], output_tokens: range) -> None:
-        """Note that a request has ended, whose prompt and answer have these values."""
+        """Note the end of a request whose prompt and answer have these values."""
         request = self.open.pop(name, None)
         if request is not None:
             request.output_tokens = range(
@@ -81,7 +81,7 @@ class Recording:
             request.keys[request.prompt_blocks :] = self.keys_of(values)[request.prompt_blocks :]
 
     def is_first(self, request: Recorded) -> bool:
-        """Whether all times count from this request's."""
+        """Whether all times are relative to this request's."""
         return request is self.requests[0]
 
     def keys_of(self, values: list[int]) -> list[Hashable]:
@@ -119,13 +119,13 @@ class Recording:
         assert not any(request.is_certain for request in left), "the last requests are not recorded"
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self.recorder.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Scrapes:
-    """The metrics of some objects, whose counters never go back.
+    """The metrics of some objects, whose counters never decrease.
 
     Args:
         sources: of the `Collector`.

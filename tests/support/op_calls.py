@@ -35,14 +35,14 @@ def pairs_of(*pairs: object) -> torch.Tensor:
 
 
 def way(name: str, through: str) -> Op:
-    """An op as it is called, in torch calls, or as the compiled library implements it."""
+    """Return an op as users call it, made of torch calls, or as the compiled library implements it."""
     if through == "torch calls":
         return getattr(fallback.BY_TORCH, name)
     return compiled(name) if through == "compiled" else getattr(ops, f"{name}_blocks")
 
 
 def compiled(name: str) -> Op:
-    """Call the compiled library's implementation; what it refuses, it refuses before it looks for a device."""
+    """Call the compiled library's implementation; it rejects bad arguments before it looks for a device."""
     op = getattr(torch.ops.blockyard, f"{name}_blocks").default
 
     def call(*arguments: object) -> None:
@@ -57,7 +57,7 @@ def compiled(name: str) -> Op:
 
 
 def model(name: str, read: list[np.ndarray], written: list[np.ndarray], pairs: list[tuple[int, int]]) -> None:
-    """What an op does if all is read before the first byte is written; -1 is padding."""
+    """Do what an op does if it reads everything before it writes the first byte; -1 is padding."""
     before = [array.copy() for array in read]
     for source, target in zip(before, written, strict=True):
         for a, b in pairs:
@@ -70,7 +70,7 @@ def model(name: str, read: list[np.ndarray], written: list[np.ndarray], pairs: l
 def arranged(
     name: str, caches: list[torch.Tensor], more: list[torch.Tensor], pairs: list[tuple[int, int]]
 ) -> tuple[list[object], list[torch.Tensor], list[torch.Tensor], list[tuple[int, int]]]:
-    """Arguments of an op, the views that it reads and writes, and its pairs; `more` is the other side, or the rows."""
+    """Return an op's arguments, the views that it reads and writes, and pairs; `more` is the other side, or rows."""
     mapping = pairs_of(*pairs)
     if name == "swap":
         return [caches, more, mapping], caches, more, pairs

@@ -1,6 +1,6 @@
 """A stand-in for a device that our ops have no kernel for: PyTorch's PrivateUse1, its few ops over memory of the CPU.
 
-It is registered for the whole process, so a check that needs it runs in a process of its own: see `own_process`.
+It is registered for the whole process, so a check that needs it runs in a separate process: see `own_process`.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from typing_extensions import Self
 
 NAME = "own_device"
-# What the device can do; PyTorch's dispatcher refuses all else. An op that ends with _ changes its first argument.
+# The device's ops; PyTorch's dispatcher rejects all others. An op whose name ends with _ changes its first argument.
 OPS = ("view", "as_strided", "slice.Tensor", "select.int", "index_select", "index_copy_", "cat", "flip")
 
 
@@ -37,14 +37,14 @@ PATIENCE = 300.0
 
 @contextmanager
 def own_process() -> Iterator[Callable[..., None]]:
-    """Give what runs functions in another process. It is not forked: locks that threads hold would stay held."""
+    """Return an executor for another process. It is not forked, because locks held by threads would stay locked."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield lambda check, *args: pool.submit(check, *args).result(PATIENCE)
 
 
 @functools.cache
 def register() -> list[str]:
-    """Make the device known to PyTorch; returns the ops that it runs from then on, a list that grows."""
+    """Register the device with PyTorch. Returns a growing list of the ops that it runs."""
     _setup_privateuseone_for_python_backend(NAME)
     ran: list[str] = []
     for name in OPS:

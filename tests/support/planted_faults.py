@@ -1,11 +1,11 @@
-"""Faults that the processes of a fleet may have, to show that it finds them; and errors that pass, which it must bear.
+"""Faults to plant in a fleet's processes, to show that it finds them; and transient errors that it must tolerate.
 
 | fault | what it does |
 |---|---|
 | `clocks` | epochs by the processes' clocks: the greatest time wins |
-| `landing` | a put has the epoch that counts when it lands, not the one of its submission |
-| `trim` | a client counts the blocks of a Redis server now and then, and drops what it thinks too many |
-| `passing` | a block that did not come for a reason that passes is deleted |
+| `landing` | a put gets the epoch current when it lands, not the one at its submission |
+| `trim` | a client sometimes counts the blocks of a Redis server, and drops those it considers excess |
+| `passing` | a block that did not arrive for a transient reason is deleted |
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _landing() -> None:
 
 
 def _trim() -> None:
-    """Let the server list blocks only. What is too many by a count of a quarter of a second ago goes."""
+    """Let the server only list blocks. Blocks above the limit by a count 0.25 s old are dropped."""
     settle, put_listed = Lists.settle, redis.RedisStore._put_listed
     counted: dict[int, tuple[float, int]] = {}
 
