@@ -112,7 +112,7 @@ def _miscount(patch: pytest.MonkeyPatch) -> None:
 
 
 def _wrong_row(patch: pytest.MonkeyPatch) -> None:
-    """Two blocks of one batch change places."""
+    """Swap two blocks of one batch."""
     spread = store.spread_out
 
     def swap(rows: Any, where: Any, count: int) -> Any:
@@ -211,7 +211,7 @@ def _empty_for_missing(patch: pytest.MonkeyPatch) -> None:
 def _loads_again_for_ever(patch: pytest.MonkeyPatch) -> None:
     """vLLM #49176: a request whose load failed loads again, and its blocks stay marked as failed."""
     load_ahead, finish = Admission.load_ahead, Loads._finish
-    failed: dict[int, Any] = {}  # prompts by their ids; kept, or another one would get the id
+    failed: dict[int, Any] = {}  # prompts by id; kept, or another prompt could get the same id
 
     def note(self: Any, load: Any, miss: str = "") -> bool:
         if {miss, load.miss} & {"timeout", "error", "copy_failed"}:
@@ -229,7 +229,7 @@ def _loads_again_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def _loaded_though_failed(patch: pytest.MonkeyPatch) -> None:
-    """vLLM #49250: tokens count as computed whose blocks did not come."""
+    """vLLM #49250: tokens count as computed although their blocks did not arrive."""
     end = Loads._end_job
     patch.setattr(Loads, "_end_job", lambda self, job, landed: end(self, job, [True] * len(job)))
 
@@ -263,7 +263,7 @@ def _failed_writes_stay_leased(patch: pytest.MonkeyPatch) -> None:
 
 
 def _stale_hits_again_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """SGLang #31315: a block that the store said to have, and has not, is asked for again and again."""
+    """SGLang #31315: a block that the store reports but lacks is requested again and again."""
     finish, note = Loads._finish, known_keys.KnownKeys.note_ended
 
     def again(self: Any, load: Any, miss: str = "") -> bool:
@@ -382,7 +382,7 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
     "a key that failed is never read again": (60, lambda patch: patch.setattr(known_keys, "FAILED_SECONDS", 1e9)),
     "close waits for a thread that is gone": (20, _hangs_on_close),
 }
-# What finds these sooner than fleets with all faults.
+# Fleets that find these faults sooner than fleets with all kinds of failures.
 _FLEETS: dict[str, dict[str, Any]] = {
     "the record replaced whatever is there": {"kinds": ("update", "slow", "gray")},
     "a deletion uses an epoch of a second ago": {"kinds": ("record_loss", "forget"), "store": "object"},
@@ -391,10 +391,10 @@ _FLEETS: dict[str, dict[str, Any]] = {
     "a key that failed is never read again": {"kinds": ("partition", "lossy")},
     "a quota waits for blocks that the server has lost": {"kinds": ("node_loss",)},
     "a failed move counts as landed": {"kinds": ("copy",)},
-    # Without faults only another engine's command between two of the put shows it.
+    # Without failures, only another engine's command between two commands of the put reveals it.
     "a put is no transaction": {"kinds": ()},
 }
-# The lowest seed that finds a fault, where it is not 0: tried first.
+# The lowest seed that finds a fault, if not 0: tried first.
 _FOUND_BY = {
     "the record replaced whatever is there": 2,
     "a put has the epoch that counts when it lands": 24,
@@ -426,7 +426,7 @@ PLANTED = tuple(name for name, *_ in _ALL)
 
 
 def planted(name: str, patch: pytest.MonkeyPatch) -> tuple[list[int], FleetOptions]:
-    """Plant a fault; return the seeds of which one must find it, likely ones first, and the fleets that find it."""
+    """Plant a fault. Return seeds, likely ones first, of which one must find it, and the fleets that find it."""
     _, most, plant, work, store = next(fault for fault in _ALL if fault[0] == name)
     plant(patch)
     seeds = sorted(range(most), key=lambda seed: seed != _FOUND_BY.get(name, 0))

@@ -1,4 +1,4 @@
-"""A correct scheduler over a `BlockManager`, and the faults that embedders plant in theirs; the test kit finds each.
+"""A correct scheduler over a `BlockManager`, and typical mistakes to plant in it; the test kit finds each.
 
 `python tests/support/planted_schedulers.py [SEEDS [WORD]]` prints the table of `docs/reference/test-kit.md`.
 """
@@ -37,7 +37,7 @@ class Job:
 
 @dataclass
 class Row:
-    """What a step computes of a job."""
+    """The part of a job that a step computes."""
 
     job: Job
     new: list[int]
@@ -99,12 +99,12 @@ class Embedder:
         self.waiting.appendleft(job)
 
     def fork(self) -> None:
-        """Let the first waiting job share the tokens with which a running one begins alike."""
+        """Let the first waiting job share the common prefix of a running job."""
         if not self.waiting or self.swapped:
             return
         job = self.waiting[0]
         for parent in self.running:
-            both = zip(parent.tokens[:-1], job.tokens[:-1], strict=False)  # the last token is yet to be computed
+            both = zip(parent.tokens[:-1], job.tokens[:-1], strict=False)  # the last token is not computed yet
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
             if shared:
                 child, new = self.manager.fork(parent.sequence), job.tokens[shared:]
@@ -250,7 +250,7 @@ class KeepsTheLost(Embedder):
 
 
 class CompletesAtOnce(Scheduler):
-    """A scheduler with the calls of Blockyard's own."""
+    """A scheduler with Blockyard's interface."""
 
     def schedule(self):
         step = super().schedule()
@@ -319,7 +319,7 @@ class CrossesOutputs(Embedder):
         return [*sampled[1::-1], *sampled[2:]] if len(sampled) > 1 else sampled
 
 
-# ---- what the manager is told ----
+# ---- calls of the manager ----
 
 
 class NamesWrongTokens(Embedder):
@@ -406,7 +406,7 @@ class Without:
 
 
 class CompletesLater(Embedder):
-    """Without a fault. A ticket ends a step later; what it has lost is known at once."""
+    """No fault. A ticket ends a step later; its losses are known at once."""
 
     late: tuple = ()
 
@@ -435,7 +435,7 @@ class CompletesLater(Embedder):
 
 
 class WaitsForNoReads(LateMemory):
-    """Does not wait for the tickets that a decision names in `after`. Needs a scheduler that completes later."""
+    """Does not wait for the tickets in a decision's `after`. Needs a scheduler that completes later."""
 
     def submit(self, decision, needed=(), lost=()):
         super().submit(StepDecision(decision.ticket, decision.transfers()), needed, lost)
@@ -499,7 +499,7 @@ def machine_of(scheduler: type[Embedder], memory: type[LateMemory] | None = None
 
 @dataclass(frozen=True)
 class Fault:
-    """A planted fault, and what the message must name."""
+    """A planted fault, and the names that the message must contain."""
 
     title: str
     planted: Any
@@ -555,7 +555,7 @@ FAULTS = [
 
 
 def find(machine: type[Any], number: int) -> tuple[float, str]:
-    """Run a machine with its default settings; returns the seconds until it fails and what it says."""
+    """Run a machine with its default settings. Returns the seconds until it fails, and its message."""
     case = seed(number)(machine).TestCase
     case.settings = settings(case.settings, database=None)
     start = time.perf_counter()

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 def allocate_prompts(
     manager: Any, prompts: Sequence[ArrayLike], **options: Any
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
-    """Admit prompts; return handles, uint64 `[n]`, and tokens that were cached, uint32 `[n]`."""
+    """Admit prompts; return handles, uint64 `[n]`, and numbers of cached tokens, uint32 `[n]`."""
     found = manager.allocate(*prompts, **options)
     sequences = found if isinstance(found, tuple) else (found,)
     cached = [sequence.cached_tokens for sequence in sequences]

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks in one process, each with engine, store and faults of its own, and a model of their bytes."""
+"""Tensor-parallel ranks in one process, each with its own engine, store and faults, and a model of their bytes."""
 
 import functools
 import random
@@ -19,7 +19,7 @@ LAYOUT = KVLayout("kv_first", LAYERS, BLOCK_SIZE, num_kv_heads=1, head_size=HEAD
 
 
 class Faulty(Wrapper):
-    """Reports decisions late, and spoils and reports as lost some of the blocks that they write."""
+    """Reports decisions late; damages some of the blocks that they write, and reports these as lost."""
 
     def __init__(self, inner: StepExecutor, seed: int, *, share: float) -> None:
         super().__init__(inner)
@@ -91,7 +91,7 @@ class World:
         self.engines = [
             CacheEngine(LAYOUT, device_blocks=DEVICE_BLOCKS, host_blocks=HOST_BLOCKS) for _ in range(num_ranks)
         ]
-        # Stores of different sizes: the smallest one bounds them all.
+        # Stores of different sizes: the smallest limits all.
         self.stores = [
             open_store(f"file://{folder}/{rank}?size={200 + 40 * rank}kB", bytes_per_block=size)
             for rank in range(num_ranks)

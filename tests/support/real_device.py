@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# How long compute waits before it begins, in cycles of a CUDA device: mostly not at all.
+# Delay of compute in CUDA device cycles: usually none.
 _DELAYS = (0, 0, 0, 20_000, 2_000_000)
 
 
 class RealStreams:
-    """What the machine asks of its streams. The cache has streams of its own; compute is the current one.
+    """The stream interface that the machine needs. The cache has its own streams; compute runs on the current one.
 
     Args:
-        random: how long compute is late.
-        device: the cache's.
+        random: decides how late compute is.
+        device: the cache's device.
     """
 
     failed = 0
@@ -28,13 +28,13 @@ class RealStreams:
         self._random, self._device = random, device
 
     def compute(self, work: Callable[[], None]) -> None:
-        """Queue what compute does: on a CUDA device it runs later."""
+        """Queue compute: on a CUDA device it runs later."""
         if self._device.type == "cuda":
             torch.cuda._sleep(self._random.choice(_DELAYS))
         work()
 
     def fence(self) -> RealStreams:
-        """Return what to wait for: nothing, since a check waits for what it compares."""
+        """Return no fence: a check waits for the data that it compares."""
         return self
 
     def synchronize(self) -> None:
@@ -42,7 +42,7 @@ class RealStreams:
 
 
 class Queued:
-    """Numbers that compute has read, or will have."""
+    """Numbers that compute has read, or will read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -58,8 +58,8 @@ class RealCells:
     """Keys and values of one layer, int64 `[2, slots]`, read and written on the current stream.
 
     Args:
-        tensor: of the cache.
-        head_size: int64 numbers of each key; the first counts.
+        tensor: the cache's tensor.
+        head_size: int64 numbers per key; only the first is used.
     """
 
     def __init__(self, tensor: torch.Tensor, head_size: int) -> None:

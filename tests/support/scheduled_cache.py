@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def scheduled(config: Config) -> Config:
-    """What a scheduler can run of these sizes: one cache group, and nobody else's jobs."""
+    """Reduce a configuration to what a scheduler can run: one cache group, and no other jobs."""
     groups = "full" if config.groups == "full" else "window"
     prefix = "" if config.groups == "full window" else config.prefix
     host = min(config.host, 24) if config.host < MANY else 24
@@ -60,7 +60,7 @@ class ScheduledMachine(Machine):
             rig.scrapes = Scrapes(rig.cache, self.scheduler)
         self.models: dict[tuple[str, int], Tracked] = {}
         self.requests: dict[str, Request] = {}
-        self.taken: dict[str, int] = {}  # tokens of first sequences that the scheduler surely has
+        self.taken: dict[str, int] = {}  # tokens of first sequences that the scheduler certainly has
         self.number = self.idle = self.tokens = self.drafts = self.refusals = 0
 
     def risky(self, rig: Rig, call: Callable[[], T]) -> T:
@@ -71,7 +71,7 @@ class ScheduledMachine(Machine):
         finally:
             self.interrupt = None if interrupt is None or interrupt.where else interrupt
 
-    # ---- operations; what a scheduler does by itself is not done ----
+    # ---- operations; those that a scheduler does itself are omitted ----
 
     def do_allocate(self, rig: Rig, op: Op) -> None:
         """Add a request."""
@@ -264,7 +264,7 @@ class ScheduledMachine(Machine):
         return model
 
     def live_rows(self, step: Step) -> list[int]:
-        """Rows whose tokens count: those of requests that were neither aborted meanwhile nor have lost bytes."""
+        """Rows whose tokens count: those of requests that were not aborted meanwhile and have lost no bytes."""
         return [
             row
             for row in range(step.rows)
@@ -321,7 +321,7 @@ class ScheduledMachine(Machine):
         self.leave(request)
 
     def leave(self, request: Request) -> None:
-        """Forget a request, and note what its recording must say."""
+        """Forget a request, and note its expected recording."""
         name, prompt = request.request_id, len(request.prompt)
         if self.recording is not None:
             values = self.tracked(name, 0).values
@@ -331,7 +331,7 @@ class ScheduledMachine(Machine):
     def check_metrics(self, rig: Rig, sums: dict[str, float]) -> None:
         """Check that the counters match the steps that were run."""
         assert sums["num_requests_unfinished"] == sums["num_requests_running"] == sums["num_requests_swapped"] == 0
-        assert sums["refused_requests_total"] >= self.refusals  # some are aborted before they are reported
+        assert sums["refused_requests_total"] >= self.refusals  # some requests are aborted before they are reported
         if not self.counts["interrupts"]:
             assert sums["scheduled_tokens_total"] == self.tokens
         stats = self.scheduler.stats()
@@ -351,7 +351,7 @@ class ScheduledMachine(Machine):
                 self.schedule(rig, CALM)
             if self.config.loop:
                 self.scheduler.drain()
-        # The scheduler takes the decisions: KVCache has no part in these.
+        # The scheduler takes the decisions; `KVCache` is not involved in these.
         super().finish()
 
 

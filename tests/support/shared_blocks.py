@@ -1,7 +1,8 @@
-"""What the processes of a shared store and their coordinator agree on: keys, the bytes of a block, a board, a log.
+"""Conventions of the processes that share a store, and of their coordinator: keys, block contents, a board, a log.
 
-A block's bytes tell who computed it, under which weights, and since when that process had them. So whoever finds it can
-tell whether it may be found. Times come from Linux's monotonic clock, which all processes of a machine share.
+A block's bytes identify the process that computed it, its weights, and since when the process had them. So any
+reader can tell whether the block may be found. Times come from Linux's monotonic clock, which all processes of a
+machine share.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ __all__ = [
 ]
 
 WIDTH: Final = 192
-CHAINS: Final = 16  # prompts that all processes share, nobody deletes from them
+CHAINS: Final = 16  # prompts that all processes share and nobody deletes
 LENGTH: Final = 64  # blocks of each
-OWN: Final = 3  # blocks that each process has to itself and deletes
+OWN: Final = 3  # private blocks that each process also deletes
 TENANTS: Final = 3
 FINAL: Final = 1 << 30  # the number of the last weights
 VOID: Final = (1 << 32) - 1  # in place of weights: this block was put while the process had none
@@ -50,7 +51,7 @@ STORM, WAITING = 0, 1  # phases; `FINAL` is the last
 
 _HEAD: Final = struct.Struct("<IIIIQ")
 
-# The clock before anybody patches it: Linux has one for all processes.
+# The unpatched clock: Linux has one for all processes.
 now = time.monotonic_ns
 
 
@@ -61,8 +62,8 @@ class Row(NamedTuple):
         key: number of the key.
         weights: number of the revision that computed it.
         writer: number of the process.
-        life: which of its lives, they are killed now and then.
-        based_at: the process had these weights no later than then; see `Writer`.
+        life: which of its lives; processes are killed from time to time.
+        based_at: the latest time at which the process got these weights; see `Writer`.
     """
 
     key: int
@@ -88,7 +89,7 @@ def key_of(number: int) -> bytes:
 
 
 def own_keys(process: int) -> list[int]:
-    """Return the numbers of the keys that one process puts and deletes, and no other one."""
+    """Return the numbers of the keys that only this process puts and deletes."""
     first = CHAINS * LENGTH + process * OWN
     return list(range(first, first + OWN))
 
@@ -121,7 +122,7 @@ class Board:
 
     @property
     def phase(self) -> int:
-        """Whether there is a storm of `forget`, everybody waits, or the last weights have come."""
+        """The phase: a storm of `forget`, everybody waiting, or the last weights."""
         return int(self.words[0])
 
     @phase.setter
@@ -130,7 +131,7 @@ class Board:
 
     @property
     def announced(self) -> int:
-        """The weights that processes are to load."""
+        """The weights that processes must load."""
         return FINAL if self.phase == FINAL else int(self.words[1])
 
     def announce(self, weights: int) -> None:
@@ -140,7 +141,7 @@ class Board:
 
     @property
     def highest(self) -> int:
-        """The highest number of weights so far."""
+        """The highest weights number so far."""
         return int(self.words[2])
 
 
@@ -149,17 +150,17 @@ class Plan:
     """The work of one life of a process.
 
     Attributes:
-        url: of the store.
-        folder: of the board and the logs.
+        url: URL of the store.
+        folder: folder of the board and the logs.
         process: its number.
-        processes: how many there are.
+        processes: number of processes.
         life: its number.
         storm: operations, since its first life, after which it waits for the others.
-        operations: after which it ends.
-        num_slots: of the store.
-        most: blocks of a batch.
-        seed: of its random choices.
-        fails: how often a request of an object store fails for a reason that passes.
+        operations: operations after which it ends.
+        num_slots: slots of the store.
+        most: maximum blocks per batch.
+        seed: seed of its random choices.
+        fails: how often a request to an object store fails transiently.
     """
 
     url: str
@@ -176,7 +177,7 @@ class Plan:
 
     @property
     def log(self) -> Path:
-        """Where this life writes its lines."""
+        """The log file of this life."""
         return Path(self.folder) / f"log-{self.process}-{self.life}.jsonl"
 
     @property
@@ -186,7 +187,7 @@ class Plan:
 
 
 def read_log(folder: Path) -> Iterator[dict[str, Any]]:
-    """Read what all lives of all processes have logged; a line that a kill has cut short is left out."""
+    """Read the logs of all lives of all processes; lines truncated by a kill are omitted."""
     for path in sorted(folder.glob("log-*.jsonl")):
         for line in path.read_bytes().splitlines(keepends=True):
             if line.endswith(b"\n"):

@@ -1,7 +1,7 @@
 """One process of many that share a store: random operations until it is done or killed; `fleet.py` starts it.
 
-It checks what it can judge alone: the bytes of each block that it finds, and the name of the weights that computed it.
-For the rest it logs times, which the fleet compares when all have ended.
+It checks what it can check alone: the bytes of each block that it finds, and the name of the weights that computed it.
+For the rest it logs times, which the fleet compares after all have ended.
 
 `BLOCKYARD_PLANTED` names a fault that the fleet must find.
 """
@@ -45,14 +45,14 @@ from blockyard.stores import Owners, open_store
 from blockyard.stores.threaded.epochs import Epoch
 
 _IN_FLIGHT: Final = 6  # tickets that are not collected
-_FORGET_SECONDS: Final = 60.0  # after which a `forget` that is not confirmed is a fault of the test's surroundings
+_FORGET_SECONDS: Final = 60.0  # after which an unconfirmed `forget` is blamed on the test environment
 
 
 class WrongClock:
     """The time of day as this process sees it.
 
     Attributes:
-        step: seconds by which it is wrong.
+        step: its error in seconds.
     """
 
     def __init__(self) -> None:
@@ -60,21 +60,21 @@ class WrongClock:
         self._time_ns = time.time_ns
 
     def set(self) -> None:
-        """Let all modules see it that call `time.time` or `time.time_ns`."""
+        """Install it for all modules that call `time.time` or `time.time_ns`."""
         time.time_ns = lambda: self._time_ns() + int(self.step * 1e9)
         time.time = lambda: time.time_ns() / 1e9
 
 
 @dataclass
 class Pending:
-    """A ticket that is not collected, and what the process was when it submitted it."""
+    """An uncollected ticket, and the state of the process when it was submitted."""
 
     kind: str
     ticket: int
     keys: list[int]
     weights: int
     at: int
-    must_miss: frozenset[int] = frozenset()  # own keys that were deleted and not put again
+    must_miss: frozenset[int] = frozenset()  # own keys that were deleted and not put since
     puts: dict[int, int] = field(default_factory=dict)  # of a deletion: how often each key had been put
 
 
@@ -82,9 +82,9 @@ class Writer:
     """The process.
 
     Attributes:
-        weights: the number of those that it computes with.
-        based_at: it has had them since then at the latest; None while it cannot know. A store that is opened joins the
-            epoch that counts at some time before its first block is found or stored.
+        weights: the number of its current weights.
+        based_at: the latest time at which it got them; None while unknown. A newly opened store joins the
+            current epoch at some time before its first block is found or stored.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -95,7 +95,7 @@ class Writer:
         self.begun = Epoch.begun
         self.log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.pending: deque[Pending] = deque()
-        self.deleted: set[int] = set()  # own keys whose deletion was confirmed, and that were not put again
+        self.deleted: set[int] = set()  # own keys whose deletion was confirmed, and that were not put since
         self.puts: Counter[int] = Counter()  # of each own key
         self.seen: Counter[str] = Counter()
         self.is_final = False
@@ -120,7 +120,7 @@ class Writer:
         self.based_at = None if self.has_epochs else now()
 
     def reopen(self) -> None:
-        """Close the store, at times with tickets under way, and open it."""
+        """Close the store, sometimes with tickets in flight, and reopen it."""
         if self.random.random() < 0.5:
             self.collect_all()
         self.pending.clear()
@@ -148,7 +148,7 @@ class Writer:
                     raise
                 time.sleep(0.02)
         self.based_at, self.is_lost = now(), False
-        # What a slab has open is its process's alone: it knows whether the weights change.
+        # An open slab belongs to one process, which knows whether the weights change.
         begins = weights is None or (bool(begun) and begun[-1] if self.has_epochs else has_changed)
         self.say(event="forget", weights=target, began_at=began_at, ended_at=self.based_at, begins=begins)
 
@@ -165,7 +165,7 @@ class Writer:
         return begun
 
     def forget_with_puts(self, weights: int | None) -> None:
-        """Put blocks while `forget` has stopped the process and has not begun an epoch: nobody may ever find these."""
+        """Put blocks after `forget` has stopped the process and before it begins an epoch: nobody may find them."""
         if not self.has_epochs:
             self.forget(weights)
             return
@@ -222,10 +222,10 @@ class Writer:
         self.board.announce(self.weights)
 
     def _some_keys(self) -> list[int]:
-        """Return the numbers of blocks that follow each other in a prompt."""
+        """Return the numbers of consecutive blocks of a prompt."""
         count = int(self.plan.most ** self.random.random() + 0.5)
         first = self.random.randrange(LENGTH - count + 1)
-        chains = min(CHAINS, max(2, self.plan.most // 4))  # fewer blocks for smaller batches, or there are few hits
+        chains = min(CHAINS, max(2, self.plan.most // 4))  # few, so that small batches hit
         chain = self.random.randrange(chains) * LENGTH
         return list(range(chain + first, chain + first + count))
 
@@ -267,7 +267,7 @@ class Writer:
             self.collect(0)
 
     def collect(self, place: int) -> None:
-        """Collect a ticket, and check what it brings."""
+        """Collect a ticket, and check its results."""
         batch = self.pending[place]
         del self.pending[place]
         done = self.store.wait(batch.ticket)
@@ -297,7 +297,7 @@ class Writer:
         self.say(event="hits", at=batch.at, oldest=oldest, count=len(keys))
 
     def say(self, **line: Any) -> None:
-        """Log a line; one call of the system, so a kill leaves it whole or cuts it short."""
+        """Log a line with one system call, so a kill can only truncate it."""
         os.write(self.log, json.dumps(line).encode() + b"\n")
 
     # ---- the whole life ----
@@ -336,7 +336,7 @@ class Writer:
 
 
 def main() -> None:
-    """Run the plan that standard input has."""
+    """Run the plan from standard input."""
     plan = Plan(**json.loads(sys.stdin.readline()))
     plant(os.environ.get("BLOCKYARD_PLANTED", ""), plan)
     Writer(plan).run()
