@@ -31,9 +31,9 @@ from blockyard.stores.base import ExternalStore
 __all__ = ["SimulatedEvent", "SimulatedFaultError", "SimulatedStore", "SimulatedStreams"]
 
 _COMPUTE = "compute"
-# A stream is nearly stopped, as quick as others, or far ahead of them.
+# A stream is nearly stopped, as fast as others, or far ahead of them.
 _SPEEDS = (0.01, 1.0, 1.0, 50.0)
-# How much runs between two calls of the host: nothing, now and then, until nothing is left.
+# How much runs between two host calls: nothing, some, or everything.
 _EAGERNESS = (0.0, 0.0, 0.3, 0.97)
 _CHANGES = 0.03
 
@@ -79,10 +79,10 @@ class _Item:
 class SimulatedStreams:
     """Streams of a simulated device; `blockyard.engine.streams.Streams` describes the calls.
 
-    Compute is a stream, too, and the test is the engine that queues work there.
+    Compute is a stream too; the test queues work there, like an engine.
 
     Args:
-        seed: determines every order that is left open.
+        seed: determines every order that the events leave open.
         fail: fraction of the transfers that fail. A failed transfer may or may not have moved its bytes.
 
     Attributes:
@@ -139,7 +139,7 @@ class SimulatedStreams:
         """Run work, in any order, until a condition holds.
 
         Raises:
-            AssertionError: nothing is left that may run, and it does not hold: streams wait for one another.
+            AssertionError: nothing can run although the condition does not hold: streams wait for each other.
         """
         while not reached():
             if self._random.random() < _CHANGES:
@@ -171,7 +171,7 @@ class SimulatedStreams:
         self._eagerness = self._random.choice(_EAGERNESS)
 
     def _step(self, pauses: float = 0.0) -> bool:
-        """Run the first work of one of the streams that may go on; or pause, as if that were a stream of this speed."""
+        """Run the next work of a stream that can proceed; or pause, as if pausing were a stream of this speed."""
         names = [name for name, queue in self._queues.items() if queue and queue[0].ready()]
         if not names:
             return False
@@ -208,15 +208,15 @@ class _Batch:
 
 
 class SimulatedStore(ExternalStore):
-    """An external tier in memory, whose operations run late, out of order and sometimes not at all.
+    """An in-memory external tier whose operations run late, out of order and sometimes not at all.
 
     Operations on one slot keep their order, as `ExternalStore` promises.
 
     Args:
-        num_slots: slots.
-        bytes_per_block: bytes of one.
-        seed: decides all that is left open.
-        fail: share of the blocks that are not written, or not read back.
+        num_slots: number of slots.
+        bytes_per_block: bytes per slot.
+        seed: seed of all random choices.
+        fail: fraction of the blocks that are not written, or not read back.
     """
 
     def __init__(self, num_slots: int, bytes_per_block: int, *, seed: int, fail: float = 0.0) -> None:
@@ -237,11 +237,11 @@ class SimulatedStore(ExternalStore):
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one slot holds."""
+        """Bytes per slot."""
         return int(self._memory.shape[1])
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
-        """Start to write blocks; see `ExternalStore`."""
+        """Start writing blocks; see `ExternalStore`."""
         checked = self._check(slots, unique=True)
         wanted = (len(checked), self.bytes_per_block)
         if rows.dtype != np.uint8 or rows.shape != wanted:
@@ -249,7 +249,7 @@ class SimulatedStore(ExternalStore):
         return self._submit(_Batch(checked, rows.copy(), writes=True))
 
     def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
-        """Start to read blocks; see `ExternalStore`."""
+        """Start reading blocks; see `ExternalStore`."""
         checked = self._check(slots)
         rows = np.zeros((len(checked), self.bytes_per_block), np.uint8) if rows is None else rows
         return self._submit(_Batch(checked, rows, writes=False))
@@ -281,7 +281,7 @@ class SimulatedStore(ExternalStore):
         return StoreStats()
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Give up what is under way."""
+        """Give up everything in flight."""
         self._closed = True
         return True
 

@@ -1,4 +1,4 @@
-"""The spans that a process has begun and ended, by OpenTelemetry's own SDK."""
+"""The spans that a process has begun and ended, recorded with OpenTelemetry's SDK."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Spans(SpanProcessor):
     """Counts spans as they begin, and keeps those that have ended.
 
     Args:
-        provider: where they come from; one that records all if None.
+        provider: their source; if None, one that records all spans.
 
     Attributes:
         provider: as given.
-        begun: how many there are.
+        begun: number of spans begun.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -38,24 +38,24 @@ class Spans(SpanProcessor):
 
     @property
     def ended(self) -> tuple[ReadableSpan, ...]:
-        """In the order of their ends."""
+        """Return the ended spans, in the order of their ends."""
         return self._kept.get_finished_spans()
 
     def named(self, *names: str) -> list[ReadableSpan]:
-        """Those of these names that have ended."""
+        """Return the ended spans with these names."""
         return [span for span in self.ended if span.name.removeprefix("blockyard.") in names]
 
     def sum(self, attribute: str, *names: str) -> int:
-        """An attribute of all spans of these names; those that lack it have 0."""
+        """Return the sum of an attribute over all spans with these names; a missing attribute counts as 0."""
         return sum(attributes(span).get(attribute, 0) for span in self.named(*names))
 
     def tree(self, span: ReadableSpan) -> tuple[Any, ...]:
-        """Its name, and the trees within it, in the order of their ends."""
+        """Return a span's name and the trees within it, in the order of their ends."""
         within = [other for other in self.ended if other.parent and other.parent.span_id == span.context.span_id]
         return (span.name.removeprefix("blockyard."), *map(self.tree, within))
 
     def check(self) -> None:
-        """Every span has ended, once, after those within it began."""
+        """Check that every span ended exactly once, after the spans within it began."""
         ids = Counter(span.context.span_id for span in self.ended)
         assert len(ids) == self.begun, f"{self.begun} spans have begun, {len(ids)} ended"
         assert set(ids.values()) <= {1}, "a span has ended twice"
@@ -65,7 +65,7 @@ class Spans(SpanProcessor):
             if span.parent is not None and span.parent.span_id in by_id:
                 assert by_id[span.parent.span_id].start_time <= span.start_time
                 assert span.end_time <= by_id[span.parent.span_id].end_time
-        ends: dict[int, int] = {}  # of each parent's leg that began last
+        ends: dict[int, int] = {}  # of each parent's latest leg
         for leg in sorted(self.named("store_read", "transfer", "store_write"), key=lambda span: span.start_time):
             assert leg.parent is not None
             assert ends.get(leg.parent.span_id, 0) <= leg.start_time, f"{leg.name} overlaps the leg before it"
@@ -73,13 +73,13 @@ class Spans(SpanProcessor):
 
 
 def attributes(span: ReadableSpan) -> dict[str, Any]:
-    """What a span says, without the prefix."""
+    """Return a span's attributes, without the prefix."""
     return {name.removeprefix("blockyard."): value for name, value in (span.attributes or {}).items()}
 
 
 @contextmanager
 def recorded(provider: TracerProvider | None = None) -> Iterator[Spans]:
-    """Have the caches of this process make spans, for a while."""
+    """Record spans of this process's caches within the context."""
     spans = Spans(provider)
     tracing.instrument(spans.provider)
     try:

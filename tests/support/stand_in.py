@@ -23,7 +23,7 @@ Cut = Callable[[torch.Tensor], list[torch.Tensor]]
 def build_stand_in(folder: Path, optimize: str = "-O1") -> ctypes.CDLL:
     """Compile and load the stand-in, `torch.ops.blockyard_fake`; raises MissingError where there is no toolchain.
 
-    A folder that has it is left as it is.
+    A library that is already in the folder is reused.
     """
     tools = find_toolchain({})
     library = folder / "fake.so"
@@ -39,7 +39,7 @@ def build_stand_in(folder: Path, optimize: str = "-O1") -> ctypes.CDLL:
 
 
 def load_stand_in(library: Path) -> ctypes.CDLL:
-    """Load a stand-in that is compiled; a process has one at most."""
+    """Load a compiled stand-in; a process can have only one."""
     torch.ops.load_library(str(library))
     loaded = ctypes.CDLL(str(library))
     loaded.fake_calls.restype = ctypes.c_char_p
@@ -63,29 +63,29 @@ def load_stand_in(library: Path) -> ctypes.CDLL:
 
 
 def rows_of(memory: torch.Tensor, width: int) -> torch.Tensor:
-    """Blocks of so many bytes, the first at a multiple of 64."""
+    """Return blocks of this many bytes; the first is aligned to 64 bytes."""
     start = -memory.data_ptr() % 64
     return memory[start : start + BLOCKS * width].view(BLOCKS, width)
 
 
 def uncut(rows: torch.Tensor) -> list[torch.Tensor]:
-    """One view of whole rows."""
+    """Return a single view of whole rows."""
     return [rows]
 
 
 class Case:
-    """A memory of the host and two that stand for the device's.
+    """One host memory, and two that stand for device memory.
 
     Args:
         fake: the stand-in.
-        width: bytes of a block.
-        pinned: this many blocks of the host are page-locked, by one registration.
-        registered: instead, the registrations: byte offsets into the host's memory, from and to.
-        mapped: the device's memory consists of mappings that end at these byte offsets, and its end.
-        shift: the device's address of registered memory, less the host's, of the first registration; twice that of the
+        width: bytes per block.
+        pinned: number of host blocks that are page-locked, by one registration.
+        registered: the registrations instead: byte offsets into host memory, from and to.
+        mapped: device memory consists of mappings that end at these byte offsets, and at its end.
+        shift: device address minus host address of registered memory, for the first registration; twice that for the
             second, and so on.
-        most_pieces: a batch of more crashes.
-        flags: of the stand-in.
+        most_pieces: a larger batch crashes.
+        flags: flags of the stand-in.
     """
 
     def __init__(
@@ -125,15 +125,15 @@ class Case:
         cut_device: Cut | None = None,
         blocks: int = 12,
     ) -> str:
-        """Copy, and compare the whole destination; gives the calls that were made.
+        """Copy, and compare the whole destination. Returns the calls made.
 
         Args:
-            direction: of `DIRECTIONS`.
-            strategy: of `STRATEGIES`, or any other name for what is chosen without a table.
-            pairs: of blocks.
-            cut: the views of a memory.
-            cut_device: those of the device's, where they differ.
-            blocks: of threads.
+            direction: one of `DIRECTIONS`.
+        strategy: one of `STRATEGIES`; any other name means the choice without a table.
+        pairs: block pairs.
+        cut: the views of a memory.
+        cut_device: the views of device memory, if different.
+        blocks: number of thread blocks.
         """
         if direction != "d2d":
             self.fake.fake_strategy(DIRECTIONS[direction], STRATEGIES.get(strategy, 0), blocks)
@@ -153,6 +153,6 @@ class Case:
 
 
 def scattered(count: int = 20, below: int = BLOCKS) -> np.ndarray:
-    """Pairs in no order."""
+    """Return pairs in random order."""
     random = np.random.default_rng(count)
     return np.column_stack((random.permutation(below)[:count], random.permutation(below)[:count]))

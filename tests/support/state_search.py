@@ -1,4 +1,4 @@
-"""Every state that steps lead to, breadth first, so that a failure comes with the fewest steps."""
+"""Breadth-first search of all reachable states, so that a failure comes with the fewest steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def explore(
     """Search all states, at most `most`.
 
     Args:
-        start: hashable, as all states.
-        steps: gives what can follow a state, with its name.
-        most: number of states.
-        error: what `steps` raises for a state that is wrong.
+        start: the first state; all states are hashable.
+        steps: yields the named successors of a state.
+        most: maximum number of states.
+        error: the exception that `steps` raises for a wrong state.
 
     Returns:
-        How many states there are.
+        The number of states.
 
     Raises:
         AssertionError: of the class `error`, with the steps that lead there.

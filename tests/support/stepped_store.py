@@ -1,4 +1,4 @@
-"""Processes that share a prefix store: one block's operation at a time, in a random order. Each may crash at any."""
+"""Processes that share a prefix store, one block operation at a time, in random order. Each may crash anywhere."""
 
 import random
 import threading
@@ -15,7 +15,7 @@ class Crash(BaseException):
 
 
 class Actor:
-    """A process: its thread runs only while `Processes` lets it, from one block's operation to the next."""
+    """A process: its thread runs only when `Processes` lets it, from one block operation to the next."""
 
     def __init__(self, work: Callable[["Actor"], None]) -> None:
         self.turn, self.done = threading.Semaphore(0), threading.Semaphore(0)
@@ -32,7 +32,7 @@ class Actor:
             self.done.release()
 
     def step(self) -> None:
-        """Let others run before the next block's operation."""
+        """Let others run before the next block operation."""
         self.done.release()
         self.turn.acquire()
         if self.crashes:
@@ -53,7 +53,7 @@ class SteppedStore:
         self.width = 0
 
     def _each(self, count: int) -> list[int]:
-        """The order in which a batch's blocks take their turns."""
+        """Return a batch's blocks in the order in which they are processed."""
         return self.rng.sample(range(count), count)
 
     def submit_put(self, names: Sequence[bytes], rows: NDArray[np.uint8]) -> Any:

@@ -1,8 +1,8 @@
-"""Every order of the steps of clients that sweep a Redis store's lists, of puts and deletions, and of faults.
+"""All interleavings of clients that sweep a Redis store's lists, puts, deletions, and faults.
 
-The commands are those of `blockyard.stores.redis.lists`, and Lua runs their scripts over a server in memory. A state
-has the server's keys, those of a replica that is behind, and the answers that each sweeper has had: what it sends next
-follows from them.
+The commands are those of `blockyard.stores.redis.lists`, and Lua runs their scripts over an in-memory server. A state
+holds the server's keys, those of a lagging replica, and the answers to each sweeper, which determine what it sends
+next.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Keys = frozenset[tuple[bytes, Any]]
 
 
 class WrongListError(AssertionError):
-    """A block is in no list though all should be, or is gone though nothing asked for that."""
+    """A block is in no list although all should be, or is gone although nothing requested that."""
 
 
 class State(NamedTuple):
     """Counters say how much has happened so far."""
 
     keys: Keys
-    replica: Keys | None = None  # what a replica has, once it falls behind
+    replica: Keys | None = None  # a replica's contents, once it falls behind
     sweeps: tuple[tuple[Any, ...] | None, ...] = ()  # the answers so far; None once it has ended
     failovers: int = 0
     puts: int = 0
@@ -44,13 +44,13 @@ class Bounds:
     Attributes:
         capacity: of the store; there are three blocks.
         sweeps: number of sweeps, each by its own client.
-        failovers: to a replica that may be behind.
-        puts: of one of the blocks.
-        deletes: of one of the blocks.
-        losses: of the list, of the key that says that all is listed, or of the sweeper's, which also expires.
+        failovers: number of failovers, to a replica that may lag.
+        puts: number of puts, of one block each.
+        deletes: number of deletions, of one block each.
+        losses: losses of the list, of the key that marks all as listed, or of the sweeper's key, which also expires.
         keys_per_scan: names in a page.
         asks_replica: a page may come from a replica that has the same keys in another order.
-        plant: a script, a part of it, and what is planted there.
+        plant: a script, a part of it, and the planted replacement.
     """
 
     capacity: int = 3
@@ -82,12 +82,12 @@ class Model:
         self._mended: set[tuple[Keys, int]] = set()
 
     def start(self) -> State:
-        """Two blocks are stored, and the list that the server has lost is begun anew with one of them."""
+        """Return the start: two blocks are stored, and the server's lost list has been restarted with one of them."""
         keys = frozenset({(RECORD, b"record"), *((PREFIX + name, b"value") for name in NAMES[:2])})
         return self._put(State(keys), NAMES[0])
 
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
-        """Give every step that can follow, with its name."""
+        """Yield every possible step, with its name."""
         for what, after in self._steps(state):
             self._check(after)
             yield what, after
@@ -134,7 +134,7 @@ class Model:
         return self._run(state._replace(keys=stored), self.lists.settle([name]), name)[1]
 
     def _send(self, state: State, who: int, *, asks_replica: bool = False) -> State:
-        """Let the server carry out a sweep's next command, and the sweep have the answer."""
+        """Let the server execute a sweep's next command, and give the sweep the answer."""
         answers = state.sweeps[who] or ()
         command = self._command(who, answers)
         assert command is not None
@@ -176,7 +176,7 @@ class Model:
     # ---- rules ----
 
     def _check(self, state: State) -> None:
-        """Where all is said to be listed, each block is; an empty list counts as lost."""
+        """Check that each block is listed if all are marked as listed; an empty list counts as lost."""
         stored, order = _stored(state.keys), _order(state.keys)
         if not set(order) <= stored:
             raise WrongListError("the list has a block that is not stored")
@@ -184,7 +184,7 @@ class Model:
             raise WrongListError("a block is in no list, and all are said to be")
 
     def _check_dropped(self, before: Keys, after: Keys, named: bytes) -> None:
-        """What a command drops that does not name it is beyond the capacity, and was in no list or used longest ago."""
+        """Check that blocks dropped without being named exceed the capacity, and were unlisted or used longest ago."""
         dropped = _stored(before) - _stored(after) - {named}
         if not dropped:
             return
@@ -196,7 +196,7 @@ class Model:
             raise WrongListError("a block was dropped that the bound did not ask for")
 
     def _check_mends(self, state: State) -> None:
-        """Without further faults, a put and a sweep list every block."""
+        """Check that without further faults, a put and a sweep list every block."""
         keys = frozenset(pair for pair in state.keys if pair[0] != PREFIX + b"sweeper")  # it has expired
         if (keys, state.failovers) in self._mended:
             return

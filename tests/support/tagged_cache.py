@@ -1,4 +1,4 @@
-"""A cache of a few slots a block in which every id that somebody may read has a tag."""
+"""A cache with a few slots per block, in which every readable id has a tag."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -22,21 +22,21 @@ def cache_of(blocks: int) -> torch.Tensor:
 
 
 def ours(cache: torch.Tensor, **options: object) -> OnlineDefragmenter:
-    """Our defragmenter over a cache."""
+    """Return our defragmenter over a cache."""
     defragmenter = OnlineDefragmenter(**options)  # type: ignore[arg-type]
     defragmenter.initialize([(cache, None)], BLOCK_SIZE)
     return defragmenter
 
 
 def write(defragmenter: Resolving, cache: torch.Tensor, ids: Iterable[int], tag: int = 0) -> None:
-    """Tag ids where they lie now."""
+    """Tag ids at their current places."""
     for block_id in ids:
         block = defragmenter.resolve(block_id)
         cache[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = 1000 * tag + block_id
 
 
 def holds(defragmenter: Resolving, cache: torch.Tensor, ids: Iterable[int], tag: int = 0) -> bool:
-    """Whether all ids lead to what was written for them."""
+    """Return whether all ids lead to their own tags."""
     named = [(block_id, defragmenter.resolve(block_id)) for block_id in ids]
     rows = [(block_id, cache[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]) for block_id, block in named]
     return all(bool((row == 1000 * tag + block_id).all()) for block_id, row in rows)

@@ -9,7 +9,7 @@ BLOCK = 4
 
 
 def ran(step: Step) -> list[str]:
-    """Who runs in a step: `name` for a prompt, or part of one, and `name:index` for one token of a sequence."""
+    """Return what runs in a step: `name` for a prompt or a part of it, and `name:index` for one token of a sequence."""
     names = []
     for row in range(step.rows):
         name, index = step.owner(row)
@@ -56,7 +56,7 @@ class Engine:
         self.manager.check()
 
     def step(self) -> list[str]:
-        """Run a step; returns who ran, as `name` for a prompt and `name:index` for one token."""
+        """Run a step. Returns what ran, as `name` for a prompt and `name:index` for one token."""
         step = self.scheduler.schedule()
         self.kinds.append([kind for kind, _ in step.decision.transfers()])
         names = ran(step)

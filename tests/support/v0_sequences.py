@@ -1,4 +1,4 @@
-"""Sequences and groups as V0's scheduler has them, and a manager for them."""
+"""Sequences and groups like those of V0's scheduler, and a manager for them."""
 
 import enum
 from types import SimpleNamespace

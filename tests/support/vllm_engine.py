@@ -1,4 +1,4 @@
-"""vLLM itself, served in a process of its own with the Python that `ENGINES_PYTHON` names."""
+"""The real vLLM, served in a separate process with the Python that `ENGINES_PYTHON` names."""
 
 import json
 import os
@@ -14,11 +14,11 @@ SPEC = {"spec_name": "BlockyardSpec", "spec_module_path": OURS, "host_bytes": "1
 HERE = Path(__file__).parents[1] / "engines"
 
 
-SECONDS = 1800  # machines that share their cores may take minutes to import vLLM
+SECONDS = 1800  # on busy machines, importing vLLM may take minutes
 
 
 def serve(folder: Path, **options: Any) -> Any:
-    """Run `serve_vllm.py`, and return what it prints; its options are described there."""
+    """Run `serve_vllm.py`, and return its output; it documents its options."""
     finished = subprocess.run(
         _command(folder, options), check=False, capture_output=True, text=True, timeout=SECONDS, env=_environment()
     )
@@ -28,12 +28,12 @@ def serve(folder: Path, **options: Any) -> Any:
 
 
 class Engine:
-    """An engine that lives on, and serves a round whenever it is asked to.
+    """A persistent engine that serves a round on request.
 
     Args:
-        folder: of the model.
-        log: file for what it says beside its results.
-        options: of `serve_vllm.py`.
+        folder: folder of the model.
+        log: file for all output except results.
+        options: options of `serve_vllm.py`.
     """
 
     def __init__(self, folder: Path, log: Path, **options: Any) -> None:
@@ -54,13 +54,13 @@ class Engine:
         self.process.communicate()
 
     def ask(self, **asked: Any) -> None:
-        """Have a round begin."""
+        """Start a round."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> Any:
-        """Wait for the result of the round that was asked for first."""
+        """Wait for the result of the oldest round."""
         try:
             found = self._answers.get(timeout=SECONDS)
         except queue.Empty:
@@ -91,6 +91,6 @@ def _command(folder: Path, options: dict[str, Any]) -> list[str]:
 
 def _environment() -> dict[str, str]:
     paths = [str(HERE), str(HERE.parents[1] / "python")]
-    # vLLM imports thousands of files: compiled once, they take a fraction of the time.
+    # vLLM imports thousands of files, which takes a fraction of the time once they are compiled.
     known = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**known, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}

@@ -1,4 +1,4 @@
-"""`blockyard.integrations.vllm` over vLLM's own offloading interfaces, or over stand-ins of them where vLLM is missing.
+"""`blockyard.integrations.vllm` over vLLM's offloading interfaces, or over stand-ins where vLLM is missing.
 
 `VLLM_SOURCE` names folders that hold `vllm/v1/kv_offload/base.py`, as unpacked from wheels of vLLM 0.32 and 0.33, with
 `:` between them. The rest of vLLM is not imported.
@@ -23,7 +23,7 @@ FROM_SOURCE = ("", ".v1", ".utils", ".v1.metrics", ".v1.kv_hints")
 
 @contextlib.contextmanager
 def loaded(kind: str, **change: ModuleType) -> Iterator[SimpleNamespace]:
-    """Import ours over one kind of vLLM, and forget both afterwards.
+    """Import our module over one kind of vLLM, and unload both afterwards.
 
     Args:
         kind: one of `KINDS`.
@@ -66,7 +66,7 @@ def from_source(source: Path) -> dict[str, ModuleType]:
 
 
 def config(vllm: SimpleNamespace, options: dict[str, Any], *, block_bytes: int = 64, **fields: Any) -> Any:
-    """A spec's configuration with one group, or what `fields` say."""
+    """Return a spec's configuration with one group, overridden by `fields`."""
     part = vllm.config
     per_chunk = int(options.get("blocks_per_chunk", 1))
     values = {

@@ -17,7 +17,7 @@ KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(24)]
 
 
 class Engine:
-    """Scheduler's and workers' side of one engine, and the blocks of its workers."""
+    """The scheduler and worker sides of one engine, and its workers' blocks."""
 
     made = 0
 
@@ -57,12 +57,12 @@ class Engine:
         self.manager.on_schedule_end(self.vllm.base.ScheduleEndContext([], preempted))
 
     def compute(self, keys: list[bytes], context: Any | None = None) -> None:
-        """Compute blocks, and store them in the host, as vLLM does; wait until the external store has them."""
+        """Compute blocks, and store them on the host, as vLLM does; wait until the external store has them."""
         self.compute_only(keys, context)
         self.settle()
 
     def compute_only(self, keys: list[bytes], context: Any | None = None) -> None:
-        """Compute blocks, and store them in the host."""
+        """Compute blocks, and store them on the host."""
         context = context or self.context()
         prepared = self.manager.prepare_store(keys, context)
         for block, key in enumerate(prepared.keys_to_store):
@@ -94,7 +94,7 @@ class Engine:
             assert [result.success for result in worker.get_finished()] == [True]
 
     def settle(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until nothing is in flight."""
         self.end_step()
         self.settle_store()
 
@@ -110,7 +110,7 @@ class Engine:
         return [self.manager.lookup(key, context).name for key in keys]
 
     def found(self, keys: list[bytes], name: str = "one") -> int:
-        """Keys from the first that can be loaded in the end, as vLLM asks for them."""
+        """Return the leading keys that can eventually be loaded, requested as vLLM does."""
         until = time.monotonic() + 30
         context = self.context(name)
         while True:

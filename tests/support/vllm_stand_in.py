@@ -14,7 +14,7 @@ Namespace = dict[str, Any]
 
 
 def modules(version: str) -> dict[str, ModuleType]:
-    """vLLM's modules, as far as `blockyard.integrations.vllm` imports them."""
+    """Return the parts of vLLM's modules that `blockyard.integrations.vllm` imports."""
     made: dict[str, ModuleType] = {}
     packages = ("", ".v1", ".v1.kv_offload", ".v1.kv_offload.cpu", ".v1.kv_offload.cpu.policies")
     for package in (*packages, ".v1.kv_offload.tiering", ".v1.metrics"):
