@@ -1,11 +1,11 @@
-"""CPU copies: a swap of 1 GiB in scattered pieces, and block exchanges, beside torch's own calls in the same run.
+"""CPU copies: a swap of 1 GiB in scattered pieces, and block exchanges, compared with torch's calls in the same run.
 
     python benches/bench_copy.py [--mib 1024] [--piece-kib 64] [--repeat 5]
 
 With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. `copy_swap_ratio` is the swap's GB/s over
 that of one `copy_` of the same bytes; `copy_exchange_ratio` is the time of index_select and index_copy_ per layer over
-ours, for 512 pairs in 32 layers. The ways take turns, and the best of each counts. `copy_call_64_views_us` is the time
-of one call of an engine that swaps one block out, of 64 views of 8 KiB, by the thread's clock.
+ours, for 512 pairs in 32 layers. The variants take turns, and the best of each counts. `copy_call_64_views_us` is the
+thread-CPU time of one engine call that swaps out one block of 64 views of 8 KiB.
 """
 
 import argparse

@@ -19,7 +19,7 @@ BLOCKS, DEVICE_BLOCKS = 4096, 65_536
 
 
 def fastest_us(call: Callable[[], object], repeats: int = 300) -> float:
-    """Microseconds of the fastest call."""
+    """Return the microseconds of the fastest call."""
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
@@ -29,7 +29,7 @@ def fastest_us(call: Callable[[], object], repeats: int = 300) -> float:
 
 
 def figures() -> dict[str, float]:
-    """All figures, by their names in BENCH_JSON."""
+    """Return all figures by their names in BENCH_JSON."""
     scattered = np.random.default_rng(0).permutation(DEVICE_BLOCKS)[:BLOCKS].astype(np.int64)
     pairs = Pairs("device", "host", np.column_stack((scattered, np.arange(BLOCKS, dtype=np.int64))))
     decision = StepDecision(1, [("swap_out", pairs)])

@@ -1,12 +1,12 @@
-"""Defragmentation beside an allocator that gives out ids first in, first out: moves, gap, runs, and time per step.
+"""Defragmentation with an allocator that hands out ids first in, first out: moves, gap, runs, and time per step.
 
-Also what `contiguous` does to the descriptors of a transfer.
+It also measures the effect of `contiguous` on a transfer's descriptors.
 
     python benches/bench_defrag.py
 
 prints a table; with BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. W-defrag: 256 sequences
-run and append a token a step; in each step 8 end and 8 of 64 blocks start. In the variant with shared prefixes, every
-second one of those that start shares its first 32 blocks with the one before.
+run and append one token per step; in each step 8 end and 8 of 64 blocks start. In the variant with shared prefixes,
+every second new sequence shares its first 32 blocks with the previous one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRANSFER_TOKENS = 2048
 
 
 class AllocatorStep(NamedTuple):
-    """What the allocator reports of a step."""
+    """What the allocator reports about a step."""
 
     freed: Ids
     new: Ids
@@ -64,11 +64,11 @@ class Churn:
         self._count = 0
 
     def take(self, count: int) -> list[int]:
-        """Give out ids."""
+        """Hand out ids."""
         return [self._free.popleft() for _ in range(count)]
 
     def step(self, *, tables: bool = False) -> AllocatorStep:
-        """End, append, start; the blocks of those that start come first."""
+        """End, append, start; the new sequences' blocks come first."""
         freed: list[int] = []
         new: list[int] = []
         appended: list[int] = []
@@ -105,7 +105,7 @@ class Churn:
         return AllocatorStep(np.array(freed, np.int64), np.array(new + appended, np.int64), copied, ended, grown)
 
     def _released(self, freed: list[int]) -> list[int]:
-        """Those that nobody refers to any more."""
+        """Return the ids that are no longer referenced."""
         if not self._shared:
             return freed
         self._refs.subtract(freed)
@@ -113,12 +113,12 @@ class Churn:
 
 
 def runs_of(blocks: Ids) -> int:
-    """Runs of neighbours in a block table."""
+    """Return the number of contiguous runs in a block table."""
     return 1 + int((np.diff(blocks) != 1).sum())
 
 
 def quality(blocks: int, steps: int, *, starts: int = STARTS, fresh: bool = True, moves: int | None = MOVES) -> Figures:
-    """Mean moves a step, mean gap, and blocks per contiguous run of a sequence, once the pool is full of sequences."""
+    """Return mean moves per step, mean gap, and blocks per contiguous run, once the pool is full of sequences."""
     churn, observer = Churn(blocks, starts=starts), BlockObserver(blocks)
     warm_up = 2 * RUNNING // starts
     moved = gap = runs = held = 0
@@ -140,7 +140,7 @@ def quality(blocks: int, steps: int, *, starts: int = STARTS, fresh: bool = True
 
 
 def one_run(blocks: int, steps: list[AllocatorStep]) -> NDArray[np.int64]:
-    """Nanoseconds of each step: plan and remap, and all of it. Always the same steps."""
+    """Return the nanoseconds of each step: plan and remap, and everything. The steps are always the same."""
     observer = BlockObserver(blocks)
     clock = time.perf_counter_ns
     spent = np.zeros((len(steps), 2), np.int64)
@@ -159,13 +159,13 @@ def one_run(blocks: int, steps: list[AllocatorStep]) -> NDArray[np.int64]:
 
 
 def cost(blocks: int, steps: int, repeats: int, *, shared: bool = False) -> Figures:
-    """Microseconds a step: plan and remap alone, and with the step's releases, uses and resolving of its new ids.
+    """Return microseconds per step: plan and remap alone, and with the step's releases, uses and new ids resolved.
 
-    Each step's time is the least of all repeats, so that what else the machine does is not charged to it.
+    Each step's time is the minimum of all repeats, so other work on the machine does not count.
     """
     churn = Churn(blocks, shared=shared)
     warm_up = 2 * RUNNING // STARTS
-    # Made beforehand: the allocator's own work would push the observer out of the caches.
+    # Prepared in advance: the allocator's work would evict the observer from the CPU caches.
     made = [churn.step() for _ in range(warm_up + steps)]
     least = np.min([one_run(blocks, made)[warm_up:] for _ in range(repeats)], axis=0) / 1000
     (plan, everything), (plan_p99, all_p99) = least.mean(axis=0), np.percentile(least, 99, axis=0)
@@ -173,7 +173,7 @@ def cost(blocks: int, steps: int, repeats: int, *, shared: bool = False) -> Figu
 
 
 def descriptors(blocks: int) -> Figures:
-    """Pieces of a 2,048-token transfer out of an aged pool, before and after `contiguous`, and the moves for that."""
+    """Return the pieces of a 2,048-token transfer from an aged pool, before and after `contiguous`, and its moves."""
     churn, observer = Churn(blocks), BlockObserver(blocks)
     for _ in range(1000):
         step = churn.step()
@@ -195,7 +195,7 @@ def descriptors(blocks: int) -> Figures:
 
 
 def figures(repeats: int) -> Figures:
-    """All figures, by their names in BENCH_JSON."""
+    """Return all figures by their names in BENCH_JSON."""
     found = {f"w_defrag_32k_{name}": value for name, value in quality(32768, 2000).items()}
     found |= {f"w_defrag_32k_{name}": value for name, value in cost(32768, 2000, repeats).items()}
     found |= {f"w_defrag_256k_{name}": value for name, value in cost(262144, 2000, repeats).items()}
@@ -210,7 +210,7 @@ def figures(repeats: int) -> Figures:
 
 def main() -> None:
     """Measure, print, and add to BENCH_JSON."""
-    gc.disable()  # its walks would be charged to whoever allocates next
+    gc.disable()  # its walks would count against the next allocation
     found = figures(repeats=7)
     for name, value in found.items():
         print(f"{name:32} {value:10.4f}")

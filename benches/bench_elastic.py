@@ -2,8 +2,8 @@
 
     python benches/bench_elastic.py [--repeat 3]
 
-160 planes (80 layers, K and V), as on one device. `elastic_map_100_gb_ms` is the time with the chunk that is chosen by
-default, `elastic_map_100_gb_units_ms` with chunks of the driver's unit, 2 MiB. The driver's own part is not in it. With
+160 planes (80 layers, K and V), as on one device. `elastic_map_100_gb_ms` is the time with the default chunk
+size, `elastic_map_100_gb_units_ms` with chunks of the driver's unit, 2 MiB. The driver's time is not included. With
 BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """
 
@@ -24,7 +24,7 @@ MAP_NORESERVE = 0x4000
 
 
 class Driver:
-    """Says yes to every call; addresses are this process's, and nothing is touched."""
+    """Accepts every call; addresses belong to this process, and no memory is touched."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_OUT_OF_MEMORY=2)
     CUmemLocation = CUmemAllocationProp = CUmemAccessDesc = SimpleNamespace

@@ -2,14 +2,14 @@
 
     python benches/bench_file_fio.py [--rounds 7] [--sizes 64k,256k,2m]
 
-The disk and the processor may be shared, so the two take turns in windows of 256 MiB, and each figure is the median
-over the rounds of what one pair of windows gives. The store's rows lie on pages and are lent, so nothing is copied;
-each block is checksummed, and checked when it is read.
+The disk and the CPU may be shared, so the two take turns in windows of 256 MiB, and each figure is the median
+over the rounds of one pair of windows. The store's rows are page-aligned and lent, so nothing is copied;
+each block has a checksum that is verified when it is read.
 
 - `file_write_256k_fio_ratio`: rate over fio's; swap space. `file_put_256k_fio_ratio` is that of a prefix store, whose
   gets come in the order of the puts, as those of a prompt do: blocks of neighbouring slots are one call.
 - `file_get_shuffled_256k_fio_ratio`: gets in another order, so each block is a call, as by slot.
-- `file_write_256k_cpu_over_fio`: CPU seconds a GB, less fio's. `file_write_256k_cpu_s_per_gb` is the store's own.
+- `file_write_256k_cpu_over_fio`: CPU seconds per GB, minus fio's. `file_write_256k_cpu_s_per_gb` is the store's total.
 
 With BENCH_JSON=FILE the figures go to the flat JSON object in FILE. Without fio it says so and does nothing.
 """
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def compare(folder: str, name: str, use: str, calls: tuple[str, str], rounds: int) -> dict[str, float]:
-    """Medians over the rounds for one block size."""
+    """Return the medians over the rounds for one block size."""
     size = SIZES[name]
     blocks = BYTES // size
     ratios: dict[str, list[float]] = {}
@@ -85,7 +85,7 @@ def compare(folder: str, name: str, use: str, calls: tuple[str, str], rounds: in
 
 
 def window(store: ExternalStore, call: str, seed: int) -> tuple[float, float]:
-    """GB/s and CPU seconds a GB of one pass over all blocks in random order, a few batches under way."""
+    """Return GB/s and CPU seconds per GB of one pass over all blocks in random order, with a few batches in flight."""
     blocks, random = store.num_slots, np.random.default_rng(seed)
     count = max(1, BATCH_BYTES // store.bytes_per_block)
     keys = random.integers(0, 256, (blocks, 32), dtype=np.uint8)
@@ -114,7 +114,7 @@ def collect(store: ExternalStore, ticket: int) -> None:
 
 
 def aligned(count: int, width: int) -> NDArray[np.uint8]:
-    """Rows that begin on a page, of bytes that no file system compresses."""
+    """Return page-aligned rows of bytes that no file system can compress."""
     whole = np.empty(count * width + PAGE, dtype=np.uint8)
     rows = whole[-whole.ctypes.data % PAGE :][: count * width].reshape(count, width)
     rows[:] = np.random.default_rng(0).integers(0, 256, (1, width), dtype=np.uint8)
@@ -122,7 +122,7 @@ def aligned(count: int, width: int) -> NDArray[np.uint8]:
 
 
 def fio(path: str, what: str, size: int) -> tuple[float, float]:
-    """GB/s and CPU seconds a GB of fio, which moves the same bytes at random places with as many threads."""
+    """Return GB/s and CPU seconds per GB of fio, which moves the same bytes at random places with as many threads."""
     command = [
         *("fio", "--name=x", f"--filename={path}", f"--rw=rand{what}", f"--bs={size}", f"--size={BYTES}"),
         *("--direct=1", "--ioengine=psync", "--thread", f"--numjobs={THREADS}", f"--io_size={BYTES // THREADS}"),
@@ -130,7 +130,7 @@ def fio(path: str, what: str, size: int) -> tuple[float, float]:
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     job = json.loads(done.stdout)["jobs"][0]
-    # Of the threads alone: fio itself takes as long to start as to move the bytes.
+    # The threads only: starting fio takes as long as moving the bytes.
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
     return job[what]["bw_bytes"] / 1e9, cpu / (BYTES / 1e9)
 

@@ -2,12 +2,12 @@
 
     python benches/bench_file_store.py [--url "file:///dir?threads=8"] [--blocks 512]
 
-With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. Both ways the bytes are copied once
-between numpy and the store's buffers, checksummed and checked. `file_swap_in_gb_s` is the rate from the file to a cache
-engine's tensors on the CPU, by `StepExecutor`. A prefix store puts and gets the same blocks by key, and is opened from
-the headers of its slots and from its checkpoint. `file_single_get_*`: eight threads get one block of 64 KiB after the
-other; MiB/s, CPU seconds a GB, and how often a get makes a thread of the process wait.
-`bench_file_fio.py` compares the store with fio.
+With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. In both directions the bytes are copied
+once between numpy and the store's buffers; checksums are computed and verified. `file_swap_in_gb_s` is the rate from
+the file to a cache engine's tensors on the CPU, by `StepExecutor`. A prefix store puts and gets the same blocks by key,
+and is opened from the headers of its slots and from its checkpoint. `file_single_get_*`: eight threads get one block of
+64 KiB after the other; MiB/s, CPU seconds per GB, and thread waits per get. `bench_file_fio.py` compares the store with
+fio.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def measure(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
 
 
 def swap_in(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
-    """Swap all blocks in to a cache engine, a batch in each of a few steps under way."""
+    """Swap all blocks in to a cache engine, one batch per step, with a few steps in flight."""
     layout = KVLayout("kv_first", num_layers=8, block_size=16, num_kv_heads=8, head_size=128, dtype="float32")
     random = np.random.default_rng(0)
     best: dict[str, float] = {}
@@ -99,7 +99,7 @@ def swap_in(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
 
 
 def by_key(folder: str, blocks: int, repeat: int) -> dict[str, float]:
-    """Put blocks under new keys, which evicts those of the pass before, and get them in another order."""
+    """Put blocks under new keys, which evicts those of the previous pass, and get them in another order."""
     random = np.random.default_rng(0)
     rows = random.integers(0, 256, (BATCH, BYTES_PER_BLOCK), dtype=np.uint8)
     best: dict[str, float] = {}
@@ -125,7 +125,7 @@ def by_key(folder: str, blocks: int, repeat: int) -> dict[str, float]:
 
 
 def single_gets(folder: str, blocks: int, repeat: int) -> dict[str, float]:
-    """Get blocks one by one from several threads, into rows that are lent; medians of the passes."""
+    """Get blocks one by one from several threads, into lent rows; return the medians of the passes."""
     random, passes = np.random.default_rng(0), []
     keys = random.integers(0, 256, (blocks * CALLERS, 32), dtype=np.uint8)
     rows = aligned(BATCH, SINGLE_BYTES)
@@ -153,7 +153,7 @@ def single_gets(folder: str, blocks: int, repeat: int) -> dict[str, float]:
 
 
 def opening(folder: str, slots: int) -> dict[str, float]:
-    """Microseconds a slot to open a full prefix store of blocks of one page."""
+    """Return the microseconds per slot for opening a full prefix store with one-page blocks."""
     width, figures = 4096, {}
     url = f"file://{folder}/open?threads={THREADS}"
     with open_store(url, bytes_per_block=width, num_slots=slots, use="prefix") as store:
@@ -171,7 +171,7 @@ def opening(folder: str, slots: int) -> dict[str, float]:
 
 
 def run(store: ExternalStore, batches: list[np.ndarray], rows: np.ndarray, *, write: bool) -> None:
-    """Keep a few batches under way, as an engine does."""
+    """Keep a few batches in flight, as an engine does."""
     tickets: list[int] = []
     for slots in batches:
         if len(tickets) == AHEAD:

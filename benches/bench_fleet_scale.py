@@ -1,19 +1,19 @@
-"""Engines that share one object store, from 1 to 1,000, in virtual time: what a lookup costs, and what it finds.
+"""From 1 to 1,000 engines that share one object store, in virtual time: what a lookup costs, and what it finds.
 
     python benches/bench_fleet_scale.py [--most 1000] [--requests 12] [--lookups 400]
 
 Every engine is a real `ObjectStore`: batches, threads, known keys, epochs. Server, network and time are models
 (`blockyard.sim`), so the requests that arrive at the server can be counted. Nothing fails.
 
-An engine gets `--requests` prompts, one a second on average. A prompt is one of 300 shared documents of 6 blocks, drawn
-by Zipf's law, and a unique question of 2 blocks. The engine has no cache: it looks up all 8 blocks in one batch, and
-puts those that it lacked. Engines start over a minute. Small fleets run with several seeds, until they
+An engine gets `--requests` prompts, one per second on average. A prompt is one of 300 shared documents of 6 blocks,
+drawn from a Zipf distribution, and a unique question of 2 blocks. The engine has no cache: it looks up all 8 blocks in
+one batch, and puts the missing ones. The engines start within a minute. Small fleets run with several seeds, until they
 have made `--lookups`.
 
-- Reads of a lookup: all reads that arrive at the server, over the lookups. Each lookup reads its 8 keys, and beside
-  them the epoch's record, which says that the blocks count. A put reads the record if the last look is a second old.
-- Keys: different objects that were asked for at the server, in one fleet.
-- CPU: of a lookup and the put that follows, the simulation included; the fastest seed.
+- Reads per lookup: all reads that arrive at the server, divided by the lookups. Each lookup reads its 8 keys, and the
+  epoch record, which says that the blocks are valid. A put reads the record if the last read is a second old.
+- Keys: different objects requested from the server, in one fleet.
+- CPU: time of a lookup and the put that follows, simulation included; the fastest seed.
 
 With BENCH_JSON=FILE the figures are added to FILE.
 """
@@ -50,7 +50,7 @@ class CountingServer(ObjectServer):
     """Counts the requests that arrive."""
 
     def __init__(self, loop: Loop) -> None:
-        super().__init__(loop, bytes)  # which nobody watches
+        super().__init__(loop, bytes)  # not observed
         self.reads: Counter[str] = Counter()
         self.num_writes = 0
 
@@ -72,7 +72,7 @@ class CountingServer(ObjectServer):
 
 @dataclass
 class Figures:
-    """What fleets of one size came to."""
+    """Results of the fleets of one size."""
 
     lookups: int = 0
     asked: int = 0
@@ -84,7 +84,7 @@ class Figures:
     cpu: list[float] = field(default_factory=list)
 
     def line(self) -> dict[str, float]:
-        """Return the figures of the table."""
+        """Return the figures as a line of the table."""
         return {
             "reads_a_lookup": self.reads / self.lookups,
             "reads_a_block": self.reads / max(1, self.found),
@@ -126,7 +126,7 @@ def run(seed: int, engines: int, requests: int, found: Figures) -> None:
     loop = Loop(seed)
     server = CountingServer(loop)
     gc.collect()
-    gc.disable()  # it would look at the objects of all engines, which in truth are in processes of their own
+    gc.disable()  # it would scan the objects of all engines, which really are in separate processes
     began, before = time.process_time(), found.lookups
     with use_runtime(loop):
         for number in range(engines):

@@ -1,4 +1,4 @@
-"""Servers that hang: how late a load becomes a miss, and how long calls of the engine's thread take meanwhile.
+"""Servers that hang: how late a load becomes a miss, and how long calls on the engine's thread take meanwhile.
 
     python benches/bench_hung.py [--calls 5000]
 
@@ -6,8 +6,8 @@ It stops a Valkey server and a SeaweedFS server (SIGSTOP) under a prefix store w
 `redis_hung_late_ms` is how much later than its deadline the first load is a miss, `redis_hung_second_ms` how long the
 next one takes, `redis_hung_call_p999_ms` the 99.9th percentile of `submit_get`, `submit_put`, `contains`, `poll` and
 `wait` while the server hangs, `redis_hung_call_own_p999_ms` that of the calls during which the kernel gave the core to
-no other thread, `redis_hung_call_cpu_p999_ms` that of their processor time, which other work on the machine disturbs
-least; `redis_hung_back_s` is the time from its going on until a load is a hit, by the same store. `s3_hung_*` likewise.
+no other thread, `redis_hung_call_cpu_p999_ms` that of their CPU time, which other work on the machine disturbs least;
+`redis_hung_back_s` is the time from the server's return until a load hits, with the same store. `s3_hung_*` likewise.
 With BENCH_JSON=FILE the figures are added to FILE.
 """
 

@@ -1,9 +1,9 @@
-"""What a lookup of SGLang's linker costs a page in the scheduler's thread, over a store that answers at once.
+"""Cost per page of a lookup by SGLang's linker on the scheduler's thread, over a store that answers immediately.
 
     python benches/bench_linker.py [--pages 1000000]
 
-Prompts of 1,000 pages up to `--pages`, ten times as many each, are looked up: *read* when nothing of them is in host
-memory, *staged* when all is. Prints microseconds a page; the cost of a page does not grow with the prompt. SGLang is
+Looks up prompts of 1,000 pages up to `--pages`, growing tenfold: *read* with none of their pages in host
+memory, *staged* with all. Prints microseconds per page, which do not grow with the prompt. SGLang is
 not needed. With BENCH_JSON=FILE the figures are added to FILE.
 """
 

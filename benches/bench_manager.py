@@ -31,7 +31,7 @@ def cpu_ns(run: Callable[[], None]) -> int:
 
 
 def decode(manager: BlockManager | None = None, *, tables: bool) -> float:
-    """W-decode: nanoseconds per sequence and step, over all steps; the arrays are right at the end."""
+    """W-decode: nanoseconds per sequence and step, over all steps; checks the arrays at the end."""
     manager = manager or BlockManager(block_size=BLOCK_SIZE, device_blocks=32768)
     sequences = manager.allocate(counts=np.full(SEQUENCES, PROMPT, dtype=np.uint32))
     manager.complete(manager.take_decision().ticket)
@@ -94,7 +94,7 @@ def fork() -> float:
 
 
 def scattered() -> tuple[BlockManager, float, float]:
-    """A pool of 16M blocks of which each 64th is free, and nanoseconds per block to allocate and to free those."""
+    """Return a pool of 16M blocks of which every 64th is free, and nanoseconds per block to allocate and free those."""
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=MANY_BLOCKS, watermark=0.0)
     sequences = manager.allocate(counts=np.zeros(SCATTER, dtype=np.uint32))
     blocks = MANY_BLOCKS // SCATTER

@@ -3,9 +3,9 @@
     python benches/bench_metrics.py [--steps N]
     valgrind --tool=callgrind python benches/bench_metrics.py --count RATE --steps N
 
-256 sequences over the prefix cache, of which 1 % end in each step, see `bench_scheduler.py`. The loads run in turns;
-each figure is the least mean of a window of steps, thread-CPU time. `--count` only runs steps with one rate, 0 for
-none: the difference of its instructions to those of another rate, and of other steps, is the cost.
+256 sequences over the prefix cache, of which 1 % end in each step, see `bench_scheduler.py`. The loads take turns;
+each figure is the minimum over windows of the mean step, thread-CPU time. `--count` only runs steps with one rate, 0
+for none: the difference in instructions between rates, and between numbers of steps, is the cost.
 Prints a table; with BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """
 
@@ -29,7 +29,7 @@ SCRAPES = 200
 
 
 def loaded(rate: float) -> Load:
-    """A scheduler that measures this part of the blocks."""
+    """Return a scheduler that samples this fraction of the blocks."""
     load = Load(256, turnover=True)
     if rate:
         load.manager.prefix.sample_residency(rate)
@@ -37,7 +37,7 @@ def loaded(rate: float) -> Load:
 
 
 def scrape_seconds() -> tuple[float, int]:
-    """Least time of a scrape of a manager and a scheduler, and its series."""
+    """Return the minimum time of a scrape of a manager and a scheduler, and its number of series."""
     registry = CollectorRegistry()
     registry.register(Collector(Scheduler(BlockManager(block_size=16, device_blocks=64, prefix_caching=True))))
     times = []
@@ -50,7 +50,7 @@ def scrape_seconds() -> tuple[float, int]:
 
 def main() -> None:
     """Measure, print, and add to BENCH_JSON."""
-    gc.disable()  # its walks would be charged to whoever allocates next
+    gc.disable()  # its walks would count against the next allocation
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8000, help="steps to measure of each load, at least 1000")
     parser.add_argument("--count", type=float, metavar="RATE", help="run steps with this rate, and measure nothing")

@@ -159,7 +159,7 @@ def tidied(cached: Literal["move", "drop", "exchange"]) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, and add to BENCH_JSON."""
-    gc.disable()  # its walks would be charged to whoever allocates next
+    gc.disable()  # its walks would count against the next allocation
     found = {f"w_moves_256k_{name}": value for name, value in cost(5, shared=False).items()}
     found |= {f"w_moves_256k_shared_{name}": value for name, value in cost(5, shared=True).items()}
     for policy in ("move", "drop", "exchange"):

@@ -231,7 +231,7 @@ def measure(names: list[str], rounds: int) -> None:
     """Measure, print, and add to BENCH_JSON."""
     requests = prompts()
     least: dict[str, Figures] = {"": {}}
-    gc.disable()  # its walks would be charged to whoever allocates next
+    gc.disable()  # its walks would count against the next allocation
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(np.concatenate(requests).astype("<u4").tobytes())
         file.flush()

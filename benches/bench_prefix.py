@@ -184,7 +184,7 @@ def figures(repeats: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure, print, and add to BENCH_JSON."""
-    gc.disable()  # its walks would be charged to whoever allocates next
+    gc.disable()  # its walks would count against the next allocation
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policies", action="store_true", help="print the hit rate of every eviction policy, and stop")
     if parser.parse_args().policies:

@@ -119,7 +119,7 @@ def show(name: str, parts: Parts) -> None:
 
 def main() -> None:
     """Measure, print, and add to BENCH_JSON."""
-    gc.disable()  # its walks would be charged to whoever allocates next
+    gc.disable()  # its walks would count against the next allocation
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="steps to measure of each load, at least 50")
     parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True)
