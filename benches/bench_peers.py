@@ -1,18 +1,18 @@
-"""Peers on our workloads, beside ours in the same run: thread-CPU time, the least of some rounds.
+"""Peers on our workloads, compared with ours in the same run: thread-CPU time, minimum of several rounds.
 
     python benches/bench_peers.py --install      # fetches the Python peers into .make/peers: 1.5 GB to download
     python benches/bench_peers.py [--rounds 3] [--only NAME ...]
 
 prints a table; with BENCH_JSON=FILE it also adds the peers' figures and their ratios to ours to the flat JSON object in
 FILE. Each round runs ours and then every peer, one at a time. A figure is the mean over laps (a step, 50 requests, a
-call) of each lap's least time over all rounds, so that what else the machine does is charged to nobody.
+call) of each lap's minimum time over all rounds, so other work on the machine counts for nobody.
 
-Only peers that are here are measured: without `--install` nothing is fetched but kvbm's crates, a few megabytes. A peer
-that is missing is skipped with a line that says why. BLOCKYARD_PEER_<NAME>=PATH (VLLM_V0, VLLM_V1, SGLANG, GAUDI) takes
-a peer from a folder that holds its package, such as a checkout. vllm-gaudi is on no index: it needs a checkout.
+Only installed peers are measured: without `--install`, only kvbm's crates are fetched, a few megabytes. A missing peer
+is skipped with a line that says why. BLOCKYARD_PEER_<NAME>=PATH (VLLM_V0, VLLM_V1, SGLANG, GAUDI) takes
+a peer from a folder that holds its package, such as a checkout. vllm-gaudi is not on PyPI: it needs a checkout.
 
-What each peer does and leaves out is said in its script in benches/peers. Modules that its block manager does not use
-are stood in for, so nothing of an engine but its block manager runs.
+Each peer's script in benches/peers says what it does and leaves out. Stand-ins replace the modules that its block
+manager does not use, so only the engine's block manager runs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Peer(NamedTuple):
 PEERS = {
     "vllm_v0": Peer("vLLM V0 0.7.3", "vllm_v0.py", ("vllm==0.7.3", "msgspec==0.22.0")),
     "vllm_v1": Peer("vLLM V1 0.33.0", "vllm_v1.py", ("vllm==0.33.0", "msgspec==0.22.0", "cbor2==6.3.0")),
-    # Its Rust tree is built for this torch, and that for this NCCL; all else of CUDA is in our own environment.
+    # Its Rust tree is built for this torch, which needs this NCCL; the other CUDA libraries are in our environment.
     "sglang": Peer(
         "SGLang 0.5.23",
         "sglang_tree.py",
@@ -73,12 +73,12 @@ PEERS = {
 
 
 def stamp(name: str) -> Path:
-    """The file that names what is installed for a peer."""
+    """Return the file that lists what is installed for a peer."""
     return BUILT / name / "installed.txt"
 
 
 def install(name: str) -> None:
-    """Fetch a peer's packages, and drop their kernels: nothing here calls them."""
+    """Fetch a peer's packages, and delete their kernels, which nothing here calls."""
     peer, folder = PEERS[name], BUILT / name
     if not peer.packages:
         return
@@ -94,14 +94,14 @@ def install(name: str) -> None:
 
 
 def cargo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run cargo on kvbm's own workspace; it keeps what it builds apart from ours."""
+    """Run cargo on kvbm's workspace, whose build folder is separate from ours."""
     command = ["cargo", *arguments, "--locked", "--manifest-path", str(SCRIPTS / "kvbm" / "Cargo.toml")]
     environment = os.environ | {"CARGO_TARGET_DIR": str(BUILT / "kvbm"), "CARGO_NET_RETRY": "1"}
     return subprocess.run(command, cwd=SCRIPTS / "kvbm", env=environment, capture_output=True, text=True, check=False)
 
 
 def rust_is_missing() -> str | None:
-    """Build kvbm; returns why it cannot be measured here, in one line."""
+    """Build kvbm. Returns, in one line, why it cannot be measured here."""
     if shutil.which("cargo") is None:
         return "cargo is not installed"
     for verb in (("fetch", "--quiet"), ("build", "--release", "--quiet")):
@@ -113,13 +113,13 @@ def rust_is_missing() -> str | None:
 
 
 def folder_of(name: str) -> Path:
-    """Where a Python peer's package is, or would be."""
+    """Return where a Python peer's package is, or would be."""
     given = os.environ.get(f"BLOCKYARD_PEER_{name.upper()}")
     return Path(given) if given else BUILT / name
 
 
 def missing(name: str) -> str | None:
-    """Why a peer cannot be measured here, in one line."""
+    """Return, in one line, why a peer cannot be measured here."""
     peer, variable = PEERS[name], f"BLOCKYARD_PEER_{name.upper()}"
     if name == "kvbm":
         return rust_is_missing()
@@ -136,7 +136,7 @@ def run(name: str, prompts_file: str) -> Figures:
     """One round of a peer.
 
     Raises:
-        RuntimeError: it does not run.
+        RuntimeError: it failed.
     """
     if name == "kvbm":
         command = [str(BUILT / "kvbm" / "release" / "kvbm-bench"), prompts_file]
@@ -202,13 +202,13 @@ def ours(requests: list[NDArray[np.uint32]]) -> Figures:
 
 
 def merge(least: Figures, found: Figures) -> None:
-    """Keep the least of each lap."""
+    """Keep the minimum of each lap."""
     for name, costs in found.items():
         least[name] = [min(pair) for pair in zip(costs, least.get(name, costs), strict=True)]
 
 
 def compare(ours_: dict[str, float], theirs: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Print a line a figure; returns the peers' figures and ratios by their names in BENCH_JSON."""
+    """Print one line per figure. Returns the peers' figures and ratios by their names in BENCH_JSON."""
     kept: dict[str, float] = {}
     print(f"{'':22} {'Blockyard':>12} " + " ".join(f"{PEERS[name].title:>20}" for name in theirs))
     for figure, own in ours_.items():
@@ -245,7 +245,7 @@ def measure(names: list[str], rounds: int) -> None:
 
 
 def main() -> None:
-    """Install, or measure the peers that are here."""
+    """Install the peers, or measure the installed ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--install", action="store_true", help="fetch the Python peers into .make/peers, and stop")
     parser.add_argument("--rounds", type=int, default=3)

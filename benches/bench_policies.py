@@ -1,23 +1,23 @@
-"""Hits of every eviction policy, by workload and pool size, beside the best that one could do.
+"""Hits of every eviction policy, by workload and pool size, compared with the optimum.
 
     python benches/bench_policies.py [TRACE...] [--workloads chat,rag] [--mixtures 40] [--seed 0]
         [--percents 2,10,50] [--users 8,32] [--part 0] [--json FILE]
 
 Replays traces (all formats of `blockyard.traces` with hash ids) and generated workloads through a `BlockManager`, one
 request at a time, and prints a table. Policies of `policies/fixed.py` are replayed without a manager; the hits are
-those that one would have. A pool's size is a percentage of the distinct blocks. A request longer than the pool is left
-out and counted. Without arguments it takes the generated workloads, and the traces in the folder that
-BLOCKYARD_TRACES names (../shared/traces). Output tokens are not cached: traces do not say which they are.
-`--mixtures N` takes N random mixtures of the generated workloads instead: two to four of them at once, half of the
-mixtures with other shares after a shift in the middle. Agent sessions, which all begin at 0, run 8 and 32 at a time
-(`--users`, `policies/sessions.py`); a block is 16 of the trace's. `--part 0` and `--part 1` are halves of the sessions.
+those that a manager would have. A pool's size is a percentage of the distinct blocks. A request longer than the pool is
+left out and counted. Without arguments it takes the generated workloads, and the traces in the folder that
+BLOCKYARD_TRACES names (../shared/traces). Output tokens are not cached, because traces do not contain them. `--mixtures
+N` takes N random mixtures of the generated workloads instead: two to four of them at once, half of the mixtures with
+other shares after a shift in the middle. Agent sessions, which all begin at 0, run 8 and 32 at a time (`--users`,
+`policies/sessions.py`); a block is 16 of the trace's. `--part 0` and `--part 1` are halves of the sessions.
 
 `optimal` knows the future: it evicts the block whose next use is furthest (Belady). On prefix trees that is a leaf.
-The way of a policy is its share of the hits that `optimal` has and `lru` lacks: 0 for `lru`, 1 for `optimal`.
+A policy's `way` is the share of the gap from `lru` to `optimal` that it closes: 0 for `lru`, 1 for `optimal`.
 
-With BENCH_JSON=FILE it measures only some points, and adds two figures to that file: `policy_adaptive_worst`, least
-ratio of adaptive's hits to the best other policy's (see EVEN), and `policy_adaptive_cost`, W-prefix, ratio of time to
-`lru`'s.
+With BENCH_JSON=FILE it measures only some points, and adds two figures to that file: `policy_adaptive_worst`, the
+lowest ratio of adaptive's hits to the best other policy's (see EVEN), and `policy_adaptive_cost`, the ratio of its time
+in W-prefix to `lru`'s.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Point = dict[str, float]
 
 
 class Workload:
-    """Requests as a `BlockManager` takes them: hashed once, a block of a few tokens for each hash id."""
+    """Requests for a `BlockManager`: hashed once, with a block of a few tokens for each hash id."""
 
     block_size = 2
 
@@ -83,15 +83,15 @@ class Workload:
         self.distinct = len({key for chain in self.chains for key in chain.keys})
 
     def pool(self, percent: float) -> int:
-        """Blocks of a pool of that percentage of the distinct ones."""
+        """Return a pool's size in blocks, from its percentage of the distinct blocks."""
         return max(1, round(self.distinct * percent / 100))
 
     def fitting(self, blocks: int) -> list[int]:
-        """Numbers of the requests that a pool of `blocks` blocks can hold."""
+        """Return the indices of the requests that fit in a pool of `blocks` blocks."""
         return [number for number, chain in enumerate(self.chains) if chain.needed <= blocks]
 
     def hits(self, eviction: str, blocks: int) -> list[int]:
-        """Blocks that each request that fits finds cached."""
+        """Return the number of cached blocks found by each request that fits."""
         if eviction in POLICIES:
             return replay(self.requests, blocks, POLICIES[eviction](blocks))
         manager = BlockManager(
@@ -111,7 +111,7 @@ class Workload:
 
 
 def measure(workload: Workload, percent: float, policies: Sequence[str]) -> Point:
-    """Hits of each policy in a pool of that percentage of the distinct blocks."""
+    """Return each policy's hits in a pool of that percentage of the distinct blocks."""
     blocks = workload.pool(percent)
     point = {policy: float(sum(workload.hits(policy, blocks))) for policy in policies}
     point["optimal"] = float(optimal_hits(workload.packed, blocks).sum())
@@ -121,13 +121,13 @@ def measure(workload: Workload, percent: float, policies: Sequence[str]) -> Poin
 
 
 def ratio(point: Point, workload: Workload) -> float:
-    """Hits of `adaptive` for each of the best other policy, one hit in 100 blocks added to both."""
+    """Return the ratio of `adaptive`'s hits to the best other policy's, one hit per 100 blocks added to both."""
     best = max(point[policy] for policy in FIXED if policy in point)
     return (point["adaptive"] + EVEN * workload.blocks) / (best + EVEN * workload.blocks)
 
 
 def way(point: Point, policy: str) -> float:
-    """Share of the hits that `optimal` has and `lru` lacks."""
+    """Return the share of the gap from `lru` to `optimal` that a policy closes."""
     return (point[policy] - point["lru"]) / max(point["optimal"] - point["lru"], 1)
 
 
@@ -143,7 +143,7 @@ def show(workload: Workload, percent: float, point: Point) -> None:
 
 
 def mixture(seed: int, requests: int = 3000) -> tuple[str, list[TraceRequest]]:
-    """Mix workloads at random, their hash ids kept apart: a name that says which, and the requests."""
+    """Mix random workloads with disjoint hash ids. Returns a descriptive name, and the requests."""
     rng = random.Random(f"mixture {seed}")
     kinds = rng.sample([name for name in WORKLOADS if "-" not in name], rng.randint(2, 4))
     weights = [rng.choice((1, 2, 4, 8)) for _ in kinds]
@@ -179,7 +179,7 @@ def sources(
 
 
 def known_traces() -> list[str]:
-    """Traces with hash ids that are there."""
+    """Return the available traces with hash ids."""
     folder = os.environ.get("BLOCKYARD_TRACES", "../shared/traces")
     return sorted(str(path) for path in Path(folder).glob("*.jsonl*"))
 
@@ -217,7 +217,7 @@ def compare(chosen: argparse.Namespace) -> None:
 
 
 def shift(name: str, percent: float, seed: int) -> float:
-    """Ratio of `adaptive` to the best other policy from two turnovers of the pool after the shift in the middle on."""
+    """Return the ratio of `adaptive` to the best other policy, from two pool turnovers after the middle shift on."""
     workload = Workload(name, traffic(name, seed=seed))
     blocks = workload.pool(percent)
     hits = workload.hits("adaptive", blocks)
@@ -230,7 +230,7 @@ def shift(name: str, percent: float, seed: int) -> float:
 
 
 def figures() -> dict[str, float]:
-    """Return what `make bench` keeps: fewer points, so that it takes minutes."""
+    """Return the figures for `make bench`: fewer points, so that it takes minutes."""
     worst = 1.0
     for name, requests in sources(known_traces(), ("chat", "rag", "batch", "loop", "templates", "mixed", "chat-rag")):
         workload = Workload(name, requests)
@@ -240,7 +240,7 @@ def figures() -> dict[str, float]:
             worst = min(worst, ratio(point, workload))
     arrays, costs = prompts(), []
     for blocks in (20_000, 4_000):
-        # One after the other in each round, so that both meet the same load.
+        # Alternating within each round, so that both see the same load.
         runs = [
             [w_prefix(arrays, blocks, PrefixCaching(eviction=name))[0] for name in ("lru", "adaptive")]
             for _ in range(20)

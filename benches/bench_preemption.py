@@ -8,13 +8,13 @@
 Victims are swapped to the host, to a file, to a Valkey server that the benchmark starts (`redis`), or to the store of
 `--store`; or they are recomputed. With `none` the device has room for all, so nothing is preempted. `warm` starts with
 the prompts in a prefix store that another run has filled; only it has prefix caching. Modes take turns, and the fastest
-run of each counts. Requests arrive by the wall clock.
+run of each counts. Requests arrive in real time.
 
-The model is the demo's, run by torch. With `--step-ms` a stand-in takes its place: scheduler, cache, copies and store
-are real, and a forward pass sleeps that long for up to 256 tokens, and in proportion beyond (about where a GPU is no
-longer bound by memory).
+The model is the demo's, run by torch. With `--step-ms` a stand-in replaces it: scheduler, cache, copies and store
+are real, and a forward pass sleeps that long for up to 256 tokens, and proportionally longer beyond (roughly where a
+GPU is no longer memory-bound).
 
-`--legs` times each way of a swap alone, from page-locked and pageable memory if there is a CUDA device. With
+`--legs` times each leg of a swap alone, from page-locked and pageable memory if there is a CUDA device. With
 BENCH_JSON=FILE the figures are also added to the flat JSON object in FILE.
 """
 
@@ -60,12 +60,12 @@ LEGS = (
 
 
 class Server(Generator):
-    """A generator that notes when each request gets its first token, and can do without the model's forward pass.
+    """A generator that records when each request gets its first token, and can skip the model's forward pass.
 
     Args:
-        model: gives the layout; unused otherwise if `step_seconds` is given.
-        step_seconds: of the stand-in; None runs the model.
-        options: of the generator.
+        model: defines the layout; otherwise unused if `step_seconds` is given.
+        step_seconds: the stand-in's step time; None runs the model.
+        options: options of the generator.
     """
 
     def __init__(self, model: Any, step_seconds: float | None, **options: Any) -> None:
@@ -81,7 +81,7 @@ class Server(Generator):
         return sampled
 
     def _stand_in(self, step: Step, seconds: float) -> list[int]:
-        """Take the time of a forward pass; each layer begins when its loads have landed."""
+        """Sleep as long as a forward pass takes; each layer begins when its loads have landed."""
         layers = self.model.layout.num_layers
         a_layer = seconds * max(1.0, len(step.token_ids) / STEP_TOKENS) / layers
         until = 0.0
@@ -95,7 +95,7 @@ class Server(Generator):
 
 
 def arrivals(count: int, rate: float) -> NDArray[np.float64]:
-    """Arrival times in seconds: a Poisson process with the given rate a second, or all at once."""
+    """Return arrival times in seconds: a Poisson process with the given rate per second, or all at once."""
     return np.random.default_rng(1).exponential(1 / rate, count).cumsum() if np.isfinite(rate) else np.zeros(count)
 
 
@@ -141,7 +141,7 @@ def serve(server: Server, prompts: list[list[int]], due: NDArray[np.float64], ou
 
 
 def percentiles(name: str, seconds: NDArray[np.float64]) -> dict[str, float]:
-    """Mean, median and 99th percentile of some times."""
+    """Return mean, median and 99th percentile of some times."""
     p50, p99 = np.percentile(seconds, (50, 99))
     return {f"{name}_mean_s": float(seconds.mean()), f"{name}_p50_s": float(p50), f"{name}_p99_s": float(p99)}
 
@@ -167,7 +167,7 @@ def options_of(mode: str, given: argparse.Namespace, urls: Mapping[str, str], fo
 
 @contextmanager
 def stores(given: argparse.Namespace, modes: tuple[str, ...], folder: str) -> Iterator[dict[str, str]]:
-    """Give the URL of each mode's external store, and run the server that one needs."""
+    """Yield the URL of each mode's external store, and run the server if one needs it."""
     with ExitStack() as stack:
         urls = {url.partition(":")[0]: url for url in given.store}
         if "file" in modes:
@@ -198,7 +198,7 @@ def online(given: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, float
         for turn in range(given.repeat):
             for mode in modes:
                 with Server(model, seconds, **options_of(mode, given, urls, folder)) as server:
-                    if mode != "none":  # zeros would be easy for a store; the tensors of "none" stay untouched
+                    if mode != "none":  # zeros would favour the stores; the tensors of "none" stay untouched
                         for tensor in server.cache.engine.tensors:
                             tensor.uniform_()
                     found = serve(server, prompts, due, given.output_len)
@@ -209,7 +209,7 @@ def online(given: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, float
 
 
 def show(best: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Print the table; give the figures under flat names."""
+    """Print the table. Returns the figures under flat names."""
     columns = ("tokens/s", "of host", "TTFT mean", "P50", "P99 s", "TPOT mean", "P50", "P99 ms")
     columns += ("preempted", "blocks out", "lost", "steps", "CPU s")
     print(f"{'victims go to':<14}" + "".join(f"{column:>11}" for column in columns))
@@ -229,7 +229,7 @@ def show(best: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def legs(given: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, float]:
-    """Time each way of a swap alone, by the blocks of one swap, and print a table for each store."""
+    """Time each leg of a swap alone, by its number of blocks, and print a table for each store."""
     layout = PagedModel(demo_model(), block_size=BLOCK_SIZE).layout
     pins = [given.pin_memory] if given.pin_memory is not None or given.device == "cpu" else [True, False]
     figures: dict[str, float] = {}
@@ -255,7 +255,7 @@ def legs(given: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, float]:
 
 
 def time_legs(cache: KVCache, repeat: int) -> dict[tuple[str, str, str], dict[int, float]]:
-    """Average seconds of each leg by blocks; checks that the device gets back what it gave away."""
+    """Return the average seconds of each leg by number of blocks; checks that the device gets its bytes back."""
     random, ticket = np.random.default_rng(0), 0
     most = max(PAYLOADS)
     times: dict[tuple[str, str, str], dict[int, float]] = {leg: {} for leg in LEGS}
