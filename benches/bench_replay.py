@@ -1,8 +1,8 @@
-"""What a replay costs: requests without times, and steps of whole engines, on one core.
+"""The cost of a replay: requests without times, and steps of whole engines, on one core.
 
     python benches/bench_replay.py [TRACE] [--requests 200000]
 
-Requests of 50 blocks, of which 30 are one of 20,000 beginnings, go through a pool of 200,000 blocks. Then engines of
+Requests of 50 blocks, of which 30 are one of 20,000 prefixes, go through a pool of 200,000 blocks. Then engines of
 128 sequences serve agent sessions, with and without tiers below the device: `claude_code.jsonl.gz` in the folder that
 BLOCKYARD_TRACES names (../shared/traces), or TRACE. Times are of the thread's CPU. With BENCH_JSON=FILE it also adds
 its figures to the flat JSON object in FILE.
@@ -36,7 +36,7 @@ ENGINES = {
 
 
 def requests_of(count: int) -> PackedTrace:
-    """Make prompts that begin alike as often as a few beginnings are popular."""
+    """Make prompts with a few popular prefixes."""
     rng = np.random.default_rng(0)
     blocks = np.empty((count, BLOCKS), np.int64)
     blocks[:, :SHARED] = (rng.zipf(1.2, count) % BEGINNINGS)[:, None] * SHARED + np.arange(SHARED)

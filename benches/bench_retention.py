@@ -1,11 +1,11 @@
-"""Agents whose blocks stay for a time after each turn, in virtual time: what a job takes, beside plain eviction.
+"""Agents whose blocks are pinned for a time after each turn, in virtual time: job times, compared with plain eviction.
 
     python benches/bench_retention.py [TRACE] [--first 700] [--ttl 0,5,30,120]
 
-After a turn that another one follows, the blocks of its prompt are pinned for `--ttl` seconds, as Continuum does (arXiv
-2511.02230); 0 leaves it to the eviction policy. A job is a session: the sum of its requests' latencies, without the
+After each turn but the last, the prompt's blocks are pinned for `--ttl` seconds, as in Continuum (arXiv
+2511.02230); 0 leaves them to the eviction policy. A job is a session: the sum of its requests' latencies, without the
 time between turns. TRACE is kv-cache-tester's sessions: `claude_code.jsonl.gz` in the folder that BLOCKYARD_TRACES
-names (../shared/traces). The same command prints the same figures.
+names (../shared/traces). The figures are deterministic.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ENGINES = {  # device blocks, host blocks, sessions at a time
 
 
 class Retaining(engine._Replay):  # noqa: SLF001 (what no engine offers)
-    """A replay that pins what the next turn of a session will find."""
+    """A replay that pins the blocks that a session's next turn will hit."""
 
     def __init__(self, requests: list[TraceRequest], options: EngineOptions, ttl: float) -> None:
         super().__init__(requests, options, STEP_TIME, None)
@@ -50,7 +50,7 @@ class Retaining(engine._Replay):  # noqa: SLF001 (what no engine offers)
                 row = self._requests[number]
                 pin, _ = self._manager.pins.pin_prompt(engine._text(row, number)[: row.input_tokens])  # noqa: SLF001
                 heapq.heappush(self._pins, (now + self._ttl, pin))
-            except BlockyardError:  # half of the device is pinned
+            except BlockyardError:  # half of the device is already pinned
                 self.refused += 1
 
     def _land(self) -> None:
@@ -60,7 +60,7 @@ class Retaining(engine._Replay):  # noqa: SLF001 (what no engine offers)
 
 
 def jobs(requests: list[TraceRequest], times: Times) -> float:
-    """Mean seconds that the requests of a session take together."""
+    """Return the mean total time of a session's requests, in seconds."""
     sessions = np.array([-1 if request.session is None else request.session for request in requests])
     latency = np.nan_to_num(times.last_token - times.arrival)
     return float(np.mean([latency[sessions == session].sum() for session in np.unique(sessions)]))

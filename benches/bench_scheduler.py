@@ -1,8 +1,8 @@
-"""What a step of the reference scheduler costs, by part: thread-CPU time, least mean of windows of steps.
+"""The cost of a reference scheduler step, by part: thread-CPU time, lowest mean of windows of steps.
 
     python benches/bench_scheduler.py [--steps N] [--prefix-caching | --no-prefix-caching]
 
-Prompts of 512 random tokens, blocks of 16; what draws tokens is not counted. *decode*: every sequence runs to the end.
+Prompts of 512 random tokens, blocks of 16; drawing tokens is not counted. *decode*: every sequence runs to the end.
 *turnover*: 1 % of the sequences end in each step, and as many prompts start. *waiting*: 50,000 requests wait.
 Prints a table; with BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """
@@ -35,7 +35,7 @@ TURNS = 4
 
 @dataclass
 class Parts:
-    """Microseconds a step: the least mean of a window, by part, and the mean and the largest of all steps."""
+    """Microseconds per step: the lowest mean of a window, by part, and the mean and maximum of all steps."""
 
     schedule: float
     complete: float
@@ -45,7 +45,7 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """The least mean of a window."""
+        """The lowest mean of a window."""
         return self.schedule + self.complete + self.update
 
 
@@ -53,13 +53,13 @@ class Load:
     """A scheduler with `running` sequences.
 
     Args:
-        running: sequences.
-        waiting: requests that wait behind them.
+        running: number of running sequences.
+        waiting: number of requests that wait behind them.
         turnover: whether 1 % of the sequences end in each step, and as many start.
-        prefix_caching: of manager and scheduler.
+        prefix_caching: whether manager and scheduler cache prefixes.
 
     Attributes:
-        manager: of its blocks.
+        manager: the manager of its blocks.
     """
 
     def __init__(self, running: int, *, waiting: int = 0, turnover: bool = False, prefix_caching: bool = True) -> None:
@@ -95,7 +95,7 @@ class Load:
         self._scheduler.add(Request(str(self._added), prompt, max_tokens, stop_token_ids=frozenset((STOP,))))
 
     def _step(self, *, again: bool) -> tuple[int, int, int]:
-        """Run a step, and add a request for each that ended; nanoseconds of schedule, complete and update."""
+        """Run a step, and add a request for each that ended. Returns nanoseconds of schedule, complete and update."""
         scheduler, clock = self._scheduler, time.thread_time_ns
         start = clock()
         step = scheduler.schedule()
@@ -131,7 +131,7 @@ def main() -> None:
             parts = Load(running, turnover=turnover, prefix_caching=options.prefix_caching).measure(options.steps)
             show(name, parts)
             found[f"{name}_us"] = parts.total
-    # In turns, so that what else the machine does falls on both.
+    # In turns, so that other work on the machine affects both.
     loads = [Load(256, waiting=waiting, prefix_caching=options.prefix_caching) for waiting in (0, WAITING)]
     turns = [[load.measure(max(WINDOW, options.steps // TURNS)) for load in loads] for _ in range(TURNS)]
     alone, crowded = (min(parts, key=lambda part: part.total) for parts in zip(*turns, strict=True))

@@ -1,15 +1,15 @@
-"""Predicted times of real vLLM runs beside the recorded ones: how far step times can be trusted.
+"""Predicted times of real vLLM runs, compared with the recorded ones: how accurate step times are.
 
     python benches/bench_step_time.py [RUN ...] [--system rtx_pro_6000_server] [--config config.json] [--what-if]
 
 RUN is a folder of LLMServingSim's `bench`: `meta.json`, `requests.jsonl`, and its `config.json`, `timeseries.csv` and
 `summary.txt` if they are there. Without one, all runs in `vllm_runs` of the folder that BLOCKYARD_TRACES names are
-taken. The real scheduler serves the run's arrivals in virtual time. Step times come from the tables alone, which see
-nothing of the run but arrivals, lengths and limits; then from four numbers fitted to the first half of the run's
-requests, judged by the second. The model's config is one of those that aiconfigurator-core brings, or `--config`.
-`--what-if` shows what each assumption is worth.
+taken. The real scheduler serves the run's arrivals in virtual time. Step times come from the tables alone, which use
+only the run's arrivals, lengths and limits; then from four numbers fitted to the first half of the run's
+requests and tested on the second. The model's config ships with aiconfigurator-core, or is `--config`.
+`--what-if` shows the effect of each assumption.
 
-Times are counted from when vLLM's scheduler got a request, as in `summary.txt`. It needs `pip install
+Times count from when vLLM's scheduler received a request, as in `summary.txt`. It needs `pip install
 "blockyard[tables]"`.
 """
 
@@ -146,7 +146,7 @@ def fit(folder: Path, run: EngineRun, limits: EngineLimits) -> None:
 
 
 def shipped_config(model: str) -> Path:
-    """Find a model's config among those of aiconfigurator-core, whatever an older name of it was."""
+    """Find a model's config in aiconfigurator-core, also under an older name."""
     folder = Path(str(files("aiconfigurator_core"))) / "model_configs"
     wanted = model.replace("/", "--").replace("Meta-", "").lower()
     for path in sorted(folder.glob("*_config.json")):
@@ -156,7 +156,7 @@ def shipped_config(model: str) -> Path:
 
 
 def kv_blocks(config: Mapping[str, Any], gpus: int, memory: Mapping[str, float]) -> int:
-    """Blocks of 16 tokens that fit beside 16-bit weights."""
+    """Return the number of 16-token blocks that fit next to 16-bit weights."""
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
     head, kv_heads = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads", heads)
     experts = config.get("num_experts") or config.get("num_local_experts") or 0

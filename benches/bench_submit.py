@@ -3,8 +3,8 @@
     python benches/bench_submit.py [--repeat 7]
 
 A call checks 160 views of 8 KiB on each side and submits a swap of 64 or of 1,000 blocks: the layers of a model of 70B
-on one of four ranks. `submit_64x160_us` is the time of such a call by the strategy that is chosen without a table;
-beside it are those of the others. The kernels' launches and the driver's own part are not in it. With BENCH_JSON=FILE
+on one of four ranks. `submit_64x160_us` is the time of such a call with the strategy chosen without a table;
+the other strategies are measured too. Kernel launches and the driver's time are not included. With BENCH_JSON=FILE
 it also adds its figures to the flat JSON object in FILE. Without g++ or the headers of torch and CUDA it says so.
 """
 
@@ -30,7 +30,7 @@ from blockyard.engine.ops.strategy import STRATEGIES  # noqa: E402
 from blockyard_build.toolchain import MissingError  # noqa: E402
 
 VIEWS, WIDTH, BLOCKS = 160, 8 << 10, 1000
-# Blocks that a call moves, and how many calls a turn has.
+# Blocks per call, and calls per turn.
 MOVED = {64: 50, 1000: 5}
 TO_DEVICE, TO_HOST = 0, 1
 # A non-default stream, no graph capture, a driver that reports memory ranges, batches of any length.
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def swap(src: list[torch.Tensor], dst: list[torch.Tensor], direction: int, ids: np.ndarray) -> None:
-    """What an engine does for a swap of its views, with the stand-in in place of the library's own op."""
+    """Do what an engine does to swap its views, with the stand-in in place of the library's op."""
 
     def run(src: list[torch.Tensor], dst: list[torch.Tensor], mapping: Mapping) -> None:
         pairs = torch.from_numpy(mapping.pairs)
@@ -81,7 +81,7 @@ def swap(src: list[torch.Tensor], dst: list[torch.Tensor], direction: int, ids: 
 
 
 def best(work: partial[None], moved: int, repeat: int) -> float:
-    """Seconds of one call by this thread's clock, the best of some turns."""
+    """Return the thread-CPU seconds of one call, the best of several turns."""
     random = np.random.default_rng(0)
     ids = np.column_stack((random.permutation(BLOCKS), random.permutation(BLOCKS)))[:moved]
     work(ids)

@@ -1,10 +1,10 @@
-"""What spans add to a decode step: 64 requests over a cache whose blocks go to a prefix store, one job in each step.
+"""The cost of spans in a decode step: 64 requests over a cache whose blocks go to a prefix store, one job per step.
 
     python benches/bench_tracing.py [--turns 20]
 
 Turns of 100 steps alternate between no spans, a sampler that drops all, and all spans recorded and handed to a batch
-processor. The figures are the CPU time of the engine's thread in a step, the least of all turns, and what the other two
-add to the first. `call_off_ns` is what a span costs without `instrument()`. With BENCH_JSON=FILE it also adds its
+processor. The figures are the CPU time of the engine's thread in a step, the minimum of all turns, and what the other
+two add to the first. `call_off_ns` is the cost of a span without `instrument()`. With BENCH_JSON=FILE it also adds its
 figures to the flat JSON object in FILE.
 """
 
@@ -70,7 +70,7 @@ def instrumented(sampler: Sampler) -> Callable[[], None]:
 
 
 def run(scheduler: Scheduler, steps: int) -> float:
-    """Take decode steps; gives the CPU seconds of one."""
+    """Run decode steps. Returns the CPU seconds of one."""
     began = time.thread_time()
     for _ in range(steps):
         with scheduler.step() as step:
@@ -80,7 +80,7 @@ def run(scheduler: Scheduler, steps: int) -> float:
 
 
 def call() -> float:
-    """Seconds of a call that begins and ends no span."""
+    """Return the seconds of a call that begins and ends no span."""
     count, began = 100_000, time.thread_time()
     for _ in range(count):
         tracing.begin("store", tier="device", blocks=4, bytes=4096).end(written_blocks=4)

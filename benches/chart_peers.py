@@ -9,7 +9,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CHART = DOCS / "images" / "peers.svg"
-# Key of the table's row, and what the chart calls it.
+# Key of the table's row, and its label in the chart.
 ROWS = {
     "decode_ns": "decode, a sequence and step",
     "prefix_20k_us": "prefix cache, a prompt of 2,048 tokens",
@@ -49,7 +49,7 @@ def figures() -> dict[str, dict[str, str]]:
 
 
 def chart() -> str:
-    """Return the chart as SVG: one row a workload, one dot a system, at its multiple of Blockyard's time."""
+    """Return the chart as SVG: one row per workload, one dot per system, at its multiple of Blockyard's time."""
     measured = figures()
     width, height = LEFT + 5 * DECADE, TOP + STEP * len(ROWS) + 24
     bottom = TOP + STEP * len(ROWS) - 12
@@ -75,7 +75,7 @@ def chart() -> str:
 
 
 def row(y: int, name: str, key: str, cells: dict[str, str]) -> list[str]:
-    """Draw one workload. Figures are above and below the line in turn, as neighbours may be close."""
+    """Draw one workload. Figures alternate above and below the line, because neighbours may be close."""
     unit = re.sub(r".*_", "", key)
     parts = [
         f'<text x="16" y="{y - 1}">{name}</text>',

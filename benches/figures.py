@@ -1,4 +1,4 @@
-"""Where the benchmarks put their figures."""
+"""Stores the benchmarks' figures."""
 
 from __future__ import annotations
 
