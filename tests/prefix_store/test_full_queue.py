@@ -12,6 +12,7 @@ import pytest
 from memory_stores import KeyedStore
 
 from blockyard import KVCache, KVLayout
+from blockyard.prefix_store import Prefetch
 from blockyard.stores import ExternalStore, open_store
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=2, head_size=64, dtype="float32")
@@ -71,10 +72,10 @@ def computed(cache: KVCache) -> np.ndarray:
     return cache.engine.read("device", cache.manager.block_table(sequence).astype(np.int64)[:BLOCKS])
 
 
-def loaded(cache: KVCache) -> np.ndarray:
+def loaded(cache: KVCache, fetch: Prefetch | None = None) -> np.ndarray:
     """Load the prompt. Returns the rows of its blocks that were found."""
     assert cache.prefix_store is not None
-    fetch = cache.prefix_store.prefetch(PROMPT)
+    fetch = fetch or cache.prefix_store.prefetch(PROMPT)
     while not fetch.done:
         time.sleep(0)
     sequence = cache.manager.allocate(fetch.prompt)
@@ -121,7 +122,7 @@ def test_writes_and_loads_wait_for_an_engine_that_is_busy(monkeypatch: pytest.Mo
             until = time.monotonic() + 0.2
             while time.monotonic() < until:
                 assert not fetch.done
-        np.testing.assert_array_equal(loaded(cache), wanted)
+        np.testing.assert_array_equal(loaded(cache, fetch), wanted)
         assert not cache.prefix_store.stats().misses
 
 

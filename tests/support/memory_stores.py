@@ -59,7 +59,7 @@ class KeyedStore(MemoryStore):
     def evict(self) -> None:
         names = [name for name, row in list(self.blocks.items()) if row.nbytes > 192]
         for name in names[: max(0, len(names) - self.num_slots)]:
-            del self.blocks[name]
+            self.blocks.pop(name, None)  # another thread may have evicted it
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         self.before("get")

@@ -110,7 +110,7 @@ class MoodyStore(QuotaStore):
         names = list(self.blocks)
         for name in names[: max(0, len(names) - 2 * self.num_slots)]:
             if name != self._record.key:
-                del self.blocks[name]
+                self.blocks.pop(name, None)  # another thread may have evicted it
 
     def slot(self, slot: int) -> NDArray[np.uint8] | None:
         """Return a slot's contents."""
