@@ -15,7 +15,7 @@ CHUNK = 2 << 20  # bytes that the driver maps at once
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("memory", ["simulated", "elastic"])
 def test_no_byte_is_wrong_on_the_streams_of_a_device(part: int, memory: str):
-    """With elastic memory, each block has memory of its own, which a cache that shrinks unmaps."""
+    """With elastic memory, each block is mapped separately, and a cache that shrinks unmaps it."""
     programs = int(os.environ.get("BLOCKYARD_OPERATIONS") or 36_000) // LENGTH
     for seed in range(part, programs, PARTS):
         error = failure(on_device(random_program(seed, LENGTH), "cuda", CHUNK if memory == "elastic" else 0))

@@ -33,7 +33,7 @@ def test_whatever_features_work_together_no_byte_is_wrong_and_no_block_is_lost(p
 
 @pytest.mark.parametrize("chunk", [0, 4096], ids=["simulated memory", "pages"])
 def test_no_byte_is_wrong_on_the_threads_of_a_cpu(programs: int, chunk: int):
-    """With pages, each block has memory of its own, which a cache that shrinks returns."""
+    """With pages, each block fills whole pages, and a cache that shrinks returns them."""
     for seed in range(programs // 8):
         error = failure(on_device(random_program(seed, LENGTH), "cpu", chunk))
         if error is not None:

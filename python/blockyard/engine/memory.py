@@ -154,7 +154,7 @@ class Memory:
             if (src, dst, number) not in self._bound:
                 chosen = [at for layer in layers for at in self.by_layer()[layer]]
                 views = [[self.views[tier][at] for at in chosen] for tier in (src, dst)]
-                # A group has no views of its own if all its layers share the views of earlier groups.
+                # A group whose layers all share the views of earlier groups has no views.
                 self._bound[src, dst, number] = bind(*views) if chosen else _nothing
         runs = [self._bound[src, dst, number] for number in range(len(groups))]
         return runs, [number for number, layers in enumerate(groups) for _ in layers]
