@@ -637,9 +637,6 @@ class StoreJob:
     @property
     def parents(self) -> NDArray[np.uint8]:
         """Key of the preceding block in the prompt, uint8 `[n, 32]`; zeros for the first block."""
-    @property
-    def awaited(self) -> int:
-        """For a load: number of blocks of its prompt that other loads are bringing."""
     def __len__(self) -> int: ...
 
 @final
@@ -665,8 +662,8 @@ class StoreJobs:
         """
     def missing(
         self, prompt: _Prompt, max_blocks: int, *, salt: bytes | None = None, lora_id: int = 0
-    ) -> NDArray[np.uint8]:
-        """Return the keys of a prompt's blocks that no tier has and no load is bringing, in order.
+    ) -> tuple[NDArray[np.uint8], int]:
+        """Return the keys of a prompt's blocks that no tier has and no load is bringing, and how many are being loaded.
 
         Args:
             prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
@@ -674,7 +671,8 @@ class StoreJobs:
             salt: salt of its tenant, bytes.
             lora_id: its adapter; 0 for none.
         Returns:
-            uint8 `[n, 32]`.
+            `(keys, num_loading)`: the keys in the prompt's order, uint8 `[n, 32]`, and the number of its blocks that
+            loads are bringing. If `n` is `max_blocks`, blocks beyond the last key may be left out of the number.
         Raises:
             InvalidArgumentError: a token id is out of range.
         """

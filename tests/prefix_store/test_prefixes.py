@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from forks import in_child
-from kept_prefixes import LAYOUT, WIDTH, CheckedCache, tokens
+from kept_prefixes import LAYOUT, WIDTH, CheckedCache, row_of, tokens
 from memory_stores import KeyedStore
 from numpy.typing import NDArray
 
 from blockyard import KVCache
 from blockyard.errors import ForkedError, InvalidArgumentError, StoreError
+from blockyard.events import export_keys
 from blockyard.executor.checked_store import Answer
 from blockyard.layout.kv import KVLayout
 from blockyard.scheduler import Request, Scheduler
@@ -188,8 +189,9 @@ def test_a_damaged_block_ends_the_prefix_there_and_is_computed_again():
     medium: Medium = {}
     with checked(keyed(medium)) as cache:
         cache.serve(tokens(1, 17))
-    rows = [row for row in medium.values() if row.nbytes > WIDTH]
-    rows[2][200] ^= 1
+    third = row_of(export_keys(tokens(1, 17), block_size=LAYOUT.block_size)[2]).tobytes()
+    (row,) = (row for row in medium.values() if third in row.tobytes())
+    row[200] ^= 1
     with checked(keyed(medium)) as cache:
         assert cache.fetch(tokens(1, 17)).tokens == 8
         assert cache.prefixes.stats().misses["payload_checksum"] == 1

@@ -16,6 +16,7 @@ from blockyard.engine.memory import Memory
 from blockyard.engine.transfers import Transfer, Transfers
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.parts import Part
+from blockyard.prefix_store.loads import Loads
 
 PROGRAMS = 150
 BEGIN, CUT, ORDER = StepExecutor._begin, StepExecutor._cut, Transfers.order_compute
@@ -73,6 +74,10 @@ FAULTS: dict[str, tuple[type, str, Any, int]] = {
     "compute does not wait": (Transfers, "order_compute", lambda *_: None, 0),
     "compute waits for the layer before": (Transfers, "order_compute", orders_the_layer_before, 27),
     "one staging buffer": (Memory, "staging", one_buffer, 5),
+    "a load ends before those that bring its blocks": (
+        *(Loads, "_end", lambda self, load, miss="": self._finish(load, miss)),
+        87,
+    ),
     "memory goes with the size": (KVCache, "give_back", gives_back_all_beyond_the_size, 1),
 }
 """What is changed, and the seed to search from: that of the first program which notices it today."""

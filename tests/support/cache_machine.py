@@ -341,8 +341,10 @@ class Machine(World):
             return
         prompt, salt = self.prompt(op)
         prefixes = rig.prefixes
-        fetch = self.risky(rig, lambda: prefixes.prefetch(prompt, salt=salt))
-        rig.fetches = [*rig.fetches, fetch][-6:]
+        for cut in range(0, 1 + op.d % 3 * 2, 2):  # several prompts that begin alike, at the same time
+            begin = prompt[: max(1, len(prompt) - cut)]
+            fetch = self.risky(rig, lambda begin=begin: prefixes.prefetch(begin, salt=salt))  # type: ignore[misc]
+            rig.fetches = [*rig.fetches, fetch][-6:]
 
     def do_store_poll(self, rig: Rig, op: Op) -> None:
         if rig.prefixes is not None:

@@ -27,6 +27,7 @@ from blockyard.engine.elastic.cache import ElasticCache
 from blockyard.engine.engine import CacheEngine
 from blockyard.executor.executor import StepExecutor
 from blockyard.prefix_store import Prefetch
+from blockyard.prefix_store.loads import Load, Loads
 from blockyard.stores.threaded.runtime import Runtime, use_runtime
 
 LAYERS = 2
@@ -257,6 +258,8 @@ class Rig:
         if config.jobs:
             self.manager.prefix.store_jobs.start(config.jobs)
         self.prefixes = self.cache.prefix_store
+        if self.prefixes is not None:
+            _watch(self.prefixes._loads)
         self.cells = [self._cells(tensor) for tensor in self.cache.engine.tensors]
         self.groups = [(number, group.kind, group.window) for number, group in enumerate(GROUPS[config.groups])]
         self.sequences: list[Tracked] = []
@@ -319,3 +322,16 @@ def simulated(clock: Clock) -> Iterator[None]:
     """Give this clock to everything with deadlines that is created within the context."""
     with use_runtime(clock):
         yield
+
+
+def _watch(loads: Loads) -> None:
+    """Let each load that has all it can have be checked: no other may still bring blocks of its prompt."""
+    finish = loads._finish
+
+    def checked(load: Load, miss: str = "") -> bool:
+        if miss in {"", "absent"}:
+            _, num_loading = loads._manager.prefix.store_jobs.missing(load.prompt, 1 << 20)
+            assert not num_loading, f"a load is done ({miss!r}), and others are bringing {num_loading} of its blocks"
+        return finish(load, miss)
+
+    loads._finish = checked  # type: ignore[method-assign]

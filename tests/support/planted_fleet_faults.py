@@ -264,20 +264,19 @@ def _failed_writes_stay_leased(patch: pytest.MonkeyPatch) -> None:
 
 def _stale_hits_again_for_ever(patch: pytest.MonkeyPatch) -> None:
     """SGLang #31315: a block that the store reports but lacks is requested again and again."""
-    finish, note = Loads._finish, known_keys.KnownKeys.note_ended
+    end, note = Loads._end, known_keys.KnownKeys.note_ended
 
     def again(self: Any, load: Any, miss: str = "") -> bool:
-        if load.read is not None and load.miss == "absent" and not load.tokens:
-            self._give_back(load.read)
-            load.read, load.until = None, 1e12
+        if load.miss == "absent" and not load.tokens:
+            load.miss, load.until = "", 1e12
             return False
-        return finish(self, load, miss)
+        return end(self, load, miss)
 
     def note_all_but(self: Any, key: bytes, reason: str, *, is_delete: bool) -> None:
         if reason != "absent":
             note(self, key, reason, is_delete=is_delete)
 
-    patch.setattr(Loads, "_finish", again)
+    patch.setattr(Loads, "_end", again)
     patch.setattr(known_keys.KnownKeys, "note_ended", note_all_but)
 
 

@@ -2,7 +2,7 @@
 
 A load waits for room, then the store reads its blocks into staging rows, then the engine copies the rows into the
 manager's blocks. It repeats this with the blocks still missing, until none are, one does not arrive, or its deadline
-passes.
+passes. While other loads bring blocks of its prompt, it waits for them before it ends.
 """
 
 from __future__ import annotations
@@ -65,13 +65,15 @@ class Load:
 
     Attributes:
         prompt: the prompt with its keys.
-        keys: keys of the blocks that no tier has, uint8 `[n, 32]`.
         began: start time, on the monotonic clock.
+        keys: keys of the blocks that no tier has and no load is bringing, uint8 `[n, 32]`.
+        num_loading: number of blocks of the prompt that other loads are bringing.
         until: deadline.
         allowed: number of blocks that the deadline allows for.
         tokens: number of tokens loaded.
         brought: keys of the blocks that were loaded.
-        is_behind: whether it waits for another load that reads the same blocks.
+        found_at: `_num_changes` of the loads when `keys` and `num_loading` were found.
+        waits_from: `_num_changes` when it began to wait for another load; None if it does not wait.
         read: the store read in progress, or the one being copied; None if there is none.
         copy: the copy in progress; None if there is none.
         done: whether the load has ended.
@@ -81,13 +83,15 @@ class Load:
     """
 
     prompt: HashedPrompt
-    keys: NDArray[np.uint8]
     began: float
+    keys: NDArray[np.uint8] = field(default_factory=lambda: np.empty((0, 32), np.uint8))
+    num_loading: int = 0
+    found_at: int = 0
     until: float = 0.0
     allowed: int = 0
     tokens: int = 0
     brought: set[bytes] = field(default_factory=set)
-    is_behind: bool = False
+    waits_from: int | None = None
     read: Read | None = None
     copy: Copy | None = None
     done: bool = False
@@ -162,6 +166,7 @@ class Loads:
         self._jobs: list[StoreJob] = []  # the manager's open jobs
         self._abandoned: list[Read] = []  # reads past their deadline; the store owns their rows until they end
         self._late_at: int | None = None  # number of the store's answers when a read passed its deadline
+        self._num_changes = 0  # number of jobs that have begun, and of jobs and loads that have ended
         self._is_closed = False
         self.open: list[Load] = []
 
@@ -177,13 +182,14 @@ class Loads:
             prompt: the prompt with its keys.
             timeout_base: timeout in seconds, plus one second for every 200 MB.
         """
-        load = Load(prompt, self._missing(prompt), self._runtime.monotonic())
-        if not len(load.keys):
+        load = Load(prompt, self._runtime.monotonic())
+        self._find_missing(load)
+        if not len(load.keys) and not load.num_loading:
             load.done = True
             return load
         self._stats.prefetches += 1
         load.until = load.began + timeout_base
-        self._allow(load, len(load.keys))
+        self._allow(load, len(load.keys) + load.num_loading)
         self.open.append(load)
         load.trace.begin("prefetch", prompt_tokens=len(prompt), missing_blocks=len(load.keys))
         self._advance(load)
@@ -221,15 +227,17 @@ class Loads:
 
     # ---- one load ----
 
-    def _missing(self, prompt: HashedPrompt) -> NDArray[np.uint8]:
-        """Return the keys that no tier has."""
-        return self._manager.prefix.store_jobs.missing(prompt, self._max_blocks)
+    def _find_missing(self, load: Load) -> None:
+        load.keys, load.num_loading = self._manager.prefix.store_jobs.missing(load.prompt, self._max_blocks)
+        load.found_at, load.waits_from = self._num_changes, None
 
     def _advance(self, load: Load) -> None:
         """Advance a load as far as possible."""
         while not load.done:
             if load.copy is not None:
                 goes_on = self._take_copies(load, load.copy)
+            elif load.waits_from == self._num_changes:
+                goes_on = False
             elif load.read is not None:
                 goes_on = self._take_rows(load, load.read)
             else:
@@ -244,23 +252,28 @@ class Loads:
         reads = [other.read for other in self.open if other.read is not None]
         is_late = self._late_at is not None and (reads or self._late_at == self._store.num_answers)
         why = "closed" if self._is_closed else "unavailable" if is_late else ""
-        if why or self._store.lacks(load.keys[:1])[0]:  # what the store lacks does not wait for room below
-            return self._finish(load, why or "absent")
-        first = load.keys[0].tobytes()
-        if any(other.read is not None and other.keys[0].tobytes() == first for other in self.open):
-            load.is_behind = True
+        if why:
+            return self._finish(load, why)
+        first = load.keys[:1].tobytes()
+        if any(read.keys[0].tobytes() == first for read in reads):
+            load.waits_from = self._num_changes
             return False
-        if load.is_behind:  # another load has brought these blocks, or found that the store lacks them
-            load.keys, load.is_behind = self._missing(load.prompt), False
-            if not len(load.keys):
-                return self._finish(load)
+        if load.waits_from is not None:
+            self._find_missing(load)
+        if load.miss or not len(load.keys):
+            return self._end(load)
+        if self._store.lacks(load.keys[:1])[0]:  # what the store lacks does not wait for room below
+            return self._end(load, "absent")
         room = self._max_blocks - sum(len(read.keys) for read in reads + self._abandoned)
         if room < min(len(load.keys), self._max_blocks // 4 or 1):
             return False
-        keys = load.keys[:room]
+        return self._read(load, load.keys[:room])
+
+    def _read(self, load: Load, keys: NDArray[np.uint8]) -> bool:
+        """Let the store read blocks, up to the first that it lacks."""
         count = _leading(self._store.contains(keys)) or _leading(~self._store.lacks(keys[:PROBED]))
         if not count:
-            return self._finish(load, "absent")
+            return self._end(load, "absent")
         keys, rows = np.ascontiguousarray(keys[:count]), self._buffers.take(count, self._size)
         with suppress(StoreError):
             batch = self._store.get(keys, rows)
@@ -281,17 +294,20 @@ class Loads:
         is_last = count < len(ok)
         if is_last and count and _reason(answer, count) == "queue_full":
             is_last = False  # the store's queue is shared; the next read includes these blocks
-        if is_last:
+        if is_last and not load.miss:
             load.miss = _reason(answer, count)
             self._stats.misses[load.miss] += 1
             self._log.note(answer.reasons)
         load.trace.end_leg(answer.error, hit_blocks=count, miss_reason=load.miss)
         if not count:
-            return self._finish(load)
+            self._drop_read(load)
+            return self._end(load)
         job = keep(self._jobs, self._manager.prefix.store_jobs.begin_load, load.prompt, count)
         if not len(job):
             self._jobs.remove(job)
-            return self._finish(load, "no_room" if len(self._missing(load.prompt)) else "")
+            self._find_missing(load)
+            return self._end(load, "no_room" if len(load.keys) else "")  # with its rows, if it waits
+        self._num_changes += 1
         # The job has later blocks of the prompt if another load already brought these.
         blocks, rows, landed = _rows_of(job, read.keys[:count], answer.rows[:count])
         try:
@@ -312,21 +328,30 @@ class Loads:
         has_landed = copy.transfer.error is None
         load.trace.end_leg(copy.transfer.error)
         found = self._end_job(copy.job, copy.landed & has_landed)
-        self._give_back(load.read)
-        load.read = load.copy = None
+        load.copy = None
+        self._drop_read(load)
         if not has_landed:
             return self._finish(load, "copy_failed")
         self._stats.hit_blocks += found
         self._stats.hit_bytes += found * self._size
         load.tokens += found * self._manager.block_size
         load.brought.update(key.tobytes() for key in copy.job.keys[copy.landed])
-        load.keys = self._missing(load.prompt)
+        self._find_missing(load)
         if copy.is_last or not len(load.keys):
-            return self._finish(load)
+            return self._end(load)
         if load.keys[0].tobytes() in load.brought:  # evicted in the meantime, for this prompt or another
             return self._finish(load, "no_room")
-        self._allow(load, load.tokens // self._manager.block_size + len(load.keys))
+        self._allow(load, load.tokens // self._manager.block_size + len(load.keys) + load.num_loading)
         return True
+
+    def _end(self, load: Load, miss: str = "") -> bool:
+        """End a load that brings no more blocks, once no other is bringing blocks of its prompt."""
+        if load.found_at != self._num_changes:
+            self._find_missing(load)
+        if not load.num_loading:
+            return self._finish(load, miss)
+        load.waits_from = self._num_changes
+        return False
 
     def _allow(self, load: Load, num_blocks: int) -> None:
         """Extend the deadline by the time for the blocks that it does not allow for yet."""
@@ -349,10 +374,10 @@ class Loads:
         if miss:
             self._stats.misses[miss] += 1
         self._end_spans(load, miss)
-        self._give_back(load.read)
-        load.read = None
+        self._drop_read(load)
         load.done = True
         self.open.remove(load)
+        self._num_changes += 1
         self._stats.load_seconds.observe(self._runtime.monotonic() - load.began)
         return True
 
@@ -371,7 +396,12 @@ class Loads:
     def _end_job(self, job: StoreJob, landed: NDArray[np.bool_] | list[bool]) -> int:
         found = self._manager.prefix.store_jobs.end_load(job.job, landed)
         self._jobs.remove(job)
+        self._num_changes += 1
         return found
+
+    def _drop_read(self, load: Load) -> None:
+        self._give_back(load.read)
+        load.read = None
 
     def _give_back(self, read: Read | None) -> None:
         """Return the rows of a read to the buffers, once neither store nor engine uses them."""

@@ -23,13 +23,14 @@ impl Manager {
         Ok(())
     }
 
-    /// Keys of a prompt's blocks that are neither on device or host nor being loaded, in order, at most `most`.
+    /// Keys of a prompt's blocks that are neither on device or host nor being loaded, in order, at most `most`; and the
+    /// number of its blocks before the end of these that are being loaded.
     ///
     /// # Errors
     /// A token has the reserved id.
-    pub fn missing_blocks(&self, prompt: &Prompt<'_>, most: usize) -> Result<Vec<ExportedKey>> {
+    pub fn missing_blocks(&self, prompt: &Prompt<'_>, most: usize) -> Result<(Vec<ExportedKey>, usize)> {
         let wanted = self.sequences.missing_blocks(self.view(), prompt, most)?;
-        Ok(wanted.missing.iter().map(|missing| missing.chain.export()).collect())
+        Ok((wanted.missing.iter().map(|missing| missing.chain.export()).collect(), wanted.awaited))
     }
 
     /// Begins to load the first of those blocks, at most `most` and as room permits, to the host, or to the device if

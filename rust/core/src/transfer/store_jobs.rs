@@ -32,14 +32,12 @@ pub struct StoreJob {
     pub tenants: Vec<[u8; 32]>,
     /// Key of the block before each in its prompt; zeros for the first.
     pub parents: Vec<ExportedKey>,
-    /// For a load: number of blocks of its prompt that other loads are bringing.
-    pub awaited: usize,
 }
 
 impl StoreJob {
     fn empty(job: JobId, tier: Tier) -> Self {
         let (keys, blocks, tenants, parents) = Default::default();
-        Self { job, tier, keys, blocks, tenants, parents, awaited: 0 }
+        Self { job, tier, keys, blocks, tenants, parents }
     }
 }
 
@@ -111,7 +109,7 @@ impl StoreJobs {
 
     /// Begins to load missing blocks, as room permits.
     pub(crate) fn begin_load(&mut self, tiers: &mut Tiers, wanted: Wanted, kept_free: usize) -> StoreJob {
-        let Wanted { on_device, on_host: mut kept, mut missing, awaited } = wanted;
+        let Wanted { on_device, on_host: mut kept, mut missing, .. } = wanted;
         kept.retain(|&block| !missing.is_empty() && tiers.host().block(block).lease_room(LeaseKind::Read) > 0);
         for &block in &kept {
             tiers.lease_cached((Tier::Host, block), LeaseKind::Read);
@@ -142,7 +140,7 @@ impl StoreJobs {
         } else {
             self.loads.insert(job, load);
         }
-        StoreJob { job, tier, keys, blocks, tenants, parents, awaited }
+        StoreJob { job, tier, keys, blocks, tenants, parents }
     }
 
     /// Ends a load; `landed` tells which blocks have their bytes; those can now be found.

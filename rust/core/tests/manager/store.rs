@@ -148,7 +148,7 @@ impl World {
 
     fn begin_load(&mut self, ids: &[u32], most: usize) {
         let prompt = Prompt { tokens: ids, spec: keep::spec(ids), extras: &[], hashed: None };
-        let missing = self.manager.missing_blocks(&prompt, most).unwrap();
+        let (missing, _) = self.manager.missing_blocks(&prompt, most).unwrap();
         let job = self.manager.begin_load(&prompt, most).unwrap();
         assert!(job.keys.len() == job.blocks.len() && missing.starts_with(&job.keys));
         let pool = self.manager.pool(job.tier);

@@ -24,8 +24,6 @@ pub(crate) struct PyStoreJob {
     tenants: Py<PyArray2<u8>>,
     /// Key of the preceding block in the prompt, uint8 `[n, 32]`; zeros for the first block.
     parents: Py<PyArray2<u8>>,
-    /// For a load: number of blocks of its prompt that other loads are bringing.
-    awaited: usize,
 }
 
 /// Returns rows of 32 bytes as uint8 `[n, 32]`.
@@ -44,11 +42,11 @@ fn keys_array(py: Python<'_>, keys: &[ExportedKey]) -> PyResult<Py<PyArray2<u8>>
 
 impl PyStoreJob {
     fn new(py: Python<'_>, job: &StoreJob) -> PyResult<Self> {
-        let StoreJob { job, tier, keys, blocks, tenants, parents, awaited } = job;
+        let StoreJob { job, tier, keys, blocks, tenants, parents } = job;
         let blocks = memory::array(py, blocks, |block| i64::from(block.0))?.unbind();
         let (keys, parents) = (keys_array(py, keys)?, keys_array(py, parents)?);
         let tenants = rows_array(py, tenants.iter())?;
-        Ok(Self { job: job.0, tier: tier.name(), keys, blocks, tenants, parents, awaited: *awaited })
+        Ok(Self { job: job.0, tier: tier.name(), keys, blocks, tenants, parents })
     }
 }
 
@@ -96,7 +94,7 @@ impl PyStoreJobs {
         self.0.lock().use_store(writes).map_err(to_py)
     }
 
-    /// Return the keys of a prompt's blocks that no tier has and no load is bringing, in order.
+    /// Return the keys of a prompt's blocks that no tier has and no load is bringing, and how many are being loaded.
     ///
     /// Args:
     ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
@@ -104,7 +102,8 @@ impl PyStoreJobs {
     ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
     /// Returns:
-    ///     uint8 `[n, 32]`.
+    ///     `(keys, num_loading)`: the keys in the prompt's order, uint8 `[n, 32]`, and the number of its blocks that
+    ///     loads are bringing. If `n` is `max_blocks`, blocks beyond the last key may be left out of the number.
     /// Raises:
     ///     InvalidArgumentError: a token id is out of range.
     #[pyo3(signature = (prompt, max_blocks, *, salt = None, lora_id = 0))]
@@ -114,13 +113,14 @@ impl PyStoreJobs {
         #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32,
         salt: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
-    ) -> PyResult<Py<PyArray2<u8>>> {
+    ) -> PyResult<(Py<PyArray2<u8>>, usize)> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let most = max_blocks as usize;
-        let keys = self
+        let missing = self
             .0
             .with(|manager| prompts::lend(&tokens, &specs, &[], |prompts| manager.missing_blocks(&prompts[0], most)))?;
-        keys_array(prompt.py(), &keys.map_err(to_py)?)
+        let (keys, num_loading) = missing.map_err(to_py)?;
+        Ok((keys_array(prompt.py(), &keys)?, num_loading))
     }
 
     /// Begin to load the first of those blocks, as many as fit.
