@@ -39,7 +39,7 @@ from blockyard.engine.host_pool import HostPool
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import STRATEGIES, StrategyTable, force_strategy, use_cached
 
-MOST_PIECE = 1 << 30
+MAX_PIECE = 1 << 30
 DIRECTIONS = ("d2h", "h2d", "both", "d2d")
 SIZES = tuple(4096 << step for step in range(11))
 GOAL_SIZES = (4096, 8192, 16384, 65536, 262144)
@@ -48,19 +48,19 @@ COUNTS = (16, 128, 1024, 8192, 50_000)
 # pieces of 16 KiB has more than a tenth of the link's rate.
 GOAL_BYTES = 64 << 20
 GOALS = (
-    ("to_large", 0.95, ("h2d", "d2h"), range(64 << 10, MOST_PIECE)),
+    ("to_large", 0.95, ("h2d", "d2h"), range(64 << 10, MAX_PIECE)),
     ("to_large", 0.85, ("h2d", "d2h", "both"), range(8 << 10, 64 << 10)),
-    ("to_large", 0.85, ("d2d",), range(8 << 10, MOST_PIECE)),
+    ("to_large", 0.85, ("d2d",), range(8 << 10, MAX_PIECE)),
     ("to_loop", 10.0, ("h2d", "d2h"), range(4 << 10, (8 << 10) + 1)),
-    ("compute_kept", 0.95, DIRECTIONS, range(MOST_PIECE)),
+    ("compute_kept", 0.95, DIRECTIONS, range(MAX_PIECE)),
 )
-MOST_BYTES = 2 << 30
+MAX_BYTES = 2 << 30
 # A loop of single copies over more pieces says nothing new.
-MOST_LOOPED = 8192
+MAX_LOOPED = 8192
 # What copies are put beside: products of square matrices, and seconds of them.
 MATRIX, COMPUTE_SECONDS, COMPUTE_TURNS = 4096, 0.05, 5
 # The device waits no longer than this for the host to queue a copy.
-MOST_HELD_SECONDS = 0.05
+MAX_HELD_SECONDS = 0.05
 Work = Callable[[], None]
 Views = list[torch.Tensor]
 
@@ -115,7 +115,7 @@ def shapes(*, quick: bool) -> Iterator[tuple[int, int]]:
     """Sizes and numbers of pieces whose bytes fit."""
     for size in GOAL_SIZES if quick else SIZES:
         for count in (128, GOAL_BYTES // size, 8 * GOAL_BYTES // size) if quick else COUNTS:
-            if size * count <= MOST_BYTES:
+            if size * count <= MAX_BYTES:
                 yield size, count
 
 
@@ -175,7 +175,7 @@ class Case:
             "ours": self.ours,
             "large": lambda: self.on_streams([lambda s=s, d=d: d.copy_(s, non_blocking=True) for s, d in routes]),
         }
-        if self.count <= MOST_LOOPED:
+        if self.count <= MAX_LOOPED:
             works["loop"] = lambda: self.on_streams(
                 [
                     partial(torch.ops.blockyard.bench_copy_loop, self.views(s), self.views(d), self.pairs)
@@ -218,7 +218,7 @@ class Case:
         """GB/s of every strategy."""
         rates = {}
         for strategy in STRATEGIES:
-            left_out = {"loop": self.count > MOST_LOOPED, "staged": self.num_views == 1}
+            left_out = {"loop": self.count > MAX_LOOPED, "staged": self.num_views == 1}
             if left_out.get(strategy, False):
                 continue
             with force_strategy(self.device, strategy):
@@ -280,7 +280,7 @@ class Case:
         first, *last = (torch.cuda.Event(enable_timing=True) for _ in range(1 + len(self.streams)))
         torch.cuda.synchronize()
         # At about 2 GHz. Longer than the driver's queue is deep, the caller would only wait for it.
-        torch.cuda._sleep(int(2e9 * min(2 * queued + 1e-4, MOST_HELD_SECONDS)))  # noqa: SLF001
+        torch.cuda._sleep(int(2e9 * min(2 * queued + 1e-4, MAX_HELD_SECONDS)))  # noqa: SLF001
         first.record()
         for stream in self.streams:
             stream.wait_event(first)

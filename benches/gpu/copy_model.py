@@ -18,8 +18,8 @@ KERNEL = {"h2d": 51.1e3, "d2h": 52.5e3, "d2d": 1900e3}
 # From the first command of a copy to its first byte; of a kernel; from an event to work of another stream.
 START, LAUNCH, EVENT = 8.0, 4.0, 2.0
 # The host submits a piece of a batch in this time; a call's pieces move once it has returned.
-GAP, MOST_PIECES = 0.45, 1024
-SLOTS, SLOT, LEAST_PART, LARGE_STAGED = 3, 16 * MIB, 2 * MIB, 512 << 10
+GAP, MAX_PIECES = 0.45, 1024
+SLOTS, SLOT, MIN_PART, LARGE_STAGED = 3, 16 * MIB, 2 * MIB, 512 << 10
 ROW = MIB
 
 
@@ -30,7 +30,7 @@ def large(direction: str, num_bytes: float) -> float:
 
 def batch(size: int, count: int) -> float:
     """Copy pieces in batched calls: the first call is waited for, then the slower of host and link."""
-    first = min(count, MOST_PIECES) * GAP
+    first = min(count, MAX_PIECES) * GAP
     return START + max(first + count * size / LINK, count * GAP + size / LINK)
 
 
@@ -41,9 +41,9 @@ def kernel(direction: str, size: int, count: int) -> float:
 
 def parts(row: int, count: int) -> list[int]:
     """Rows of each part of a staged copy, as `rows_of_part` cuts them."""
-    found, grown = [], LEAST_PART
+    found, grown = [], MIN_PART
     while count:
-        rows = min(count, max(LEAST_PART // row, 1, min(max(grown // row, 1), count // 2)))
+        rows = min(count, max(MIN_PART // row, 1, min(max(grown // row, 1), count // 2)))
         found.append(rows)
         count, grown = count - rows, min(2 * grown, SLOT)
     return found

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheStep", "Health", "KVCache", "StepEnd"]
 
 _log = logging.getLogger("blockyard.cache")
-_MOST_BLOCKS: Final = (1 << 31) - 1
+_MAX_BLOCKS: Final = (1 << 31) - 1
 """Maximum number of blocks of a tier."""
 
 
@@ -445,9 +445,9 @@ def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> 
             raise InvalidArgumentError(f"host_blocks is {blocks}, must be at least 0")
         return blocks or 0
     found = read_bytes("host_bytes", num_bytes, holds=size) // size
-    if found > _MOST_BLOCKS:
+    if found > _MAX_BLOCKS:
         raise InvalidArgumentError(
-            f"host_bytes is {num_bytes!r}, {found} blocks of {size} bytes, must be at most {_MOST_BLOCKS} blocks"
+            f"host_bytes is {num_bytes!r}, {found} blocks of {size} bytes, must be at most {_MAX_BLOCKS} blocks"
         )
     return found
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_kernels import BESIDE_HOST, MISTAKES, MOST_STEPS, WITHIN_DEVICE, build_kernels
+from host_kernels import BESIDE_HOST, MAX_STEPS, MISTAKES, WITHIN_DEVICE, build_kernels
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +31,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(
-    kernels: ctypes.CDLL, rule: str, pairs: np.ndarray, src: list, dst: list, *, route: int = 0, most: int = MOST_STEPS
+    kernels: ctypes.CDLL, rule: str, pairs: np.ndarray, src: list, dst: list, *, route: int = 0, most: int = MAX_STEPS
 ) -> int:
     mapping = Mapping(pairs, src_blocks=len(src[0]), dst_blocks=len(dst[0]), rule=rule)
     steps, starts = (np.ascontiguousarray(array, np.int64).astype(np.uint32) for array in mapping.steps())
@@ -114,7 +114,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("most", [SHORTEST, MOST_STEPS])
+@pytest.mark.parametrize("most", [SHORTEST, MAX_STEPS])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_plans_longer_than_a_launch_are_parted_where_they_may_be(kernels: ctypes.CDLL, shape: str, most: int):
     pairs = SHAPES[shape](5000)

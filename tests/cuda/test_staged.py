@@ -15,11 +15,11 @@ from blockyard_build.toolchain import find_cuda_home
 TESTS = Path(__file__).resolve().parents[1]
 CUDA = TESTS.parent / "cuda"
 # Small slots: a few blocks go around the ring.
-SLOT, LEAST = 4096, 256
+SLOT, MIN_ROW_BYTES = 4096, 256
 SMALL = {
     "kSlotBytes = 16 << 20": f"kSlotBytes = {SLOT}",
     "kLeastPartBytes = 2 << 20": f"kLeastPartBytes = {SLOT // 4}",
-    "kLeastRowBytes = 64 << 10": f"kLeastRowBytes = {LEAST}",
+    "kLeastRowBytes = 64 << 10": f"kLeastRowBytes = {MIN_ROW_BYTES}",
 }
 HOST_BLOCKS, DEVICE_BLOCKS = 40, 50
 TO_DEVICE, TO_HOST = False, True
@@ -193,9 +193,9 @@ def test_rows_of_any_widths_go_through_the_slots(
     case = Case(widths, count, gap)
     pairs = case.pairs(to_host, count, gap)
     wanted = case.wanted(pairs, to_host)
-    assert case.queue(staged, pairs, to_host, blocks=blocks) == (0 if sum(widths) >= LEAST else -1)
+    assert case.queue(staged, pairs, to_host, blocks=blocks) == (0 if sum(widths) >= MIN_ROW_BYTES else -1)
     staged.finish(*order)
-    if sum(widths) >= LEAST:
+    if sum(widths) >= MIN_ROW_BYTES:
         assert case.is_right(wanted, to_host)
     assert staged.faults() == 0
 

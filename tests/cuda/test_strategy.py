@@ -17,7 +17,7 @@ from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import (
     BATCH_PIECES,
     DIRECTIONS,
-    MOST,
+    NO_LIMIT,
     STRATEGIES,
     Rule,
     StrategyTable,
@@ -27,7 +27,7 @@ from blockyard.engine.ops.strategy import (
 )
 from blockyard.errors import InvalidArgumentError, MappingError
 
-TABLE = StrategyTable("NVIDIA H200", "13.0", (Rule("h2d", 8192, 1000, "kernel"), Rule("d2h", MOST, 3, "loop")), 512)
+TABLE = StrategyTable("NVIDIA H200", "13.0", (Rule("h2d", 8192, 1000, "kernel"), Rule("d2h", NO_LIMIT, 3, "loop")), 512)
 CUDA = Path(__file__).resolve().parents[2] / "cuda"
 SHIM = """
 #include "strategy.h"
@@ -69,9 +69,11 @@ def test_without_a_rule_many_pieces_are_staged_or_take_the_kernel(direction: str
 
 
 def test_a_rule_for_staging_holds_for_host_rows_alone():
-    table = StrategyTable("", "", (Rule("h2d", MOST, MOST, "staged"), Rule("h2d", MOST, MOST, "kernel", 3)))
+    table = StrategyTable(
+        "", "", (Rule("h2d", NO_LIMIT, NO_LIMIT, "staged"), Rule("h2d", NO_LIMIT, NO_LIMIT, "kernel", 3))
+    )
     assert table.strategy("h2d", 1 << 20, 1, host_rows=True) == "staged"
-    assert table.rule("h2d", 1 << 20, 1) == Rule("h2d", MOST, MOST, "kernel", 3)
+    assert table.rule("h2d", 1 << 20, 1) == Rule("h2d", NO_LIMIT, NO_LIMIT, "kernel", 3)
 
 
 def test_a_table_comes_back_from_its_file(tmp_path: Path):
@@ -164,7 +166,7 @@ def test_a_strategy_is_forced_each_way_with_its_blocks_of_threads(monkeypatch: p
     monkeypatch.setattr(strategy, "use_rules", lambda index, rules: used.append(rules))
     for name, blocks in (("staged", 12), ("kernel", 3), ("batch", 1)):
         with strategy.force_strategy(0, name):
-            assert used[-1] == tuple(Rule(direction, MOST, MOST, name, blocks) for direction in DIRECTIONS)
+            assert used[-1] == tuple(Rule(direction, NO_LIMIT, NO_LIMIT, name, blocks) for direction in DIRECTIONS)
         assert used[-1] == TABLE.rules
 
 

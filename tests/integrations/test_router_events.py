@@ -226,7 +226,7 @@ def test_what_is_told_of_sequences_that_never_come_is_bounded(
     stream: tuple[EventPublisher, Reader], monkeypatch: pytest.MonkeyPatch
 ):
     publisher, _ = stream
-    monkeypatch.setattr(router_events, "_MOST_TOLD", 10)
+    monkeypatch.setattr(router_events, "_MAX_TOLD", 10)
     for start in range(20):
         publisher.know(list(range(start, start + 8)))
     assert len(publisher._told) == 10

@@ -197,7 +197,7 @@ def test_many_steps_decided_at_once_are_those_decided_one_by_one(
     options: Any = {"device_blocks": device_blocks, "host_blocks": host_blocks, "preemption_mode": mode}
     options |= {"prefix_caching": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_MOST_STEPS", 1)
+        patch.setattr(engine, "_MAX_STEPS", 1)
         plain, plain_steps = run(requests, **options)
     at_once, steps = run(requests, **options)
     for name in ("arrival", "first_token", "last_token"):

@@ -135,7 +135,7 @@ def test_steps_decided_at_once_write_as_those_decided_one_by_one(
     options: Any = {"block_size": 64, "bytes_per_block": 8 << 20, "host_blocks": host_blocks}
     options |= {"host_bandwidth": bandwidth, "store_write_bandwidth": bandwidth}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_MOST_STEPS", 1)
+        patch.setattr(engine, "_MAX_STEPS", 1)
         one_by_one = Stored()
         plain = replay_times(requests, replace(OPTIONS, **options), STEP, watch=one_by_one)
     at_once = Stored()

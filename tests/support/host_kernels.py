@@ -11,7 +11,7 @@ from blockyard_build.toolchain import find_cuda_home
 
 TESTS = Path(__file__).resolve().parent.parent
 CUDA = TESTS.parent / "cuda"
-MOST_STEPS = 2048
+MAX_STEPS = 2048
 """Of one launch."""
 WITHIN_DEVICE, BESIDE_HOST = range(2)
 """Routes of a copy."""

@@ -34,9 +34,9 @@ __all__ = [
     "simulate",
 ]
 
-_MOST_LOGGED: Final = 20
+_MAX_LOGGED: Final = 20
 """Maximum number of log lines shown for a failed simulation; JSON has all."""
-_MOST_SHOWN: Final = 20
+_MAX_SHOWN: Final = 20
 """Maximum number of damaged slots listed as text."""
 _LOOK_SECONDS: Final = 0.2
 """Seconds between updates of the progress of `fsck`."""
@@ -125,7 +125,7 @@ def simulate(options: argparse.Namespace) -> Result:
         if found.failure is None:
             print("no promise was broken", file=stream)
             return
-        for line in found.failure.log[-_MOST_LOGGED:]:
+        for line in found.failure.log[-_MAX_LOGGED:]:
             print(line, file=stream)
         print(f"seed {found.failure.seed}: {found.failure.broken}", file=stream)
         print(f"replay: {found.replay_command()}", file=stream)
@@ -231,9 +231,9 @@ def _show_slab(report: SlabReport, stream: TextIO) -> None:
     say(f"forgotten  {report.forgotten}")
     say(f"replaced   {report.replaced}")
     say(f"damaged    {len(report.damaged)}")
-    for slot, reason in report.damaged[:_MOST_SHOWN]:
+    for slot, reason in report.damaged[:_MAX_SHOWN]:
         say(f"           slot {slot}: {reason}")
-    if len(report.damaged) > _MOST_SHOWN:
-        say(f"           and {len(report.damaged) - _MOST_SHOWN} more")
+    if len(report.damaged) > _MAX_SHOWN:
+        say(f"           and {len(report.damaged) - _MAX_SHOWN} more")
     if report.wiped:
         say(f"wiped      {report.wiped} slots")

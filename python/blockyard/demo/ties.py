@@ -24,7 +24,7 @@ from blockyard.integrations.transformers.model import reference_generate
 # In standard deviations of the logits. Over 3,000 tokens of the demo's model (fp32, CPU), the runs' logits differed by
 # at most 5.3e-5. Two logits may differ by twice that, and other machines round differently.
 TIE = 2e-4
-MOST_TIES = 4
+MAX_TIES = 4
 
 
 def settle_ties(
@@ -48,11 +48,11 @@ def settle_ties(
 
     Returns:
         The unpaged run's tokens after the ties were resolved, and the ties. Remaining differences are not ties; a
-        sequence with more than `MOST_TIES` ties stays different.
+        sequence with more than `MAX_TIES` ties stays different.
     """
     ours, theirs = list(got), list(wanted)
     ties: list[Difference] = []
-    while len(ties) < MOST_TIES:
+    while len(ties) < MAX_TIES:
         place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         if place is None or not _is_tie(model, item, index, ours[: place + 1], tolerance):
             break

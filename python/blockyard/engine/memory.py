@@ -27,7 +27,7 @@ EngineTier: TypeAlias = Literal["device", "host"]
 Rows: TypeAlias = NDArray[np.uint8]
 Run: TypeAlias = Callable[[Mapping], None]
 
-MOST_BLOCKS: Final = 2**31 - 1
+MAX_BLOCKS: Final = 2**31 - 1
 """Maximum number of blocks: ids are int32 in block tables."""
 
 KEPT_BYTES: Final = 1 << 30
@@ -84,8 +84,8 @@ class Memory:
                 raise InvalidArgumentError("device_blocks is None, and there are no tensors to count blocks in")
             device_blocks = len(layout.views(tensors)[0])
         for name, value, least in (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0)):
-            if not least <= value <= MOST_BLOCKS:
-                raise InvalidArgumentError(f"{name} is {value}, must be {least} to {MOST_BLOCKS}")
+            if not least <= value <= MAX_BLOCKS:
+                raise InvalidArgumentError(f"{name} is {value}, must be {least} to {MAX_BLOCKS}")
         self.layout = layout
         self.bytes_per_block = layout.bytes_per_block  # the layout computes it at each call
         self.device = with_index(device)

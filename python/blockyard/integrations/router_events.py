@@ -37,7 +37,7 @@ __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventPublisher", 
 
 MEDIA: Final = {"device": "GPU", "host": "CPU", "external": "STORAGE"}
 _POLL_MS: Final = 100
-_MOST_TOLD: Final = 1 << 16
+_MAX_TOLD: Final = 1 << 16
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 _NO_PARENT: Final = bytes(32)
 
@@ -194,7 +194,7 @@ class EventPublisher:
                     extra = adapter + ((_text(salt),) if salt and place == 0 else ())
                     mine = [int(token) for token in tokens[place * size : (place + 1) * size]]
                     self._told[cache_group, key] = _Known(mine, extra or None, lora_name)
-            while len(self._told) > _MOST_TOLD:
+            while len(self._told) > _MAX_TOLD:
                 del self._told[next(iter(self._told))]
 
     def publish(self, batch: EventBatch) -> int:

@@ -13,9 +13,9 @@ from blockyard.pictures.style import COLORS, DASHES, GREY, SYMBOLS, Axis, Figure
 
 __all__ = ["cdf_figure", "hit_rate_figure", "pareto_figure"]
 
-_MOST_POINTS: Final = 1000
+_MAX_POINTS: Final = 1000
 """Maximum number of points of a distribution; more samples are reduced to quantiles."""
-_MOST_TICKS: Final = 10
+_MAX_TICKS: Final = 10
 """Maximum number of capacities that each get a tick on the axis."""
 
 
@@ -42,7 +42,7 @@ def hit_rate_figure(
         trace["y"] = [100 * rate for rate in trace["y"]]
         trace["hovertemplate"] = f"%{{x:,}} {capacity[1]}: %{{y:.2f}} %<extra>%{{fullData.name}}</extra>"
     capacities = sorted({size for points in (*curves.values(), optimum) for size, _ in points})
-    ticks = {"tickvals": capacities, "tickformat": ",~r"} if len(capacities) <= _MOST_TICKS else {}
+    ticks = {"tickvals": capacities, "tickformat": ",~r"} if len(capacities) <= _MAX_TICKS else {}
     layout = {
         "xaxis": axis_of(capacity, capacities) | ticks,
         "yaxis": {"title": title_of(("hit rate", "% of prompt tokens")), "rangemode": "tozero"},
@@ -63,7 +63,7 @@ def cdf_figure(samples: Mapping[str, ArrayLike], quantity: Axis) -> Figure:
         if not len(ordered):
             continue
         # The k-th smallest of n samples is the k/n quantile, so every point is a real sample.
-        ranks = np.unique(np.linspace(1, len(ordered), min(len(ordered), _MOST_POINTS)).round().astype(np.int64))
+        ranks = np.unique(np.linspace(1, len(ordered), min(len(ordered), _MAX_POINTS)).round().astype(np.int64))
         points = list(zip(ordered[ranks - 1].tolist(), (100 * ranks / len(ordered)).tolist(), strict=True))
         p50, p99 = (ordered[max(0, int(np.ceil(part * len(ordered))) - 1)] for part in (0.5, 0.99))
         label = f"{name}: p50 {p50:.3g}, p99 {p99:.3g} {quantity[1]}".rstrip()

@@ -14,12 +14,12 @@ __all__ = ["timeline_figure"]
 _TIME_TITLES: Final = {"s": "time (s)", "step": "time (scheduler steps)"}
 _PANEL_PIXELS: Final = 130
 _LANE_PIXELS: Final = 18
-_MOST_LANE_PIXELS: Final = 900
+_MAX_LANE_PIXELS: Final = 900
 _GAP_PIXELS: Final = 22
 _AROUND_PIXELS: Final = 110
-_MOST_POINTS: Final = 2000
+_MAX_POINTS: Final = 2000
 """Maximum number of points of a line; more would share pixels."""
-_MOST_SHADES: Final = 300
+_MAX_SHADES: Final = 300
 _FILL: Final = "rgba(0, 114, 178, 0.2)"  # the first of `COLORS`
 
 
@@ -38,7 +38,7 @@ def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",))
     lanes = {track: max(1, len(lanes)) for track, lanes in timeline.lanes().items()}
     heights = [float(_PANEL_PIXELS)] * len(panels)
     if lanes:
-        heights.append(min(_MOST_LANE_PIXELS, _LANE_PIXELS * sum(lanes.values()) + 10.0))
+        heights.append(min(_MAX_LANE_PIXELS, _LANE_PIXELS * sum(lanes.values()) + 10.0))
     total = sum(heights) + _GAP_PIXELS * max(0, len(heights) - 1)
     layout: dict[str, Any] = {
         "height": total + _AROUND_PIXELS,
@@ -62,7 +62,7 @@ def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",))
             data += [trace | place for trace in _lines(panels[track])]
         else:
             layout[f"yaxis{suffix}"] |= _lane_axis(lanes)
-            data += [trace | place for trace in _bars(timeline, (end - start) / _MOST_POINTS)]
+            data += [trace | place for trace in _bars(timeline, (end - start) / _MAX_POINTS)]
         top -= height + _GAP_PIXELS
     layout["shapes"] = _shades([span for span in timeline.spans if span.track in shade])
     return {"data": data, "layout": layout}
@@ -115,9 +115,9 @@ def _lines(lines: dict[str, list[tuple[float, float]]]) -> list[dict[str, Any]]:
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return a line with only the first, lowest, highest and last point of each of equally long intervals."""
-    if len(points) <= _MOST_POINTS:
+    if len(points) <= _MAX_POINTS:
         return list(points)
-    start, width = points[0][0], (points[-1][0] - points[0][0]) * 4 / _MOST_POINTS
+    start, width = points[0][0], (points[-1][0] - points[0][0]) * 4 / _MAX_POINTS
     parts: dict[int, list[int]] = defaultdict(list)
     for number, (time, _) in enumerate(points):
         parts[int((time - start) / width) if width else 0].append(number)
@@ -232,5 +232,5 @@ def _shades(spans: Sequence[Span]) -> list[dict[str, Any]]:
             "line": {"width": 0},
             "fillcolor": "rgba(213, 94, 0, 0.12)",
         }
-        for span in spans[:_MOST_SHADES]
+        for span in spans[:_MAX_SHADES]
     ]

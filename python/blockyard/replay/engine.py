@@ -25,7 +25,7 @@ from blockyard.traces import TraceRequest
 
 __all__ = ["EngineOptions", "StepTime", "Times", "Watch", "replay_times"]
 
-_MOST_STEPS: Final = 64
+_MAX_STEPS: Final = 64
 """Maximum number of plain decoding steps that the scheduler decides at once, as if a step computed several tokens.
 
 The results are the same, except that the blocks they fill are published together, and cached blocks may be evicted in
@@ -285,7 +285,7 @@ class _Replay:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             preemption_mode=self._preemption(),
-            num_lookahead_tokens=_MOST_STEPS - 1,
+            num_lookahead_tokens=_MAX_STEPS - 1,
             overlap_io=True,
             prefetch=None if self._tier is None else self._tier.prefixes.prefetch,
         )
@@ -448,7 +448,7 @@ class _Replay:
         while self._ends and self._ends[0] <= self._decoded:
             heapq.heappop(self._ends)
         fit = (until - self._now) / self._last_took + 1 if self._last_took else 1
-        return int(max(1, min(_MOST_STEPS, fit, self._ends[0] - self._decoded if self._ends else 1)))
+        return int(max(1, min(_MAX_STEPS, fit, self._ends[0] - self._decoded if self._ends else 1)))
 
     def _send(self, link: Link, way: str, blocks: int, size: int) -> float:
         start = max(self._now, link.free_at)

@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 from blockyard.errors import InvalidArgumentError, StoreFullError, StoreURLError
 
 __all__ = [
-    "MOST_BYTES",
+    "MAX_BYTES",
     "StoreURL",
     "parse_size",
     "public_url",
@@ -21,7 +21,7 @@ __all__ = [
     "sized_url",
 ]
 
-MOST_BYTES = 1 << 62
+MAX_BYTES = 1 << 62
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
     for suffix, base, prefixes in (("iB", 1024, "KMGT"), ("B", 1000, "kMGT"))
@@ -157,8 +157,8 @@ def parse_size(text: str) -> int:
     if not match or match[3] not in _UNITS:
         raise ValueError(f"{shown} is not a size; write for example 2GiB, 500MB or plain bytes")
     whole, fraction, unit = match[1], (match[2] or "")[:40], _UNITS[match[3]]
-    size = MOST_BYTES + 1 if len(whole) > 19 else int(whole + fraction) * unit // 10 ** len(fraction)
-    if size > MOST_BYTES:
+    size = MAX_BYTES + 1 if len(whole) > 19 else int(whole + fraction) * unit // 10 ** len(fraction)
+    if size > MAX_BYTES:
         raise ValueError(f"{shown} is more than 2**62 bytes")
     return size
 
@@ -179,7 +179,7 @@ def read_bytes(name: str, value: int | str, *, holds: int, what: str = "block") 
         size = parse_size(value) if isinstance(value, str) else value
     except ValueError as error:
         raise InvalidArgumentError(f"{name}: {error}") from None
-    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MOST_BYTES:
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_BYTES:
         raise InvalidArgumentError(f'{name} is {size!r}, must be 0 to 2**62 bytes, or text such as "64GiB"')
     if size < holds:
         raise InvalidArgumentError(f"{name} is {value}: {_too_small(size, holds, what)}")

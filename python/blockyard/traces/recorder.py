@@ -44,7 +44,7 @@ _LINE_IDS: Final = 1 << 19
 _REQUEST_IDS: Final = 32
 """Number of ids that a request counts in addition to its own."""
 _CLOSE_SECONDS: Final = 10.0
-_MOST_FILES: Final = 1000
+_MAX_FILES: Final = 1000
 """Maximum number of recordings with the same name in a folder."""
 _log = logging.getLogger("blockyard.traces")
 
@@ -407,7 +407,7 @@ def record_from_environment(block_size: int) -> TraceRecorder | None:
         try:
             return TraceRecorder(numbered_path(Path(path), number), block_size=block_size)
         except TraceError as error:  # noqa: PERF203 (engines that start together try the same names)
-            if not isinstance(error.__cause__, FileExistsError) or number == _MOST_FILES:
+            if not isinstance(error.__cause__, FileExistsError) or number == _MAX_FILES:
                 _log.warning("nothing is recorded: %s", error)
                 break
     return None

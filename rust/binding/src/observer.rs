@@ -219,11 +219,11 @@ impl PyBlockObserver {
     #[new]
     #[pyo3(signature = (num_blocks = None))]
     fn new(#[pyo3(from_py_with = args::num_blocks)] num_blocks: Option<u32>) -> PyResult<Self> {
-        const MOST: u32 = u32::MAX / 2;
-        if num_blocks.is_some_and(|blocks| blocks == 0 || blocks > MOST) {
-            return Err(invalid(format!("num_blocks is {num_blocks:?}, must be 1 to {MOST}")));
+        const MAX_BLOCKS: u32 = u32::MAX / 2;
+        if num_blocks.is_some_and(|blocks| blocks == 0 || blocks > MAX_BLOCKS) {
+            return Err(invalid(format!("num_blocks is {num_blocks:?}, must be 1 to {MAX_BLOCKS}")));
         }
-        let observer = Observer::new(num_blocks.unwrap_or(1), num_blocks.unwrap_or(MOST)).map_err(to_py)?;
+        let observer = Observer::new(num_blocks.unwrap_or(1), num_blocks.unwrap_or(MAX_BLOCKS)).map_err(to_py)?;
         Ok(Self { inner: InnerLock::new(Defragmenter { observer, planner: Planner::default() }) })
     }
 

@@ -12,7 +12,7 @@ const TIMED: u32 = 32;
 const PART_BYTES: usize = 1 << 20;
 
 /// Smaller parts are not representative.
-const LEAST_BYTES: usize = 256 << 10;
+const MIN_BYTES: usize = 256 << 10;
 
 /// How the pieces of a part are streamed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,7 +53,7 @@ impl Contest {
 
     /// The way for the next part, and whether to time it.
     fn enter(&self, bytes: usize) -> (Way, bool) {
-        if bytes >= LEAST_BYTES && self.timed.load(Ordering::Relaxed) < TIMED {
+        if bytes >= MIN_BYTES && self.timed.load(Ordering::Relaxed) < TIMED {
             let turn = self.timed.fetch_add(1, Ordering::Relaxed);
             return (if turn % 2 == 0 { Way::InLanes } else { Way::OneByOne }, true);
         }
@@ -121,8 +121,8 @@ mod tests {
     fn small_parts_are_not_timed() {
         let contest = Contest::new();
         for _ in 0..2 * TIMED {
-            assert_eq!(contest.enter(LEAST_BYTES - 1), (Way::InLanes, false));
+            assert_eq!(contest.enter(MIN_BYTES - 1), (Way::InLanes, false));
         }
-        assert!(contest.enter(LEAST_BYTES).1);
+        assert!(contest.enter(MIN_BYTES).1);
     }
 }

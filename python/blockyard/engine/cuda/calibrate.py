@@ -19,7 +19,7 @@ from blockyard.engine.ops import swap_blocks
 from blockyard.engine.ops.library import op_library
 from blockyard.engine.ops.strategy import (
     DIRECTIONS,
-    MOST,
+    NO_LIMIT,
     Direction,
     Rule,
     StrategyName,
@@ -35,7 +35,7 @@ from blockyard.progress import Progress
 
 PIECE_BYTES: Final = tuple(1 << power for power in range(10, 21))
 COUNTS: Final = (16, 128, 1024, 8192, 50_000)
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _REPEAT = 5
 # Pieces per batched call to try, and the number and size of the pieces to compare them with.
 BATCH_SIZES: Final = (512, 1024, 2048)
@@ -48,7 +48,7 @@ _HANDICAP: Final[dict[StrategyName, float]] = {"batch": 1.0, "staged": 1.03, "ke
 # For pieces larger than any measured.
 _USUAL: Final[StrategyName] = "batch"
 # Bytes of the host rows that hold the pieces, as in an engine's host pool, and the maximum views of one launch.
-_ROW_BYTES, _MOST_VIEWS = 1 << 20, 256
+_ROW_BYTES, _MAX_VIEWS = 1 << 20, 256
 # Numbers of thread blocks to try, the size and number of pieces to try them on, and how much slower than the best the
 # chosen number may be.
 _BLOCKS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
@@ -161,10 +161,10 @@ def choose_rules(
     """
     rules = []
     for place, count in enumerate(counts):
-        most = MOST if place == len(counts) - 1 else count
+        most = NO_LIMIT if place == len(counts) - 1 else count
         steps: list[tuple[int, tuple[StrategyName, ...]]] = []
         for size in sizes:
-            if size * count > _MOST_BYTES:
+            if size * count > _MAX_BYTES:
                 break
             taken = measure(size, count)
             order = sorted(taken, key=lambda strategy: taken[strategy] * _HANDICAP[strategy])
@@ -175,7 +175,7 @@ def choose_rules(
         # Without this row, larger pieces would match the next one.
         if steps and steps[-1][1] == (_USUAL,):
             steps.pop()
-        for size, chosen in (*steps, (MOST, (_USUAL,))):
+        for size, chosen in (*steps, (NO_LIMIT, (_USUAL,))):
             rules += [
                 Rule(direction, size, most, strategy, blocks.get(strategy, usual_blocks(strategy)))
                 for strategy in chosen
@@ -231,7 +231,7 @@ def measure_blocks(index: int, direction: Direction) -> int:
 
 def views_and_blocks(size: int, count: int) -> tuple[int, int]:
     """Lay out about `count` pieces of `size` bytes; return the numbers of views and blocks."""
-    views = max(1, min(_MOST_VIEWS, _ROW_BYTES // size, count))
+    views = max(1, min(_MAX_VIEWS, _ROW_BYTES // size, count))
     return views, count // views
 
 
@@ -334,7 +334,7 @@ def run_calibrate(progress: Callable[[str], AbstractContextManager[Progress]]) -
     if not op_library().loaded:
         return Calibration(problem=f"nothing was measured or saved: {op_library().explain()}", exit_code=1)
     devices: list[CalibratedDevice] = []
-    cases = sum(size * count <= _MOST_BYTES for size in PIECE_BYTES for count in COUNTS)
+    cases = sum(size * count <= _MAX_BYTES for size in PIECE_BYTES for count in COUNTS)
     total = 1 + len(DIRECTIONS) * (1 + cases)
     for index in range(torch.cuda.device_count()):
         lines: list[str] = []

@@ -25,19 +25,19 @@ Direction = Literal["h2d", "d2h"]
 StrategyName = Literal["batch", "loop", "kernel", "staged"]
 DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
 STRATEGIES: Final[dict[StrategyName, int]] = {"batch": 1, "loop": 2, "kernel": 3, "staged": 4}
-MOST: Final = 2**62
+NO_LIMIT: Final = 2**62
 # Thread blocks of the two kernels without calibration; same as kSlotBlocks and kHostBlocks in cuda/strategy.h.
 _USUAL_BLOCKS: Final[dict[StrategyName, int]] = {"staged": 12, "kernel": 3}
-_MOST_BLOCKS: Final = 2**16 - 1
+_MAX_BLOCKS: Final = 2**16 - 1
 # Without a table, at least this many pieces between host and device are staged if each is smaller than the first size,
 # or copied by a kernel if smaller than the second; same as in cuda/strategy.h.
-_LEAST_PIECES: Final = 32
+_MIN_PIECES: Final = 32
 _LARGE_STAGED_PIECE: Final = 512 << 10
 _LARGE_PIECE: Final = 28 << 10
 # Pieces per batched call without calibration; same as kBatchPieces in cuda/strategy.h, which does not batch from
 # compute capability 10.0 on. Batches longer than the maximum crashed drivers.
 BATCH_PIECES: Final = 1024
-MOST_BATCH_PIECES: Final = 2048
+MAX_BATCH_PIECES: Final = 2048
 # Written to every file: tables of another version must be measured again.
 _VERSION = 5
 
@@ -64,8 +64,8 @@ class Rule:
             self.direction in DIRECTIONS
             and self.strategy in STRATEGIES
             and all(isinstance(number, int) for number in numbers)
-            and max(self.max_bytes, self.max_count) <= MOST
-            and 1 <= self.blocks <= _MOST_BLOCKS
+            and max(self.max_bytes, self.max_count) <= NO_LIMIT
+            and 1 <= self.blocks <= _MAX_BLOCKS
         )
 
 
@@ -80,7 +80,7 @@ def default_strategy(num_bytes: int, count: int, *, host_rows: bool = False) -> 
     Many pieces are staged if the host has several contiguous pieces per block (`host_rows`); otherwise small ones use
     the kernel. All others use the batched call.
     """
-    if num_bytes >= (_LARGE_STAGED_PIECE if host_rows else _LARGE_PIECE) or count < _LEAST_PIECES:
+    if num_bytes >= (_LARGE_STAGED_PIECE if host_rows else _LARGE_PIECE) or count < _MIN_PIECES:
         return "batch"
     return "staged" if host_rows else "kernel"
 
@@ -131,7 +131,7 @@ def read_table(path: Path) -> StrategyTable | None:
         rules = tuple(Rule(**rule) for rule in written["rules"])
         batch_pieces = written["batch_pieces"]
         known = all(rule.is_known for rule in rules)
-        known = known and isinstance(batch_pieces, int) and 0 <= batch_pieces <= MOST_BATCH_PIECES
+        known = known and isinstance(batch_pieces, int) and 0 <= batch_pieces <= MAX_BATCH_PIECES
         return StrategyTable(str(written["device"]), str(written["torch_cuda"]), rules, batch_pieces) if known else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -158,7 +158,7 @@ def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
     for rule in rules:
         if not rule.is_known:
             known = f"directions {', '.join(DIRECTIONS)} and strategies {', '.join(STRATEGIES)}"
-            raise InvalidArgumentError(f"{rule} is not of {known}; blocks must be 1 to {_MOST_BLOCKS}")
+            raise InvalidArgumentError(f"{rule} is not of {known}; blocks must be 1 to {_MAX_BLOCKS}")
     if op_library().loaded:
         numbers = [
             [DIRECTIONS.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy], r.blocks] for r in rules
@@ -167,7 +167,7 @@ def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
 
 
 def use_batch_pieces(index: int, most: int) -> None:
-    """Set the maximum pieces per batched call of a device, 0 (no batches) to `MOST_BATCH_PIECES`."""
+    """Set the maximum pieces per batched call of a device, 0 (no batches) to `MAX_BATCH_PIECES`."""
     if op_library().loaded:
         torch.ops.blockyard.set_batch_pieces(index, most)
 
@@ -195,7 +195,7 @@ def force_strategy(index: int, strategy: StrategyName, blocks: int | None = None
     """
     table = use_cached(index)
     blocks = usual_blocks(strategy) if blocks is None else blocks
-    use_rules(index, tuple(Rule(direction, MOST, MOST, strategy, blocks) for direction in DIRECTIONS))
+    use_rules(index, tuple(Rule(direction, NO_LIMIT, NO_LIMIT, strategy, blocks) for direction in DIRECTIONS))
     try:
         yield
     finally:

@@ -26,9 +26,9 @@ Blocks = Sequence[int] | NDArray[np.int64] | NDArray[np.int32]
 _Table = TypeVar("_Table", NDArray[np.int64], NDArray[np.int32])
 _AnyTable = NDArray[np.int64] | NDArray[np.int32]
 
-_MOST_BLOCKS = 2**32 - 1
-_MOST_BYTES = 2**64 - 1
-_MOST_ITEMS = 2**24
+_MAX_BLOCKS = 2**32 - 1
+_MAX_BYTES = 2**64 - 1
+_MAX_ITEMS = 2**24
 _THRESHOLD = "VLLM_DEFRAG_THRESHOLD"
 
 _log = logging.getLogger("defrag")
@@ -103,7 +103,7 @@ class OnlineDefragmenter:
         threshold = _threshold() if threshold is None else threshold
         limits = {"threshold": threshold, "margin": margin, "max_moves": max_moves or 0, "max_bytes": max_bytes or 0}
         for name, limit in limits.items():
-            most = _MOST_BYTES if name == "max_bytes" else _MOST_BLOCKS
+            most = _MAX_BYTES if name == "max_bytes" else _MAX_BLOCKS
             if not isinstance(limit, int) or not 0 <= limit <= most:
                 raise InvalidArgumentError(f"{name} is {limit!r}, must be an int, 0 to {most}")
         if goals is not None and not goals:
@@ -448,13 +448,13 @@ class OnlineDefragmenter:
 def _threshold() -> int:
     text = os.environ.get(_THRESHOLD, "32")
     if not text.isdecimal():
-        raise InvalidArgumentError(f"{_THRESHOLD} is {text!r}, must be an int, 0 to {_MOST_BLOCKS}")
+        raise InvalidArgumentError(f"{_THRESHOLD} is {text!r}, must be an int, 0 to {_MAX_BLOCKS}")
     return int(text)
 
 
 def _listed(blocks: Blocks) -> list[int]:
-    if isinstance(blocks, range) and len(blocks[: _MOST_ITEMS + 1]) > _MOST_ITEMS:
-        raise InvalidArgumentError(f"blocks is {blocks!r}, must have at most {_MOST_ITEMS} ids")
+    if isinstance(blocks, range) and len(blocks[: _MAX_ITEMS + 1]) > _MAX_ITEMS:
+        raise InvalidArgumentError(f"blocks is {blocks!r}, must have at most {_MAX_ITEMS} ids")
     return blocks.tolist() if isinstance(blocks, np.ndarray) else list(blocks)
 
 

@@ -53,7 +53,7 @@ _OPTIONS: Final = {
     "staging": "1GiB",
     "lookup_seconds": 0.1,
 }
-_MOST_READS: Final = 16
+_MAX_READS: Final = 16
 """Maximum number of reads that outlived their lookup, and whose pages are kept for the next one."""
 _Pages = dict[tuple[str, str], NDArray[np.uint8]]
 
@@ -199,7 +199,7 @@ class BlockyardLinker(UnifiedCacheLinker):
                 return {}
             if reading is None:
                 # Late pages of a request that never comes back are dropped.
-                while len(self._reading) >= _MOST_READS:
+                while len(self._reading) >= _MAX_READS:
                     self._reading.pop(next(iter(self._reading))).cancel()
                 reading = self._reading[rid] = self._reads.submit("read", self._read(missing))
         try:

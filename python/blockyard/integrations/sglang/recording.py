@@ -11,8 +11,8 @@ from blockyard.traces.recorder import TraceRecorder, record_from_environment
 
 __all__ = ["QueryRecorder", "record_queries"]
 
-_MOST_REQUESTS: Final = 1 << 14
-_MOST_PAGES: Final = 1 << 18
+_MAX_REQUESTS: Final = 1 << 14
+_MAX_PAGES: Final = 1 << 18
 """Pages whose previous page is remembered, about 250 bytes each."""
 
 
@@ -50,8 +50,8 @@ class QueryRecorder:
             self._requests[request_id] = None
             prompt = [*self._pages_before(keys[0]), *keys]
             self._previous.update(zip(keys[1:], keys, strict=False))
-            _drop_oldest(self._requests, _MOST_REQUESTS)
-            _drop_oldest(self._previous, _MOST_PAGES)
+            _drop_oldest(self._requests, _MAX_REQUESTS)
+            _drop_oldest(self._previous, _MAX_PAGES)
         self._record(prompt, 1)
 
     def close(self) -> None:

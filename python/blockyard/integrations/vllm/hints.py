@@ -20,7 +20,7 @@ __all__ = ["Hints", "Pins", "read_hints"]
 _LOG = logging.getLogger(__name__)
 _PIN: Final = "blockyard.pin"
 _WAIT: Final = "blockyard.wait"
-_MOST_SECONDS: Final = 86_400.0
+_MAX_SECONDS: Final = 86_400.0
 _SHARE: Final = 2  # at most one chunk in 2 is pinned
 
 
@@ -44,8 +44,8 @@ def read_hints(context: Any) -> Hints:
         if action.action_type not in {_PIN, _WAIT}:
             continue
         seconds = action.payload.get("seconds")
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _MOST_SECONDS:
-            _LOG.warning("%s has seconds %r, must be 0 to %d", action.action_type, seconds, _MOST_SECONDS)
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _MAX_SECONDS:
+            _LOG.warning("%s has seconds %r, must be 0 to %d", action.action_type, seconds, _MAX_SECONDS)
             continue
         found["pin" if action.action_type == _PIN else "wait"] = float(seconds)
     hints = Hints(**found)

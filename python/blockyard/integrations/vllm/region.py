@@ -22,7 +22,7 @@ __all__ = ["SharedRegion"]
 
 _FOLDER: Final = Path("/dev/shm")  # noqa: S108 (files there are 0600, and never follow links)
 _WORD: Final = np.dtype("<u8")
-_MOST_PLACES: Final = 8 * _WORD.itemsize
+_MAX_PLACES: Final = 8 * _WORD.itemsize
 _LOCK: Final = struct.Struct("hhqqi")  # `struct flock` of a 64-bit Linux
 
 
@@ -46,7 +46,7 @@ class SharedRegion:
     """
 
     def __init__(self, engine_id: str, part_bytes: int, world_size: int, place: int) -> None:
-        if not 0 <= place <= world_size < _MOST_PLACES:
+        if not 0 <= place <= world_size < _MAX_PLACES:
             raise InvalidArgumentError(f"place is {place}, must be 0 to world_size {world_size}, at most 63")
         self._part_bytes = part_bytes
         self._stride = -(-max(1, part_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -147,7 +147,7 @@ def _hold(file: int, place: int) -> None:
 
 def _is_held(file: int) -> bool:
     """Return whether another opener of the file holds a place."""
-    asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, _MOST_PLACES, 0)
+    asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, _MAX_PLACES, 0)
     return bool(_LOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
 
 

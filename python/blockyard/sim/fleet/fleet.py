@@ -37,7 +37,7 @@ _QUIET_SECONDS: Final = 12.0
 _RECOVERY_SECONDS: Final = 60.0
 _SWEEP_SECONDS: Final = 70.0  # how long a killed sweeper keeps others from sweeping
 _CALL_SECONDS: Final = 15.0  # maximum duration of a blocking call of the store
-_MOST_SECONDS: Final = 300.0  # how long after the work everything must have ended
+_MAX_SECONDS: Final = 300.0  # how long after the work everything must have ended
 _OF_LINK: Final[dict[str, tuple[str, Any, Any]]] = {
     "lossy": ("loss", 1 / 3, 0.0),
     "repeat": ("repeats", 1.0, 0.0),
@@ -261,8 +261,8 @@ class _Fleet:
             late = [engine for engine in self.engines if (engine.called_at or inf) < self.loop.now - _CALL_SECONDS]
             if late:
                 raise BrokenPromiseError(f"engine {late[0].number}: a call takes more than {_CALL_SECONDS:g} s")
-            if self.loop.now > self.options.seconds + _MOST_SECONDS:
-                raise BrokenPromiseError(f"the run has not ended {_MOST_SECONDS:g} s after the work")
+            if self.loop.now > self.options.seconds + _MAX_SECONDS:
+                raise BrokenPromiseError(f"the run has not ended {_MAX_SECONDS:g} s after the work")
 
     def _work(self) -> None:
         loop, options = self.loop, self.options

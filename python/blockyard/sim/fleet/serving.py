@@ -36,10 +36,10 @@ from blockyard.stores.threaded.runtime import use_runtime
 __all__ = ["ServingEngine"]
 
 _HOST_BLOCKS: Final = 4
-_MOST_OPEN: Final = 4  # requests
+_MAX_OPEN: Final = 4  # requests
 _STEP_SECONDS: Final = 0.03
 _PATIENCE: Final = 12.0  # seconds within which a request must end, whatever fails
-_MOST_READS: Final = 8  # reads of one key per request
+_MAX_READS: Final = 8  # reads of one key per request
 _LATE_SECONDS: Final = 5.0  # how long an abandoned `forget` may still arrive
 _SALTS: Final = (None, b"a tenant")
 _LAYOUT: Final = KVLayout("kv_first", 1, BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="int64")
@@ -157,7 +157,7 @@ class ServingEngine:
                 self._forget_due(life)
             elif (chance.random() < self._forgets or life.store.is_forgotten) and chance.random() < 0.2:
                 self.due.append(chance.choice((None, *WEIGHTS)))
-            if len(life.requests) < _MOST_OPEN and chance.random() < 0.3:
+            if len(life.requests) < _MAX_OPEN and chance.random() < 0.3:
                 self._add(life, self._prompt(), chance.randint(1, 4))
             if self._has_tenants and chance.random() < 0.02:
                 self._set_quota(life, chance.choice((None, 0, 2, 4)))
@@ -276,7 +276,7 @@ class ServingEngine:
         oldest = min(life.requests.values(), default=inf)
         if self.loop.now > oldest + _PATIENCE and not life.link.is_dead:
             raise BrokenPromiseError(f"engine {self.number}: the request added at {oldest:.3f} s has not ended")
-        if max(life.store.reads.values(), default=0) > _MOST_READS * (1 + len(life.requests)):
+        if max(life.store.reads.values(), default=0) > _MAX_READS * (1 + len(life.requests)):
             raise BrokenPromiseError(f"engine {self.number}: reads a block again and again")
         if not life.requests:
             life.store.reads.clear()

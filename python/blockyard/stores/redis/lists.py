@@ -36,7 +36,7 @@ _AT_ONCE: Final = 1000  # blocks that one script drops or adopts
 _SWEEP_SECONDS: Final = 60  # how long a sweeper that died keeps others from sweeping
 _SCANNED: Final = 1000  # names per step of a sweep
 _SLOTS: Final = 16_384  # hash slots of a cluster
-_MOST_IN_SLOT: Final = 1 << 22
+_MAX_IN_SLOT: Final = 1 << 22
 
 _USE: Final = """
 local order, prefix = KEYS[1], string.sub(KEYS[1], 1, -6)
@@ -201,9 +201,9 @@ if not last or redis.call('GET', prefix .. 'sweeper') ~= sweeper then return end
 
 # ARGV: the token, and a cursor or nothing and a slot. Returns the next cursor, and keys.
 _SCAN: Final = """
-if ARGV[3] then return {'0', redis.call('CLUSTER', 'GETKEYSINSLOT', ARGV[3], MOST_IN_SLOT)} end
+if ARGV[3] then return {'0', redis.call('CLUSTER', 'GETKEYSINSLOT', ARGV[3], MAX_IN_SLOT)} end
 return redis.call('SCAN', ARGV[2], 'MATCH', prefix .. '*', 'COUNT', SCANNED)
-""".replace("MOST_IN_SLOT", str(_MOST_IN_SLOT)).replace("SCANNED", str(_SCANNED))
+""".replace("MAX_IN_SLOT", str(_MAX_IN_SLOT)).replace("SCANNED", str(_SCANNED))
 
 # ARGV: the token, maximum number of blocks, and names of stored blocks that the sweep found. Unlisted ones will be
 # evicted first.

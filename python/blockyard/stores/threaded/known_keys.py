@@ -11,8 +11,8 @@ __all__ = ["ABSENT_SECONDS", "FAILED_SECONDS", "KnownKeys"]
 ABSENT_SECONDS: Final = 1.0  # how long an absent key is not looked up again
 FAILED_SECONDS: Final = 2.0  # how long a key is not read after a transient failure
 _THERE: Final = inf  # stored instead of a time for keys that have a block
-_MOST_WANTED: Final = 1 << 16  # maximum number of keys waiting for a lookup
-_LEAST_KNOWN: Final = 1024  # remember at least this many keys, however few slots there are
+_MAX_WANTED: Final = 1 << 16  # maximum number of keys waiting for a lookup
+_MIN_KNOWN: Final = 1024  # remember at least this many keys, however few slots there are
 
 
 class KnownKeys:
@@ -43,7 +43,7 @@ class KnownKeys:
         there = [until == _THERE for until in known]
         if not all(there):
             wanted = [key for key, until in zip(keys, known, strict=True) if abs(until) < now]
-            self._wanted.update(dict.fromkeys(wanted[: max(0, _MOST_WANTED - len(self._wanted))]))
+            self._wanted.update(dict.fromkeys(wanted[: max(0, _MAX_WANTED - len(self._wanted))]))
         return there, bool(self._wanted)
 
     def take_wanted(self) -> list[bytes]:
@@ -85,7 +85,7 @@ class KnownKeys:
 
     def trim(self, num_slots: int) -> None:
         """Forget the oldest entries, down to one for each slot of the store."""
-        most = max(num_slots, _LEAST_KNOWN)
+        most = max(num_slots, _MIN_KNOWN)
         while len(self._until) > most:
             del self._until[next(iter(self._until))]
 

@@ -13,7 +13,7 @@ from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.testing.interfaces import Config, ManagerLike, TierName
 from blockyard.testing.machines.record import RecordingMachine
 from blockyard.testing.machines.side_by_side import (
-    MOST_OPEN,
+    MAX_OPEN,
     SideBySide,
     Tracked,
     answer,
@@ -259,7 +259,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
     def step(self, everyone: bool, lost: list[int]) -> None:  # noqa: FBT001 (drawn)
         """Take the decision, begin its transfers, write the step's tokens, and read them through the block tables."""
         self.record.next_step()
-        for ticket in self.tickets[: 1 - MOST_OPEN]:
+        for ticket in self.tickets[: 1 - MAX_OPEN]:
             self.end(ticket)
         decision, expected = self.manager.take_decision(), self.model.take_decision()
         same("ticket", decision.ticket, expected.ticket, when=self.same_ids)

@@ -16,7 +16,7 @@ from blockyard._core import BlockManager, Pairs, PrefixCaching, StepDecision
 from blockyard.errors import BlockyardError, OutOfBlocksError, SequenceStateError
 from blockyard.testing.interfaces import Config, PrefixManagerLike, TierName
 from blockyard.testing.machines.record import RecordingMachine
-from blockyard.testing.machines.side_by_side import MOST_OPEN
+from blockyard.testing.machines.side_by_side import MAX_OPEN
 from blockyard.testing.machines.strategies import configs
 from blockyard.testing.memory import LOST, LateMemory
 from blockyard.testing.prefix_model import EventReplay, ReferencePrefixCache
@@ -260,7 +260,7 @@ class PrefixMachine(RecordingMachine):
     def step(self, lost: list[int]) -> None:
         """Take the decision, begin its transfers, and compute the step's tokens."""
         self.record.next_step()
-        for ticket in sorted(self.running)[: 1 - MOST_OPEN]:
+        for ticket in sorted(self.running)[: 1 - MAX_OPEN]:
             self.end(ticket)
         decision = self.manager.take_decision()
         size = self.model.block_size

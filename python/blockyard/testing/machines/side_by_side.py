@@ -13,10 +13,10 @@ from blockyard.testing.machines.record import show
 from blockyard.testing.memory import LateMemory
 from blockyard.testing.model import ReferenceManager
 
-__all__ = ["MOST_OPEN", "SideBySide", "Tracked", "answer", "can_move", "handles_of", "move", "same"]
+__all__ = ["MAX_OPEN", "SideBySide", "Tracked", "answer", "can_move", "handles_of", "move", "same"]
 
 T = TypeVar("T")
-MOST_OPEN: Final = 16
+MAX_OPEN: Final = 16
 """Maximum number of open tickets; with more, a manager warns."""
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from blockyard._core import BlockManager, Pairs, StepDecision
 from blockyard.errors import BlockyardError
 from blockyard.testing.machines.record import Record, show
-from blockyard.testing.machines.side_by_side import MOST_OPEN
+from blockyard.testing.machines.side_by_side import MAX_OPEN
 from blockyard.testing.memory import EMPTY, LOST, LateMemory
 
 __all__ = ["Followed", "Ticket", "TicketWatch", "Watch", "common", "holds"]
@@ -60,7 +60,7 @@ class TicketWatch(Record):
         """Reject a ticket that ends too early or never."""
         if name == "complete":
             self._complete(int(arguments["ticket"]), list(arguments.get("lost", ())), text)
-        elif name == "take_decision" and len(self.open_tickets()) >= MOST_OPEN:
+        elif name == "take_decision" and len(self.open_tickets()) >= MAX_OPEN:
             raise AssertionError(f"step {self.step}: {self.open_ticket()}")
         elif name == "fail" and arguments["ticket"] in self.tickets:
             self._abandon(int(arguments["ticket"]), text)

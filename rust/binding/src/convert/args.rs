@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::fmt::Display;
 
 /// Maximum length of a sequence that is neither a list nor an array: such a sequence can be endless and use no memory.
-const MOST_ITEMS: usize = 1 << 24;
+const MAX_ITEMS: usize = 1 << 24;
 
 /// A type that can be read from a Python object, with the argument's name for errors.
 pub(crate) trait Argument<'py>: Sized {
@@ -51,9 +51,9 @@ pub(crate) fn refused(error: impl Into<PyErr>, value: &Bound<'_, PyAny>, name: &
 
 /// Formats a value for a message: numbers and short strings in full.
 pub(crate) fn shown(value: &Bound<'_, PyAny>) -> String {
-    const MOST: usize = 60;
+    const MAX_REPR: usize = 60;
     if value.is_instance_of::<PyInt>() || value.is_instance_of::<PyFloat>() || value.is_instance_of::<PyString>() {
-        if let Some(repr) = value.repr().ok().map(|repr| repr.to_string()).filter(|repr| repr.len() <= MOST) {
+        if let Some(repr) = value.repr().ok().map(|repr| repr.to_string()).filter(|repr| repr.len() <= MAX_REPR) {
             return repr;
         }
     }
@@ -152,20 +152,20 @@ pub(crate) fn items<'py, T>(
         return Err(invalid(format!("{name} is {}, must be {must}", shown(value))));
     }
     let too_many = |len: &dyn Display| {
-        invalid(format!("{name} has {len} items, must have at most {MOST_ITEMS} unless it is a list or an array"))
+        invalid(format!("{name} has {len} items, must have at most {MAX_ITEMS} unless it is a list or an array"))
     };
     let is_stored = value.is_instance_of::<PyList>();
     // Check the reported length first, to reject long sequences early; it may be wrong or missing.
     match value.len() {
-        Ok(len) if len > MOST_ITEMS && !is_stored => return Err(too_many(&len)),
+        Ok(len) if len > MAX_ITEMS && !is_stored => return Err(too_many(&len)),
         Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => return Err(too_many(&"2^63 or more")),
         _ => {}
     }
     let mut found = Vec::new();
     let iter = value.try_iter().map_err(|error| refused(error, value, name, must))?;
     for (at, item) in iter.enumerate() {
-        if at == MOST_ITEMS && !is_stored {
-            return Err(too_many(&format_args!("more than {MOST_ITEMS}")));
+        if at == MAX_ITEMS && !is_stored {
+            return Err(too_many(&format_args!("more than {MAX_ITEMS}")));
         }
         memory::make_room(&mut found, 1).map_err(to_py)?;
         found.push(read(&item?, at)?);

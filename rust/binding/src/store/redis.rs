@@ -21,7 +21,7 @@ type Stored<'py> = (Bound<'py, PyArray1<bool>>, Bound<'py, PyList>, Option<Strin
 type Found<'py> = (Bound<'py, PyArray1<bool>>, Bound<'py, PyArray2<u8>>, Bound<'py, PyList>, Option<String>);
 
 /// Maximum number of first bytes that `get` returns separately.
-const MOST_HEAD_BYTES: usize = 4096;
+const MAX_HEAD_BYTES: usize = 4096;
 
 fn to_py(error: &Error) -> PyErr {
     classes::StoreError::new_err(error.to_string())
@@ -155,8 +155,8 @@ impl PyRedisClient {
         let head_bytes = head_bytes as usize;
         let first = words_of("first", first.unwrap_or_default())?;
         let [count, width] = shape_of(out, "out", names.len())?;
-        if head_bytes > MOST_HEAD_BYTES {
-            return Err(invalid(format!("head_bytes is {head_bytes}, must be 0 to {MOST_HEAD_BYTES}")));
+        if head_bytes > MAX_HEAD_BYTES {
+            return Err(invalid(format!("head_bytes is {head_bytes}, must be 0 to {MAX_HEAD_BYTES}")));
         }
         let mut heads: Vec<u8> = memory::reserved(count.saturating_mul(head_bytes))?;
         heads.resize(count * head_bytes, 0);

@@ -10,14 +10,14 @@ use libfuzzer_sys::{fuzz_mutator, fuzz_target};
 use std::alloc::{GlobalAlloc, Layout, System};
 
 /// Maximum bytes of one allocation. The largest one of a store of this size is a scanned page.
-const MOST: usize = 1 << 16;
+const MAX_BYTES: usize = 1 << 16;
 
 struct Bounded;
 
 // SAFETY: the system's allocator does all the work.
 unsafe impl GlobalAlloc for Bounded {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if layout.size() > MOST {
+        if layout.size() > MAX_BYTES {
             eprintln!("an allocation of {} bytes", layout.size());
             std::process::abort();
         }

@@ -41,7 +41,7 @@ fn mark(tag: u32) -> u16 {
 /// chain a sample suffices: knowledge of a block holds for all blocks before it.
 const PLACES_IN_FIRST_CACHE: usize = 12 << 10;
 /// At least one block in 4 is remembered.
-const MOST_SPARSE: u32 = 4;
+const MAX_SPARSE: u32 = 4;
 /// Tags processed together.
 const TOGETHER: usize = 128;
 
@@ -68,7 +68,7 @@ impl Sample {
     /// Sampling interval for a pool of `blocks` blocks.
     pub(super) fn one_in(blocks: usize) -> u32 {
         let fits = |&one_in: &u32| blocks / one_in as usize <= PLACES_IN_FIRST_CACHE;
-        [1, 2].into_iter().find(fits).unwrap_or(MOST_SPARSE)
+        [1, 2].into_iter().find(fits).unwrap_or(MAX_SPARSE)
     }
 
     /// Whether a tag is in the sample.
