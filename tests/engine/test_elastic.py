@@ -23,7 +23,9 @@ from blockyard.layout.kv import KVLayout
 PAGE = mmap.PAGESIZE
 KINDS = ["kv_first", "blocks_first", "slots kv heads dim", "kv heads blocks tokens dim", "tokens blocks heads dim"]
 KINDS += ["flat", "rocm", "blocks*tokens heads*dim", "heads*blocks tokens dim | tokens blocks heads dim"]
-LAYOUT = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=64, dtype="float32")
+# A block has two whole pages in each of the four planes, and so no page belongs to two planes or two blocks.
+LAYOUT = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=PAGE // 64, dtype="float32")
+MANY_BLOCKS = (4 << 20) // PAGE
 
 
 class FakeMemory:
@@ -112,8 +114,8 @@ def test_blocks_keep_their_bytes_and_new_ones_are_zeros_whatever_the_sizes(layou
 
 @pytest.mark.parametrize("kind", ["kv_first", "blocks_first"])
 def test_the_resident_set_rises_and_falls_by_the_blocks_bytes(kind: str):
-    layout = replace(LAYOUT, kind=kind, num_layers=4)  # 64 KiB a block: no page belongs to two planes or two blocks
-    blocks, slack = 1024, 2 << 20
+    layout = replace(LAYOUT, kind=kind, num_layers=4)
+    blocks, slack = MANY_BLOCKS, 2 << 20
     with ElasticCache(layout, num_blocks=blocks, max_blocks=4 * blocks) as cache:
         start = resident_bytes()
         for view in layout.views(cache.tensors):
@@ -130,11 +132,12 @@ def test_the_resident_set_rises_and_falls_by_the_blocks_bytes(kind: str):
 
 
 def test_the_resident_set_falls_by_the_blocks_bytes_of_all_groups_and_others_stay():
-    # 16 KiB, 4 KiB and 8 KiB a block: no page belongs to two blocks.
-    window = KVLayout("blocks tokens dim", num_layers=1, block_size=16, num_kv_heads=1, head_size=256, dtype="int8")
-    state = KVLayout("blocks tokens dim", num_layers=2, block_size=1, num_kv_heads=1, head_size=1024, dtype="float32")
+    # Here, too, a block has whole pages: one in each tensor.
+    shape = "blocks tokens dim"
+    window = KVLayout(shape, num_layers=1, block_size=16, num_kv_heads=1, head_size=PAGE // 16, dtype="int8")
+    state = KVLayout(shape, num_layers=2, block_size=1, num_kv_heads=1, head_size=PAGE // 4, dtype="float32")
     both = GroupedLayout((("full", LAYOUT), ("window", window), ("state", state)))
-    blocks, slack = 1024, 2 << 20
+    blocks, slack = MANY_BLOCKS, 2 << 20
     with ElasticCache(both, num_blocks=blocks, max_blocks=2 * blocks) as cache:
         by_group = both.by_group(cache.tensors)
         assert [len(by_group[name]) for name in ("full", "window", "state")] == [2, 1, 2]
@@ -280,11 +283,12 @@ def test_a_resize_waits_for_no_ticket_that_touches_blocks_which_stay():
 
 
 def test_what_shares_a_page_with_blocks_that_stay_is_kept_and_told():
-    layout = KVLayout("kv_first", num_layers=1, block_size=1, num_kv_heads=1, head_size=8, dtype="int8")
-    with ElasticCache(layout, num_blocks=1000, max_blocks=1000) as cache:  # two planes of 8000 bytes
-        assert cache.resize(600) == (600, 0, 0, 4 * PAGE - 9600)  # up to bytes 4800 and 12800: in all four pages
-        assert cache.resize(500) == (500, 0, PAGE, 3 * PAGE - 8000)  # 4000 and 12000: V is in pages 1 and 2
-        assert cache.resize(24) == (24, 0, PAGE, 2 * PAGE - 384)  # 192 and 8192: V is in page 1
+    size = PAGE // 512
+    layout = KVLayout("kv_first", num_layers=1, block_size=1, num_kv_heads=1, head_size=size, dtype="int8")
+    with ElasticCache(layout, num_blocks=1000, max_blocks=1000) as cache:  # K and V take 1000 / 512 pages each
+        assert cache.resize(600) == (600, 0, 0, 4 * PAGE - 1200 * size)  # K: pages 0 and 1, V: pages 1 to 3
+        assert cache.resize(500) == (500, 0, PAGE, 3 * PAGE - 1000 * size)  # K: page 0, V: pages 1 and 2
+        assert cache.resize(24) == (24, 0, PAGE, 2 * PAGE - 48 * size)  # K: page 0, V: page 1
 
 
 def test_memory_that_cannot_be_had_changes_nothing():
@@ -339,7 +343,7 @@ def test_a_closed_cache_takes_no_size_and_may_be_closed_again():
 
 
 def test_one_tensor_of_all_layers_has_a_tail_in_every_layer():
-    layout = KVLayout("layers kv blocks tokens heads dim", 4, 16, 2, 64, "float32")
-    assert list(plane_spans(layout, 10)) == [(plane * 10 * 8192, 8192) for plane in range(8)]
+    layout = KVLayout("layers kv blocks tokens heads dim", 4, 16, 2, PAGE // 64, "float32")
+    assert list(plane_spans(layout, 10)) == [(plane * 20 * PAGE, 2 * PAGE) for plane in range(8)]
     with ElasticCache(layout, num_blocks=10, max_blocks=10) as cache:
         assert cache.resize(4).returned == 6 * layout.bytes_per_block
