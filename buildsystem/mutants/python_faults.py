@@ -34,8 +34,8 @@ LOOP = (
     "integrations/test_generator_interrupts.py",
 )
 EXECUTOR = ("executor/test_executor.py", "demo/test_executors.py", "integrations/test_engine_stores.py")
-LEGS = ("executor/test_legs.py", "executor/test_checked_store.py", *EXECUTOR)
-SIDE = ("executor/test_checked_store.py", "executor/test_executor.py", "executor/test_interrupts.py")
+LEGS = ("executor/test_legs.py", "stores/test_checked_store.py", *EXECUTOR)
+SIDE = ("stores/test_checked_store.py", "executor/test_executor.py", "executor/test_interrupts.py")
 PREFIXES = ("stores/test_prefix_store.py", "prefix_store/test_prefixes.py", "property/test_kept_prefixes_machine.py")
 NANO = (
     "integrations/test_nano.py",
@@ -283,7 +283,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ],
     ),
     (
-        "executor/checked_store.py",
+        "stores/checked_store.py",
         SIDE,
         [
             ("            self._repeated.add(batch.ticket)\n", ""),

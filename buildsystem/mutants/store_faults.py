@@ -17,7 +17,7 @@ THREADED = (
 # File, tests, and pairs of original and faulty text.
 STORE_FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     (
-        "stores/objects.py",
+        "stores/adapters/objects.py",
         ("stores/test_objects.py",),
         [
             (

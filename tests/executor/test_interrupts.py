@@ -28,13 +28,13 @@ from blockyard.stores import Completion, ExternalStore, open_store
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8
-EXECUTOR = ("executor/executor.py", "executor/legs.py", "executor/checked_store.py", "engine/transfers.py")
+EXECUTOR = ("executor/executor.py", "executor/legs.py", "stores/checked_store.py", "engine/transfers.py")
 CACHE = (
     "blockyard/cache.py",
     "executor/executor.py",
     "executor/parts.py",
     "executor/legs.py",
-    "executor/checked_store.py",
+    "stores/checked_store.py",
     "executor/tickets.py",
     "prefix_store/loads.py",
     "prefix_store/store.py",

@@ -7,10 +7,10 @@ from simulated_device import SimulatedStore
 from blockyard import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import BlockyardError, MappingError
-from blockyard.executor.checked_store import Answer, CheckedStore
 from blockyard.executor.legs import Legs, engine_tier
 from blockyard.executor.parts import Part, cut, written
 from blockyard.layout.kv import KVLayout
+from blockyard.stores.checked_store import Answer, CheckedStore
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 SIZE = LAYOUT.bytes_per_block

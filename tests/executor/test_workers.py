@@ -25,7 +25,7 @@ from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, ForkedError, OutOfMemoryError
 from blockyard.executor.executor import StepExecutor
 from blockyard.layout.kv import KVLayout
-from blockyard.stores.jobs import Steps, StoreJobs
+from blockyard.stores.adapters.jobs import Steps, StoreJobs
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=2, head_size=8, dtype="float32")
 IDS = np.array([[0, 1]])

@@ -255,5 +255,6 @@ def test_an_exception_at_any_place_of_lmcaches_connector_ends_every_operation_on
 
     with engine_drivers.lmcache() as module:
         opened = open_files()
-        assert swept(("lmcache/connector.py", "stores/objects.py", "stores/jobs.py"), run, error, most) > 60
+        files = ("lmcache/connector.py", "stores/adapters/objects.py", "stores/adapters/jobs.py")
+        assert swept(files, run, error, most) > 60
         assert open_files() <= opened, "a descriptor is left"

@@ -11,9 +11,10 @@ from engine_drivers import FaultyStore, LMCache, SGLang
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.stores import objects, register
-from blockyard.stores.jobs import Steps
-from blockyard.stores.objects import PrefixObjects
+from blockyard.stores import register
+from blockyard.stores.adapters import objects
+from blockyard.stores.adapters.jobs import Steps
+from blockyard.stores.adapters.objects import PrefixObjects
 from blockyard.testing.faults import corrupt_slots
 
 KINDS: dict[str, Callable[..., Any]] = {

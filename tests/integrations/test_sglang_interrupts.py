@@ -18,10 +18,11 @@ from cache_program import own_threads
 from engine_drivers import FaultyStore, HostPool, indices
 from interrupts import Interrupt
 
-from blockyard.stores import objects, register
+from blockyard.stores import register
+from blockyard.stores.adapters import objects
 
 register("faulty")(FaultyStore)
-OBJECTS = "stores/objects.py"
+OBJECTS = "stores/adapters/objects.py"
 PAGES, LAYERS, TOKENS, WIDTH = 4, 2, 4, 8
 
 
@@ -242,4 +243,4 @@ def test_an_exception_at_any_place_of_the_linker_ends_every_transfer_once(
             LinkerProgram(interrupt).run()
         settled(lambda: not own_threads() - before, "a thread is left")
 
-    assert swept(("sglang/linker.py", "sglang/pages.py", "stores/jobs.py"), run, error, most) > 80
+    assert swept(("sglang/linker.py", "sglang/pages.py", "stores/adapters/jobs.py"), run, error, most) > 80

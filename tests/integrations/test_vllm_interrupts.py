@@ -19,8 +19,8 @@ from interrupts import Interrupt
 
 from blockyard.errors import InvalidArgumentError
 
-TIER = ("vllm/tier.py", "stores/jobs.py")
-MANAGER = ("vllm/manager.py", "vllm/hints.py", "vllm/external.py", "stores/jobs.py")
+TIER = ("vllm/tier.py", "stores/adapters/jobs.py")
+MANAGER = ("vllm/manager.py", "vllm/hints.py", "vllm/external.py", "stores/adapters/jobs.py")
 CHUNKS, WIDTH = 8, 4096
 KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(30)]
 PATIENCE = 10.0

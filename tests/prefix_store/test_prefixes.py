@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from blockyard import KVCache
 from blockyard.errors import ForkedError, InvalidArgumentError, StoreError
 from blockyard.events import export_keys
-from blockyard.executor.checked_store import Answer
 from blockyard.layout.kv import KVLayout
 from blockyard.scheduler import Request, Scheduler
 from blockyard.stores import ExternalStore
+from blockyard.stores.checked_store import Answer
 from blockyard.testing.faults import UnrulyStore
 
 Medium = dict[bytes, NDArray[np.uint8]]

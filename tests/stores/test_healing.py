@@ -10,7 +10,8 @@ import pytest
 from memory_stores import PATIENCE, SIZE, KeyedStore
 from numpy.typing import NDArray
 
-from blockyard.stores import ExternalStore, objects, open_store
+from blockyard.stores import ExternalStore, open_store
+from blockyard.stores.adapters import objects
 from blockyard.stores.threaded import known_keys
 from blockyard.stores.value import is_damage
 

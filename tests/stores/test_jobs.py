@@ -11,7 +11,7 @@ import pytest
 from memory_stores import PATIENCE, KeyedStore, names, put
 
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.stores.jobs import Steps, StoreJobs, run
+from blockyard.stores.adapters.jobs import Steps, StoreJobs, run
 from blockyard.testing.faults import UnrulyStore
 
 

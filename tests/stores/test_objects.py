@@ -10,8 +10,8 @@ import pytest
 from stepped_store import Actor, Crash, SteppedStore
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.stores import objects
-from blockyard.stores.objects import PrefixObjects, store_url
+from blockyard.stores.adapters import objects
+from blockyard.stores.adapters.objects import PrefixObjects, store_url
 
 
 def test_an_object_of_another_length_is_a_miss(tmp_path: Path):

@@ -28,7 +28,7 @@ FILES = (
     "blockyard/cache.py",
     "executor/executor.py",
     "executor/legs.py",
-    "executor/checked_store.py",
+    "stores/checked_store.py",
     "prefix_store/loads.py",
     "prefix_store/store.py",
     "prefix_store/writes.py",

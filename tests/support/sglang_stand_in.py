@@ -181,7 +181,7 @@ class Objects:
         return [page is not None and take(index, page) is None for index, page in enumerate(pages)]
 
     def jobs(self, name: str, lanes: dict[str, int]) -> Any:
-        return importlib.import_module("blockyard.stores.jobs").StoreJobs(None, name, lanes)
+        return importlib.import_module("blockyard.stores.adapters.jobs").StoreJobs(None, name, lanes)
 
 
 def linker(page_bytes: int, staging_bytes: int, device: str = "cpu") -> Any:

@@ -31,10 +31,10 @@ from blockyard.errors import (
     StoreError,
     UnknownTicketError,
 )
-from blockyard.executor.checked_store import CheckedStore
 from blockyard.executor.legs import Legs
 from blockyard.executor.parts import Part, all_written, cut
 from blockyard.stores.base import ExternalStore, MissLog
+from blockyard.stores.checked_store import CheckedStore
 from blockyard.types import Histogram
 
 __all__ = ["PART_BYTES", "Executor", "StepDone", "StepExecutor"]

@@ -18,9 +18,9 @@ from blockyard._core import Pairs
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
-from blockyard.executor.checked_store import Answer, CheckedStore
 from blockyard.executor.parts import Part, written
 from blockyard.stores.base import MissLog
+from blockyard.stores.checked_store import Answer, CheckedStore
 
 if TYPE_CHECKING:
     from blockyard.engine.plans import Kind

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.streams import Event
 from blockyard.engine.transfers import Transfer
-from blockyard.executor.checked_store import PendingBatch
+from blockyard.stores.checked_store import PendingBatch
 from blockyard.tracing import Trace
 
 __all__ = ["Part", "all_written", "cut", "written"]

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, HashedPrompt
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.executor.checked_store import CheckedStore
 from blockyard.prefix_store.loads import Loads, Prefetch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.writes import Writes
 from blockyard.stores.base import ExternalStore, MissLog
+from blockyard.stores.checked_store import CheckedStore
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import read_bytes
 from blockyard.types import Histogram

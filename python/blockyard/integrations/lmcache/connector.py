@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.stores import parse_size
-from blockyard.stores.jobs import Steps
-from blockyard.stores.objects import PrefixObjects, store_url
+from blockyard.stores.adapters.jobs import Steps
+from blockyard.stores.adapters.objects import PrefixObjects, store_url
 
 __all__ = ["BlockyardConnector"]
 

@@ -37,8 +37,8 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import require_fit
 from blockyard.integrations.sglang.pages import as_bytes, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
-from blockyard.stores.jobs import Steps
-from blockyard.stores.objects import PrefixObjects, store_url
+from blockyard.stores.adapters.jobs import Steps
+from blockyard.stores.adapters.objects import PrefixObjects, store_url
 from blockyard.stores.url import read_bytes
 from blockyard.workers import keep
 

@@ -22,7 +22,7 @@ from sglang.version import __version__ as sglang_version
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.sglang.pages import as_bytes, leading, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
-from blockyard.stores.objects import PrefixObjects, require_one, store_url
+from blockyard.stores.adapters.objects import PrefixObjects, require_one, store_url
 
 __all__ = ["BlockyardHiCache"]
 

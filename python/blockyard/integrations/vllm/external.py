@@ -20,8 +20,8 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager, PreparedStore
+from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.base import ExternalStore
-from blockyard.stores.jobs import Steps, StoreJobs
 from blockyard.workers import keep, start_worker
 
 __all__ = ["ExternalTier"]

@@ -19,8 +19,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores import open_store
-from blockyard.stores.jobs import Steps, StoreJobs
-from blockyard.stores.objects import require_one
+from blockyard.stores.adapters.jobs import Steps, StoreJobs
+from blockyard.stores.adapters.objects import require_one
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
 

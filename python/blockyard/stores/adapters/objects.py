@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores import ExternalStore, StoreStats, open_store
-from blockyard.stores.jobs import Steps, StoreJobs, run
+from blockyard.stores.adapters.jobs import Steps, StoreJobs, run
 from blockyard.stores.value import is_damage
 
 __all__ = ["PrefixObjects", "require_one", "store_url"]

@@ -15,10 +15,9 @@ from simulated_device import SimulatedStore
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError
-from blockyard.executor import checked_store
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.layout.kv import KVLayout
-from blockyard.stores import Completion
+from blockyard.stores import Completion, checked_store
 from blockyard.stores.threaded.runtime import MACHINE, Runtime, use_runtime
 from blockyard.testing.faults import UnrulyStore
 
