@@ -18,13 +18,14 @@ from torch import Tensor
 from blockyard._core import BlockManager, CacheGroup, ManagerStats, PrefixCaching, ResizeProgress, StepDecision
 from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine
-from blockyard.errors import InvalidArgumentError
+from blockyard.errors import ForkedError, InvalidArgumentError
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.tickets import StepEnd, Tickets
 from blockyard.layout import GroupedLayout, KVLayout
 from blockyard.prefix_store import PrefixStore
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.url import read_bytes, sized_url
+from blockyard.workers import Process
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -41,8 +42,8 @@ class Health:
     """Whether a cache works, for an orchestrator's probes.
 
     Attributes:
-        ok: False once the cache is closed, and while its steps fail repeatedly: the engine should restart. A failing
-        store costs hits but stops nothing, so `ok` stays True.
+        ok: False once the cache is closed, in a fork, and while its steps fail repeatedly: the engine should restart. A
+        failing store costs hits but stops nothing, so `ok` stays True.
         reasons: problems, one line each, including those of stores; empty if there are none.
     """
 
@@ -153,6 +154,7 @@ class KVCache:
         if prefix_store is not None:
             prefix_caching = _prefix_caching(given=prefix_caching, host=host)
         self.layout = layout
+        self._process = Process("a cache")
         self._closers: list[Callable[[], object]] = []  # each is idempotent
         try:
             self.elastic = _elastic(layout, device_blocks, max_device_blocks, device)
@@ -212,10 +214,11 @@ class KVCache:
 
         Raises:
             StepOrderError: a ticket is open that other code, such as a `Scheduler`, has taken from the manager.
+            ForkedError: this is a fork of the process that created the cache.
             MappingError: raised by the executor. The whole ticket has failed: the next `poll`, `drain` or step end
                 names the sequences that lost bytes. The same holds after any other exception.
         """
-        self._tickets.refuse_others("step")
+        self._refuse_others("step")
         self.give_back()
         decision = self._tickets.take(prefetch=prefetch)
         try:
@@ -236,9 +239,9 @@ class KVCache:
         If an exception interrupts the call, even `KeyboardInterrupt`, the next call reports the ended tickets.
 
         Raises:
-            StepOrderError: as for `step`.
+            StepOrderError, ForkedError: as for `step`.
         """
-        self._tickets.refuse_others("poll")
+        self._refuse_others("poll")
         self._tickets.end(self.executor.poll())
         if self.prefix_store is not None:
             self.prefix_store.poll()
@@ -248,9 +251,9 @@ class KVCache:
         """Wait for all started transfers and end their tickets.
 
         Raises:
-            StepOrderError: as for `step`.
+            StepOrderError, ForkedError: as for `step`.
         """
-        self._tickets.refuse_others("drain")
+        self._refuse_others("drain")
         self._tickets.wait()
         return self._tickets.report()
 
@@ -267,9 +270,11 @@ class KVCache:
             The blocks that are still in use beyond the new end.
 
         Raises:
+            ForkedError: this is a fork of the process that created the cache.
             InvalidArgumentError: the tensors are too small for `blocks` blocks, or the manager needs more.
             OutOfMemoryError: there is not enough memory to grow.
         """
+        self._process.check()
         most = self.engine.num_blocks("device")
         if not 1 <= blocks <= most:
             raise InvalidArgumentError(f"blocks is {blocks}, must be 1 to {most}, the blocks of the tensors")
@@ -310,6 +315,10 @@ class KVCache:
         """
         if self._is_closed:
             return Health(ok=False, reasons=("the cache is closed",))
+        try:
+            self._process.check()
+        except ForkedError as error:
+            return Health(ok=False, reasons=(str(error),))
         failing = self.executor.is_failing
         reasons = ["steps fail: their transfers cannot be started"] if failing else []
         prefix_store = None if self.prefix_store is None else self.prefix_store.store
@@ -335,6 +344,10 @@ class KVCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _refuse_others(self, call: str) -> None:
+        self._process.check()
+        self._tickets.refuse_others(call)
 
     def _join(
         self, store: str | ExternalStore | None, namespace: bytes, writes: str, timeout_base: float, staging: int

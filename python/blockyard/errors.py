@@ -95,7 +95,7 @@ class TransferQueueFullError(BlockyardError):
 
 
 class ForkedError(BlockyardError):
-    """A copy engine, host pool or store was used in a fork, where its threads and page-locked memory do not exist."""
+    """An object was used in a fork of the process that created it, whose threads and connections are not the fork's."""
 
 
 class CaptureError(BlockyardError):

@@ -13,6 +13,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from forks import in_child
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -203,6 +204,24 @@ def test_chunks_come_as_zeros_and_go_back_to_the_device():
     assert driver.used == 2 * UNIT
     chunks.commit(3, 4)
     assert chunks.tensor[2 * UNIT :: UNIT][:3].tolist() == [7, 0, 7]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_makes_no_call_of_the_driver():
+    driver = FakeDriver()
+    chunks = [memory(driver)]
+    chunks[0].commit(0, 2)
+
+    def check() -> None:
+        calls = list(driver.log)
+        chunks.clear()
+        gc.collect()
+        assert (driver.log, len(driver.mapped), len(driver.reserved)) == (calls, 2, 1)
+
+    in_child(check)
+    chunks.clear()
+    gc.collect()
+    assert not driver.reserved
 
 
 def test_what_cannot_be_had_is_given_back_again():

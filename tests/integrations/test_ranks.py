@@ -2,18 +2,21 @@
 
 import contextlib
 import os
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forks import in_child
 from servers import serving
 
 from blockyard.demo import models
 from blockyard.demo.demo_model import demo_config, demo_model
 from blockyard.demo.executors import SteadyExecutor, Wrapper
 from blockyard.demo.run import DemoOptions, make_report
-from blockyard.errors import InvalidArgumentError, WorkerError
+from blockyard.errors import ForkedError, InvalidArgumentError, WorkerError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.integrations.transformers.model import reference_generate
@@ -126,6 +129,25 @@ def test_blocks_that_only_rank_1_loses_cost_a_recompute_and_no_token(generator, 
     assert generator.scheduler.stats().lost > 0
     assert generator.swap_store.stats().damaged_blocks == 0, "rank 0 has lost nothing itself"
     generator.manager.check()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_leaves_the_ranks_to_its_parent(generator, work, wanted):
+    def check():
+        ranks = generator.ranks
+        with pytest.raises(ForkedError, match="a group of ranks was created by"):
+            ranks._group.all_reduce(torch.ones(1))
+        with pytest.raises(ForkedError, match="the connection to rank 1 was created by"):
+            ranks.forward(np.zeros(1, np.int64), None)
+        started = time.monotonic()
+        ranks.close()
+        del ranks._group
+        assert time.monotonic() < started + 5, "close waits for the workers"
+
+    folder = generator.ranks._folder
+    in_child(check)
+    assert Path(folder).is_dir()
+    assert generate(generator, work) == wanted
 
 
 def test_a_step_that_is_interrupted_while_ranks_compute_ends_the_generator(generator, work, monkeypatch):

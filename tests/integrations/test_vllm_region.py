@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import vllm_modules
-from forks import PATIENCE
+from forks import PATIENCE, in_child
 
 from blockyard.errors import InvalidArgumentError, OutOfMemoryError
 
@@ -80,6 +80,14 @@ def test_a_name_whose_owners_were_killed_is_taken_over_with_fresh_memory(region:
     scheduler = region(name, part_bytes, 1, 1)
     assert scheduler.is_complete
     assert not scheduler._path.exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_of_a_process_leaves_its_file(region: Any):
+    worker = region(f"test-{os.getpid()}-fork", 4096, 1, 0)
+    in_child(worker.close)
+    assert worker._path.exists()
+    assert region(f"test-{os.getpid()}-fork", 4096, 1, 1).is_complete
 
 
 def test_a_file_that_was_left_half_made_is_taken_over(region: Any):

@@ -301,7 +301,7 @@ def test_a_fork_raises_and_the_parent_continues(tmp_path: Path, where: str):
         assert cache.fetch(tokens(1, 9)).tokens == 0
 
         def check() -> None:
-            with pytest.raises(ForkedError, match="a connection to a store was created by process"):
+            with pytest.raises(ForkedError, match="a prefix store was created by process"):
                 cache.prefixes.prefetch(tokens(2, 9))
 
         in_child(check)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forks import in_child
 from memory_stores import PATIENCE, KeyedStore, names, put
 
-from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.errors import ForkedError, InvalidArgumentError, StoreError
 from blockyard.stores.adapters.jobs import Steps, StoreJobs, run
 from blockyard.testing.faults import UnrulyStore
 
@@ -102,6 +103,25 @@ def test_close_drops_jobs_that_have_not_begun_and_waits_for_the_rest(store: Keye
     goes.set()
     jobs.close()
     assert begun.result(0) == [""]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_close_does_not_wait_in_a_fork(store: KeyedStore):
+    jobs, goes = StoreJobs(store, "blockyard-test", {"one": 1}), threading.Event()
+    store.before = lambda name: goes.wait(PATIENCE)
+    begun = jobs.submit("one", get(store, 1))
+    wait_for(begun.running)
+
+    def check() -> None:
+        with pytest.raises(ForkedError, match="a thread for a store was created by"):
+            jobs.submit("one", get(store, 1))
+        jobs.close()
+
+    with jobs._lock:
+        in_child(check)
+    goes.set()
+    assert begun.result(PATIENCE) == [""]
+    jobs.close()
 
 
 def test_the_thread_ends_when_it_has_nothing_to_do_and_begins_again(store: KeyedStore):

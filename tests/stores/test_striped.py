@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import in_child
 
-from blockyard.errors import MappingError, StoreError, StoreURLError
+from blockyard.errors import ForkedError, MappingError, StoreError, StoreURLError
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.striped import StripedStore
 from blockyard.testing.faults import flip_bytes
@@ -164,3 +165,27 @@ def test_a_comma_alone_is_part_of_a_name(tmp_path: Path):
     with open_store(f"file://{tmp_path}/a,b", bytes_per_block=WIDTH, num_slots=9) as store:
         assert not isinstance(store, StripedStore)
         assert (tmp_path / "a,b").is_dir()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_takes_no_news_from_its_parent_and_close_returns(tmp_path: Path):
+    (tmp_path / "1").write_text("no folder")
+    with prefix_store(tmp_path) as store:
+        assert isinstance(store, StripedStore)
+        names = keys(30)
+        lost = names[store._disks(names) == 1]
+        assert store.event_fd() >= 0
+        assert not store.poll()
+
+        def check() -> None:
+            for call in (lambda: store.submit_put(lost, rows(len(lost))), lambda: store.wait(1), store.event_fd):
+                with pytest.raises(ForkedError, match="a store was created by process"):
+                    call()
+            with pytest.raises(StoreError, match="process"):
+                store.poll()
+            assert store.close()
+
+        with store._lock:
+            in_child(check)
+        assert not select.select([store.event_fd()], [], [], 0)[0]
+        assert store.wait(store.submit_put(names, rows(30))).ok.sum() == 30 - len(lost)

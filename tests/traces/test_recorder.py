@@ -212,9 +212,11 @@ def test_a_fork_records_nothing_and_spoils_nothing(tmp_path: Path):
             assert not recorder.is_recording
             recorder.add("b", ["y"], 1)
             recorder.finish("a", 5)
+            recorder._drop("a")
             recorder.close()
 
-        forks.in_child(child)
+        with recorder._lock:
+            forks.in_child(child)
         assert recorder.is_recording
         recorder.finish("a", 2)
     assert [(list(row.hash_ids), row.output_tokens) for row in read_trace(path)] == [([0], 2)]

@@ -289,7 +289,9 @@ class StepExecutor(Executor):
         self._unfinished = 0
 
     def end_spans(self) -> None:
-        """End the spans of everything in flight, because its end will not be collected."""
+        """End the spans of everything in flight, because its end will not be collected. A fork leaves them alone."""
+        if not self.engine.transfers.process.is_current:
+            return
         for part in self._parts():
             part.trace.end(miss_reason="closed")
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError, WorkerError
 from blockyard.executor.executor import Executor, StepDone
 from blockyard.executor.parts import all_written
+from blockyard.workers import Process
 
 __all__ = ["ANSWER_SECONDS", "RemoteExecutor", "serve_executor"]
 
@@ -28,7 +29,8 @@ class RemoteExecutor(Executor):
     """Carries out decisions in a worker process.
 
     A worker cannot recover: once it has exited, failed or missed a deadline, every call raises. The same holds after an
-    exception from outside, such as `KeyboardInterrupt`, ended a call before the worker's answer.
+    exception from outside, such as `KeyboardInterrupt`, ended a call before the worker's answer. In a fork of the
+    process that created it, every call raises `ForkedError`: its requests would mix with those of that process.
 
     Args:
         connection: to a process that runs `serve_executor` over the other end.
@@ -38,10 +40,14 @@ class RemoteExecutor(Executor):
 
     def __init__(self, connection: Connection, *, name: str = "the worker", timeout: float = ANSWER_SECONDS) -> None:
         self.name = name
+        self._process = Process(f"the connection to {name}")
         self._connection = connection
         self._timeout = timeout
         self._is_asked = False
         self._failure = ""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"cannot copy or pickle the connection to {self.name}: both copies would close it")
 
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
         """Start carrying out a decision; returns at once. If the worker refuses it, all of it is reported as lost."""
@@ -96,6 +102,7 @@ class RemoteExecutor(Executor):
         Returns:
             A function that waits for the answer and returns it. Call it before the next `begin`.
         """
+        self._process.check()
         if self._is_asked and not self._failure:
             self._failure = f"a call of {self.name} was interrupted before its answer: restart the worker"
         self._send(name, *arguments)
@@ -103,6 +110,7 @@ class RemoteExecutor(Executor):
         return self._answer
 
     def _send(self, *message: object) -> None:
+        self._process.check()
         if self._failure:
             raise WorkerError(self._failure)
         try:
@@ -111,6 +119,7 @@ class RemoteExecutor(Executor):
             self._receive()  # its last message before it exited
 
     def _answer(self) -> Any:
+        self._process.check()
         kind, value = self._receive()
         self._is_asked = False
         if kind == "unknown":

@@ -23,6 +23,7 @@ from blockyard.stores.checked_store import CheckedStore
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import read_bytes
 from blockyard.types import Histogram
+from blockyard.workers import Process
 
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine
@@ -100,6 +101,7 @@ class PrefixStore:
         self.store = store
         self._stats = PrefixStoreStats()
         self._runtime = runtime()
+        self._process = Process("a prefix store")
         self._manager, self._engine, self._checked, self._size = manager, engine, checked, size
         self._timeout_base = prefetch_timeout_base
         log = MissLog(store, self._runtime.monotonic)
@@ -250,6 +252,8 @@ class PrefixStore:
 
         Logs the number of blocks that were not written to `blockyard.prefix_store`.
         """
+        if not self._process.is_current:
+            return self.store.close(timeout)
         until = self._runtime.monotonic() + timeout
         if not self.wait(timeout * CLOSING_PART) and self.waiting_blocks:
             blocks, fields = self.waiting_blocks, {"store": str(self.store), "blocks": self.waiting_blocks}
@@ -260,7 +264,8 @@ class PrefixStore:
         return self.store.close(max(0.0, until - self._runtime.monotonic()))
 
     def _recover_from_interrupt(self) -> None:
-        """After an interrupt, give up everything in flight, as its progress is unknown."""
+        """After an interrupt, give up everything in flight, as its progress is unknown. A fork raises ForkedError."""
+        self._process.check()
         if self._in_critical_section:
             self._give_up_all("interrupted")
             self._in_critical_section = False

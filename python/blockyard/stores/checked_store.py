@@ -177,6 +177,7 @@ class CheckedStore:
         """Collect the answers of ended batches, at most `_COLLECTED_AT_ONCE` per call; never waits."""
         if not self.is_busy:
             return
+        self._process.check()
         interrupted, self._polling = self._polling, True
         # The reports to an interrupted call are lost, so ask for every batch.
         for ticket in list(self._open) if interrupted else self._reported():

@@ -19,7 +19,7 @@ from blockyard._core import Completion, StoreStats
 from blockyard.errors import MappingError, OutOfMemoryError, StoreError, UnknownTicketError
 from blockyard.stores.arguments import check_read_rows, check_rows, check_slots, checked_keys
 from blockyard.stores.base import ExternalStore, Keys, Owners, no_keys_error
-from blockyard.workers import open_event
+from blockyard.workers import Process, open_event
 
 __all__ = ["StripedStore"]
 
@@ -58,6 +58,7 @@ class StripedStore(ExternalStore):
         self._parts = list(parts)
         self._is_keyed = is_keyed
         self._open = [part for part in parts if part is not None]
+        self._process = Process("a store")
         self._lock = threading.Lock()
         self._batches: dict[int, _Batch] = {}
         self._owner: dict[tuple[int, int], int] = {}  # (store, its ticket) -> our ticket
@@ -148,6 +149,7 @@ class StripedStore(ExternalStore):
 
     def event_fd(self) -> int:
         """Return a descriptor that is readable while any disk's descriptor is. See `ExternalStore`."""
+        self._process.check()
         with self._lock:
             if self._events is None:
                 events = select.epoll()
@@ -174,6 +176,7 @@ class StripedStore(ExternalStore):
 
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
         """Collect a ticket from every disk. See `ExternalStore`."""
+        self._process.check()
         with self._lock:
             batch = self._batches.get(ticket)
         if batch is None:
@@ -228,6 +231,8 @@ class StripedStore(ExternalStore):
         """Close every disk's store. See `ExternalStore`."""
         until = time.monotonic() + timeout
         closed = [part.close(max(0.0, until - time.monotonic())) for part in self._open]
+        if not self._process.is_current:
+            return True
         with self._lock:
             if self._events is not None:
                 self._events.close()
@@ -245,6 +250,7 @@ class StripedStore(ExternalStore):
         is_read: bool = False,
         rows: Rows | None = None,
     ) -> int:
+        self._process.check()
         batch = _Batch(len(disks), is_read, rows)
         # Hold the lock while submitting, so that `poll` knows the owner of each ticket.
         with self._lock:

@@ -208,6 +208,8 @@ class TraceRecorder:
 
     def _drop(self, request_id: Hashable) -> None:
         """Omit a request that has not ended."""
+        if not self.is_recording:
+            return
         with self._lock:
             request = self._open.pop(request_id, None)
             if request is not None and request in self._order:

@@ -18,7 +18,7 @@ import torch
 from blockyard.engine.elastic.dlpack import tensor_at
 from blockyard.engine.ops.regions import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
-from blockyard.workers import missing
+from blockyard.workers import Process, missing
 
 __all__ = ["DeviceMemory", "choose_chunk", "load_driver"]
 
@@ -116,7 +116,7 @@ class _Range:
     def __init__(self, calls: _Calls, address: int, size: int) -> None:
         self.calls, self.address = calls, address
         self._mapped: dict[int, int] = {}
-        weakref.finalize(self, _end, calls, address, size, self._mapped)
+        weakref.finalize(self, _end, calls, address, size, self._mapped, Process("memory of a device"))
 
     def map(self, first: int, last: int, chunk: int) -> None:
         with self.calls.context():
@@ -140,8 +140,10 @@ class _Range:
                 del self._mapped[self.address + place * chunk]
 
 
-def _end(calls: _Calls, address: int, size: int, mapped: dict[int, int]) -> None:
+def _end(calls: _Calls, address: int, size: int, mapped: dict[int, int], process: Process) -> None:
     declare_region(address, 0, 1)
+    if not process.is_current:  # CUDA does not work in a fork
+        return
     # At process exit the driver may already be gone, and has then freed everything.
     with contextlib.suppress(BlockyardError), calls.context():
         calls.synchronize()

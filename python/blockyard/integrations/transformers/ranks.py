@@ -7,7 +7,9 @@ step's decision and input to the workers; the ranks exchange only the sums of th
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
+import os
 import shutil
 import socket
 import struct
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,6 +44,7 @@ from blockyard.integrations.transformers.sharding import require_divisible, shar
 from blockyard.layout.kv import LayoutKind
 from blockyard.stores import ExternalStore
 from blockyard.stores.url import rank_url
+from blockyard.workers import Process
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -111,15 +115,18 @@ class _Group:
 
     def __init__(self, meeting: str, rank: int, size: int, timeout: float) -> None:
         self._timeout = timeout
+        self._process = Process("a group of ranks")
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 (no public way)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]  # noqa: SLF001
         options._timeout = timedelta(seconds=timeout)  # noqa: SLF001
         with self._naming_losses():
             store = dist.FileStore(meeting, size)  # type: ignore[attr-defined]  # torch exports it without saying so
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
+        _groups.add(self)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place."""
+        self._process.check()
         if self._group is None:
             raise WorkerError("the ranks' connections are closed")
         with self._naming_losses():
@@ -128,6 +135,10 @@ class _Group:
     def close(self) -> None:
         """Close the connections to the other ranks; ranks waiting for this one get an error."""
         self._group = None
+
+    def disown(self) -> None:
+        """Prevent a fork from ending the group: its end would wait for threads that a fork does not have."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     @contextmanager
     def _naming_losses(self) -> Iterator[None]:
@@ -175,6 +186,7 @@ class RankGroup:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._workers: list[RemoteExecutor] = []
+        _groups.add(self)
         try:
             self._folder = tempfile.mkdtemp(prefix="blockyard-ranks-")
             meeting = str(Path(self._folder) / "meeting")
@@ -253,6 +265,14 @@ class RankGroup:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def disown(self) -> None:
+        """Leave workers and folder of a fork's parent to the parent. If that closes its connections, workers notice."""
+        for connection in self._connections:
+            connection.close()
+        for process in self.processes:
+            process.poll()  # notes that it is no child of this process
+        self._folder = None
+
     def __enter__(self) -> Self:
         return self
 
@@ -302,6 +322,18 @@ class RankGroup:
                     why = str(reason)
                 raise WorkerError(f"{why} (exit code {code})") from error
             raise WorkerError(str(error)) from error
+
+
+# What a fork must leave to its parent.
+_groups: weakref.WeakSet[_Group | RankGroup] = weakref.WeakSet()
+
+
+def _disown_groups() -> None:
+    for group in _groups:
+        group.disown()
+
+
+os.register_at_fork(after_in_child=_disown_groups)
 
 
 def run_worker(file: int) -> int:

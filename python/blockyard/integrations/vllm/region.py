@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from blockyard.engine.host_memory import HostMapping
 from blockyard.errors import InvalidArgumentError, OutOfMemoryError
+from blockyard.workers import Process
 
 __all__ = ["SharedRegion"]
 
@@ -64,7 +65,8 @@ class SharedRegion:
                 for rank in (range(world_size) if place == world_size else [place])
             ]
             # An engine that ends before all processes have mapped the file leaves none behind.
-            self._finish = weakref.finalize(self, _remove, self._path, os.fstat(file).st_ino)
+            process = Process("shared host memory")
+            self._finish = weakref.finalize(self, _remove, self._path, os.fstat(file).st_ino, process)
         finally:
             os.close(file)
 
@@ -79,7 +81,10 @@ class SharedRegion:
         return int(self._state.tensor[: _WORD.itemsize].numpy().view(_WORD)[0]) == self._all
 
     def close(self) -> None:
-        """Unlink the file if not all processes have mapped it; the memory stays while it is used."""
+        """Unlink the file if not all processes have mapped it; the memory stays while it is used.
+
+        Does nothing in a fork.
+        """
         self._finish()
 
     def rows(self, count: int) -> list[NDArray[np.uint8]]:
@@ -151,8 +156,10 @@ def _is_held(file: int) -> bool:
     return bool(_LOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
 
 
-def _remove(path: Path, inode: int) -> None:
-    """Unlink the file, if it is still linked."""
+def _remove(path: Path, inode: int, process: Process) -> None:
+    """Unlink the file, if it is still linked and this is not a fork."""
+    if not process.is_current:
+        return
     with suppress(OSError):
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

@@ -120,12 +120,14 @@ class StoreJobs:
         return job.future
 
     def close(self, *, cancel: bool = False, timeout: float | None = None) -> None:
-        """Accept no more jobs, and wait for the existing ones. Idempotent.
+        """Accept no more jobs, and wait for the existing ones. Idempotent; does nothing in a fork.
 
         Args:
             cancel: whether to drop jobs that have not started.
             timeout: seconds to wait; None waits forever.
         """
+        if not self._process.is_current:
+            return
         with self._lock:
             self._closed = True
             os.eventfd_write(self._wake, 1)
