@@ -131,7 +131,8 @@ def keep(into: list[T], call: Callable[..., T], *arguments: object) -> T:
 def open_event(owner: object) -> int:
     """Open an event descriptor that is closed when its owner is collected, even if an exception ends this call."""
     opened: list[int] = []
-    weakref.finalize(owner, _close, opened)
+    # Not at exit: threads still use it then, and its number could already belong to another file.
+    weakref.finalize(owner, _close, opened).atexit = False
     return keep(opened, os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
 

@@ -1,6 +1,7 @@
 """Threads that work for an engine or a host pool: how the interpreter ends beside them, and what a fork is told."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -122,6 +123,27 @@ def test_exit_handlers_see_what_ended_and_what_was_given_up(tmp_path: Path):
         ["None; None", "closed"],
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_cache_that_is_closed_by_a_finalizer_does_not_abort_the_end_of_the_interpreter(tmp_path: Path):
+    rest = """
+        from blockyard import KVCache, KVLayout
+        class Engine:
+            def __init__(self):
+                layout = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+                options = {"prefix_caching": True, "namespace": b"model", "prefix_store": f"file://{folder}?size=1MiB"}
+                self.cache = KVCache(layout, device_blocks=16, **options)
+            def __del__(self):
+                self.cache.close()
+        kept = Engine()
+        sequence = kept.cache.manager.allocate(list(range(13)))
+        with kept.cache.step():
+            kept.cache.manager.mark_computed([sequence])
+        sys.exit(3)
+    """
+    done = run_python(tmp_path, "import sys", f"folder = {str(tmp_path / 'store')!r}", rest)
+    assert done.returncode == 3, done.stderr
+    assert re.fullmatch(r"3 blocks were not written to .* before it was closed\n|", done.stderr)
 
 
 def test_work_that_is_given_up_says_so_and_the_streams_take_no_more():

@@ -1,5 +1,8 @@
 """`StoreJobs`: jobs over a store in one thread, in order, each of which ends."""
 
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -122,6 +125,36 @@ def test_close_does_not_wait_in_a_fork(store: KeyedStore):
     goes.set()
     assert begun.result(PATIENCE) == [""]
     jobs.close()
+
+
+def test_jobs_in_flight_do_not_disturb_the_end_of_the_interpreter():
+    program = """
+        import sys, threading
+        import numpy as np
+        import blockyard.workers
+        from blockyard.stores import ThreadedStore
+        from blockyard.stores.jobs import StoreJobs
+
+        blockyard.workers._PARTING_SECONDS = 0.5
+        begun = threading.Event()
+        class Store(ThreadedStore):
+            num_slots = 4
+            def put(self, keys, rows):
+                begun.set()
+                threading.Event().wait()
+            def get(self, keys, out): ...
+
+        store = Store("", bytes_per_block=16, namespace=bytes(32))
+        def write():
+            yield store.submit_write, np.array([0]), np.zeros((1, 16), np.uint8)
+        jobs = StoreJobs(store, "blockyard-test", {"one": 1})
+        jobs.submit("one", write())
+        begun.wait()
+        sys.exit(3)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_the_thread_ends_when_it_has_nothing_to_do_and_begins_again(store: KeyedStore):

@@ -37,13 +37,14 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
 
 
 def config_of(seed: int, interrupts: float) -> Config:
-    """Any caches without a scheduler, all with a prefix store."""
+    """Any caches, half of them with a scheduler, all with a prefix store."""
     random = Random(seed)
     config = random_config(random)
     writes = random.choice(("through", "through", "back", "second_use"))
+    scheduler = random.random() < 0.5
     prefix, caches = random.choice(("device", "host")), random.choice((1, 2))
     stored = {"prefix": prefix, "groups": "full", "store": writes, "jobs": "", "caches": caches}
-    return replace(config, host=min(config.host, 24), scheduler=False, interrupts=interrupts, **stored)
+    return replace(config, host=min(config.host, 24), scheduler=scheduler, interrupts=interrupts, **stored)
 
 
 def missed(spans: Spans) -> Counter[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
@@ -255,7 +256,9 @@ class PrefixStore:
         if not self._process.is_current:
             return self.store.close(timeout)
         until = self._runtime.monotonic() + timeout
-        if not self.wait(timeout * CLOSING_PART) and self.waiting_blocks:
+        # Late in the interpreter's shutdown, torch aborts the process if it has to allocate.
+        has_written = not sys.is_finalizing() and self.wait(timeout * CLOSING_PART)
+        if not has_written and self.waiting_blocks:
             blocks, fields = self.waiting_blocks, {"store": str(self.store), "blocks": self.waiting_blocks}
             _log.warning("%d blocks were not written to %r before it was closed", blocks, self.store, extra=fields)
         self._give_up_all("closed")
