@@ -110,6 +110,34 @@ def test_blocks_are_found_where_their_slots_have_moved(nodes: list[Server], url:
             client.close()
 
 
+@pytest.mark.parametrize("first", ["list", "block"])
+def test_a_deletion_while_a_slot_moves_leaves_no_unlisted_block(nodes: list[Server], url: str, first: str):
+    """The list of a segment and a block of it are on different nodes when the block is deleted."""
+    with opened(url) as store, ExitStack() as stack:
+        assert store.wait(store.submit_put(KEYS, ROWS)).ok.all()
+        clients = [stack.enter_context(redis.Redis(port=node.port)) for node in nodes]
+        ids = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
+        block = store._full_name(store._names_of([bytes(KEYS[0])], store._epochs.confirm().token)[0].tobytes())
+        order, slot = block[:-32] + b"order", clients[0].execute_command("CLUSTER", "KEYSLOT", block)
+        source = node_of(nodes, block)
+        target = (source + 1) % len(nodes)
+        clients[target].execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+        clients[source].execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+        names = [order if first == "list" else block]
+        while names:
+            for name in names:
+                clients[source].migrate("127.0.0.1", nodes[target].port, name, 0, 5000)
+            if len(names) == 1:
+                assert not store.wait(store.submit_delete(KEYS[:1])).ok.any()
+            names = clients[source].execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100)
+        for client in (clients[target], clients[source], *clients):
+            client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target])
+        assert clients[target].exists(block)
+        assert clients[target].zscore(order, block[-32:]) is not None
+        assert store.wait(store.submit_delete(KEYS[:1])).ok.all()
+        assert not clients[target].exists(block)
+
+
 def node_of(nodes: list[Server], name: bytes) -> int:
     """Return the number of the node that has a name's slot."""
     with redis.Redis(port=nodes[0].port) as client:

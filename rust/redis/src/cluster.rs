@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::transaction::last_answer;
 use redis::cluster::NodeAddress;
 use redis::cluster_routing::Slot;
-use redis::{Client, Cmd, ConnectionAddr, ConnectionInfo, ConnectionLike, ErrorKind, RedisError, RedisResult};
+use redis::{Arg, Client, Cmd, ConnectionAddr, ConnectionInfo, ConnectionLike, ErrorKind, RedisError, RedisResult};
 use redis::{ServerErrorKind, TlsCertificates, Value, cmd};
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -78,6 +78,7 @@ struct Todo {
     index: usize,
     /// Number of answers that it gets.
     answers: usize,
+    needs_all_keys: bool,
     moved_to: Option<NodeAddress>,
     is_asking: bool,
 }
@@ -165,7 +166,9 @@ impl Nodes {
         make: impl Fn(usize) -> Unit,
     ) -> Result<(Vec<Option<Value>>, Option<String>)> {
         self.cluster.probe();
-        let todo = (0..count).map(|index| Todo { index, answers: 1, moved_to: None, is_asking: false }).collect();
+        let todo = (0..count)
+            .map(|index| Todo { index, answers: 1, needs_all_keys: false, moved_to: None, is_asking: false })
+            .collect();
         let answers = vec![None; count];
         let mut call = Call { until: Instant::now() + self.cluster.timeout, answers, todo, why: None };
         for _ in 0..SENDS {
@@ -260,6 +263,7 @@ impl Nodes {
                 command.write_packed_command(&mut part.packed);
             }
             todo.answers = commands.len();
+            todo.needs_all_keys = commands.len() > 1 || commands.iter().any(is_script);
             part.sent.push(todo);
         }
         parts
@@ -298,8 +302,8 @@ impl Nodes {
         self.connection(node)?.recv_response()
     }
 
-    /// Takes an answer, or resends the unit to where its slot has moved. A transaction cannot run while its slot is
-    /// moving.
+    /// Takes an answer, or resends the unit to where its slot has moved. A transaction or script is not resent while
+    /// its slot is moving: some of its keys may still be where the slot was.
     fn take(&self, todo: &Todo, value: Value, call: &mut Call) {
         let Value::ServerError(error) = &value else {
             call.answers[todo.index] = Some(value);
@@ -311,7 +315,7 @@ impl Nodes {
             return;
         };
         match kind {
-            ServerErrorKind::Ask if todo.answers > 1 => call.why = Some(error.to_string()),
+            ServerErrorKind::Ask if todo.needs_all_keys => call.answers[todo.index] = Some(value),
             ServerErrorKind::Moved | ServerErrorKind::Ask => {
                 let is_asking = kind == ServerErrorKind::Ask;
                 self.cluster.known().is_current &= is_asking;
@@ -345,6 +349,10 @@ impl Nodes {
     fn connection(&mut self, node: &NodeAddress) -> RedisResult<&mut redis::Connection> {
         self.open.get_mut(node).ok_or_else(|| RedisError::from((ErrorKind::Client, "not connected")))
     }
+}
+
+fn is_script(command: &Cmd) -> bool {
+    matches!(command.args_iter().next(), Some(Arg::Simple(b"EVAL")))
 }
 
 /// Reads the answer to CLUSTER SLOTS: first slot, last slot, and the primary's host and port. A node without a name is

@@ -29,6 +29,7 @@ User and password may be percent-encoded; no message shows them. The client is t
   batch takes one round trip to each node. If a node fails, its blocks are misses, and are not stored, until it or
   another node serves their slots. The first batch to notice waits for a third of `timeout_base`. Configure the servers
   with `cluster-require-full-coverage no`: otherwise all of them refuse commands once one is lost.
+  - While a slot moves to another node, its blocks are found, but puts and deletions of them may fail.
   - One node holds the record that shows whether another process called `forget`. While it is lost, every read is a
     miss.
 

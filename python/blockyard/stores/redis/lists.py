@@ -93,18 +93,17 @@ local has_dropped = false
 
 local function drop(name)
   has_dropped = true
+  redis.call('UNLINK', prefix .. name)  -- first: it raises if the block has moved to another node, and stays listed
   redis.call('ZREM', order, name)
-  redis.call('UNLINK', prefix .. name)
   disown(name)
 end
 
 local function drop_beyond(capacity)
   local extra = redis.call('ZCARD', order) - capacity
   while extra > 0 do
-    local gone = redis.call('ZPOPMIN', order, math.min(extra, AT_ONCE))
-    if #gone == 0 then return end
-    for i = 1, #gone, 2 do drop(gone[i]) end
-    extra = extra - #gone / 2
+    local oldest = redis.call('ZRANGE', order, 0, math.min(extra, AT_ONCE) - 1)
+    for _, name in ipairs(oldest) do drop(name) end
+    extra = extra - #oldest
   end
 end
 """.replace("AT_ONCE", str(_AT_ONCE))

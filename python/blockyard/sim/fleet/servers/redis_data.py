@@ -193,6 +193,10 @@ class RedisData:
         gone = sorted(there, key=lambda member: (there[member], member))[: int(count)]
         return [word for member in gone for word in (member, _number(there.pop(member)))]
 
+    def _zrange(self, key: bytes, start: bytes, stop: bytes) -> list[bytes]:
+        there = self._hash(key)
+        return sorted(there, key=lambda member: (there[member], member))[int(start) : int(stop) + 1]
+
     def _zrevrange(self, key: bytes, _start: bytes, _stop: bytes, _with: bytes) -> list[bytes]:
         there = self._hash(key)
         last = max(there, key=lambda member: (there[member], member), default=None)
