@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -83,6 +84,17 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
     with shared_folder(tmp_path_factory, "kernels") as folder:
         return host_kernels.load_kernels(folder)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Keep imported modules and collected tests out of garbage collections: they stay for the whole run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

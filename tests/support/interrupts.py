@@ -120,6 +120,7 @@ else:
         """Enable events in the files' functions from now on; without a callback they cost little."""
         if sys.monitoring.get_tool(_TOOL) is None:
             sys.monitoring.use_tool_id(_TOOL, "interrupts")
+        gc.unfreeze()  # `get_objects` leaves out what is frozen
         codes = [found.__code__ for found in gc.get_objects() if type(found) is FunctionType]
         codes = [code for code in codes if code.co_filename.endswith(files)]
         for code in codes:
