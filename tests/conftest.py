@@ -22,6 +22,10 @@ settings.register_profile("quick", deadline=None, max_examples=60, suppress_heal
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=2000, stateful_step_count=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
+# A worker of a parallel run has one processor: torch's threads would wait for each other, here and in child processes.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def built_files() -> dict[str, int]:
     """When each file was written that a build leaves among the sources."""
