@@ -133,7 +133,7 @@ def test_jobs_in_flight_do_not_disturb_the_end_of_the_interpreter():
         import numpy as np
         import blockyard.workers
         from blockyard.stores import ThreadedStore
-        from blockyard.stores.jobs import StoreJobs
+        from blockyard.stores.adapters.jobs import StoreJobs
 
         blockyard.workers._PARTING_SECONDS = 0.5
         begun = threading.Event()
