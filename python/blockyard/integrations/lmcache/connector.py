@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import logging
 import os
@@ -21,6 +20,7 @@ from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.stores import parse_size
 from blockyard.stores.adapters.jobs import Steps
 from blockyard.stores.adapters.objects import PrefixObjects, store_url
+from blockyard.workers import open_event
 
 __all__ = ["BlockyardConnector"]
 
@@ -94,8 +94,7 @@ class BlockyardConnector:
                 "revision": revision,
             },
         )
-        # A file object closes its descriptor only once.
-        self._event = io.FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
+        self._event = open_event(self)
         self._ids = itertools.count(1)
         self._changed = threading.RLock()  # reentrant: an operation may end within `_submit`
         self._open: dict[int, _Operation] = {}  # operations not drained yet, and those in `_drained`
@@ -105,7 +104,7 @@ class BlockyardConnector:
 
     def event_fd(self) -> int:
         """Return a file descriptor that is readable while there are completions to drain."""
-        return self._event.fileno()
+        return self._event
 
     def submit_batch_get(self, keys: Sequence[str], memoryviews: Sequence[memoryview]) -> int:
         """Start loading objects into their memory, which is written only if the object is intact; return an id."""
@@ -145,17 +144,15 @@ class BlockyardConnector:
                 for ticket in self._drained:
                     self._open.pop(ticket, None)
                 self._drained = ()
-                if not self._event.closed:
-                    with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(self._event.fileno())
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._event)
                 ended = {ticket: one for ticket, one in self._open.items() if one.future.done()}
                 done = [one.completion(ticket) for ticket, one in ended.items()]
                 for one in ended.values():
                     one.is_seen = True
                 drained = tuple(ended)
         except BaseException:
-            with contextlib.suppress(ValueError):  # it is closed
-                os.eventfd_write(self._event.fileno(), 1)  # the next call returns what this one does not
+            os.eventfd_write(self._event, 1)  # the next call returns what this one does not
             raise
         self._drained = drained  # no call follows, so no interrupt can come before the caller has the result
         return done
@@ -169,8 +166,6 @@ class BlockyardConnector:
             self._closed = True
         self._jobs.close(cancel=True)
         self._objects.close()
-        with self._changed:
-            self._event.close()
 
     def _submit(self, lane: str, steps: Steps[list[bool]], count: int, *, is_put: bool = False) -> int:
         with self._changed:
@@ -197,8 +192,8 @@ class BlockyardConnector:
         """Signal the descriptor for an ended operation."""
         with self._changed:
             operation = self._open.get(ticket)
-            if operation is not None and not operation.is_seen and not self._event.closed:
-                os.eventfd_write(self._event.fileno(), 1)
+            if operation is not None and not operation.is_seen:
+                os.eventfd_write(self._event, 1)
 
 
 def _rows(keys: Sequence[str], views: Sequence[memoryview]) -> list[NDArray[np.uint8]]:
