@@ -410,7 +410,7 @@ CHUNKS = 4
 
 
 def draw_span(data: st.DataObject, parts: int, most: int) -> tuple[list[int], int, int]:
-    """Chunks of a stretch, and its first and last offset; it holds between 1 and `most` parts."""
+    """Chunks of a span, and its first and last offset; it holds between 1 and `most` parts."""
     first = data.draw(st.integers(0, parts - 1))
     count = data.draw(st.integers(1, most))
     chunks = -(-(first + count) // parts)
@@ -419,7 +419,7 @@ def draw_span(data: st.DataObject, parts: int, most: int) -> tuple[list[int], in
 
 
 @given(st.integers(1, 4), st.sampled_from([None, *range(40)]), st.data())
-def test_stretches_of_chunks_move_only_their_parts(parts: int, seed: int | None, data: st.DataObject):
+def test_spans_of_chunks_move_only_their_parts(parts: int, seed: int | None, data: st.DataObject):
     streams = None if seed is None else SimulatedStreams(seed)
     engine = CacheEngine(layout(), device_blocks=BLOCKS, host_blocks=CHUNKS * parts, streams=streams)
     device, host = content(0), np.zeros_like(content(0, CHUNKS * parts))

@@ -381,7 +381,7 @@ def test_blocks_come_back_from_any_part_of_any_chunks(vllm: SimpleNamespace, pac
     blocks = list(range(12))
     worker.submit_store(1, ids(blocks, group_sizes=[12], block_indices=[0]), chunks([4, 0, 2]))
     assert finish(worker, 1).transfer_size == 12 * 64
-    # Every stretch of the 12 blocks, also one that begins and ends inside one chunk, into blocks that lie elsewhere.
+    # Every span of the 12 blocks, also one that begins and ends inside one chunk, into blocks that lie elsewhere.
     for job, (first, end) in enumerate(itertools.combinations(range(13), 2), 2):
         for tensor in tensors:
             tensor.zero_()

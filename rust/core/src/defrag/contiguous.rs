@@ -71,8 +71,8 @@ impl Piece {
     }
 }
 
-/// Pieces laid side by side.
-struct Stretch {
+/// Pieces to lay side by side: one run.
+struct Run {
     pieces: Range<usize>,
     /// Where the first of them starts.
     start: u32,
@@ -150,20 +150,20 @@ impl<F: Facts> Arranger<'_, '_, F> {
     fn join(&mut self, pieces: &mut [Piece], wanted: usize, spans: &mut Spans) {
         let (mut first, mut runs) = (0, pieces.len());
         while first + 1 < pieces.len() && runs > wanted {
-            let Some(stretch) = self.longest(pieces, first, spans) else {
+            let Some(run) = self.longest(pieces, first, spans) else {
                 first += 1;
                 continue;
             };
-            let mut to = stretch.start;
-            for piece in &mut pieces[stretch.pieces.clone()] {
+            let mut to = run.start;
+            for piece in &mut pieces[run.pieces.clone()] {
                 piece.to = to;
                 to += piece.len();
                 if piece.moves() {
                     self.reserve(piece);
                 }
             }
-            runs -= stretch.pieces.len() - 1;
-            first = stretch.pieces.end;
+            runs -= run.pieces.len() - 1;
+            first = run.pieces.end;
         }
     }
 
@@ -187,8 +187,8 @@ impl<F: Facts> Arranger<'_, '_, F> {
         }
     }
 
-    /// The longest stretch of two pieces or more from `first` on, with the fewest moves.
-    fn longest(&self, pieces: &[Piece], first: usize, spans: &mut Spans) -> Option<Stretch> {
+    /// The longest run of two pieces or more from `first` on, with the fewest moves.
+    fn longest(&self, pieces: &[Piece], first: usize, spans: &mut Spans) -> Option<Run> {
         let movable = pieces[first..].iter().take_while(|piece| piece.can_move);
         let span = spans.fit(self.places, movable.map(Piece::len).sum(), self.rules.facts.content());
         let mut best = span.and_then(|span| self.lay(pieces, first, span.start));
@@ -198,7 +198,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
         for anchor in &pieces[first..] {
             let start = anchor.at.start.checked_sub(before);
             if let Some(found) = start.and_then(|start| self.lay(pieces, first, start)) {
-                let key = |s: &Stretch| (s.pieces.end, Reverse(s.moves));
+                let key = |run: &Run| (run.pieces.end, Reverse(run.moves));
                 if best.as_ref().is_none_or(|best| key(best) < key(&found)) {
                     best = Some(found);
                 }
@@ -212,7 +212,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
     }
 
     /// As many pieces from `first` on as fit side by side from `start` on.
-    fn lay(&self, pieces: &[Piece], first: usize, start: u32) -> Option<Stretch> {
+    fn lay(&self, pieces: &[Piece], first: usize, start: u32) -> Option<Run> {
         let (mut end, mut to, mut costs) = (first, start, (0, 0));
         for piece in &pieces[first..] {
             let next = to.saturating_add(piece.len());
@@ -223,7 +223,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
             }
             (to, end) = (next, end + 1);
         }
-        (end > first + 1).then_some(Stretch { pieces: first..end, start, moves: costs.0 })
+        (end > first + 1).then_some(Run { pieces: first..end, start, moves: costs.0 })
     }
 
     /// Moves needed to fill a range, and blocks written for them; `None` if part of the range cannot be entered.
