@@ -48,7 +48,7 @@ def demo(options: argparse.Namespace) -> Result:
     from blockyard.demo import report, run  # noqa: PLC0415 (slow to import)
 
     fields = {name: getattr(options, name) for name in run.DemoOptions.__dataclass_fields__ if name in options}
-    timeline = Timeline("step") if options.html or options.trace_events else None
+    timeline = Timeline("step") if pictures.have_timeline(options) else None
     found = run.make_report(run.DemoOptions(**fields), quiet=options.quiet, timeline=timeline)
     problem = ""
     if found.exit_code == EXIT_BAD_USAGE:
@@ -131,7 +131,7 @@ def simulate(options: argparse.Namespace) -> Result:
         print(f"replay: {found.replay_command()}", file=stream)
 
     files = {}
-    if options.html or options.trace_events:
+    if pictures.have_timeline(options):
         report = found.failure or sim.simulate_fleet(options.seed, fleet, faults)
         facts = {
             "broken promise": report.broken or "none",

@@ -11,13 +11,18 @@ from typing import Any
 
 from blockyard.timeline import Timeline
 
-__all__ = ["files_of", "require"]
+__all__ = ["files_of", "have_timeline", "require"]
 
 
 def require(options: argparse.Namespace) -> None:
     """Check before the run that the figures can be drawn."""
     if options.html:
         importlib.import_module("blockyard.pictures")  # it needs plotly
+
+
+def have_timeline(options: argparse.Namespace) -> bool:
+    """Whether a file shows the run's timeline."""
+    return bool(options.html or options.trace_events)
 
 
 def files_of(

@@ -11,8 +11,6 @@ from blockyard.cli import pictures, replays
 from blockyard.cli.result import EXIT_OK, EXIT_WRONG, Result
 from blockyard.errors import InvalidArgumentError
 from blockyard.progress import show_progress
-from blockyard.replay.engine import replay_times
-from blockyard.replay.history import History
 from blockyard.replay.plan import Choice, Plan, Prices, make_plan
 from blockyard.replay.sweep import open_executor
 from blockyard.traces import read_trace
@@ -41,14 +39,10 @@ def plan(options: argparse.Namespace) -> Result:
             preemption_modes=modes,
             max_ttft=options.max_ttft or float("inf"),
             executor=executor,
-            show=partial(replays.show_step, view, count, "choices"),
+            show=partial(view.step, total=count, note="choices"),
         )
-    timeline = None
     shown = found.recommended or min(found.choices, key=lambda choice: choice.ttft)
-    if options.html or options.trace_events:
-        history = History()
-        replay_times(requests, shown.served.options, step_time, watch=history)
-        timeline = history.timeline
+    timeline = replays.timeline_of(options, requests, shown.served.options, step_time)
     facts = {"trace": options.trace.name, "step time": repr(step_time), "recommendation": found.sentence()}
     files = pictures.files_of(options, f"Plan for {options.trace.name}", timeline, facts, partial(_draw, found))
     code = EXIT_WRONG if found.recommended is None else EXIT_OK

@@ -28,7 +28,7 @@ from blockyard.scheduler import PREEMPTION_MODES, PreemptionMode
 from blockyard.timeline import Timeline
 from blockyard.traces import TraceRequest, read_trace
 
-__all__ = ["engine_of", "modes_of", "names_of", "replay", "show_step", "step_time_of"]
+__all__ = ["engine_of", "modes_of", "names_of", "replay", "step_time_of", "timeline_of"]
 
 _MILLISECONDS: Final = 1e3
 _BYTES_PER_TOKEN: Final = 131072  # of Llama-3.1-8B in bfloat16
@@ -90,7 +90,7 @@ def _hits(
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{path}: {error}") from None
         caches = _caches(options, trace.num_distinct)
-        first, show_done = int(len(trace) * options.window), partial(show_step, view, len(caches), "caches")
+        first, show_done = int(len(trace) * options.window), partial(view.step, total=len(caches), note="caches")
         reports.append((path, trace, sweep(trace, caches, first=first, executor=executor, show=show_done)))
 
     def show(stream: TextIO) -> None:
@@ -123,11 +123,6 @@ def _draw_hits(reports: Sequence[tuple[Path, PackedTrace, list[Point]]], drawing
         optimum = curves.pop(OPTIMAL, [])
         figures[f"Hit rate of {path.name}"] = drawing.hit_rate_figure(curves, optimum=optimum)
     return figures
-
-
-def show_step(view: Progress, count: int, what: str, done: int) -> None:
-    """Update the progress: `done` replays are finished."""
-    view.step(done, count, what)
 
 
 def _caches(options: argparse.Namespace, distinct: int) -> list[tuple[str, int, int]]:
@@ -205,7 +200,7 @@ def _times(
     reports = []
     for path, requests in traces:
         engines = _engines(options, requests)
-        show_done = partial(show_step, view, len(engines), "engines")
+        show_done = partial(view.step, total=len(engines), note="engines")
         reports.append((path, serve_all(requests, engines, step_time, executor=executor, show=show_done)))
 
     def show(stream: TextIO) -> None:
@@ -213,14 +208,21 @@ def _times(
             _show_times(path, engines, stream)
 
     found = [{"trace": str(path), "engines": [engine.as_dict() for engine in engines]} for path, engines in reports]
-    timeline: Timeline | None = None
-    if options.html or options.trace_events:
-        history = History()
-        replay_times(traces[0][1], reports[0][1][0].options, step_time, watch=history)
-        timeline = history.timeline
+    timeline = timeline_of(options, traces[0][1], reports[0][1][0].options, step_time)
     facts = {"step time": repr(step_time), "timeline": _name(reports[0][1][0].options)}
     files = pictures.files_of(options, "Engines in virtual time", timeline, facts, partial(_draw_times, reports))
     return Result({"traces": found}, show, files=files)
+
+
+def timeline_of(
+    options: argparse.Namespace, requests: Sequence[TraceRequest], engine: EngineOptions, step_time: StepTime
+) -> Timeline | None:
+    """Replay a trace with one engine for its timeline; None if no file shows it."""
+    if not pictures.have_timeline(options):
+        return None
+    history = History()
+    replay_times(requests, engine, step_time, watch=history)
+    return history.timeline
 
 
 def _engines(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> list[EngineOptions]:
