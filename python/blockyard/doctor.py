@@ -23,7 +23,7 @@ from blockyard.progress import Progress
 
 _PACKAGE = Path(__file__).parent
 # The torch release whose stable ABI the op library uses.
-_OLDEST_TORCH = (2, 11)
+_MIN_TORCH = (2, 11)
 _WITHOUT = "blocks are copied by plain torch calls instead"
 _OPTIONAL: Final = ("transformers", "rich", "prometheus-client", "obstore", "msgspec", "pyzmq", "cuda-bindings")
 """Packages of the extras, except torch."""
@@ -134,7 +134,7 @@ def check_op_library(library: OpLibrary) -> Check:
             library.reason,
             "install Blockyard again" if gone else "install a wheel, or build with torch and BLOCKYARD_CUDA=require",
         )
-    oldest = ".".join(map(str, _OLDEST_TORCH))
+    oldest = ".".join(map(str, _MIN_TORCH))
     archs = ", ".join(f"{arch} (PTX)" if arch.startswith("compute_") else arch for arch in library.archs)
     return Check(
         "op_library",
@@ -174,9 +174,9 @@ def worst(checks: list[Check]) -> Status:
 
 def explain_torch(version: str) -> str:
     """Return why the op library does not work with a version of torch; empty if it does."""
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= _OLDEST_TORCH:
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= _MIN_TORCH:
         return ""
-    oldest = ".".join(map(str, _OLDEST_TORCH))
+    oldest = ".".join(map(str, _MIN_TORCH))
     return f"no: it needs torch {oldest} or newer, found {version}, which lacks part of the stable ABI; {_WITHOUT}"
 
 

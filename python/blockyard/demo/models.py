@@ -18,7 +18,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.transformers.model import PagedModel
 from blockyard.integrations.transformers.sizing import available_memory
 
-LARGEST_MODEL_FOR_ONE_THREAD = 10_000_000
+MAX_PARAMETERS_FOR_ONE_THREAD = 10_000_000
 
 
 def choose_device(name: str) -> str:
@@ -90,7 +90,7 @@ def fitting_threads(model: PreTrainedModel) -> Iterator[None]:
         model: the model to run.
     """
     threads = torch.get_num_threads()
-    small = sum(weight.numel() for weight in model.parameters()) <= LARGEST_MODEL_FOR_ONE_THREAD
+    small = sum(weight.numel() for weight in model.parameters()) <= MAX_PARAMETERS_FOR_ONE_THREAD
     try:
         if small and model.device.type == "cpu":
             torch.set_num_threads(1)

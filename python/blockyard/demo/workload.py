@@ -19,7 +19,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.traces import TraceRequest
 
-SMALLEST_FILE_BYTES = 4096
+MIN_FILE_BYTES = 4096
 
 Encode = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """A function from text, an array of bytes, to a model's tokens."""
@@ -50,17 +50,17 @@ class StandardText:
         encode: a model's tokenizer; one token per byte if None.
 
     Raises:
-        InvalidArgumentError: the folder has no Python file of at least `SMALLEST_FILE_BYTES` bytes.
+        InvalidArgumentError: the folder has no Python file of at least `MIN_FILE_BYTES` bytes.
     """
 
     def __init__(self, folder: Path | None = None, *, encode: Encode | None = None) -> None:
         self._encode = encode
         self.folder = folder or Path(sysconfig.get_path("stdlib"))
         topics = self.folder / "pydoc_data" / "topics.py"
-        large = [path for path in self.folder.glob("*.py") if path.stat().st_size >= SMALLEST_FILE_BYTES]
+        large = [path for path in self.folder.glob("*.py") if path.stat().st_size >= MIN_FILE_BYTES]
         self.paths = sorted(large) + ([topics] if topics.is_file() else [])
         if not self.paths:
-            raise InvalidArgumentError(f"no Python file of {SMALLEST_FILE_BYTES} bytes or more in {self.folder}")
+            raise InvalidArgumentError(f"no Python file of {MIN_FILE_BYTES} bytes or more in {self.folder}")
         self._bytes: dict[int, NDArray[np.int64]] = {}
 
     def take(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ from blockyard.scheduler.request import IdleSequences, Place, Rank
 
 __all__ = ["RankedQueue"]
 
-FEWEST_SWEPT = 64
+MIN_SWEPT = 64
 
 
 class RankedQueue:
@@ -65,7 +65,7 @@ class RankedQueue:
     def discard(self, idle: IdleSequences) -> None:
         """Remove sequences from the middle in constant time, except for a sweep once half of the heap is dead."""
         self._take(idle)
-        if len(self._heap) > FEWEST_SWEPT and self._live * 2 < len(self._heap):
+        if len(self._heap) > MIN_SWEPT and self._live * 2 < len(self._heap):
             self._heap = [entry for entry in self._heap if entry[3].place == self._place]
             heapq.heapify(self._heap)
 

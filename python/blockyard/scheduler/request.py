@@ -23,7 +23,7 @@ Place: TypeAlias = Literal["waiting", "swapped", "returning", "running"]
 NO_TOKEN = 0xFFFF_FFFF
 """The only uint32 that the prefix cache does not accept as a token id."""
 PRIORITIES = 1 << 63
-LARGEST_STOP = 1 << 24
+STOP_TOKEN_LIMIT = 1 << 24
 NO_TOKENS: NDArray[np.uint32] = np.zeros(0, np.uint32)
 
 
@@ -245,9 +245,9 @@ def _rank(request: Request, number: int) -> Rank:
 def _stops(request: Request) -> frozenset[int]:
     """Check and return a request's stop tokens."""
     stops = frozenset(request.stop_token_ids)
-    if stops and (min(stops) < 0 or max(stops) >= LARGEST_STOP):
+    if stops and (min(stops) < 0 or max(stops) >= STOP_TOKEN_LIMIT):
         raise InvalidArgumentError(
-            f"stop_token_ids go from {min(stops)} to {max(stops)}, must be from 0 to {LARGEST_STOP - 1}"
+            f"stop_token_ids go from {min(stops)} to {max(stops)}, must be from 0 to {STOP_TOKEN_LIMIT - 1}"
         )
     return stops
 

@@ -21,7 +21,7 @@ from blockyard.layout.kv import KVLayout
 
 ATTENTION_NAME = "blockyard_paged"
 # Single-token reads pad the shorter sequences of a group, by at most this factor.
-LARGEST_PADDING = 2.0
+MAX_PADDING = 2.0
 
 
 class LayerCall(NamedTuple):
@@ -317,12 +317,12 @@ def _groups(members: NDArray[np.int64], seen: NDArray[np.int64]) -> list[NDArray
         seen: number of tokens that each sequence of the step sees, int64 `[n]`.
 
     Returns:
-        The members in groups whose longest is at most `LARGEST_PADDING` times the shortest.
+        The members in groups whose longest is at most `MAX_PADDING` times the shortest.
     """
     ordered = members[np.argsort(seen[members], kind="stable")]
     groups = []
     while len(ordered):
-        count = int(np.searchsorted(seen[ordered], seen[ordered[0]] * LARGEST_PADDING, side="right"))
+        count = int(np.searchsorted(seen[ordered], seen[ordered[0]] * MAX_PADDING, side="right"))
         groups.append(ordered[:count])
         ordered = ordered[count:]
     return groups

@@ -17,7 +17,7 @@ from blockyard.replay.step_time.surface import Surface
 __all__ = ["TableStepTime"]
 
 _NEEDED: Final = ("architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_LONGEST: Final = 131_072
+_MAX_CONTEXT: Final = 131_072
 
 
 class TableStepTime:
@@ -81,7 +81,7 @@ class TableStepTime:
         tokens, rows = max_num_batched_tokens, max_num_seqs
         self._body = _each(operators.body, tokens)
         self._head = _each(operators.head, rows)
-        contexts = _points(_LONGEST)
+        contexts = _points(_MAX_CONTEXT)
         self._decode = Surface(operators.decode_attention, _points(rows), contexts)
         self._prefill = Surface(operators.prefill_attention, _points(tokens), [0, *contexts[6:]])
         self._mixed_token = operators.mixed_token()

@@ -24,7 +24,7 @@ __all__ = ["Record", "RecordingMachine", "named", "show"]
 
 STEPS: Final = 10
 """Number of steps that a failure shows."""
-LONGEST: Final = 12
+MAX_SHOWN: Final = 12
 """Maximum number of list elements that are shown."""
 CALLS: Final = frozenset(
     (
@@ -159,8 +159,8 @@ def show(value: Any) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         numbers = len(value) > 0 and type(value[0]) is int
-        shown = ", ".join(map(str if numbers else show, value[:LONGEST]))
-        return f"[{shown}, ... {len(value)} in all]" if len(value) > LONGEST else f"[{shown}]"
+        shown = ", ".join(map(str if numbers else show, value[:MAX_SHOWN]))
+        return f"[{shown}, ... {len(value)} in all]" if len(value) > MAX_SHOWN else f"[{shown}]"
     if isinstance(value, StepDecision):
         transfers = [f"{kind} {show(pairs)}" for kind, pairs in value.transfers()]
         after = f" after tickets {show(value.after)}" if value.after else ""

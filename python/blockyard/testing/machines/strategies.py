@@ -15,7 +15,7 @@ __all__ = ["VOCABULARY", "FollowUp", "configs", "follow_up", "follow_ups", "prom
 
 VOCABULARY = 97
 """Token ids are below this number."""
-LONGEST_PROMPT = 24
+MAX_PROMPT = 24
 
 FollowUp: TypeAlias = tuple[int, Literal["repeat", "extend", "branch"], int]
 """Which earlier request a prompt follows, how, and the number of tokens up to a branch."""
@@ -103,7 +103,7 @@ def requests(
 def follow_ups() -> st.SearchStrategy[FollowUp | None]:
     """Make prompt prefixes: half of them repeat an earlier prompt, so that a prefix cache has hits."""
     hows: st.SearchStrategy[Literal["repeat", "extend", "branch"]] = st.sampled_from(["repeat", "extend", "branch"])
-    return st.none() | st.tuples(st.integers(0, 7), hows, st.integers(1, LONGEST_PROMPT))
+    return st.none() | st.tuples(st.integers(0, 7), hows, st.integers(1, MAX_PROMPT))
 
 
 def follow_up(request: Request, earlier: Sequence[tuple[list[int], list[int]]], how: FollowUp | None) -> Request:
@@ -124,4 +124,4 @@ def follow_up(request: Request, earlier: Sequence[tuple[list[int], list[int]]], 
     prompt, whole = earlier[-1 - pick % len(earlier)]
     own = list(request.prompt)
     text = {"repeat": prompt, "extend": [*whole, *own], "branch": [*whole[:kept], *own]}[way]
-    return replace(request, prompt=text[:LONGEST_PROMPT])
+    return replace(request, prompt=text[:MAX_PROMPT])

@@ -1,6 +1,6 @@
 //! Blocks under keys: a store that evicts the least recently used blocks, and finds its blocks again when reopened.
 
-use super::{LONGEST, STORE, SlabStore, StoreOptions, StoreState};
+use super::{MAX_WAIT, STORE, SlabStore, StoreOptions, StoreState};
 use crate::buffer::{Buffer, LentRow};
 use crate::device::BlockDevice;
 use crate::error::{Error, Result};
@@ -185,7 +185,7 @@ impl SlabStore {
         self.shared.wake(&mut state);
         drop(state);
         let Some(ticket) = result? else { return Ok(()) };
-        self.wait_for(ticket, LONGEST)?;
+        self.wait_for(ticket, MAX_WAIT)?;
         let done = self.take(ticket)?;
         match done.blocks().filter(std::result::Result::is_err).count() {
             0 => Ok(()),

@@ -42,7 +42,7 @@ const PARTING: Duration = Duration::from_secs(1);
 const STORE: &str = "the external store";
 
 /// Maximum time that close waits.
-const LONGEST: Duration = Duration::from_secs(86_400);
+const MAX_WAIT: Duration = Duration::from_secs(86_400);
 
 /// Options of a store. The device decides where the bytes are.
 #[derive(Clone, Debug)]
@@ -421,7 +421,7 @@ impl SlabStore {
         if self.check_process().is_err() {
             return true;
         }
-        let until = Instant::now() + timeout.min(LONGEST);
+        let until = Instant::now() + timeout.min(MAX_WAIT);
         let mut state = self.shared.lock();
         state.queue.close();
         self.shared.work.notify_all();
