@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from blockyard._core import BlockManager, CacheGroup, ManagerStats, PrefixCaching, ResizeProgress, StepDecision
 from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine
+from blockyard.engine.memory import MAX_BLOCKS
 from blockyard.errors import ForkedError, InvalidArgumentError
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.tickets import StepEnd, Tickets
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["CacheStep", "Health", "KVCache", "StepEnd"]
 
 _log = logging.getLogger("blockyard.cache")
-_MAX_BLOCKS: Final = (1 << 31) - 1
-"""Maximum number of blocks of a tier."""
 
 
 @dataclass(frozen=True)
@@ -458,9 +457,9 @@ def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> 
             raise InvalidArgumentError(f"host_blocks is {blocks}, must be at least 0")
         return blocks or 0
     found = read_bytes("host_bytes", num_bytes, holds=size) // size
-    if found > _MAX_BLOCKS:
+    if found > MAX_BLOCKS:
         raise InvalidArgumentError(
-            f"host_bytes is {num_bytes!r}, {found} blocks of {size} bytes, must be at most {_MAX_BLOCKS} blocks"
+            f"host_bytes is {num_bytes!r}, {found} blocks of {size} bytes, must be at most {MAX_BLOCKS} blocks"
         )
     return found
 

@@ -41,7 +41,7 @@ class Admission:
         builder: StepBuilder,
         waiting: RankedQueue,
         stats: SchedulerStats,
-        prefetch: Callable[[HashedPrompt], Fetch] | None = None,
+        prefetch: Callable[[HashedPrompt], Fetch] | None,
     ) -> None:
         self._opened = opened
         self._manager = opened.manager

@@ -269,7 +269,7 @@ class StepBuilder:
         ends: position after the last.
     """
 
-    def __init__(self, max_tokens: int, max_rows: int, num_lookahead_tokens: int = 0) -> None:
+    def __init__(self, max_tokens: int, max_rows: int, num_lookahead_tokens: int) -> None:
         most = max_tokens + max_rows * (1 + num_lookahead_tokens)
         self.token_ids = np.zeros(most, np.uint32)
         self.slots = np.zeros(most, np.int64)

@@ -60,7 +60,7 @@ def seal_values(
     keys: Sequence[bytes],
     *,
     lengths: Sequence[int] | None = None,
-    mac_key: bytes | None = None,
+    mac_key: bytes | None,
 ) -> None:
     """Write the headers of values, uint8 `[n, HEADER + width]`, whose blocks are in place.
 
@@ -69,7 +69,7 @@ def seal_values(
         namespace: 32 bytes.
         keys: 32 bytes each.
         lengths: lengths of the blocks, if they differ.
-        mac_key: 32 bytes for a keyed checksum.
+        mac_key: 32 bytes for a keyed checksum; None for one without key.
     """
     values[:, :HEADER] = _headers(
         namespace, keys, [values.shape[1] - HEADER] * len(keys) if lengths is None else lengths
@@ -83,7 +83,7 @@ def check_values(
     keys: Sequence[bytes],
     *,
     varies: bool = False,
-    mac_key: bytes | None = None,
+    mac_key: bytes | None,
 ) -> list[str]:
     """Return the reason why each value is a miss, `""` for intact ones. Zeroes the values' checksums.
 
@@ -92,7 +92,7 @@ def check_values(
         namespace: 32 bytes.
         keys: 32 bytes each.
         varies: whether blocks may be shorter than their place.
-        mac_key: 32 bytes for a keyed checksum.
+        mac_key: 32 bytes for a keyed checksum; None for one without key.
     """
     sums = values[:, :16].copy()
     values[:, :16] = 0

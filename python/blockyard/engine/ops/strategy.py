@@ -74,7 +74,7 @@ def usual_blocks(strategy: StrategyName) -> int:
     return _USUAL_BLOCKS.get(strategy, 1)
 
 
-def default_strategy(num_bytes: int, count: int, *, host_rows: bool = False) -> StrategyName:
+def default_strategy(num_bytes: int, count: int, *, host_rows: bool) -> StrategyName:
     """Return the strategy if no rule applies, for `count` pieces of `num_bytes` each.
 
     Many pieces are staged if the host has several contiguous pieces per block (`host_rows`); otherwise small ones use
