@@ -57,6 +57,11 @@ class StepDone(NamedTuple):
     errors: tuple[Exception, ...]
 
 
+def all_lost(decision: StepDecision, error: BaseException) -> StepDone:
+    """Return the report of a decision that is completely lost. Only an `Exception` is passed on as its cause."""
+    return StepDone(decision.ticket, all_written(decision), (error,) if isinstance(error, Exception) else ())
+
+
 class Executor(Protocol):
     """The interface of executors; wrap one to observe or disturb it. See `StepExecutor` for the calls."""
 
@@ -113,7 +118,7 @@ class _OpenDecision:
     def done(self) -> StepDone:
         """Return the report of this decision."""
         if self.failed is not None:
-            return StepDone(self.decision.ticket, self.lost(), (self.failed,))
+            return all_lost(self.decision, self.failed)
         ended = sorted(self.parts, key=lambda part: part.number)
         return StepDone(self.decision.ticket, self.lost(), tuple(part.error for part in ended if part.error))
 

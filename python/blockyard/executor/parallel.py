@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.errors import BlockyardError, InvalidArgumentError, UnknownTicketError, WorkerError
-from blockyard.executor.executor import Executor, StepDone
-from blockyard.executor.parts import all_written
+from blockyard.executor.executor import Executor, StepDone, all_lost
 from blockyard.executor.remote import RemoteExecutor
 
 __all__ = ["ParallelExecutor"]
@@ -95,7 +94,7 @@ class ParallelExecutor(Executor):
                 refused[rank] = error
         reports: dict[int, StepDone] = {}
         self._wait_for(decision, refused, reports)
-        reports.update((rank, _all_lost(decision, error)) for rank, error in refused.items())
+        reports.update((rank, all_lost(decision, error)) for rank, error in refused.items())
         self._open[decision.ticket] = _OpenDecision(decision, reports)
         self._submitting = None
         if refused:
@@ -149,7 +148,7 @@ class ParallelExecutor(Executor):
             reports: dict[int, StepDone] = {}
             self._wait_for(decision, range(len(self.executors)), reports)
             why = BlockyardError("a call of the executor was interrupted: it is unknown whether the blocks landed")
-            reports[0] = _all_lost(decision, why)
+            reports[0] = all_lost(decision, why)
             self._open[decision.ticket] = _OpenDecision(decision, reports)
             self._submitting = None
         self._note()
@@ -232,16 +231,11 @@ def _ask(
             take(zip((rank,), starmap(answer, ((),)), strict=True))
         except Exception as error:  # noqa: BLE001, PERF203 (the others must still answer)
             if decision is not None and isinstance(error, UnknownTicketError):
-                take([(rank, _all_lost(decision, error))])
+                take([(rank, all_lost(decision, error))])
             else:
                 failure = failure or error
     if failure is not None:
         raise failure
-
-
-def _all_lost(decision: StepDecision, error: Exception) -> StepDone:
-    """Return the report of a decision that is completely lost."""
-    return StepDone(decision.ticket, all_written(decision), (error,))
 
 
 def _merged(ticket: int, reports: dict[int, StepDone]) -> StepDone:

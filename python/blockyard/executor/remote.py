@@ -13,8 +13,7 @@ from typing import Any, Final, NoReturn
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError, WorkerError
-from blockyard.executor.executor import Executor, StepDone
-from blockyard.executor.parts import all_written
+from blockyard.executor.executor import Executor, StepDone, all_lost
 from blockyard.workers import Process
 
 __all__ = ["ANSWER_SECONDS", "RemoteExecutor", "serve_executor"]
@@ -211,7 +210,7 @@ class _Worker:
         except BlockyardError as error:
             with suppress(UnknownTicketError):
                 self._executor.wait(decision.ticket)
-            self._refused[decision.ticket] = StepDone(decision.ticket, all_written(decision), (error,))
+            self._refused[decision.ticket] = all_lost(decision, error)
 
     def _call(self, name: str, *arguments: Any) -> object:
         refused = self._refused

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, StepDecision
 from blockyard.errors import BlockyardError, StepOrderError, UnknownTicketError
-from blockyard.executor.executor import StepDone, StepExecutor
-from blockyard.executor.parts import all_written
+from blockyard.executor.executor import StepDone, StepExecutor, all_lost
 from blockyard.workers import keep
 
 __all__ = ["StepEnd", "Tickets"]
@@ -80,7 +79,7 @@ class Tickets:
         """End a decision that the executor refused. It is unknown what landed, so all of it counts as lost."""
         with suppress(UnknownTicketError):
             self._executor.wait(decision.ticket)
-        self._end(_lost(decision, error))
+        self._end(all_lost(decision, error))
 
     def end(self, reported: list[StepDone]) -> None:
         """End the tickets that the executor reported."""
@@ -120,7 +119,7 @@ class Tickets:
             ticket = decision.ticket
             if ticket not in self._done and not self._executor.is_open(ticket):
                 why = "a call was interrupted: it is unknown whether the blocks landed"
-                self._end(_lost(decision, BlockyardError(why)))
+                self._end(all_lost(decision, BlockyardError(why)))
 
     def _end(self, done: StepDone) -> None:
         """End a ticket. Idempotent."""
@@ -134,8 +133,3 @@ class Tickets:
                 pass  # already ended by the caller
         self._open = [decision for decision in self._open if decision.ticket != ticket]
         self._done.pop(ticket, None)
-
-
-def _lost(decision: StepDecision, error: BaseException) -> StepDone:
-    """Return the report of a decision that is completely lost."""
-    return StepDone(decision.ticket, all_written(decision), (error,) if isinstance(error, Exception) else ())
