@@ -222,14 +222,14 @@ def test_missed_messages_come_again_on_request(endpoint: str):
         dealer.close(linger=0)
 
 
-def test_what_is_told_of_sequences_that_never_come_is_bounded(
+def test_unstored_blocks_of_announced_sequences_are_bounded(
     stream: tuple[EventPublisher, Reader], monkeypatch: pytest.MonkeyPatch
 ):
     publisher, _ = stream
-    monkeypatch.setattr(router_events, "_MAX_TOLD", 10)
+    monkeypatch.setattr(router_events, "_MAX_UNSTORED", 10)
     for start in range(20):
         publisher.know(list(range(start, start + 8)))
-    assert len(publisher._told) == 10
+    assert len(publisher._unstored) == 10
 
 
 def test_an_endpoint_that_cannot_be_had_is_refused(endpoint: str):

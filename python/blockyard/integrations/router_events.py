@@ -37,7 +37,7 @@ __all__ = ["AllBlocksCleared", "BlockRemoved", "BlockStored", "EventPublisher", 
 
 MEDIA: Final = {"device": "GPU", "host": "CPU", "external": "STORAGE"}
 _POLL_MS: Final = 100
-_MAX_TOLD: Final = 1 << 16
+_MAX_UNSTORED: Final = 1 << 16
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 _NO_PARENT: Final = bytes(32)
 
@@ -150,7 +150,7 @@ class EventPublisher:
         self._lock = threading.Lock()
         self._number = 0
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
-        self._told: dict[tuple[int, bytes], _Known] = {}  # blocks that are in no medium yet
+        self._unstored: dict[tuple[int, bytes], _Known] = {}  # blocks that are in no medium yet
         self._known: dict[tuple[int, bytes], _Known] = {}
         self._present: dict[str, dict[tuple[int, bytes], None]] = {medium: {} for medium in MEDIA.values()}
         self._context: Any = zmq.Context.instance()
@@ -190,12 +190,12 @@ class EventPublisher:
         keys = export_keys(list(tokens), block_size=size, salt=salt, lora_id=lora_id, cache_group=cache_group)
         with self._lock:
             for place, key in enumerate(keys):
-                if (cache_group, key) not in self._known and (cache_group, key) not in self._told:
+                if (cache_group, key) not in self._known and (cache_group, key) not in self._unstored:
                     extra = adapter + ((_text(salt),) if salt and place == 0 else ())
                     mine = [int(token) for token in tokens[place * size : (place + 1) * size]]
-                    self._told[cache_group, key] = _Known(mine, extra or None, lora_name)
-            while len(self._told) > _MAX_TOLD:
-                del self._told[next(iter(self._told))]
+                    self._unstored[cache_group, key] = _Known(mine, extra or None, lora_name)
+            while len(self._unstored) > _MAX_UNSTORED:
+                del self._unstored[next(iter(self._unstored))]
 
     def publish(self, batch: EventBatch) -> int:
         """Send events in order. Never waits; a slow router misses messages, and detects that by their numbers.
@@ -264,7 +264,7 @@ class EventPublisher:
 
     def _stored(self, batch: EventBatch, at: int, place: tuple[int, bytes], medium: str) -> BlockStored:
         if place not in self._known:
-            self._known[place] = self._told.pop(place, _Known([], None, None))
+            self._known[place] = self._unstored.pop(place, _Known([], None, None))
         known = self._known[place]
         if place not in self._present[medium]:
             self._present[medium][place] = None
