@@ -244,7 +244,7 @@ def test_a_worker_that_cannot_start_is_an_error_and_none_is_left(model, tmp_path
 
 
 def test_each_rank_has_a_namespace_and_a_url_of_its_own():
-    options = CacheOptions(8, 0, None, "file:///kv/{rank}?size=1MiB", b"model", "1MiB")
+    options = CacheOptions(8, 0, None, "file:///kv/{rank}?size=1MiB", b"model")
     each = [options.of_rank(rank, size) for size in (1, 2) for rank in range(size)]
     assert len({one["namespace"] for one in each}) == 3
     assert [one["swap_store"] for one in each] == [rank_url(options.swap_store, rank) for rank in (0, 0, 1)]

@@ -159,18 +159,18 @@ class Memory:
         runs = [self._bound[src, dst, number] for number in range(len(groups))]
         return runs, [number for number, layers in enumerate(groups) for _ in layers]
 
-    def layer_groups(self, least_bytes: int) -> list[list[int]]:
-        """Group adjacent layers: as few as have `least_bytes` per block together. The last group may have more."""
+    def layer_groups(self, min_bytes: int) -> list[list[int]]:
+        """Group adjacent layers: as few as have `min_bytes` per block together. The last group may have more."""
         groups: list[list[int]] = []
-        held = least_bytes
+        held = min_bytes
         for layer, places in enumerate(self.by_layer()):
-            if held >= least_bytes:
+            if held >= min_bytes:
                 groups.append([])
                 held = 0
             groups[-1].append(layer)
             held += sum(self.views["device"][at].shape[1] for at in places)
         # The last group is too small: merge it into the one before.
-        if held < least_bytes and len(groups) > 1:
+        if held < min_bytes and len(groups) > 1:
             rest = groups.pop()
             groups[-1] += rest
         return groups

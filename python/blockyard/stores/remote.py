@@ -136,9 +136,9 @@ class RemoteStore(ThreadedStore):
         return StoreError(text)
 
 
-def batched(rows: NDArray[np.uint8], most_rows: int, most_bytes: int) -> Iterator[slice]:
-    """Split rows into parts of at most `most_rows` rows and `most_bytes` bytes, but at least one row."""
-    size = min(most_rows, max(1, most_bytes // max(1, rows.shape[1])))
+def batched(rows: NDArray[np.uint8], max_rows: int, max_bytes: int) -> Iterator[slice]:
+    """Split rows into parts of at most `max_rows` rows and `max_bytes` bytes, but at least one row."""
+    size = min(max_rows, max(1, max_bytes // max(1, rows.shape[1])))
     return (slice(start, start + size) for start in range(0, len(rows), size))
 
 

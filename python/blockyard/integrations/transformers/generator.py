@@ -159,7 +159,7 @@ class Generator:
             self.model = ranks.model if ranks else PagedModel(model, block_size=block_size, kind=kind)
             undo.callback(self.model.close)
             device_blocks, host_blocks = _sizes(self.model, device_blocks, host_blocks, size, max_num_batched_tokens)
-            options = CacheOptions(device_blocks, host_blocks, pin_memory, swap_store, namespace, "1GiB")
+            options = CacheOptions(device_blocks, host_blocks, pin_memory, swap_store, namespace)
             self.cache = KVCache(
                 self.model.layout,
                 **options.of_rank(0, size),

@@ -77,7 +77,7 @@ class CacheOptions(NamedTuple):
     pin_memory: bool | None
     swap_store: str | ExternalStore | None
     namespace: bytes
-    max_staging: str
+    max_staging: str = "1GiB"
 
     def of_rank(self, rank: int, size: int) -> dict[str, Any]:
         """Return the arguments for one rank's `KVCache`. Ranks have separate namespaces, as their bytes differ."""

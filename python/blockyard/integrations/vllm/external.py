@@ -107,7 +107,7 @@ class ExternalTier:
         self._lock, self._report, self._timeout_base = lock, report, timeout_base
         self._parts = region.rows(offload.num_chunks)
         self._batch = max(1, _BATCH_BYTES // store.bytes_per_block)
-        self._most_writing = max(1, offload.num_chunks // 2)
+        self._max_writing = max(1, offload.num_chunks // 2)
         self._epoch = b""
         self._resets = 0
         self._may_stage = True  # False while free chunks may still be in use by a transfer
@@ -183,7 +183,7 @@ class ExternalTier:
             return
         self._reap()
         with self._state:
-            room = max(0, self._most_writing - sum(len(job.keys) for job in self._jobs if job.held))
+            room = max(0, self._max_writing - sum(len(job.keys) for job in self._jobs if job.held))
             self.counts.not_written += max(0, len(keys) - room)
             keys = keys[:room]
             epoch = self._epoch

@@ -26,7 +26,7 @@ __all__ = [
     "SchedulerMachine",
     "draw_token",
     "draw_tokens",
-    "least_blocks",
+    "min_blocks",
     "read_back",
     "reference_tokens",
 ]
@@ -406,7 +406,7 @@ class ResizingSchedulerMachine(SchedulerMachine):
         for name in {step.owner(row)[0] for row in range(step.rows)}:
             if name not in self.live:
                 raise AssertionError(f"request {name!r} runs and is not live")
-            needed = least_blocks(self.live[name], self.manager.block_size)
+            needed = min_blocks(self.live[name], self.manager.block_size)
             if needed > self.room:
                 raise AssertionError(f"request {name!r} runs and needs {needed} blocks, there is room for {self.room}")
 
@@ -418,7 +418,7 @@ class ResizingSchedulerMachine(SchedulerMachine):
         request = finished.request
         if self.live.pop(request.request_id, None) is not request:
             raise AssertionError(f"{request} was refused and is not live")
-        most = request.n * least_blocks(request, self.manager.block_size)
+        most = request.n * min_blocks(request, self.manager.block_size)
         if not finished.error.wanted > finished.error.free or most <= self.room:
             raise AssertionError(f"{request} was refused: {finished.error}; there was room for {self.room} blocks")
         whole = reference_tokens(request, self.window)
@@ -426,6 +426,6 @@ class ResizingSchedulerMachine(SchedulerMachine):
             raise AssertionError(f"{request}: drew {finished.outputs}, in endless memory {whole}")
 
 
-def least_blocks(request: Request, block_size: int) -> int:
+def min_blocks(request: Request, block_size: int) -> int:
     """Return the device blocks that one sequence of a request needs at its end."""
     return -(-(len(request.prompt) + request.max_tokens) // block_size)
