@@ -76,6 +76,7 @@ class Config:
     max_recorded: int = 0  # blocks that a recorder remembers; 0 for no recorder
     scraped: bool = False
     outstanding: int = 1 << 16  # blocks in flight on one stream of the engine
+    room: int = 1 << 30  # blocks in flight that a store takes; it refuses others as `queue_full`
     real: str = ""  # the device whose own streams run everything, "cpu" or "cuda"; "": simulated ones
     head_size: int = 1  # larger, with `real`: the device's own elastic memory, with blocks that may fill chunks
     threads: bool = False  # whether the stores are real, with threads; failures may then not be reproducible
@@ -121,6 +122,7 @@ def random_config(random: Random) -> Config:
         max_recorded=random.choice((0, 8, 25, 1 << 20, (1 << 20) + 1)),
         scraped=random.random() < 0.3,
         outstanding=random.choice((1, 4, 1 << 16, 1 << 16)),
+        room=random.choice((2, 6, 1 << 30, 1 << 30)),
     )
 
 
@@ -220,7 +222,9 @@ class Rig:
         else:
             self.streams = streams = SimulatedStreams(0, fail=config.fail)
             streams._random = random
-        make: Any = partial(MoodyStore, revision=f"{weights}") if config.threads else LateStore
+        make: Any = (
+            partial(MoodyStore, revision=f"{weights}") if config.threads else partial(LateStore, room=config.room)
+        )
         hastes = config.threads and config.faulty_stores
         self.store = make(config.external, size, random) if config.external else None
         self.kept = make(32, size, random, medium) if config.store else None

@@ -27,6 +27,7 @@ class _Batch:
     due: int
     rows: Rows | None = None  # of the caller
     copy: Rows | None = None  # contents of the rows when they were lent
+    refused: int = 0  # blocks for which there was no room: the last ones, which `names` does not have
     owners: Owners | None = None
     ok: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     reason: str = ""
@@ -42,6 +43,7 @@ class LateStore(ExternalStore):
         size: bytes per block.
         random: makes all random choices.
         medium: blocks by key, and their tenants' quotas.
+        room: blocks in flight and in uncollected results; others are refused.
 
     Attributes:
         mood: how it behaves from now on.
@@ -49,10 +51,12 @@ class LateStore(ExternalStore):
 
     keeps_quotas: ClassVar[bool] = True
 
-    def __init__(self, slots: int, size: int, random: Random, medium: Quotas | None = None) -> None:
+    def __init__(
+        self, slots: int, size: int, random: Random, medium: Quotas | None = None, *, room: int = 1 << 30
+    ) -> None:
         self.mood = "good"
         self.harmless = True  # whether every batch so far was executed
-        self._slots, self._size, self._random = slots, size, random
+        self._slots, self._size, self._random, self._room = slots, size, random, room
         self._quotas = Quotas({}) if medium is None else medium
         self._medium: dict[Any, Rows] = self._quotas.blocks
         self._swap: dict[Any, Rows] = {}
@@ -149,7 +153,8 @@ class LateStore(ExternalStore):
             rows = batch.rows
         other = "refused" if batch.kind == "put" else "absent"
         reasons = ["" if ok else batch.reason or other for ok in batch.ok]
-        return Completion(ticket, batch.ok, rows, reasons)
+        ok = np.concatenate((batch.ok, np.zeros(batch.refused, np.bool_)))
+        return Completion(ticket, ok, rows, [*reasons, *["queue_full"] * batch.refused])
 
     def stats(self) -> StoreStats:
         return StoreStats(cached_blocks=len(self._medium))
@@ -172,8 +177,10 @@ class LateStore(ExternalStore):
         self._tickets += 1
         late = 0 if self.mood == "good" else self._random.randrange(11)
         batch = _Batch(self._tickets, kind, names, self._polls + 1 + late, rows, owners=owners)
-        if kind in {"write", "put"} and rows is not None:
-            batch.copy = rows.copy()
+        if kind != "delete":
+            self._refuse_more(batch)
+        if kind in {"write", "put"} and batch.rows is not None:
+            batch.copy = batch.rows.copy()
         if self.mood == "hangs":
             batch.due, batch.reason, self.harmless = 1 << 60, "hangs", False
         if self.mood == "fails" and self._random.random() < 0.5:
@@ -182,6 +189,20 @@ class LateStore(ExternalStore):
             batch.reason, self.harmless = "loses", False
         self._open[batch.ticket] = batch
         return batch.ticket
+
+    def _refuse_more(self, batch: _Batch) -> None:
+        """Cut a batch to the blocks for which there is room."""
+        count = self._room - sum(len(other.names) for other in self._open.values() if other.kind != "delete")
+        batch.refused = len(batch.names) - count
+        if batch.refused <= 0:
+            batch.refused = 0
+            return
+        self.harmless = False
+        batch.names = batch.names[:count]
+        if batch.kind in {"write", "put"} and batch.rows is not None:
+            batch.rows = batch.rows[:count]
+        if batch.owners is not None:
+            batch.owners = Owners(batch.owners.tenants[:count], batch.owners.parents[:count])
 
     def _run(self, batch: _Batch) -> None:
         """Execute a batch, after earlier batches with the same slots or keys."""
