@@ -108,6 +108,20 @@ def test_close_drops_jobs_that_have_not_begun_and_waits_for_the_rest(store: Keye
     assert begun.result(0) == [""]
 
 
+def test_close_returns_if_a_job_that_it_waits_for_is_cancelled(store: KeyedStore):
+    jobs, goes = StoreJobs(store, "blockyard-test", {"one": 1}), threading.Event()
+    store.before = lambda name: goes.wait(PATIENCE)
+    begun, waiting = jobs.submit("one", get(store, 1)), jobs.submit("one", get(store, 1))
+    wait_for(begun.running)
+    closing = threading.Thread(target=jobs.close, daemon=True)
+    closing.start()
+    wait_for(lambda: waiting._waiters)  # type: ignore[attr-defined]
+    assert waiting.cancel()
+    goes.set()
+    closing.join(10.0)
+    assert not closing.is_alive()
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_close_does_not_wait_in_a_fork(store: KeyedStore):
     jobs, goes = StoreJobs(store, "blockyard-test", {"one": 1}), threading.Event()

@@ -223,7 +223,8 @@ class StoreJobs:
             for lane, waiting in self._waiting.items():
                 while waiting and busy[lane] < self._lanes[lane]:
                     if waiting[0].future.cancelled():
-                        waiting.popleft()
+                        # Otherwise whoever waits for it, such as `close`, would wait forever.
+                        waiting.popleft().future.set_running_or_notify_cancel()
                         continue
                     self._running.append(waiting.popleft())
                     return self._running[-1]
