@@ -14,11 +14,13 @@ from blockyard.prefix_store.writes import Writes
 from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.loop import CacheLoop
 from blockyard.sim import FleetOptions
+from blockyard.sim.fleet.servers.redis_cluster import RedisClusterLink
 from blockyard.sim.fleet.servers.redis_server import RedisLink
 from blockyard.sim.fleet.texts import BLOCK_SIZE
 from blockyard.sim.fleet.upkeep import Upkeep
 from blockyard.stores import Completion, ThreadedStore, object_store, remote
 from blockyard.stores.redis import RedisStore, lists
+from blockyard.stores.redis import store as redis_store
 from blockyard.stores.threaded import batches, breaker, epochs, known_keys, order, store, value_format
 from blockyard.stores.threaded.epochs import Epoch, SharedEpoch
 
@@ -175,7 +177,7 @@ def _unconditional(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RedisStore, "replace_epoch", replace)
 
 
-def _script(name: str, old: bytes, new: bytes) -> Patch:
+def _script(name: str, old: bytes, new: bytes, *, of_quotas: bool = True) -> Patch:
     """Return a patch of one of the scripts of the Redis store."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
@@ -184,7 +186,7 @@ def _script(name: str, old: bytes, new: bytes) -> Patch:
         def made(*, has_quotas: bool) -> Any:
             scripts = make(has_quotas=has_quotas)
             script = getattr(scripts, name)
-            assert not has_quotas or old in script
+            assert old in script or (of_quotas and not has_quotas)
             return scripts._replace(**{name: script.replace(old, new)})
 
         patch.setattr(lists, "_scripts", made)
@@ -194,6 +196,26 @@ def _script(name: str, old: bytes, new: bytes) -> Patch:
 
 def _no_sweeps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RedisStore, "_repair", lambda self, number, *, is_swept, has_quotas: None)
+
+
+def _half_a_slot(patch: pytest.MonkeyPatch) -> None:
+    """The client sends scripts to the node to which a slot is moving."""
+    follow = RedisClusterLink._follow
+
+    def follow_all(self: Any, one: Any, answer: Any, unit: Any) -> Any:
+        return follow(self, one, answer, unit if unit[1:] else [[b""]])
+
+    patch.setattr(RedisClusterLink, "_follow", follow_all)
+
+
+def _absent_on_lost_nodes(patch: pytest.MonkeyPatch) -> None:
+    missed = redis_store._missed
+    patch.setattr(redis_store, "_missed", lambda found, is_lost: missed(found, is_lost=False))
+
+
+def _deleted_on_lost_nodes(patch: pytest.MonkeyPatch) -> None:
+    run = RedisStore._run
+    patch.setattr(RedisStore, "_run", lambda self, commands: (run(self, commands)[0], None))
 
 
 def _empty_for_missing(patch: pytest.MonkeyPatch) -> None:
@@ -351,6 +373,20 @@ _REDIS: dict[str, tuple[int, Patch]] = {
     "blocks in no list stay": (80, _no_sweeps),
     "a put is no transaction": (40, _no_transactions),
 }
+_CLUSTER: dict[str, tuple[int, Patch]] = {
+    "a block leaves its list before it is deleted": (
+        40,
+        _script(
+            "drop",
+            b"redis.call('UNLINK', prefix .. name)",
+            b"redis.call('ZREM', order, name) redis.call('UNLINK', prefix .. name)",
+            of_quotas=False,
+        ),
+    ),
+    "a script runs where half of its keys are": (120, _half_a_slot),
+    "blocks on a lost node are absent": (40, _absent_on_lost_nodes),
+    "a deletion is confirmed without a lost node": (40, _deleted_on_lost_nodes),
+}
 _FAULTS: dict[str, tuple[int, Patch]] = {
     "the record replaced whatever is there": (40, _unconditional),
     "a put has the epoch that counts when it lands": (200, _landing),
@@ -390,6 +426,10 @@ _FLEETS: dict[str, dict[str, Any]] = {
     "a key that failed is never read again": {"kinds": ("partition", "lossy")},
     "a quota waits for blocks that the server has lost": {"kinds": ("node_loss",)},
     "a failed move counts as landed": {"kinds": ("copy",)},
+    "a block leaves its list before it is deleted": {"kinds": ("move",)},
+    "a script runs where half of its keys are": {"kinds": ("move",)},
+    "blocks on a lost node are absent": {"kinds": ("node_down",)},
+    "a deletion is confirmed without a lost node": {"kinds": ("node_down",)},
     # Without failures, only another engine's command between two commands of the put reveals it.
     "a put is no transaction": {"kinds": ()},
 }
@@ -409,6 +449,10 @@ _FOUND_BY = {
     "a put does not look at quotas": 1,
     "a quota waits for blocks that the server has lost": 28,
     "blocks in no list stay": 17,
+    "a block leaves its list before it is deleted": 3,
+    "a script runs where half of its keys are": 107,
+    "blocks on a lost node are absent": 6,
+    "a deletion is confirmed without a lost node": 3,
     "a put is no transaction": 12,
     "a failed load begins again for ever": 16,
     "blocks of a failed write stay leased": 3,
@@ -419,6 +463,7 @@ _FOUND_BY = {
 _ALL = (
     *((name, *fault, "calls", "both") for name, fault in _FAULTS.items()),
     *((name, *fault, "calls", "redis") for name, fault in _REDIS.items()),
+    *((name, *fault, "calls", "cluster") for name, fault in _CLUSTER.items()),
     *((name, *fault, "serving", "both") for name, fault in _SERVING.items()),
 )
 PLANTED = tuple(name for name, *_ in _ALL)

@@ -269,9 +269,9 @@ def _add_simulate(commands: Any) -> None:
     )
     command.add_argument(
         "--store",
-        choices=("object", "redis", "both"),
+        choices=("object", "redis", "cluster", "both"),
         default="both",
-        help="the shared store; both: an object store for even seeds, Redis for odd ones",
+        help="the shared store; cluster: of Redis nodes; both: an object store for even seeds, Redis for odd ones",
     )
     command.add_argument("--engines", type=_count(1), default=3, metavar="N", help="engines that share the store")
     command.add_argument("--seed", type=_count(0), default=0, metavar="N", help="first seed")

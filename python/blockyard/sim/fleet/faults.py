@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from blockyard.errors import InvalidArgumentError
 
-__all__ = ["FAULTS", "OF_REDIS", "OF_SERVING", "Fault", "draw_faults", "read_faults"]
+__all__ = ["FAULTS", "OF_CLUSTER", "OF_REDIS", "OF_SERVING", "Fault", "draw_faults", "read_faults"]
 
 FAULTS: Final = {
     "lossy": "an engine loses a third of its requests and answers",
@@ -27,9 +27,13 @@ FAULTS: Final = {
     "torn": "a stored value is cut short",
     "failover": "when the fault ends, the server's data is what it was when the fault began",
     "server_clock": "the server's clock jumps an hour ahead",
+    "node_down": "a node of the cluster does not answer",
+    "move": "slots of the cluster move to other nodes, key by key",
 }
-OF_REDIS: Final = frozenset({"failover", "server_clock"})
-"""Kinds that only affect Redis servers."""
+OF_CLUSTER: Final = frozenset({"node_down", "move"})
+"""Kinds that only affect Redis clusters."""
+OF_REDIS: Final = frozenset({"failover", "server_clock"}) | OF_CLUSTER
+"""Kinds that only affect Redis servers and clusters."""
 OF_SERVING: Final = frozenset({"copy"})
 """Kinds that only affect engines that serve prompts."""
 _ALL_ENGINES: Final = {"gray", "full", "node_loss", "record_loss", "damage", "torn", "update", *OF_REDIS}

@@ -19,10 +19,11 @@ from typing import Any, Final, Protocol
 
 from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.sim.fleet.engine import CLOCK_STEP, NEW_KEYS, NUM_KEYS, WEIGHTS, SimulatedEngine
-from blockyard.sim.fleet.faults import FAULTS, OF_REDIS, OF_SERVING, Fault, draw_faults
+from blockyard.sim.fleet.faults import FAULTS, OF_CLUSTER, OF_REDIS, OF_SERVING, Fault, draw_faults
 from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.sim.fleet.servers.link import Link, Server
 from blockyard.sim.fleet.servers.object_server import CAPACITY, RECORD_BYTES, ObjectServer
+from blockyard.sim.fleet.servers.redis_cluster import NODES, SEGMENTS, RedisCluster
 from blockyard.sim.fleet.servers.redis_server import RedisServer
 from blockyard.sim.fleet.texts import Texts
 from blockyard.sim.loop import Loop
@@ -31,13 +32,14 @@ from blockyard.stores.value import HEADER
 
 __all__ = ["FleetOptions", "FleetReport", "digest_of", "simulate_fleet"]
 
-STORES: Final = ("object", "redis", "both")
+STORES: Final = ("object", "redis", "cluster", "both")
 WORK: Final = ("calls", "serving", "both")
 _QUIET_SECONDS: Final = 12.0
 _RECOVERY_SECONDS: Final = 60.0
 _SWEEP_SECONDS: Final = 70.0  # how long a killed sweeper keeps others from sweeping
 _CALL_SECONDS: Final = 15.0  # maximum duration of a blocking call of the store
 _MAX_SECONDS: Final = 300.0  # how long after the work everything must have ended
+_LEFT_OUT: Final = {"object": OF_REDIS, "redis": OF_CLUSTER, "cluster": frozenset[str]()}
 _OF_LINK: Final[dict[str, tuple[str, Any, Any]]] = {
     "lossy": ("loss", 1 / 3, 0.0),
     "repeat": ("repeats", 1.0, 0.0),
@@ -57,7 +59,8 @@ class FleetOptions:
         kinds: kinds of faults to draw, see `FAULTS`.
         work: what engines do: `"calls"` makes random calls of their stores; `"serving"` serves prompts with a
             scheduler, a block manager and a prefix store, and needs torch; `"both"` serves for half of the seeds.
-        store: `"object"`, `"redis"`, or `"both"`: an object store with even seeds, Redis with odd ones.
+        store: `"object"`, `"redis"`, `"cluster"`, or `"both"`: an object store with even seeds, one Redis server with
+            odd ones.
     """
 
     engines: int = 3
@@ -128,7 +131,7 @@ def simulate_fleet(
     """
     options = options or FleetOptions()
     if faults is None:
-        left_out: set[str] = set() if options.store_of(seed) == "redis" else {*OF_REDIS}
+        left_out = set(_LEFT_OUT[options.store_of(seed)])
         left_out |= set() if options.work_of(seed) == "serving" else OF_SERVING
         kinds = tuple(kind for kind in options.kinds if kind not in left_out)
         faults = draw_faults(
@@ -230,10 +233,14 @@ class _Fleet:
         self.oracle = Oracle()
         self.server: Server = ObjectServer(loop, self._see)
         self._has_tenants, self._texts = False, Texts()
-        if options.store_of(report.seed) == "redis":
-            self._has_tenants = loop.random.random() < 0.3
+        if (store := options.store_of(report.seed)) != "object":
+            self._has_tenants = store == "redis" and loop.random.random() < 0.3
             capacity, ttl = loop.random.choice(((CAPACITY, 0.0), (CAPACITY, 0.0), (NUM_KEYS, 0.0), (CAPACITY, 1.5)))
-            self.server = RedisServer(loop, self._see, capacity=capacity, ttl=ttl)
+            self.server = (
+                RedisServer(loop, self._see, capacity=capacity, ttl=ttl)
+                if store == "redis"
+                else RedisCluster(loop, self._see, capacity=capacity * SEGMENTS, ttl=ttl)  # each has so many
+            )
             num_keys = NUM_KEYS + int(options.seconds * NEW_KEYS)  # used by all engines together
             self.oracle.may_evict = self._has_tenants or capacity < max(CAPACITY, num_keys) or ttl > 0
         self.engines: list[Engine] = []
@@ -323,7 +330,10 @@ class _Fleet:
         if fault.kind in {"node_loss", "record_loss", "damage", "torn", "server_clock"}:
             self._spoil(fault.kind)
             return
-        if fault.kind == "failover" and isinstance(server, RedisServer):
+        if fault.kind == "move" and isinstance(server, RedisCluster):
+            server.move(fault.seconds)
+            self._say("move ends", -1)
+        elif fault.kind == "failover" and isinstance(server, RedisServer):
             self._fail_over(server, fault.seconds)
         elif fault.kind == "update":
             for each in self.engines:
@@ -342,6 +352,8 @@ class _Fleet:
         server.stop_replica()
         began = self.loop.now
         self.loop.sleep(seconds)
+        while isinstance(server, RedisCluster) and server.moving:
+            self.loop.sleep(0.1)  # a key must not be on two nodes
         server.fail_over()
         record = server.record()
         whole = record[HEADER:] if record is not None and record in self._records else None
@@ -379,6 +391,8 @@ class _Fleet:
             return self.server, "slowness", 300.0, 1.0
         if fault.kind == "full":
             return self.server, "is_full", True, False
+        if fault.kind == "node_down":
+            return self.server, "lost_node", self.loop.random.randrange(NODES), None
         if fault.kind == "copy":
             return getattr(engine, "streams", None), "loss", 0.5, 0.0
         if fault.kind not in _OF_LINK or engine is None:
@@ -406,6 +420,8 @@ class _Fleet:
                 self._require(until, f"engine {engine.number} does not find what it has stored")
         while isinstance(self.server, RedisServer) and self.server.num_unlisted():
             self._require(until + _SWEEP_SECONDS, f"{self.server.num_unlisted()} blocks are in no list")
+            if isinstance(self.server, RedisCluster):
+                self.engines[0].forget(None)  # names of another epoch are in other segments
             self.engines[0].works()
 
     def _require(self, until: float, what: str) -> None:

@@ -77,7 +77,8 @@ class _Life:
         self.cells: NDArray[np.int64] = tensor.reshape(2, -1)
         self.upkeep = Upkeep(self.manager, self.cells, loop.random, say)
         self.requests: dict[str, float] = {}  # arrival times of the open requests
-        self.forgot_at = 0.0  # when it last called `forget` to begin an epoch
+        self.forgot_at = 0.0  # when it last called `forget` to begin an epoch; one that it joins may have older blocks
+        self.confirmed_at = 0.0  # the same, of the calls that the store confirmed
 
     def give_back(self) -> None:
         """Release the memory that a smaller pool no longer uses."""
@@ -384,8 +385,8 @@ class ServingEngine:
         self.called_at = began_at
         life.store.is_forgotten = False
         self.weights = life.store.weights = weights
-        if revision is None:  # otherwise it may join an epoch in which it has already stored blocks
-            life.forgot_at = self.loop.now
+        forgot_at = self.loop.now if revision is None else life.confirmed_at
+        life.forgot_at = max(life.forgot_at, forgot_at)
         try:
             if not life.prefix_store.forget(revision):
                 raise BrokenPromiseError(f"engine {self.number}: cannot forget, though it is idle")
@@ -394,6 +395,7 @@ class ServingEngine:
         self.called_at = None
         until(self.loop.now + _LATE_SECONDS)
         if said == "ok":
+            life.forgot_at = life.confirmed_at = forgot_at
             self.oracle.check_forgot(name, began_at, begins=revision is None)
         self._say(f"forget {revision!r}: {said}")
         return said == "ok"

@@ -70,12 +70,20 @@ def open_redis(
 class RedisStore(RemoteStore):
     """Blocks on a Redis or Valkey server or cluster; created by `open_redis`.
 
-    `connect` creates the client, in place of `RedisClient`.
+    `connect` creates the client, in place of `RedisClient`. `segments` is a cluster's number of segments.
     """
 
     _reuses_rows = True
 
-    def __init__(self, found: RedisURL, *, use: Use, connect: Callable[..., Any] = RedisClient, **options: Any) -> None:
+    def __init__(
+        self,
+        found: RedisURL,
+        *,
+        use: Use,
+        connect: Callable[..., Any] = RedisClient,
+        segments: int = SEGMENTS,
+        **options: Any,
+    ) -> None:
         secrets = [secret for secret in (found.client["password"], found.client["username"]) if secret]
         super().__init__(found.parts, use=use, secrets=secrets, **options)
         self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base
@@ -83,7 +91,7 @@ class RedisStore(RemoteStore):
         self._ttl = round(ttl * 1000) or None
         digits = self.namespace[:8].hex().encode()
         self._prefix = b"blockyard:%b%b:" % (b"swap:" if use == "swap" else b"", digits)
-        self._lists = self._new_lists(digits, is_cluster=found.client["cluster"]) if use == "prefix" else []
+        self._lists = self._new_lists(digits, segments if found.client["cluster"] else 0) if use == "prefix" else []
         self.keeps_quotas = len(self._lists) == 1
         self._tenants: dict[bytes, bytes] = {}  # names of tenants with blocks in this process
         self._quotas: dict[bytes, int | None] = {}  # by name, as set by this process
@@ -98,11 +106,11 @@ class RedisStore(RemoteStore):
         except StoreError as error:
             raise self._public(error) from None
 
-    def _new_lists(self, digits: bytes, *, is_cluster: bool) -> list[Lists]:
-        if not is_cluster:
+    def _new_lists(self, digits: bytes, segments: int) -> list[Lists]:
+        if not segments:
             return [Lists(self._prefix, self.num_slots, has_quotas=True)]
-        each, more = divmod(self.num_slots, SEGMENTS)
-        names = [b"blockyard:{%b.%02x}:" % (digits, number) for number in range(SEGMENTS)]
+        each, more = divmod(self.num_slots, segments)
+        names = [b"blockyard:{%b.%02x}:" % (digits, number) for number in range(segments)]
         return [Lists(name, each + (number < more), has_quotas=False) for number, name in enumerate(names)]
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:

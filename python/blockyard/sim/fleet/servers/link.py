@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, TypeVar
 from blockyard.sim.loop import Event, Loop
 from blockyard.stores.remote import RemoteStore
 
-__all__ = ["DEADLINE", "Link", "Server"]
+__all__ = ["DEADLINE", "Link", "Request", "Server", "SilentError"]
 
 DEADLINE: Final = 3.0  # the stores' timeout for a batch, in seconds
 
@@ -60,8 +60,14 @@ class Server(Protocol):
         """Cut a stored value short."""
 
 
+class SilentError(Exception):
+    """A step's part of the server does not answer."""
+
+
 @dataclass(eq=False)
-class _Request:
+class Request:
+    """A request under way."""
+
     steps: tuple[Callable[[], Any], ...]
     sent_at: float
     ended: Event
@@ -96,13 +102,21 @@ class Link(ABC):
 
     def call(self, *steps: Callable[[], T]) -> list[T]:
         """Run steps on the server, and return their answers. Errors of the link's class are raised here."""
+        return self.receive(self.send(steps), self._time_limit)
+
+    def send(self, steps: tuple[Callable[[], T], ...]) -> Request:
+        """Send a request."""
         loop = self._server.loop
         if self.is_dead:
             raise self._error("connection refused")
-        request = _Request(steps, loop.now, loop.event())
+        request = Request(steps, loop.now, loop.event())
         for _ in range(1 + (loop.draw() < self.repeats)):
             loop.call_later(self._delay(), partial(self._arrive, request))
-        if not request.ended.wait(self._time_limit):
+        return request
+
+    def receive(self, request: Request, seconds: float) -> list[Any]:
+        """Wait for a request's answers."""
+        if not request.ended.wait(seconds):
             raise self._error("the request timed out")
         if request.error is not None:
             raise request.error
@@ -112,11 +126,11 @@ class Link(ABC):
         """End all faults of this link."""
         self.is_cut, self.slowness, self.loss, self.repeats = False, 1.0, 0.0, 0.0
 
-    def _arrive(self, request: _Request) -> None:
+    def _arrive(self, request: Request) -> None:
         if not self._is_lost() and not request.ended.is_set():  # clients do not repeat an answered request
             self._serve(request, [])
 
-    def _serve(self, request: _Request, answers: list[Any]) -> None:
+    def _serve(self, request: Request, answers: list[Any]) -> None:
         """Run the remaining steps, and send the answer."""
         server, steps, error = self._server, request.steps, None
         server.caller = (self, request.sent_at)
@@ -129,11 +143,13 @@ class Link(ABC):
                     server.loop.call_later(self._delay(), partial(self._serve, request, answers))
                     return
                 answers.append(steps[len(answers)]())
+        except SilentError:
+            return
         except (FileNotFoundError, self._error) as raised:
             error = raised
         server.loop.call_later(self._delay(), partial(self._answer, request, answers, error))
 
-    def _answer(self, request: _Request, answers: list[Any], error: Exception | None) -> None:
+    def _answer(self, request: Request, answers: list[Any], error: Exception | None) -> None:
         if not self._is_lost() and not request.ended.is_set():
             request.answers, request.error = answers, error
             request.ended.set()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -19,7 +20,7 @@ from blockyard.sim.loop import Loop
 from blockyard.stores.redis import RedisStore, read_url
 from blockyard.stores.value import HEADER
 
-__all__ = ["RedisLink", "RedisServer"]
+__all__ = ["RedisLink", "RedisServer", "Unit"]
 
 Unit = list[list[bytes]]  # commands that run in one step
 
@@ -28,7 +29,7 @@ class RedisServer:
     """The keys, and the server's faults.
 
     Attributes:
-        data: the keys.
+        nodes: the keys; a cluster has several nodes.
         slowness: factor of all delays.
         clock_step: seconds by which the server's clock is ahead.
         may_miscount: keys were lost, so the lists may lack blocks.
@@ -42,7 +43,7 @@ class RedisServer:
 
     def __init__(self, loop: Loop, watch: Callable[[bytes], None], *, capacity: int, ttl: float = 0.0) -> None:
         self.loop = loop
-        self.data = RedisData(lambda: loop.now + self.clock_step, watch)
+        self.nodes = [RedisData(self.time, watch)]
         self.slowness = 1.0
         self.caller: tuple[Link, float] | None = None
         self.clock_step = 0.0
@@ -51,13 +52,23 @@ class RedisServer:
         self._replica = self.data.copy()
 
     @property
+    def data(self) -> RedisData:
+        """The keys of the first node."""
+        return self.nodes[0]
+
+    @property
     def is_full(self) -> bool:
         """Whether it refuses writes."""
         return self.data.is_full
 
     @is_full.setter
     def is_full(self, is_full: bool) -> None:
-        self.data.is_full = is_full
+        for node in self.nodes:
+            node.is_full = is_full
+
+    def time(self) -> float:
+        """Return the server's time."""
+        return self.loop.now + self.clock_step
 
     def connect(self) -> RedisLink:
         """Return a link for one engine."""
@@ -65,56 +76,59 @@ class RedisServer:
 
     def record(self) -> bytes | None:
         """Return the epoch's record."""
-        return next((value for value in self.data.values.values() if _is_record(value)), None)
+        return next((value for node in self.nodes for value in node.values.values() if _is_record(value)), None)
 
-    def run(self, unit: Unit) -> list[Any]:
-        """Run commands in one step. Returns the answers; a refused command's is a StoreError.
+    def run(self, node: RedisData, unit: Unit) -> list[Any]:
+        """Run commands on a node in one step. Returns the answers; a refused command's is a StoreError.
 
         Several commands are a transaction: if the first is refused for lack of memory, none runs.
         """
-        first = self._try(unit[0])
+        first = _try(node, unit[0])
         if isinstance(first, StoreError):
             return [first] * len(unit)
-        answers = [first, *map(self._try, unit[1:])]
+        answers = [first, *(_try(node, command) for command in unit[1:])]
         if unit[-1][0] == b"EVAL":
             self._check_bounds()
         return answers
 
-    def _try(self, command: list[bytes]) -> Any:
-        try:
-            return self.data.run(command)
-        except StoreError as error:
-            return error
-
     def lose(self, share: float) -> None:
         """Lose keys, including lists, like a server that evicts on its own."""
         self.may_miscount = True
-        for name in [name for name in self.data.values if self.loop.random.random() < share]:
-            self.data.drop(name)
+        for node in self.nodes:
+            for name in [name for name in node.values if self.loop.random.random() < share]:
+                node.drop(name)
 
     def lose_record(self) -> None:
         """Lose the epoch's record."""
-        for name in [name for name, value in self.data.values.items() if _is_record(value)]:
-            self.data.drop(name)
+        for node in self.nodes:
+            for name in [name for name, value in node.values.items() if _is_record(value)]:
+                node.drop(name)
 
     def damage(self) -> None:
         """Change a byte of a value."""
-        if name := self._any():
-            value = bytearray(self.data.values[name])
+        if found := self._any():
+            node, name = found
+            value = bytearray(node.values[name])
             value[self.loop.random.randrange(len(value))] ^= 1 << self.loop.random.randrange(8)
-            self.data.values[name] = bytes(value)
+            node.values[name] = bytes(value)
 
     def tear(self) -> None:
         """Cut a value short."""
-        if name := self._any():
-            self.data.values[name] = self.data.values[name][: self.loop.random.randrange(HEADER)]
+        if found := self._any():
+            node, name = found
+            node.values[name] = node.values[name][: self.loop.random.randrange(HEADER)]
 
-    def _any(self) -> bytes:
-        """Draw the key of a value that is not torn, often the record; b"" if there is none."""
-        names = [name for name, value in self.data.values.items() if isinstance(value, bytes) and len(value) > HEADER]
-        records = [name for name in names if _is_record(self.data.values[name])]
+    def _any(self) -> tuple[RedisData, bytes] | None:
+        """Draw the node and key of a value that is not torn, often the record; None if there is none."""
+        names = [
+            (node, name)
+            for node in self.nodes
+            for name, value in node.values.items()
+            if isinstance(value, bytes) and len(value) > HEADER
+        ]
+        records = [(node, name) for node, name in names if _is_record(node.values[name])]
         if not names:
-            return b""
+            return None
         return self.loop.random.choice(records if records and self.loop.random.random() < 0.25 else names)
 
     def stop_replica(self) -> None:
@@ -129,13 +143,18 @@ class RedisServer:
 
     def num_unlisted(self) -> int:
         """Return how many blocks are in no list."""
-        orders = [value for name, value in self.data.values.items() if name.endswith(b":order")]
-        return sum(all(name[-32:] not in order for order in orders) for name in self._blocks())
+        values = {name: value for node in self.nodes for name, value in node.values.items()}
+        return sum(name[-32:] not in values.get(name[:-32] + b"order", ()) for name in self._blocks())
+
+    def capacity_of(self, prefix: bytes) -> int:  # noqa: ARG002 (a cluster has segments)
+        """Return the maximum number of blocks with a prefix."""
+        return self.capacity
 
     def _blocks(self) -> list[bytes]:
         return [
             name
-            for name, value in self.data.values.items()
+            for node in self.nodes
+            for name, value in node.values.items()
             if isinstance(value, bytes) and len(value) > HEADER and not _is_record(value)
         ]
 
@@ -147,9 +166,13 @@ class RedisServer:
         """
         if self.may_miscount:
             return
-        blocks = {name[-32:] for name in self._blocks()}
-        if len(blocks) > self.capacity:
-            raise BrokenPromiseError(f"the server has {len(blocks)} blocks, the store's size is {self.capacity}")
+        names = self._blocks()
+        for prefix, count in Counter(name[:-32] for name in names).items():
+            if count > self.capacity_of(prefix):
+                raise BrokenPromiseError(f"the server has {count} blocks, the store's size is {self.capacity}")
+        self._check_quotas({name[-32:] for name in names})
+
+    def _check_quotas(self, blocks: set[bytes]) -> None:
         lists = {name.rpartition(b":")[2]: value for name, value in self.data.values.items() if isinstance(value, dict)}
         for tenant, most in lists.get(b"quotas", {}).items():
             held = sum(owner[:16] == tenant and name in blocks for name, owner in lists.get(b"owners", {}).items())
@@ -162,7 +185,14 @@ class RedisLink(Link):
 
     A request is a pipeline of units. Other engines' commands may run between two units, and only part of a killed
     engine's last request may arrive.
+
+    Attributes:
+        scheme: scheme of the store's URL.
+        options: more options of the store.
     """
+
+    scheme = "redis"
+    options: Mapping[str, int] = {}
 
     def __init__(self, server: RedisServer) -> None:
         super().__init__(server, DEADLINE, StoreError)
@@ -171,13 +201,14 @@ class RedisLink(Link):
     def open(self, revision: str, bytes_per_block: int) -> RedisStore:
         """Open a store on the server."""
         return RedisStore(
-            read_url(f"redis://server?size=1MiB&timeout_base={DEADLINE}&ttl={self.server.ttl}"),
+            read_url(f"{self.scheme}://server?size=1MiB&timeout_base={DEADLINE}&ttl={self.server.ttl}"),
             bytes_per_block=bytes_per_block,
             num_slots=self.server.capacity,
             namespace=bytes(32),
             use="prefix",
             revision=revision,
             connect=lambda **_: self,
+            **self.options,
         )
 
     def put(
@@ -197,9 +228,9 @@ class RedisLink(Link):
         sets = [[b"SET", name, row.tobytes(), *ttl] for name, row in zip(names, rows, strict=True)]
         ends = list(accumulate(sizes))
         units = [[*sets[end - size : end], command] for size, end, command in zip(sizes, ends, last, strict=True)]
-        done = self._request(units)
+        done, why = self._request(units)
         stored = [answer == b"OK" for answers in done for answer in answers[:-1]]
-        return np.array(stored, np.bool_), [answers[-1] for answers in done], None
+        return np.array(stored, np.bool_), [answers[-1] for answers in done], why
 
     def get(
         self,
@@ -214,26 +245,35 @@ class RedisLink(Link):
         if varies:
             raise NotImplementedError
         asked = list(first or ())
-        answers = [
-            answer for (answer,) in self._request([[command] for command in asked + [[b"GET", n] for n in names]])
-        ]
+        answers, why = self.run(asked + [[b"GET", name] for name in names])
         heads, found = np.zeros((len(names), head_bytes), np.uint8), np.zeros(len(names), np.bool_)
         for index, value in enumerate(answers[len(asked) :]):
+            if isinstance(value, StoreError):
+                raise value
             found[index] = value is not None
             if value is not None and len(value) == head_bytes + out.shape[1]:
                 heads[index] = np.frombuffer(value[:head_bytes], np.uint8)
                 out[index] = np.frombuffer(value[head_bytes:], np.uint8)
-        return found, heads, answers[: len(asked)], None
+        return found, heads, answers[: len(asked)], why
 
     def run(self, commands: Sequence[list[bytes]]) -> tuple[list[Any], str | None]:
         """Run commands; see `RedisClient.run`."""
-        return [answer for (answer,) in self._request([[command] for command in commands])], None
+        done, why = self._request([[command] for command in commands])
+        return [answer for (answer,) in done], why
 
     def close(self) -> None:
         """Do nothing: there is no connection to close."""
 
-    def _request(self, units: list[Unit]) -> list[list[Any]]:
-        return self.call(*(partial(self.server.run, unit) for unit in units))
+    def _request(self, units: list[Unit]) -> tuple[list[list[Any]], str | None]:
+        """Run units. Returns their answers, and why some have none."""
+        return self.call(*(partial(self.server.run, self.server.data, unit) for unit in units)), None
+
+
+def _try(node: RedisData, command: list[bytes]) -> Any:
+    try:
+        return node.run(command)
+    except StoreError as error:
+        return error
 
 
 def _is_record(value: object) -> bool:
