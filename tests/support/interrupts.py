@@ -80,26 +80,40 @@ def _find_places(code: CodeType, *, signals: bool) -> frozenset[int]:
     return frozenset(found)
 
 
+Places = Callable[[CodeType], frozenset[int]]
+"""Offsets of a code's instructions before which an exception may come."""
 At = Callable[[CodeType, int], None]
-"""Is called before an instruction, with its code and offset, and may raise there."""
+"""Is called before such an instruction, with its code and offset, and may raise there."""
 
 if sys.version_info < (3, 12):
 
     @contextmanager
-    def _watched(files: tuple[str, ...], wants: Callable[[CodeType], bool], at: At, *, threads: bool) -> Iterator[None]:
-        """Call `at` in wanted code of the files: in this thread and, if `threads`, in those that start inside."""
+    def _watched(
+        files: tuple[str, ...], places: Places, wants: Callable[[CodeType], bool], at: At, *, threads: bool
+    ) -> Iterator[None]:
+        """Call `at` at the places of wanted code: in this thread and, if `threads`, in those that start inside."""
 
         def enter(frame: FrameType, _event: str, _value: object) -> Any:
-            if not (wants(frame.f_code) and frame.f_code.co_filename.endswith(files)):
+            code = frame.f_code
+            if id(code) not in steps:
+                steps[id(code)] = code, step_of(code) if code.co_filename.endswith(files) else None
+            step = steps[id(code)][1]
+            if step is None or not wants(code):
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
             return step
 
-        def step(frame: FrameType, event: str, _value: object) -> Any:
-            if event == "opcode":
-                at(frame.f_code, frame.f_lasti)
+        def step_of(code: CodeType) -> Any:
+            offsets = places(code)
+
+            def step(frame: FrameType, event: str, _value: object) -> Any:
+                if event == "opcode" and frame.f_lasti in offsets:
+                    at(code, frame.f_lasti)
+                return step
+
             return step
 
+        steps: dict[int, tuple[CodeType, Any]] = {}
         before = sys.gettrace()
         if threads:
             threading.settrace(enter)
@@ -128,12 +142,16 @@ else:
             codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
 
     @contextmanager
-    def _watched(files: tuple[str, ...], wants: Callable[[CodeType], bool], at: At, *, threads: bool) -> Iterator[None]:
-        """Call `at` in wanted code of the files: in this thread or, if `threads`, in all."""
+    def _watched(
+        files: tuple[str, ...], places: Places, wants: Callable[[CodeType], bool], at: At, *, threads: bool
+    ) -> Iterator[None]:
+        """Call `at` at the places of wanted code: in this thread or, if `threads`, in all."""
         mine = threading.get_ident()
 
         def step(code: CodeType, offset: int) -> None:
-            if wants(code) and (threads or threading.get_ident() == mine) and code.co_filename.endswith(files):
+            if not (wants(code) and (threads or threading.get_ident() == mine) and code.co_filename.endswith(files)):
+                return
+            if offset in places(code):
                 at(code, offset)
 
         _instrument(files, len(sys.modules))
@@ -168,11 +186,11 @@ class CountedInterrupt:
         if self.where:
             yield
             return
-        with _watched(self._files, lambda _: not self.where, self._at, threads=False):
+        with _watched(self._files, self._places, lambda _: not self.where, self._at, threads=False):
             yield
 
     def _at(self, code: CodeType, offset: int) -> None:
-        if not self.where and offset in self._places(code):
+        if not self.where:
             if self.passed == self._place:
                 self.where = str(Place(code, offset, in_main=True))
                 raise self._error
@@ -201,13 +219,14 @@ class Interrupt:
         self.where = ""
         self._armed = False
         self._signals = issubclass(error, KeyboardInterrupt)
+        self._places = functools.partial(_places, signals=self._signals)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Watch this thread and those that start inside."""
         if sys.version_info >= (3, 12):
             _instrument.cache_clear()  # modules may have been reimported
-        with _watched(self.files, self._wants, self._at, threads=not self._signals):
+        with _watched(self.files, self._places, self._wants, self._at, threads=not self._signals):
             yield
 
     @contextmanager
@@ -223,7 +242,7 @@ class Interrupt:
         return not self.where and (self.place is None or self.place.code is code)
 
     def _at(self, code: CodeType, offset: int) -> None:
-        if self.where or offset not in _places(code, signals=self._signals):
+        if self.where:
             return
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and not self._armed:
