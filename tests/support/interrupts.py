@@ -173,10 +173,12 @@ class CountedInterrupt:
     Attributes:
         where: the place, once reached.
         passed: number of places reached before it.
+        passes: the numbers of each instruction's places.
     """
 
     def __init__(self, place: int, files: tuple[str, ...], error: type[BaseException] = KeyboardInterrupt) -> None:
         self.where, self.passed = "", 0
+        self.passes: dict[tuple[int, int], list[int]] = {}
         self._place, self._files, self._error = place, files, error
         self._places = functools.partial(_places, signals=issubclass(error, KeyboardInterrupt))
 
@@ -194,6 +196,7 @@ class CountedInterrupt:
             if self.passed == self._place:
                 self.where = str(Place(code, offset, in_main=True))
                 raise self._error
+            self.passes.setdefault((id(code), offset), []).append(self.passed)
             self.passed += 1
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -311,32 +312,41 @@ def test_closing_a_cache_ends_the_spans_of_running_work(spans: Spans, store: str
 WORKING = ("executor/executor.py", "executor/legs.py", "prefix_store/loads.py", "prefix_store/writes.py")
 
 
+def interrupted(place: int, medium: dict[bytes, Any], *, swaps: bool) -> CountedInterrupt:
+    """Interrupt a cache at a place, and check its spans."""
+    interrupt = CountedInterrupt(place, WORKING)
+    kept = KeyedStore(dict(medium), bytes_per_block=SIZE)
+    with (
+        recorded() as spans,
+        opened(kept, host_blocks=8, swap_store="memory://interrupted?size=1MiB") as cache,
+        suppress(KeyboardInterrupt),
+        interrupt.armed(),
+    ):
+        if swaps:
+            swap_in(cache, "external")
+        else:
+            prefetch(cache, PROMPT)
+            compute(cache, PROMPT)
+    try:
+        spans.check()
+    except AssertionError as failure:
+        raise AssertionError(f"interrupted at {interrupt.where}: {failure}") from failure
+    return interrupt
+
+
+@pytest.mark.parametrize("each_pass", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["a pass", "each pass"])
 @pytest.mark.parametrize("swaps", [False, True], ids=["prefix store", "swaps"])
-def test_an_interrupt_at_any_place_leaves_no_span_open(swaps: bool):
+def test_an_interrupt_at_any_place_leaves_no_span_open(swaps: bool, each_pass: bool):
     medium: dict[bytes, Any] = {}
     with opened(KeyedStore(medium, bytes_per_block=SIZE)) as cache:
         compute(cache, PROMPT[:9])
-    reached, place, where = True, 0, "memory://interrupted?size=1MiB"
-    while reached:
-        interrupt = CountedInterrupt(place, WORKING)
-        kept = KeyedStore(dict(medium), bytes_per_block=SIZE)
-        with (
-            recorded() as spans,
-            opened(kept, host_blocks=8, swap_store=where) as cache,
-            suppress(KeyboardInterrupt),
-            interrupt.armed(),
-        ):
-            if swaps:
-                swap_in(cache, "external")
-            else:
-                prefetch(cache, PROMPT)
-                compute(cache, PROMPT)
-        reached, place = bool(interrupt.where), place + 1
-        try:
-            spans.check()
-        except AssertionError as failure:
-            raise AssertionError(f"interrupted at {interrupt.where}: {failure}") from failure
-    assert place > 100
+    passes = interrupted(sys.maxsize, medium, swaps=swaps).passes.values()
+    assert len(passes) > 100
+    if each_pass:
+        assert next(place for place in count() if not interrupted(place, medium, swaps=swaps).where) > 100
+    else:  # each instruction once, the first at its first pass, the second at its second
+        reached = [interrupted(each[at % len(each)], medium, swaps=swaps).where for at, each in enumerate(passes)]
+        assert sum(map(bool, reached)) > 100
 
 
 def test_the_page_lists_every_span_and_attribute(spans: Spans, store: str):
