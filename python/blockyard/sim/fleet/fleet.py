@@ -239,7 +239,7 @@ class _Fleet:
             self.server = (
                 RedisServer(loop, self._see, capacity=capacity, ttl=ttl)
                 if store == "redis"
-                else RedisCluster(loop, self._see, capacity=capacity * SEGMENTS, ttl=ttl)  # each has so many
+                else RedisCluster(loop, self._see, capacity=capacity * SEGMENTS, ttl=ttl)  # `capacity` in each
             )
             num_keys = NUM_KEYS + int(options.seconds * NEW_KEYS)  # used by all engines together
             self.oracle.may_evict = self._has_tenants or capacity < max(CAPACITY, num_keys) or ttl > 0
