@@ -35,7 +35,7 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import require_fit
-from blockyard.integrations.sglang.pages import as_bytes, restorable_pages
+from blockyard.integrations.sglang.pages import as_bytes, refuse_own_folders, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
 from blockyard.stores.adapters.jobs import Steps
 from blockyard.stores.adapters.objects import PrefixObjects, store_url
@@ -96,11 +96,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         self._group = _device_pools(params, components)
         self.pools = self._group.entry_map
         rank, ranks = _rank(params)
-        if options["root_dir"] is not None and self._group.rank_replicated and ranks > 1:
-            raise InvalidArgumentError(
-                f"root_dir is {options['root_dir']!r}, but {ranks} ranks share the pages of this model: "
-                "url must name a store that all can open, such as redis://"
-            )
+        refuse_own_folders(options["root_dir"], ranks, share_pages=self._group.rank_replicated)
         self._owner, self._ranks = not self._group.rank_replicated or rank == 0, ranks
         place = [params.pp_rank, params.pp_size, params.attn_cp_rank, params.attn_cp_size]
         place += [] if self._group.rank_replicated else [rank, ranks]

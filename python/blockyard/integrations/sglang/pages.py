@@ -1,4 +1,4 @@
-"""Shared by the two SGLang integrations: which prefixes can be restored, and a tensor's bytes."""
+"""Shared by the two SGLang integrations: which prefixes can be restored, a tensor's bytes, and a check of options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
 
-__all__ = ["as_bytes", "leading", "restorable_pages"]
+from blockyard.errors import InvalidArgumentError
+
+__all__ = ["as_bytes", "leading", "refuse_own_folders", "restorable_pages"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,6 +54,19 @@ def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """View the bytes of a contiguous CPU tensor; other tensors are copied."""
     flat: NDArray[np.uint8] = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return flat
+
+
+def refuse_own_folders(root_dir: object, ranks: int, *, share_pages: bool) -> None:
+    """Refuse `root_dir`, which gives each rank its own store, if several ranks share their pages.
+
+    Raises:
+        InvalidArgumentError: they do.
+    """
+    if root_dir is not None and share_pages and ranks > 1:
+        raise InvalidArgumentError(
+            f"root_dir is {root_dir!r}, but {ranks} ranks share the pages of this model: "
+            "url must name a store that all can open, such as redis://"
+        )
 
 
 def leading(there: Sequence[bool]) -> int:

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.sglang.pages import as_bytes, leading, restorable_pages
+from blockyard.integrations.sglang.pages import as_bytes, leading, refuse_own_folders, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
 from blockyard.stores.adapters.objects import PrefixObjects, require_one, store_url
 
@@ -83,11 +83,7 @@ class BlockyardHiCache(HiCacheStorage):
             raise InvalidArgumentError(
                 f"extra_config has {', '.join(unknown)}, must be of root_dir, url, size, revision and kv_dtype"
             )
-        if self._root is not None and storage_config.is_mla_model and storage_config.tp_size > 1:
-            raise InvalidArgumentError(
-                f"root_dir is {self._root!r}, but {storage_config.tp_size} ranks share the pages of this model: "
-                "url must name a store that all can open, such as redis://"
-            )
+        refuse_own_folders(self._root, storage_config.tp_size, share_pages=storage_config.is_mla_model)
         require_one(self._root, self._url)
         self._objects: PrefixObjects | None = None
         self._recorder: QueryRecorder | None = None
