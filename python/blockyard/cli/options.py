@@ -336,8 +336,6 @@ def _add_replay(commands: Any) -> None:
         metavar="X",
         help="share of the requests, from the start of the trace, that fill the cache and are not counted",
     )
-    command.add_argument("--jobs", type=_count(1), metavar="N", help="number of processes (default: one per core)")
-    command.add_argument("--executor", metavar="URL", help="run on a Dask cluster instead: dask://HOST:PORT")
     _add_engine_options(command)
     _add_picture_options(command)
 
@@ -366,13 +364,14 @@ def _add_plan(commands: Any) -> None:
     prices.add_argument("--device-price", type=_factor, default=2.5, metavar="X", help="accelerators of one engine")
     prices.add_argument("--host-price", type=_factor, default=0.005, metavar="X", help="a GiB of host memory")
     prices.add_argument("--store-price", type=_factor, default=0.0002, metavar="X", help="a GiB of the store")
-    command.add_argument("--jobs", type=_count(1), metavar="N", help="processes (default: one for each core)")
-    command.add_argument("--executor", metavar="URL", help="run on a Dask cluster instead: dask://HOST:PORT")
     _add_engine_options(command)
     _add_picture_options(command)
 
 
 def _add_engine_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of `replay` and `plan`: where engines run, and what they are like."""
+    command.add_argument("--jobs", type=_count(1), metavar="N", help="number of processes (default: one per core)")
+    command.add_argument("--executor", metavar="URL", help="run on a Dask cluster instead: dask://HOST:PORT")
     group = command.add_argument_group(
         "times",
         "With --step-time, --fit or --system, whole engines with the real scheduler serve the trace in virtual time.",
@@ -461,11 +460,8 @@ def _count(least: int) -> Callable[[str], int]:
 
 def _four(text: str) -> tuple[float, ...]:
     """Parse four numbers, none below 0; an argparse type."""
-    try:
-        values = tuple(map(float, text.split(",")))
-    except ValueError:
-        values = ()
-    if len(values) != 4 or not all(0 <= value < float("inf") for value in values):
+    values = _numbers(text)
+    if len(values) != 4:
         raise argparse.ArgumentTypeError(f"{text!r} is not four non-negative numbers separated by commas")
     return values
 
