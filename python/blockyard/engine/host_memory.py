@@ -19,9 +19,9 @@ from blockyard.errors import InvalidArgumentError, OutOfMemoryError
 _HUGE_PAGE: Final = 2 << 20
 # From Linux 5.14; Python has no constant for it.
 _POPULATE_WRITE: Final = 23
-# Linux, on every architecture that CUDA has.
+# Linux, on every architecture that CUDA has; the mmap module has `MAP_NORESERVE` from Python 3.13 on.
 _MAP_FIXED: Final = 0x10
-_MAP_NORESERVE: Final = 0x4000
+MAP_NORESERVE: Final = 0x4000
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}
 _MPOL_PREFERRED: Final = 1
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -118,7 +118,7 @@ class HostMapping:
         Otherwise they could be reused, and this object would unmap them at its end.
         """
         address, size = ctypes.c_void_p(self.address), ctypes.c_size_t(self._whole_pages(self.num_bytes))
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | MAP_NORESERVE
         # No access: a read must not see zeros instead of the blocks.
         _LIBC.mmap(address, size, 0, flags, -1, ctypes.c_long(0))
 

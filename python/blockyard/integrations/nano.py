@@ -296,7 +296,7 @@ class BlockManager:
             wanted = self._wanted(entry, tokens)
             if wanted <= self.manager.pool().num_free:
                 self._offload(wanted)
-            self._tell(entry, tokens)
+            self._append(entry, tokens)
             self._show(entry)
             self._in_critical_section = False
         entry.tokens = tokens
@@ -519,13 +519,13 @@ class BlockManager:
         entry.computed = max(entry.computed, computed)
         if entry.computed >= entry.full:
             self._in_critical_section = True
-            self._tell(entry, entry.computed)
+            self._append(entry, entry.computed)
             self._land(())
             self.manager.mark_computed([entry.handle], [entry.computed])
             self._show(entry)
             entry.full = (entry.computed // self.block_size + 1) * self.block_size
 
-    def _tell(self, entry: _Running, tokens: int) -> None:
+    def _append(self, entry: _Running, tokens: int) -> None:
         """Append tokens up to this number in the manager."""
         if (new := tokens - entry.named) > 0:
             self.manager.append([entry.handle], new, token_ids=entry.sequence.token_ids[entry.named : tokens])

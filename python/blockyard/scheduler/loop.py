@@ -135,17 +135,17 @@ class CacheLoop:
     def poll(self) -> None:
         """End the tickets of finished transfers, and advance the prefix store; never waits."""
         keep(self._ended, self._executor.poll)
-        self._tell()
+        self._complete_ended()
         if self._cache.prefix_store is not None:
             self._cache.prefix_store.poll()
 
     def drain(self) -> None:
         """Wait for all transfers, and end their tickets."""
-        self._tell()
+        self._complete_ended()
         while self._tickets:
             # One C call moves the executor's answer into the list.
             self._ended.extend(zip(map(self._executor.wait, self._tickets[:1]), strict=True))
-            self._tell()
+            self._complete_ended()
 
     def _take_in(self, step: Step) -> None:
         """End finished tickets. Wait for this step's ticket if its computation depended on it."""
@@ -153,7 +153,7 @@ class CacheLoop:
         while not (step.rows or ended) and self._tickets:
             self._runtime.sleep(_IDLE_SECONDS)
             ended = keep(self._ended, self._executor.poll)
-        self._tell()
+        self._complete_ended()
         is_idle = not (step.rows or self._tickets)
         was_loading = self._scheduler.num_loading > 0  # when this step was decided
         has_others_load = self._advance_prefixes(may_wait=is_idle)
@@ -181,7 +181,7 @@ class CacheLoop:
             prefixes.wait(until=lambda: prefixes.num_open < loading)
         return loading > 0
 
-    def _tell(self) -> None:
+    def _complete_ended(self) -> None:
         """Complete ended tickets in the scheduler, and warn the user of errors."""
         while self._ended:
             for done in self._ended[0]:

@@ -6,17 +6,14 @@ import contextlib
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
 
+from blockyard.engine.host_memory import MAP_NORESERVE
 from blockyard.errors import InvalidArgumentError, OutOfMemoryError
 
 __all__ = ["HostMemory", "resident_bytes"]
-
-# Linux's constant; the mmap module has it from Python 3.13 on.
-_MAP_NORESERVE: Final = 0x4000
 
 
 class HostMemory:
@@ -42,7 +39,7 @@ class HostMemory:
         if self.chunk < 1 or self.chunk % mmap.PAGESIZE:
             raise InvalidArgumentError(f"chunk_bytes is {self.chunk}, must be a multiple of {mmap.PAGESIZE}")
         total = sum(-(-size // self.chunk) * self.chunk for size in sizes)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         try:
             self._map = mmap.mmap(-1, total, flags=flags)
         except OSError as error:

@@ -176,7 +176,7 @@ class BlockyardConnector:
                 future = self._jobs.submit(lane, self._steps(ticket, steps))
                 self._open[ticket] = _Operation(future, count, is_put)
                 for _ in range(2):  # one attempt may raise
-                    future.add_done_callback(partial(self._tell, ticket))
+                    future.add_done_callback(partial(self._signal, ticket))
             except BaseException:
                 self._open.pop(ticket, None)  # it waits for the lock and will not start
                 raise
@@ -188,7 +188,7 @@ class BlockyardConnector:
             is_open = ticket in self._open
         return (yield from steps) if is_open else []
 
-    def _tell(self, ticket: int, _future: Future[list[bool]]) -> None:
+    def _signal(self, ticket: int, _future: Future[list[bool]]) -> None:
         """Signal the descriptor for an ended operation."""
         with self._changed:
             operation = self._open.get(ticket)
