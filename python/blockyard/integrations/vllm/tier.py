@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
-from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores import open_store
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
-from blockyard.stores.adapters.objects import require_one
+from blockyard.stores.adapters.objects import store_url
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
 
@@ -114,11 +113,11 @@ class BlockyardTier(SecondaryTierManager):
             tier_type=tier_type,
             backpressure_detector=backpressure_detector,
         )
-        require_one(root_dir, url)
+        url = store_url(root_dir, url, size)
         self._rows = _rows(primary_kv_view)
         width = int(self._rows.shape[1])
         self._store = open_store(
-            url if url is not None else f"file://{quote(str(root_dir))}?size={size}",
+            url,
             bytes_per_block=width,
             namespace=namespace(offloading_spec, width, revision),
             use="prefix",

@@ -50,8 +50,8 @@ def require_one(root_dir: str | None, url: str | None) -> None:
         raise InvalidArgumentError(f"root_dir is {root_dir!r} and url is {url!r}, must give exactly one of them")
 
 
-def store_url(root_dir: str | None, url: str | None, size: int | str, part: str) -> str:
-    """Return the URL of a store: `url`, or a file store in folder `part` of `root_dir`, which is created.
+def store_url(root_dir: str | None, url: str | None, size: int | str, part: str = "") -> str:
+    """Return the URL of a store: `url`, or a file store in `root_dir` or its folder `part`, whose parents are created.
 
     Raises:
         InvalidArgumentError: not exactly one of `root_dir` and `url` is given.
