@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -225,7 +226,12 @@ def start_worker(
 
     Returns:
         The started thread.
+
+    Raises:
+        RuntimeError: no thread can be started.
     """
+    if sys.is_finalizing():  # before Python 3.12, `Thread.start` would wait forever
+        raise RuntimeError(f"thread {name} cannot be started: the interpreter is ending")
 
     def work() -> None:
         try:

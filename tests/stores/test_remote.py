@@ -1,10 +1,15 @@
 """What stores on servers share: one use each, slots that go, errors without secrets, and the options of their URLs."""
 
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from memory_stores import SIZE, KeyedStore, names, rows
+from memory_stores import PATIENCE, SIZE, KeyedStore, names, rows
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
@@ -56,6 +61,27 @@ def test_slots_are_removed_on_closing_and_keys_stay():
             assert len(store.blocks) >= 3
         assert len(store.blocks) == left
         assert not store.is_connected
+
+
+def test_a_finalizer_may_close_a_store_as_the_interpreter_ends():
+    program = """
+        from test_remote import FarStore, np, rows
+
+        class Engine:
+            def __init__(self):
+                self.store = FarStore("swap")
+            def __del__(self):
+                print(self.store.close(), self.store.is_connected)
+
+        kept = Engine()
+        assert kept.store.wait(kept.store.submit_write(np.arange(3), rows(3))).ok.all()
+    """
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True False\n", "")
 
 
 def test_a_store_has_one_use():

@@ -74,9 +74,13 @@ class RemoteStore(ThreadedStore):
         until = self._runtime.monotonic() + timeout
         in_time = super().close(timeout)
         if self._process.is_current and self._names:
-            cleaner = self._runtime.start_worker("blockyard-store", self._remove_slots, lambda: None)
-            cleaner.join(max(0.0, until - self._runtime.monotonic()))
-            in_time = in_time and not cleaner.is_alive()
+            try:
+                cleaner = self._runtime.start_worker("blockyard-store", self._remove_slots, lambda: None)
+            except RuntimeError as error:  # the interpreter is ending, or there are too many threads
+                self._note(error)
+            else:
+                cleaner.join(max(0.0, until - self._runtime.monotonic()))
+                in_time = in_time and not cleaner.is_alive()
         if in_time and self._process.is_current:
             self._disconnect()
         return in_time
