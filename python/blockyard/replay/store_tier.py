@@ -117,6 +117,7 @@ class _Store(ExternalStore):
         (self._read, self._write), self._clock, (self._loads, self._writes) = links, clock, alarms
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._all = np.ones(0, np.bool_)
+        self._named: tuple[Keys, list[bytes]] = ([], [])  # the last keys, which are asked for and then put, as names
         self._open: list[tuple[float, int]] = []
         self._answers: dict[int, Completion] = {}
         self._tickets = 0
@@ -134,7 +135,7 @@ class _Store(ExternalStore):
 
     def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:  # noqa: ARG002
         """Store blocks."""
-        blocks, names = self._blocks, _names(keys)
+        blocks, names = self._blocks, self._names(keys)
         for key in names:
             if key in blocks:
                 blocks.move_to_end(key)
@@ -152,7 +153,7 @@ class _Store(ExternalStore):
 
     def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
         """Read blocks."""
-        names = _names(keys)
+        names = self._names(keys)
         found = np.array([name in self._blocks for name in names], np.bool_)
         for name, is_there in zip(names, found.tolist(), strict=True):
             if is_there:
@@ -173,7 +174,7 @@ class _Store(ExternalStore):
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """Return which blocks it has, bool `[n]`."""
-        names = _names(keys)
+        names = self._names(keys)
         if self._blocks.keys().isdisjoint(names):
             return np.zeros(len(names), np.bool_)
         return np.array([name in self._blocks for name in names], np.bool_)
@@ -212,12 +213,11 @@ class _Store(ExternalStore):
         self._answers[self._tickets] = Completion(self._tickets, found, rows, reasons)
         return self._tickets
 
-
-def _names(keys: Keys) -> list[bytes]:
-    if isinstance(keys, np.ndarray):
-        names: list[bytes] = keys.view(_KEY)[:, 0].tolist()
-        return names
-    return list(keys)
+    def _names(self, keys: Keys) -> list[bytes]:
+        if keys is not self._named[0]:
+            names = keys.view(_KEY)[:, 0].tolist() if isinstance(keys, np.ndarray) else list(keys)
+            self._named = (keys, names)
+        return self._named[1]
 
 
 class _Clock(Runtime):

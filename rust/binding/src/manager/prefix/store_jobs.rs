@@ -8,6 +8,7 @@ use crate::manager::shared::Shared;
 use blockyard_core::{ExportedKey, JobId, StoreJob, StoreWrites};
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 
 /// A load from a prefix store, or a write to it: the keys, and the block for each.
 #[pyclass(frozen, get_all, name = "StoreJob", module = "blockyard._core")]
@@ -42,6 +43,17 @@ fn keys_array(py: Python<'_>, keys: &[ExportedKey]) -> PyResult<Py<PyArray2<u8>>
 
 impl PyStoreJob {
     fn new(py: Python<'_>, job: &StoreJob) -> PyResult<Self> {
+        static NONE: PyOnceLock<PyStoreJob> = PyOnceLock::new();
+        if !job.blocks.is_empty() {
+            return Self::with_arrays(py, job);
+        }
+        // Most jobs that begin have no blocks, and arrays would cost more than the rest of the call.
+        let none = NONE.get_or_try_init(py, || Self::with_arrays(py, job))?;
+        let [keys, tenants, parents] = [&none.keys, &none.tenants, &none.parents].map(|rows| rows.clone_ref(py));
+        Ok(Self { job: job.job.0, tier: job.tier.name(), keys, blocks: none.blocks.clone_ref(py), tenants, parents })
+    }
+
+    fn with_arrays(py: Python<'_>, job: &StoreJob) -> PyResult<Self> {
         let StoreJob { job, tier, keys, blocks, tenants, parents } = job;
         let blocks = memory::array(py, blocks, |block| i64::from(block.0))?.unbind();
         let (keys, parents) = (keys_array(py, keys)?, keys_array(py, parents)?);
