@@ -116,7 +116,7 @@ class Waits(kit.MyScheduler):
 @pytest.mark.parametrize(
     ("bug", "says"),
     [
-        (WritesToTheWrongSlots, "row 0 writes slots"),
+        (WritesToTheWrongSlots, r"row 0 writes slots|slot_mapping\["),
         (ReadsAnOldTable, "block_table"),
         (MovesNothing, r"complete\(ticket=\d+, lost=\[\]\) came before execute"),
         (ForgetsTheSwapped, "steps did nothing|requests are left"),
