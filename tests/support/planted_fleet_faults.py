@@ -447,7 +447,7 @@ _FOUND_BY = {
     "a key that failed is never read again": 46,
     "a full server drops nothing": 2,
     "a put does not look at quotas": 1,
-    "a quota waits for blocks that the server has lost": 28,
+    "a quota waits for blocks that the server has lost": 49,
     "blocks in no list stay": 17,
     "a block leaves its list before it is deleted": 3,
     "a script runs where half of its keys are": 107,

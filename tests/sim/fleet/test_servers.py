@@ -11,6 +11,7 @@ from typing import Any
 import redis
 from servers import serving
 
+from blockyard.errors import StoreError
 from blockyard.sim.fleet.servers.redis_data import RedisData
 from blockyard.stores.redis.lists import Lists
 
@@ -36,8 +37,11 @@ def test_the_model_answers_as_a_real_server(tmp_path: Path):
                     *([b"SET", lists.prefix + name, b"value"] for name in names),
                 ]
             )
-            assert data.run(command) == _plain(client.execute_command(*command)), command
-            if chance.random() < 0.1:
+            if chance.random() < 0.2:
+                data.is_full = not data.is_full
+                client.config_set("maxmemory", int(data.is_full))
+            assert _tried(data.run, command) == _plain(_tried(client.execute_command, *command)), command
+            if not data.is_full and chance.random() < 0.1:
                 assert _sweep(lists, data.run) == _sweep(lists, client.execute_command)
         assert set(data.values) == set(client.scan_iter())
 
@@ -55,6 +59,14 @@ def _sweep(lists: Lists, run: Callable[..., Any]) -> Any:
                 answers.add(_plain(answer))
             command = sweep.send(answer)
     return keys, answers
+
+
+def _tried(run: Callable[..., Any], *command: Any) -> Any:
+    """Return the answer to a command, or that it was refused."""
+    try:
+        return run(*command)
+    except (StoreError, redis.ResponseError):
+        return "refused"
 
 
 def _plain(answer: object) -> object:

@@ -19,6 +19,7 @@ __all__ = ["RedisData"]
 _OK: Final = b"OK"
 _FULL: Final = "OOM command not allowed when used memory > 'maxmemory'."
 _GROWING: Final = {b"SET", b"HSET", b"HSETNX", b"HINCRBY", b"ZADD"}
+_WRITING: Final = {*_GROWING, b"DEL", b"UNLINK", b"EXPIRE", b"HDEL", b"ZREM", b"ZPOPMIN"}
 
 
 class RedisData:
@@ -45,6 +46,7 @@ class RedisData:
         self.is_full = False
         self.server, self.num_failovers, self.keys_per_scan = 0, 0, 8
         self._clock, self._watch = clock, watch
+        self._has_written = False  # a script that has written is not refused memory
 
     def run(self, command: list[bytes]) -> Any:
         """Run a command. Returns an int, bytes, None or a list.
@@ -53,8 +55,9 @@ class RedisData:
             StoreError: the server refuses the command.
         """
         name, *words = command
-        if self.is_full and name in _GROWING:
+        if self.is_full and name in _GROWING and not self._has_written:
             raise StoreError(_FULL)
+        self._has_written |= _scripts.data is self and name in _WRITING
         self._drop_expired()
         if name == b"EVAL":
             return self._eval(words[0], words[2 : 2 + int(words[1])], words[2 + int(words[1]) :])
@@ -79,11 +82,11 @@ class RedisData:
     # ---- scripts ----
 
     def _eval(self, script: bytes, keys: list[bytes], words: list[bytes]) -> Any:
-        outer, _scripts.data = _scripts.data, self
+        outer, _scripts.data, self._has_written = _scripts.data, self, False
         try:
             return _scripts.run(script, keys, words)
         finally:
-            _scripts.data = outer
+            _scripts.data, self._has_written = outer, False
 
     # ---- strings and keys ----
 
