@@ -112,10 +112,9 @@ _DROPPING_OF: Final = """
 local function drop_of(tenant, quota, most)
   local extra = math.min((tonumber(redis.call('HGET', held, tenant)) or 0) - quota, most)
   for _ = 1, extra do
-    local leaf = redis.call('ZRANGE', leaves(tenant), 0, 0)[1]
+    local leaf = redis.call('ZPOPMIN', leaves(tenant))[1]
     if not leaf then return end
     drop(leaf)
-    redis.call('ZREM', leaves(tenant), leaf)  -- the server may have lost its owner
   end
 end
 """
