@@ -37,9 +37,9 @@ def test_a_line_says_what_runs_after_a_second(
     said = ""
     until = time.monotonic() + 60
     with show_progress("loading the model", quiet=False):
-        while not said and time.monotonic() < until:
+        while not said.endswith("\n") and time.monotonic() < until:
             time.sleep(0.001)
-            said = capfd.readouterr().err
+            said += capfd.readouterr().err
     assert said == "loading the model ...\n"
 
 
