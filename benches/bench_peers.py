@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from bench_defrag import MARGIN, MOVES, RUNNING, STARTS, THRESHOLD, Churn, Step
+from bench_defrag import MARGIN, MOVES, RUNNING, STARTS, THRESHOLD, AllocatorStep, Churn
 from bench_manager import allocate_and_free, decode, fork, swap
 from bench_prefix import evict, prompts, w_prefix
 from figures import keep
@@ -157,7 +157,7 @@ def defrag(*, fresh: bool, moves: int) -> tuple[list[float], float]:
     churn, observer = Churn(blocks), BlockObserver(blocks)
     moved = 0
 
-    def step(made: tuple[Step, NDArray[np.int64]]) -> None:
+    def step(made: tuple[AllocatorStep, NDArray[np.int64]]) -> None:
         nonlocal moved
         observer.release_ids(made[0].freed, fresh=fresh)
         observer.use_ids(made[0].new, fresh=fresh)
@@ -167,7 +167,7 @@ def defrag(*, fresh: bool, moves: int) -> tuple[list[float], float]:
         observer.resolve(made[1])
         moved += len(plan)
 
-    def made() -> tuple[Step, NDArray[np.int64]]:
+    def made() -> tuple[AllocatorStep, NDArray[np.int64]]:
         new = churn.step(tables=True)
         return new, np.concatenate([np.array(table, np.int64) for table in new.tables or ()])
 

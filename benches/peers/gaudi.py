@@ -10,7 +10,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from bench_defrag import RUNNING, STARTS, Churn, Step
+from bench_defrag import RUNNING, STARTS, AllocatorStep, Churn
 from common import Figures, laps, report
 from stand_ins import bare, stand_in
 
@@ -42,7 +42,7 @@ def measure() -> Figures:
     defragmenter._swap = lambda pairs, _: moves.append(len(pairs))  # noqa: SLF001
     churn = Churn(BLOCKS)
 
-    def step(made: Step) -> None:
+    def step(made: AllocatorStep) -> None:
         defragmenter.update_state(made.grown, made.ended)
         defragmenter.defragment()
         defragmenter.resolve_all(made.tables)
