@@ -279,10 +279,11 @@ def test_a_worker_ends_when_its_driver_is_killed(tmp_path: Path):
         if __name__ == "__main__":
             from blockyard.executor import RemoteExecutor
             ours, theirs = get_context("spawn").Pipe()
-            process = get_context("spawn").Process(target=work, args=(theirs,))
+            # Python would wait for any other worker after an error here, and that worker for the pipe's end: forever.
+            process = get_context("spawn").Process(target=work, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
-            assert RemoteExecutor(ours).ask("hello") == "hello"
+            assert RemoteExecutor(ours, timeout=300).ask("hello") == "hello"
             print("ready", flush=True)
             sys.stdin.read()
     """
