@@ -129,7 +129,7 @@ test-asan: dev
 	mkdir -p $(@D)
 	$(UV) venv --quiet --clear --python $(FREE_THREADED) $(@D)/venv
 	$(UV) pip install --quiet --python $(@D)/venv/bin/python --only-binary :all: --constraint requirements-dev.txt torch numpy \
-	    pytest pytest-xdist hypothesis msgspec pyzmq obstore greenlet lupa prometheus-client opentelemetry-sdk redis[hiredis] rich
+	    pytest pytest-xdist hypothesis msgspec pyzmq obstore greenlet lupa maturin prometheus-client opentelemetry-sdk redis[hiredis] rich
 	echo "$(CURDIR)/python" > \
 	    $$($(@D)/venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/blockyard.pth
 	touch $@
