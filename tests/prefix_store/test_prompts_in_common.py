@@ -49,14 +49,14 @@ class Kept(KeyedStore):
 
 
 @contextmanager
-def cache_over(blocks: dict[bytes, np.ndarray], device_blocks: int, timeout_base: float = 60.0) -> Iterator[KVCache]:
+def cache_over(blocks: dict[bytes, np.ndarray], device_blocks: int) -> Iterator[KVCache]:
     with KVCache(
         LAYOUT,
         device_blocks=device_blocks,
         prefix_caching=True,
         prefix_store=Kept(blocks, bytes_per_block=SIZE),
         namespace=b"model",
-        prefetch_timeout_base=timeout_base,
+        prefetch_timeout_base=60.0,
     ) as cache:
         yield cache
 
@@ -153,8 +153,10 @@ def test_a_load_brings_the_blocks_of_another_whose_copy_failed(
 def test_a_load_waits_for_others_until_its_deadline(
     stored: tuple[dict[bytes, np.ndarray], np.ndarray], monkeypatch: pytest.MonkeyPatch
 ):
-    with cache_over(stored[0], 8 * BLOCKS, 0.1) as cache, held(cache, monkeypatch) as gate:
-        fetch = prefixes(cache).prefetch(PROMPT)
+    with cache_over(stored[0], 8 * BLOCKS) as cache, held(cache, monkeypatch) as gate:
+        with monkeypatch.context() as patch:
+            patch.setattr(prefixes(cache), "_timeout_base", 0.1)
+            fetch = prefixes(cache).prefetch(PROMPT)
         wait_until(lambda: fetch.done)
         assert dict(prefixes(cache).stats().misses) == {"timeout": 1}
         gate.is_open = True
