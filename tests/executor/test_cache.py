@@ -328,7 +328,7 @@ def test_a_store_that_hangs_is_a_reason_and_the_call_does_not_wait():
     cache, store = failing_cache()
     gate = threading.Event()
     with cache:
-        store.before, store.timeout_base = lambda call: call == "stats" or gate.wait(PATIENCE), 0.5  # after which the call must run
+        store.before, store.timeout_base = lambda call: call == "stats" or gate.wait(PATIENCE), 0.5
         swap_out(cache)
         began = time.monotonic()
         assert cache.health() == Health(ok=True, reasons=("swap store: it does not answer, its blocks are misses",))
