@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from figures import keep
 
+from blockyard.sim.fleet.clock import EngineRuntime
 from blockyard.sim.fleet.servers.object_server import ObjectServer
 from blockyard.sim.loop import Loop
 from blockyard.stores.object_store import ObjectStore, read_url
@@ -128,10 +129,9 @@ def run(seed: int, engines: int, requests: int, found: Figures) -> None:
     gc.collect()
     gc.disable()  # it would scan the objects of all engines, which really are in separate processes
     began, before = time.process_time(), found.lookups
-    with use_runtime(loop):
-        for number in range(engines):
-            loop.start("engine", partial(engine, loop, server, number, requests, found))
-        loop.run()
+    for number in range(engines):
+        loop.start("engine", partial(engine, loop, server, number, requests, found))
+    loop.run()
     found.cpu.append((time.process_time() - began) / (found.lookups - before))
     gc.enable()
     found.reads += sum(server.reads.values())
@@ -145,14 +145,15 @@ def engine(loop: Loop, server: CountingServer, number: int, requests: int, found
     chance = random.Random(f"{loop.random.random()} {number}")
     loop.sleep(chance.uniform(0.0, START_SECONDS))
     link = server.connect()
-    store = ObjectStore(
-        read_url("s3://bucket?size=1GiB"),
-        bytes_per_block=BLOCK_BYTES,
-        num_slots=1 << 20,
-        namespace=bytes(32),
-        use="prefix",
-        connect=lambda *_: (link, None),
-    )
+    with use_runtime(EngineRuntime(loop)):
+        store = ObjectStore(
+            read_url("s3://bucket?size=1GiB"),
+            bytes_per_block=BLOCK_BYTES,
+            num_slots=1 << 20,
+            namespace=bytes(32),
+            use="prefix",
+            connect=lambda *_: (link, None),
+        )
     for request in range(requests):
         loop.sleep(chance.expovariate(1.0))
         document = chance.choices(range(DOCUMENTS), cum_weights=WEIGHTS)[0]
