@@ -166,7 +166,7 @@ class Loads:
         self._jobs: list[StoreJob] = []  # the manager's open jobs
         self._abandoned: list[Read] = []  # reads past their deadline; the store owns their rows until they end
         self._late_at: int | None = None  # number of the store's answers when a read passed its deadline
-        self._num_changes = 0  # number of jobs that have begun, and of jobs and loads that have ended
+        self._num_changes = 0  # number of jobs that have begun, and of jobs, reads and loads that have ended
         self._is_closed = False
         self.open: list[Load] = []
 
@@ -377,7 +377,6 @@ class Loads:
         self._drop_read(load)
         load.done = True
         self.open.remove(load)
-        self._num_changes += 1
         self._stats.load_seconds.observe(self._runtime.monotonic() - load.began)
         return True
 
@@ -402,6 +401,7 @@ class Loads:
     def _drop_read(self, load: Load) -> None:
         self._give_back(load.read)
         load.read = None
+        self._num_changes += 1
 
     def _give_back(self, read: Read | None) -> None:
         """Return the rows of a read to the buffers, once neither store nor engine uses them."""
