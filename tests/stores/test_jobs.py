@@ -6,7 +6,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,28 @@ def test_close_returns_if_a_job_that_it_waits_for_is_cancelled(store: KeyedStore
     goes.set()
     closing.join(10.0)
     assert not closing.is_alive()
+
+
+def test_a_job_that_is_cancelled_as_it_begins_does_not_run(store: KeyedStore, monkeypatch: pytest.MonkeyPatch):
+    jobs, ran = StoreJobs(store, "blockyard-test", {"one": 1}), list[bool]()
+    begin = jobs._next
+
+    def cancelled() -> Any:
+        begun = begin()
+        assert begun is None or begun.future.cancel()
+        return begun
+
+    def note() -> Steps[None]:
+        ran.append(True)
+        yield 0.0
+
+    monkeypatch.setattr(jobs, "_next", cancelled)
+    cancelled_job = jobs.submit("one", note())
+    assert wait([cancelled_job], 10.0).done, "who waits for it waits forever"
+    assert not ran
+    monkeypatch.undo()
+    assert jobs.submit("one", get(store, 1)).result(PATIENCE) == [""]
+    jobs.close()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -233,7 +233,8 @@ class StoreJobs:
     def _advance(self, job: _Job) -> None:
         """Advance a job to its next call, or to its end."""
         try:
-            has_begun = job.future.running() or job.future.done()
+            # A job may be cancelled until here: then it must not run, as its caller has its memory back.
+            has_begun = job.future.running() or (job.future.done() and not job.future.cancelled())
             if job.outcome is None and (has_begun or job.future.set_running_or_notify_cancel()):
                 self._go_on(job)
         except StopIteration as end:
