@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from forks import in_child
 
-from blockyard.errors import ForkedError, MappingError, StoreError, StoreURLError
-from blockyard.stores import ExternalStore, open_store
+from blockyard.errors import ForkedError, MappingError, StoreError, StoreURLError, UnknownTicketError
+from blockyard.stores import Completion, ExternalStore, open_store
 from blockyard.stores.striped import StripedStore
 from blockyard.testing.faults import flip_bytes
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
@@ -189,3 +189,29 @@ def test_a_fork_takes_no_news_from_its_parent_and_close_returns(tmp_path: Path):
             in_child(check)
         assert not select.select([store.event_fd()], [], [], 0)[0]
         assert store.wait(store.submit_put(names, rows(30))).ok.sum() == 30 - len(lost)
+
+
+def test_a_thread_that_collects_a_ticket_too_late_leaves_the_callers_rows_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Another thread has collected the ticket, and its caller uses the rows for something else."""
+    with open_store(url(tmp_path, 2), bytes_per_block=WIDTH, num_slots=4) as store:
+        store.wait(store.submit_write(np.arange(4), rows(4)))
+        out = np.zeros((4, WIDTH), np.uint8)
+        ticket = store.submit_read(np.arange(4), out)
+        first, *_ = store._open  # type: ignore[attr-defined]
+        wait = first.wait
+
+        def late(number: int, timeout: float | None) -> Completion:
+            monkeypatch.undo()
+            done = wait(number, timeout)
+            store._batches[ticket].shares[0].done = done  # type: ignore[attr-defined]
+            assert store.wait(ticket).ok.all()  # the other thread's
+            assert (out == rows(4)).all()
+            out[:] = 7
+            return done
+
+        monkeypatch.setattr(type(first), "wait", lambda _, number, timeout: late(number, timeout))
+        with pytest.raises(UnknownTicketError):
+            store.wait(ticket)
+        assert (out == 7).all()

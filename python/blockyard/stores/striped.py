@@ -199,14 +199,16 @@ class StripedStore(ExternalStore):
             ok[share.places] = share.done.ok
             for place, reason in zip(share.places.tolist(), share.done.reasons, strict=True):
                 reasons[place] = reason
-            if batch.is_read:
-                came = share.done.ok
-                rows[share.places[came]] = share.done.rows[came]
         with self._lock:
             if self._batches.pop(ticket, None) is None:  # another thread has collected it meanwhile
                 raise UnknownTicketError(f"ticket {ticket} is not open")
             for share in batch.shares:
                 self._owner.pop((self._open.index(share.store), share.ticket), None)
+        # Only now: the rows may be the caller's, who may reuse them once one thread has collected the ticket.
+        for share in batch.shares:
+            if batch.is_read and share.done is not None:
+                came = share.done.ok
+                rows[share.places[came]] = share.done.rows[came]
         return Completion(ticket, ok, rows, reasons)
 
     def stats(self) -> StoreStats:
