@@ -42,9 +42,9 @@ BatchCopy find_batch_copy() {
 }
 
 // Submits part after part: each is copied while the next is submitted, and drivers fail with very long batches.
-cudaError_t submit(BatchCopy batch_copy, const CopyBatch& batch, size_t most, cudaStream_t stream) {
+cudaError_t submit(BatchCopy batch_copy, const CopyBatch& batch, size_t max_pieces, cudaStream_t stream) {
     // The driver's signature wants integers it may write to.
-    const size_t longest = std::min(most, batch.count);
+    const size_t longest = std::min(max_pieces, batch.count);
     std::vector<CUdeviceptr> dsts(longest), srcs(longest);
     std::vector<size_t> sizes(longest);
     // Any other order could read a host block before an earlier copy of the same stream has written it.
@@ -82,7 +82,7 @@ cudaError_t prepare(SideStream& side) {
     return side.event != nullptr ? cudaSuccess : cudaEventCreateWithFlags(&side.event, cudaEventDisableTiming);
 }
 
-cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, size_t most, cudaStream_t stream) {
+cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, size_t max_pieces, cudaStream_t stream) {
     // Never destroyed: at exit the driver may be gone before static objects are.
     static auto* const sides = new SideStream[kMaxDevices];
     int device = 0;
@@ -94,7 +94,7 @@ cudaError_t submit_beside(BatchCopy batch_copy, const CopyBatch& batch, size_t m
     status = prepare(side);
     if (status == cudaSuccess) status = order(side.event, stream, side.stream);
     if (status != cudaSuccess) return status;
-    status = submit(batch_copy, batch, most, side.stream);
+    status = submit(batch_copy, batch, max_pieces, side.stream);
     // A batch that fails half-way has queued its first half: later work waits for that as well.
     const cudaError_t joined = order(side.event, side.stream, stream);
     return status != cudaSuccess ? status : joined;
@@ -129,13 +129,13 @@ cudaError_t copy_one_by_one(const CopyBatch& batch, cudaStream_t stream) {
     return cudaSuccess;
 }
 
-cudaError_t copy_batch(const CopyBatch& batch, size_t most, cudaStream_t stream) {
+cudaError_t copy_batch(const CopyBatch& batch, size_t max_pieces, cudaStream_t stream) {
     if (batch.count == 0) return cudaSuccess;
-    const BatchCopy batch_copy = most > 0 && batch.count > 1 ? find_batch_copy() : nullptr;
+    const BatchCopy batch_copy = max_pieces > 0 && batch.count > 1 ? find_batch_copy() : nullptr;
     if (batch_copy == nullptr) return copy_one_by_one(batch, stream);
-    if (stream == nullptr || stream == cudaStreamLegacy) return submit_beside(batch_copy, batch, most, stream);
+    if (stream == nullptr || stream == cudaStreamLegacy) return submit_beside(batch_copy, batch, max_pieces, stream);
     // A graph accepts single copies as nodes, but no batch.
-    return is_capturing(stream) ? copy_one_by_one(batch, stream) : submit(batch_copy, batch, most, stream);
+    return is_capturing(stream) ? copy_one_by_one(batch, stream) : submit(batch_copy, batch, max_pieces, stream);
 }
 
 }  // namespace blockyard

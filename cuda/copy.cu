@@ -53,7 +53,7 @@ struct OnDevice {
 };
 
 struct BesideHost {
-    unsigned most;  // blocks of threads
+    unsigned max_blocks;  // blocks of threads
 
     template <typename Access>
     cudaError_t launch(const CopyParams& params, size_t num_tensors, int64_t widest, cudaStream_t stream) const {
@@ -61,7 +61,7 @@ struct BesideHost {
         if (chunks > INT32_MAX / static_cast<int64_t>(kMaxTensors)) return cudaErrorInvalidValue;
         const auto total = static_cast<uint64_t>(chunks) * num_tensors * params.num_groups;
         constexpr uint64_t kPerBlock = kHostKernelThreads / kWarp;
-        const auto blocks = static_cast<unsigned>(std::min<uint64_t>(most, (total + kPerBlock - 1) / kPerBlock));
+        const auto blocks = static_cast<unsigned>(std::min<uint64_t>(max_blocks, (total + kPerBlock - 1) / kPerBlock));
         copy_pieces<Access><<<blocks, kHostKernelThreads, 0, stream>>>(params, static_cast<uint32_t>(num_tensors),
                                                                        static_cast<uint32_t>(chunks));
         return cudaGetLastError();

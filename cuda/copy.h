@@ -31,10 +31,10 @@ cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const 
 cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,
                              cudaStream_t stream);
 
-// Copies pieces between host and device by the copy engines: in batches of up to `most` pieces, or with one call per
-// piece if the driver has no batch call or `most` is 0. In batches the host memory must be page-locked and have the
-// same addresses on the device. Sources are read in stream order.
-cudaError_t copy_batch(const CopyBatch& batch, size_t most, cudaStream_t stream);
+// Copies pieces between host and device by the copy engines: in batches of up to `max_pieces` pieces, or with one call
+// per piece if the driver has no batch call or `max_pieces` is 0. In batches the host memory must be page-locked and
+// have the same addresses on the device. Sources are read in stream order.
+cudaError_t copy_batch(const CopyBatch& batch, size_t max_pieces, cudaStream_t stream);
 
 // Makes `later` wait for everything queued on `earlier`. A wait uses the event's last record, so one event serves any
 // number of calls.

@@ -38,12 +38,12 @@ constexpr int64_t kChunk = static_cast<int64_t>(sizeof(Access)) * kThreads * kUn
 
 // Maximum number of rows, shorter than a chunk, that one block of threads moves. More would leave multiprocessors idle
 // if there are few rows.
-constexpr uint32_t kMostRows = 16;
+constexpr uint32_t kMaxRows = 16;
 
 // Rows of a launch's widest tensor that fill a block of threads.
 template <typename Access>
 uint32_t rows_per_block(int64_t widest) {
-    return static_cast<uint32_t>(std::clamp<int64_t>(kChunk<Access> / widest, 1, kMostRows));
+    return static_cast<uint32_t>(std::clamp<int64_t>(kChunk<Access> / widest, 1, kMaxRows));
 }
 
 // Copies some rows of one tensor, or one chunk of a row; the steps are independent.

@@ -79,10 +79,10 @@ void set_device_strategies(int64_t device, Tensor rules) {
     set_strategies(static_cast<int32_t>(device), read);
 }
 
-void set_device_batch_pieces(int64_t device, int64_t most) {
+void set_device_batch_pieces(int64_t device, int64_t max_pieces) {
     if (device < 0 || device >= kMaxDevices) fail("mapping", "device ", device, ", there can be ", kMaxDevices);
-    if (most < 0) fail("mapping", "a batch of at most ", most, " pieces, must be at least 0");
-    set_batch_pieces(static_cast<int32_t>(device), static_cast<size_t>(most));
+    if (max_pieces < 0) fail("mapping", "a batch of at most ", max_pieces, " pieces, must be at least 0");
+    set_batch_pieces(static_cast<int32_t>(device), static_cast<size_t>(max_pieces));
 }
 
 void set_region(int64_t address, int64_t num_bytes, int64_t chunk_bytes) {

@@ -256,14 +256,14 @@ StrategyChoice strategy_between(const std::vector<CopyTensor>& tensors, const st
     return choice;
 }
 
-// Copies pieces between host and device by the copy engines, at most `most` in one batched call; 0: one by one.
+// Copies pieces between host and device by the copy engines, at most `max_pieces` in one batched call; 0: one by one.
 cudaError_t copy_pieces(const std::vector<CopyTensor>& tensors, const std::vector<CopyPair>& pairs, Reach& from,
-                        Reach& to, bool to_host, size_t most, cudaStream_t stream) {
+                        Reach& to, bool to_host, size_t max_pieces, cudaStream_t stream) {
     Pieces pieces;
     for (const CopyTensor& tensor : tensors) pieces.add(tensor, pairs, from, to);
     const CopyBatch batch{pieces.dsts.data(), pieces.srcs.data(), pieces.sizes.data(), pieces.sizes.size(),
                           to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice};
-    return copy_batch(batch, most, stream);
+    return copy_batch(batch, max_pieces, stream);
 }
 
 void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& pairs) {
@@ -295,17 +295,18 @@ void run_between(const Side& src, const Side& dst, const std::vector<CopyPair>& 
         return;
     }
     if (choice.strategy == Strategy::kStaged) {
-        const size_t most = memory.same ? batch_pieces(device) : 0;
+        const size_t max_pieces = memory.same ? batch_pieces(device) : 0;
         const CopyRows copy_rows = [&](const CopyTensor& rows, const std::vector<CopyPair>& part, cudaStream_t on) {
             Reach slot(part, to_host ? &CopyPair::src : &CopyPair::dst, false);
-            return copy_pieces({rows}, part, to_host ? slot : from, to_host ? to : slot, to_host, most, on);
+            return copy_pieces({rows}, part, to_host ? slot : from, to_host ? to : slot, to_host, max_pieces, on);
         };
         check_cuda(copy_staged(device, tensors, pairs, to_host, choice.blocks, copy_rows, stream),
                    "copying blocks between host and device through staging");
         return;
     }
-    const size_t most = choice.strategy == Strategy::kBatch ? batch_pieces(device) : 0;
-    check_cuda(copy_pieces(tensors, pairs, from, to, to_host, most, stream), "copying blocks between host and device");
+    const size_t max_pieces = choice.strategy == Strategy::kBatch ? batch_pieces(device) : 0;
+    check_cuda(copy_pieces(tensors, pairs, from, to, to_host, max_pieces, stream),
+               "copying blocks between host and device");
 }
 
 }  // namespace

@@ -64,7 +64,7 @@ size_t rows_of_part(int64_t width, size_t left, int64_t grown) {
     const auto rows = [width](int64_t bytes) {
         return std::max<size_t>(static_cast<size_t>(bytes / std::max<int64_t>(width, 1)), 1);
     };
-    return std::min(left, std::max(rows(kLeastPartBytes), std::min(rows(grown), left / 2)));
+    return std::min(left, std::max(rows(kMinPartBytes), std::min(rows(grown), left / 2)));
 }
 
 // One staged copy; these fields are the same for all of its parts.
@@ -141,7 +141,7 @@ bool has_host_rows(const std::vector<CopyTensor>& tensors, bool to_host) {
         if (!follows || tensor.width > kSlotBytes) return false;
         width += tensor.width;
     }
-    return width >= kLeastRowBytes;
+    return width >= kMinRowBytes;
 }
 
 bool has_staging(int device, bool to_host) {
@@ -164,7 +164,7 @@ cudaError_t copy_staged(int device, const std::vector<CopyTensor>& tensors, cons
     const std::lock_guard<std::mutex> lock(ring.mutex);
     const StagedCopy copy{ring, pairs, to_host, blocks, copy_rows, stream};
     cudaError_t status = order(ring.fence, stream, ring.rows);
-    int64_t grown = kLeastPartBytes;
+    int64_t grown = kMinPartBytes;
     for (const Columns& columns : cut(tensors)) {
         for (size_t first = 0; first < pairs.size() && status == cudaSuccess;) {
             const size_t end = first + rows_of_part(columns.width, pairs.size() - first, grown);

@@ -14,9 +14,9 @@ constexpr size_t kSlots = 3;
 constexpr int64_t kSlotBytes = 16 << 20;
 // Bytes of a copy's first and last part. They are small, since the other half of the work waits for the first part, and
 // nothing overlaps the last. In between, parts grow to a slot, since each part costs the caller a few driver calls.
-constexpr int64_t kLeastPartBytes = 2 << 20;
+constexpr int64_t kMinPartBytes = 2 << 20;
 // Shorter rows would not reach the rate of a large copy.
-constexpr int64_t kLeastRowBytes = 64 << 10;
+constexpr int64_t kMinRowBytes = 64 << 10;
 
 // Whether the host's pieces of a block are contiguous, in the order of the tensors, and long enough together. All
 // tensors hold bytes.

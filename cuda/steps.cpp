@@ -10,7 +10,7 @@ Steps independent(const std::vector<CopyPair>& pairs) {
     return plan;
 }
 
-std::vector<StepRange> split_steps(const Steps& plan, size_t most) {
+std::vector<StepRange> split_steps(const Steps& plan, size_t max_steps) {
     std::vector<StepRange> parts;
     size_t begin = 0, group = 0;
     const auto close = [&](size_t end) {
@@ -23,7 +23,7 @@ std::vector<StepRange> split_steps(const Steps& plan, size_t most) {
             while (plan.steps[next++].src != kAside) {
             }
         }
-        const bool opens_part = parts.empty() || next - begin > most;
+        const bool opens_part = parts.empty() || next - begin > max_steps;
         if (opens_part) {
             if (!parts.empty()) close(at);
             begin = at;

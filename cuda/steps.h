@@ -44,7 +44,7 @@ constexpr size_t kMaxRing = 512;
 // A group for each pair.
 Steps independent(const std::vector<CopyPair>& pairs);
 
-// Splits a plan into parts of at most `most` steps (at least kMaxRing + 1), to run one after the other.
-std::vector<StepRange> split_steps(const Steps& plan, size_t most);
+// Splits a plan into parts of at most `max_steps` steps (at least kMaxRing + 1), to run one after the other.
+std::vector<StepRange> split_steps(const Steps& plan, size_t max_steps);
 
 }  // namespace blockyard

@@ -26,15 +26,15 @@ void set_strategies(int32_t device, std::vector<StrategyRule> rules) {
     table().rules.at(static_cast<size_t>(device)) = std::move(rules);
 }
 
-void set_batch_pieces(int32_t device, std::optional<size_t> most) {
+void set_batch_pieces(int32_t device, std::optional<size_t> max_pieces) {
     const std::lock_guard<std::mutex> lock(table().mutex);
-    table().batch_pieces.at(static_cast<size_t>(device)) = most;
+    table().batch_pieces.at(static_cast<size_t>(device)) = max_pieces;
 }
 
 size_t batch_pieces(int32_t device) {
     if (device >= 0 && device < kMaxDevices) {
         const std::lock_guard<std::mutex> lock(table().mutex);
-        if (const auto most = table().batch_pieces[static_cast<size_t>(device)]) return *most;
+        if (const auto max_pieces = table().batch_pieces[static_cast<size_t>(device)]) return *max_pieces;
     }
     return compute_capability(device) < kUntriedCapability ? kBatchPieces : 0;
 }
@@ -47,7 +47,7 @@ StrategyChoice choose_strategy(int32_t device, Direction direction, int64_t byte
             if (holds && (host_rows || rule.strategy != Strategy::kStaged)) return {rule.strategy, rule.blocks};
         }
     }
-    if (bytes >= (host_rows ? kLargeStagedPiece : kLargePiece) || count < kLeastPieces) return {Strategy::kBatch, 1};
+    if (bytes >= (host_rows ? kLargeStagedPiece : kLargePiece) || count < kMinPieces) return {Strategy::kBatch, 1};
     if (host_rows) return {Strategy::kStaged, kSlotBlocks};
     return {Strategy::kKernel, kHostBlocks};
 }

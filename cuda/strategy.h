@@ -40,9 +40,9 @@ struct StrategyChoice {
     unsigned blocks;
 };
 
-// Without a table, kLeastPieces or more pieces between host and device are staged if each has less than
+// Without a table, kMinPieces or more pieces between host and device are staged if each has less than
 // kLargeStagedPiece bytes, or take a kernel if each has less than kLargePiece bytes: docs/benchmarks/copies.md.
-constexpr int64_t kLeastPieces = 32;
+constexpr int64_t kMinPieces = 32;
 constexpr int64_t kLargeStagedPiece = 512 << 10;
 constexpr int64_t kLargePiece = 28 << 10;
 
@@ -62,7 +62,7 @@ constexpr int kUntriedCapability = 10;
 int compute_capability(int32_t device);
 
 // Sets a device's maximum number of pieces per batched call. 0: pieces are copied one by one. nullopt: the default.
-void set_batch_pieces(int32_t device, std::optional<size_t> most);
+void set_batch_pieces(int32_t device, std::optional<size_t> max_pieces);
 size_t batch_pieces(int32_t device);
 
 // Chooses for `count` pieces of `bytes` bytes on average; `host_rows`: the host's pieces of a block are contiguous, and

@@ -58,7 +58,7 @@ struct Fake {
     int answer = 0;      // to questions about memory of the host
     int capability = 9;  // major
     bool full = false;   // the device has no memory left
-    size_t most_pieces = SIZE_MAX;
+    size_t max_pieces = SIZE_MAX;
     int faults = 0, questions = 0;
     // m: one copy, B: a batch, r: an event is recorded, w: waited for, K: a kernel on all, F: on few, A:
     // memory is allocated.
@@ -159,7 +159,7 @@ CUresult copy_as_batch(CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size
     const bool in_order = attributes->srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
     fake.calls += 'B';
     fake.faults += fake.capturing || num_attributes != 1 || !in_order || count == 0;
-    fake.faults += count > fake.most_pieces;  // the process would have crashed
+    fake.faults += count > fake.max_pieces;  // the process would have crashed
     if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
     if (stream == nullptr) return CUDA_ERROR_INVALID_VALUE;
     for (size_t n = 0; n < count; ++n) {
@@ -356,8 +356,8 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
 // ---- what the test sets and reads ----
 
 void fake_reset(uintptr_t host, uintptr_t host_end, bool own_stream, bool capturing, bool tells_ranges,
-                size_t most_pieces) {
-    fake = {{host, host_end}, {}, {}, own_stream, capturing, tells_ranges, 0, 9, false, most_pieces, 0, 0, "", 0};
+                size_t max_pieces) {
+    fake = {{host, host_end}, {}, {}, own_stream, capturing, tells_ranges, 0, 9, false, max_pieces, 0, 0, "", 0};
     has_context = false;
     last_error = lost = cudaSuccess;
     blockyard::declared().regions.clear();
@@ -397,13 +397,13 @@ bool fake_is_forbidden() {
 int fake_registered() { return static_cast<int>(fake.registered.size()); }
 int fake_questions() { return fake.questions; }
 void fake_answer(int code) { fake.answer = code; }
-void fake_batch_pieces(size_t most) { blockyard::set_batch_pieces(0, most); }
+void fake_batch_pieces(size_t max_pieces) { blockyard::set_batch_pieces(0, max_pieces); }
 int fake_faults() { return fake.faults; }
 const char* fake_calls() { return fake.calls.c_str(); }
 // Strategy 0 leaves the choice to the rule without a table.
 void fake_strategy(int64_t direction, int64_t strategy, unsigned blocks) {
-    const int64_t most = INT64_MAX;
-    const blockyard::StrategyRule rule{static_cast<blockyard::Direction>(direction), most, most,
+    const int64_t no_limit = INT64_MAX;
+    const blockyard::StrategyRule rule{static_cast<blockyard::Direction>(direction), no_limit, no_limit,
                                        static_cast<blockyard::Strategy>(strategy), blocks};
     blockyard::set_strategies(0, strategy ? std::vector{rule} : std::vector<blockyard::StrategyRule>{});
 }

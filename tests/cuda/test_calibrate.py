@@ -109,7 +109,7 @@ def test_no_more_memory_is_asked_for_than_there_may_be():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "most"),
+    ("seconds", "expected"),
     [
         ((1.0, 1.0, 1.0), 512),
         ((1.0, 0.99, 0.9), 2048),
@@ -118,9 +118,9 @@ def test_no_more_memory_is_asked_for_than_there_may_be():
         ((None, 1.0, 1.0), 0),
     ],
 )
-def test_batches_are_longer_only_where_that_is_faster(seconds: tuple[float | None, ...], most: int):
+def test_batches_are_longer_only_where_that_is_faster(seconds: tuple[float | None, ...], expected: int):
     taken = dict(zip(BATCH_SIZES, seconds, strict=True))
-    assert choose_batch_pieces(lambda size: {} if taken[size] is None else {"batch": taken[size]}) == most
+    assert choose_batch_pieces(lambda size: {} if taken[size] is None else {"batch": taken[size]}) == expected
 
 
 def test_a_crash_costs_calibration_the_case_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -139,7 +139,7 @@ def test_a_crash_costs_calibration_the_case_under_way(tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "card")
     monkeypatch.setattr(calibrate, "measure_strategies", measure)
     monkeypatch.setattr(calibrate, "measure_blocks", lambda *_: 3)
-    monkeypatch.setattr(calibrate, "measure_batches", lambda _index, most: 1.0 / most)
+    monkeypatch.setattr(calibrate, "measure_batches", lambda _index, max_pieces: 1.0 / max_pieces)
     monkeypatch.setattr(calibrate, "PIECE_BYTES", SIZES)
     monkeypatch.setattr(calibrate, "COUNTS", COUNTS)
     crashes = True

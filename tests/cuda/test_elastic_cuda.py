@@ -186,9 +186,9 @@ def memory(driver: FakeDriver, sizes: Sequence[int] = (8 * UNIT,), **options: in
     return DeviceMemory(sizes, device=CPU, driver=cast("ModuleType", driver), **options)
 
 
-def cache(driver: FakeDriver, blocks: int, most: int) -> ElasticCache:
-    sizes = [most * LAYOUT.bytes_per_block // LAYOUT.num_tensors] * LAYOUT.num_tensors
-    return ElasticCache(LAYOUT, num_blocks=blocks, max_blocks=most, memory=memory(driver, sizes))
+def cache(driver: FakeDriver, blocks: int, max_blocks: int) -> ElasticCache:
+    sizes = [max_blocks * LAYOUT.bytes_per_block // LAYOUT.num_tensors] * LAYOUT.num_tensors
+    return ElasticCache(LAYOUT, num_blocks=blocks, max_blocks=max_blocks, memory=memory(driver, sizes))
 
 
 def test_chunks_come_as_zeros_and_go_back_to_the_device():
@@ -261,9 +261,9 @@ def test_a_chunk_off_the_granularity_is_refused(chunk: int):
 
 
 @given(st.integers(1, 200), st.integers(1, 8), st.integers(1, 300), st.integers(0, 300))
-def test_a_chosen_chunk_keeps_a_small_part_of_the_whole(blocks: int, layers: int, most: int, kib: int):
+def test_a_chosen_chunk_keeps_a_small_part_of_the_whole(blocks: int, layers: int, max_blocks: int, kib: int):
     layout = KVLayout("kv_first", layers, block_size=16, num_kv_heads=1, head_size=16 * (kib + 1), dtype="float32")
-    sizes = [most * layout.bytes_per_block // layers] * layers
+    sizes = [max_blocks * layout.bytes_per_block // layers] * layers
     unit = 4096
     chunk = choose_chunk(sizes, 2 * layers, unit)
     assert chunk % unit == 0
@@ -272,8 +272,8 @@ def test_a_chosen_chunk_keeps_a_small_part_of_the_whole(blocks: int, layers: int
     cache = SimpleNamespace(_memory=room, _planes=[])
     starts = np.cumsum([0] + [-(-size // chunk) * chunk for size in sizes])
     for index, start in enumerate(starts[:-1]):
-        cache._planes += [(int(start) + first, width) for first, width in plane_spans(layout, most, index)]
-    blocks = min(blocks, most)
+        cache._planes += [(int(start) + first, width) for first, width in plane_spans(layout, max_blocks, index)]
+    blocks = min(blocks, max_blocks)
     spans = ElasticCache._chunks(cache, blocks)
     kept = sum(last - first for first, last in spans) * chunk - blocks * layout.bytes_per_block
     assert kept <= max(sum(sizes) / 32, 4 * layers * unit)

@@ -31,7 +31,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(
-    kernels: ctypes.CDLL, rule: str, pairs: np.ndarray, src: list, dst: list, *, route: int = 0, most: int = MAX_STEPS
+    kernels: ctypes.CDLL,
+    rule: str,
+    pairs: np.ndarray,
+    src: list,
+    dst: list,
+    *,
+    route: int = 0,
+    max_steps: int = MAX_STEPS,
 ) -> int:
     mapping = Mapping(pairs, src_blocks=len(src[0]), dst_blocks=len(dst[0]), rule=rule)
     steps, starts = (np.ascontiguousarray(array, np.int64).astype(np.uint32) for array in mapping.steps())
@@ -41,7 +48,7 @@ def launch(
     ]
     array, size, pointer = (Tensor * len(views))(*views), ctypes.c_size_t, ctypes.c_void_p
     plan = steps.ctypes.data_as(pointer), size(len(steps)), starts.ctypes.data_as(pointer), size(len(starts))
-    return kernels.launch(route, *plan, array, size(len(views)), 6, size(most), 1)
+    return kernels.launch(route, *plan, array, size(len(views)), 6, size(max_steps), 1)
 
 
 def random_copies(program: Path, seed: int, launches: int, mistake: int = 0) -> tuple[int, str]:
@@ -114,16 +121,16 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("most", [SHORTEST, MAX_STEPS])
+@pytest.mark.parametrize("max_steps", [SHORTEST, MAX_STEPS])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_plans_longer_than_a_launch_are_parted_where_they_may_be(kernels: ctypes.CDLL, shape: str, most: int):
+def test_plans_longer_than_a_launch_are_parted_where_they_may_be(kernels: ctypes.CDLL, shape: str, max_steps: int):
     pairs = SHAPES[shape](5000)
     caches = rows_of(5000, [3, 8], 3)
     expected = [cache.copy() for cache in caches]
     for rows in expected:
         rows[pairs[:, 1]] = rows[pairs[:, 0]].copy()
-    launches = launch(kernels, "move", pairs, caches, caches, most=most)
-    assert launches >= len(pairs) // most
+    launches = launch(kernels, "move", pairs, caches, caches, max_steps=max_steps)
+    assert launches >= len(pairs) // max_steps
     for now, want in zip(caches, expected, strict=True):
         np.testing.assert_array_equal(now, want)
 

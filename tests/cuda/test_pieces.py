@@ -171,7 +171,7 @@ def test_wherever_registrations_and_mappings_end_all_bytes_arrive(
         ranges.append((ends[-1], BYTES))
         # One of them is pageable.
         ranges = ranges[:gap] + ranges[gap + 1 :]
-    case = Case(fake, registered=ranges, mapped=tuple(mapped), most_pieces=1024)
+    case = Case(fake, registered=ranges, mapped=tuple(mapped), max_pieces=1024)
     runs, other = np.arange(0, 20, step), seed % (BLOCKS // 2)
     pairs = np.column_stack((runs, other + runs))
     if direction == "d2h":

@@ -233,11 +233,11 @@ def test_the_benchmarks_loop_makes_one_call_a_piece(fake: ctypes.CDLL):
 
 @pytest.mark.parametrize("own_stream", [True, False])
 def test_a_batch_of_many_pieces_goes_in_parts(fake: ctypes.CDLL, own_stream: bool):
-    case, pairs = Case(fake, most_pieces=1024, own_stream=own_stream), scattered(BLOCKS)
+    case, pairs = Case(fake, max_pieces=1024, own_stream=own_stream), scattered(BLOCKS)
     parts = "BBB" if own_stream else "r0w1BBBr1w0"
     assert case.go("h2d", "batch", pairs, lambda rows: [rows[:, at : at + 1] for at in reversed(range(64))]) == parts
     # What calibration found holds instead.
-    case = Case(fake, most_pieces=7)
+    case = Case(fake, max_pieces=7)
     fake.fake_batch_pieces(7)
     assert case.go("d2h", "batch", scattered()) == "B" * 3
     assert case.go("d2h", "batch", scattered(7)) == "B"
@@ -245,7 +245,7 @@ def test_a_batch_of_many_pieces_goes_in_parts(fake: ctypes.CDLL, own_stream: boo
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_a_device_whose_driver_may_crash_in_a_batch_has_none_until_it_is_calibrated(fake: ctypes.CDLL, direction: str):
-    case = Case(fake, most_pieces=0)
+    case = Case(fake, max_pieces=0)
     fake.fake_capability(10)
     assert case.go(direction, "batch", scattered()) == "m" * 20
     assert Case(fake).go(direction, "batch", scattered()) == "B"

@@ -18,8 +18,8 @@ CUDA = TESTS.parent / "cuda"
 SLOT, MIN_ROW_BYTES = 4096, 256
 SMALL = {
     "kSlotBytes = 16 << 20": f"kSlotBytes = {SLOT}",
-    "kLeastPartBytes = 2 << 20": f"kLeastPartBytes = {SLOT // 4}",
-    "kLeastRowBytes = 64 << 10": f"kLeastRowBytes = {MIN_ROW_BYTES}",
+    "kMinPartBytes = 2 << 20": f"kMinPartBytes = {SLOT // 4}",
+    "kMinRowBytes = 64 << 10": f"kMinRowBytes = {MIN_ROW_BYTES}",
 }
 HOST_BLOCKS, DEVICE_BLOCKS = 40, 50
 TO_DEVICE, TO_HOST = False, True

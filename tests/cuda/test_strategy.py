@@ -40,8 +40,8 @@ extern "C" void use(const int64_t* rules, int64_t count) {
                         static_cast<unsigned>(rules[4])});
     set_strategies(1, read);
 }
-extern "C" void set_most(int device, uint64_t most) { set_batch_pieces(device, most); }
-extern "C" uint64_t most(int device) { return batch_pieces(device); }
+extern "C" void set_max_pieces(int device, uint64_t max_pieces) { set_batch_pieces(device, max_pieces); }
+extern "C" uint64_t pieces(int device) { return batch_pieces(device); }
 extern "C" int64_t choose(int device, int64_t direction, int64_t bytes, int64_t count, bool rows) {
     const StrategyChoice found = choose_strategy(device, static_cast<Direction>(direction), bytes, count, rows);
     return static_cast<int64_t>(found.strategy) * 65536 + found.blocks;
@@ -202,17 +202,17 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def test_batches_are_bounded_unless_calibration_says_otherwise(shim: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch):
-    shim.most.restype = ctypes.c_uint64
-    shim.set_most.argtypes = [ctypes.c_int, ctypes.c_uint64]
-    assert [shim.most(device) for device in (-1, 2, 64)] == [BATCH_PIECES] * 3
-    shim.set_most(2, 512)
-    assert [shim.most(device) for device in (1, 2)] == [BATCH_PIECES, 512]
+    shim.pieces.restype = ctypes.c_uint64
+    shim.set_max_pieces.argtypes = [ctypes.c_int, ctypes.c_uint64]
+    assert [shim.pieces(device) for device in (-1, 2, 64)] == [BATCH_PIECES] * 3
+    shim.set_max_pieces(2, 512)
+    assert [shim.pieces(device) for device in (1, 2)] == [BATCH_PIECES, 512]
     # Peers' crashes: compute capability 10.0 and above has none until a calibration survived them.
-    assert shim.most(10) == 0
-    shim.set_most(10, 512)
-    assert shim.most(10) == 512
-    shim.set_most(10, 0)
-    assert shim.most(10) == 0
+    assert shim.pieces(10) == 0
+    shim.set_max_pieces(10, 512)
+    assert shim.pieces(10) == 512
+    shim.set_max_pieces(10, 0)
+    assert shim.pieces(10) == 0
     used: list[tuple[int, int]] = []
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "card")
     monkeypatch.setattr(strategy, "read_table", lambda _: StrategyTable("card", str(torch.version.cuda), (), 2048))

@@ -157,7 +157,7 @@ def test_the_docs_have_the_table_of_the_cost_model(repo: Path, monkeypatch: pyte
     for direction in ("h2d", "d2h"):
         assert model.crossing(direction) == model.LARGE_STAGED == strategy._LARGE_STAGED_PIECE
     header = (repo / "cuda/staged.h").read_text()
-    for constant, name in ((model.SLOT, "kSlotBytes"), (model.MIN_PART, "kLeastPartBytes")):
+    for constant, name in ((model.SLOT, "kSlotBytes"), (model.MIN_PART, "kMinPartBytes")):
         assert f"{name} = {constant >> 20} << 20" in header
 
 

@@ -196,14 +196,14 @@ bool run_case(Totals& totals) {
 
 }  // namespace
 
-// Carries a plan out in parts of at most `most` steps; gives the launches, -1 if a part is malformed.
+// Carries a plan out in parts of at most `max_steps` steps; gives the launches, -1 if a part is malformed.
 extern "C" int launch(int route, const CopyPair* steps, size_t num_steps, const uint32_t* starts, size_t num_starts,
-                      const CopyTensor* tensors, size_t num_tensors, unsigned blocks, size_t most, unsigned seed) {
+                      const CopyTensor* tensors, size_t num_tensors, unsigned blocks, size_t max_steps, unsigned seed) {
     const Steps plan{{steps, steps + num_steps}, {starts, starts + num_starts}};
     drawn.seed(seed);
     num_launches = 0;
-    for (const StepRange& part : split_steps(plan, most)) {
-        if (part.num_steps > most || part.starts.back() != part.num_steps) return -1;
+    for (const StepRange& part : split_steps(plan, max_steps)) {
+        if (part.num_steps > max_steps || part.starts.back() != part.num_steps) return -1;
         const Steps some{{part.steps, part.steps + part.num_steps}, {part.starts.begin(), part.starts.end()}};
         if (copy_by(static_cast<Route>(route), {tensors, tensors + num_tensors}, some, blocks) != cudaSuccess)
             return -1;

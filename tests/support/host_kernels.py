@@ -35,7 +35,7 @@ MISTAKES = {
         "std::min(kMaxTensors, num_tensors - t)",
         "std::min(kMaxTensors + 1, num_tensors - t)",
     ),
-    "a step more than a launch takes": ("steps.cpp", "next - begin > most", "next - begin > most + 1"),
+    "a step more than a launch takes": ("steps.cpp", "next - begin > max_steps", "next - begin > max_steps + 1"),
 }
 
 

@@ -84,7 +84,7 @@ class Case:
         mapped: device memory consists of mappings that end at these byte offsets, and at its end.
         shift: device address minus host address of registered memory, for the first registration; twice that for the
             second, and so on.
-        most_pieces: a larger batch crashes.
+        max_pieces: a larger batch crashes.
         flags: flags of the stand-in.
     """
 
@@ -97,7 +97,7 @@ class Case:
         registered: list[tuple[int, int]] | None = None,
         mapped: tuple[int, ...] = (),
         shift: int = 0,
-        most_pieces: int = UNBOUNDED,
+        max_pieces: int = UNBOUNDED,
         **flags: bool,
     ) -> None:
         random = np.random.default_rng(width)
@@ -105,7 +105,7 @@ class Case:
         self.host, self.device, self.other = (rows_of(memory, width) for memory in (host, device, other))
         chosen = {"own_stream": True, "capturing": False, "tells_ranges": True, **flags}
         start, size = self.host.data_ptr(), BLOCKS * width
-        fake.fake_reset(start, start + size, *chosen.values(), most_pieces)
+        fake.fake_reset(start, start + size, *chosen.values(), max_pieces)
         ranges = [(0, pinned * width)] if registered is None else registered
         for place, (first, end) in enumerate(ranges, 1):
             if first < end:

@@ -80,7 +80,7 @@ Job job_of(void* dst, const void* src, const std::vector<CopyPair>& pairs, size_
     return j;
 }
 double seconds(const std::function<void()>& work, double* host = nullptr, int repeat = 5) {
-    double best = 1e9, least = 1e9;
+    double best = 1e9, best_host = 1e9;
     for (int i = 0; i <= repeat; ++i) {
         OK(cudaDeviceSynchronize());
         auto t0 = std::chrono::steady_clock::now();
@@ -90,9 +90,9 @@ double seconds(const std::function<void()>& work, double* host = nullptr, int re
         auto t2 = std::chrono::steady_clock::now();
         if (i == 0) continue;
         best = std::min(best, std::chrono::duration<double>(t2 - t0).count());
-        least = std::min(least, std::chrono::duration<double>(t1 - t0).count());
+        best_host = std::min(best_host, std::chrono::duration<double>(t1 - t0).count());
     }
-    if (host) *host = least;
+    if (host) *host = best_host;
     return best;
 }
 
@@ -217,7 +217,7 @@ struct Link {
     cudaStream_t s;
     double large[3];  // GB/s of one large copy: h2d, d2h, d2d
 };
-constexpr size_t kMost = 512u << 20;
+constexpr size_t kMaxBytes = 512u << 20;
 double rate(size_t bytes, double sec) { return bytes / sec / 1e9; }
 CopyTensor tensor(char* src, char* dst, size_t bytes) {
     return {(unsigned char*)src, (unsigned char*)dst, (int64_t)bytes, (int64_t)bytes, (int64_t)bytes};
@@ -225,14 +225,14 @@ CopyTensor tensor(char* src, char* dst, size_t bytes) {
 
 Link make_link() {
     Link l;
-    OK(cudaHostAlloc(&l.host, kMost, 0));
-    memset(l.host, 5, kMost);
-    OK(cudaMalloc(&l.dev, kMost));
-    OK(cudaMalloc(&l.dev2, kMost));
-    OK(cudaMemset(l.dev, 3, kMost));
+    OK(cudaHostAlloc(&l.host, kMaxBytes, 0));
+    memset(l.host, 5, kMaxBytes);
+    OK(cudaMalloc(&l.dev, kMaxBytes));
+    OK(cudaMalloc(&l.dev2, kMaxBytes));
+    OK(cudaMemset(l.dev, 3, kMaxBytes));
     OK(cudaStreamCreateWithFlags(&l.s, cudaStreamNonBlocking));
     auto one = [&](char* dst, char* src, cudaMemcpyKind kind) {
-        return rate(kMost, seconds([&] { cudaMemcpyAsync(dst, src, kMost, kind, l.s); }));
+        return rate(kMaxBytes, seconds([&] { cudaMemcpyAsync(dst, src, kMaxBytes, kind, l.s); }));
     };
     l.large[0] = one(l.dev, l.host, cudaMemcpyHostToDevice);
     l.large[1] = one(l.host, l.dev, cudaMemcpyDeviceToHost);
@@ -306,7 +306,7 @@ void within_device(const Link& l, uint32_t n, size_t bytes) {
 void rates() {
     const Link l = make_link();
     for (size_t bytes : {4096ul, 8192ul, 16384ul, 28672ul, 65536ul}) {
-        const uint32_t n = std::min<size_t>(8192, kMost / bytes);
+        const uint32_t n = std::min<size_t>(8192, kMaxBytes / bytes);
         auto p = pairs_of(n);
         for (bool to_host : {false, true}) {
             Job j = to_host ? job_of(l.host, l.dev, p, bytes) : job_of(l.dev, l.host, p, bytes);
@@ -314,14 +314,14 @@ void rates() {
             by_kernel(l, to_host, p, bytes);
             staged(l, to_host, p, bytes);
         }
-        for (uint32_t m : {1024u, n, (uint32_t)std::min<size_t>(50000, kMost / bytes)}) within_device(l, m, bytes);
+        for (uint32_t m : {1024u, n, (uint32_t)std::min<size_t>(50000, kMaxBytes / bytes)}) within_device(l, m, bytes);
     }
 }
 
 // Each kernel once, with the grid that a copy of an engine gives it: 160 views of 8 KiB.
 void counters() {
     const Link l = make_link();
-    const size_t views = 160, bytes = 8 << 10, blocks = kMost / views / bytes;
+    const size_t views = 160, bytes = 8 << 10, blocks = kMaxBytes / views / bytes;
     const auto pairs = pairs_of(blocks);
     std::vector<CopyTensor> apart, to_host, to_device;
     for (size_t v = 0; v < views; ++v) {

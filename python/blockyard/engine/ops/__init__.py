@@ -260,7 +260,7 @@ def _register() -> torch.library.Library:
     library.define("run_scatter(Tensor rows, Tensor(a!)[] caches, Tensor pairs) -> ()")
     library.define("set_strategies(int device, Tensor rules) -> ()")
     library.define("prepare(int device) -> ()")
-    library.define("set_batch_pieces(int device, int most) -> ()")
+    library.define("set_batch_pieces(int device, int max_pieces) -> ()")
     library.define("set_region(int address, int num_bytes, int chunk_bytes) -> ()")
     # The baseline of benchmarks: one cudaMemcpyAsync per piece. Only in the compiled library.
     library.define("bench_copy_loop(Tensor[] src, Tensor(a!)[] dst, Tensor pairs) -> ()")

@@ -166,10 +166,10 @@ def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
         torch.ops.blockyard.set_strategies(index, torch.tensor(numbers, dtype=torch.int64).view(-1, 5))
 
 
-def use_batch_pieces(index: int, most: int) -> None:
+def use_batch_pieces(index: int, max_pieces: int) -> None:
     """Set the maximum pieces per batched call of a device, 0 (no batches) to `MAX_BATCH_PIECES`."""
     if op_library().loaded:
-        torch.ops.blockyard.set_batch_pieces(index, most)
+        torch.ops.blockyard.set_batch_pieces(index, max_pieces)
 
 
 @cache
