@@ -335,7 +335,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "        return None if extent >= self.elastic.num_blocks else",
                 "        return None if extent < self.elastic.num_blocks else",
             ),
-            ("        if not 1 <= blocks <= most:", "        if not 1 <= blocks < most:"),
+            ("        if not 1 <= blocks <= max_blocks:", "        if not 1 <= blocks < max_blocks:"),
             (
                 "    return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()",
                 "    return sha256(name).digest()",

@@ -274,9 +274,9 @@ class KVCache:
             OutOfMemoryError: there is not enough memory to grow.
         """
         self._process.check()
-        most = self.engine.num_blocks("device")
-        if not 1 <= blocks <= most:
-            raise InvalidArgumentError(f"blocks is {blocks}, must be 1 to {most}, the blocks of the tensors")
+        max_blocks = self.engine.num_blocks("device")
+        if not 1 <= blocks <= max_blocks:
+            raise InvalidArgumentError(f"blocks is {blocks}, must be 1 to {max_blocks}, the blocks of the tensors")
         if self.elastic is not None and blocks > self.elastic.num_blocks:
             self.elastic.resize(blocks)
         before, progress = self.manager.pool().num_blocks, self.manager.defrag.resize(blocks)
@@ -434,19 +434,19 @@ def _prefix_caching(*, given: bool | PrefixCaching, host: int) -> bool | PrefixC
     return PrefixCaching(host=host > 0) if given is True else given
 
 
-def _check_device(tensors: Sequence[Tensor] | None, blocks: int | None, most: int | None) -> None:
-    if most is not None and (tensors is not None or blocks is None):
+def _check_device(tensors: Sequence[Tensor] | None, blocks: int | None, max_blocks: int | None) -> None:
+    if max_blocks is not None and (tensors is not None or blocks is None):
         raise InvalidArgumentError("max_device_blocks needs device_blocks, and allocates the tensors itself")
     if tensors is None and blocks is None:
         raise InvalidArgumentError("device_blocks is None, must be an int without tensors")
 
 
 def _elastic(
-    layout: KVLayout | GroupedLayout, blocks: int | None, most: int | None, device: str | torch.device
+    layout: KVLayout | GroupedLayout, blocks: int | None, max_blocks: int | None, device: str | torch.device
 ) -> ElasticCache | None:
-    if most is None or blocks is None:
+    if max_blocks is None or blocks is None:
         return None
-    return ElasticCache(layout, num_blocks=blocks, max_blocks=most, device=device)
+    return ElasticCache(layout, num_blocks=blocks, max_blocks=max_blocks, device=device)
 
 
 def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> int:

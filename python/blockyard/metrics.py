@@ -303,7 +303,7 @@ class Collector:
         self, used: str, quota: str, where: str, found: Mapping[str, tuple[float, float | None]]
     ) -> Iterator[Metric]:
         counted = {name: count for name, (count, _) in found.items()}
-        limits = {name: inf if most is None else most for name, (_, most) in found.items()}
+        limits = {name: inf if limit is None else limit for name, (_, limit) in found.items()}
         specs = (
             _Spec(used, f"Usage that counts towards a tenant's quota {where}.", lambda both: both[0], "tenant"),
             _Spec(quota, f"A tenant's quota {where}.", lambda both: both[1], "tenant"),

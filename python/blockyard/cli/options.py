@@ -443,16 +443,16 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(command)
 
 
-def _count(least: int) -> Callable[[str], int]:
-    """Make an argparse type: an integer of at least `least`."""
+def _count(minimum: int) -> Callable[[str], int]:
+    """Make an argparse type: an integer of at least `minimum`."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not least <= value < 2**31:
-            raise argparse.ArgumentTypeError(f"{value} is not between {least} and {2**31 - 1}")
+        if not minimum <= value < 2**31:
+            raise argparse.ArgumentTypeError(f"{value} is not between {minimum} and {2**31 - 1}")
         return value
 
     return parse

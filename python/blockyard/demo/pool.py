@@ -49,19 +49,19 @@ class PoolReport:
     Attributes:
         goal: defragmentation goal; None for no moves.
         mean_gap: number of unused blocks below the highest block in use, the mean over all steps.
-        most_gap: the same, the maximum over all steps.
+        max_gap: the same, the maximum over all steps.
         shrink: the shrink; None if there was none.
     """
 
     goal: str | None
     mean_gap: float
-    most_gap: int
+    max_gap: int
     shrink: Shrink | None
 
 
 def pool_rows(report: PoolReport) -> list[tuple[str, str]]:
     """Return the report as `(label, figure)` rows of the table."""
-    figures = f"mean {report.mean_gap:.1f}, maximum {report.most_gap} blocks; goal {report.goal or 'none'}"
+    figures = f"mean {report.mean_gap:.1f}, maximum {report.max_gap} blocks; goal {report.goal or 'none'}"
     table = [("device pool, gap below the highest block in use", figures)]
     return table + (_shrink_rows(report.shrink) if report.shrink is not None else [])
 

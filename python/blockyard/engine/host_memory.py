@@ -79,8 +79,8 @@ class HostMapping:
         words = (ctypes.c_ulong * (node // bits + 1))()
         words[node // bits] = 1 << node % bits
         size = ctypes.c_ulong(self._whole_pages(self.num_bytes))
-        address, most = ctypes.c_void_p(self.address), ctypes.c_ulong(bits * len(words) + 1)
-        if _LIBC.syscall(call, address, size, _MPOL_PREFERRED, words, most, 0) == 0:
+        address, max_node = ctypes.c_void_p(self.address), ctypes.c_ulong(bits * len(words) + 1)
+        if _LIBC.syscall(call, address, size, _MPOL_PREFERRED, words, max_node, 0) == 0:
             return ""
         return f"memory near NUMA node {node}: {os.strerror(ctypes.get_errno())}"
 

@@ -83,9 +83,9 @@ class Memory:
             if tensors is None:
                 raise InvalidArgumentError("device_blocks is None, and there are no tensors to count blocks in")
             device_blocks = len(layout.views(tensors)[0])
-        for name, value, least in (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0)):
-            if not least <= value <= MAX_BLOCKS:
-                raise InvalidArgumentError(f"{name} is {value}, must be {least} to {MAX_BLOCKS}")
+        for name, value, minimum in (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0)):
+            if not minimum <= value <= MAX_BLOCKS:
+                raise InvalidArgumentError(f"{name} is {value}, must be {minimum} to {MAX_BLOCKS}")
         self.layout = layout
         self.bytes_per_block = layout.bytes_per_block  # the layout computes it at each call
         self.device = with_index(device)

@@ -175,8 +175,8 @@ class Transfers:
 
     def has_room(self, num_bytes: int, *streams: StreamName) -> bool:
         """Whether `make_room` would neither wait nor refuse on any of these streams, as of the last progress."""
-        most = self._max_outstanding - num_bytes
-        return all(not (taken := self.outstanding(stream)) or taken <= most for stream in streams)
+        limit = self._max_outstanding - num_bytes
+        return all(not (taken := self.outstanding(stream)) or taken <= limit for stream in streams)
 
     def make_room(self, stream: StreamName, num_bytes: int, on_full: OnFull) -> None:
         """Wait until `num_bytes` more can be in flight on a stream.

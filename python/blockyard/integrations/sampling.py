@@ -47,9 +47,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, least in (("max_tokens", 1), ("n", 1), ("top_k", 0)):
-            if getattr(self, name) < least:
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)}, must be at least {least}")
+        for name, minimum in (("max_tokens", 1), ("n", 1), ("top_k", 0)):
+            if getattr(self, name) < minimum:
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}, must be at least {minimum}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise InvalidArgumentError(f"temperature is {self.temperature}, must be finite and at least 0")
         if not 0 < self.top_p <= 1:

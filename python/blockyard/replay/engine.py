@@ -517,12 +517,12 @@ class _Replay:
         if decodes < step.rows:
             prefill = list(zip(start[decodes:].tolist(), lengths[decodes:].tolist(), strict=True))
             return 1, begin, begin + self._step_time.seconds(prefill, context)
-        most, until = int(lengths.min()), self._next_change()
+        max_steps, until = int(lengths.min()), self._next_change()
         written = inf if self._tier is None else self._tier.next_write
         count, last, now = 0, begin, begin
         for seconds in self._decode_seconds(context):
             count, last, now = count + 1, now, now + seconds
-            if count == most or now >= until:
+            if count == max_steps or now >= until:
                 break
             if now >= written and self._tier is not None:
                 self._now = now

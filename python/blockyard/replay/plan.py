@@ -115,11 +115,11 @@ class Plan:
                 f"{quickest.ttft:.3g} s: {_words(quickest)}."
             )
         choice = self.recommended
-        most = max(self.choices, key=lambda other: other.per_million_tokens)
+        highest = max(other.per_million_tokens for other in self.choices)
         why = "the cheapest" if self.max_ttft == float("inf") else f"the cheapest within {self.max_ttft:g} s"
         return (
             f"Take {_words(choice)}: {choice.per_million_tokens:.3g} per million generated tokens, and 90 % of first "
-            f"tokens within {choice.ttft:.3g} s. It is {why}; the most expensive costs {most.per_million_tokens:.3g}."
+            f"tokens within {choice.ttft:.3g} s. It is {why}; the most expensive costs {highest:.3g}."
         )
 
     def configuration(self) -> tuple[str, dict[str, Any] | None]:
@@ -217,8 +217,8 @@ def make_plan(
         )
     served = serve_all(requests, engines, step_time, executor=executor, show=show)
     if all(one.times.refused == len(requests) for one in served):
-        least = min(-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests)
-        raise InvalidArgumentError(f"device_blocks is {engine.device_blocks}, the shortest request needs {least}")
+        shortest = min(-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests)
+        raise InvalidArgumentError(f"device_blocks is {engine.device_blocks}, the shortest request needs {shortest}")
     choices = sorted((Choice(one, prices.of(one.options)) for one in served), key=lambda one: one.per_million_tokens)
     marked, quickest = [], float("inf")
     for choice in choices:

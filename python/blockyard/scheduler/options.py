@@ -150,16 +150,16 @@ def swaps(mode: PreemptionMode | PreemptionCosts, rows: SequenceRows, gone: NDAr
     return len(gone) > 1 if mode == "auto" else mode == "swap"
 
 
-def lookahead_of_step(wanted: int | None, most: int) -> int:
-    """Return the draft tokens per sequence of one step; `most` is the scheduler's maximum.
+def lookahead_of_step(wanted: int | None, maximum: int) -> int:
+    """Return the draft tokens per sequence of one step; `maximum` is the scheduler's maximum.
 
     Raises:
         InvalidArgumentError: `wanted` is out of range.
     """
     if wanted is None:
-        return most
-    if not 0 <= wanted <= most:
-        raise InvalidArgumentError(f"num_lookahead_tokens is {wanted}, must be from 0 to the scheduler's {most}")
+        return maximum
+    if not 0 <= wanted <= maximum:
+        raise InvalidArgumentError(f"num_lookahead_tokens is {wanted}, must be from 0 to the scheduler's {maximum}")
     return wanted
 
 

@@ -270,9 +270,9 @@ class StepBuilder:
     """
 
     def __init__(self, max_tokens: int, max_rows: int, num_lookahead_tokens: int) -> None:
-        most = max_tokens + max_rows * (1 + num_lookahead_tokens)
-        self.token_ids = np.zeros(most, np.uint32)
-        self.slots = np.zeros(most, np.int64)
+        capacity = max_tokens + max_rows * (1 + num_lookahead_tokens)
+        self.token_ids = np.zeros(capacity, np.uint32)
+        self.slots = np.zeros(capacity, np.int64)
         self.tokens = 0
         self.drafts: NDArray[np.int64] | None = None
         self.counts: list[int] = []

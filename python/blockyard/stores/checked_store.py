@@ -99,8 +99,8 @@ class CheckedStore:
             raise InvalidArgumentError(
                 f"the store's blocks have {store.bytes_per_block} bytes, must have {bytes_per_block} as in the engine"
             )
-        most = store.max_blocks_in_flight
-        self.num_slots, self.max_blocks_in_flight = store.num_slots, None if most is None else max(1, most)
+        limit = store.max_blocks_in_flight
+        self.num_slots, self.max_blocks_in_flight = store.num_slots, None if limit is None else max(1, limit)
         self._store = store
         self._runtime = runtime()
         self._process = Process("a connection to a store")

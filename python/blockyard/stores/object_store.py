@@ -400,11 +400,11 @@ class ObjectStore(RemoteStore):
         row[start:end] = np.frombuffer(data, np.uint8)
         return ""
 
-    def _read_whole(self, path: str, most: int) -> NDArray[np.uint8] | None:
-        """Return a value, empty if it is longer than `most` bytes; None if it is absent."""
+    def _read_whole(self, path: str, max_bytes: int) -> NDArray[np.uint8] | None:
+        """Return a value, empty if it is longer than `max_bytes`; None if it is absent."""
         try:
             answer = self._ob.get(self._client, path)
-            return np.frombuffer(answer.bytes() if answer.range[1] <= most else b"", np.uint8)
+            return np.frombuffer(answer.bytes() if answer.range[1] <= max_bytes else b"", np.uint8)
         except FileNotFoundError:
             return None
         except Exception as error:  # noqa: BLE001 (any exception of the client)

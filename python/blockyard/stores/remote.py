@@ -158,9 +158,9 @@ def count_slots(parts: StoreURL, size: int | None, bytes_per_block: int, num_slo
             parts.reject(parts.host or parts.path, f"needs ?size=, for example ?size={example}")
         return num_slots or 1
     width = HEADER + bytes_per_block
-    fit, least = size // width, num_slots or 1
-    if fit < least:
-        raise StoreFullError(f"{parts.url!r}: size holds {fit} blocks of {width} bytes, must hold at least {least}")
+    fit, minimum = size // width, num_slots or 1
+    if fit < minimum:
+        raise StoreFullError(f"{parts.url!r}: size holds {fit} blocks of {width} bytes, must hold at least {minimum}")
     return num_slots or fit
 
 
@@ -175,22 +175,22 @@ def positive(text: str) -> int:
     return size
 
 
-def count(least: int, most: int) -> Callable[[str], int]:
+def count(minimum: int, maximum: int) -> Callable[[str], int]:
     """Return a parser of integers in a range."""
 
     def read(text: str) -> int:
-        if not least <= int(text) <= most:
+        if not minimum <= int(text) <= maximum:
             raise ValueError(text)
         return int(text)
 
     return read
 
 
-def seconds(least: float, most: float) -> Callable[[str], float]:
+def seconds(minimum: float, maximum: float) -> Callable[[str], float]:
     """Return a parser of numbers in a range."""
 
     def read(text: str) -> float:
-        if not least <= float(text) <= most:
+        if not minimum <= float(text) <= maximum:
             raise ValueError(text)
         return float(text)
 

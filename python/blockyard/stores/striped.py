@@ -81,7 +81,7 @@ class StripedStore(ExternalStore):
     @property
     def max_blocks_in_flight(self) -> int | None:
         """Half of what all disks together can have in flight, since blocks are spread unevenly."""
-        bounds = [most for part in self._open if (most := part.max_blocks_in_flight) is not None]
+        bounds = [limit for part in self._open if (limit := part.max_blocks_in_flight) is not None]
         return len(self._parts) * min(bounds) // 2 if bounds else None
 
     def submit_write(self, slots: Ids, rows: Rows) -> int:

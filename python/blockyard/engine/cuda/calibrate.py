@@ -79,7 +79,9 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
     rules: list[Rule] = []
     with torch.cuda.device(index):
         batch_pieces = choose_batch_pieces(
-            lambda most: journal.measure(f"batches of {most}", lambda: {"batch": measure_batches(index, most)})
+            lambda max_pieces: journal.measure(
+                f"batches of {max_pieces}", lambda: {"batch": measure_batches(index, max_pieces)}
+            )
         )
         say(f"batches of up to {batch_pieces} pieces" if batch_pieces else "no batches: a process died measuring one")
         use_batch_pieces(index, batch_pieces)
@@ -123,23 +125,23 @@ def choose_batch_pieces(measure: Callable[[int], dict[StrategyName, float]]) -> 
         0 for no batches, if even the shortest could not be measured. Batches longer than one that failed are not tried.
     """
     chosen, best = 0, float("inf")
-    for most in BATCH_SIZES:
-        seconds = measure(most).get("batch")
+    for max_pieces in BATCH_SIZES:
+        seconds = measure(max_pieces).get("batch")
         if seconds is None:
             break
         if seconds * _BATCH_GAIN < best:
-            chosen, best = most, seconds
+            chosen, best = max_pieces, seconds
     return chosen
 
 
-def measure_batches(index: int, most: int) -> float:
-    """Return the fastest of several runs, in seconds: small pieces to the device, in batches of `most`."""
+def measure_batches(index: int, max_pieces: int) -> float:
+    """Return the fastest of several runs, in seconds: small pieces to the device, in batches of `max_pieces`."""
     source = torch.zeros((_BATCHED_PIECES, _BATCHED_BYTES), dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(source, device=f"cuda:{index}")
     random = np.random.default_rng(0)
     pairs = torch.from_numpy(np.column_stack([random.permutation(_BATCHED_PIECES) for _ in range(2)]))
     with force_strategy(index, "batch"):
-        use_batch_pieces(index, most)
+        use_batch_pieces(index, max_pieces)
         return _best(lambda: swap_blocks([source], [device], pairs))
 
 
@@ -161,7 +163,7 @@ def choose_rules(
     """
     rules = []
     for place, count in enumerate(counts):
-        most = NO_LIMIT if place == len(counts) - 1 else count
+        max_count = NO_LIMIT if place == len(counts) - 1 else count
         steps: list[tuple[int, tuple[StrategyName, ...]]] = []
         for size in sizes:
             if size * count > _MAX_BYTES:
@@ -177,7 +179,7 @@ def choose_rules(
             steps.pop()
         for size, chosen in (*steps, (NO_LIMIT, (_USUAL,))):
             rules += [
-                Rule(direction, size, most, strategy, blocks.get(strategy, usual_blocks(strategy)))
+                Rule(direction, size, max_count, strategy, blocks.get(strategy, usual_blocks(strategy)))
                 for strategy in chosen
             ]
     return tuple(rules)

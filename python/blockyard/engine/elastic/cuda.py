@@ -92,8 +92,8 @@ def choose_chunk(sizes: Sequence[int], planes: int, unit: int) -> int:
         planes: number of planes over all tensors, at least 1.
         unit: the driver's granularity.
     """
-    chunk, most = unit, sum(sizes) // (_KEPT * 2 * planes)
-    while 2 * chunk <= most:
+    chunk, max_chunk = unit, sum(sizes) // (_KEPT * 2 * planes)
+    while 2 * chunk <= max_chunk:
         chunk *= 2
     return chunk
 

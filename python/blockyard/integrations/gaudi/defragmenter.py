@@ -103,9 +103,9 @@ class OnlineDefragmenter:
         threshold = _threshold() if threshold is None else threshold
         limits = {"threshold": threshold, "margin": margin, "max_moves": max_moves or 0, "max_bytes": max_bytes or 0}
         for name, limit in limits.items():
-            most = _MAX_BYTES if name == "max_bytes" else _MAX_BLOCKS
-            if not isinstance(limit, int) or not 0 <= limit <= most:
-                raise InvalidArgumentError(f"{name} is {limit!r}, must be an int, 0 to {most}")
+            maximum = _MAX_BYTES if name == "max_bytes" else _MAX_BLOCKS
+            if not isinstance(limit, int) or not 0 <= limit <= maximum:
+                raise InvalidArgumentError(f"{name} is {limit!r}, must be an int, 0 to {maximum}")
         if goals is not None and not goals:
             raise InvalidArgumentError("there are no goals, must be at least one: switch off with enabled=False")
         if negative not in {"refuse", "pass"}:

@@ -71,8 +71,8 @@ class QueryRecorder:
         self._recorder.finish(number, 1)
 
 
-def _drop_oldest(entries: dict[str, Any], most: int) -> None:
-    while len(entries) > most:
+def _drop_oldest(entries: dict[str, Any], max_entries: int) -> None:
+    while len(entries) > max_entries:
         del entries[next(iter(entries))]
 
 

@@ -417,7 +417,7 @@ class Generator:
             draft = self._draft or partial(prompt_lookup, num_tokens=self._num_lookahead_tokens)
             slots = (step.lengths[: step.decodes] - 1).tolist()
             step.set_draft_token_ids(
-                [draft(step.all_token_ids(row))[:most] if most else () for row, most in enumerate(slots)]
+                [draft(step.all_token_ids(row))[:count] if count else () for row, count in enumerate(slots)]
             )
         where = StepInput(step.start, step.lengths.astype(np.int64), step.block_tables, step.slot_mapping)
         model = self.ranks or self.model

@@ -68,13 +68,13 @@ def _nonnegative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.f
     scale[scale == 0] = 1
     matrix = matrix / scale
     products, wanted = matrix.T @ matrix, matrix.T @ target
-    best, least = np.zeros(len(scale)), 0.0
+    best, best_error = np.zeros(len(scale)), 0.0
     for count in range(1, len(scale) + 1):
         for chosen in map(list, combinations(range(len(scale)), count)):
             part = np.linalg.lstsq(products[np.ix_(chosen, chosen)], wanted[chosen], rcond=None)[0]
             error = -float(part @ wanted[chosen])  # squared residual minus that of all zeros
-            if (part >= 0).all() and error < least:
-                best, least = np.zeros(len(scale)), error
+            if (part >= 0).all() and error < best_error:
+                best, best_error = np.zeros(len(scale)), error
                 best[chosen] = part
     found: NDArray[np.float64] = best / scale
     return found

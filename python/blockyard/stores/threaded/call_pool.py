@@ -38,11 +38,11 @@ class CallPool:
     progresses even if all pool threads hang.
 
     Args:
-        most: pool threads start a call only while fewer than this many run.
+        max_running: pool threads start a call only while fewer than this many run.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
         self._runtime = runtime()
         self._lock = self._runtime.lock()
         self._work = self._runtime.condition(self._lock)
@@ -102,9 +102,9 @@ class CallPool:
 
     def _invite(self, count: int) -> None:
         """Wake or start threads for `count` calls."""
-        count = min(count, self._most - self._running)
+        count = min(count, self._max_running - self._running)
         self._work.notify(count)
-        for _ in range(min(count - self._idle, self._most - self._threads)):
+        for _ in range(min(count - self._idle, self._max_running - self._threads)):
             self._threads += 1
             try:
                 self._runtime.start_worker("blockyard-store", self._serve, self.close)
@@ -117,7 +117,7 @@ class CallPool:
         while not self._closed:
             while self._batches and self._batches[0].is_taken:
                 self._batches.popleft()
-            if self._batches and self._running < self._most:
+            if self._batches and self._running < self._max_running:
                 return self._batches[0]
             self._idle += 1
             is_called = self._work.wait(_IDLE_SECONDS)
