@@ -54,8 +54,14 @@ void run_scatter(Tensor staging, std::vector<Tensor> views, Tensor pairs) {
     run(pieces, caches, read_pairs(pairs, rows.blocks, caches.blocks));
 }
 
-void set_device_strategies(int64_t device, Tensor rules) {
+// Throws if a device cannot have this index.
+int32_t checked_device(int64_t device) {
     if (device < 0 || device >= kMaxDevices) fail("mapping", "device ", device, ", there can be ", kMaxDevices);
+    return static_cast<int32_t>(device);
+}
+
+void set_device_strategies(int64_t device, Tensor rules) {
+    const int32_t index = checked_device(device);
     if (!rules.is_cpu() || rules.scalar_type() != torch::headeronly::ScalarType::Long || rules.dim() != 2 ||
         rules.size(1) != 5 || rules.stride(1) != 1) {
         fail("mapping", "rules are not int64 [n, 5] on the CPU");
@@ -76,13 +82,13 @@ void set_device_strategies(int64_t device, Tensor rules) {
         read.push_back({static_cast<Direction>(rule[0]), rule[1], rule[2], static_cast<Strategy>(rule[3]),
                         static_cast<unsigned>(rule[4])});
     }
-    set_strategies(static_cast<int32_t>(device), read);
+    set_strategies(index, read);
 }
 
 void set_device_batch_pieces(int64_t device, int64_t max_pieces) {
-    if (device < 0 || device >= kMaxDevices) fail("mapping", "device ", device, ", there can be ", kMaxDevices);
+    const int32_t index = checked_device(device);
     if (max_pieces < 0) fail("mapping", "a batch of at most ", max_pieces, " pieces, must be at least 0");
-    set_batch_pieces(static_cast<int32_t>(device), static_cast<size_t>(max_pieces));
+    set_batch_pieces(index, static_cast<size_t>(max_pieces));
 }
 
 void set_region(int64_t address, int64_t num_bytes, int64_t chunk_bytes) {
@@ -92,10 +98,7 @@ void set_region(int64_t address, int64_t num_bytes, int64_t chunk_bytes) {
     declare_region(static_cast<uintptr_t>(address), static_cast<size_t>(num_bytes), static_cast<size_t>(chunk_bytes));
 }
 
-void prepare_device(int64_t device) {
-    if (device < 0 || device >= kMaxDevices) fail("mapping", "device ", device, ", there can be ", kMaxDevices);
-    prepare(static_cast<int32_t>(device));
-}
+void prepare_device(int64_t device) { prepare(checked_device(device)); }
 
 }  // namespace
 }  // namespace blockyard
