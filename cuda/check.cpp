@@ -18,24 +18,29 @@ int32_t device_of(const char* name, size_t index, const Tensor& tensor) {
 
 uintptr_t start_of(const View& view) { return reinterpret_cast<uintptr_t>(view.data); }
 
+// One past the last byte of a view that starts at `start`.
+uintptr_t end_of(uintptr_t start, int64_t blocks, int64_t stride, int64_t width) {
+    return start + static_cast<uintptr_t>(blocks > 0 && width > 0 ? (blocks - 1) * stride + width : 0);
+}
+
 // Whether a view of one side overlaps a view of the other. Addresses decide, not storages: two storages may share one
 // buffer. Host and device addresses are distinct.
 bool overlap(const Side& one, const Side& other) {
-    struct Reach {
+    struct Span {
         uintptr_t start, end;
         size_t side;
     };
-    std::vector<Reach> order;
+    std::vector<Span> order;
     order.reserve(one.views.size() + other.views.size());
     for (size_t side = 0; side < 2; ++side) {
         for (const View& view : (side == 0 ? one : other).views) order.push_back({start_of(view), view.end, side});
     }
-    std::sort(order.begin(), order.end(), [](const Reach& a, const Reach& b) { return a.start < b.start; });
-    std::array<uintptr_t, 2> reach{};
-    for (const Reach& next : order) {
+    std::sort(order.begin(), order.end(), [](const Span& a, const Span& b) { return a.start < b.start; });
+    std::array<uintptr_t, 2> max_end{};
+    for (const Span& next : order) {
         if (next.start == next.end) continue;
-        if (next.start < reach[1 - next.side]) return true;
-        reach[next.side] = std::max(reach[next.side], next.end);
+        if (next.start < max_end[1 - next.side]) return true;
+        max_end[next.side] = std::max(max_end[next.side], next.end);
     }
     return false;
 }
@@ -68,9 +73,8 @@ View Side::read(size_t index, const Tensor& tensor) const {
     }
     auto* data = static_cast<unsigned char*>(tensor.data_ptr());
     const auto start = reinterpret_cast<uintptr_t>(data);
-    const int64_t reach = blocks > 0 && width > 0 ? (blocks - 1) * stride + width : 0;
     return {data, stride, width, start - static_cast<uintptr_t>(tensor.storage_offset()),
-            start + static_cast<uintptr_t>(reach)};
+            end_of(start, blocks, stride, width)};
 }
 
 Side Side::split(const std::vector<View>& like) const {
@@ -84,8 +88,7 @@ Side Side::split(const std::vector<View>& like) const {
     pieces.views.clear();
     unsigned char* start = row.data;
     for (const View& view : like) {
-        const int64_t reach = blocks > 0 && view.width > 0 ? (blocks - 1) * row.stride + view.width : 0;
-        const auto end = reinterpret_cast<uintptr_t>(start) + static_cast<uintptr_t>(reach);
+        const uintptr_t end = end_of(reinterpret_cast<uintptr_t>(start), blocks, row.stride, view.width);
         pieces.views.push_back({start, row.stride, view.width, row.storage, end});
         start += view.width;
     }
@@ -97,21 +100,21 @@ void Side::check_apart() const {
     std::iota(order.begin(), order.end(), size_t{0});
     std::sort(order.begin(), order.end(), [this](size_t a, size_t b) { return views[a].data < views[b].data; });
     // Views that follow one another start a new group; within a group, views alternate within one row distance.
-    uintptr_t base = 0, row_end = 0, reach = 0;
+    uintptr_t base = 0, row_end = 0, max_end = 0;
     int64_t period = 0;
     size_t last = 0;
     for (const size_t index : order) {
         const View& view = views[index];
         const auto start = reinterpret_cast<uintptr_t>(view.data), width = static_cast<uintptr_t>(view.width);
-        if (start >= reach) {
+        if (start >= max_end) {
             base = start;
             period = view.stride;
-            reach = view.end;
+            max_end = view.end;
         } else if (view.stride != period || start < row_end || start + width > base + static_cast<uintptr_t>(period)) {
             fail("layout", name, "[", last, "] and ", name, "[", index, "] share memory");
         }
         row_end = start + width;
-        reach = std::max(reach, view.end);
+        max_end = std::max(max_end, view.end);
         last = index;
     }
 }
