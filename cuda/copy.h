@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "fit.h"
+#include "launch_limits.h"
 
 namespace blockyard {
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "fit.h"
+#include "launch_limits.h"
 
 #ifndef __CUDACC__
 #undef __device__

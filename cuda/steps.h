@@ -44,6 +44,9 @@ constexpr size_t kMaxRing = 512;
 // A group for each pair.
 Steps independent(const std::vector<CopyPair>& pairs);
 
+// Whether no step has to wait for another.
+inline bool is_independent(const Steps& plan) { return plan.steps.size() + 1 == plan.starts.size(); }
+
 // Splits a plan into parts of at most `max_steps` steps (at least kMaxRing + 1), to run one after the other.
 std::vector<StepRange> split_steps(const Steps& plan, size_t max_steps);
 

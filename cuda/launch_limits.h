@@ -22,7 +22,4 @@ inline uint64_t misalignment(const CopyTensor* tensors, size_t num_tensors) {
     return bits;
 }
 
-// Whether no step has to wait for another.
-inline bool is_independent(const Steps& plan) { return plan.steps.size() + 1 == plan.starts.size(); }
-
 }  // namespace blockyard
