@@ -53,7 +53,7 @@ struct OnDevice {
 };
 
 struct BesideHost {
-    unsigned max_blocks;  // blocks of threads
+    unsigned max_blocks;  // thread blocks
 
     template <typename Access>
     cudaError_t launch(const CopyParams& params, size_t num_tensors, int64_t widest, cudaStream_t stream) const {

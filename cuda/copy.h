@@ -26,7 +26,7 @@ struct CopyBatch {
 // several launches. Both sides are memory of the current device; within one group of steps they may be the same memory.
 cudaError_t copy_on_device(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, cudaStream_t stream);
 
-// Copies every pair in every tensor by a kernel of at most `blocks` blocks of threads, so that the device's own work
+// Copies every pair in every tensor by a kernel of at most `blocks` thread blocks, so that the device's own work
 // hardly slows down. Both sides are memory of the current device or page-locked; pairs must be independent.
 cudaError_t copy_host_kernel(const CopyTensor* tensors, size_t num_tensors, const Steps& plan, unsigned blocks,
                              cudaStream_t stream);

@@ -32,15 +32,15 @@ static_assert(sizeof(CopyParams) <= kMaxParams, "the parameters of one launch ha
 static_assert(kMaxTensors <= 65535 && kMaxSteps <= 65535, "they are the grid's second and third dimensions");
 static_assert(kMaxSteps > kMaxRing, "a ring stays in one part");
 
-// Bytes of a row that one block of threads moves.
+// Bytes of a row that one thread block moves.
 template <typename Access>
 constexpr int64_t kChunk = static_cast<int64_t>(sizeof(Access)) * kThreads * kUnroll;
 
-// Maximum number of rows, shorter than a chunk, that one block of threads moves. More would leave multiprocessors idle
+// Maximum number of rows, shorter than a chunk, that one thread block moves. More would leave multiprocessors idle
 // if there are few rows.
 constexpr uint32_t kMaxRows = 16;
 
-// Rows of a launch's widest tensor that fill a block of threads.
+// Rows of a launch's widest tensor that fill a thread block.
 template <typename Access>
 uint32_t rows_per_block(int64_t widest) {
     return static_cast<uint32_t>(std::clamp<int64_t>(kChunk<Access> / widest, 1, kMaxRows));

@@ -12,14 +12,14 @@ namespace blockyard {
 namespace {
 
 // Declared memory of unknown extents, and the extents that the driver has reported so far.
-struct Kept {
+struct Queried {
     uintptr_t end = 0;
-    std::map<uintptr_t, Extent> told;  // by the last byte
+    std::map<uintptr_t, Extent> reported;  // by the last byte
 };
 
 struct Declared {
     std::mutex mutex;
-    std::map<uintptr_t, Kept> kept;                             // by the first byte
+    std::map<uintptr_t, Queried> queried;                       // by the first byte
     std::map<uintptr_t, std::pair<uintptr_t, size_t>> regions;  // first byte: end, bytes of an extent
 };
 
@@ -63,8 +63,8 @@ Extent ask_device_extent(uintptr_t address) {
 void declare_region(uintptr_t first, size_t bytes, size_t chunk) {
     const std::lock_guard<std::mutex> lock(declared().mutex);
     if (chunk == 0) {
-        declared().kept.erase(first);
-        if (bytes > 0) declared().kept[first].end = first + bytes;
+        declared().queried.erase(first);
+        if (bytes > 0) declared().queried[first].end = first + bytes;
     } else if (bytes == 0) {
         declared().regions.erase(first);
     } else {
@@ -108,13 +108,13 @@ Extent Extents::ask_host_extent(uintptr_t address) {
 Extent Extents::ask(uintptr_t address) {
     if (is_host_) return ask_host_extent(address);
     const std::lock_guard<std::mutex> lock(declared().mutex);
-    auto next = declared().kept.upper_bound(address);
-    if (next == declared().kept.begin() || std::prev(next)->second.end <= address) return ask_device_extent(address);
-    std::map<uintptr_t, Extent>& told = std::prev(next)->second.told;
-    const auto found = told.lower_bound(address);
-    if (found != told.end() && found->second.first <= address) return found->second;
+    auto next = declared().queried.upper_bound(address);
+    if (next == declared().queried.begin() || std::prev(next)->second.end <= address) return ask_device_extent(address);
+    std::map<uintptr_t, Extent>& reported = std::prev(next)->second.reported;
+    const auto found = reported.lower_bound(address);
+    if (found != reported.end() && found->second.first <= address) return found->second;
     const Extent answer = ask_device_extent(address);
-    if (answer.known) told.emplace(answer.end - 1, answer);
+    if (answer.known) reported.emplace(answer.end - 1, answer);
     return answer;
 }
 

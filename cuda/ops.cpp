@@ -77,7 +77,7 @@ void set_device_strategies(int64_t device, Tensor rules) {
             fail("mapping", "rule ", n, " names strategy ", rule[3], ", there are ", kNumStrategies);
         }
         if (rule[4] < 1 || rule[4] > UINT16_MAX) {
-            fail("mapping", "rule ", n, " names ", rule[4], " blocks of threads, must be 1 to ", UINT16_MAX);
+            fail("mapping", "rule ", n, " names ", rule[4], " thread blocks, must be 1 to ", UINT16_MAX);
         }
         read.push_back({static_cast<Direction>(rule[0]), rule[1], rule[2], static_cast<Strategy>(rule[3]),
                         static_cast<unsigned>(rule[4])});

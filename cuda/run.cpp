@@ -227,9 +227,9 @@ Side on_device(Side host, const HostMemory& memory) {
 
 // Whether copies can be staged. Warns once per device and direction if there is no memory for it.
 bool can_stage(int32_t device, bool to_host) {
-    static std::array<std::array<std::atomic<bool>, 2>, kMaxDevices> told;
+    static std::array<std::array<std::atomic<bool>, 2>, kMaxDevices> warned;
     if (has_staging(device, to_host)) return true;
-    if (device >= 0 && device < kMaxDevices && !told[static_cast<size_t>(device)][to_host].exchange(true)) {
+    if (device >= 0 && device < kMaxDevices && !warned[static_cast<size_t>(device)][to_host].exchange(true)) {
         std::ostringstream message;
         message << "CUDA device " << device << " has no " << (kSlots * kSlotBytes >> 20) << " MiB left to stage copies "
                 << (to_host ? "to" : "from") << " the host: copies of many small pieces will be slower in this process";

@@ -19,7 +19,7 @@ constexpr int64_t kNumStrategies = 4;
 enum class Direction : int64_t { kToDevice = 0, kToHost = 1 };
 constexpr int64_t kNumDirections = 2;
 
-// Blocks of threads of the two kernels if no rule matches, at most one per multiprocessor. Between slots and views,
+// Thread blocks of the two kernels if no rule matches, at most one per multiprocessor. Between slots and views,
 // more blocks leave more of the device to compute, since the kernel ends sooner. With the host, fewer blocks do, as
 // long as they keep the link busy (docs/benchmarks/copies.md).
 constexpr unsigned kSlotBlocks = 12;
@@ -32,7 +32,7 @@ struct StrategyRule {
     int64_t max_bytes;
     int64_t max_count;
     Strategy strategy;
-    unsigned blocks;  // of threads, for kernels on few multiprocessors
+    unsigned blocks;  // thread blocks of a kernel on few multiprocessors
 };
 
 struct StrategyChoice {

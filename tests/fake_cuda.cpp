@@ -54,7 +54,7 @@ struct Capture {
 struct Fake {
     Range host;
     std::vector<Range> registered, mapped;
-    bool own_stream = true, capturing = false, tells_ranges = true;
+    bool own_stream = true, capturing = false, reports_ranges = true;
     int answer = 0;      // to questions about memory of the host
     int capability = 9;  // major
     bool full = false;   // the device has no memory left
@@ -184,7 +184,7 @@ CUresult describe_pointer(unsigned count, CUpointer_attribute* names, void** val
         } else if (names[n] == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) {
             *static_cast<CUdeviceptr*>(values[n]) = range == nullptr ? 0 : range->first + range->shift;
         } else if (names[n] == CU_POINTER_ATTRIBUTE_RANGE_SIZE) {
-            *static_cast<size_t*>(values[n]) = range == nullptr || !fake.tells_ranges ? 0 : range->end - range->first;
+            *static_cast<size_t*>(values[n]) = range == nullptr || !fake.reports_ranges ? 0 : range->end - range->first;
         }
     }
     return CUDA_SUCCESS;
@@ -355,13 +355,13 @@ AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle) { return 0; }
 
 // ---- what the test sets and reads ----
 
-void fake_reset(uintptr_t host, uintptr_t host_end, bool own_stream, bool capturing, bool tells_ranges,
+void fake_reset(uintptr_t host, uintptr_t host_end, bool own_stream, bool capturing, bool reports_ranges,
                 size_t max_pieces) {
-    fake = {{host, host_end}, {}, {}, own_stream, capturing, tells_ranges, 0, 9, false, max_pieces, 0, 0, "", 0};
+    fake = {{host, host_end}, {}, {}, own_stream, capturing, reports_ranges, 0, 9, false, max_pieces, 0, 0, "", 0};
     has_context = false;
     last_error = lost = cudaSuccess;
     blockyard::declared().regions.clear();
-    blockyard::declared().kept.clear();
+    blockyard::declared().queried.clear();
     blockyard::set_batch_pieces(0, std::nullopt);
 }
 void fake_capability(int major) { fake.capability = major; }

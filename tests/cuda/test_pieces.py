@@ -57,7 +57,7 @@ def test_a_kernel_does_not_touch_pageable_memory_between_two_registrations(fake:
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_where_the_driver_knows_no_ranges_a_refused_batch_goes_piece_by_piece(fake: ctypes.CDLL, direction: str):
-    case = Case(fake, registered=THIRDS, tells_ranges=False)
+    case = Case(fake, registered=THIRDS, reports_ranges=False)
     # One piece is no batch, and single copies cross registrations.
     assert case.go(direction, "batch", DENSE) == "m"
     runs = np.r_[0:20, 21:40]

@@ -327,7 +327,7 @@ def test_after_an_error_that_stays_nothing_is_copied(fake: ctypes.CDLL, directio
 
 def test_a_failed_copy_leaves_no_error_for_the_next_launch(fake: ctypes.CDLL, capfd: pytest.CaptureFixture[str]):
     # A row that is page-locked by half is more than a copy takes, and the driver does not say where it ends.
-    case = Case(fake, registered=[(0, WIDTH // 2), (WIDTH, BLOCKS * WIDTH)], tells_ranges=False)
+    case = Case(fake, registered=[(0, WIDTH // 2), (WIDTH, BLOCKS * WIDTH)], reports_ranges=False)
     with pytest.raises(
         RuntimeError, match=r"copying blocks between host and device failed: as the test wants it \(1\)"
     ):
@@ -355,13 +355,13 @@ def test_whatever_the_way_and_the_memory_all_bytes_arrive_and_no_kernel_goes_ast
     width: int,
     seed: int,
 ):
-    own_stream, tells_ranges = flags
+    own_stream, reports_ranges = flags
     case = Case(
         fake,
         width=width,
         pinned=pinned,
         own_stream=own_stream,
-        tells_ranges=tells_ranges,
+        reports_ranges=reports_ranges,
         shift=shift,
     )
     random = np.random.default_rng(seed)

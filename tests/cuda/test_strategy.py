@@ -99,7 +99,7 @@ BROKEN = {
     "an unknown direction": with_rule("up", 1, "loop"),
     "a fraction": with_rule("h2d", 1.5, "loop"),
     "a huge number": with_rule("h2d", 2**70, "loop"),
-    "no blocks of threads": {**GOOD, "rules": [{**with_rule("h2d", 1, "loop")["rules"][0], "blocks": 0}]},
+    "no thread blocks": {**GOOD, "rules": [{**with_rule("h2d", 1, "loop")["rules"][0], "blocks": 0}]},
     "a missing field": {**GOOD, "rules": [{"direction": "h2d"}]},
     "a list": [],
 }
@@ -177,7 +177,7 @@ def test_a_strategy_is_forced_each_way_with_its_blocks_of_threads(monkeypatch: p
         (64, [[0, 1, 1, 1, 1]], "device 64"),
         (0, [[0, 1, 1, 5, 1]], "strategy 5, there are 4"),
         (0, [[2, 1, 1, 1, 1]], "direction 2, there are 2"),
-        (0, [[0, 1, 1, 3, 0]], "0 blocks of threads, must be 1 to 65535"),
+        (0, [[0, 1, 1, 3, 0]], "0 thread blocks, must be 1 to 65535"),
     ],
 )
 def test_the_library_refuses_what_it_does_not_know(device: int, rules: list[list[int]], message: str):

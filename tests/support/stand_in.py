@@ -103,7 +103,7 @@ class Case:
         random = np.random.default_rng(width)
         host, device, other = (torch.from_numpy(random.integers(0, 256, BLOCKS * width + 64, np.uint8)) for _ in "hdo")
         self.host, self.device, self.other = (rows_of(memory, width) for memory in (host, device, other))
-        chosen = {"own_stream": True, "capturing": False, "tells_ranges": True, **flags}
+        chosen = {"own_stream": True, "capturing": False, "reports_ranges": True, **flags}
         start, size = self.host.data_ptr(), BLOCKS * width
         fake.fake_reset(start, start + size, *chosen.values(), max_pieces)
         ranges = [(0, pinned * width)] if registered is None else registered

@@ -97,7 +97,7 @@ double seconds(const std::function<void()>& work, double* host = nullptr, int re
 }
 
 constexpr size_t half = 64 << 10;
-constexpr unsigned kFew = 3;  // blocks of threads: kHostBlocks of strategy.h
+constexpr unsigned kFew = 3;  // thread blocks: kHostBlocks of strategy.h
 
 void report(cudaStream_t s, const char* what, int r) {
     cudaError_t later = cudaStreamSynchronize(s);
