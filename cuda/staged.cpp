@@ -49,7 +49,7 @@ cudaError_t allocate(Ring& ring) {
     return status;
 }
 
-std::vector<Columns> cut(const std::vector<CopyTensor>& tensors) {
+std::vector<Columns> split_columns(const std::vector<CopyTensor>& tensors) {
     std::vector<Columns> columns;
     for (const CopyTensor& tensor : tensors) {
         if (columns.empty() || columns.back().width + tensor.width > kSlotBytes) columns.emplace_back();
@@ -59,12 +59,13 @@ std::vector<Columns> cut(const std::vector<CopyTensor>& tensors) {
     return columns;
 }
 
-// Rows of the next part, at least one: parts grow up to `grown` bytes, and shrink to half of the remaining rows.
-size_t rows_of_part(int64_t width, size_t left, int64_t grown) {
+// Rows of the next part, at least one: at most `max_bytes` in the middle of a copy, and half of the remaining rows
+// towards its end.
+size_t rows_of_part(int64_t width, size_t left, int64_t max_bytes) {
     const auto rows = [width](int64_t bytes) {
         return std::max<size_t>(static_cast<size_t>(bytes / std::max<int64_t>(width, 1)), 1);
     };
-    return std::min(left, std::max(rows(kMinPartBytes), std::min(rows(grown), left / 2)));
+    return std::min(left, std::max(rows(kMinPartBytes), std::min(rows(max_bytes), left / 2)));
 }
 
 // One staged copy; these fields are the same for all of its parts.
@@ -82,15 +83,15 @@ struct StagedCopy {
         const cudaStream_t fills = to_host ? stream : ring.rows, empties = to_host ? ring.rows : stream;
         cudaError_t status = cudaStreamWaitEvent(fills, slot.used, 0);
         if (status == cudaSuccess)
-            status = to_host ? views(slot, columns, first, end) : rows(slot, columns, first, end);
+            status = to_host ? copy_views(slot, columns, first, end) : copy_host_rows(slot, columns, first, end);
         if (status == cudaSuccess) status = order(slot.used, fills, empties);
         if (status == cudaSuccess)
-            status = to_host ? rows(slot, columns, first, end) : views(slot, columns, first, end);
+            status = to_host ? copy_host_rows(slot, columns, first, end) : copy_views(slot, columns, first, end);
         return status == cudaSuccess ? cudaEventRecord(slot.used, empties) : status;
     }
 
     // Between the host and the slot, whose row n belongs to pair first + n.
-    cudaError_t rows(const Slot& slot, const Columns& columns, size_t first, size_t end) const {
+    cudaError_t copy_host_rows(const Slot& slot, const Columns& columns, size_t first, size_t end) const {
         CopyTensor row = columns.tensors[0];
         row.width = columns.width;
         if (to_host) {
@@ -104,7 +105,7 @@ struct StagedCopy {
     }
 
     // Between the slot and the device's views.
-    cudaError_t views(const Slot& slot, const Columns& columns, size_t first, size_t end) const {
+    cudaError_t copy_views(const Slot& slot, const Columns& columns, size_t first, size_t end) const {
         std::vector<CopyTensor> pieces = columns.tensors;
         unsigned char* start = slot.memory;
         for (CopyTensor& piece : pieces) {
@@ -164,13 +165,13 @@ cudaError_t copy_staged(int device, const std::vector<CopyTensor>& tensors, cons
     const std::lock_guard<std::mutex> lock(ring.mutex);
     const StagedCopy copy{ring, pairs, to_host, blocks, copy_rows, stream};
     cudaError_t status = order(ring.fence, stream, ring.rows);
-    int64_t grown = kMinPartBytes;
-    for (const Columns& columns : cut(tensors)) {
+    int64_t part_bytes = kMinPartBytes;
+    for (const Columns& columns : split_columns(tensors)) {
         for (size_t first = 0; first < pairs.size() && status == cudaSuccess;) {
-            const size_t end = first + rows_of_part(columns.width, pairs.size() - first, grown);
+            const size_t end = first + rows_of_part(columns.width, pairs.size() - first, part_bytes);
             status = copy.copy_part(columns, first, end);
             first = end;
-            grown = std::min(2 * grown, kSlotBytes);
+            part_bytes = std::min(2 * part_bytes, kSlotBytes);
         }
     }
     // A copy that fails half-way has queued its first half: later work waits for that as well.
