@@ -1,6 +1,7 @@
-"""The list of planted faults fits the sources."""
+"""The lists of planted faults and of explained mutants fit the sources."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from mutants.python_faults import Fault, all_faults
 ROOT = Path(__file__).resolve().parents[2]
 
 FAULTS = list(all_faults())
+EXPLAINED = (ROOT / "buildsystem" / "mutants" / "explained.txt").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.file}-{fault.original.strip()[:40]}")
@@ -28,3 +30,11 @@ def test_no_fault_is_listed_twice_and_each_part_has_some():
         *("engine", "scheduler", "executor", "prefix_store", "cache.py", "integrations", "stores"),
         *("cli", "progress.py", "doctor.py"),
     }
+
+
+@pytest.mark.parametrize("entry", [line.strip() for line in EXPLAINED if line.startswith(" ")])
+def test_an_explained_mutant_changes_a_line_of_its_file(entry: str):
+    found = re.fullmatch(r"(\S+): .+?: (.+?)(?: \(\d+\))?", entry)
+    assert found, "not `file: change: line`"
+    file, line = found.groups()
+    assert line in [text.strip() for text in (ROOT / file).read_text(encoding="utf-8").splitlines()]
