@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,6 +18,7 @@ from blockyard.errors import StoreError, UnknownTicketError
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.redis.store import RedisStore
 from blockyard.stores.redis.url import read_url
+from blockyard.stores.threaded.epochs import Epoch
 
 WIDTH, SLOTS, PAGE = 4096, 16, 4096
 THREADS = 6
@@ -180,6 +182,27 @@ def test_threads_that_forget_leave_no_block_of_before():
             assert not read.ok.any() or read.rows[0, 0] == 2
 
         hammer(partial(forgets, key(2)), partial(forgets, key(3)), uses, uses)
+
+
+def test_a_lookup_that_a_forget_overtakes_says_nothing_of_its_keys(monkeypatch: pytest.MonkeyPatch):
+    with KeyedStore(bytes_per_block=WIDTH) as store:
+        store.wait(store.submit_put([key(1)], pages(1, 1)))
+        store._known.clear()  # another process put it
+        confirm = store._epochs.confirm
+
+        def overtaken(seconds: float) -> Epoch:
+            epoch = confirm(seconds=seconds)
+            monkeypatch.undo()
+            store.forget()
+            return epoch
+
+        monkeypatch.setattr(store._epochs, "confirm", overtaken)
+        assert not store.contains([key(1)]).any()
+        until = time.monotonic() + PATIENCE
+        while store._lookup is not None:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert not store.contains([key(1)]).any()
 
 
 def test_threads_of_a_redis_store_share_the_names_of_few_tenants():

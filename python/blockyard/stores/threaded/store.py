@@ -431,8 +431,9 @@ class ThreadedStore(BatchStore):
         age = self._age
         found = answered("has", self.has(self._names_of(keys, epoch.token)), len(keys))
         with self._lock:
+            is_valid = age == self._age and epoch == self._epochs.known()
             for key, good in zip(keys, found, strict=True):
-                if age == self._age and not self._order.is_busy(key) and self._known.is_due(key):
+                if is_valid and not self._order.is_busy(key) and self._known.is_due(key):
                     self._known.note(key, is_there=good)
             self._known.trim(self.num_slots)
         return []
