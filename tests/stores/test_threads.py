@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -205,10 +206,13 @@ def test_a_lookup_that_a_forget_overtakes_says_nothing_of_its_keys(monkeypatch: 
         assert not store.contains([key(1)]).any()
 
 
-def test_threads_of_a_redis_store_share_the_names_of_few_tenants():
-    found = read_url("redis://localhost")
+def of_redis(client: object = None) -> RedisStore:
     options = {"bytes_per_block": WIDTH, "namespace": bytes(32), "use": "prefix", "num_slots": 2}
-    store = RedisStore(found, connect=lambda **options: None, **options)
+    return RedisStore(read_url("redis://localhost"), connect=lambda **options: client, **options)
+
+
+def test_threads_of_a_redis_store_share_the_names_of_few_tenants():
+    store = of_redis()
 
     def names() -> None:
         for number in range(20):
@@ -216,3 +220,37 @@ def test_threads_of_a_redis_store_share_the_names_of_few_tenants():
 
     hammer(*[names] * THREADS)
     assert len(store._tenants) <= 2
+
+
+@pytest.mark.parametrize("fault", ["lost", "error"])
+def test_quotas_that_are_lost_while_they_are_set_again_are_set_once_more(fault: str):
+    """The server restarts after the first of them, or does not answer."""
+
+    class Client:
+        quotas: ClassVar[dict[bytes, bytes]] = {}
+        is_ill = False
+
+        def run(self, commands: list[list[bytes]]) -> tuple[list[int], None]:
+            for *_, tenant, quota in commands:
+                self.quotas[tenant] = quota
+            if self.is_ill:
+                self.is_ill = False
+                if fault == "error":
+                    raise StoreError("no answer")
+                self.quotas.clear()
+                store._repair(0, is_swept=True, has_quotas=False)  # a put has noticed
+            return [0] * len(commands), None
+
+    client = Client()
+    store = of_redis(client)
+    for number in range(3):
+        store.set_quota(key(number), number)
+    quotas = dict(client.quotas)
+    client.quotas.clear()
+    client.is_ill = True
+    store._repair(0, is_swept=True, has_quotas=False)
+    until = time.monotonic() + PATIENCE
+    while client.quotas != quotas:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+        store._repair(0, is_swept=True, has_quotas=bool(client.quotas))  # so do later puts

@@ -338,7 +338,7 @@ class RedisStore(RemoteStore):
     def _repair(self, number: int, *, is_swept: bool, has_quotas: bool) -> None:
         """Start a thread that searches for unlisted blocks, and set lost quotas again."""
         is_lost = not has_quotas and bool(self._quotas)
-        if is_swept and not is_lost:
+        if is_swept and not is_lost and not self._are_quotas_lost:
             return
         with self._lock:
             self._are_quotas_lost |= is_lost
@@ -351,11 +351,6 @@ class RedisStore(RemoteStore):
 
     def _sweep(self) -> None:
         try:
-            if self._are_quotas_lost:
-                with self._setting:
-                    for name, quota in self._quotas.items():
-                        self._enforce(name, quota)
-                    self._are_quotas_lost = False
             while self._sweep_one():
                 pass
         except Exception as error:  # noqa: BLE001 (a later put requests it again)
@@ -364,14 +359,29 @@ class RedisStore(RemoteStore):
                 self._is_sweeping = False
 
     def _sweep_one(self) -> bool:
-        """Sweep a segment. If none is left, return False and count the thread as ended."""
+        """Set lost quotas again, or sweep a segment. If neither is due, return False and count the thread as ended."""
         with self._lock:
-            self._is_sweeping = bool(self._to_sweep) and not self._closed
+            # Cleared first: the server may lose the quotas again while they are set.
+            are_lost, self._are_quotas_lost = self._are_quotas_lost, False
+            self._is_sweeping = (are_lost or bool(self._to_sweep)) and not self._closed
             if not self._is_sweeping:
                 return False
-            number = self._to_sweep.pop()
-        self._sweep_segment(self._lists[number])
+            number = None if are_lost else self._to_sweep.pop()
+        if number is None:
+            self._set_lost_quotas()
+        else:
+            self._sweep_segment(self._lists[number])
         return True
+
+    def _set_lost_quotas(self) -> None:
+        try:
+            with self._setting:
+                for name, quota in self._quotas.items():
+                    self._enforce(name, quota)
+        except BaseException:
+            with self._lock:
+                self._are_quotas_lost = True
+            raise
 
     def _sweep_segment(self, lists: Lists) -> None:
         """List the blocks of a segment that no list has."""
