@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,27 @@ def test_slots_are_removed_on_closing_and_keys_stay():
             assert len(store.blocks) >= 3
         assert len(store.blocks) == left
         assert not store.is_connected
+
+
+def test_a_slot_that_is_written_while_others_are_removed_goes_with_the_next_close():
+    """A call that hung before it wrote."""
+
+    class Slow(set[bytes]):
+        def __iter__(self) -> Iterator[bytes]:
+            found = list(super().__iter__())
+            late.start()
+            late.join(0.2)
+            return iter(found)
+
+    store = FarStore("swap")
+    late = threading.Thread(target=store.put, args=(np.ones((1, 32), np.uint8), rows(1)))
+    store.wait(store.submit_write(np.arange(3), rows(3)))
+    store._names = Slow(store._names)
+    store._remove_slots()
+    late.join(PATIENCE)
+    assert len(store.blocks) == 1
+    assert store.close()
+    assert not store.blocks
 
 
 def test_a_finalizer_may_close_a_store_as_the_interpreter_ends():

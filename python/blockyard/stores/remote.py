@@ -106,7 +106,8 @@ class RemoteStore(ThreadedStore):
         return rows, [why or reason for why, reason in zip(missed, checked, strict=True)], claimed
 
     def _remove_slots(self) -> None:
-        names, self._names = list(self._names), set()
+        with self._lock:  # a put that hangs may still begin to write
+            names, self._names = list(self._names), set()
         try:
             for start in range(0, len(names), _REMOVED_AT_ONCE):
                 part = names[start : start + _REMOVED_AT_ONCE]
@@ -117,7 +118,8 @@ class RemoteStore(ThreadedStore):
     def _remember(self, keys: NDArray[np.uint8]) -> None:
         """Record the slots that are being written, so that they can be removed."""
         if self._use == "swap":
-            self._names.update(key.tobytes() for key in keys)
+            with self._lock:
+                self._names.update(key.tobytes() for key in keys)
 
     def _check(self, slots: NDArray[np.int64], *, is_write: bool = False) -> None:
         if self._use == "prefix":
