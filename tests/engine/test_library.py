@@ -4,10 +4,13 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from many_threads import hammer
 
 from blockyard.engine.ops import library as native
 from blockyard.errors import OpLibraryError
@@ -115,6 +118,21 @@ def test_a_missing_record_is_explained(tmp_path: Path):
 def test_a_broken_record_is_not_an_error(tmp_path: Path, record: bytes):
     (tmp_path / "_ops.json").write_bytes(record)
     assert "there is no _ops.so" in native.load_library(tmp_path / "_ops.so", tmp_path / "_ops.json").reason
+
+
+def test_threads_that_load_a_library_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """torch changes the flags with which the process loads every library, and sets them back."""
+    inside = threading.Lock()
+
+    def load(path: str) -> None:
+        assert inside.acquire(blocking=False)
+        time.sleep(0.01)
+        inside.release()
+        raise OSError(path)
+
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    built = write(tmp_path, BUILT, b"")
+    hammer(*[lambda: native.load_library(*built)] * 3, seconds=0.1)
 
 
 def test_a_library_that_does_not_load_says_built_for_and_found(tmp_path: Path):

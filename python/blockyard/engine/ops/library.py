@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from blockyard.errors import OpLibraryError
 LIBRARY = Path(__file__).resolve().parents[2] / "_ops.so"
 MANIFEST = LIBRARY.with_suffix(".json")
 _log = logging.getLogger("blockyard.engine")
+_loading = threading.Lock()  # torch changes the process's flags for loading meanwhile, and sets them back
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def load_library(library: Path, manifest: Path) -> OpLibrary:
     if not library.is_file():
         return report(f"built without it: {written.get('reason') or f'there is no {library.name}'}")
     try:
-        torch.ops.load_library(str(library))
+        with _loading:
+            torch.ops.load_library(str(library))
     except OSError as error:
         wanted = f"built for {built_for}" if built_for else "built for unknown versions"
         # torch's own message only says that loading failed.
