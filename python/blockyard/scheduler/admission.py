@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from blockyard._core import HashedPrompt
 from blockyard.scheduler.opened import Opened, handles_of
 from blockyard.scheduler.ranked_queue import RankedQueue
-from blockyard.scheduler.request import Fetch, IdleSequences, RequestState
+from blockyard.scheduler.request import Fetch, IdleSequences, RequestState, SequenceStatus
 from blockyard.scheduler.rows import LENGTH, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, StepBuilder
 
@@ -62,7 +62,7 @@ class Admission:
 
     def count_loading(self) -> int:
         """Count those of them that are still loading; polls the prefix store."""
-        return sum(not (idle.fetch is None or idle.fetch.done) for idle in self._loading)
+        return sum(idle.is_loading() for idle in self._loading)
 
     def load_ahead(self) -> None:
         """Start loading the prompts near the head of the queue, and check which have loaded.
@@ -75,7 +75,7 @@ class Admission:
             if idle.fetch is None:
                 idle.fetch = idle.state.context.run(self._prefetch, self._hashed(idle))
                 self._loading.append(idle)
-        self._loading = [p for p in self._loading if p.place == "waiting" and not (p.fetch is None or p.fetch.done)]
+        self._loading = [p for p in self._loading if p.status is SequenceStatus.WAITING and p.is_loading()]
 
     def admit(self) -> None:
         """Start what fits into this step."""

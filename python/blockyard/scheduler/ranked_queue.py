@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from blockyard.scheduler.request import IdleSequences, Place, Rank
+from blockyard.scheduler.request import IdleSequences, Rank, SequenceStatus
 
 __all__ = ["RankedQueue"]
 
@@ -15,11 +15,11 @@ class RankedQueue:
     """Idle sequences, lowest rank first. Entries removed from the middle stay in the heap until they surface.
 
     Args:
-        place: the `IdleSequences.place` that marks sequences in this queue.
+        status: the status of sequences in this queue.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, status: SequenceStatus) -> None:
+        self._status = status
         self._heap: list[tuple[Rank, int, int, IdleSequences]] = []
         self._entries = 0
         self._live = 0
@@ -29,7 +29,7 @@ class RankedQueue:
 
     def push(self, idle: IdleSequences) -> None:
         """Insert sequences by rank; those of one request by index."""
-        idle.place = self._place
+        idle.status = self._status
         idle.state.idle.append(idle)
         self._entries += 1
         self._live += 1
@@ -39,7 +39,7 @@ class RankedQueue:
         """Return the first without removing it."""
         while self._heap:
             idle = self._heap[0][3]
-            if idle.place == self._place:
+            if idle.status is self._status:
                 return idle
             heapq.heappop(self._heap)
         return None
@@ -50,7 +50,7 @@ class RankedQueue:
         near = [(heap[0], 0)] if heap else []
         while near and len(found) < count:
             entry, at = heapq.heappop(near)
-            if entry[3].place == self._place:
+            if entry[3].status is self._status:
                 found.append(entry[3])
             for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
                 heapq.heappush(near, (heap[child], child))
@@ -66,10 +66,10 @@ class RankedQueue:
         """Remove sequences from the middle in constant time, except for a sweep once half of the heap is dead."""
         self._take(idle)
         if len(self._heap) > MIN_SWEPT and self._live * 2 < len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[3].place == self._place]
+            self._heap = [entry for entry in self._heap if entry[3].status is self._status]
             heapq.heapify(self._heap)
 
     def _take(self, idle: IdleSequences) -> None:
-        idle.place = "running"
+        idle.status = SequenceStatus.RUNNING
         idle.state.idle.remove(idle)
         self._live -= 1

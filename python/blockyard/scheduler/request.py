@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
+from enum import Enum
 from operator import index
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +15,10 @@ from numpy.typing import NDArray
 from blockyard._core import HashedPrompt
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 
-__all__ = ["Fetch", "Finished", "IdleSequences", "Place", "Rank", "Request", "RequestState"]
+__all__ = ["Fetch", "Finished", "IdleSequences", "Rank", "Request", "RequestState", "SequenceStatus"]
 
 Rank: TypeAlias = tuple[int, float, int]
 """Priority, arrival and number of a request; the lowest goes first."""
-Place: TypeAlias = Literal["waiting", "swapped", "returning", "running"]
 
 NO_TOKEN = 0xFFFF_FFFF
 """The only uint32 that the prefix cache does not accept as a token id."""
@@ -189,6 +189,22 @@ class Fetch(Protocol):
         """Whether the prompt can be admitted. Eventually true, even if the load fails; never waits."""
 
 
+class SequenceStatus(Enum):
+    """Status of idle sequences.
+
+    Attributes:
+        WAITING: without blocks, in the queue for admission.
+        SWAPPED: with blocks on the host or in the external tier, in the queue of swapped sequences.
+        RETURNING: their blocks are arriving from the external tier.
+        RUNNING: taken from a queue, to run or because they were dropped.
+    """
+
+    WAITING = "waiting"
+    SWAPPED = "swapped"
+    RETURNING = "returning"
+    RUNNING = "running"
+
+
 class IdleSequences:
     """Idle sequences of one request: either one that waits without blocks, or several that were swapped out together.
 
@@ -200,11 +216,11 @@ class IdleSequences:
         forks: sequences that will fork off at the end of the prompt.
         hashed: its tokens with their prefix-cache keys, once computed.
         fetch: the load of its beginning from a prefix store, once started.
-        place: the queue that it is in.
-        rank: its position in that queue.
+        status: whether they wait, are swapped out, or are returning.
+        rank: their position in a queue.
     """
 
-    __slots__ = ("fetch", "forks", "handles", "hashed", "indices", "place", "rank", "state", "tokens")
+    __slots__ = ("fetch", "forks", "handles", "hashed", "indices", "rank", "state", "status", "tokens")
 
     def __init__(
         self,
@@ -222,10 +238,14 @@ class IdleSequences:
         self.forks = forks
         self.hashed: HashedPrompt | None = None
         self.fetch: Fetch | None = None
-        self.place: Place = "waiting" if handles is None else "swapped"
+        self.status = SequenceStatus.WAITING if handles is None else SequenceStatus.SWAPPED
         self.rank = state.rank
         for sequence, text in zip(indices, tokens, strict=True):
             state.places[sequence] = text
+
+    def is_loading(self) -> bool:
+        """Whether the load of the prompt's beginning is in flight; polls the prefix store."""
+        return self.fetch is not None and not self.fetch.done
 
 
 def _rank(request: Request, number: int) -> Rank:

@@ -31,7 +31,7 @@ from blockyard.scheduler.loop import Cache, CacheLoop
 from blockyard.scheduler.opened import Opened
 from blockyard.scheduler.options import DefragPolicy, PreemptionCosts, PreemptionMode
 from blockyard.scheduler.ranked_queue import RankedQueue
-from blockyard.scheduler.request import Fetch, Finished, IdleSequences, Request, RequestState
+from blockyard.scheduler.request import Fetch, Finished, IdleSequences, Request, RequestState, SequenceStatus
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, count_step, sampled_tokens
 from blockyard.scheduler.stop_tokens import StopTokens
@@ -143,7 +143,7 @@ class Scheduler:
         self._rows = SequenceRows(self._max_num_seqs, self.manager.block_size)
         self._builder = StepBuilder(self._max_num_batched_tokens, self._max_num_seqs, self._num_lookahead_tokens)
         self._stop_tokens = StopTokens()
-        self._waiting = RankedQueue("waiting")
+        self._waiting = RankedQueue(SequenceStatus.WAITING)
         parts = (self._opened, self._rows, self._builder, self._waiting, self._stats)
         self._admission = Admission(*parts, self._prefetch)
         self._swapping = Swapping(*parts, overlap_io=self._overlap_io)
@@ -550,7 +550,7 @@ class Scheduler:
         lost = [state for state in dict.fromkeys(running + self._swapping.holders(handles)) if state.alive]
         for state in lost:
             self._stats.lost += 1
-            for idle in [idle for idle in state.idle if idle.place != "waiting"]:
+            for idle in [idle for idle in state.idle if idle.status is not SequenceStatus.WAITING]:
                 self._swapping.recompute(idle)
             if state.seats:
                 state.lost = True
@@ -565,7 +565,7 @@ class Scheduler:
     def _release(self, state: RequestState) -> None:
         """Remove a request from every queue and free its blocks; `update` frees its rows in flight."""
         for idle in tuple(state.idle):
-            if idle.place == "waiting":
+            if idle.status is SequenceStatus.WAITING:
                 self._waiting.discard(idle)
             else:
                 self._swapping.drop(idle)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from blockyard._core import AllocStatus
 from blockyard.scheduler.opened import Opened
 from blockyard.scheduler.ranked_queue import RankedQueue
-from blockyard.scheduler.request import IdleSequences, RequestState
+from blockyard.scheduler.request import IdleSequences, RequestState, SequenceStatus
 from blockyard.scheduler.rows import Seated, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, StepBuilder
 
@@ -40,7 +40,7 @@ class Swapping:
         *,
         overlap_io: bool,
     ) -> None:
-        self.swapped = RankedQueue("swapped")
+        self.swapped = RankedQueue(SequenceStatus.SWAPPED)
         self._opened = opened
         self._manager = opened.manager
         self._rows = rows
@@ -100,7 +100,7 @@ class Swapping:
 
     def drop(self, idle: IdleSequences) -> None:
         """Free the blocks of swapped-out sequences."""
-        if idle.place == "swapped":
+        if idle.status is SequenceStatus.SWAPPED:
             self.swapped.discard(idle)
         else:
             self._rows.seats_left += len(idle.indices)
@@ -126,7 +126,7 @@ class Swapping:
             self.swapped.pop()
             self._rows.seats_left -= len(idle.indices)
             if apart:
-                idle.place = "returning"
+                idle.status = SequenceStatus.RETURNING
                 idle.state.idle.append(idle)
                 self._returning.append(idle)
                 continue
@@ -161,7 +161,7 @@ class Swapping:
     def _return(self, idle: IdleSequences) -> list[Seated]:
         """Record that sequences are back. Returns the data for their rows."""
         del self._away[idle]
-        if idle.place == "returning":
+        if idle.status is SequenceStatus.RETURNING:
             idle.state.idle.remove(idle)
         each = zip(idle.indices, idle.tokens, idle.handles.tolist(), strict=True)
         return [(idle.state, index, tokens, handle, 0, 0) for index, tokens, handle in each]
