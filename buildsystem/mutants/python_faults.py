@@ -105,8 +105,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("            self._rows.seats_left -= 1 + head.forks\n", "            self._rows.seats_left -= 1\n"),
             ("        for idle in self._aside:\n            self._waiting.push(idle)\n", ""),
             (
-                "            longest = min(len(text), len(tokens) - 1)",
-                "            longest = min(len(text), len(tokens))",
+                "            longest = min(len(others), len(tokens) - 1)",
+                "            longest = min(len(others), len(tokens))",
             ),
             ("            common -= common % self._manager.block_size\n", ""),
             ("        manager.block_tables(handles, out=rows.block_tables[first : rows.count])\n", ""),

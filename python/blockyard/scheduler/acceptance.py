@@ -105,11 +105,11 @@ class Acceptance:
             if not state.alive or state.lost:
                 continue
             del rows.forks[int(rows.fields[SEAT, row])]
-            prompt = rows.text(row)[:-1]
+            prompt = rows.tokens_of(row)[:-1]
             children = self._opened.open(partial(manager.fork, int(rows.handles[row]), count)).tolist()
             texts = [np.append(prompt, token) for token in drawn]
             each = enumerate(zip(children, texts, strict=True), index + 1)
-            new = rows.insert([(state, i, text, handle, 0, 0) for i, (handle, text) in each])
+            new = rows.insert([(state, i, tokens, handle, 0, 0) for i, (handle, tokens) in each])
             manager.block_tables(rows.handles[new], out=rows.block_tables[new])
             ends = [len(prompt) + 1 >= state.limit or token in state.stops for token in drawn.tolist()]
             ended = np.concatenate((ended, np.array(ends, np.bool_)))

@@ -168,9 +168,9 @@ class Admission:
         """Find a running sequence of a request to share leading full blocks with: its handle and the tokens."""
         rows, best, handle = self._rows, 0, 0
         for row in rows.find(state.seats).tolist():
-            text = rows.text(row)
-            longest = min(len(text), len(tokens) - 1)  # the last token must be computed for its logits
-            differ = np.flatnonzero(text[:longest] != tokens[:longest])
+            others = rows.tokens_of(row)
+            longest = min(len(others), len(tokens) - 1)  # the last token must be computed for its logits
+            differ = np.flatnonzero(others[:longest] != tokens[:longest])
             common = int(differ[0]) if len(differ) else longest
             common -= common % self._manager.block_size
             if common > best and self._still_has(int(rows.handles[row]), common):
@@ -210,7 +210,7 @@ class Admission:
         rows.append([(p.state, p.indices[0], tokens, handle, done, p.forks) for p, tokens, handle, done in each])
         manager.block_tables(handles, out=rows.block_tables[first : rows.count])
         at, chunks = builder.tokens, len(builder.counts)
-        builder.add_chunks([text[start:] if start else text for text, start in zip(prompts, begun, strict=True)], begun)
+        builder.add_chunks([ids[start:] if start else ids for ids, start in zip(prompts, begun, strict=True)], begun)
         slots = builder.slots[at : builder.tokens]
         manager.slot_mapping(handles, builder.starts[chunks:], builder.ends[chunks:], out=slots)
 

@@ -240,8 +240,8 @@ class IdleSequences:
         self.fetch: Fetch | None = None
         self.status = SequenceStatus.WAITING if handles is None else SequenceStatus.SWAPPED
         self.rank = state.rank
-        for sequence, text in zip(indices, tokens, strict=True):
-            state.places[sequence] = text
+        for sequence, known in zip(indices, tokens, strict=True):
+            state.places[sequence] = known
 
     def is_loading(self) -> bool:
         """Whether the load of the prompt's beginning is in flight; polls the prefix store."""

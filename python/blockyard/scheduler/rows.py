@@ -114,13 +114,13 @@ class SequenceRows:
         """Number of sequences that will fork off a row's prompt."""
         return self.forks.get(int(self.fields[SEAT, row]), 0)
 
-    def text(self, row: int, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
+    def tokens_of(self, row: int, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
         """Copy tokens `[first, end)` of a row, prompt included."""
         prompt = self.owner(row)[0].prompt
         end = int(self.fields[LENGTH, row]) if end is None else end
         if end <= len(prompt):
-            text: NDArray[np.uint32] = prompt[first:end].copy()
-            return text
+            tokens: NDArray[np.uint32] = prompt[first:end].copy()
+            return tokens
         base = int(self.fields[BASE, row])
         return np.concatenate((prompt[first:], self.flat[base + max(first, len(prompt)) : base + end]))
 

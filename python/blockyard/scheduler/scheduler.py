@@ -461,7 +461,7 @@ class Scheduler:
                 break
             done = int(rows.fields[DONE, row])
             end = min(int(rows.fields[LENGTH, row]), done + builder.left)
-            builder.add_chunks([rows.text(row, done, end)], [done])
+            builder.add_chunks([rows.tokens_of(row, done, end)], [done])
 
     def _preempt(self, gone: NDArray[np.int64]) -> None:
         """Take the rows of one request off the device."""
@@ -478,7 +478,7 @@ class Scheduler:
         for row in gone.tolist():
             state, index = rows.owner(row)
             if state.alive:
-                self._waiting.push(IdleSequences(state, [index], [rows.text(row)], forks=rows.fork_count(row)))
+                self._waiting.push(IdleSequences(state, [index], [rows.tokens_of(row)], forks=rows.fork_count(row)))
         self._remove(gone)
 
     def _remove(self, gone: NDArray[np.int64]) -> None:

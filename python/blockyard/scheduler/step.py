@@ -355,7 +355,7 @@ class StepBuilder:
             rows.block_tables[:count],
             extra,
             rows.owners,
-            rows.text,
+            rows.tokens_of,
             0 if self.drafts is None else int(self.drafts.sum()),
         )
 

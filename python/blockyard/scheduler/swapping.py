@@ -71,7 +71,7 @@ class Swapping:
             return False
         owners = [rows.owner(row) for row in gone.tolist()]
         idle = IdleSequences(
-            owners[0][0], [index for _, index in owners], [rows.text(row) for row in gone.tolist()], handles
+            owners[0][0], [index for _, index in owners], [rows.tokens_of(row) for row in gone.tolist()], handles
         )
         self._away[idle] = None
         self.swapped.push(idle)
