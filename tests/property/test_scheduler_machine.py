@@ -322,8 +322,8 @@ class AsksFetchesWithinTheStep(ForgetsInterrupts):
 class LosesWhatEnded(Scheduler):
     """Forgets what an interrupted `update` has ended and not reported."""
 
-    def _start_over(self) -> None:
-        super()._start_over()
+    def _restart_all(self) -> None:
+        super()._restart_all()
         self._refused.clear()
 
 

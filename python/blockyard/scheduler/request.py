@@ -147,7 +147,7 @@ class RequestState:
             return output
         return NO_TOKENS if isinstance(place, int) else place[len(self.prompt) :]
 
-    def start_over(self) -> list[IdleSequences]:
+    def restart(self) -> list[IdleSequences]:
         """Return the waiting sequences if all start again from their tokens; none may have a seat.
 
         Sequences that already have all of their tokens end.

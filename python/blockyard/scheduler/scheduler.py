@@ -130,7 +130,8 @@ class Scheduler:
         self._overlap_io = bool(overlap_io)
         self._defragment, self._prefetch = defragment, prefetch
         self._requests: dict[str, RequestState] = {}
-        self._number = self._last_ended = 0  # of a request, of a ticket
+        self._num_added = 0
+        self._last_ended = 0  # ticket
         self._opened = Opened(manager, overlap_io=self._overlap_io)
         self._interrupted = False  # by an exception in the middle of a change
         self._reported: list[RequestState] = []  # in the last `update`
@@ -189,7 +190,7 @@ class Scheduler:
             InvalidArgumentError: the request is malformed, or its id is in use.
             OutOfBlocksError: it could not finish even alone on the device.
         """
-        state = RequestState(request, self._number + 1)
+        state = RequestState(request, self._num_added + 1)
         if request.request_id in self._requests:
             raise InvalidArgumentError(f"request {request.request_id!r} is already in the scheduler")
         if request.n > self._max_num_seqs:
@@ -202,7 +203,7 @@ class Scheduler:
             self._stop_tokens.add(state.stops)
             # Else it would go unchecked if the device shrinks back to its size at the last step.
             self._capacity = max(self._capacity, options.capacity(self._device))
-            self._number += 1
+            self._num_added += 1
             self._requests[request.request_id] = state
             self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))
             self._recording.add(request.request_id, state.prompt, request.salt, request.lora_id)
@@ -352,7 +353,7 @@ class Scheduler:
         try:
             ended[:] = starmap(self.manager.complete, ((ticket, lost),))
             if ended[0].size and not self._interrupted:
-                names = self._start_again(ended[0])
+                names = self._restart_lost(ended[0])
             self._swapping.end(ticket)
             self._last_ended = ticket
             return names
@@ -399,7 +400,7 @@ class Scheduler:
     def _take_in(self, step: Step, tokens: NDArray[np.uint32]) -> list[Finished]:
         ended_states: list[RequestState] = []
         if self._interrupted:
-            self._start_over()
+            self._restart_all()
         elif step.rows:
             gone = self._acceptance.take_in(step, tokens).nonzero()[0]
             if len(gone):
@@ -508,7 +509,7 @@ class Scheduler:
         if self._loop is not None and self._in_flight is not None:
             self._loop.drop(self._in_flight)
         if self._interrupted:
-            self._start_over()
+            self._restart_all()
         self._interrupted = True  # in case anything below raises
         step, self._in_flight = self._in_flight, None
         for row in range(step.rows if step is not None else 0):
@@ -519,7 +520,7 @@ class Scheduler:
         self._swapping.seat_landed()
         self._interrupted = False
 
-    def _start_over(self) -> None:
+    def _restart_all(self) -> None:
         """After an exception, free all sequences; requests start again from their tokens. Itself interruptible."""
         self._opened.free_all()
         for state in self._requests.values():
@@ -527,7 +528,7 @@ class Scheduler:
         self._make_empty()
         for state in self._requests.values():
             self._stop_tokens.add(state.stops)
-            for idle in state.start_over():
+            for idle in state.restart():
                 self._waiting.push(idle)
             if not state.alive:
                 self._refused.append(state)
@@ -543,7 +544,7 @@ class Scheduler:
             state.lost = False
         self._recompute(self._rows.find({seat for state in leaving for seat in state.seats}))
 
-    def _start_again(self, handles: NDArray[np.uint64]) -> list[str]:
+    def _restart_lost(self, handles: NDArray[np.uint64]) -> list[str]:
         """Restart the requests of sequences that lost bytes; `update` frees their rows in flight, now void."""
         rows, step = self._rows, self._in_flight
         running = [rows.owner(row)[0] for row in rows.find_handles(handles).tolist()]
