@@ -65,7 +65,7 @@ def test_a_step_that_cannot_be_made_leaves_no_ticket_and_no_request_behind(
     scheduler = Scheduler(cache)
     scheduler.add(Request("a", [1] * 7, max_tokens=3))
     with monkeypatch.context() as patched:
-        patched.setattr(type(scheduler._builder), "take", fail)
+        patched.setattr(type(scheduler._builder), "build", fail)
         with pytest.raises(MemoryError):
             scheduler.step()
         assert cache.manager.stats().open_tickets == []

@@ -330,7 +330,7 @@ class Scheduler:
         if self._defragment is not None:
             self._defragment.plan(self.manager)
         count_step(self._stats, self.manager, self._builder.tokens, is_away=bool(self._swapping))
-        step = self._in_flight = self._builder.take(self._opened.take_decision(), self._rows)
+        step = self._in_flight = self._builder.build(self._opened.take_decision(), self._rows)
         self._swapping.begin(step.decision.ticket)
         return step
 

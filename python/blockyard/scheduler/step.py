@@ -287,7 +287,7 @@ class StepBuilder:
         return self._max_tokens - self.tokens
 
     def begin(self) -> None:
-        """Empty it."""
+        """Start an empty step."""
         self.tokens, self.drafts = 0, None
         self.counts, self.starts, self.ends = [], [], []
 
@@ -329,8 +329,8 @@ class StepBuilder:
         lengths[decodes:] = self.counts
         return lengths
 
-    def take(self, decision: StepDecision, rows: SequenceRows) -> Step:
-        """Return the finished step."""
+    def build(self, decision: StepDecision, rows: SequenceRows) -> Step:
+        """Return the step, and record in `rows` how far its prompts are computed."""
         decodes = samples = rows.decodes
         count, used = decodes + len(self.counts), self.tokens
         start: NDArray[np.int64] = rows.fields[LENGTH, :count] - 1
@@ -349,7 +349,7 @@ class StepBuilder:
             rows.handles[:count].copy(),
             rows.fields[SEAT, :count].copy(),
             start,
-            self.query_start_loc(decodes),
+            self._query_start_loc(decodes),
             self.token_ids[:used],
             self.slots[:used],
             rows.block_tables[:count],
@@ -359,16 +359,15 @@ class StepBuilder:
             0 if self.drafts is None else int(self.drafts.sum()),
         )
 
-    def query_start_loc(self, decodes: int) -> NDArray[np.int32]:
+    def _query_start_loc(self, decodes: int) -> NDArray[np.int32]:
         """Return the start of each row's tokens, and the end of the last."""
-        found: NDArray[np.int32] = self._ramp[: decodes + len(self.counts) + 1]
         if self.drafts is not None:
             return np.append(np.int32(0), np.cumsum(self.lengths(decodes), dtype=np.int32))
-        if not self.counts:
-            return found
-        found = found.copy()
-        found[decodes:] = list(accumulate(self.counts, initial=decodes))
-        return found
+        starts: NDArray[np.int32] = self._ramp[: decodes + len(self.counts) + 1]
+        if self.counts:
+            starts = starts.copy()
+            starts[decodes:] = list(accumulate(self.counts, initial=decodes))
+        return starts
 
 
 def ragged(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
