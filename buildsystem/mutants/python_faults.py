@@ -153,7 +153,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         [
             (
                 "        self._take(idle)\n        return idle",
-                '        idle.status = SequenceStatus.RUNNING\n        return idle',
+                "        idle.status = SequenceStatus.RUNNING\n        return idle",
             )
         ],
     ),

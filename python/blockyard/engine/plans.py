@@ -17,7 +17,7 @@ from blockyard._core import Mapping
 from blockyard.engine.mapping import IdList, IdPairs, with_rows
 from blockyard.engine.memory import EngineTier, Memory, Rows, Run, as_tensor
 from blockyard.engine.ops import bind
-from blockyard.engine.ops.checks import Rule
+from blockyard.engine.ops.checks import MappingRule
 from blockyard.engine.streams import StreamName
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
 
@@ -111,7 +111,7 @@ def moving(
         raise InvalidArgumentError(f"kind is {kind!r}, must be one of {', '.join(KINDS)}")
     src, dst = _BETWEEN.get(kind, (tier, tier))
     blocks = memory.num_blocks(src), memory.num_blocks(dst)
-    rule: Rule = "swap" if kind in _BETWEEN else kind  # type: ignore[assignment]
+    rule: MappingRule = "swap" if kind in _BETWEEN else kind  # type: ignore[assignment]
     try:
         mapping = Mapping(ids, src_blocks=blocks[0], dst_blocks=blocks[1], rule=rule)
     except MappingError as error:

@@ -16,7 +16,7 @@ from blockyard.engine.mapping import Ids, with_rows
 from blockyard.errors import LayoutError, MappingError
 from blockyard.layout.extents import Extent, check_apart, overlap
 
-Rule: TypeAlias = Literal["swap", "copy", "move", "exchange"]
+MappingRule: TypeAlias = Literal["swap", "copy", "move", "exchange"]
 
 # A pair of these is padding: graphs need mappings of a fixed length.
 PADDING = -1
@@ -62,7 +62,7 @@ class CopyOps:
         """Implement `exchange_blocks`."""
         self._change("exchange", caches, pairs)
 
-    def _change(self, rule: Rule, caches: list[Tensor], pairs: Tensor) -> None:
+    def _change(self, rule: MappingRule, caches: list[Tensor], pairs: Tensor) -> None:
         blocks = count_blocks("caches", caches)
         self.within(caches, mapping_of(rule, pairs, blocks, blocks))
 
@@ -172,7 +172,7 @@ def count_blocks(name: str, views: Sequence[Tensor]) -> int:
     return views[0].shape[0] if views[0].dim() else 0
 
 
-def mapping_of(rule: Rule, pairs: Tensor, src_blocks: int, dst_blocks: int) -> Mapping:
+def mapping_of(rule: MappingRule, pairs: Tensor, src_blocks: int, dst_blocks: int) -> Mapping:
     """Check the pairs of an op, int64 `[n, 2]` on the CPU.
 
     Raises:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockyard.engine import ops
 from blockyard.engine.mapping import Ids
-from blockyard.engine.ops.checks import PADDING, Rule, mapping_of
+from blockyard.engine.ops.checks import PADDING, MappingRule, mapping_of
 from blockyard.errors import InvalidArgumentError, LayoutError
 from blockyard.layout.kv import check_views
 
@@ -112,11 +112,11 @@ class BlockMover:
                 yield self._padded(part, pad_size(len(part))) if self.graphed else part
 
     @staticmethod
-    def _check(rule: Rule, pairs: Tensor, views: Sequence[Tensor]) -> Tensor:
+    def _check(rule: MappingRule, pairs: Tensor, views: Sequence[Tensor]) -> Tensor:
         """Check pairs as the ops do. Returns them without padding."""
         return torch.from_numpy(mapping_of(rule, pairs, len(views[0]), len(views[0])).pairs)
 
-    def _run(self, rule: Rule, move: Move, pairs: Tensor, views: Sequence[Tensor]) -> None:
+    def _run(self, rule: MappingRule, move: Move, pairs: Tensor, views: Sequence[Tensor]) -> None:
         if not self._has_kernels:
             named = self._check(rule, pairs, views)
             if not len(named):
