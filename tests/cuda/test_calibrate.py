@@ -38,13 +38,13 @@ def measured(size: int, count: int) -> dict[str, float]:
 
 def test_small_pieces_of_large_numbers_go_by_kernel():
     table = StrategyTable("", "", choose_rules("h2d", measured, SIZES, COUNTS))
-    assert table.strategy("h2d", 4096, 1000) == "kernel"
-    assert table.strategy("h2d", 4096, 10**9) == "kernel"
-    assert table.strategy("h2d", 65536, 1000) == "batch"
-    assert table.strategy("h2d", 1 << 20, 50_000) == "batch"
+    assert table.rule("h2d", 4096, 1000).strategy == "kernel"
+    assert table.rule("h2d", 4096, 10**9).strategy == "kernel"
+    assert table.rule("h2d", 65536, 1000).strategy == "batch"
+    assert table.rule("h2d", 1 << 20, 50_000).strategy == "batch"
     assert table.rule("h2d", 4096, 1000).blocks == 3
     back = StrategyTable("", "", choose_rules("d2h", measured, SIZES, COUNTS))
-    assert back.strategy("d2h", 4096, 1000) == "kernel"
+    assert back.rule("d2h", 4096, 1000).strategy == "kernel"
 
 
 def test_staging_is_chosen_with_what_copies_take_that_cannot_be_staged():
@@ -56,8 +56,8 @@ def test_staging_is_chosen_with_what_copies_take_that_cannot_be_staged():
         }
 
     table = StrategyTable("", "", choose_rules("d2h", measure, SIZES, COUNTS))
-    assert [table.strategy("d2h", size, 16, host_rows=True) for size in SIZES] == ["staged"] * 3 + ["batch"]
-    assert [table.strategy("d2h", size, 16) for size in SIZES] == ["kernel", "kernel", "batch", "batch"]
+    assert [table.rule("d2h", size, 16, host_rows=True).strategy for size in SIZES] == ["staged"] * 3 + ["batch"]
+    assert [table.rule("d2h", size, 16).strategy for size in SIZES] == ["kernel", "kernel", "batch", "batch"]
 
 
 def test_no_more_blocks_of_threads_are_taken_than_keep_the_link_busy():
@@ -85,8 +85,8 @@ def test_what_is_measured_is_compared_byte_for_byte(
 def test_each_count_is_judged_by_itself():
     few_by_kernel = choose_rules("h2d", lambda _, count: {"batch": float(count < 100), "kernel": 0.5}, SIZES, COUNTS)
     table = StrategyTable("", "", few_by_kernel)
-    assert table.strategy("h2d", 65536, 16) == "kernel"
-    assert table.strategy("h2d", 1024, 17) == "batch"
+    assert table.rule("h2d", 65536, 16).strategy == "kernel"
+    assert table.rule("h2d", 1024, 17).strategy == "batch"
 
 
 def test_a_kernel_that_is_little_faster_is_left_alone():
@@ -105,7 +105,7 @@ def test_no_more_memory_is_asked_for_than_there_may_be():
 
     rules = choose_rules("h2d", measure, calibrate.PIECE_BYTES, calibrate.COUNTS)
     assert max(asked) <= 1 << 30
-    assert StrategyTable("", "", rules).strategy("h2d", 1 << 20, 50_000) == "batch"
+    assert StrategyTable("", "", rules).rule("h2d", 1 << 20, 50_000).strategy == "batch"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_crash_costs_calibration_the_case_under_way(tmp_path: Path, monkeypatc
     # The case that crashed is not tried again, nor those before it.
     assert measured[0] == ("h2d", 16384, 16)
     assert "h2d 4096 x 16: left out, since a process died measuring it" in lines
-    assert [table.strategy("h2d", size, 16) for size in (1024, 4096, 16384)] == ["kernel", "batch", "kernel"]
+    assert [table.rule("h2d", size, 16).strategy for size in (1024, 4096, 16384)] == ["kernel", "batch", "kernel"]
     assert table.batch_pieces == 2048
     assert strategy.read_table(strategy.table_path("card")) == table
     strategy.use_cached.cache_clear()

@@ -110,10 +110,6 @@ class StrategyTable:
         strategy = default_strategy(num_bytes, count, host_rows=host_rows)
         return Rule(direction, num_bytes, count, strategy, usual_blocks(strategy))
 
-    def strategy(self, direction: Direction, num_bytes: int, count: int, *, host_rows: bool = False) -> StrategyName:
-        """Return the strategy for `count` pieces of `num_bytes` each."""
-        return self.rule(direction, num_bytes, count, host_rows=host_rows).strategy
-
     def save(self, path: Path) -> None:
         """Write the table to a file atomically; creates its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
