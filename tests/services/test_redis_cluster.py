@@ -234,6 +234,24 @@ def test_a_replica_takes_the_place_of_a_lost_node(tmp_path: Path):
             assert stored(store).all()
 
 
+def test_a_block_that_is_stored_again_while_its_slot_moves_is_no_failure(nodes: list[Server], url: str):
+    with opened(url) as store, ExitStack() as stack:
+        assert stored(store).all()
+        while store._is_sweeping:
+            time.sleep(0.01)
+        clients = [stack.enter_context(redis.Redis(port=node.port)) for node in nodes]
+        ids = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
+        block = store._full_name(store._names_of([bytes(KEYS[0])], store._epochs.confirm().token)[0].tobytes())
+        source, slot = node_of(nodes, block), clients[0].execute_command("CLUSTER", "KEYSLOT", block)
+        target = (source + 1) % len(nodes)
+        clients[target].execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source])
+        clients[source].execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
+        assert store.wait(store.submit_put(KEYS[:1], ROWS[:1])).ok.all()
+        assert not store.stats().last_error
+        for client in clients:
+            client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[source])
+
+
 def test_a_deleted_block_of_a_lost_node_is_reported(nodes: list[Server], url: str):
     with opened(url, "?timeout_base=1") as store:
         assert stored(store).all()

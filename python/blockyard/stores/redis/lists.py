@@ -158,7 +158,11 @@ for i = 1, #ARGV - 2 - count do
   own(ARGV[2 + i], use - i, string.sub(owner, 1, 16), string.sub(owner, 17))
 end
 drop_beyond(tonumber(ARGV[1]))
-local answer = {1 - redis.call('EXISTS', prefix .. 'listed'), redis.call('EXISTS', prefix .. 'quotas')}
+local function is_there(key)
+  local found = redis.pcall('EXISTS', prefix .. key)
+  return type(found) == 'number' and found or 1  -- while the slot moves, the other node may have it
+end
+local answer = {1 - is_there('listed'), is_there('quotas')}
 for i = 1, has_dropped and count or 0 do
   if not redis.call('ZSCORE', order, ARGV[2 + i]) then answer[#answer + 1] = i - 1 end
 end

@@ -229,7 +229,7 @@ class _Scripts:
         self.data: RedisData | None = None
         self._lua = LuaRuntime(encoding=None, unpack_returned_tuples=True)
         self._table = self._lua.eval("function(...) return {...} end")
-        self._lua.globals()[b"redis"] = self._lua.table_from({b"call": self._call, b"pcall": self._call})
+        self._lua.globals()[b"redis"] = self._lua.table_from({b"call": self._call, b"pcall": self._try})
         self._compiled: dict[bytes, Any] = {}
 
     def run(self, script: bytes, keys: list[bytes], words: list[bytes]) -> Any:
@@ -250,6 +250,13 @@ class _Scripts:
         if isinstance(answer, list):
             return self._list(answer)
         return False if answer is None else answer
+
+    def _try(self, *words: Any) -> Any:
+        """Run `redis.pcall`, which returns an error as a table."""
+        try:
+            return self._call(*words)
+        except StoreError as error:
+            return self._lua.table_from({b"err": str(error).encode()})
 
     def _list(self, words: list[Any]) -> Any:
         each = [self._list(word) if isinstance(word, list) else False if word is None else word for word in words]
