@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import gc
 import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,19 @@ def the_build_stays() -> Iterator[None]:
     before = built_files()
     yield
     assert built_files() == before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Deletes what tests leave among temporary files: examples in the docs do, and processes that are killed."""
+    tmp_path_factory.getbasetemp()  # pytest's own stays, for tests that fail
+    with (
+        tempfile.TemporaryDirectory(prefix="blockyard-tests-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
 
 
 @pytest.fixture(scope="session")

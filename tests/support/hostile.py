@@ -10,9 +10,11 @@ forgotten. Where arguments exclude each other, `VARIANTS` has other valid sets.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import itertools
 import resource
+import shutil
 import sys
 import tempfile
 import time
@@ -64,6 +66,7 @@ def v0_table() -> Any:
 
 
 FOLDER = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 PAIR = np.array([[0, 1]])
 
 
