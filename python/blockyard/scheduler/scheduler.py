@@ -130,8 +130,7 @@ class Scheduler:
         self._overlap_io = bool(overlap_io)
         self._defragment, self._prefetch = defragment, prefetch
         self._requests: dict[str, RequestState] = {}
-        self._num_added = 0
-        self._last_ended = 0  # ticket
+        self._num_added = self._last_ended = 0  # requests; a ticket
         self._opened = Opened(manager, overlap_io=self._overlap_io)
         self._interrupted = False  # by an exception in the middle of a change
         self._reported: list[RequestState] = []  # in the last `update`
