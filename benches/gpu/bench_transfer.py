@@ -197,7 +197,7 @@ class Case:
         if self.direction in ("h2d", "d2h"):
             held = table or StrategyTable("", "", ())
             rule = held.rule(self.direction, self.size, self.count, host_rows=self.num_views > 1)
-            sms = rule.blocks if rule.strategy in ("staged", "kernel") else 0
+            sms = rule.thread_blocks if rule.strategy in ("staged", "kernel") else 0
             result |= {"strategy": rule.strategy, "sms": sms, "strategies": self.by_strategy(repeat, moved)}
         # Where calls return long before the copies end: else none would be left to run beside anything.
         if taken["ours"] > max(1e-3, 2 * host["ours"]):

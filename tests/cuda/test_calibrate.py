@@ -17,7 +17,7 @@ from forks import in_child
 
 from blockyard import cli, progress
 from blockyard.engine.cuda import calibrate
-from blockyard.engine.cuda.calibrate import BATCH_SIZES, choose_batch_pieces, choose_blocks
+from blockyard.engine.cuda.calibrate import BATCH_SIZES, choose_batch_pieces, choose_thread_blocks
 from blockyard.engine.cuda.journal import Journal
 from blockyard.engine.ops import strategy
 from blockyard.engine.ops.strategy import Rule, StrategyTable
@@ -42,7 +42,7 @@ def test_small_pieces_of_large_numbers_go_by_kernel():
     assert table.rule("h2d", 4096, 10**9).strategy == "kernel"
     assert table.rule("h2d", 65536, 1000).strategy == "batch"
     assert table.rule("h2d", 1 << 20, 50_000).strategy == "batch"
-    assert table.rule("h2d", 4096, 1000).blocks == 3
+    assert table.rule("h2d", 4096, 1000).thread_blocks == 3
     back = StrategyTable("", "", choose_rules("d2h", measured, SIZES, COUNTS))
     assert back.rule("d2h", 4096, 1000).strategy == "kernel"
 
@@ -60,9 +60,9 @@ def test_staging_is_chosen_with_what_copies_take_that_cannot_be_staged():
     assert [table.rule("d2h", size, 16).strategy for size in SIZES] == ["kernel", "kernel", "batch", "batch"]
 
 
-def test_no_more_blocks_of_threads_are_taken_than_keep_the_link_busy():
-    assert choose_blocks({1: 4.0, 2: 2.0, 3: 1.02, 4: 1.0, 8: 1.0}) == 3
-    assert choose_blocks({1: 1.0, 2: 1.2}) == 1
+def test_no_more_thread_blocks_are_taken_than_keep_the_link_busy():
+    assert choose_thread_blocks({1: 4.0, 2: 2.0, 3: 1.02, 4: 1.0, 8: 1.0}) == 3
+    assert choose_thread_blocks({1: 1.0, 2: 1.2}) == 1
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
@@ -127,8 +127,8 @@ def test_a_crash_costs_calibration_the_case_under_way(tmp_path: Path, monkeypatc
     measured: list[tuple[str, int, int]] = []
     lines: list[str] = []
 
-    def measure(_index: int, direction: str, size: int, count: int, blocks: dict[str, int]) -> dict[str, float]:
-        assert blocks == {"kernel": 3}
+    def measure(_index: int, direction: str, size: int, count: int, thread_blocks: dict[str, int]) -> dict[str, float]:
+        assert thread_blocks == {"kernel": 3}
         measured.append((direction, size, count))
         if crashes and size == 4096:
             os._exit(0)
@@ -138,7 +138,7 @@ def test_a_crash_costs_calibration_the_case_under_way(tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "card")
     monkeypatch.setattr(calibrate, "measure_strategies", measure)
-    monkeypatch.setattr(calibrate, "measure_blocks", lambda *_: 3)
+    monkeypatch.setattr(calibrate, "measure_thread_blocks", lambda *_: 3)
     monkeypatch.setattr(calibrate, "measure_batches", lambda _index, max_pieces: 1.0 / max_pieces)
     monkeypatch.setattr(calibrate, "PIECE_BYTES", SIZES)
     monkeypatch.setattr(calibrate, "COUNTS", COUNTS)
@@ -261,7 +261,9 @@ def test_the_command_says_what_it_measured_and_where_it_saved_it(
             "path": str(one_device),
             "device": "card",
             "torch_cuda": "13.0",
-            "rules": [{"direction": "h2d", "max_bytes": 1024, "max_count": 16, "strategy": "batch", "blocks": 1}],
+            "rules": [
+                {"direction": "h2d", "max_bytes": 1024, "max_count": 16, "strategy": "batch", "thread_blocks": 1}
+            ],
             "batch_pieces": 512,
         }
     ]

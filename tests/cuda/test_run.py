@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stand_in import BLOCKS, DIRECTIONS, WIDTH, Case, scattered
 
 from blockyard._core import Mapping
-from blockyard.engine.ops.strategy import STRATEGIES, usual_blocks
+from blockyard.engine.ops.strategy import STRATEGIES, default_thread_blocks
 from blockyard.layout.kv import KVLayout
 
 CALLS = {"batch": "B", "loop": "m" * 20, "kernel": "F"}
@@ -190,9 +190,9 @@ def test_kernels_take_as_many_blocks_of_threads_as_the_table_says(fake: ctypes.C
 
 def test_without_a_table_the_kernel_with_the_host_takes_fewer_blocks_than_that_of_staging(fake: ctypes.CDLL):
     Case(fake, width=STAGED_WIDTH).go("h2d", "default", scattered(), of_rows, of_views)
-    assert fake.fake_blocks() == usual_blocks("staged") == 12
+    assert fake.fake_blocks() == default_thread_blocks("staged") == 12
     Case(fake, width=STAGED_WIDTH).go("h2d", "default", scattered(), of_views)
-    assert fake.fake_blocks() == usual_blocks("kernel") == 3
+    assert fake.fake_blocks() == default_thread_blocks("kernel") == 3
 
 
 def test_neighbours_become_one_piece(fake: ctypes.CDLL):

@@ -87,7 +87,7 @@ def with_rule(direction: str, max_bytes: float, strategy: str) -> dict[str, obje
     return {**GOOD, "rules": [{"direction": direction, "max_bytes": max_bytes, "max_count": 1, "strategy": strategy}]}
 
 
-GOOD = {"version": 5, "device": "d", "torch_cuda": "13.0", "rules": [], "batch_pieces": 512}
+GOOD = {"version": 6, "device": "d", "torch_cuda": "13.0", "rules": [], "batch_pieces": 512}
 BROKEN = {
     "another version": {**GOOD, "version": 4},
     "less than no pieces in a batch": {**GOOD, "batch_pieces": -1},
@@ -99,7 +99,7 @@ BROKEN = {
     "an unknown direction": with_rule("up", 1, "loop"),
     "a fraction": with_rule("h2d", 1.5, "loop"),
     "a huge number": with_rule("h2d", 2**70, "loop"),
-    "no thread blocks": {**GOOD, "rules": [{**with_rule("h2d", 1, "loop")["rules"][0], "blocks": 0}]},
+    "no thread blocks": {**GOOD, "rules": [{**with_rule("h2d", 1, "loop")["rules"][0], "thread_blocks": 0}]},
     "a missing field": {**GOOD, "rules": [{"direction": "h2d"}]},
     "a list": [],
 }
@@ -154,13 +154,13 @@ def test_a_table_is_looked_up_for_copies_either_way(monkeypatch: pytest.MonkeyPa
 def test_rules_of_an_unknown_strategy_are_refused():
     with pytest.raises(InvalidArgumentError, match="magic"):
         use_rules(0, (Rule("h2d", 1, 1, "magic"),))
-    with pytest.raises(InvalidArgumentError, match="blocks must be 1 to 65535"):
+    with pytest.raises(InvalidArgumentError, match="thread_blocks must be 1 to 65535"):
         use_rules(0, (Rule("h2d", 1, 1, "kernel", 0),))
     with pytest.raises(InvalidArgumentError, match="directions h2d, d2h and strategies batch, loop, kernel, staged"):
         use_rules(0, (Rule("d2d", 1, 1, "kernel"),))
 
 
-def test_a_strategy_is_forced_each_way_with_its_blocks_of_threads(monkeypatch: pytest.MonkeyPatch):
+def test_a_strategy_is_forced_each_way_with_its_thread_blocks(monkeypatch: pytest.MonkeyPatch):
     used: list[tuple[Rule, ...]] = []
     monkeypatch.setattr(strategy, "use_cached", lambda index: TABLE)
     monkeypatch.setattr(strategy, "use_rules", lambda index, rules: used.append(rules))
@@ -243,10 +243,10 @@ def test_the_library_chooses_as_the_table_does(
     numbers = [
         n
         for r in rules
-        for n in (DIRECTIONS.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy], r.blocks)
+        for n in (DIRECTIONS.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy], r.thread_blocks)
     ]
     shim.use((ctypes.c_int64 * max(1, len(numbers)))(*numbers), ctypes.c_int64(len(rules)))
     for device, table in ((1, StrategyTable("", "", tuple(rules))), (64, StrategyTable("", "", ()))):
         wanted = table.rule(direction, num_bytes, count, host_rows=host_rows)
         chosen = shim.choose(device, place, num_bytes, count, host_rows)
-        assert divmod(chosen, 65536) == (STRATEGIES[wanted.strategy], wanted.blocks)
+        assert divmod(chosen, 65536) == (STRATEGIES[wanted.strategy], wanted.thread_blocks)

@@ -24,11 +24,11 @@ from blockyard.engine.ops.strategy import (
     Rule,
     StrategyName,
     StrategyTable,
+    default_thread_blocks,
     force_strategy,
     table_path,
     use_batch_pieces,
     use_cached,
-    usual_blocks,
 )
 from blockyard.errors import BlockyardError
 from blockyard.progress import Progress
@@ -51,14 +51,14 @@ _USUAL: Final[StrategyName] = "batch"
 _ROW_BYTES, _MAX_VIEWS = 1 << 20, 256
 # Numbers of thread blocks to try, the size and number of pieces to try them on, and how much slower than the best the
 # chosen number may be.
-_BLOCKS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-_BLOCKS_SHAPE: Final = (8192, 8192)
+_THREAD_BLOCKS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+_THREAD_BLOCKS_SHAPE: Final = (8192, 8192)
 _NEARLY = 1.03
 # Random bytes are drawn once and repeated, since a GiB of them would take seconds. No block size divides this length,
 # so no two blocks have the same bytes.
 _DRAWN = (16 << 20) + 43
 Measure = Callable[[int, int], dict[StrategyName, float]]
-Blocks = dict[StrategyName, int]
+ThreadBlocks = dict[StrategyName, int]
 
 
 def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
@@ -98,13 +98,13 @@ def calibrate_device(index: int, say: Callable[[str], None]) -> StrategyTable:
 def _measure_direction(
     index: int, direction: Direction, journal: Journal, say: Callable[[str], None]
 ) -> tuple[Rule, ...]:
-    counted = journal.measure(f"{direction} blocks", lambda: {"kernel": float(measure_blocks(index, direction))})
-    blocks: Blocks = {"kernel": int(counted["kernel"])} if counted else {}
-    say(f"{direction} thread blocks: {blocks}")
+    counted = journal.measure(f"{direction} blocks", lambda: {"kernel": float(measure_thread_blocks(index, direction))})
+    thread_blocks: ThreadBlocks = {"kernel": int(counted["kernel"])} if counted else {}
+    say(f"{direction} thread blocks: {thread_blocks}")
 
     def measure(size: int, count: int) -> dict[StrategyName, float]:
         case = f"{direction} {size} x {count}"
-        taken = journal.measure(case, lambda: measure_strategies(index, direction, size, count, blocks))
+        taken = journal.measure(case, lambda: measure_strategies(index, direction, size, count, thread_blocks))
         if not taken:
             say(f"{case}: left out, since a process died measuring it")
             return {_USUAL: float("inf")}
@@ -112,7 +112,7 @@ def _measure_direction(
         say(f"{direction} {size:8d} bytes x {count:6d}: {rates}")
         return taken
 
-    return choose_rules(direction, measure, PIECE_BYTES, COUNTS, blocks)
+    return choose_rules(direction, measure, PIECE_BYTES, COUNTS, thread_blocks)
 
 
 def choose_batch_pieces(measure: Callable[[int], dict[StrategyName, float]]) -> int:
@@ -146,7 +146,7 @@ def measure_batches(index: int, max_pieces: int) -> float:
 
 
 def choose_rules(
-    direction: Direction, measure: Measure, sizes: Sequence[int], counts: Sequence[int], blocks: Blocks
+    direction: Direction, measure: Measure, sizes: Sequence[int], counts: Sequence[int], thread_blocks: ThreadBlocks
 ) -> tuple[Rule, ...]:
     """Turn measurements into rules: for each count and size the fastest strategy, if it is worth its multiprocessors.
 
@@ -155,7 +155,7 @@ def choose_rules(
         measure: returns the seconds of each strategy for (bytes of a piece, number of pieces).
         sizes: bytes of a piece, ascending.
         counts: numbers of pieces, ascending; the last stands for all larger ones.
-        blocks: thread blocks of the strategies that do not use `usual_blocks`.
+        thread_blocks: thread blocks of the strategies that do not use `default_thread_blocks`.
 
     Returns:
         Rules for copies in that direction. A rule for staging is followed by one for copies that cannot be staged.
@@ -179,20 +179,20 @@ def choose_rules(
             steps.pop()
         for size, chosen in (*steps, (NO_LIMIT, (_USUAL,))):
             rules += [
-                Rule(direction, size, max_count, strategy, blocks.get(strategy, usual_blocks(strategy)))
+                Rule(direction, size, max_count, strategy, thread_blocks.get(strategy, default_thread_blocks(strategy)))
                 for strategy in chosen
             ]
     return tuple(rules)
 
 
-def choose_blocks(taken: dict[int, float]) -> int:
+def choose_thread_blocks(taken: dict[int, float]) -> int:
     """Return the smallest number of thread blocks that is nearly as fast as the best, given the seconds of each."""
     best = min(taken.values())
-    return min(blocks for blocks, seconds in taken.items() if seconds <= best * _NEARLY)
+    return min(number for number, seconds in taken.items() if seconds <= best * _NEARLY)
 
 
 def measure_strategies(
-    index: int, direction: Direction, size: int, count: int, blocks: Blocks
+    index: int, direction: Direction, size: int, count: int, thread_blocks: ThreadBlocks
 ) -> dict[StrategyName, float]:
     """Time copies of scattered pieces by each strategy of the device; see `_Pieces`.
 
@@ -201,7 +201,7 @@ def measure_strategies(
         direction: direction of the copies.
         size: bytes of a piece.
         count: number of pieces.
-        blocks: thread blocks of the strategies that do not use `usual_blocks`.
+        thread_blocks: thread blocks of the strategies that do not use `default_thread_blocks`.
 
     Returns:
         Seconds of each strategy, the best of several runs, by the host's clock; launch overhead is included.
@@ -211,13 +211,13 @@ def measure_strategies(
     """
     pieces = _Pieces(torch.device("cuda", index), direction, size, count)
     return {
-        strategy: pieces.measure(strategy, blocks.get(strategy, usual_blocks(strategy)))
+        strategy: pieces.measure(strategy, thread_blocks.get(strategy, default_thread_blocks(strategy)))
         for strategy in _HANDICAP
         if strategy != "staged" or pieces.num_views > 1
     }
 
 
-def measure_blocks(index: int, direction: Direction) -> int:
+def measure_thread_blocks(index: int, direction: Direction) -> int:
     """Find how many thread blocks of the kernel keep the link busy.
 
     Args:
@@ -227,8 +227,8 @@ def measure_blocks(index: int, direction: Direction) -> int:
     Raises:
         BlockyardError: the kernel delivers other bytes than a plain copy.
     """
-    pieces = _Pieces(torch.device("cuda", index), direction, *_BLOCKS_SHAPE)
-    return choose_blocks({blocks: pieces.measure("kernel", blocks) for blocks in _BLOCKS})
+    pieces = _Pieces(torch.device("cuda", index), direction, *_THREAD_BLOCKS_SHAPE)
+    return choose_thread_blocks({number: pieces.measure("kernel", number) for number in _THREAD_BLOCKS})
 
 
 def views_and_blocks(size: int, count: int) -> tuple[int, int]:
@@ -257,10 +257,10 @@ class _Pieces:
             chosen = source[self.pairs[:, 0].to(source.device)]
             rows_of[self.pairs[:, 1].to(rows_of.device)] = chosen.to(rows_of.device)
 
-    def measure(self, strategy: StrategyName, blocks: int) -> float:
+    def measure(self, strategy: StrategyName, thread_blocks: int) -> float:
         """Return the seconds of a copy by one strategy, the best of several runs; raises BlockyardError."""
         self._written().zero_()
-        with force_strategy(self.device.index, strategy, blocks):
+        with force_strategy(self.device.index, strategy, thread_blocks):
             seconds = _best(lambda: swap_blocks(self.src, self.dst, self.pairs))
         if not torch.equal(self._written(), self.expected):
             raise BlockyardError(

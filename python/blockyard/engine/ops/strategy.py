@@ -27,8 +27,8 @@ DIRECTIONS: Final[tuple[Direction, ...]] = get_args(Direction)
 STRATEGIES: Final[dict[StrategyName, int]] = {"batch": 1, "loop": 2, "kernel": 3, "staged": 4}
 NO_LIMIT: Final = 2**62
 # Thread blocks of the two kernels without calibration; same as kSlotBlocks and kHostBlocks in cuda/strategy.h.
-_USUAL_BLOCKS: Final[dict[StrategyName, int]] = {"staged": 12, "kernel": 3}
-_MAX_BLOCKS: Final = 2**16 - 1
+_DEFAULT_THREAD_BLOCKS: Final[dict[StrategyName, int]] = {"staged": 12, "kernel": 3}
+_MAX_THREAD_BLOCKS: Final = 2**16 - 1
 # Without a table, at least this many pieces between host and device are staged if each is smaller than the first size,
 # or copied by a kernel if smaller than the second; same as in cuda/strategy.h.
 _MIN_PIECES: Final = 32
@@ -39,39 +39,39 @@ _LARGE_PIECE: Final = 28 << 10
 BATCH_PIECES: Final = 1024
 MAX_BATCH_PIECES: Final = 2048
 # Written to every file: tables of another version must be measured again.
-_VERSION = 5
+_VERSION = 6
 
 
 @dataclass(frozen=True)
 class Rule:
     """One line of a table: it applies to at most `max_count` pieces of at most `max_bytes` on average.
 
-    A rule for `"staged"` applies only if the host's pieces of a block are contiguous. `blocks` is the number of thread
-    blocks of a kernel; other strategies have none.
+    A rule for `"staged"` applies only if the host's pieces of a block are contiguous. `thread_blocks` is
+    the size of a kernel's grid; other strategies have none.
     """
 
     direction: Direction
     max_bytes: int
     max_count: int
     strategy: StrategyName
-    blocks: int = 1
+    thread_blocks: int = 1
 
     @property
     def is_known(self) -> bool:
         """Whether direction and strategy exist, and the numbers are in range."""
-        numbers = (self.max_bytes, self.max_count, self.blocks)
+        numbers = (self.max_bytes, self.max_count, self.thread_blocks)
         return (
             self.direction in DIRECTIONS
             and self.strategy in STRATEGIES
             and all(isinstance(number, int) for number in numbers)
             and max(self.max_bytes, self.max_count) <= NO_LIMIT
-            and 1 <= self.blocks <= _MAX_BLOCKS
+            and 1 <= self.thread_blocks <= _MAX_THREAD_BLOCKS
         )
 
 
-def usual_blocks(strategy: StrategyName) -> int:
+def default_thread_blocks(strategy: StrategyName) -> int:
     """Return the thread blocks of a strategy's kernel without calibration; 1 if it has no kernel."""
-    return _USUAL_BLOCKS.get(strategy, 1)
+    return _DEFAULT_THREAD_BLOCKS.get(strategy, 1)
 
 
 def default_strategy(num_bytes: int, count: int, *, host_rows: bool) -> StrategyName:
@@ -108,7 +108,7 @@ class StrategyTable:
             if holds and (host_rows or rule.strategy != "staged"):
                 return rule
         strategy = default_strategy(num_bytes, count, host_rows=host_rows)
-        return Rule(direction, num_bytes, count, strategy, usual_blocks(strategy))
+        return Rule(direction, num_bytes, count, strategy, default_thread_blocks(strategy))
 
     def save(self, path: Path) -> None:
         """Write the table to a file atomically; creates its folder."""
@@ -154,10 +154,11 @@ def use_rules(index: int, rules: tuple[Rule, ...]) -> None:
     for rule in rules:
         if not rule.is_known:
             known = f"directions {', '.join(DIRECTIONS)} and strategies {', '.join(STRATEGIES)}"
-            raise InvalidArgumentError(f"{rule} is not of {known}; blocks must be 1 to {_MAX_BLOCKS}")
+            raise InvalidArgumentError(f"{rule} is not of {known}; thread_blocks must be 1 to {_MAX_THREAD_BLOCKS}")
     if op_library().loaded:
         numbers = [
-            [DIRECTIONS.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy], r.blocks] for r in rules
+            [DIRECTIONS.index(r.direction), r.max_bytes, r.max_count, STRATEGIES[r.strategy], r.thread_blocks]
+            for r in rules
         ]
         torch.ops.blockyard.set_strategies(index, torch.tensor(numbers, dtype=torch.int64).view(-1, 5))
 
@@ -184,14 +185,15 @@ def use_cached(index: int) -> StrategyTable | None:
 
 
 @contextmanager
-def force_strategy(index: int, strategy: StrategyName, blocks: int | None = None) -> Iterator[None]:
+def force_strategy(index: int, strategy: StrategyName, thread_blocks: int | None = None) -> Iterator[None]:
     """Use one strategy for all copies of a device; afterwards the table applies again.
 
-    Copies that it cannot handle (see `Rule`) use `default_strategy`. If `blocks` is None, it is `usual_blocks`.
+    Copies that it cannot handle (see `Rule`) use `default_strategy`. None means `default_thread_blocks`.
     """
     table = use_cached(index)
-    blocks = usual_blocks(strategy) if blocks is None else blocks
-    use_rules(index, tuple(Rule(direction, NO_LIMIT, NO_LIMIT, strategy, blocks) for direction in DIRECTIONS))
+    if thread_blocks is None:
+        thread_blocks = default_thread_blocks(strategy)
+    use_rules(index, tuple(Rule(direction, NO_LIMIT, NO_LIMIT, strategy, thread_blocks) for direction in DIRECTIONS))
     try:
         yield
     finally:
