@@ -20,7 +20,7 @@ from torch import Tensor
 from blockyard.engine.cuda.capture import relaxed_capture
 from blockyard.engine.cuda.streams import with_index
 from blockyard.engine.host_memory import HostMapping, node_of_device
-from blockyard.engine.ops.regions import declare_region
+from blockyard.engine.ops.library import declare_region
 from blockyard.errors import BlockyardError, CaptureError, InvalidArgumentError, OutOfMemoryError, PageLockError
 from blockyard.workers import Process, start_worker
 

@@ -16,7 +16,7 @@ from blockyard._core import Mapping
 from blockyard.engine.cuda.streams import with_index
 from blockyard.engine.host_pool import HostPool, OnFailure
 from blockyard.engine.ops import bind
-from blockyard.engine.ops.regions import declare_region
+from blockyard.engine.ops.library import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.kv import BlockLayout
 from blockyard.workers import Buffers

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 import torch
 
 from blockyard.engine.elastic.dlpack import tensor_at
-from blockyard.engine.ops.regions import declare_region
+from blockyard.engine.ops.library import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
 from blockyard.workers import Process, missing
 

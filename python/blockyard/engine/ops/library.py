@@ -1,4 +1,4 @@
-"""Finds and loads the compiled op library, and explains failures.
+"""Finds, loads and prepares the compiled op library, and explains failures.
 
 The library implements the ops of `blockyard.engine.ops` for CUDA. Without it, CUDA tensors use plain torch calls, which
 are slower but move the same bytes.
@@ -143,6 +143,22 @@ def prepare_device(device: torch.device) -> None:
         torch.ops.blockyard.prepare(device.index)
     else:
         _warn_once(library)
+
+
+def declare_region(address: int, num_bytes: int, chunk_bytes: int) -> None:
+    """Declare where registrations or mappings end, so that copies need not ask the driver.
+
+    A piece of a batched copy must not cross the end of its registration or mapping. The library asks the driver about
+    undeclared memory.
+
+    Args:
+        address: address of the first byte; replaces an earlier declaration that starts there.
+        num_bytes: size; 0 removes the declaration.
+        chunk_bytes: bytes per registration or mapping; the last may be shorter. 0: device memory with unknown mappings
+            that do not change until removed; the driver is asked once for each.
+    """
+    if op_library().loaded:
+        torch.ops.blockyard.set_region(address, num_bytes, chunk_bytes)
 
 
 @cache
