@@ -119,29 +119,31 @@ def cache_shape(paged: PreTrainedModel) -> CacheShape:
     return CacheShape(layers, heads, key_size, dtype, window)
 
 
-def run_model(paged: PreTrainedModel, tokens: torch.Tensor, step: AttentionStep, last: torch.Tensor) -> torch.Tensor:
+def run_model(
+    paged: PreTrainedModel, tokens: torch.Tensor, step: AttentionStep, logits_indices: torch.Tensor
+) -> torch.Tensor:
     """Call a model for one step.
 
     Args:
         paged: from `paged_copy`.
         tokens: ids and their positions, int64 `[2, tokens]`, any device.
         step: the step passed to its attention layers.
-        last: tokens whose logits are returned, int64 `[n]`, any device.
+        logits_indices: tokens whose logits are returned, int64 `[n]`, any device.
 
     Returns:
         float32 `[n, vocab]` on the model's device.
     """
-    tokens, last = tokens.to(paged.device), last.to(paged.device)
+    tokens, logits_indices = tokens.to(paged.device), logits_indices.to(paged.device)
     # Logits of all tokens can be larger than the cache, so request only a few if the model supports it.
-    wanted = {"logits_to_keep": last} if _takes(type(paged).forward, "logits_to_keep") else {}
+    wanted = {"logits_to_keep": logits_indices} if _accepts(type(paged).forward, "logits_to_keep") else {}
     with torch.inference_mode():
         output = paged(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=False, blockyard_step=step, **wanted)
-        logits: torch.Tensor = output.logits[0] if wanted else output.logits[0, last]
+        logits: torch.Tensor = output.logits[0] if wanted else output.logits[0, logits_indices]
         return logits.float()
 
 
 @functools.cache
-def _takes(function: Callable[..., object], argument: str) -> bool:
+def _accepts(function: Callable[..., object], argument: str) -> bool:
     return argument in inspect.signature(function).parameters
 
 
