@@ -1,14 +1,16 @@
 """How many blocks device and host have room for beside a model."""
 
 from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from blockyard import KVCache
 from blockyard.demo.demo_model import demo_config, demo_model
-from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.transformers import PagedModel
+from blockyard.engine import CacheEngine
+from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.integrations.transformers import PagedModel, sizing
 from blockyard.integrations.transformers.sizing import available_blocks, available_memory
 
 
@@ -40,6 +42,27 @@ def test_a_share_of_memory_out_of_range_is_refused(model: PagedModel, share: flo
 def test_room_for_less_than_a_block_is_refused(model: PagedModel):
     with pytest.raises(InvalidArgumentError, match="a block has 8192 bytes"):
         available_blocks(model, kv_cache_space=8191)
+
+
+def test_a_largest_step_that_fails_leaves_no_cache_behind(model: PagedModel, monkeypatch: pytest.MonkeyPatch):
+    engines: list[CacheEngine] = []
+
+    def make(*args: Any, **options: Any) -> CacheEngine:
+        engines.append(CacheEngine(*args, **options))
+        return engines[0]
+
+    def fail(*_args: object, **_options: object) -> NoReturn:
+        raise torch.OutOfMemoryError("as the test wants it")
+
+    monkeypatch.setattr(sizing, "CacheEngine", make)
+    monkeypatch.setattr(model, "forward", fail)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        sizing._free_cuda_memory(model, 0.5, 32)
+    assert model._caches == []
+    with pytest.raises(BlockyardError, match="the cache engine is closed"):
+        engines[0].read("device", [0])
 
 
 @pytest.mark.gpu

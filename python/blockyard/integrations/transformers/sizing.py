@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -64,14 +64,11 @@ def _free_cuda_memory(model: PagedModel, utilization: float, tokens: int) -> int
     blocks = -(-tokens // size)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    engine = CacheEngine(model.layout, device_blocks=blocks, host_blocks=0, device=device)
-    cache_bytes = blocks * model.layout.bytes_per_block
-    model.bind(engine.tensors)
-    where = StepInput(np.array([0]), np.array([tokens]), np.arange(blocks)[None], np.arange(tokens))
-    model.forward(np.zeros(tokens, dtype=np.int64), where)
-    peak = torch.cuda.max_memory_allocated(device) - cache_bytes
-    model.close()
-    engine.close()
+    with CacheEngine(model.layout, device_blocks=blocks, host_blocks=0, device=device) as engine, closing(model):
+        model.bind(engine.tensors)
+        where = StepInput(np.array([0]), np.array([tokens]), np.arange(blocks)[None], np.arange(tokens))
+        model.forward(np.zeros(tokens, dtype=np.int64), where)
+        peak = torch.cuda.max_memory_allocated(device) - blocks * model.layout.bytes_per_block
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_allocated(device)
@@ -84,7 +81,7 @@ def available_memory() -> int:
     found = [int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("MemAvailable:")]
     available = found[0] if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
+    with suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         available = min(available, max(0, limit - used))
     return available
