@@ -541,3 +541,23 @@ def test_spec_manager_and_worker_bring_a_request_back(vllm: SimpleNamespace, con
     assert torch.equal(caches.tensors[0].tensor[20:23], before)
     worker.shutdown()
     manager.shutdown()
+
+
+def test_evictions_beside_a_report_are_in_the_next_one(vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    """The external store's thread evicts, whatever vLLM's does."""
+
+    class Stats(Counter[str]):
+        def set_gauge(self, name: str, value: float) -> None: ...
+
+        def increase_counter(self, name: str, count: int) -> None:
+            self[name] += count
+
+    class Offload(SimpleNamespace):
+        num_evicted = property(lambda self: next(self.evicted))
+
+    metrics = SimpleNamespace(OffloadingConnectorStats=Stats)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics", metrics)
+    manager, evicted = manager_of(vllm, 2), itertools.count(5)
+    manager._offload = Offload(num_chunks=2, num_free=1, num_storing=0, num_stored=1, evicted=evicted)
+    reported = sum(sum(manager.get_stats().values()) for _ in range(3))
+    assert reported == next(evicted) - 1

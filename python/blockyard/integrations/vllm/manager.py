@@ -348,9 +348,9 @@ class BlockyardManager(OffloadingManager):
         stats.set_gauge(Metrics.WRITE_USAGE, writing / chunks)
         stats.set_gauge(Metrics.READ_USAGE, max(0, held - writing) / chunks)
         stats.set_gauge(Metrics.STORED, manager.num_stored / chunks)
-        evictions = manager.num_evicted - self._reported_evictions
-        self._reported_evictions = manager.num_evicted
-        stats.increase_counter(Metrics.EVICTED, evictions)
+        evicted = manager.num_evicted  # read once: the external store's thread may evict more meanwhile
+        stats.increase_counter(Metrics.EVICTED, evicted - self._reported_evictions)
+        self._reported_evictions = evicted
         if self._external is not None:
             counts = self._external.counts
             now = [counts.loaded, counts.missed, counts.written, counts.not_written]
