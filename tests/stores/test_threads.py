@@ -222,9 +222,9 @@ def test_threads_of_a_redis_store_share_the_names_of_few_tenants():
     assert len(store._tenants) <= 2
 
 
-@pytest.mark.parametrize("fault", ["lost", "error"])
-def test_quotas_that_are_lost_while_they_are_set_again_are_set_once_more(fault: str):
-    """The server restarts after the first of them, or does not answer."""
+@pytest.mark.parametrize("fault", ["lost", "error", "no thread"])
+def test_quotas_that_are_lost_while_they_are_set_again_are_set_once_more(fault: str, monkeypatch: pytest.MonkeyPatch):
+    """The server restarts after the first of them or does not answer, or no thread can set them."""
 
     class Client:
         quotas: ClassVar[dict[bytes, bytes]] = {}
@@ -238,8 +238,15 @@ def test_quotas_that_are_lost_while_they_are_set_again_are_set_once_more(fault: 
                 if fault == "error":
                     raise StoreError("no answer")
                 self.quotas.clear()
-                store._repair(0, is_swept=True, has_quotas=False)  # a put has noticed
+                notice()
             return [0] * len(commands), None
+
+    def notice() -> None:
+        """As a put does."""
+        store._repair(0, is_swept=True, has_quotas=bool(client.quotas))
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
     client = Client()
     store = of_redis(client)
@@ -247,10 +254,13 @@ def test_quotas_that_are_lost_while_they_are_set_again_are_set_once_more(fault: 
         store.set_quota(key(number), number)
     quotas = dict(client.quotas)
     client.quotas.clear()
-    client.is_ill = True
-    store._repair(0, is_swept=True, has_quotas=False)
+    client.is_ill = fault != "no thread"
+    with monkeypatch.context() as patch:
+        if fault == "no thread":
+            patch.setattr(threading.Thread, "start", refuse)
+        notice()
     until = time.monotonic() + PATIENCE
     while client.quotas != quotas:
         assert time.monotonic() < until
         time.sleep(0.01)
-        store._repair(0, is_swept=True, has_quotas=bool(client.quotas))  # so do later puts
+        notice()

@@ -347,16 +347,23 @@ class RedisStore(RemoteStore):
             if self._is_sweeping or self._closed:
                 return
             self._is_sweeping = True
-        self._runtime.start_worker("blockyard-sweep", self._sweep, lambda: None)
+        try:
+            self._runtime.start_worker("blockyard-sweep", self._sweep, lambda: None, self._end_sweep)
+        except RuntimeError as error:  # the interpreter is ending, or there are too many threads
+            self._end_sweep(error)
+
+    def _end_sweep(self, error: BaseException) -> None:
+        """Count the thread as ended by an error; a later put starts another."""
+        with self._lock:
+            self._note(error)
+            self._is_sweeping = False
 
     def _sweep(self) -> None:
         try:
             while self._sweep_one():
                 pass
-        except Exception as error:  # noqa: BLE001 (a later put requests it again)
-            with self._lock:
-                self._note(error)
-                self._is_sweeping = False
+        except Exception as error:  # noqa: BLE001 (any exception of the client)
+            self._end_sweep(error)
 
     def _sweep_one(self) -> bool:
         """Set lost quotas again, or sweep a segment. If neither is due, return False and count the thread as ended."""
