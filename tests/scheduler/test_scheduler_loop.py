@@ -12,7 +12,9 @@ from simulated_device import SimulatedStore
 
 from blockyard import BlockManager, KVCache, KVLayout
 from blockyard._core import HashedPrompt
+from blockyard.demo.executors import Wrapper
 from blockyard.errors import InvalidArgumentError, InvariantError, StepOrderError
+from blockyard.executor.executor import Executor, StepDone
 from blockyard.scheduler import Request, Scheduler, Step
 
 BLOCK, LAYERS = 4, 2
@@ -281,3 +283,40 @@ def test_a_request_that_comes_after_idle_steps_is_served(cache: KVCache):
     scheduler.add(Request("late", [1, 2, 3], 2))
     with scheduler.step() as step:
         assert step.rows == 1
+
+
+class InterruptedExecutor(Wrapper):
+    """A plug-in with the default `collect`; it is interrupted once, after `poll` has reported a decision."""
+
+    def __init__(self, inner: Executor) -> None:
+        super().__init__(inner)
+        self.has_polled = self.was_interrupted = False
+
+    def poll(self) -> list[StepDone]:
+        ended = super().poll()
+        self.has_polled = bool(ended)
+        return ended
+
+    def is_awaited(self, ticket: int) -> bool:
+        if self.has_polled and not self.was_interrupted:
+            self.was_interrupted = True
+            raise KeyboardInterrupt
+        return super().is_awaited(ticket)
+
+
+@pytest.mark.parametrize("then", ["drain", "poll", "step"])
+def test_an_interrupted_collect_of_a_plugged_in_executor_loses_no_report(cache: KVCache, then: str):
+    scheduler = Scheduler(cache, executor=(executor := InterruptedExecutor(cache.executor)))
+    scheduler.add(Request("a", [1] * 7, max_tokens=3))
+    with pytest.raises(KeyboardInterrupt), scheduler.step():
+        pass
+    assert len(cache.manager.stats().open_tickets) == 1
+    if then == "step":
+        with scheduler.step() as step:
+            sampled = compute(cache, step)
+        scheduler.update(step, sampled)
+    else:
+        getattr(scheduler, then)()
+    assert executor.was_interrupted
+    assert cache.manager.stats().open_tickets == []
+    scheduler.drain()

@@ -15,10 +15,11 @@ To wait instead, call `execute`, which returns when all bytes have landed or are
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
@@ -36,6 +37,7 @@ from blockyard.executor.parts import Part, all_written, cut
 from blockyard.stores.base import ExternalStore, MissLog
 from blockyard.stores.checked_store import CheckedStore
 from blockyard.types import Histogram
+from blockyard.workers import keep
 
 __all__ = ["PART_BYTES", "Executor", "StepDone", "StepExecutor"]
 
@@ -62,32 +64,47 @@ def all_lost(decision: StepDecision, error: BaseException) -> StepDone:
     return StepDone(decision.ticket, all_written(decision), (error,) if isinstance(error, Exception) else ())
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """The interface of executors; wrap one to observe or disturb it. See `StepExecutor` for the calls."""
 
+    _collected: list[Sequence[StepDone]]  # not returned by `collect` yet
+
+    @abstractmethod
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
         """Start to carry out a decision, before the step's compute is queued."""
 
+    @abstractmethod
     def wait_for_layer(self, ticket: int, layer: int) -> None:
         """Make compute queued from now on wait for one layer of a step's loads."""
 
+    @abstractmethod
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
         """Return the pairs of a running decision known so far to be lost."""
 
+    @abstractmethod
     def is_awaited(self, ticket: int) -> bool:
         """Whether a running decision must end before its step's results are valid."""
 
+    @abstractmethod
     def poll(self) -> list[StepDone]:
         """Return the decisions that ended since the last call and were not waited for; never waits."""
 
+    @abstractmethod
     def wait(self, ticket: int) -> StepDone:
         """Wait for a decision to end; `poll` will not report it."""
 
     def collect(self, ticket: int) -> list[StepDone]:
-        """Return the decisions that ended since the last call. If this one is awaited, wait for it and include it."""
-        ended = self.poll()
+        """Return the decisions that ended since the last call. If this one is awaited, wait for it and include it.
+
+        An interrupted call has reported nothing; call it again.
+        """
+        # A subclass need not call `__init__` of this class.
+        collected: list[Sequence[StepDone]] = vars(self).setdefault("_collected", [])
+        keep(collected, self.poll)
         if self.is_awaited(ticket):
-            ended.append(self.wait(ticket))
+            # From C code, so that no interrupt can come between the answer and the list.
+            collected.extend(zip(map(self.wait, (ticket,)), strict=True))
+        ended, self._collected = list(chain.from_iterable(collected)), []
         return ended
 
 
@@ -357,7 +374,7 @@ class StepExecutor(Executor):
         return ended
 
     def collect(self, ticket: int) -> list[StepDone]:
-        """As `Executor.collect`; an interrupted call has reported nothing."""
+        """As `Executor.collect`."""
         self._recover_from_interrupt()
         self._progress()
         if self.is_awaited(ticket):

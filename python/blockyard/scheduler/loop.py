@@ -68,6 +68,7 @@ class CacheLoop:
         self._executor: Executor = cache.executor if executor is None else executor
         self._tickets: list[int] = []  # in flight, oldest first
         self._ended: list[Sequence[StepDone]] = []  # not yet reported to the scheduler
+        self._collecting: int | None = None  # ticket of a call of `collect` that was interrupted
         self._idle = 0.0  # steps in a row that did nothing; one that waited for a load counts a quarter
         self._limit = RateLimit()
 
@@ -134,6 +135,8 @@ class CacheLoop:
 
     def poll(self) -> None:
         """End the tickets of finished transfers, and advance the prefix store; never waits."""
+        if self._collecting is not None and not self._executor.is_awaited(self._collecting):
+            self._collect(self._collecting)
         keep(self._ended, self._executor.poll)
         self._complete_ended()
         if self._cache.prefix_store is not None:
@@ -141,6 +144,8 @@ class CacheLoop:
 
     def drain(self) -> None:
         """Wait for all transfers, and end their tickets."""
+        if self._collecting is not None:
+            self._collect(self._collecting)
         self._complete_ended()
         while self._tickets:
             # One C call moves the executor's answer into the list.
@@ -149,7 +154,7 @@ class CacheLoop:
 
     def _take_in(self, step: Step) -> None:
         """End finished tickets. Wait for this step's ticket if its computation depended on it."""
-        ended = keep(self._ended, self._executor.collect, step.decision.ticket)
+        ended = self._collect(step.decision.ticket)
         while not (step.rows or ended) and self._tickets:
             self._runtime.sleep(_IDLE_SECONDS)
             ended = keep(self._ended, self._executor.poll)
@@ -160,6 +165,13 @@ class CacheLoop:
         is_stuck = is_idle and not has_others_load and not len(step.decision) and self._scheduler.num_unfinished
         # Requests whose loads are interrupted, or that are aborted, may need several such steps; endless loads end.
         self._idle = self._idle + (0.25 if was_loading else 1.0) if is_stuck else 0.0
+
+    def _collect(self, ticket: int) -> Sequence[StepDone]:
+        """Collect what has ended. After an interrupted call, the executor may report it to the next one only."""
+        self._collecting = ticket
+        ended = keep(self._ended, self._executor.collect, ticket)
+        self._collecting = None
+        return ended
 
     def _advance_prefixes(self, *, may_wait: bool) -> bool:
         """Advance the prefix store; if there is nothing else to do, wait for a load.
