@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from handles import first_handles
 
-from blockyard import AllocStatus, BlockManager, BlockyardError, CacheGroup, Pairs, PrefixCaching, StepDecision
-from blockyard._core import Completion, Mapping, StoreStats
+from blockyard import (
+    AllocStatus,
+    BlockManager,
+    BlockyardError,
+    CacheGroup,
+    Pairs,
+    PrefixCaching,
+    StepDecision,
+    _core,
+    open_store,
+)
+from blockyard._core import Completion, Mapping, StoreStats, inspect_slab
 from blockyard.errors import InvalidArgumentError, MappingError, UnknownSequenceError, UnknownTicketError
 from blockyard.events import export_keys
+from blockyard.offload import OffloadManager
 from blockyard.types import Fit, Sequence
 
 
@@ -217,6 +230,51 @@ def test_a_value_can_be_copied_and_pickled(value: object) -> None:
         assert type(other) is type(value)
         assert other == value
     assert value != object()
+
+
+HANDLES = {"BlockAllocator", "NaiveAllocator", "PrefixCachingAllocator", "FreeBlocks", "BlockManager", "Defrag", "Pins"}
+HANDLES |= {"Pool", "StoreJobs", "Prefix", "BlockObserver", "OffloadManager", "RedisClient", "SlabStore"}
+HANDLES |= {"BoundViews", "Mapping", "HashedPrompt", "MovePlan"}
+"""Classes with state that no copy shares, and prepared arguments."""
+
+
+def results(folder: Path) -> list[object]:
+    """One object of each class of results that has no public constructor, with as many values as easily possible."""
+    caching = PrefixCaching(host=True, max_events=9)
+    manager = BlockManager(block_size=4, device_blocks=16, host_blocks=8, watermark=0.0, prefix_caching=caching)
+    sequence = manager.allocate([1, 2, 3, 4, 5])
+    manager.prefix.sample_residency(1.0)
+    manager.prefix.store_jobs.start("through")
+    ticket = manager.take_decision().ticket
+    manager.mark_computed([sequence])
+    manager.complete(ticket)
+    job = manager.prefix.store_jobs.begin_write(8)
+    defrag = manager.defrag
+    found = [manager.stats(), manager.prefix.lookup([1, 2, 3, 4, 5]), manager.prefix.residency()["device"], job]
+    found += [manager.prefix.take_events(), defrag.fragmentation(), defrag.run("dense", 0), defrag.resize(12)]
+    found.append(OffloadManager(4).prepare_store([b"a", b"b"]))
+    with open_store(f"file://{folder}?size=1MiB", bytes_per_block=64, use="prefix"):
+        found.append(inspect_slab(folder))
+    return found
+
+
+def fields(value: object) -> dict[str, object]:
+    """The public attributes of an object, with arrays as lists."""
+    names = [name for name in dir(value) if not (name.startswith("_") or callable(getattr(value, name)))]
+    plain = {name: getattr(value, name) for name in names}
+    return {name: item.tolist() if isinstance(item, np.ndarray) else item for name, item in plain.items()}
+
+
+def test_each_class_of_the_core_that_is_no_handle_can_be_copied_and_pickled(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    for value in found:
+        again = [copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))]
+        for other in again:
+            assert type(other) is type(value)
+            assert fields(other) == fields(value), value
+    seen = {type(value).__name__ for value in [*found, *VALUES]} | {"Completion"}
+    classes = {name for name, found in vars(_core).items() if inspect.isclass(found) and not name.startswith("V0")}
+    assert classes - HANDLES == seen
 
 
 def test_a_completion_can_be_copied_and_pickled() -> None:

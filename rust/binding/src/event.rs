@@ -1,6 +1,7 @@
 //! Events of the prefix cache as columns: one numpy array per field, no Python objects per event.
 
 use crate::convert::memory::{self, Zeroed};
+use crate::convert::values::picklable;
 use blockyard_core::Reason;
 use blockyard_core::event::{Event, EventBatch};
 use blockyard_core::{ExportedKey, Tier};
@@ -66,6 +67,21 @@ pub(crate) struct PyEventBatch {
     /// Cache group of the block, uint8 `[n]`, since blocks of several groups have the same key.
     groups: Py<PyArray1<u8>>,
 }
+
+picklable!(PyEventBatch {
+    first,
+    dropped,
+    kinds,
+    tiers,
+    blocks,
+    keys,
+    parents,
+    tokens,
+    lora_ids,
+    reasons,
+    remaining,
+    groups,
+});
 
 impl PyEventBatch {
     pub(crate) fn new(py: Python<'_>, batch: &EventBatch) -> PyResult<Self> {

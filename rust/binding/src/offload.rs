@@ -3,6 +3,7 @@
 use crate::convert::args;
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
+use crate::convert::values::picklable;
 use crate::locks::{Guard, InnerLock, lock};
 use crate::manager::policies::policy;
 use blockyard_core::offload::{Lookup, Names, OffloadCache, Stored};
@@ -30,6 +31,8 @@ impl PyPreparedStore {
         format!("PreparedStore(keys={keys}, evicted={evicted})")
     }
 }
+
+picklable!(PyPreparedStore { keys, chunks, evicted });
 
 /// The chunks of a host cache, and the keys whose bytes they hold, for an engine's offload manager.
 ///

@@ -7,3 +7,4 @@ mod lent;
 #[expect(unsafe_code, reason = "the one module that has any, each with its proof")]
 pub(crate) mod memory;
 pub(crate) mod tiers;
+pub(crate) mod values;

@@ -3,6 +3,7 @@
 use crate::convert::args::{self, Argument};
 use crate::convert::arrays;
 use crate::convert::errors::{invalid, to_py};
+use crate::convert::values::picklable;
 use crate::manager::shared::Shared;
 use crate::manager::stats::PyFragmentation;
 use crate::observer::Goals;
@@ -39,6 +40,8 @@ impl PyDefragReport {
     }
 }
 
+picklable!(PyDefragReport { planned, left, stuck, held, dropped });
+
 /// The progress of a resize of the device pool.
 #[pyclass(frozen, eq, get_all, name = "ResizeProgress", module = "blockyard._core")]
 #[derive(Clone, PartialEq, Eq)]
@@ -72,6 +75,8 @@ impl PyResizeProgress {
         format!("ResizeProgress(blocks={blocks}, live={live}, held={held}, extent={extent})")
     }
 }
+
+picklable!(PyResizeProgress { blocks, live, held, extent });
 
 /// Defragments and resizes a manager's device pool; available as `manager.defrag`.
 ///

@@ -1,12 +1,13 @@
 //! `ManagerStats`: all counters in one object.
 
+use crate::convert::values::{TierName, picklable};
 use blockyard_core::{Histogram, Kind, RESIDENCY_SECONDS, Residency, Stats, TicketId, Tier, TierUse};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::BTreeMap;
 
 /// One number per tier, by the tier's name.
-type ByTier = BTreeMap<&'static str, u64>;
+type ByTier = BTreeMap<TierName, u64>;
 
 /// Counters since the manager was created, and the current state of each tier. Transfers count when they are
 /// decided.
@@ -63,8 +64,8 @@ pub(crate) struct PyManagerStats {
 
 impl PyManagerStats {
     pub(crate) fn new(stats: &Stats, open_tickets: impl Iterator<Item = TicketId>) -> Self {
-        let by_tier = |of: fn(&TierUse) -> u64| Tier::ALL.map(|t| (t.name(), of(&stats.tiers[t.index()]))).into();
-        let swapped = |kind| [Tier::Host, Tier::External].map(|t| (t.name(), stats.decided(kind, t))).into();
+        let by_tier = |of: fn(&TierUse) -> u64| Tier::ALL.map(|t| (t.into(), of(&stats.tiers[t.index()]))).into();
+        let swapped = |kind| [Tier::Host, Tier::External].map(|t| (t.into(), stats.decided(kind, t))).into();
         let prefix = &stats.prefix;
         Self {
             sequences: stats.sequences as u64,
@@ -157,6 +158,32 @@ impl PyManagerStats {
     }
 }
 
+picklable!(PyManagerStats {
+    sequences,
+    steps,
+    open_tickets,
+    prompts,
+    hit_blocks,
+    missed_blocks,
+    hit_tokens,
+    missed_tokens,
+    merged_blocks,
+    loaded_blocks,
+    copied_blocks,
+    swapped_out_blocks,
+    swapped_in_blocks,
+    moved_blocks,
+    cancelled_moves,
+    failed_moves,
+    num_blocks,
+    used_blocks,
+    peak_blocks,
+    leased_blocks,
+    cached_blocks,
+    evicted_blocks,
+    pinned_blocks,
+});
+
 /// How long the sampled blocks of a tier stayed cached. Each field has counts per range and a sum in seconds.
 #[pyclass(frozen, eq, get_all, name = "Residency", module = "blockyard._core")]
 #[derive(Clone, PartialEq)]
@@ -191,6 +218,8 @@ impl PyResidency {
     }
 }
 
+picklable!(PyResidency { bounds, lifetime, idle_before_evict, reuse_gap });
+
 /// How fragmented the device pool is.
 #[pyclass(frozen, eq, get_all, name = "Fragmentation", module = "blockyard._core")]
 #[derive(Clone, PartialEq, Eq)]
@@ -215,6 +244,8 @@ impl PyFragmentation {
         format!("Fragmentation(max_id={max_id}, gap={gap}, holes={holes}, tables={tables}, runs={runs})")
     }
 }
+
+picklable!(PyFragmentation { max_id, gap, holes, tables, runs });
 
 /// Returns a fraction, 0 to 1; 0 if the whole is 0.
 #[expect(clippy::cast_precision_loss, reason = "a ratio for people to read")]

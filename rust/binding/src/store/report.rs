@@ -1,6 +1,7 @@
 //! `SlabReport`: the contents of a slab, for `blockyard inspect` and `blockyard fsck`.
 
 use super::to_py;
+use crate::convert::values::picklable;
 use blockyard_store::SlabReport;
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
@@ -26,7 +27,7 @@ pub(crate) struct PySlabReport {
     /// Number of blocks replaced by a newer write of their key.
     replaced: u64,
     /// The damaged slots, each with the reason that a read would report.
-    damaged: Vec<(u32, &'static str)>,
+    damaged: Vec<(u32, String)>,
     /// Number of damaged slots that were wiped.
     wiped: u64,
 }
@@ -46,11 +47,13 @@ impl PySlabReport {
             empty: report.empty,
             forgotten: report.forgotten,
             replaced: report.replaced,
-            damaged: report.damaged.into_iter().map(|(slot, miss)| (slot, miss.name())).collect(),
+            damaged: report.damaged.into_iter().map(|(slot, miss)| (slot, miss.name().to_owned())).collect(),
             wiped: report.wiped,
         }
     }
 }
+
+picklable!(PySlabReport { path, num_slots, bytes_per_block, pid, blocks, empty, forgotten, replaced, damaged, wiped });
 
 /// Read the headers of a slab, even while a store has it open.
 ///

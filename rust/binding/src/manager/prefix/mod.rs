@@ -7,6 +7,7 @@ use crate::convert::args;
 use crate::convert::arrays::{self, Tokens};
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
+use crate::convert::values::picklable;
 use crate::event::PyEventBatch;
 use crate::manager::prompts::{self, KeySpecs, PyExtra, PyHashedPrompt, TokenIds};
 use crate::manager::shared::Shared;
@@ -39,6 +40,8 @@ impl PyPrefixHit {
         format!("PrefixHit(tokens={}, host_blocks={})", self.tokens, self.host_blocks)
     }
 }
+
+picklable!(PyPrefixHit { tokens, host_blocks });
 
 /// A manager's prefix cache; available as `manager.prefix`.
 ///

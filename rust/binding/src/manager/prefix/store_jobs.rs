@@ -3,6 +3,7 @@
 use crate::convert::args::{self, items, refused};
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
+use crate::convert::values::{TierName, picklable};
 use crate::manager::prompts::{self, KeySpecs, TokenIds};
 use crate::manager::shared::Shared;
 use blockyard_core::{ExportedKey, JobId, StoreJob, StoreWrites};
@@ -16,7 +17,7 @@ pub(crate) struct PyStoreJob {
     /// Number of the job. A job without blocks has already ended.
     job: u64,
     /// Tier of the blocks, `"device"` or `"host"`.
-    tier: &'static str,
+    tier: TierName,
     /// Keys in the store, uint8 `[n, 32]`.
     keys: Py<PyArray2<u8>>,
     /// The blocks, int64 `[n]`.
@@ -50,7 +51,7 @@ impl PyStoreJob {
         // Most jobs that begin have no blocks, and arrays would cost more than the rest of the call.
         let none = NONE.get_or_try_init(py, || Self::with_arrays(py, job))?;
         let [keys, tenants, parents] = [&none.keys, &none.tenants, &none.parents].map(|rows| rows.clone_ref(py));
-        Ok(Self { job: job.job.0, tier: job.tier.name(), keys, blocks: none.blocks.clone_ref(py), tenants, parents })
+        Ok(Self { job: job.job.0, tier: job.tier.into(), keys, blocks: none.blocks.clone_ref(py), tenants, parents })
     }
 
     fn with_arrays(py: Python<'_>, job: &StoreJob) -> PyResult<Self> {
@@ -58,7 +59,7 @@ impl PyStoreJob {
         let blocks = memory::array(py, blocks, |block| i64::from(block.0))?.unbind();
         let (keys, parents) = (keys_array(py, keys)?, keys_array(py, parents)?);
         let tenants = rows_array(py, tenants.iter())?;
-        Ok(Self { job: job.0, tier: tier.name(), keys, blocks, tenants, parents })
+        Ok(Self { job: job.0, tier: (*tier).into(), keys, blocks, tenants, parents })
     }
 }
 
@@ -72,6 +73,8 @@ impl PyStoreJob {
         format!("StoreJob({}: {} blocks, {})", self.job, self.__len__(py), self.tier)
     }
 }
+
+picklable!(PyStoreJob { job, tier, keys, blocks, tenants, parents });
 
 /// Loads from a prefix store and writes to it; available as `manager.prefix.store_jobs`.
 ///

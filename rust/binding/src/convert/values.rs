@@ -1,0 +1,76 @@
+//! Copying and pickling of classes that are only their fields: the results of calls.
+
+use blockyard_core::Tier;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyString;
+use std::convert::Infallible;
+use std::fmt;
+
+/// Makes a class copy and pickle by the names of its fields, each of which has a getter.
+macro_rules! picklable {
+    ($class:ident { $($field:ident),+ $(,)? }) => {
+        #[pymethods]
+        impl $class {
+            fn __reduce__<'py>(
+                slf: &Bound<'py, Self>,
+            ) -> PyResult<(Bound<'py, PyAny>, (Bound<'py, ::pyo3::types::PyDict>,))> {
+                let fields = ::pyo3::types::PyDict::new(slf.py());
+                $(fields.set_item(stringify!($field), slf.getattr(stringify!($field))?)?;)+
+                Ok((slf.get_type().getattr("_from_fields")?, (fields,)))
+            }
+
+            #[classmethod]
+            fn _from_fields(_: &Bound<'_, ::pyo3::types::PyType>, fields: &Bound<'_, PyAny>) -> PyResult<Self> {
+                Ok(Self { $($field: fields.get_item(stringify!($field))?.extract()?),+ })
+            }
+        }
+    };
+}
+pub(crate) use picklable;
+
+/// The name of a tier, a str in Python.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct TierName(&'static str);
+
+impl From<Tier> for TierName {
+    fn from(tier: Tier) -> Self {
+        Self(tier.name())
+    }
+}
+
+impl fmt::Display for TierName {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str(self.0)
+    }
+}
+
+impl<'py> IntoPyObject<'py> for TierName {
+    type Target = PyString;
+    type Output = Bound<'py, PyString>;
+    type Error = Infallible;
+
+    fn into_pyobject(self, py: Python<'py>) -> Result<Self::Output, Self::Error> {
+        self.0.into_pyobject(py)
+    }
+}
+
+impl<'py> IntoPyObject<'py> for &TierName {
+    type Target = PyString;
+    type Output = Bound<'py, PyString>;
+    type Error = Infallible;
+
+    fn into_pyobject(self, py: Python<'py>) -> Result<Self::Output, Self::Error> {
+        self.0.into_pyobject(py)
+    }
+}
+
+impl FromPyObject<'_, '_> for TierName {
+    type Error = PyErr;
+
+    fn extract(name: Borrowed<'_, '_, PyAny>) -> PyResult<Self> {
+        let name: String = name.extract()?;
+        let found = Tier::from_name(&name).map(Self::from);
+        found.ok_or_else(|| PyValueError::new_err(format!("{name:?} is no tier")))
+    }
+}
