@@ -224,6 +224,22 @@ def test_blocks_live_as_long_as_the_url_says(server: Server, client: "redis.Redi
             store.submit_read(np.array([0]))
 
 
+def test_a_server_that_lacks_replicas_gives_only_misses(tmp_path: Path):
+    with (
+        serving("valkey-server", tmp_path) as server,
+        redis.Redis(port=server.port) as client,
+        opened(server) as store,
+    ):
+        assert store.wait(store.submit_put(keys_of(1), rows_of(1))).ok.all()
+        client.config_set("min-replicas-to-write", 1)
+        assert not store.wait(store.submit_get(keys_of(1))).ok.any()
+        with pytest.raises(StoreError, match="Not enough good replicas"):
+            store.forget()
+        client.config_set("min-replicas-to-write", 0)
+        store.forget()
+        assert store.wait(store.submit_put(keys_of(1), rows_of(1))).ok.all()
+
+
 def test_a_server_that_is_out_of_memory_refuses(tmp_path: Path):
     with serving("valkey-server", tmp_path, "--maxmemory", "3mb") as small, opened(small, num_slots=4096) as store:
         done = store.wait(store.submit_put(keys_of(600), rows_of(600)))

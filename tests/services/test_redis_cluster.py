@@ -234,6 +234,57 @@ def test_a_replica_takes_the_place_of_a_lost_node(tmp_path: Path):
             assert stored(store).all()
 
 
+def test_a_confirmed_forget_outlives_its_primary(tmp_path: Path):
+    with serving_cluster(tmp_path) as nodes, ExitStack() as stack:
+        url = f"redis+cluster://127.0.0.1:{nodes[0].port}"
+        one, two = (stack.enter_context(opened(url)) for _ in range(2))
+        assert stored(one).all()
+        assert loaded(two).all()
+        primary = nodes[node_of(nodes, record_of(one))]
+        replica = stack.enter_context(serving_replica(tmp_path / "replica", primary))
+        with replica.stopped(), pytest.raises(StoreError, match="a replica has not confirmed"):
+            one.forget()
+        until = time.monotonic() + 30
+        is_forgotten = False
+        while not is_forgotten:
+            assert time.monotonic() < until
+            with suppress(StoreError):
+                one.forget()
+                is_forgotten = True
+        with primary.stopped(), redis.Redis(port=replica.port) as client:
+            while client.info("replication")["role"] != "master" or b"cluster_state:ok" not in client.execute_command(
+                "CLUSTER", "INFO"
+            ):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            assert not two.wait(two.submit_get(KEYS)).ok.any()
+            while not stored(one).all():
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        for _ in range(20):  # the former primary answers again
+            assert not two.wait(two.submit_get(KEYS)).ok.any()
+
+
+def test_a_primary_without_a_majority_does_not_tell_the_epoch(nodes: list[Server], url: str):
+    with opened(url, "?timeout_base=1") as store, ExitStack() as stack:
+        assert stored(store).all()
+        record = record_of(store)
+        number = node_of(nodes, record)
+        client = stack.enter_context(redis.Redis(port=nodes[number].port))
+        client.config_set("cluster-allow-reads-when-down", "yes")
+        stack.callback(client.config_set, "cluster-allow-reads-when-down", "no")
+        with nodes[number - 1].stopped(), nodes[number - 2].stopped():
+            until = time.monotonic() + 30
+            while b"cluster_state:fail" not in client.execute_command("CLUSTER", "INFO"):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            assert client.get(record)
+            assert not store.wait(store.submit_get(KEYS)).ok.any()
+        while not (stored(store).all() and loaded(store).all()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
 def test_a_block_that_is_stored_again_while_its_slot_moves_is_no_failure(nodes: list[Server], url: str):
     with opened(url) as store, ExitStack() as stack:
         assert stored(store).all()

@@ -218,6 +218,24 @@ def _deleted_on_lost_nodes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RedisStore, "_run", lambda self, commands: (run(self, commands)[0], None))
 
 
+def _forgets_without_replicas(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RedisStore, "_keep_epoch", lambda self, epoch: True)
+
+
+def _joins_without_replicas(patch: pytest.MonkeyPatch) -> None:
+    keep = RedisStore._keep_epoch
+    patch.setattr(RedisStore, "_keep_epoch", lambda self, epoch: not self._history or keep(self, epoch))
+
+
+def _any_server_confirms(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(redis_store, "_READ", redis_store._READ.replace(b"master_replid", b"none"))
+
+
+def _reads_of_a_former_primary(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RedisStore, "_reading", lambda self, key: [b"GET", self._prefix + key])
+    patch.setattr(redis_store, "_READ", redis_store._READ.replace(b"'GETEX', KEYS[1], 'PERSIST'", b"'GET', KEYS[1]"))
+
+
 def _empty_for_missing(patch: pytest.MonkeyPatch) -> None:
     """Mooncake #3465."""
     wait = batches.BatchStore.wait
@@ -383,9 +401,13 @@ _CLUSTER: dict[str, tuple[int, Patch]] = {
             of_quotas=False,
         ),
     ),
-    "a script runs where half of its keys are": (120, _half_a_slot),
+    "a script runs where half of its keys are": (40, _half_a_slot),
     "blocks on a lost node are absent": (40, _absent_on_lost_nodes),
     "a deletion is confirmed without a lost node": (40, _deleted_on_lost_nodes),
+    "forget does not wait for replicas": (40, _forgets_without_replicas),
+    "a forget that joins an epoch does not wait for replicas": (200, _joins_without_replicas),
+    "a server that takes over confirms a forget": (200, _any_server_confirms),
+    "a server that may not write tells the epoch": (200, _reads_of_a_former_primary),
 }
 _FAULTS: dict[str, tuple[int, Patch]] = {
     "the record replaced whatever is there": (40, _unconditional),
@@ -426,10 +448,14 @@ _FLEETS: dict[str, dict[str, Any]] = {
     "a key that failed is never read again": {"kinds": ("partition", "lossy")},
     "a quota waits for blocks that the server has lost": {"kinds": ("node_loss",)},
     "a failed move counts as landed": {"kinds": ("copy",)},
-    "a block leaves its list before it is deleted": {"kinds": ("move",)},
-    "a script runs where half of its keys are": {"kinds": ("move",)},
+    "a block leaves its list before it is deleted": {"kinds": ("move",), "num_faults": 12},
+    "a script runs where half of its keys are": {"kinds": ("move",), "num_faults": 12},
     "blocks on a lost node are absent": {"kinds": ("node_down",)},
     "a deletion is confirmed without a lost node": {"kinds": ("node_down",)},
+    "forget does not wait for replicas": {"kinds": ("cut_off", "forget")},
+    "a forget that joins an epoch does not wait for replicas": {"kinds": ("cut_off", "update")},
+    "a server that takes over confirms a forget": {"kinds": ("cut_off", "failover", "forget")},
+    "a server that may not write tells the epoch": {"kinds": ("cut_off", "forget"), "engines": 5, "num_faults": 6},
     # Without failures, only another engine's command between two commands of the put reveals it.
     "a put is no transaction": {"kinds": ()},
 }
@@ -438,9 +464,9 @@ _FOUND_BY = {
     "the record replaced whatever is there": 2,
     "a put has the epoch that counts when it lands": 24,
     "a process that was told forgets it": 10,
-    "forget does not wait for the storage": 5,
-    "a deletion uses an epoch of a second ago": 43,
-    "damage is not looked for": 1,
+    "forget does not wait for the storage": 20,
+    "a deletion uses an epoch of a second ago": 71,
+    "damage is not looked for": 22,
     "a refused put is said to be stored": 4,
     "a miss is counted twice": 1,
     "storage that was down is never asked again": 1,
@@ -449,15 +475,17 @@ _FOUND_BY = {
     "a put does not look at quotas": 1,
     "a quota waits for blocks that the server has lost": 49,
     "blocks in no list stay": 17,
-    "a block leaves its list before it is deleted": 3,
-    "a script runs where half of its keys are": 107,
+    "a block leaves its list before it is deleted": 16,
+    "a script runs where half of its keys are": 2,
     "blocks on a lost node are absent": 6,
-    "a deletion is confirmed without a lost node": 3,
+    "a deletion is confirmed without a lost node": 4,
+    "forget does not wait for replicas": 33,
+    "a server that takes over confirms a forget": 5,
+    "a server that may not write tells the epoch": 48,
     "a put is no transaction": 12,
-    "a failed load begins again for ever": 16,
+    "a failed load begins again for ever": 30,
     "blocks of a failed write stay leased": 3,
     "prompts are hashed without their salt": 1,
-    "a failed move counts as landed": 1,
     "memory is given back while blocks use it": 1,
 }
 _ALL = (

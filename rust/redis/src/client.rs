@@ -59,7 +59,8 @@ impl Client {
     }
 
     /// Runs commands. Returns the answers, and why some nodes of a cluster did not answer. In a cluster, the second
-    /// word of each is its key, or the fourth of an `EVAL`, or the third of a `CLUSTER` command its slot.
+    /// word of each is its key, or the fourth of an `EVAL`, or the third of a `CLUSTER` command its slot. `WAIT` goes to the
+    /// node of the command after it.
     ///
     /// # Errors
     /// The server cannot be reached, or is silent for too long. The answer to a refused command is

@@ -164,7 +164,7 @@ impl Connection {
                 Ok((receive(connection, commands.len())?, None))
             }
             Self::Cluster(nodes) => {
-                let (answers, why) = nodes.run(commands.len(), |index| keyed(&commands[index]))?;
+                let (answers, why) = nodes.run(commands.len(), |index| keyed(&commands[index..]))?;
                 Ok((answers.into_iter().map(known).collect(), why))
             }
         }
@@ -181,12 +181,14 @@ fn receive(connection: &mut redis::Connection, count: usize) -> Result<Vec<Answe
     (0..count).map(|_| Ok(answer(connection.recv_response()?))).collect()
 }
 
-/// A command for the node of its slot. The slot is that of its key: the second word, or what follows a script and its
-/// number of keys. `CLUSTER GETKEYSINSLOT` names the slot.
-fn keyed(words: &Command) -> Unit {
+/// The first of some commands, for the node of its slot. The slot is that of its key: the second word, or what follows a
+/// script and its number of keys. `CLUSTER GETKEYSINSLOT` names the slot. `WAIT` goes with the command after it.
+fn keyed(commands: &[Command]) -> Unit {
+    let words = &commands[0];
     let word = |place: usize| words.get(place).map_or(&[][..], Vec::as_slice);
     let slot = match word(0) {
         b"EVAL" => Slot::for_key(word(3)),
+        b"WAIT" if commands.len() > 1 => keyed(&commands[1..]).slot,
         b"CLUSTER" => std::str::from_utf8(word(2))
             .ok()
             .and_then(|text| text.parse().ok())
@@ -199,7 +201,7 @@ fn keyed(words: &Command) -> Unit {
 
 /// Adds the commands that follow others.
 fn after(first: &[Command], make: impl Fn(usize) -> Unit) -> impl Fn(usize) -> Unit {
-    move |index| first.get(index).map_or_else(|| make(index - first.len()), keyed)
+    move |index| if index < first.len() { keyed(&first[index..]) } else { make(index - first.len()) }
 }
 
 pub(crate) fn known(value: Option<Value>) -> Answer {

@@ -33,7 +33,7 @@ def test_no_seed_breaks_a_promise():
 
 
 def test_no_seed_over_a_cluster_breaks_a_promise():
-    options = FleetOptions(work="calls", store="cluster", kinds=("move", "node_down", "failover", "crash"))
+    options = FleetOptions(work="calls", store="cluster", kinds=("move", "node_down", "cut_off", "failover", "crash"))
     found = run_campaign(range(8), options)
     assert found.failure is None, found.replay_command()
     assert set(found.faults) > OF_CLUSTER

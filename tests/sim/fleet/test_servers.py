@@ -33,6 +33,7 @@ def test_the_model_answers_as_a_real_server(tmp_path: Path):
                     lists.drop(names),
                     lists.set_quota(chance.choice(tenants), chance.choice((None, 0, 2, 5))),
                     [b"UNLINK", chance.choice((b"blockyard:test:order", b"blockyard:test:leaves:" + tenants[0]))],
+                    [b"GETEX", lists.prefix + chance.choice(names), b"PERSIST"],
                     *lists.quota(chance.choice(tenants)),
                     *([b"SET", lists.prefix + name, b"value"] for name in names),
                 ]

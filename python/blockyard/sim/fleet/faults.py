@@ -28,9 +28,10 @@ FAULTS: Final = {
     "failover": "when the fault ends, the server's data is what it was when the fault began",
     "server_clock": "the server's clock jumps an hour ahead",
     "node_down": "a node of the cluster does not answer",
+    "cut_off": "a primary of the cluster is cut off from the other nodes and some engines; a replica takes its place",
     "move": "slots of the cluster move to other nodes, key by key",
 }
-OF_CLUSTER: Final = frozenset({"node_down", "move"})
+OF_CLUSTER: Final = frozenset({"node_down", "cut_off", "move"})
 """Kinds that only affect Redis clusters."""
 OF_REDIS: Final = frozenset({"failover", "server_clock"}) | OF_CLUSTER
 """Kinds that only affect Redis servers and clusters."""

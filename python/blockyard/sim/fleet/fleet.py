@@ -333,8 +333,8 @@ class _Fleet:
         if fault.kind == "move" and isinstance(server, RedisCluster):
             server.move(fault.seconds)
             self._say("move ends", -1)
-        elif fault.kind == "failover" and isinstance(server, RedisServer):
-            self._fail_over(server, fault.seconds)
+        elif fault.kind in {"failover", "cut_off"} and isinstance(server, RedisServer):
+            self._replace(server, fault)
         elif fault.kind == "update":
             for each in self.engines:
                 each.due.append(f"update at {fault.at:g}")
@@ -347,18 +347,44 @@ class _Fleet:
         else:
             self._disturb(fault, engine)
 
+    def _replace(self, server: RedisServer, fault: Fault) -> None:
+        """Let a replica take a server's place; one at a time."""
+        while server.is_failing:
+            self.loop.sleep(0.1)
+        server.is_failing = True
+        if isinstance(server, RedisCluster) and fault.kind == "cut_off":
+            self._cut_off(server, fault.seconds)
+        else:
+            self._fail_over(server, fault.seconds)
+        server.is_failing = False
+        self._say(f"{fault.kind} ends", -1)
+
     def _fail_over(self, server: RedisServer, seconds: float) -> None:
         """Let a server lose what it stores during the next seconds."""
-        server.stop_replica()
-        began = self.loop.now
+        number, began = server.stop_replica(), self.loop.now
         self.loop.sleep(seconds)
         while isinstance(server, RedisCluster) and server.moving:
             self.loop.sleep(0.1)  # a key must not be on two nodes
-        server.fail_over()
+        server.fail_over(number)
+        self._roll_back(server, began)
+
+    def _cut_off(self, server: RedisCluster, seconds: float) -> None:
+        """Cut a primary off, and let it lose what it stores from then on if that lasts long enough."""
+        while server.moving:
+            self.loop.sleep(0.1)
+        began, wait = self.loop.now, server.cut_off()
+        self.loop.sleep(min(seconds, wait))
+        if seconds > wait:
+            server.take_over()
+            self._say("cut_off: a replica takes over", -1)
+            self._roll_back(server, began)
+            self.loop.sleep(seconds - wait)
+        server.join_again()
+
+    def _roll_back(self, server: RedisServer, began: float) -> None:
         record = server.record()
         whole = record[HEADER:] if record is not None and record in self._records else None
         self.oracle.roll_back(whole, began, self.loop.now)
-        self._say("failover ends", -1)
 
     def _disturb(self, fault: Fault, engine: Engine | None) -> None:
         """Change one attribute for the duration of a fault."""

@@ -55,6 +55,8 @@ class Oracle:
         forgetting: until when an engine may be beginning or joining an epoch, by name of its weights.
         beginning: the same, only for engines that may not join another engine's epoch.
         deletions: the confirmed deletions of each key: when each was submitted and confirmed.
+        undone: places in `records` of those that failovers have undone.
+        forgets: for each confirmed `forget`, the places in `records` of the epochs that it may have begun or joined.
         rolled_back_at: when the server last failed over; it may have lost anything submitted before that.
         unsettled_at: when a deletion may last have removed each key; under -1, when a fault or a `forget` may last have
             removed all keys.
@@ -67,6 +69,8 @@ class Oracle:
     deletions: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     rolled_back_at: float = -1.0
     records: list[tuple[float, Epoch]] = field(default_factory=list)
+    undone: set[int] = field(default_factory=set)
+    forgets: list[list[int]] = field(default_factory=list)
     forgetting: dict[bytes, float] = field(default_factory=dict)
     beginning: dict[bytes, float] = field(default_factory=dict)
     unsettled_at: dict[int, float] = field(default_factory=dict)
@@ -103,7 +107,11 @@ class Oracle:
         return end
 
     def roll_back(self, record: bytes | None, to: float, now: float) -> None:
-        """Record that the server has rolled back to time `to`, and to this record."""
+        """Record that the server has rolled back to time `to`, and to this record; None if that is lost.
+
+        Raises:
+            BrokenPromiseError: a `forget` was confirmed, and its record is undone.
+        """
         self.unsettle(-1, now)
         self.rolled_back_at = now
         for key, found in self.deletions.items():
@@ -112,8 +120,15 @@ class Oracle:
         self.weights_changed_at = 0.0
         if epoch is not None:
             self.weights_changed_at = self._since.get(epoch[1:], 0.0)
+            last = max((place for place, (_, found) in enumerate(self.records) if found == epoch), default=-1)
+            self.undone.update(range(last + 1, len(self.records)))
             self.records.append((now, epoch))
+            if not all(map(self._is_kept, self.forgets)):
+                raise BrokenPromiseError("forget was confirmed, but a failover has undone it")
         self.lost_at = now
+
+    def _is_kept(self, places: list[int]) -> bool:
+        return not self.undone.issuperset(places)
 
     def put(self, key: int, weights: str, now: float) -> Put:
         """Record a block that is being submitted."""
@@ -124,11 +139,14 @@ class Oracle:
         """Check that a confirmed `forget` began an epoch of this name, or joined one if not `begins`.
 
         Raises:
-            BrokenPromiseError: no record with that name has been valid since the call.
+            BrokenPromiseError: no record with that name has been valid since the call, or a failover has undone it.
         """
         before = sum(at < began_at for at, _ in self.records)
-        if not any(epoch.name == name for _, epoch in self.records[before if begins else max(0, before - 1) :]):
+        places = range(before if begins else max(0, before - 1), len(self.records))
+        found = [place for place in places if self.records[place][1].name == name]
+        if not found or not self._is_kept(found):
             raise BrokenPromiseError("forget was confirmed, but the storage has no record of it")
+        self.forgets.append(found)
 
     def has_counted(self, name: bytes, since: float) -> bool:
         """Return whether weights of this name have counted again: a record was lost and then written again."""

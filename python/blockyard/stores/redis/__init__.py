@@ -24,7 +24,10 @@ User and password may be percent-encoded; no message shows them. The client is t
 - A single server supports quotas for tenants; a cluster does not.
 - Set the server's `maxmemory` to `size` plus about 300 bytes per block. Otherwise the server evicts keys itself,
   perhaps a list that this store needs to enforce its limits.
-- Let the store's user run `INFO`. It shows a failover, after which the search for blocks without an entry starts again.
+- Let the store's user run `INFO`. It shows a failover, after which the search for blocks without an entry starts again,
+  and which replicas have a `forget`: it is confirmed once all connected ones do. If `min-replicas-to-write` is the
+  number of replicas, no failover undoes a confirmed `forget`. A failover may undo puts and deletions.
+- Redis 6.2 or newer, for `GETEX`: a server that may not write does not tell which blocks are valid, so all are misses.
 - Cluster: name any of its nodes. Blocks are spread over 64 segments on all nodes, each with its share of `size`. A
   batch takes one round trip to each node. If a node fails, its blocks are misses, and are not stored, until it or
   another node serves their slots. The first batch to notice waits for a third of `timeout_base`. Configure the servers

@@ -23,12 +23,19 @@ _KEYS: Final = 512  # keys per round trip
 _BYTES: Final = (1 << 20) + 64 * HEADER  # a mebibyte of blocks of 16 KiB or more, with their headers
 _CONNECT_SECONDS: Final = 2.0
 _SWAP_TTL: Final = 86_400.0
-_REPLACE: Final = b"""
-local there = redis.call('GET', KEYS[1])
-if (there or '') ~= ARGV[1] then return there end
-redis.call('SET', KEYS[1], ARGV[2])
-return ARGV[2]
+# Returns the record, the id of the server's history, its offset there, and the offset that each replica has confirmed.
+# `GETEX` counts as a write, so a server that may not write refuses this.
+_READ: Final = b"""
+local info = redis.pcall('INFO', 'replication')
+if type(info) ~= 'string' then info = '' end
+local answer = {redis.call('GETEX', KEYS[1], 'PERSIST') or '', string.match(info, 'master_replid:(%x+)') or ''}
+answer[3] = string.match(info, 'master_repl_offset:(%d+)') or '0'
+for offset in string.gmatch(info, 'state=online,offset=(%d+)') do answer[#answer + 1] = offset end
+return answer
 """
+_SET: Final = b"if (redis.call('GET', KEYS[1]) or '') == ARGV[1] then redis.call('SET', KEYS[1], ARGV[2]) end"
+_WAIT: Final = [b"WAIT", b"1000", b"10"]  # asks replicas to confirm now, not once a second, and waits 10 ms
+_KEEP_SHARE: Final = 0.75  # share of `timeout_base` for which `forget` waits for replicas
 _NODES_LOST: Final = 3  # how many lost nodes a batch can detect, one after the other, before its deadline
 
 
@@ -97,6 +104,7 @@ class RedisStore(RemoteStore):
         self._quotas: dict[bytes, int | None] = {}  # by name, as set by this process
         self._setting = self._runtime.lock()  # held while quotas are set: the last call wins
         self._are_quotas_lost = False
+        self._history = b""  # id of the history in which this process last replaced the record
         self._to_sweep: set[int] = set()  # segments that may have unlisted blocks
         self._is_sweeping = False
         timeout = self.timeout_base / _NODES_LOST if found.client["cluster"] else self.timeout_base
@@ -196,15 +204,35 @@ class RedisStore(RemoteStore):
     ) -> NDArray[np.uint8] | None:
         """Replace a row if it equals `old`; see `ThreadedStore.replace_epoch`."""
         name, before = self._prefix + key.tobytes(), b"" if old is None else old.tobytes()
-        (answer,) = self._accepted([[b"EVAL", _REPLACE, b"1", name, before, new.tobytes()]])
-        if answer is None:
-            return None
-        return np.frombuffer(answer, np.uint8)
+        row, self._history, *_ = self._last_answer([[b"EVAL", _SET + _READ, b"1", name, before, new.tobytes()]])
+        return np.frombuffer(row, np.uint8) if row else None
+
+    def _keep_epoch(self, epoch: Epoch) -> bool:
+        """Wait until every connected replica has the record. The server knows its replicas and what they have."""
+        until = self._runtime.monotonic() + _KEEP_SHARE * self.timeout_base
+        history, self._history, due = self._history, b"", 0
+        commands = [[b"EVAL", _READ, b"1", self._prefix + self._record.key]]
+        while True:
+            row, found, offset, *confirmed = self._last_answer(commands)
+            if not history and self._record.parse(np.frombuffer(row, np.uint8)).epoch == epoch:
+                history = found  # another process has begun this epoch
+            if found != history:
+                return False  # a replica has taken over, perhaps without the record
+            due = due or int(offset)
+            if all(int(each) >= due for each in confirmed):
+                return True
+            if self._runtime.monotonic() > until:
+                raise StoreError("a replica has not confirmed the epoch's record, so a failover may undo it")
+            commands = [_WAIT, commands[-1]]
 
     def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
         """Return the row that identifies the valid blocks."""
-        (answer,), why = self._run([[b"GET", self._prefix + key.tobytes()]])
+        (answer,), why = self._run([self._reading(key.tobytes())])
         return self._row_of(answer, why)
+
+    def _reading(self, key: bytes) -> list[bytes]:
+        """Return a command that reads the record, and counts as a write: a server that may not write refuses it."""
+        return [b"GETEX", self._prefix + key, b"PERSIST"]
 
     def _row_of(self, answer: object, why: str | None) -> NDArray[np.uint8] | None:
         """Return the epoch's record from an answer. It counts as absent only if its node has answered."""
@@ -255,7 +283,7 @@ class RedisStore(RemoteStore):
     ) -> tuple[Record, NDArray[np.uint8], list[str]]:
         if out is None or self._format.codec is not None:
             return super()._fetch_under(epoch, keys, out)
-        asked = [b"GET", self._prefix + self._record.key]
+        asked = self._reading(self._record.key)
         names = self._names_of(keys, epoch.token)
         found, heads, is_lost, ((answer, why),) = self._get_parts(names, out, head_bytes=HEADER, more=[asked])
         rows, reasons, _ = self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
@@ -419,6 +447,14 @@ class RedisStore(RemoteStore):
         answers, _ = self._run(commands)
         self._refuse_errors(answers)
         return answers
+
+    def _last_answer(self, commands: list[list[bytes]]) -> Any:
+        """Run commands, and return the answer to the last one; raise if it is refused, or a server does not answer."""
+        answers, why = self._run(commands)
+        self._refuse_errors(answers[-1:])
+        if why is not None:
+            raise self._public(StoreError(why))
+        return answers[-1]
 
     def _refuse_errors(self, answers: list[Any]) -> None:
         for answer in answers:

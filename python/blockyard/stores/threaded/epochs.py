@@ -8,6 +8,7 @@ A store has one *record* for all its processes: the current epoch. It changes on
 - Block names are derived from the epoch's token, so blocks put under another epoch are never found.
 - Each batch of reads checks a record that was read after the batch began; concurrent batches share one read of it. Once
   the record has other weights, the process finds and stores nothing until it calls `forget`.
+- A storage with replicas confirms a `forget` only once they have the record, so a failover does not undo it.
 - If the record is lost, a process replaces it with a new token for the same weights, and processes with these weights
   continue under it. A process that has learned that its weights were forgotten does not replace it.
 
@@ -185,15 +186,20 @@ class SharedEpoch:
         read: reads the record.
         replace: atomically replaces the given record, if it is unchanged, and returns the record stored afterwards.
         revision: names the process's weights, see `open_store`.
+        keep: waits until the storage's replicas have the record of this epoch. Returns False if it may be lost.
 
     Attributes:
         read: as given.
     """
 
     def __init__(
-        self, read: Callable[[], Record], replace: Callable[[Record, Epoch], Record], revision: str = ""
+        self,
+        read: Callable[[], Record],
+        replace: Callable[[Record, Epoch], Record],
+        revision: str = "",
+        keep: Callable[[Epoch], bool] = lambda _: True,
     ) -> None:
-        self.read, self._replace = read, replace
+        self.read, self._replace, self._keep = read, replace, keep
         machine = runtime()
         self._clock = machine.monotonic
         self._one_at_a_time = machine.lock()  # serializes calls to the storage
@@ -243,6 +249,8 @@ class SharedEpoch:
                 stored = self.read()
                 epoch = Epoch.begun(name, stored.epoch, joins=joins)
                 if epoch != stored.epoch and self._replace(stored, epoch).epoch != epoch:
+                    continue
+                if not self._keep(epoch):
                     continue
                 with self._lock:
                     if self._age == age:

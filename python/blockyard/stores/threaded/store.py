@@ -108,7 +108,7 @@ class ThreadedStore(BatchStore):
         self._digests: dict[Name, dict[Name, bytes]] = {}  # digests of each slot's last write
         self._known = KnownKeys(self._runtime.monotonic)
         self._record = EpochRecord(self, self._digest_of(b"BLKYEPOCH2"), self._format)
-        self._epochs = SharedEpoch(self._record.read, self._record.replace, revision)
+        self._epochs = SharedEpoch(self._record.read, self._record.replace, revision, self._keep_epoch)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({public_url(self.url)!r})"
@@ -481,6 +481,10 @@ class ThreadedStore(BatchStore):
         if not answered("put", self.put(key[None], new[None]), 1)[0]:
             raise StoreError("put refused the epoch's record")
         return new
+
+    def _keep_epoch(self, epoch: Epoch) -> bool:  # noqa: ARG002 (a storage with replicas has its own)
+        """Wait until the storage's replicas have the record of this epoch. Returns False if it may be lost."""
+        return True
 
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None

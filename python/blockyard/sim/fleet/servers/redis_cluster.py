@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from blockyard.errors import StoreError
-from blockyard.sim.fleet.servers.link import DEADLINE, Request, SilentError
+from blockyard.sim.fleet.servers.link import DEADLINE, Link, Request, SilentError
 from blockyard.sim.fleet.servers.redis_data import RedisData
-from blockyard.sim.fleet.servers.redis_server import RedisLink, RedisServer, Unit
+from blockyard.sim.fleet.servers.redis_server import RedisLink, RedisServer, Unit, is_record
 from blockyard.sim.loop import Loop
 
 __all__ = ["NODES", "SEGMENTS", "RedisCluster", "RedisClusterLink"]
@@ -21,6 +21,10 @@ _SLOTS: Final = 16_384
 _NODE_SECONDS: Final = DEADLINE / 3  # as `RedisStore` asks its client
 _SENDS: Final = 4  # constants of `rust/redis/src/cluster.rs`
 _PAUSE: Final = 1.0
+_NODE_TIMEOUT: Final = (0.1, 1.0)  # seconds until a node that is cut off notices, and the others count it as failed
+_ELECTION: Final = (0.02, 0.3)  # seconds from then until a replica takes over
+_SIDES: Final = ((True, True), (True, False), (False, True))
+_LOOK_SECONDS: Final = 0.1
 
 
 def slot_of(key: bytes) -> int:
@@ -34,6 +38,28 @@ class _Redirect(NamedTuple):
 
     kind: str
     address: int
+
+
+class _Cut(NamedTuple):
+    """A primary that is cut off from the other nodes, and from some engines.
+
+    Attributes:
+        node: its keys. It answers until a time, and then gives only values, or nothing.
+        number: its number, which a replica takes over.
+        slots: the nodes as it knows them.
+        sides: whether each engine reaches it, and whether it reaches the other nodes.
+    """
+
+    node: RedisData
+    number: int
+    slots: _Slots
+    until: float
+    gives_values: bool
+    sides: dict[Link, tuple[bool, bool]]
+
+    def answers(self, unit: Unit, now: float) -> bool:
+        """Return whether the node answers commands."""
+        return now < self.until or (self.gives_values and unit[0][0] == b"GET")
 
 
 class _Slots(NamedTuple):
@@ -57,6 +83,7 @@ class _Node(RedisData):
     def __init__(self, cluster: RedisCluster, address: int, watch: Callable[[bytes], None]) -> None:
         super().__init__(cluster.time, watch)
         self.server, self.is_asking = address, False
+        self.num_failovers = address << 16
         self._of, self._is_in_script = cluster, False
 
     def run(self, command: list[bytes]) -> Any:
@@ -94,12 +121,17 @@ class RedisCluster(RedisServer):
 
     def __init__(self, loop: Loop, watch: Callable[[bytes], None], *, capacity: int, ttl: float = 0.0) -> None:
         super().__init__(loop, watch, capacity=capacity, ttl=ttl)
+        self._watch = watch
+        needs_replica = loop.random.random() < 0.5
         self.nodes: list[RedisData] = [_Node(self, address, watch) for address in range(NODES)]
         self.owners: dict[int, int] = {}
         self.moving: dict[int, int] = {}
         self.lost_node: int | None = None
         self._first = loop.random.randrange(NODES)
-        self._num_addresses, self._behind = NODES, 0
+        for node in self.nodes:
+            node.needs_replica = needs_replica
+        self._num_addresses = NODES
+        self._cut: _Cut | None = None
         self._replica_node = _Node(self, -1, watch)  # answers under addresses of former primaries; it has no keys
 
     def connect(self) -> RedisClusterLink:
@@ -115,8 +147,10 @@ class RedisCluster(RedisServer):
         """Return the number of the node that has a slot."""
         return _owner(slot, self.owners, self._first)
 
-    def slots(self) -> _Slots:
-        """Return the answer to CLUSTER SLOTS."""
+    def slots(self, node: RedisData) -> _Slots:
+        """Return a node's answer to CLUSTER SLOTS."""
+        if self._cut is not None and node is self._cut.node:
+            return self._cut.slots
         return _Slots([node.server for node in self.nodes], dict(self.owners), self._first)
 
     def ask(self, address: int, act: Callable[[RedisData], Any]) -> Any:
@@ -126,6 +160,13 @@ class RedisCluster(RedisServer):
             StoreError: the connection is refused.
             SilentError: the node does not answer.
         """
+        cut = self._cut
+        if cut is not None and self.caller is not None:
+            sides = cut.sides.setdefault(self.caller[0], self.loop.random.choice(_SIDES))
+            if not sides[address != cut.node.server]:
+                raise SilentError
+            if address == cut.node.server:
+                return act(cut.node)
         number = next((number for number, node in enumerate(self.nodes) if node.server == address), None)
         if number is None or number == self.lost_node:
             if self.loop.random.random() < 0.5:
@@ -136,6 +177,9 @@ class RedisCluster(RedisServer):
 
     def run_unit(self, unit: Unit, node: RedisData, *, is_asking: bool) -> list[Any] | _Redirect:
         """Run a unit on a node, or return where it belongs."""
+        cut = self._cut
+        if cut is not None and node is cut.node and not cut.answers(unit, self.loop.now):
+            return _Redirect("CLUSTERDOWN", node.server)
         found = self.redirect(node, unit, is_asking=is_asking)
         if found is None and isinstance(node, _Node):
             node.is_asking = is_asking
@@ -145,7 +189,7 @@ class RedisCluster(RedisServer):
         """Return where commands belong, None if to this node."""
         for keys in filter(None, map(_keys_of, unit)):
             slot = slot_of(keys[0])
-            owner, target = self.nodes[self.owner(slot)], self.moving.get(slot)
+            owner, target = self._primary(self.owner(slot), node), self.moving.get(slot)
             num_missing = sum(key not in node.values for key in keys)
             is_split = num_missing > 0 and len(keys) > 1
             if node is owner:
@@ -158,8 +202,15 @@ class RedisCluster(RedisServer):
                 return _Redirect("TRYAGAIN", node.server)
         return None
 
+    def _primary(self, number: int, asked: RedisData) -> RedisData:
+        """Return the node with a number, as `asked` knows it."""
+        cut = self._cut
+        return asked if cut is not None and asked is cut.node and number == cut.number else self.nodes[number]
+
     def move(self, seconds: float) -> None:
         """Move some slots to other nodes during the next seconds, key by key."""
+        while self._cut is not None:
+            self.loop.sleep(_LOOK_SECONDS)  # nodes that do not reach each other move nothing
         chance = self.loop.random
         used = sorted({slot_of(name) for node in self.nodes for name in node.values} - {*self.moving})
         slots = chance.sample(used, min(len(used), chance.randint(1, 3)))
@@ -183,20 +234,53 @@ class RedisCluster(RedisServer):
         self.owners[slot] = target
         del self.moving[slot]
 
-    def stop_replica(self) -> None:
-        """Let the replica of one node fall behind from now on."""
-        self._behind = self.loop.random.randrange(NODES)
-        self._replica = self.nodes[self._behind].copy()
+    def stop_replica(self) -> int:
+        """Let the replica of a node fall behind from now on. Returns the node's number."""
+        number = self.loop.random.randrange(NODES)
+        self.nodes[number].stop_replica()
+        return number
 
-    def fail_over(self) -> None:
-        """Switch to this replica, which has another address: everything stored since `stop_replica` is lost."""
-        node = self.nodes[self._behind]
-        node.values, node.expires = self._replica
-        for name in [name for name in node.values if self.owner(slot_of(name)) != self._behind]:
+    def fail_over(self, number: int) -> None:
+        """Switch to a node's replica, at another address: everything stored since `stop_replica` is lost."""
+        node = self.nodes[number]
+        node.fail_over(self._next_address())
+        for name in [name for name in node.values if self.owner(slot_of(name)) != number]:
             node.drop(name)
-        node.server, self._num_addresses = self._num_addresses, self._num_addresses + 1
-        node.num_failovers += 1
-        self._replica = node.copy()
+
+    def _next_address(self) -> int:
+        self._num_addresses += 1
+        return self._num_addresses - 1
+
+    def cut_off(self) -> float:
+        """Cut a primary off, often the one with the record. Returns the seconds until a replica may take over."""
+        chance, number = self.loop.random, self.loop.random.randrange(NODES)
+        if chance.random() < 0.5:
+            records = [each for each, node in enumerate(self.nodes) if any(map(is_record, node.values.values()))]
+            number = records[0] if records else number
+        node, seconds = self.nodes[number], chance.uniform(*_NODE_TIMEOUT)
+        node.stop_replica()
+        until, gives_values = self.loop.now + seconds, chance.random() < 0.5
+        self._cut = cut = _Cut(node, number, self.slots(node), until, gives_values, {})
+        if node.needs_replica:
+            self.loop.call_later(chance.uniform(0, seconds), lambda: self._lose_replica(cut))
+        return seconds + chance.uniform(*_ELECTION)
+
+    def _lose_replica(self, cut: _Cut) -> None:
+        if self._cut is cut:
+            cut.node.has_replica = False
+
+    def take_over(self) -> None:
+        """Let its replica take the place of the primary that is cut off."""
+        if (cut := self._cut) is not None:
+            node = self.nodes[cut.number] = _Node(self, -1, self._watch)
+            cut.node.fail_over(self._next_address(), node)
+            node.is_full, node.has_replica, node.needs_replica = cut.node.is_full, False, cut.node.needs_replica
+
+    def join_again(self) -> None:
+        """Connect the primary that was cut off: as a replica, if another one has taken its place."""
+        if (cut := self._cut) is not None:
+            cut.node.go_on_with_replica()
+            self.nodes[cut.number].has_replica, self._cut = True, None
 
 
 class _Todo(NamedTuple):
@@ -229,11 +313,7 @@ class RedisClusterLink(RedisLink):
         answers: list[list[Any]] = [[None] * len(unit) for unit in units]
         todo = [_Todo(number) for number in range(len(units))]
         for _ in range(_SENDS):
-            slots = self._learn(until)
-            parts: dict[int, list[_Todo]] = {}
-            for one in todo:
-                address = slots.address_of(_slot_of(units[one.unit])) if one.address is None else one.address
-                parts.setdefault(address, []).append(one)
+            parts = _sorted_by_node(todo, units, self._learn(until))
             why = next((f"node {address} is lost" for address in parts if address in self._lost), why)
             sent = {
                 address: self._send_to(address, part, units)
@@ -245,6 +325,8 @@ class RedisClusterLink(RedisLink):
                 for one, answer in zip(parts[address], self._wait(address, request, until) or (), strict=False):
                     if not isinstance(answer, _Redirect):
                         answers[one.unit] = answer
+                    elif answer.kind == "CLUSTERDOWN":
+                        self._is_current, why = False, answer.kind
                     elif again := self._follow(one, answer, units[one.unit]):
                         todo.append(again)
                     else:
@@ -287,8 +369,9 @@ class RedisClusterLink(RedisLink):
         if self._is_current and self._slots is not None:
             return self._slots
         self._is_current = True
-        for address in sorted({0, *(self._slots.addresses if self._slots else ())} - {*self._lost}):
-            request = self.send((partial(self.cluster.ask, address, lambda _: self.cluster.slots()),))
+        addresses = sorted({0, *(self._slots.addresses if self._slots else ())} - {*self._lost})
+        for address in self.cluster.loop.random.sample(addresses, len(addresses)):
+            request = self.send((partial(self.cluster.ask, address, self.cluster.slots),))
             if found := self._wait(address, request, until):
                 slots: _Slots = found[0]
                 self._slots = slots
@@ -318,13 +401,22 @@ def _owner(slot: int, owners: dict[int, int], first: int) -> int:
     return owners.get(slot, (slot + first) % NODES)
 
 
-def _slot_of(unit: Unit) -> int:
-    return slot_of(_keys_of(unit[0])[0])
+def _sorted_by_node(todo: list[_Todo], units: list[Unit], slots: _Slots) -> dict[int, list[_Todo]]:
+    parts: dict[int, list[_Todo]] = {}
+    for one in todo:
+        address = slots.address_of(_slot_of(units, one.unit)) if one.address is None else one.address
+        parts.setdefault(address, []).append(one)
+    return parts
+
+
+def _slot_of(units: list[Unit], number: int) -> int:
+    """Return the slot of a unit; WAIT goes with the unit after it."""
+    return slot_of(_keys_of(units[number + (units[number][0][0] == b"WAIT")][0])[0])
 
 
 def _keys_of(command: list[bytes]) -> list[bytes]:
     """Return the keys of a command."""
-    if command[0] in {b"CLUSTER", b"INFO", b"SCAN"}:
+    if command[0] in {b"CLUSTER", b"INFO", b"SCAN", b"WAIT"}:
         return []
     if command[0] == b"EVAL":
         return command[3 : 3 + int(command[2])]

@@ -22,6 +22,9 @@ _GROWING: Final = {b"SET", b"HSET", b"HSETNX", b"HINCRBY", b"ZADD"}
 _WRITING: Final = {*_GROWING, b"DEL", b"UNLINK", b"EXPIRE", b"HDEL", b"ZREM", b"ZPOPMIN"}
 
 
+_Copy = tuple[dict[bytes, Any], dict[bytes, float], int]  # values, when they expire, and the number of writes
+
+
 class RedisData:
     """The keys of one database, in the order of insertion.
 
@@ -35,8 +38,10 @@ class RedisData:
         values: values by key; the next command removes expired ones.
         expires: when keys with a time to live expire.
         is_full: whether commands that need memory are refused.
-        server: which of two servers answers.
-        num_failovers: how often one server has taken the place of the other.
+        server: number of the server that answers.
+        num_failovers: number of its history; grows when a replica takes its place.
+        has_replica: whether a replica is connected.
+        needs_replica: whether it refuses writes without one, `min-replicas-to-write 1`.
         keys_per_scan: keys that each SCAN visits; a real server takes a hint.
     """
 
@@ -46,6 +51,9 @@ class RedisData:
         self.is_full = False
         self.server, self.num_failovers, self.keys_per_scan = 0, 0, 8
         self._clock, self._watch = clock, watch
+        self.has_replica, self.needs_replica = True, False
+        self._offset = 0  # number of writes so far
+        self._behind: _Copy | None = None  # what the replica had when it stopped
         self._has_written = False  # a script that has written is not refused memory
 
     def run(self, command: list[bytes]) -> Any:
@@ -57,22 +65,36 @@ class RedisData:
         name, *words = command
         if self.is_full and name in _GROWING and not self._has_written:
             raise StoreError(_FULL)
+        if self.needs_replica and not self.has_replica and (name in _WRITING or name == b"GETEX"):
+            raise StoreError("NOREPLICAS Not enough good replicas to write.")
         self._has_written |= _scripts.data is self and name in _WRITING
+        self._offset += name in _WRITING
         self._drop_expired()
         if name == b"EVAL":
             return self._eval(words[0], words[2 : 2 + int(words[1])], words[2 + int(words[1]) :])
         act: Callable[..., Any] = getattr(self, f"_{name.decode().lower()}")
         answer = act(*words)
-        if name != b"GET":
+        if not name.startswith(b"GET"):
             for key in words[:1]:
                 if self.values.get(key) == {}:  # Redis removes empty hashes and sets
                     self.drop(key)
         return answer
 
-    def copy(self) -> tuple[dict[bytes, Any], dict[bytes, float]]:
-        """Return a copy of the data, for a replica."""
+    def stop_replica(self) -> None:
+        """Let the replica fall behind from now on."""
         values = {name: dict(value) if isinstance(value, dict) else value for name, value in self.values.items()}
-        return values, dict(self.expires)
+        self._behind = values, dict(self.expires), self._offset
+
+    def go_on_with_replica(self) -> None:
+        """Let the replica catch up."""
+        self._behind = None
+
+    def fail_over(self, server: int, to: RedisData | None = None) -> None:
+        """Give the replica's data to another server, with a replica of its own: this one, unless `to` is given."""
+        to = to or self
+        if self._behind is not None:
+            to.values, to.expires, _ = self._behind
+        to.server, to.num_failovers, self._behind = server, self.num_failovers + 1, None
 
     def drop(self, key: bytes) -> bool:
         """Delete a key. Returns whether it existed."""
@@ -90,8 +112,10 @@ class RedisData:
 
     # ---- strings and keys ----
 
-    def _get(self, key: bytes) -> Any:
+    def _get(self, key: bytes, *_: bytes) -> Any:
         return self.values.get(key)
+
+    _getex = _get
 
     def _set(self, key: bytes, value: bytes, *options: bytes) -> bytes | None:
         if b"NX" in options and key in self.values:
@@ -120,7 +144,13 @@ class RedisData:
     def _info(self, section: bytes) -> bytes:
         if section == b"server":
             return b"run_id:%040x\r\n" % self.server
-        return b"master_replid:%040x\r\n" % self.num_failovers
+        found = b"master_replid:%040x\r\n" % self.num_failovers
+        found += b"master_repl_offset:%d\r\n" % self._offset
+        confirmed = self._offset if self._behind is None else self._behind[2]
+        return found + (b"slave0:state=online,offset=%d\r\n" % confirmed if self.has_replica else b"")
+
+    def _wait(self, *_: bytes) -> int:
+        return 0
 
     def _scan(self, cursor: bytes, _match: bytes, pattern: bytes, _count: bytes, _num: bytes) -> list[Any]:
         """Return a few names. Each server has its own order."""

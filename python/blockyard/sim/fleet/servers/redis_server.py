@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,10 @@ from blockyard.sim.loop import Loop
 from blockyard.stores.redis import RedisStore, read_url
 from blockyard.stores.value import HEADER
 
-__all__ = ["RedisLink", "RedisServer", "Unit"]
+__all__ = ["RedisLink", "RedisServer", "Unit", "is_record"]
 
 Unit = list[list[bytes]]  # commands that run in one step
+_WAIT_SECONDS: Final = 0.01
 
 
 class RedisServer:
@@ -33,6 +34,7 @@ class RedisServer:
         slowness: factor of all delays.
         clock_step: seconds by which the server's clock is ahead.
         may_miscount: keys were lost, so the lists may lack blocks.
+        is_failing: whether a replica is taking a server's place; one at a time.
 
     Args:
         loop: provides time and randomness.
@@ -47,9 +49,8 @@ class RedisServer:
         self.slowness = 1.0
         self.caller: tuple[Link, float] | None = None
         self.clock_step = 0.0
-        self.may_miscount = False
+        self.may_miscount = self.is_failing = False
         self.capacity, self.ttl = capacity, ttl
-        self._replica = self.data.copy()
 
     @property
     def data(self) -> RedisData:
@@ -76,7 +77,7 @@ class RedisServer:
 
     def record(self) -> bytes | None:
         """Return the epoch's record."""
-        return next((value for node in self.nodes for value in node.values.values() if _is_record(value)), None)
+        return next((value for node in self.nodes for value in node.values.values() if is_record(value)), None)
 
     def run(self, node: RedisData, unit: Unit) -> list[Any]:
         """Run commands on a node in one step. Returns the answers; a refused command's is a StoreError.
@@ -101,7 +102,7 @@ class RedisServer:
     def lose_record(self) -> None:
         """Lose the epoch's record."""
         for node in self.nodes:
-            for name in [name for name, value in node.values.items() if _is_record(value)]:
+            for name in [name for name, value in node.values.items() if is_record(value)]:
                 node.drop(name)
 
     def damage(self) -> None:
@@ -126,20 +127,19 @@ class RedisServer:
             for name, value in node.values.items()
             if isinstance(value, bytes) and len(value) > HEADER
         ]
-        records = [(node, name) for node, name in names if _is_record(node.values[name])]
+        records = [(node, name) for node, name in names if is_record(node.values[name])]
         if not names:
             return None
         return self.loop.random.choice(records if records and self.loop.random.random() < 0.25 else names)
 
-    def stop_replica(self) -> None:
-        """Let the replica fall behind from now on."""
-        self._replica = self.data.copy()
+    def stop_replica(self) -> int:
+        """Let the replica of a node fall behind from now on. Returns the node's number."""
+        self.data.stop_replica()
+        return 0
 
-    def fail_over(self) -> None:
-        """Switch to the replica: everything stored since `stop_replica` is lost."""
-        self.data.values, self.data.expires = self._replica
-        self._replica = self.data.copy()
-        self.data.server, self.data.num_failovers = 1 - self.data.server, self.data.num_failovers + 1
+    def fail_over(self, number: int) -> None:  # noqa: ARG002 (a cluster has several nodes)
+        """Switch to a node's replica: everything stored since `stop_replica` is lost."""
+        self.data.fail_over(1 - self.data.server)
 
     def num_unlisted(self) -> int:
         """Return how many blocks are in no list."""
@@ -155,7 +155,7 @@ class RedisServer:
             name
             for node in self.nodes
             for name, value in node.values.items()
-            if isinstance(value, bytes) and len(value) > HEADER and not _is_record(value)
+            if isinstance(value, bytes) and len(value) > HEADER and not is_record(value)
         ]
 
     def _check_bounds(self) -> None:
@@ -259,6 +259,8 @@ class RedisLink(Link):
     def run(self, commands: Sequence[list[bytes]]) -> tuple[list[Any], str | None]:
         """Run commands; see `RedisClient.run`."""
         done, why = self._request([[command] for command in commands])
+        if any(command[0] == b"WAIT" for command in commands):
+            self.server.loop.sleep(_WAIT_SECONDS)
         return [answer for (answer,) in done], why
 
     def close(self) -> None:
@@ -276,5 +278,6 @@ def _try(node: RedisData, command: list[bytes]) -> Any:
         return error
 
 
-def _is_record(value: object) -> bool:
+def is_record(value: object) -> bool:
+    """Return whether a value is the epoch's record."""
     return isinstance(value, bytes) and len(value) == RECORD_BYTES
