@@ -66,6 +66,11 @@ def test_an_engine_killed_while_it_ends_its_requests_leaves_its_forget_to_its_ne
     assert not simulate_fleet(1045, FleetOptions(work="serving", store="redis"), read_faults(faults)).broken
 
 
+def test_an_engine_may_be_killed_while_it_probes_a_lost_node():
+    faults = "partition:2:0.16:2.124,lossy:2:1.723:10.869,partition:1:3.494:0.039,crash:2:3.664:2.027"
+    assert not simulate_fleet(721, FleetOptions(work="calls", store="cluster"), read_faults(faults)).broken
+
+
 def test_an_engine_may_join_the_epoch_that_its_refused_forget_was_to_end():
     faults = "full:-1:1.231:2.522,failover:-1:2.276:0.267,clock:0:2.497:2.366,full:-1:3.274:2.35"
     assert not simulate_fleet(839, FleetOptions(work="serving", store="redis"), read_faults(faults)).broken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from binascii import crc_hqx
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -392,8 +393,9 @@ class RedisClusterLink(RedisLink):
     def _probe_one(self, address: int) -> None:
         if not self.is_dead:
             request = self.send((partial(self.cluster.ask, address, lambda _: "PONG"),))
-            if not self.is_dead and self._wait(address, request, 0.0):
-                self._lost.pop(address, None)
+            with suppress(StoreError):  # the engine is killed meanwhile
+                if self._wait(address, request, 0.0):
+                    self._lost.pop(address, None)
 
 
 def _owner(slot: int, owners: dict[int, int], first: int) -> int:
