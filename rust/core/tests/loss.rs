@@ -142,3 +142,28 @@ fn a_sequence_that_finds_its_blocks_on_the_device_does_not_wait_for_transfers_of
     assert_eq!(manager.block_table(sequence).unwrap()[0], manager.block_table(twin).unwrap()[0]);
     assert_eq!(manager.fail(late.ticket, &late.of(Kind::SwapOut).cloned().collect::<Vec<_>>()), Ok(vec![other]));
 }
+
+#[test]
+fn a_prefetched_sequence_has_no_block_table_until_its_load_has_landed_unless_its_step_reads_it() {
+    let reads: [fn(&mut Manager, SequenceId); 6] = [
+        |_, _| (),
+        |manager, sequence| append(manager, sequence, &[6]),
+        |manager, sequence| assert_eq!(manager.read_table(sequence).unwrap().len(), 1),
+        |manager, sequence| manager.block_tables(&[sequence], 1, &mut [0]).unwrap(),
+        |manager, sequence| manager.slot_mapping(&[(sequence, 0..1)], &mut [0]).unwrap(),
+        |manager, sequence| assert!(manager.fork_prefix(sequence, 4, 5).is_ok()),
+    ];
+    for (at, read) in reads.into_iter().enumerate() {
+        let mut manager = manager();
+        let sequence = admit(&mut manager, &[1, 2, 3, 4]);
+        manager.swap_out(&[sequence], Tier::Host).unwrap();
+        rest(&mut manager);
+        manager.swap_in(&[sequence], Tier::Device).unwrap();
+        read(&mut manager, sequence);
+        let step = manager.take_prefetch();
+        assert_eq!((loads(&step).len(), step.prefetch), (1, at == 0));
+        assert_eq!(manager.block_table(sequence).is_err(), at == 0);
+        manager.complete(step.ticket).unwrap();
+        assert!(manager.block_table(sequence).is_ok());
+    }
+}

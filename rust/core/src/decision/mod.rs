@@ -29,12 +29,6 @@ impl Kind {
     /// All kinds, in the order in which they are safe to run.
     pub const ALL: [Self; 5] = [Self::SwapOut, Self::SwapIn, Self::Copy, Self::Move, Self::Exchange];
 
-    /// Whether it goes towards the device.
-    #[must_use]
-    pub const fn loads(self) -> bool {
-        matches!(self, Self::SwapIn)
-    }
-
     /// The kind's name in Python.
     #[must_use]
     pub const fn name(self) -> &'static str {

@@ -199,7 +199,7 @@ impl StoreWriteQueue {
 
     /// Forgets everything.
     pub(crate) fn clear(&mut self) {
-        *self = Self { writes: self.writes, capacity: self.capacity, ..Self::new(self.writes, 0) };
+        *self = Self { capacity: self.capacity, ..Self::new(self.writes, 0) };
     }
 
     fn insert(&mut self, key: Key, note: Note, is_cached: impl Fn(&Key) -> bool) {

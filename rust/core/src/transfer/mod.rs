@@ -134,7 +134,7 @@ impl Transfers {
     /// Whether the open step loads blocks.
     #[inline]
     pub(crate) fn is_loading(&self) -> bool {
-        self.decided.iter().any(|(kind, _)| kind.loads())
+        self.decided.iter().any(|(kind, _)| *kind == Kind::SwapIn)
     }
 
     /// Whether a submitted ticket loads blocks that its step did not compute with, so did not wait for.
@@ -145,14 +145,14 @@ impl Transfers {
     /// Ends the open step: its transfers, under a ticket that holds leases on all their blocks. `prefetch` lets loads
     /// land after the step, if it does not compute with them.
     pub(crate) fn submit(&mut self, device: &Pool, prefetch: bool) -> StepDecision {
+        let prefetch = !std::mem::take(&mut self.reads_loads) && prefetch;
+        if prefetch && self.is_loading() {
+            self.step.set_prefetch();
+        }
         let (ticket, mut transfers) = (self.open, std::mem::take(&mut self.decided));
         transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
         let mut step = std::mem::take(&mut self.step);
         step.set_copies(copies(&transfers, device));
-        let prefetch = !std::mem::take(&mut self.reads_loads) && prefetch;
-        if prefetch && transfers.iter().any(|(kind, _)| kind.loads()) {
-            step.set_prefetch();
-        }
         self.submitted.insert(ticket, step);
         self.open = TicketId(ticket.0 + 1);
         self.fresh = HashSet::new();

@@ -6,7 +6,7 @@
 
 use super::groups::needed;
 use super::{BLOCK, Bytes, GARBAGE, World};
-use blockyard_core::{BlockId, Error, Group, Kind, Pairs, SequenceId, TicketId, Tier};
+use blockyard_core::{BlockId, Error, Group, Kind, Pairs, SequenceId, Stats, StepDecision, TicketId, Tier};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
@@ -31,12 +31,23 @@ fn lost_pairs(transfers: &[Transfer]) -> Vec<Pairs> {
     transfers.iter().filter(|t| t.lost).map(single).collect()
 }
 
+/// Each pair of a decision is counted once, under the slower of its tiers.
+fn require_counted(decision: &StepDecision, before: &Stats, after: &Stats) {
+    for (kind, tier) in Kind::ALL.into_iter().flat_map(|kind| Tier::ALL.map(|tier| (kind, tier))) {
+        let pairs = decision.of(kind).filter(|pairs| pairs.src.max(pairs.dst) == tier);
+        let count: u64 = pairs.map(|pairs| pairs.ids.len() as u64).sum();
+        assert_eq!(after.decided(kind, tier) - before.decided(kind, tier), count, "{kind:?}, {tier}");
+    }
+}
+
 impl World {
     /// Ends the step: device-ordered work runs now, the rest when the ticket ends.
     pub(crate) fn step(&mut self, lost: Option<usize>) {
         // Whether the step may be over before its loads have landed.
         let prefetch = self.manager.clone().take_prefetch().prefetch;
+        let before = self.manager.stats();
         let decision = self.manager.take_decision();
+        require_counted(&decision, &before, &self.manager.stats());
         self.trace.decision(&decision);
         let mut mine = Vec::new();
         for (kind, pairs) in &decision.transfers {
@@ -92,7 +103,7 @@ impl World {
         for at in 0..self.tickets[&ticket].len() {
             let transfer = self.tickets[&ticket][at];
             if transfer.kind != Kind::Copy && transfer.dst.0 == Tier::Device && needed.contains(&transfer.dst.1) {
-                assert!(!(prefetch && transfer.kind.loads()), "the step of a prefetch needs {transfer:?}");
+                assert!(!(prefetch && transfer.kind == Kind::SwapIn), "the step of a prefetch needs {transfer:?}");
                 self.land(ticket, at);
             }
         }
