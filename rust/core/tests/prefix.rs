@@ -2,7 +2,8 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::{
-    BlockId, Config, Departure, Eviction, Evictor, KeySpec, Manager, Policies, Prompt, SequenceId, Tier,
+    BlockId, Cached, Config, Departure, Eviction, Evictor, KeySpec, Manager, Policies, Prompt, SequenceId, StoreWrites,
+    Tier,
 };
 use proptest::prelude::*;
 use std::collections::HashSet;
@@ -166,9 +167,16 @@ fn the_callers_own_policy_decides() {
 }
 
 #[test]
-fn policies_are_found_by_their_names() {
+fn policies_are_found_by_their_names_and_others_are_not() {
     for policy in Eviction::NAMED {
         assert_eq!(Eviction::from_name(policy.name()).unwrap().name(), policy.name());
     }
+    for writes in StoreWrites::ALL {
+        assert_eq!(StoreWrites::from_name(writes.name()), Some(writes));
+    }
+    for cached in Cached::ALL {
+        assert_eq!(Cached::from_name(cached.name()), Some(cached));
+    }
     assert!(Eviction::from_name("custom").is_none());
+    assert_eq!((StoreWrites::from_name("always"), Cached::from_name("keep")), (None, None));
 }
