@@ -72,6 +72,28 @@ def test_a_batch_that_has_its_answer_is_no_longer_under_way():
         assert not side.is_busy
 
 
+def test_a_batch_that_an_interrupted_poll_cuts_short_is_no_failure_of_the_store(caplog: pytest.LogCaptureFixture):
+    late = lambda ticket, *_: Completion(ticket, np.zeros(1, np.bool_), np.zeros((0, SIZE), np.uint8), ["timeout"])  # noqa: E731
+    polls = iter([KeyboardInterrupt])
+
+    def poll() -> list[int]:
+        for error in polls:
+            raise error
+        return [2]
+
+    side = checked_store.CheckedStore(Odd(wait=late, poll=poll), SIZE)
+    first = side.write(np.array([0]), np.ones((1, SIZE), np.uint8))
+    with pytest.raises(KeyboardInterrupt):
+        side.poll()
+    side.poll()
+    assert first.answer is not None
+    assert caplog.messages == []
+    second = side.write(np.array([0]), np.ones((1, SIZE), np.uint8))
+    side.poll()
+    assert second.answer is not None
+    assert [message.partition(": ")[2] for message in caplog.messages] == ["timeout"], "a real one is logged"
+
+
 def test_an_answer_stays_though_the_store_writes_to_its_arrays_again():
     ok = np.ones(1, np.bool_)
     rows = np.zeros((0, SIZE), np.uint8)

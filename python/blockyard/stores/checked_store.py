@@ -74,6 +74,7 @@ class PendingBatch:
     out: NDArray[np.uint8] | None = None
     ticket: int = -1
     since: float = 0.0
+    is_cut_short: bool = False  # collected before the store reported its end, after an interrupt
     answer: Answer | None = None
 
 
@@ -182,6 +183,7 @@ class CheckedStore:
         # The reports to an interrupted call are lost, so ask for every batch.
         for ticket in list(self._open) if interrupted else self._reported():
             if ticket in self._open:
+                self._open[ticket].is_cut_short = interrupted
                 self._ended[ticket] = None
             elif self._strays:
                 self._strays -= 1
@@ -277,7 +279,7 @@ class CheckedStore:
                 if rows is not none and not rows.flags.carray:
                     rows = np.require(rows, requirements=("C", "W"))
                 if self._failures is not None:
-                    self._log_failure(self._failures, answer)
+                    self._log_failure(self._failures, answer, {"timeout"} if batch.is_cut_short else set())
                 return Answer(answer.ok.copy(), rows, reasons=answer.reasons)
             found = f"ticket {answer.ticket}, ok {_of(answer.ok)}, rows {_of(rows)}, {len(answer.reasons)} reasons"
             wanted = f"ticket {ticket}, ok bool [{batch.count}], rows uint8 {list(shape)}, {batch.count} reasons"
@@ -288,10 +290,10 @@ class CheckedStore:
             error = StoreError(f"the answer is a {type(answer).__name__}, must be a Completion")
         return Answer(np.zeros(batch.count, dtype=np.bool_), none, self._refusal(batch, error))
 
-    def _log_failure(self, log: FailureLog, answer: Completion) -> None:
+    def _log_failure(self, log: FailureLog, answer: Completion, ignored: set[str]) -> None:
         if np.count_nonzero(answer.ok) == len(answer.ok):
             log.worked()
-        elif reasons := _FAILURES.intersection(answer.reasons):
+        elif reasons := _FAILURES.intersection(answer.reasons) - ignored:
             log.failed(self._store.stats().last_error or ", ".join(sorted(reasons)))
         log.flush(self._store)
 
