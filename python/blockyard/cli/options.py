@@ -271,7 +271,8 @@ def _add_simulate(commands: Any) -> None:
         "--store",
         choices=("object", "redis", "cluster", "both"),
         default="both",
-        help="the shared store; cluster: of Redis nodes; both: an object store for even seeds, Redis for odd ones",
+        help="the shared store; cluster: of Redis nodes; both: an object store for even seeds, one "
+        "Redis server for odd ones, and no cluster",
     )
     command.add_argument("--engines", type=_count(1), default=3, metavar="N", help="engines that share the store")
     command.add_argument("--seed", type=_count(0), default=0, metavar="N", help="first seed")
