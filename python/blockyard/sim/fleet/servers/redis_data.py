@@ -90,7 +90,7 @@ class RedisData:
         self._behind = None
 
     def fail_over(self, server: int, to: RedisData | None = None) -> None:
-        """Give the replica's data to another server, with a replica of its own: this one, unless `to` is given."""
+        """Move what the replica has to `to`, or to this server. Another replica of that server then follows it."""
         to = to or self
         if self._behind is not None:
             to.values, to.expires, _ = self._behind
