@@ -50,29 +50,29 @@ extern "C" int64_t choose(int device, int64_t direction, int64_t bytes, int64_t 
 
 
 def test_the_first_rule_that_holds_decides():
-    assert TABLE.strategy("h2d", 8192, 1000) == "kernel"
-    assert TABLE.strategy("h2d", 30_000, 1000) == "batch"
-    assert TABLE.strategy("h2d", 8192, 1001, host_rows=True) == "staged"
-    assert TABLE.strategy("d2h", 1 << 30, 2) == "loop"
-    assert TABLE.strategy("d2h", 1 << 30, 4) == "batch"
+    assert TABLE.rule("h2d", 8192, 1000).strategy == "kernel"
+    assert TABLE.rule("h2d", 30_000, 1000).strategy == "batch"
+    assert TABLE.rule("h2d", 8192, 1001, host_rows=True).strategy == "staged"
+    assert TABLE.rule("d2h", 1 << 30, 2).strategy == "loop"
+    assert TABLE.rule("d2h", 1 << 30, 4).strategy == "batch"
 
 
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_without_a_rule_many_pieces_are_staged_or_take_the_kernel(direction: str):
     none = StrategyTable("", "", ())
     staged, small, many = (512 << 10) - 1, (28 << 10) - 1, 32
-    assert none.strategy(direction, staged, many, host_rows=True) == "staged"
-    assert none.strategy(direction, small, many) == "kernel"
+    assert none.rule(direction, staged, many, host_rows=True).strategy == "staged"
+    assert none.rule(direction, small, many).strategy == "kernel"
     for size, count in ((staged + 1, many), (small, many - 1), (1 << 20, 1)):
-        assert none.strategy(direction, size, count, host_rows=True) == "batch"
-    assert none.strategy(direction, small + 1, many) == "batch"
+        assert none.rule(direction, size, count, host_rows=True).strategy == "batch"
+    assert none.rule(direction, small + 1, many).strategy == "batch"
 
 
 def test_a_rule_for_staging_holds_for_host_rows_alone():
     table = StrategyTable(
         "", "", (Rule("h2d", NO_LIMIT, NO_LIMIT, "staged"), Rule("h2d", NO_LIMIT, NO_LIMIT, "kernel", 3))
     )
-    assert table.strategy("h2d", 1 << 20, 1, host_rows=True) == "staged"
+    assert table.rule("h2d", 1 << 20, 1, host_rows=True).strategy == "staged"
     assert table.rule("h2d", 1 << 20, 1) == Rule("h2d", NO_LIMIT, NO_LIMIT, "kernel", 3)
 
 

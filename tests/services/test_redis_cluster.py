@@ -299,8 +299,8 @@ def test_a_block_that_is_stored_again_while_its_slot_moves_is_no_failure(nodes: 
         clients[source].execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target])
         assert store.wait(store.submit_put(KEYS[:1], ROWS[:1])).ok.all()
         assert not store.stats().last_error
-        for client in clients:
-            client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[source])
+        for node in (target, source):
+            clients[node].execute_command("CLUSTER", "SETSLOT", slot, "STABLE")
 
 
 def test_a_deleted_block_of_a_lost_node_is_reported(nodes: list[Server], url: str):

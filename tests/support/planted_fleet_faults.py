@@ -436,7 +436,7 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
         20,
         lambda patch: patch.setattr(breaker.Breaker, "is_probe_due", lambda self, now: False),
     ),
-    "a key that failed is never read again": (60, lambda patch: patch.setattr(known_keys, "FAILED_SECONDS", 1e9)),
+    "a key that failed is never read again": (100, lambda patch: patch.setattr(known_keys, "FAILED_SECONDS", 1e9)),
     "close waits for a thread that is gone": (20, _hangs_on_close),
 }
 # Fleets that find these faults sooner than fleets with all kinds of failures.
@@ -470,7 +470,7 @@ _FOUND_BY = {
     "a refused put is said to be stored": 4,
     "a miss is counted twice": 1,
     "storage that was down is never asked again": 1,
-    "a key that failed is never read again": 46,
+    "a key that failed is never read again": 84,
     "a full server drops nothing": 2,
     "a put does not look at quotas": 1,
     "a quota waits for blocks that the server has lost": 49,
