@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import select
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from adapter_calls import ERRORS, Caller, every, settled, swept
-from cache_program import open_files, own_threads
+from cache_program import no_descriptor_left, own_threads
 from engine_drivers import FaultyStore
 from interrupts import Interrupt
 
@@ -245,7 +244,6 @@ def test_an_exception_at_any_place_of_lmcaches_connector_ends_every_operation_on
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException], most: int
 ):
     monkeypatch.setattr(FaultyStore, "fault", "")
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # records would keep stores alive
 
     def run(interrupt: Interrupt) -> None:
         before = own_threads()
@@ -253,8 +251,6 @@ def test_an_exception_at_any_place_of_lmcaches_connector_ends_every_operation_on
             LMCacheEngine(interrupt, module).run()
         settled(lambda: not own_threads() - before, "a thread is left")
 
-    with engine_drivers.lmcache() as module:
-        opened = open_files()
+    with engine_drivers.lmcache() as module, no_descriptor_left():
         files = ("lmcache/connector.py", "stores/adapters/objects.py", "stores/adapters/jobs.py")
         assert swept(files, run, error, most) > 60
-        assert open_files() <= opened, "a descriptor is left"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -212,6 +213,21 @@ def contents(prompt: list[int], count: int) -> NDArray[np.uint8]:
     for index, row in enumerate(rows):
         row[:] = np.frombuffer(hashlib.shake_256(repr(prompt[: 4 * index + 4]).encode()).digest(WIDTH), np.uint8)
     return rows
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """Check that the code inside leaves no descriptor open.
+
+    It logs nothing: pytest keeps the records of a test, and these keep stores alive.
+    """
+    logging.disable()  # unlike `manager.disable = ...`, also reaches loggers that have logged before
+    before = open_files()
+    try:
+        yield
+        assert open_files() <= before, "a descriptor is left"
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def open_files() -> int:
