@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache_program import BLOCKS as CACHE_BLOCKS
-from cache_program import WIDTH, Program, open_files, own_threads
+from cache_program import WIDTH, Program, no_descriptor_left, own_threads
 from interrupts import Interrupt, sweep
 from memory_stores import MemoryStore, QuotaStore
 from simulated_device import SimulatedStore
@@ -44,6 +44,7 @@ STORES = tuple(
     f"stores/threaded/{name}.py" for name in ("batches", "breaker", "known_keys", "order", "store", "value_format")
 )
 STORES += ("stores/value.py", "blockyard/workers.py")
+STRIPED = ("stores/striped.py", "stores/checked_store.py")
 TIERS = ("device", "host", "external")
 
 
@@ -217,7 +218,9 @@ def test_an_interrupt_at_any_place_of_parallel_ranks_ends_every_decision_once(ca
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("most", every(10))
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize(("stores", "files"), [("memory", CACHE), ("file", CACHE), ("memory", STORES)])
+@pytest.mark.parametrize(
+    ("stores", "files"), [("memory", CACHE), ("file", CACHE), ("memory", STORES), ("disks", STRIPED)]
+)
 def test_an_exception_at_any_place_of_a_cache_loses_nothing(
     tmp_path: Path, stores: str, files: tuple[str, ...], error: type[BaseException], most: int
 ):
@@ -226,15 +229,18 @@ def test_an_exception_at_any_place_of_a_cache_loses_nothing(
     def run(interrupt: Interrupt) -> None:
         folder, before = tmp_path / str(next(numbers)), own_threads()
         with interrupt.installed():
-            if stores == "file":
-                folder.mkdir()
-                external = open_store(
-                    f"file://{folder}/swap", bytes_per_block=WIDTH, num_slots=CACHE_BLOCKS["external"]
-                )
-                prefix: ExternalStore | str = f"file://{folder}/prefixes?size=1MiB"
-            else:
-                external, prefix = MemoryStore(bytes_per_block=WIDTH), QuotaStore(bytes_per_block=WIDTH)
+            if stores == "memory":
+                external = MemoryStore(bytes_per_block=WIDTH)
+                prefix: ExternalStore | str = QuotaStore(bytes_per_block=WIDTH)
                 external.num_slots = CACHE_BLOCKS["external"]
+            else:
+                folder.mkdir()
+                disks = 1 if stores == "file" else 2
+                swap, prefix = (
+                    "file://" + ",".join(f"{folder}/{name}{disk}" for disk in range(disks)) for name in ("swap", "keys")
+                )
+                external = open_store(swap, bytes_per_block=WIDTH, num_slots=CACHE_BLOCKS["external"])
+                prefix += "?size=1MiB"
             program = Program(interrupt, external, prefix)
             try:
                 program.run()
@@ -246,10 +252,9 @@ def test_an_exception_at_any_place_of_a_cache_loses_nothing(
             assert time.monotonic() < until, own_threads() - before
             time.sleep(0.001)
 
-    opened = open_files()
-    places, raised = sweep(files, run, error, most=most, seed=most)
+    with no_descriptor_left():
+        places, raised = sweep(files, run, error, most=most, seed=most)
     assert raised > min(places, most) // 2
-    assert open_files() <= opened, "a descriptor is left"
 
 
 class SlowStore(SimulatedStore):

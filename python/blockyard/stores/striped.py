@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, repeat, starmap
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +21,23 @@ from blockyard._core import Completion, StoreStats
 from blockyard.errors import MappingError, OutOfMemoryError, StoreError, UnknownTicketError
 from blockyard.stores.arguments import check_read_rows, check_rows, check_slots, checked_keys
 from blockyard.stores.base import ExternalStore, Keys, Owners, no_keys_error
-from blockyard.workers import Process, open_event
+from blockyard.workers import Process, keep, open_event
 
 __all__ = ["StripedStore"]
 
 Rows = NDArray[np.uint8]
 Ids = NDArray[np.int64]
+_Report: TypeAlias = tuple[ExternalStore, int]  # a disk's store, and one of its tickets
 
 
 @dataclass(slots=True)
 class _Share:
-    """One disk's share of a batch."""
+    """One disk's share of a batch: `tickets` and `done` each have one entry once it is submitted and collected."""
 
     store: ExternalStore
-    ticket: int
     places: Ids
-    done: Completion | None = None
+    tickets: list[int] = field(default_factory=list)
+    done: list[Completion] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -43,7 +46,8 @@ class _Batch:
     is_read: bool
     rows: Rows | None = None  # the caller's rows, for a read
     shares: list[_Share] = field(default_factory=list)
-    open: int = 0
+    open: set[_Report] = field(default_factory=set)  # the disks have not reported these
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while the caller's rows are written
 
 
 class StripedStore(ExternalStore):
@@ -61,12 +65,14 @@ class StripedStore(ExternalStore):
         self._process = Process("a store")
         self._lock = threading.Lock()
         self._batches: dict[int, _Batch] = {}
-        self._owner: dict[tuple[int, int], int] = {}  # (store, its ticket) -> our ticket
-        self._ended: list[int] = []
+        self._owner: dict[_Report, int] = {}  # our tickets
+        self._reports: list[_Report] = []  # not processed yet
+        self._ended: dict[int, None] = {}  # not returned by `poll` yet
+        self._polling: dict[int, None] = {}  # threads in `poll`, or whose last call was interrupted
         self._next = 1
         self._failed = 0  # blocks of disks that could not be opened
         self._events: select.epoll | None = None
-        self._at_once = open_event(self)  # readable while `_ended` is not empty
+        self._at_once = open_event(self)  # readable after a batch has ended as it was submitted
 
     @property
     def num_slots(self) -> int:
@@ -90,18 +96,19 @@ class StripedStore(ExternalStore):
         check_rows(rows, (len(slots), self.bytes_per_block))
         return self._submit(
             slots % len(self._parts),
-            lambda part, places: part.submit_write(slots[places] // len(self._parts), rows[places]),
+            lambda part, places: (part.submit_write, slots[places] // len(self._parts), rows[places]),
         )
 
     def submit_read(self, slots: Ids, rows: Rows | None = None) -> int:
         """Start to read blocks, each from its disk. See `ExternalStore`."""
         self._check_slots(slots)
         check_read_rows(rows, (len(slots), self.bytes_per_block))
-
-        def submit(part: ExternalStore, places: Ids) -> int:
-            return part.submit_read(slots[places] // len(self._parts))
-
-        return self._submit(slots % len(self._parts), submit, is_read=True, rows=rows)
+        return self._submit(
+            slots % len(self._parts),
+            lambda part, places: (part.submit_read, slots[places] // len(self._parts)),
+            is_read=True,
+            rows=rows,
+        )
 
     def submit_put(
         self,
@@ -112,20 +119,20 @@ class StripedStore(ExternalStore):
         """Start to store blocks under their keys. See `ExternalStore`."""
         found = self._check_keys(keys)
         check_rows(rows, (len(found), self.bytes_per_block))
-        return self._submit(self._disks(found), lambda part, places: part.submit_put(found[places], rows[places]))
+        return self._submit(self._disks(found), lambda part, places: (part.submit_put, found[places], rows[places]))
 
     def submit_get(self, keys: Keys, rows: Rows | None = None) -> int:
         """Start to read blocks by key. See `ExternalStore`."""
         found = self._check_keys(keys)
         check_read_rows(rows, (len(found), self.bytes_per_block))
         return self._submit(
-            self._disks(found), lambda part, places: part.submit_get(found[places]), is_read=True, rows=rows
+            self._disks(found), lambda part, places: (part.submit_get, found[places]), is_read=True, rows=rows
         )
 
     def submit_delete(self, keys: Keys) -> int:
         """Start to delete keys. See `ExternalStore`."""
         found = self._check_keys(keys)
-        return self._submit(self._disks(found), lambda part, places: part.submit_delete(found[places]))
+        return self._submit(self._disks(found), lambda part, places: (part.submit_delete, found[places]))
 
     def contains(self, keys: Keys) -> NDArray[np.bool_]:
         """Return whether each key has a block on its disk. See `ExternalStore`."""
@@ -160,18 +167,25 @@ class StripedStore(ExternalStore):
             return self._events.fileno()
 
     def poll(self) -> list[int]:
-        """Return tickets that have ended on every disk. See `ExternalStore`."""
-        reported = [(at, ticket) for at, part in enumerate(self._open) for ticket in part.poll()]
+        """Return tickets that have ended on every disk; again those that an interrupted call may have returned."""
+        self._process.check()
+        thread = threading.get_ident()
+        is_again = thread in self._polling
+        self._polling[thread] = None
         with self._lock:
-            ended, self._ended = [ticket for ticket in self._ended if ticket in self._batches], []
             with suppress(BlockingIOError):
                 os.eventfd_read(self._at_once)
-            for name in reported:
-                batch = self._batches.get(self._owner.get(name, 0))
-                if batch is not None:
-                    batch.open -= 1
-                    if not batch.open:
-                        ended.append(self._owner[name])
+            for part in self._open:
+                # Runs in C, like `keep`: no interrupt can come between a disk's answer and the list.
+                self._reports.extend(zip(repeat(part), chain.from_iterable(starmap(part.poll, ((),)))))
+            while self._reports:
+                self._take_in(self._reports[-1])
+                del self._reports[-1]
+            if is_again:
+                self._ended.update((ticket, None) for ticket, batch in self._batches.items() if not batch.open)
+            ended = [ticket for ticket in self._ended if ticket in self._batches]
+            self._ended.clear()
+        del self._polling[thread]  # only now: no interrupt can come before the return
         return ended
 
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:
@@ -192,23 +206,23 @@ class StripedStore(ExternalStore):
         ok = np.zeros(batch.count, dtype=np.bool_)
         reasons = ["io"] * batch.count
         for share in batch.shares:
-            if share.done is None:
-                share.done = share.store.wait(
-                    share.ticket, None if until is None else max(0.0, until - time.monotonic())
-                )
-            ok[share.places] = share.done.ok
-            for place, reason in zip(share.places.tolist(), share.done.reasons, strict=True):
+            if not share.done:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                keep(share.done, share.store.wait, share.tickets[0], left)
+            done = share.done[0]
+            ok[share.places] = done.ok
+            for place, reason in zip(share.places.tolist(), done.reasons, strict=True):
                 reasons[place] = reason
-        with self._lock:
-            if self._batches.pop(ticket, None) is None:  # another thread has collected it meanwhile
+        with batch.lock:
+            # The rows may be the caller's, who may reuse them once a thread has collected the ticket.
+            if ticket not in self._batches:
                 raise UnknownTicketError(f"ticket {ticket} is not open")
-            for share in batch.shares:
-                self._owner.pop((self._open.index(share.store), share.ticket), None)
-        # Only now: the rows may be the caller's, who may reuse them once one thread has collected the ticket.
-        for share in batch.shares:
-            if batch.is_read and share.done is not None:
-                came = share.done.ok
-                rows[share.places[came]] = share.done.rows[came]
+            for share in batch.shares if batch.is_read else ():
+                came = share.done[0].ok
+                rows[share.places[came]] = share.done[0].rows[came]
+            with self._lock:
+                self._disown(batch)
+                del self._batches[ticket]  # last, so that an interrupted call can be repeated
         return Completion(ticket, ok, rows, reasons)
 
     def stats(self) -> StoreStats:
@@ -247,29 +261,52 @@ class StripedStore(ExternalStore):
     def _submit(
         self,
         disks: Ids,
-        submit: Callable[[ExternalStore, Ids], int],
+        call: Callable[[ExternalStore, Ids], tuple[Any, ...]],
         *,
         is_read: bool = False,
         rows: Rows | None = None,
     ) -> int:
+        """Submit a batch; `call` returns the method and arguments that submit a disk's share."""
         self._process.check()
         batch = _Batch(len(disks), is_read, rows)
         # Hold the lock while submitting, so that `poll` knows the owner of each ticket.
         with self._lock:
             ticket, self._next = self._next, self._next + 1
-            for part, places in self._shares(disks):
-                if part is None:
-                    self._failed += len(places)
-                    continue
-                share = _Share(part, submit(part, places), places)
-                batch.shares.append(share)
-                self._owner[self._open.index(part), share.ticket] = ticket
-            batch.open = len(batch.shares)
-            self._batches[ticket] = batch
-            if not batch.open:
-                self._ended.append(ticket)
-                os.eventfd_write(self._at_once, 1)
+            try:
+                for part, places in self._shares(disks):
+                    if part is not None:
+                        batch.shares.append(_Share(part, places))
+                        report = part, keep(batch.shares[-1].tickets, *call(part, places))
+                        batch.open.add(report)
+                        self._owner[report] = ticket
+                self._batches[ticket] = batch
+                if not batch.open:
+                    self._ended[ticket] = None
+                    os.eventfd_write(self._at_once, 1)
+                self._failed += len(disks) - sum(len(share.places) for share in batch.shares)
+            except BaseException:
+                self._batches.pop(ticket, None)
+                self._disown(batch)
+                for share in batch.shares:
+                    _let_go(share.store, share.tickets)
+                raise
         return ticket
+
+    def _take_in(self, report: _Report) -> None:
+        """Process a disk's report; called with the lock held. May be repeated."""
+        ticket = self._owner.get(report, 0)
+        batch = self._batches.get(ticket)
+        if batch is None:  # of an interrupted submission, or collected already
+            _let_go(report[0], report[1:])
+            return
+        batch.open.discard(report)
+        if not batch.open:
+            self._ended[ticket] = None
+
+    def _disown(self, batch: _Batch) -> None:
+        for share in batch.shares:
+            for ticket in share.tickets:
+                self._owner.pop((share.store, ticket), None)
 
     def _ask(
         self, keys: Keys, ask: Callable[[ExternalStore, Rows], NDArray[np.bool_]], *, unopened: bool
@@ -302,3 +339,10 @@ class StripedStore(ExternalStore):
             raise no_keys_error()
         found = checked_keys(keys)
         return np.frombuffer(b"".join(found), np.uint8).reshape(-1, 32) if isinstance(found, list) else found
+
+
+def _let_go(store: ExternalStore, tickets: Sequence[int]) -> None:
+    """Make a store release answers that nobody will collect."""
+    for ticket in tickets:
+        with suppress(Exception):  # already collected
+            store.wait(ticket, 0.0)
