@@ -17,7 +17,7 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.layout.kv import KVLayout
-from blockyard.stores import Completion, checked_store
+from blockyard.stores import Completion, StoreStats, checked_store
 from blockyard.stores.threaded.runtime import MACHINE, Runtime, use_runtime
 from blockyard.testing.faults import UnrulyStore
 
@@ -92,6 +92,28 @@ def test_a_batch_that_an_interrupted_poll_cuts_short_is_no_failure_of_the_store(
     side.poll()
     assert second.answer is not None
     assert [message.partition(": ")[2] for message in caplog.messages] == ["timeout"], "a real one is logged"
+
+
+@pytest.mark.parametrize(
+    ("reason", "in_a_row", "logged"), [("timeout", 0, "timeout"), ("timeout", 1, "the disk"), ("io", 0, "the disk")]
+)
+def test_a_failure_is_logged_with_the_stores_last_error_unless_that_is_old(
+    reason: str, in_a_row: int, logged: str, caplog: pytest.LogCaptureFixture
+):
+    done = lambda ticket, *_: Completion(ticket, np.zeros(1, np.bool_), np.zeros((0, SIZE), np.uint8), [reason])  # noqa: E731
+    stats = StoreStats(errors=1, errors_in_a_row=in_a_row, last_error="the disk")
+    side = checked_store.CheckedStore(Odd(wait=done, stats=lambda: stats), SIZE)
+    side.wait(side.write(np.array([0]), np.ones((1, SIZE), np.uint8)))
+    assert [message.partition("misses: ")[2] for message in caplog.messages] == [logged]
+
+
+def test_a_failure_is_logged_though_the_store_has_no_statistics(caplog: pytest.LogCaptureFixture):
+    done = lambda ticket, *_: Completion(ticket, np.zeros(1, np.bool_), np.zeros((0, SIZE), np.uint8), ["io"])  # noqa: E731
+    side = checked_store.CheckedStore(Odd(wait=done, stats=lambda: 1 / 0), SIZE)
+    batch = side.write(np.array([0]), np.ones((1, SIZE), np.uint8))
+    side.wait(batch)
+    assert batch.answer is not None
+    assert [message.partition("misses: ")[2] for message in caplog.messages] == ["io"]
 
 
 def test_an_answer_stays_though_the_store_writes_to_its_arrays_again():

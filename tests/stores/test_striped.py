@@ -16,7 +16,7 @@ from interrupts import Interrupt
 from memory_stores import KeyedStore
 
 from blockyard.errors import ForkedError, MappingError, StoreError, StoreURLError, UnknownTicketError
-from blockyard.stores import Completion, ExternalStore, open_store
+from blockyard.stores import Completion, ExternalStore, StoreStats, open_store
 from blockyard.stores.striped import StripedStore
 from blockyard.testing.faults import flip_bytes
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
@@ -221,6 +221,19 @@ def test_a_thread_that_collects_a_ticket_too_late_leaves_the_callers_rows_alone(
         with pytest.raises(UnknownTicketError):
             store.wait(ticket)
         assert (out == 7).all()
+
+
+def test_the_last_error_is_of_the_disk_that_fails_now(monkeypatch: pytest.MonkeyPatch):
+    parts = [KeyedStore(bytes_per_block=WIDTH) for _ in range(2)]
+    with StripedStore(parts, is_keyed=True) as store:
+        for in_a_row, found in ((0, "an old one; new"), (1, "new")):
+            last = (
+                StoreStats(errors=1, last_error="an old one"),
+                StoreStats(errors_in_a_row=in_a_row, last_error="new"),
+            )
+            for part, stats in zip(parts, last, strict=True):
+                monkeypatch.setattr(part, "stats", lambda stats=stats: stats)
+            assert store.stats().last_error == found
 
 
 @pytest.mark.parametrize("error", [StoreError, KeyboardInterrupt])

@@ -294,8 +294,16 @@ class CheckedStore:
         if np.count_nonzero(answer.ok) == len(answer.ok):
             log.worked()
         elif reasons := _FAILURES.intersection(answer.reasons) - ignored:
-            log.failed(self._store.stats().last_error or ", ".join(sorted(reasons)))
+            log.failed(self._cause(reasons))
         log.flush(self._store)
+
+    def _cause(self, reasons: set[str]) -> str:
+        """Return why blocks are misses: the store's last error, unless it is older than this failure."""
+        with suppress(Exception):  # whatever a store raises
+            stats = self._store.stats()
+            if stats.last_error and ("io" in reasons or stats.errors_in_a_row):
+                return stats.last_error
+        return ", ".join(sorted(reasons))
 
     def _refusal(self, batch: PendingBatch, why: Exception) -> StoreError:
         """Return the error of a lost batch, and log it."""

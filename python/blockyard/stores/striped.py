@@ -239,7 +239,8 @@ class StripedStore(ExternalStore):
                 *("pending_bytes", "cached_blocks", "evicted_blocks"),
             )
         }
-        last_error = "; ".join(filter(None, (part.last_error for part in parts)))
+        failing = [part for part in parts if part.errors_in_a_row] or parts
+        last_error = "; ".join(filter(None, (part.last_error for part in failing)))
         is_down = None in self._parts or any(part.is_down for part in parts)
         return StoreStats(misses=misses, last_error=last_error, is_down=is_down, **sums)
 
