@@ -163,6 +163,19 @@ def test_quotas_that_the_server_has_lost_are_set_again(server: Server, client: "
         assert put(store, chain(1, 4)) == [True, True, False, False]
 
 
+def test_a_process_that_has_removed_its_quotas_leaves_a_loss_to_others(server: Server, client: "redis.Redis"):
+    with opened(server) as first, opened(server) as second:
+        first.set_quota(TENANT, None)
+        second.set_quota(TENANT, 2)
+        put(first, chain(0, 1))
+        eventually(lambda: swept(first, client))
+        client.delete(*client.keys("*:quotas"))
+        put(first, chain(1, 1))
+        assert not first._is_sweeping  # type: ignore[attr-defined]
+        put(second, chain(2, 1))
+        eventually(lambda: first.quota(TENANT) is not None)
+
+
 def test_the_last_quota_wins_whichever_process_set_it(server: Server, client: "redis.Redis"):
     """Each store looks for blocks without an entry, and must not set its own quota again on that occasion."""
     with opened(server) as first, opened(server) as second:

@@ -101,7 +101,7 @@ class RedisStore(RemoteStore):
         self._lists = self._new_lists(digits, segments if found.client["cluster"] else 0) if use == "prefix" else []
         self.keeps_quotas = len(self._lists) == 1
         self._tenants: dict[bytes, bytes] = {}  # names of tenants with blocks in this process
-        self._quotas: dict[bytes, int | None] = {}  # by name, as set by this process
+        self._quotas: dict[bytes, int] = {}  # by name, as set by this process
         self._setting = self._runtime.lock()  # held while quotas are set: the last call wins
         self._are_quotas_lost = False
         self._history = b""  # id of the history in which this process last replaced the record
@@ -330,7 +330,9 @@ class RedisStore(RemoteStore):
         name = self._tenant(tenant)
         with self._setting:
             self._enforce(name, num_blocks)
-            self._quotas[name] = num_blocks
+            self._quotas.pop(name, None)
+            if num_blocks is not None:  # after a loss, no tenant has a quota anyway
+                self._quotas[name] = num_blocks
 
     def quota(self, tenant: bytes) -> tuple[int, int] | None:
         """Return how many blocks a tenant has, of all processes, and its quota; see `ExternalStore.quota`."""
