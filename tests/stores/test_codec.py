@@ -11,7 +11,7 @@ import pytest
 from memory_stores import SIZE, KeyedStore, names, put, rows
 
 from blockyard._core import checksum_rows
-from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.errors import InvalidArgumentError, OutOfMemoryError, StoreError, UnknownTicketError
 from blockyard.stores import Codec, ExternalStore, open_store
 from blockyard.stores.value import HEADER
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
@@ -245,6 +245,27 @@ def test_a_disk_that_refuses_is_named_and_a_miss(tmp_path: Path):
         assert slab.close()
         assert not store.wait(store.submit_read(slots)).ok.any()
         assert "closed" in store.stats().last_error
+
+
+def test_a_batch_whose_result_has_no_memory_is_let_go_by_the_slab(tmp_path: Path):
+    with open_store(f"file://{tmp_path}/x?size=1MiB", bytes_per_block=SIZE, mac_key=KEY) as store:
+        slab, tickets, slots = store._slab, list[int](), np.arange(2)  # type: ignore[attr-defined]
+
+        class Tight:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(slab, name)
+
+            def wait(self, ticket: int, timeout: float | None = None) -> Any:
+                tickets.append(ticket)
+                if timeout is None:
+                    raise OutOfMemoryError("no memory for 2 blocks", 2 * SIZE)
+                return slab.wait(ticket, timeout)
+
+        assert store.wait(store.submit_write(slots, rows(2))).ok.all()
+        store._slab = Tight()  # type: ignore[attr-defined]
+        assert not store.wait(store.submit_read(slots)).ok.any()
+        with pytest.raises(UnknownTicketError):
+            slab.wait(tickets[0])
 
 
 def test_an_invalid_codec_raises_with_the_reason():

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
+from blockyard.stores.adapters.jobs import collect
 from blockyard.stores.base import Completion, ExternalStore, Owners, Use
 from blockyard.stores.codec import Codec, MacKey
 from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
@@ -205,7 +206,7 @@ class GuardedSlab(RemoteStore):
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Store values."""
         submit = self._slab.submit_put if self._use == "prefix" else self._slab.submit_write
-        return self._ended(self._slab.wait(submit(self._slab_names(keys), rows)))
+        return self._ended(collect(self._slab, submit, self._slab_names(keys), rows))
 
     def _put_owned(
         self, names: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners, epoch: Epoch
@@ -215,13 +216,13 @@ class GuardedSlab(RemoteStore):
         known = owners.parents.any(axis=1)
         if known.any():
             parents[known] = self._names_of([parent.tobytes() for parent in owners.parents[known]], epoch.token)
-        submitted = self._slab.submit_put(names, rows, Owners(owners.tenants, parents))
-        return self._ended(self._slab.wait(submitted))
+        whose = Owners(owners.tenants, parents)
+        return self._ended(collect(self._slab, self._slab.submit_put, names, rows, whose))
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Read values."""
         submit = self._slab.submit_get if self._use == "prefix" else self._slab.submit_read
-        done = self._slab.wait(submit(self._slab_names(keys)))
+        done = collect(self._slab, submit, self._slab_names(keys))
         ok = self._ended(done)
         out[ok] = done.rows[ok]
         return ok
@@ -229,7 +230,7 @@ class GuardedSlab(RemoteStore):
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""
         if self._use == "prefix":
-            self._slab.wait(self._slab.submit_delete(keys))
+            collect(self._slab, self._slab.submit_delete, keys)
 
     def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return whether each key has a value."""

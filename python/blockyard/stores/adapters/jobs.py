@@ -24,7 +24,7 @@ from blockyard.errors import StoreError
 from blockyard.stores import Completion, ExternalStore
 from blockyard.workers import Process, keep, open_event, start_worker
 
-__all__ = ["Steps", "StoreJobs", "run"]
+__all__ = ["Steps", "StoreJobs", "collect", "run"]
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Any, Any, T]
