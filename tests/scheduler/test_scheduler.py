@@ -1,5 +1,7 @@
 """The reference scheduler's policy, one rule at a time, over simulated memory."""
 
+import re
+
 import pytest
 from token_engine import BLOCK, Engine, draw_tokens
 
@@ -291,7 +293,36 @@ def test_a_malformed_request_is_refused(prompt: int, max_tokens: int, n: int):
     assert engine.scheduler.num_unfinished == 0
 
 
-@pytest.mark.parametrize("fields", [{"priority": 0.5}, {"priority": 1 << 63}, {"arrival": "now"}])
+MALFORMED: list[dict[str, object]] = [
+    {"salt": "tenant"},
+    {"salt": 7},
+    {"lora_id": -1},
+    {"lora_id": 1 << 64},
+    {"lora_id": None},
+    {"n": 1.0},
+    {"n": 1 << 40},
+    {"max_tokens": 4.0},
+    {"stop_token_ids": frozenset({5.0})},
+    {"stop_token_ids": 5},
+]
+
+
+@pytest.mark.parametrize("fields", MALFORMED, ids=str)
+def test_a_malformed_field_is_refused_by_name_and_disturbs_no_other_request(fields: dict[str, object]):
+    engine = Engine(64, max_num_seqs=4, prefix_caching=True)
+    other = engine.add("b", 5, 3)
+    engine.step()
+    ((name, value),) = fields.items()
+    named = "wants 1099511627776 sequences" if value == 1 << 40 else f"{name} {value!r}"
+    with pytest.raises(InvalidArgumentError, match=f"request 'a' (has )?{re.escape(named)}"):
+        engine.scheduler.add(Request("a", [1, 2, 3], **{"max_tokens": 4, **fields}))  # type: ignore[arg-type]
+    assert engine.step() == ["b:0"]  # it did not start again
+    engine.run(other)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"priority": 0.5}, {"priority": 1 << 63}, {"arrival": "now"}, {"arrival": float("nan")}]
+)
 def test_a_priority_or_arrival_that_is_no_number_is_refused(fields: dict[str, object]):
     engine = Engine(8)
     with pytest.raises(InvalidArgumentError, match=f"'a' has priority.*{next(iter(fields.values()))}"):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from enum import Enum
+from math import isnan
 from operator import index
 from typing import Protocol, TypeAlias
 
@@ -23,6 +24,7 @@ Rank: TypeAlias = tuple[int, float, int]
 NO_TOKEN = 0xFFFF_FFFF
 """The only uint32 that the prefix cache does not accept as a token id."""
 PRIORITIES = 1 << 63
+LORA_IDS = 1 << 64
 STOP_TOKEN_LIMIT = 1 << 24
 NO_TOKENS: NDArray[np.uint32] = np.zeros(0, np.uint32)
 
@@ -84,6 +86,7 @@ class RequestState:
     Args:
         request: the caller's request.
         number: sequence number, increasing with each added request.
+        max_num_seqs: maximum of `request.n`.
 
     Raises:
         InvalidArgumentError: the request is malformed.
@@ -120,7 +123,8 @@ class RequestState:
         "stops",
     )
 
-    def __init__(self, request: Request, number: int) -> None:
+    def __init__(self, request: Request, number: int, max_num_seqs: int) -> None:
+        _check_fields(request, max_num_seqs)
         self.request = request
         self.prompt = _token_ids(request)
         self.rank = _rank(request, number)
@@ -248,13 +252,33 @@ class IdleSequences:
         return self.fetch is not None and not self.fetch.done
 
 
+def _check_fields(request: Request, max_num_seqs: int) -> None:
+    """Raise now what would raise in the middle of every later step."""
+    for name in ("max_tokens", "n", "lora_id"):
+        value = getattr(request, name)
+        try:
+            index(value)
+        except TypeError:
+            raise InvalidArgumentError(f"request {request.request_id!r} has {name} {value!r}, must be an int") from None
+    if not 0 <= request.lora_id < LORA_IDS:
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} has lora_id {request.lora_id}, must be 0 to {LORA_IDS - 1}"
+        )
+    if not isinstance(request.salt, bytes | bytearray | None):
+        raise InvalidArgumentError(f"request {request.request_id!r} has salt {request.salt!r}, must be bytes or None")
+    if request.n > max_num_seqs:
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} wants {request.n} sequences, max_num_seqs is {max_num_seqs}"
+        )
+
+
 def _rank(request: Request, number: int) -> Rank:
     """Return a request's rank, after checking that it fits the fields of `SequenceRows`."""
     try:
         priority, arrival = index(request.priority), float(request.arrival)
     except (TypeError, ValueError, OverflowError):
         priority, arrival = PRIORITIES, 0.0
-    if not -PRIORITIES <= priority < PRIORITIES:
+    if not -PRIORITIES <= priority < PRIORITIES or isnan(arrival):  # no order has a NaN
         raise InvalidArgumentError(
             f"request {request.request_id!r} has priority {request.priority!r}, arrival {request.arrival!r}; must be "
             f"an int of 64 bits and a number"
@@ -264,7 +288,12 @@ def _rank(request: Request, number: int) -> Rank:
 
 def _stops(request: Request) -> frozenset[int]:
     """Check and return a request's stop tokens."""
-    stops = frozenset(request.stop_token_ids)
+    try:
+        stops = frozenset(map(index, request.stop_token_ids))
+    except TypeError:
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} has stop_token_ids {request.stop_token_ids!r:.100}, must be a set of ints"
+        ) from None
     if stops and (min(stops) < 0 or max(stops) >= STOP_TOKEN_LIMIT):
         raise InvalidArgumentError(
             f"stop_token_ids go from {min(stops)} to {max(stops)}, must be from 0 to {STOP_TOKEN_LIMIT - 1}"

@@ -189,13 +189,9 @@ class Scheduler:
             InvalidArgumentError: the request is malformed, or its id is in use.
             OutOfBlocksError: it could not finish even alone on the device.
         """
-        state = RequestState(request, self._num_added + 1)
+        state = RequestState(request, self._num_added + 1, self._max_num_seqs)
         if request.request_id in self._requests:
             raise InvalidArgumentError(f"request {request.request_id!r} is already in the scheduler")
-        if request.n > self._max_num_seqs:
-            raise InvalidArgumentError(
-                f"request {request.request_id!r} wants {request.n} sequences, max_num_seqs is {self._max_num_seqs}"
-            )
         if (lack := self._lack_of_room(state)) is not None:
             raise lack
         try:
