@@ -4,7 +4,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 import blockyard.scheduler
 from blockyard import BlockManager, CacheGroup, Pairs
 from blockyard._core import HashedPrompt
-from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfBlocksError
+from blockyard.errors import BlockyardError, OutOfBlocksError
 from blockyard.scheduler import (
     PREEMPTION_MODES,
     DefragPolicy,
@@ -39,7 +38,6 @@ from blockyard.scheduler.request import Fetch, IdleSequences, RequestState
 from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, LateMemory
 from blockyard.testing.machines import SchedulerMachine, run_state_machine_as_test, scheduler_machine
-from blockyard.testing.machines.strategies import requests
 
 STEP_COUNT = 40
 CALM_CALLS = 12
@@ -192,23 +190,6 @@ def test_every_token_is_right_beside_writes_to_a_prefix_store(tokens: int, steps
     examples = max(1, steps // STEP_COUNT // 10)
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
     run_state_machine_as_test(machine, settings=budget)
-
-
-MALFORMED = [{"salt": "tenant"}, {"lora_id": -1}, {"max_tokens": 2.0}, {"n": 1.0}, {"stop_token_ids": frozenset({"."})}]
-
-
-def test_a_malformed_request_is_refused_at_any_time_and_disturbs_no_other(steps: int):
-    class Refusing(scheduler_machine(lambda manager, _: Scheduler(manager), manager=caching)):  # type: ignore[misc]
-        @rule(like=requests(), fields=st.sampled_from(MALFORMED))
-        def refuse(self, like: Request, fields: dict[str, object]) -> None:
-            before = self.scheduler.num_unfinished, self.scheduler.num_running
-            with pytest.raises(InvalidArgumentError, match=next(iter(fields))):
-                self.scheduler.add(replace(like, request_id="malformed", **fields))
-            assert before == (self.scheduler.num_unfinished, self.scheduler.num_running)
-
-    examples = max(1, steps // STEP_COUNT // 10)
-    budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
-    run_state_machine_as_test(Refusing, settings=budget)
 
 
 class StoreClientError(Exception):
