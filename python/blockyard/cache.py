@@ -23,6 +23,7 @@ from blockyard.errors import ForkedError, InvalidArgumentError
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.tickets import StepEnd, Tickets
 from blockyard.layout import GroupedLayout, KVLayout
+from blockyard.layout.sizes import as_int
 from blockyard.prefix_store import PrefixStore
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.url import read_bytes, sized_url
@@ -274,6 +275,7 @@ class KVCache:
             OutOfMemoryError: there is not enough memory to grow.
         """
         self._process.check()
+        blocks = as_int("blocks", blocks)
         max_blocks = self.engine.num_blocks("device")
         if not 1 <= blocks <= max_blocks:
             raise InvalidArgumentError(f"blocks is {blocks}, must be 1 to {max_blocks}, the blocks of the tensors")
@@ -424,6 +426,8 @@ class CacheStep:
 
 
 def _namespace(name: bytes, layout: KVLayout | GroupedLayout) -> bytes:
+    if not isinstance(name, bytes | bytearray):
+        raise InvalidArgumentError(f"namespace is {name!r:.100}, must be bytes")
     return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
 
 
@@ -435,6 +439,9 @@ def _prefix_caching(*, given: bool | PrefixCaching, host: int) -> bool | PrefixC
 
 
 def _check_device(tensors: Sequence[Tensor] | None, blocks: int | None, max_blocks: int | None) -> None:
+    for name, given in (("device_blocks", blocks), ("max_device_blocks", max_blocks)):
+        if given is not None:
+            as_int(name, given)
     if max_blocks is not None and (tensors is not None or blocks is None):
         raise InvalidArgumentError("max_device_blocks needs device_blocks, and allocates the tensors itself")
     if tensors is None and blocks is None:
@@ -453,9 +460,10 @@ def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> 
     if blocks is not None and num_bytes is not None:
         raise InvalidArgumentError(f"host_blocks is {blocks} and host_bytes {num_bytes}, give one of them")
     if num_bytes is None:
-        if (blocks or 0) < 0:
-            raise InvalidArgumentError(f"host_blocks is {blocks}, must be at least 0")
-        return blocks or 0
+        count = as_int("host_blocks", blocks or 0)
+        if count < 0:
+            raise InvalidArgumentError(f"host_blocks is {count}, must be at least 0")
+        return count
     found = read_bytes("host_bytes", num_bytes, holds=size) // size
     if found > MAX_BLOCKS:
         raise InvalidArgumentError(
@@ -498,7 +506,7 @@ def _trouble(store: ExternalStore) -> str:
 
 
 def _external_blocks(store: ExternalStore | None, blocks: int | None) -> int:
-    if blocks is not None and blocks < 0:
+    if blocks is not None and as_int("external_blocks", blocks) < 0:
         raise InvalidArgumentError(f"external_blocks is {blocks}, must be at least 0")
     slots = 0 if store is None else store.num_slots
     return slots if blocks is None else min(slots, blocks)

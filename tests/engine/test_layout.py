@@ -475,3 +475,21 @@ def test_fingerprints_tell_separate_tensors_from_one_but_not_padding():
     joint = make(kind="blocks tokens heads dim")
     assert joint.fingerprint() != make(kind="blocks tokens heads dim", tensors_per_layer=2).fingerprint()
     assert joint.fingerprint() == make(kind="blocks tokens heads dim", split=1).fingerprint()
+
+
+SIZES = ["num_layers", "block_size", "num_kv_heads", "head_size", "itemsize", "tensors_per_layer"]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_layout_of_numpy_integers_has_the_fingerprint_of_its_equal(name: str):
+    plain = make()
+    layout = make(**{name: np.int64(getattr(plain, name))})
+    assert layout == plain
+    assert (layout.fingerprint(), repr(layout)) == (plain.fingerprint(), repr(plain))
+
+
+@pytest.mark.parametrize("value", [4096 / 32, "128", None])
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_that_is_no_int_is_refused_by_name(name: str, value: object):
+    with pytest.raises(LayoutError, match=f"^{name} is {value!r}, must be an int$"):
+        make(**{name: value})

@@ -20,6 +20,9 @@ LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_s
 SIZE = LAYOUT.bytes_per_block
 
 
+COUNTS = ["device_blocks", "max_device_blocks", "host_blocks", "external_blocks"]
+
+
 def url(folder: Path, blocks: int = 16) -> str:
     return f"file://{folder}?size={blocks * (SIZE + 4096) + 65536}"
 
@@ -42,6 +45,16 @@ def test_sizes_are_given_once(tmp_path: Path):
         assert [cache.engine.num_blocks(tier) for tier in ("device", "host")] == [6, 3]
         assert cache.manager.block_size == 4
         assert cache.swap_store.bytes_per_block == SIZE
+
+
+def test_sizes_may_be_numpy_integers():
+    store: Any = {"swap_store": "memory://numpy-sizes", "swap_store_bytes": np.int64(1 << 20)}
+    with KVCache(LAYOUT, device_blocks=np.int64(6), host_bytes=np.int64(3 * SIZE), **store) as cache:
+        assert [cache.manager.pool(tier).num_blocks for tier in ("device", "host")] == [6, 3]
+        cache.resize(np.int32(5))  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentError, match=r"^blocks is 5\.5, must be an int$"):
+            cache.resize(5.5)  # type: ignore[arg-type]
+        assert cache.manager.pool("device").num_blocks == 5
 
 
 def test_metrics_count_swaps_and_usage_by_tier():
@@ -107,6 +120,9 @@ def test_a_grouped_layout_has_one_block_size():
             "has size=1MiB, but prefix_store_bytes is 2MiB",
         ),
         ({"max_device_blocks": 4}, "max_device_blocks needs device_blocks"),
+        *(({"device_blocks": 4, name: 2.0}, f"^{name} is 2.0, must be an int$") for name in COUNTS),
+        ({"device_blocks": 4, "host_bytes": 4096.0}, "^host_bytes is 4096.0, must be 0 to"),
+        ({"device_blocks": 4, "namespace": "llama"}, "^namespace is 'llama', must be bytes$"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(options: dict[str, object], message: str):

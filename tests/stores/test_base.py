@@ -2,6 +2,7 @@
 
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -103,7 +104,18 @@ def test_sizes_below_one_are_refused(tmp_path: Path, bytes_per_block: int, num_s
         open_store(f"file://{tmp_path}?size=1MiB", bytes_per_block=bytes_per_block, num_slots=num_slots)
 
 
+@pytest.mark.parametrize("name", ["bytes_per_block", "num_slots"])
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_size_that_is_no_int_is_refused(tmp_path: Path, scheme: str, name: str):
+    where = f"{tmp_path}" if scheme == "file" else "no-ints"
+    options: dict[str, Any] = {"bytes_per_block": 4096, name: 128.0}
+    with pytest.raises(InvalidArgumentError, match=f"^{name} is 128.0, must be an int$"):
+        open_store(f"{scheme}://{where}?size=1MiB", **options)
+
+
 def test_a_namespace_has_32_bytes(tmp_path: Path):
+    with pytest.raises(InvalidArgumentError, match="must be 32 bytes"):
+        open_store(f"file://{tmp_path}?size=1MiB", bytes_per_block=1, namespace="x" * 32)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="31 bytes"):
         open_store(f"file://{tmp_path}?size=1MiB", bytes_per_block=1, namespace=bytes(31))
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, cast, get_args
 from blockyard.errors import LayoutError
 from blockyard.layout.dimensions import Order, check_kind, orders_of, shorten, spell_out
 from blockyard.layout.extents import check_apart, extent_of
+from blockyard.layout.sizes import as_int
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -128,6 +129,18 @@ class KVLayout:
     def __post_init__(self) -> None:
         check_kind(self.kind)
         names = self._order(0).names
+        # Equal layouts have one fingerprint: a store's blocks are found by it.
+        for name in (
+            "num_layers",
+            "block_size",
+            "num_kv_heads",
+            "head_size",
+            "itemsize",
+            "tensors_per_layer",
+            "split",
+            "x",
+        ):
+            object.__setattr__(self, name, as_int(name, getattr(self, name), LayoutError))
         if "|" in spell_out(self.kind):
             object.__setattr__(self, "tensors_per_layer", 2)
         for name in ("num_layers", "block_size", "num_kv_heads", "head_size", "tensors_per_layer"):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import AllocStatus, BlockManager, DefragReport, Pool
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.layout.sizes import as_int
 from blockyard.scheduler.request import RequestState
 from blockyard.scheduler.rows import LENGTH, SequenceRows
 
@@ -128,6 +129,9 @@ def check_options(
         InvalidArgumentError: a limit is not positive, the mode is unknown, the manager has several cache groups, or
             draft tokens are combined with a recurrent state, which cannot be rolled back.
     """
+    as_int("max_num_seqs", max_num_seqs)
+    as_int("max_num_batched_tokens", max_num_batched_tokens)
+    as_int("num_lookahead_tokens", num_lookahead_tokens)
     if max_num_seqs < 1 or max_num_batched_tokens < 1:
         raise InvalidArgumentError(
             f"max_num_seqs is {max_num_seqs}, max_num_batched_tokens {max_num_batched_tokens}, must be at least 1"

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import HashedPrompt
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.layout.sizes import as_int
 
 __all__ = ["Fetch", "Finished", "IdleSequences", "Rank", "Request", "RequestState", "SequenceStatus"]
 
@@ -255,11 +256,7 @@ class IdleSequences:
 def _check_fields(request: Request, max_num_seqs: int) -> None:
     """Raise now what would raise in the middle of every later step."""
     for name in ("max_tokens", "n", "lora_id"):
-        value = getattr(request, name)
-        try:
-            index(value)
-        except TypeError:
-            raise InvalidArgumentError(f"request {request.request_id!r} has {name} {value!r}, must be an int") from None
+        as_int(f"request {request.request_id!r}: {name}", getattr(request, name))
     if not 0 <= request.lora_id < LORA_IDS:
         raise InvalidArgumentError(
             f"request {request.request_id!r} has lora_id {request.lora_id}, must be 0 to {LORA_IDS - 1}"

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, StoreStats
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError, StoreURLError
+from blockyard.layout.sizes import as_int
 from blockyard.stores.url import public_url, require_room, require_text
 from blockyard.stores.value import is_damage
 from blockyard.workers import RateLimit
@@ -524,10 +525,9 @@ def open_store(
     if use not in {"swap", "prefix"}:
         raise InvalidArgumentError(f"use is {use!r}, must be 'swap' or 'prefix'")
     for name, value in (("bytes_per_block", bytes_per_block), ("num_slots", num_slots)):
-        if value is not None and value < 1:
+        if value is not None and as_int(name, value) < 1:
             raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
-    if len(namespace) != 32:
-        raise InvalidArgumentError(f"namespace has {len(namespace)} bytes, must have 32")
+    _check_namespace(namespace)
     scheme = _scheme(url)
     options: dict[str, Any] = {
         name: value
@@ -545,6 +545,13 @@ def open_store(
         opener = cast("Opener", entry_points(group=ENTRY_POINTS)[scheme].load())
     options |= {} if use == "swap" else {"use": use}
     return opener(url, bytes_per_block=bytes_per_block, num_slots=num_slots, namespace=namespace, **options)
+
+
+def _check_namespace(namespace: object) -> None:
+    if not isinstance(namespace, bytes | bytearray):
+        raise InvalidArgumentError(f"namespace is {namespace!r:.100}, must be 32 bytes")
+    if len(namespace) != 32:
+        raise InvalidArgumentError(f"namespace has {len(namespace)} bytes, must have 32")
 
 
 def _checked(store: ExternalStore, url: str, size: int, wanted: int, use: Use) -> ExternalStore:

@@ -4,6 +4,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
 from typing import NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -176,11 +177,13 @@ def read_bytes(name: str, value: int | str, *, holds: int, what: str = "block") 
         InvalidArgumentError: the value is not a size, or too small. For a small bare number, the message suggests GiB.
     """
     try:
-        size = parse_size(value) if isinstance(value, str) else value
+        size = parse_size(value) if isinstance(value, str) else index(value)
     except ValueError as error:
         raise InvalidArgumentError(f"{name}: {error}") from None
-    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_BYTES:
-        raise InvalidArgumentError(f'{name} is {size!r}, must be 0 to 2**62 bytes, or text such as "64GiB"')
+    except TypeError:
+        size = -1
+    if isinstance(value, bool) or not 0 <= size <= MAX_BYTES:
+        raise InvalidArgumentError(f'{name} is {value!r}, must be 0 to 2**62 bytes, or text such as "64GiB"')
     if size < holds:
         raise InvalidArgumentError(f"{name} is {value}: {_too_small(size, holds, what)}")
     return size

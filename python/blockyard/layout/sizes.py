@@ -1,0 +1,26 @@
+"""Checks of sizes, for layouts and everything above them."""
+
+from __future__ import annotations
+
+from operator import index
+
+from blockyard.errors import BlockyardError, InvalidArgumentError
+
+__all__ = ["as_int"]
+
+
+def as_int(name: str, value: object, error: type[BlockyardError] = InvalidArgumentError) -> int:
+    """Return an argument as an int. NumPy's integers are ints too; a float never is, not even `4096 / 32`.
+
+    Args:
+        name: name of the argument.
+        value: what was given.
+        error: what to raise.
+
+    Raises:
+        BlockyardError: the value is not an integer.
+    """
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise error(f"{name} is {value!r:.100}, must be an int") from None
