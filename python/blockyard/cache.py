@@ -19,7 +19,7 @@ from blockyard._core import BlockManager, CacheGroup, ManagerStats, PrefixCachin
 from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.memory import MAX_BLOCKS
-from blockyard.errors import ForkedError, InvalidArgumentError
+from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.tickets import StepEnd, Tickets
 from blockyard.layout import GroupedLayout, KVLayout
@@ -215,6 +215,7 @@ class KVCache:
         Raises:
             StepOrderError: a ticket is open that other code, such as a `Scheduler`, has taken from the manager.
             ForkedError: this is a fork of the process that created the cache.
+            BlockyardError: the cache is closed; nothing was changed.
             MappingError: raised by the executor. The whole ticket has failed: the next `poll`, `drain` or step end
                 names the sequences that lost bytes. The same holds after any other exception.
         """
@@ -291,7 +292,12 @@ class KVCache:
 
         Returns:
             The number of bytes returned; None if there were none, or without `max_device_blocks`.
+
+        Raises:
+            BlockyardError: the cache is closed.
         """
+        if self._is_closed:
+            raise BlockyardError("the cache is closed")
         if self.elastic is None:
             return None
         extent = self.manager.defrag.progress().extent

@@ -12,7 +12,7 @@ from memory_stores import PATIENCE, MemoryStore
 
 from blockyard import KVCache, KVLayout, PrefixCaching
 from blockyard.cache import Health
-from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
+from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError
 from blockyard.layout import GroupedLayout
 from blockyard.stores import StoreStats, open_store
 
@@ -384,3 +384,20 @@ def test_repeatedly_failing_steps_are_unhealthy(monkeypatch: pytest.MonkeyPatch)
             pass
         assert cache.health() == Health(ok=True)
     assert cache.health() == Health(ok=False, reasons=("the cache is closed",))
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_closed_cache_refuses_a_step_and_changes_nothing(moves: bool):
+    cache = KVCache(LAYOUT, device_blocks=4, host_blocks=4)
+    sequence = cache.manager.allocate(8)
+    with cache.step():
+        pass
+    if moves:
+        cache.manager.swap_out(sequence)
+    cache.close()
+    for _ in range(2):
+        with pytest.raises(BlockyardError, match="the cache is closed"):
+            cache.step()
+    assert cache.manager.stats().open_tickets == cache.poll() == []
+    assert cache.manager.tier(sequence) == ("host" if moves else "device")
+    cache.manager.check()

@@ -13,7 +13,7 @@ from simulated_device import SimulatedStore
 from blockyard import BlockManager, KVCache, KVLayout
 from blockyard._core import HashedPrompt
 from blockyard.demo.executors import Wrapper
-from blockyard.errors import InvalidArgumentError, InvariantError, StepOrderError
+from blockyard.errors import BlockyardError, InvalidArgumentError, InvariantError, StepOrderError
 from blockyard.executor.executor import Executor, StepDone
 from blockyard.scheduler import Request, Scheduler, Step
 
@@ -320,3 +320,15 @@ def test_an_interrupted_collect_of_a_plugged_in_executor_loses_no_report(cache: 
     assert executor.was_interrupted
     assert cache.manager.stats().open_tickets == []
     scheduler.drain()
+
+
+def test_a_scheduler_of_a_closed_cache_refuses_a_step(cache: KVCache):
+    scheduler = Scheduler(cache)
+    scheduler.add(Request("a", [1, 2, 3], max_tokens=2))
+    cache.close()
+    for _ in range(2):
+        with pytest.raises(BlockyardError, match="the cache is closed"):
+            scheduler.step()
+    assert (scheduler.num_unfinished, cache.manager.stats().sequences) == (1, 0)
+    scheduler.abort("a")
+    cache.manager.check()

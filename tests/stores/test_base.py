@@ -59,6 +59,10 @@ def test_percent_signs_in_the_path_are_decoded(tmp_path: Path):
         ("file:///dir?size=", "'size=' must be an option name=value"),
         ("file:///dir?=3", "'=3' must be an option name=value"),
         ("file:///dir?size=1GiB&size=2GiB", "'size=2GiB' is given twice"),
+        *(
+            (f"file:///dir,{same}?size=1GiB", "names a directory twice")
+            for same in ("/dir", "/dir/", "//dir", "/./dir")
+        ),
         ("file:///dir?size=2XB", "'size=2XB' must be a size"),
         ("file:///dir?size=2G", "'size=2G' must be a size"),
         ("file:///dir?size=-1", "'size=-1' must be a size"),

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import pytest
 from interrupts import Interrupt
 from numpy.typing import NDArray
 
 from blockyard import KVCache, PrefixCaching
 from blockyard.cache import StepEnd
-from blockyard.errors import OutOfBlocksError, StoreError
+from blockyard.errors import BlockyardError, OutOfBlocksError, StoreError
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import ExternalStore
 
@@ -205,6 +206,9 @@ class Program:
     def close(self) -> None:
         self.call(self.cache.close)
         self.cache.close()
+        with pytest.raises(BlockyardError, match="the cache is closed"):
+            self.cache.step()
+        self.cache.manager.check()
 
 
 def contents(prompt: list[int], count: int) -> NDArray[np.uint8]:

@@ -32,6 +32,7 @@ encode and authenticate it. Each slot has room for the codec's longest block, so
 import logging
 import time
 from collections.abc import Callable
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -79,7 +80,8 @@ def read_url(url: str) -> FileURL:
         parts.reject(parts.path, "must be the absolute path of a directory")
     first, *others = parts.path.split(",/")
     directories = (first, *(f"/{other}" for other in others))
-    if len(set(directories)) != len(directories):
+    # As `PurePosixPath` compares: `//` and `/./` are `/`. A slab that is open twice would miss half of its blocks.
+    if len({PurePosixPath("/", directory.lstrip("/")) for directory in directories}) != len(directories):
         parts.reject(parts.path, "names a directory twice")
     found = FileURL(
         parts,
