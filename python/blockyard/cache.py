@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from types import TracebackType
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["CacheStep", "Health", "KVCache", "StepEnd"]
 
 _log = logging.getLogger("blockyard.cache")
+_open_caches: WeakSet[KVCache] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class KVCache:
         host_blocks: number of blocks in host memory.
         host_bytes: size of host memory in bytes, instead of `host_blocks`: an int or text such as `"64GiB"`.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
-        swap_store: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store; `close` closes it.
+        swap_store: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store that no other cache
+            uses; `close` closes it.
         external_blocks: number of that store's slots to use; None, or more than it has, means all. Ranks of a
         tensor-parallel model use as many slots as their smallest store has.
         swap_store_bytes: size of the store in bytes, instead of `size` in its URL: an int or text such as `"1TiB"`.
@@ -119,6 +122,7 @@ class KVCache:
     """
 
     _is_closed = False
+    swap_store: ExternalStore | None = None
 
     def __init__(
         self,
@@ -170,7 +174,7 @@ class KVCache:
                 tensors=tensors,
             )
             self._closers.append(self.engine.close)
-            self.swap_store = _store(swap_store, size, _namespace(namespace, layout))
+            self.swap_store = self._own(_store(swap_store, size, _namespace(namespace, layout)))
             if self.swap_store is not None:
                 self._closers.append(self.swap_store.close)
             self.executor = StepExecutor(self.engine, self.swap_store, max_staging=staging)
@@ -340,6 +344,7 @@ class KVCache:
         It can be called again after an exception.
         """
         self._is_closed = True
+        _open_caches.discard(self)
         with contextlib.ExitStack() as stack:
             for close in self._closers:
                 stack.callback(close)
@@ -355,6 +360,13 @@ class KVCache:
     def _refuse_others(self, call: str) -> None:
         self._process.check()
         self._tickets.refuse_others(call)
+
+    def _own(self, store: ExternalStore | None) -> ExternalStore | None:
+        """Take a swap store. Its slots belong to one cache: two would write over each other's blocks."""
+        if store is not None and any(other.swap_store is store for other in _open_caches):
+            raise InvalidArgumentError("swap_store is the swap store of another cache, must be this cache's alone")
+        _open_caches.add(self)
+        return store
 
     def _join(
         self, store: str | ExternalStore | None, namespace: bytes, writes: str, timeout_base: float, staging: int

@@ -401,3 +401,20 @@ def test_a_closed_cache_refuses_a_step_and_changes_nothing(moves: bool):
     assert cache.manager.stats().open_tickets == cache.poll() == []
     assert cache.manager.tier(sequence) == ("host" if moves else "device")
     cache.manager.check()
+
+
+def test_a_swap_store_belongs_to_one_cache(tmp_path: Path):
+    store = open_store(url(tmp_path), bytes_per_block=SIZE)
+    with KVCache(LAYOUT, device_blocks=4, swap_store=store) as cache:
+        with pytest.raises(InvalidArgumentError, match="swap_store is the swap store of another cache"):
+            KVCache(LAYOUT, device_blocks=4, swap_store=store)
+        sequence = cache.manager.allocate(8)  # the store still works
+        with cache.step():
+            pass
+        rows = fill(cache, cache.manager.block_table(sequence), seed=1)
+        for move in (lambda: cache.manager.swap_out(sequence, to="external"), lambda: cache.manager.swap_in(sequence)):
+            move()
+            with cache.step():
+                pass
+            assert not any(len(end.lost) for end in cache.drain())
+        assert np.array_equal(held(cache, sequence), rows)
