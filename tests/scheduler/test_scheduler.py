@@ -332,6 +332,17 @@ def test_a_priority_or_arrival_that_is_no_number_is_refused(fields: dict[str, ob
     assert engine.scheduler.num_unfinished == 0
 
 
+@pytest.mark.parametrize("wanted", [1.5, "1", -1, 3])
+def test_a_malformed_lookahead_disturbs_no_request(wanted: Any):
+    engine = Engine(8, num_lookahead_tokens=2)
+    request = engine.add("a", 4, 8)
+    engine.step()
+    with pytest.raises(InvalidArgumentError, match=f"num_lookahead_tokens is {wanted!r}"):
+        engine.scheduler.schedule(num_lookahead_tokens=wanted)
+    assert engine.step() == ["a:0"]  # it did not start again
+    engine.run(request)
+
+
 def test_bad_limits_are_refused():
     manager = BlockManager(block_size=4, device_blocks=4)
     wrong: list[dict[str, Any]] = [{"max_num_seqs": 0}, {"max_num_batched_tokens": 0}, {"preemption_mode": "drop"}]

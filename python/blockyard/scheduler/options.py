@@ -162,7 +162,7 @@ def lookahead_of_step(wanted: int | None, maximum: int) -> int:
     """
     if wanted is None:
         return maximum
-    if not 0 <= wanted <= maximum:
+    if not 0 <= as_int("num_lookahead_tokens", wanted) <= maximum:
         raise InvalidArgumentError(f"num_lookahead_tokens is {wanted}, must be from 0 to the scheduler's {maximum}")
     return wanted
 
