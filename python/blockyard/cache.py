@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["CacheStep", "Health", "KVCache", "StepEnd"]
 
 _log = logging.getLogger("blockyard.cache")
-_open_caches: WeakSet[KVCache] = WeakSet()
+_caches: WeakSet[KVCache] = WeakSet()
+_opening = threading.RLock()  # guards these
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class KVCache:
                 tensors=tensors,
             )
             self._closers.append(self.engine.close)
-            self.swap_store = self._own(_store(swap_store, size, _namespace(namespace, layout)))
+            self._own(_store(swap_store, size, _namespace(namespace, layout)))
             if self.swap_store is not None:
                 self._closers.append(self.swap_store.close)
             self.executor = StepExecutor(self.engine, self.swap_store, max_staging=staging)
@@ -344,7 +346,6 @@ class KVCache:
         It can be called again after an exception.
         """
         self._is_closed = True
-        _open_caches.discard(self)
         with contextlib.ExitStack() as stack:
             for close in self._closers:
                 stack.callback(close)
@@ -361,12 +362,14 @@ class KVCache:
         self._process.check()
         self._tickets.refuse_others(call)
 
-    def _own(self, store: ExternalStore | None) -> ExternalStore | None:
+    def _own(self, store: ExternalStore | None) -> None:
         """Take a swap store. Its slots belong to one cache: two would write over each other's blocks."""
-        if store is not None and any(other.swap_store is store for other in _open_caches):
-            raise InvalidArgumentError("swap_store is the swap store of another cache, must be this cache's alone")
-        _open_caches.add(self)
-        return store
+        with _opening:
+            others = [cache for cache in _caches if not cache._is_closed]  # noqa: SLF001 (of this class)
+            if store is not None and any(other.swap_store is store for other in others):
+                raise InvalidArgumentError("swap_store is the swap store of another cache, must be this cache's alone")
+            self.swap_store = store
+            _caches.add(self)
 
     def _join(
         self, store: str | ExternalStore | None, namespace: bytes, writes: str, timeout_base: float, staging: int
