@@ -38,7 +38,7 @@ __all__ = ["CacheStep", "Health", "KVCache", "StepEnd"]
 
 _log = logging.getLogger("blockyard.cache")
 _caches: WeakSet[KVCache] = WeakSet()
-_opening = threading.RLock()  # guards these
+_opening = threading.RLock()  # held while a cache takes its swap store
 
 
 @dataclass(frozen=True)
