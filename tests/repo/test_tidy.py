@@ -15,7 +15,7 @@ LINK = re.compile(r"\]\(([^)]+)\)")
 FOLDERS = ("python", "buildsystem", "rust", "cuda", "tests", "benches", "examples", "docs", ".ci")
 CODE = {".py", ".pyi", ".rs", ".cu", ".cpp", ".h", ".sh"}
 TEXT = CODE | {".md", ".toml"}
-LONGEST_FILE = 600
+LONGEST_FILE = 900
 LONGEST_FUNCTION = 70
 
 # Spelt so that this file does not find itself.
@@ -245,7 +245,7 @@ def test_each_binding_file_has_a_class_or_a_partner_in_a_crate():
     files = [path for path in source.rglob("*.rs") if "#[pyclass(" not in path.read_text()]
     # These convert arguments, are locks, hold the lock that facets share, or warn; V0's classes are made of macros.
     plain = {"lib", "locks", "mod", "open_tickets", "shared"}
-    apart = {path.stem for path in files if path.parent.name not in {"convert", "v0"}}
+    apart = {path.stem for path in files if path.parent.name != "convert"}
     assert not sorted(apart - concepts - plain)
 
 

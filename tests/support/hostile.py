@@ -51,20 +51,6 @@ def observer() -> _core.BlockObserver:
     return made
 
 
-def v0_pool() -> Any:
-    return _core.V0PrefixCachingBlockAllocator(8, 4)
-
-
-def v0_pair() -> Any:
-    return _core.V0CpuGpuBlockAllocator.create("prefix_caching", 8, 8, 4)
-
-
-def v0_table() -> Any:
-    made = _core.V0BlockTable(4, v0_pair())
-    made.allocate([1, 2, 3, 4, 5])
-    return made
-
-
 FOLDER = tempfile.mkdtemp()
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 PAIR = np.array([[0, 1]])
@@ -103,14 +89,6 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "StepDecision": decision,
     "StoreJob": lambda: new_manager().prefix.store_jobs.begin_write(1),
     "StoreStats": _core.StoreStats,
-    "V0BlockTable": v0_table,
-    "V0CpuGpuBlockAllocator": v0_pair,
-    "V0NaiveBlock": lambda: v0_pair().allocate_mutable_block(None, v0_device("GPU")),
-    "V0NaiveBlockAllocator": v0_pool,
-    "V0NullBlock": lambda: v0_pair().allocate_or_get_null_block(),
-    "V0PoolAllocator": v0_pool,
-    "V0PrefixCachingBlock": lambda: v0_pair().allocate_mutable_block(None, v0_device("GPU")),
-    "V0PrefixCachingBlockAllocator": v0_pool,
 }
 
 # The facets of a manager, which holds the state that a call changes.
@@ -129,23 +107,13 @@ CLIENT |= {"names": [b"name"], "sizes": [1]}
 # A valid value for each parameter name; exceptions are under `Class.method.parameter`.
 # A function without parameters is called for each call; one with a parameter gets the object whose method is called.
 VALID: dict[str, Any] = {
-    "_blocks": None,
-    "_cow_target": None,
-    "absolute_id": 3,
     "after": [],
-    "allocator": v0_pool,
-    "allocator_type": "naive",
     "block": 1,
-    "block_allocator": v0_pair,
     "block_bytes": 8,
-    "block_hashes": [],
     "block_id": 1,
-    "block_ids": [],
-    "block_pool": None,
     "block_size": 4,
     "block_table_list": [[1, 2]],
     "block_tables": lambda: np.zeros((4, 8), np.int32),
-    "block_token_ids": [[1, 2, 3, 4]],
     "blocks": [0],
     "budget": 4,
     "bytes_per_block": 512,
@@ -153,34 +121,25 @@ VALID: dict[str, Any] = {
     "cached": "move",
     "cached_tokens": 4,
     "chunk_tokens": 8,
-    "computed": False,
-    "computed_seq_block_ids": [[0]],
     "count": 1,
     "counts": None,
-    "cpu_block_allocator": v0_pool,
-    "create_block": lambda: _core.V0NaiveBlock,
-    "cur_block_token_ids": [1, 2, 3, 4],
     "data": lambda: decision().to_bytes(),
     "deadline": 10,
     "depth": 1,
     "depths": [4],
-    "device": lambda: v0_device("GPU"),
     "device_blocks": 16,
     "direct": "off",
     "directory": FOLDER,
     "dst": lambda: [np.zeros((4, 8), np.uint8)],
     "dst_blocks": 4,
-    "dst_device": lambda: v0_device("CPU"),
-    **dict.fromkeys(("enabled", "end", "is_down", "is_first_block"), True),
+    **dict.fromkeys(("enabled", "is_down"), True),
     "encoder_tokens": 0,
     **dict.fromkeys(("errors", "errors_in_a_row", "evicted_blocks", "pending_bytes", "read_blocks", "read_bytes"), 0),
     **dict.fromkeys(("cached_blocks", "written_blocks", "written_bytes"), 0),
     "eviction": "lru",
-    "eviction_policy": None,
     "exchange": None,
     "external_blocks": 4,
     "extra": None,
-    "extra_hash": 7,
     "extras": [(0, 0, 1, b"image")],
     "finished_reqs": [],
     "first": 0,
@@ -188,7 +147,6 @@ VALID: dict[str, Any] = {
     "fresh": False,
     "goal": "max_id",
     "goals": [("max_id", 3)],
-    "gpu_block_allocator": v0_pool,
     "graphed": False,
     "group": 0,
     "groups": lambda: [blockyard.CacheGroup.full_attention()],
@@ -200,14 +158,12 @@ VALID: dict[str, Any] = {
     "hot": [1],
     "ids": [1],
     "io": "threads",
-    "keep_block_object": False,
     "job": 1,
     "StoreJobs.end_load.job": 2,
     "key": KEY,
     "keys": [KEY],
     "landed": [True],
     "last": 2,
-    "last_block": lambda pool: pool.allocate_mutable_block(None, *on_device(pool)),
     "last_error": "",
     "lease": lambda manager: manager.lease([1]),
     "limit": 3,
@@ -215,7 +171,6 @@ VALID: dict[str, Any] = {
     "lora_id": 1,
     "lost": [],
     "margin": 0,
-    "max_block_sliding_window": 4,
     "mapping": WORLDS["Mapping"],
     "max_blocks": 2,
     "max_bytes": 64,
@@ -236,12 +191,6 @@ VALID: dict[str, Any] = {
     "num_bytes": 64,
     "num_chunks": 4,
     "num_computed": None,
-    "num_computed_slots": 4,
-    "num_cpu_blocks": 4,
-    "num_external_blocks": 4,
-    "num_empty_slots": 4,
-    "num_gpu_blocks": 4,
-    "num_lookahead_slots": 1,
     "num_slots": 2,
     "num_threads": 1,
     "num_tokens": 1,
@@ -259,12 +208,9 @@ VALID: dict[str, Any] = {
     "plan": lambda manager: manager.plan("max_id", 3),
     "prefetch": False,
     "prefix_caching": False,
-    "prev_block": None,
-    "prev_block_hash": None,
     "priority": 3,
     "prompt": list(range(10)),
     "prompts": [list(range(10))],
-    "proxy": lambda: v0_pool().allocate_mutable_block(None),
     "reasons": ["timeout"],
     "repair": False,
     "request": ("a", 0),
@@ -276,7 +222,6 @@ VALID: dict[str, Any] = {
     "rule": "copy",
     "salt": b"salt",
     "sequence": HANDLE,
-    "sequence_token_ids": [1, 2, 3, 4, 5, 6],
     "sequences": [HANDLE],
     "shared_tokens": 4,
     "size": None,
@@ -285,7 +230,6 @@ VALID: dict[str, Any] = {
     "slots": lambda: np.zeros(8, np.int64),
     "src": lambda: [np.zeros((4, 8), np.uint8)],
     "src_blocks": 4,
-    "src_device": lambda: v0_device("GPU"),
     "status": _core.AllocStatus.OK,
     "tenant": bytes(32),
     "threads": 2,
@@ -342,12 +286,6 @@ VALID: dict[str, Any] = {
     "SlabStore.wait.ticket": lambda files: files.submit_read(np.array([1])),
     "expand_span.blocks": lambda: np.array([1]),
     "expand_span.out": lambda: np.zeros(2, np.int64),
-    **dict.fromkeys([f"V0{kind}BlockAllocator.block_ids" for kind in ("Naive", "PrefixCaching")]),
-    "V0NaiveBlockAllocator.mark_blocks_as_accessed.block_ids": [],
-    "V0NaiveBlockAllocator.mark_blocks_as_computed.block_ids": [],
-    "V0PrefixCachingBlockAllocator.mark_blocks_as_accessed.block_ids": [],
-    "V0PrefixCachingBlockAllocator.mark_blocks_as_computed.block_ids": [],
-    **dict.fromkeys([f"V0{kind}Allocator.device" for kind in ("NaiveBlock", "Pool", "PrefixCachingBlock")]),
 }
 
 NOTHING = object()  # no positional argument
@@ -358,23 +296,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "BlockManager.can_allocate": [{"prompt": 10}],
     "BlockManager.fork": [{"count": None, "shared_tokens": 4, "num_tokens": 8}],
 }
-V0 = {name for name in dir(_core) if name.startswith(("V0", "v0"))}
-V0_BLOCK = {"block", "blocks"}
 
 # Callables that are skipped, and why.
 LEFT_OUT = {
     "OnlineDefragmenter.initialize": "it takes tensors",
 }
-
-
-def v0_device(name: str) -> Any:
-    from blockyard.integrations.vllm_v0.interfaces import Device
-
-    return Device[name]
-
-
-def on_device(pool: Any) -> list[Any]:
-    return [v0_device("GPU")] if isinstance(pool, _core.V0CpuGpuBlockAllocator) else []
 
 
 def public() -> Iterator[tuple[str, str, Callable[..., Any]]]:
@@ -396,10 +322,6 @@ def public() -> Iterator[tuple[str, str, Callable[..., Any]]]:
 
 def valid(owner: str, method: str, name: str, this: Any) -> Any:
     keys = [".".join(part for part in parts if part) for parts in ((owner, method, name), (owner, name))]
-    if owner in V0 and name in V0_BLOCK:
-        if name == "block":
-            return this.allocate_mutable_block(None, *on_device(this))
-        return []
     key = next(key for key in (*keys, name) if key in VALID)
     value = VALID[key]
     if not inspect.isfunction(value):
@@ -508,10 +430,7 @@ def judge(owner: str, name: str, value: Any, was: Any, error: BaseException | No
     """Return what is wrong with an error, if anything."""
     if error is None:
         return
-    # V0's engine knows only V0's exceptions.
     allowed: tuple[type[BaseException], ...] = (BlockyardError,)
-    if owner in V0:
-        allowed += (AssertionError, AttributeError, KeyError, ValueError)
     if owner == "OnlineDefragmenter":
         allowed += (AttributeError,)
     is_number = isinstance(was, (int, float)) and not isinstance(was, bool)
@@ -527,8 +446,6 @@ def judge(owner: str, name: str, value: Any, was: Any, error: BaseException | No
 
 
 def main(progress: Path, first: str = "") -> int:
-    import blockyard.integrations.vllm_v0  # noqa: F401 - what it needs has room
-
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM_BYTES, used + ROOM_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 24, 1 << 24))
@@ -559,7 +476,7 @@ def uncovered(attack: Attack) -> Iterator[str]:
         yield attack.owner
     for parameter in attack.parameters:
         names = (f"{attack.name}.{parameter.name}", f"{attack.owner}.{parameter.name}", parameter.name)
-        if not any(name in VALID for name in names) and not (attack.owner in V0 and parameter.name in V0_BLOCK):
+        if not any(name in VALID for name in names):
             yield parameter.name
 
 

@@ -14,7 +14,6 @@ mod observer;
 mod offload;
 mod span;
 mod store;
-mod v0;
 
 use pyo3::prelude::*;
 
@@ -67,12 +66,9 @@ mod _core {
     use crate::store::{
         PyCompletion, PyRedisClient, PySlabReport, PySlabStore, PyStoreStats, check_slab, checksum_rows, inspect_slab,
     };
-    #[pymodule_export]
-    use crate::v0::hash_blocks;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        crate::v0::export(module)?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         module.add("build_profile", if cfg!(debug_assertions) { "debug" } else { "release" })
     }

@@ -51,11 +51,6 @@ pub(crate) fn lock<T: Send, const RANK: u32>(lock: &Lock<T, RANK>) -> Guard<'_, 
     }
 }
 
-/// In debug builds, fails if this thread holds a lock. Call it before Python code runs.
-pub(crate) fn debug_assert_none_held() {
-    debug_assert!(HELD.get() == 0, "lock order: Python code is about to run under a lock");
-}
-
 /// Access to the value, until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Guard<'a, T> {

@@ -4,13 +4,8 @@ An engine imports `AllocStatus` and `BlockSpaceManager` from here instead of fro
 imported from the engine; its sequences are used as they are.
 """
 
-from blockyard._core import V0BlockTable as BlockTable
-from blockyard._core import V0CpuGpuBlockAllocator as CpuGpuBlockAllocator
-from blockyard._core import V0NaiveBlock as NaiveBlock
-from blockyard._core import V0NaiveBlockAllocator as NaiveBlockAllocator
-from blockyard._core import V0NullBlock as NullBlock
-from blockyard._core import V0PrefixCachingBlock as PrefixCachingBlock
-from blockyard._core import V0PrefixCachingBlockAllocator as PrefixCachingBlockAllocator
+from blockyard.integrations.vllm_v0.block import NaiveBlock, NullBlock, PrefixCachingBlock
+from blockyard.integrations.vllm_v0.device import CpuGpuBlockAllocator
 from blockyard.integrations.vllm_v0.interfaces import (
     AllocStatus,
     Block,
@@ -24,6 +19,8 @@ from blockyard.integrations.vllm_v0.manager import (
     LastAccessBlocksTracker,
     SelfAttnBlockSpaceManager,
 )
+from blockyard.integrations.vllm_v0.pool import NaiveBlockAllocator, PrefixCachingBlockAllocator
+from blockyard.integrations.vllm_v0.table import BlockTable
 from blockyard.integrations.vllm_v0.worker import CacheSwapper
 
 __all__ = [

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from blockyard import _core
 from blockyard.errors import OutOfBlocksError
 
 
@@ -47,6 +46,12 @@ class SequenceGroup(Protocol):
     def get_encoder_seq(self) -> Sequence | None: ...
 
 
+def require(holds: object, message: str) -> None:
+    """Raise AssertionError, as V0 does; its callers may rely on the exception, even under `python -O`."""
+    if not holds:
+        raise AssertionError(message)
+
+
 def _declare(*args: Any, **kwargs: Any) -> Any:
     """A placeholder for a method of the implementation, which has V0's signature."""
 
@@ -56,6 +61,8 @@ abstract: Callable[..., Any] = abstractmethod(_declare)
 
 class Block(ABC):
     """One block of one sequence; several may refer to one physical block."""
+
+    __slots__ = ()
 
     append_token_ids: Callable[..., None] = abstract
     block_id: Any  # int, or None once freed
@@ -96,9 +103,3 @@ class DeviceAwareBlockAllocator(ABC):
     mark_blocks_as_accessed = mark_blocks_as_computed = get_common_computed_block_ids = abstract
     get_prefix_cache_hit_rate = reset_prefix_cache = find_cached_blocks_prefix = abstract
     all_block_ids: Any = property(abstract)
-
-
-for _kind in (_core.V0NaiveBlock, _core.V0NullBlock):
-    Block.register(_kind)
-BlockAllocator.register(_core.V0PoolAllocator)
-DeviceAwareBlockAllocator.register(_core.V0CpuGpuBlockAllocator)

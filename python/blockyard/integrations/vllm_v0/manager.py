@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from blockyard import _core
+from blockyard.integrations.vllm_v0.block import hash_blocks
+from blockyard.integrations.vllm_v0.device import CpuGpuBlockAllocator
 from blockyard.integrations.vllm_v0.interfaces import (
     AllocStatus,
     Device,
@@ -13,17 +14,9 @@ from blockyard.integrations.vllm_v0.interfaces import (
     Sequence,
     SequenceGroup,
     abstract,
+    require,
 )
-
-BlockTable = _core.V0BlockTable
-hash_blocks = _core.v0_hash_blocks
-_Allocator: TypeAlias = DeviceAwareBlockAllocator | _core.V0CpuGpuBlockAllocator
-
-
-def _require(holds: object, message: str) -> None:
-    # V0 asserts; its callers may rely on the exception, even under python -O.
-    if not holds:
-        raise AssertionError(message)
+from blockyard.integrations.vllm_v0.table import BlockTable
 
 
 class _Abilities(NamedTuple):
@@ -59,7 +52,7 @@ def _is_prefill(seq: Any, num_tokens: int) -> bool:
 class ComputedBlocksTracker:
     """Tracks how much of each sequence is cached; hashes every token once."""
 
-    def __init__(self, allocator: _Allocator, block_size: int, enable_caching: bool) -> None:
+    def __init__(self, allocator: DeviceAwareBlockAllocator, block_size: int, enable_caching: bool) -> None:
         self._allocator, self._block_size, self._enable_caching = allocator, block_size, enable_caching
         self._hashes: dict[int, list[int]] = {}
         self._num_cached: dict[int, int] = {}
@@ -73,7 +66,7 @@ class ComputedBlocksTracker:
         if not self._enable_caching:
             return 0
         hashes, token_ids, size = self._hashes.setdefault(seq.seq_id, []), seq.get_token_ids(), self._block_size
-        _require(len(token_ids) >= len(hashes) * size, f"sequence {seq.seq_id} lost tokens without being freed")
+        require(len(token_ids) >= len(hashes) * size, f"sequence {seq.seq_id} lost tokens without being freed")
         if len(token_ids) >= (len(hashes) + 1) * size:
             parent = hashes[-1] if hashes else None
             hashes += hash_blocks(parent, token_ids[len(hashes) * size :], size, _extra_hash(seq))
@@ -92,24 +85,24 @@ class ComputedBlocksTracker:
 class LastAccessBlocksTracker:
     """Tracks when each sequence was last scheduled; its blocks are touched with that time when they are freed."""
 
-    def __init__(self, allocator: _Allocator) -> None:
+    def __init__(self, allocator: DeviceAwareBlockAllocator) -> None:
         self._allocator = allocator
         self._seq_last_access: dict[int, float | None] = {}
 
     def add_seq(self, seq_id: int) -> None:
-        _require(seq_id not in self._seq_last_access, f"sequence {seq_id} is tracked already")
+        require(seq_id not in self._seq_last_access, f"sequence {seq_id} is tracked already")
         self._seq_last_access[seq_id] = None
 
     def remove_seq(self, seq_id: int) -> None:
-        _require(seq_id in self._seq_last_access, f"sequence {seq_id} is not tracked")
+        require(seq_id in self._seq_last_access, f"sequence {seq_id} is not tracked")
         del self._seq_last_access[seq_id]
 
     def update_last_access(self, seq_id: int, time: float) -> None:
-        _require(seq_id in self._seq_last_access, f"sequence {seq_id} is not tracked")
+        require(seq_id in self._seq_last_access, f"sequence {seq_id} is not tracked")
         self._seq_last_access[seq_id] = time
 
     def update_seq_blocks_last_access(self, seq_id: int, block_ids: list[int]) -> None:
-        _require(seq_id in self._seq_last_access, f"sequence {seq_id} is not tracked")
+        require(seq_id in self._seq_last_access, f"sequence {seq_id} is not tracked")
         if (time := self._seq_last_access[seq_id]) is not None:
             self._allocator.mark_blocks_as_accessed(block_ids, time)
 
@@ -159,7 +152,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         enable_caching: bool = False,
         num_external_blocks: int = 0,
     ) -> None:
-        _require(watermark >= 0.0, f"watermark is {watermark}, must be at least 0")
+        require(watermark >= 0.0, f"watermark is {watermark}, must be at least 0")
         self.block_size, self.num_total_gpu_blocks, self.num_total_cpu_blocks = (
             block_size,
             num_gpu_blocks,
@@ -171,11 +164,11 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         # A window that does not start at a block boundary touches one more block, and one is being filled.
         self.max_block_sliding_window = None if sliding_window is None else sliding_window // block_size + 2
         kind = "prefix_caching" if enable_caching else "naive"
-        self.block_allocator = _core.V0CpuGpuBlockAllocator.create(
+        self.block_allocator = CpuGpuBlockAllocator.create(
             kind, num_gpu_blocks, num_cpu_blocks, block_size, num_external_blocks
         )
-        self.block_tables: dict[int, _core.V0BlockTable] = {}
-        self.cross_block_tables: dict[str, _core.V0BlockTable] = {}
+        self.block_tables: dict[int, BlockTable] = {}
+        self.cross_block_tables: dict[str, BlockTable] = {}
         self._computed_blocks_tracker = ComputedBlocksTracker(self.block_allocator, block_size, enable_caching)
         self._last_access_blocks_tracker = LastAccessBlocksTracker(self.block_allocator)
 
@@ -187,7 +180,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         if self.enable_caching:
             raise NotImplementedError("prefix caching is not supported for encoder/decoder models")
         encoder = seq_group.get_encoder_seq()
-        _require(encoder is not None, f"request {seq_group.request_id} has no encoder sequence")
+        require(encoder is not None, f"request {seq_group.request_id} has no encoder sequence")
         return encoder
 
     def can_allocate(self, seq_group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
@@ -204,7 +197,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         enough = self.get_num_free_gpu_blocks() - required >= self.watermark_blocks
         return AllocStatus.OK if enough else AllocStatus.LATER
 
-    def _allocate_sequence(self, seq: Sequence) -> _core.V0BlockTable:
+    def _allocate_sequence(self, seq: Sequence) -> BlockTable:
         table = BlockTable(self.block_size, self.block_allocator, None, self.max_block_sliding_window)
         if tokens := seq.get_token_ids():
             table.allocate(tokens, extra_hash=_extra_hash(seq))
@@ -214,9 +207,9 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         """Allocate blocks for a waiting group, all or none; its sequences share those of the first."""
         waiting, encoder = _with_status(seq_group, "WAITING"), self._encoder_tokens(seq_group)
         known = {seq.seq_id for seq in waiting} & self.block_tables.keys()
-        _require(not known, f"block table already exists for sequences {sorted(known)}")
+        require(not known, f"block table already exists for sequences {sorted(known)}")
         request = seq_group.request_id
-        _require(request not in self.cross_block_tables, f"block table already exists for request {request}")
+        require(request not in self.cross_block_tables, f"block table already exists for request {request}")
         table = self._allocate_sequence(waiting[0])
         if encoder is not None:
             try:
@@ -269,7 +262,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         return self.block_tables[seq.seq_id].physical_block_ids
 
     def get_cross_block_table(self, seq_group: SequenceGroup) -> list[int]:
-        _require(seq_group.request_id in self.cross_block_tables, f"request {seq_group.request_id} has no cross table")
+        require(seq_group.request_id in self.cross_block_tables, f"request {seq_group.request_id} has no cross table")
         return self.cross_block_tables[seq_group.request_id].physical_block_ids
 
     def access_all_blocks_in_seq(self, seq: Sequence, now: float) -> None:

@@ -30,14 +30,15 @@ macro_rules! named {
 }
 
 named! {
-    _blocks absolute_id after blocks block block_hashes block_bytes block_id block_ids block_size block_token_ids budget
-    bytes_per_block cache_group cached_blocks cached_tokens chunk_tokens commands computed_seq_block_ids connect_timeout count cur_block_token_ids db deadline depth depths device_blocks dst_blocks
-    encoder_tokens errors errors_in_a_row evicted_blocks extra_hash external_blocks extras first free goals group groups handle head_bytes host_blocks host_copies_per_step hot ids job keys last lease lengths
-    limit lookahead lora_id lost max_block_sliding_window max_blocks max_bytes max_events max_moves max_open_tickets max_pinned memory misses most moves names namespace
-    now num_blocks num_bytes num_chunks num_computed_slots num_cpu_blocks num_empty_slots num_external_blocks num_gpu_blocks
-    num_lookahead_slots num_slots num_threads num_tokens number pending_bytes per_block pin plain port
-    prefix_caching priority read_blocks read_bytes rows rule sample_rate sequence sequences shared_tokens size sizes slack slot src_blocks
-    tenant threads ticket timeout timeout_base token_ids transfers ttl_ms watermark window written_blocks written_bytes
+    after block block_bytes block_size blocks budget bytes_per_block cache_group cached_blocks cached_tokens
+    chunk_tokens commands connect_timeout count db deadline depth depths device_blocks dst_blocks encoder_tokens
+    errors errors_in_a_row evicted_blocks external_blocks extras first free goals group groups handle head_bytes
+    host_blocks host_copies_per_step hot ids job keys last lease lengths limit lookahead lora_id lost max_blocks
+    max_bytes max_events max_moves max_open_tickets max_pinned memory misses most moves names namespace now num_blocks
+    num_bytes num_chunks num_slots num_threads num_tokens number pending_bytes per_block pin plain port prefix_caching
+    priority read_blocks read_bytes rows rule sample_rate sequence sequences shared_tokens size sizes slack slot
+    src_blocks tenant threads ticket timeout timeout_base transfers ttl_ms watermark window written_blocks
+    written_bytes
 }
 
 /// Returns the error for an invalid argument. Only errors about type or value are converted; others pass through.
@@ -110,11 +111,6 @@ impl<'py> Argument<'py> for BTreeMap<String, u64> {
         };
         dict.iter().map(entry).collect()
     }
-}
-
-/// Returns the length that a sequence reports, without reading its items.
-pub(crate) fn length(value: &Bound<'_, PyAny>, name: &dyn Display) -> PyResult<usize> {
-    value.len().map_err(|error| refused(error, value, name, "a sequence of fewer than 2^63 items"))
 }
 
 macro_rules! tuples {
