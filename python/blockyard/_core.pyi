@@ -15,6 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
+from blockyard.types import (
+    DefragReport,
+    Fragmentation,
+    ManagerStats,
+    Residency,
+    ResizeProgress,
+    SlabReport,
+    StoreStats,
+)
+
 __all__ = [
     "AllocStatus",
     "BlockAllocator",
@@ -24,13 +34,10 @@ __all__ = [
     "CacheGroup",
     "Completion",
     "Defrag",
-    "DefragReport",
     "EventBatch",
     "Fit",
-    "Fragmentation",
     "FreeBlocks",
     "HashedPrompt",
-    "ManagerStats",
     "Mapping",
     "MovePlan",
     "NaiveAllocator",
@@ -44,15 +51,11 @@ __all__ = [
     "PrefixHit",
     "PreparedStore",
     "RedisClient",
-    "Residency",
-    "ResizeProgress",
     "Sequence",
-    "SlabReport",
     "SlabStore",
     "StepDecision",
     "StoreJob",
     "StoreJobs",
-    "StoreStats",
     "__version__",
     "build_profile",
     "chain_keys",
@@ -1564,114 +1567,6 @@ class EventBatch:
     def __len__(self) -> int: ...
 
 @final
-class ResizeProgress:
-    """The progress of a resize of the device pool."""
-
-    @property
-    def blocks(self) -> int:
-        """Number of device blocks."""
-    @property
-    def live(self) -> int:
-        """Number of blocks beyond `blocks` that sequences use."""
-    @property
-    def held(self) -> int:
-        """Number of blocks beyond `blocks` that only transfers or pins hold."""
-    @property
-    def extent(self) -> int:
-        """One past the highest block in use, at least `blocks`: memory beyond it can be released."""
-    @property
-    def done(self) -> bool:
-        """Whether no block beyond `blocks` is in use."""
-
-@final
-class ManagerStats:
-    """Counters since the manager was created, and the current state of each tier. Transfers count when they are
-    decided.
-    """
-
-    @property
-    def hit_rate(self) -> float:
-        """Fraction of the full blocks looked up that were hits; 0 before the first."""
-    @property
-    def sequences(self) -> int:
-        """Number of open sequences."""
-    @property
-    def steps(self) -> int:
-        """Number of decisions taken."""
-    @property
-    def open_tickets(self) -> list[int]:
-        """Tickets neither completed nor failed, a list of ints, oldest first."""
-    @property
-    def prompts(self) -> int:
-        """Number of prompts admitted with token ids."""
-    @property
-    def hit_blocks(self) -> int:
-        """Number of full blocks of those prompts that were cached."""
-    @property
-    def missed_blocks(self) -> int:
-        """Number of full blocks of those prompts that were not cached."""
-    @property
-    def hit_tokens(self) -> int:
-        """Number of prompt tokens that needed no compute."""
-    @property
-    def missed_tokens(self) -> int:
-        """Number of prompt tokens to compute."""
-    @property
-    def merged_blocks(self) -> int:
-        """Number of blocks that were computed twice and merged."""
-    @property
-    def loaded_blocks(self) -> int:
-        """Number of hit blocks that only the host had."""
-    @property
-    def copied_blocks(self) -> int:
-        """Number of blocks copied on write."""
-    @property
-    def swapped_out_blocks(self) -> dict[_Tier, int]:
-        """For host and external tier, number of blocks swapped out to it."""
-    @property
-    def swapped_in_blocks(self) -> dict[_Tier, int]:
-        """For host and external tier, number of blocks swapped in from it."""
-    @property
-    def moved_blocks(self) -> int:
-        """Number of finished defragmentation moves."""
-    @property
-    def cancelled_moves(self) -> int:
-        """Number of moves cancelled because the block was written, freed or leased in the meantime."""
-    @property
-    def failed_moves(self) -> int:
-        """Number of moves whose bytes did not land."""
-    @property
-    def num_blocks(self) -> dict[_Tier, int]:
-        """For each tier, its current number of blocks."""
-    @property
-    def used_blocks(self) -> dict[_Tier, int]:
-        """For each tier, number of blocks that are referenced or leased."""
-    @property
-    def peak_blocks(self) -> dict[_Tier, int]:
-        """For each tier, the highest number of used blocks so far."""
-    @property
-    def leased_blocks(self) -> dict[_Tier, int]:
-        """For each tier, number of blocks leased by transfers."""
-    @property
-    def cached_blocks(self) -> dict[_Tier, int]:
-        """For each tier, number of blocks that can be found by key."""
-    @property
-    def evicted_blocks(self) -> dict[_Tier, int]:
-        """For each tier, number of cached blocks evicted."""
-    @property
-    def pinned_blocks(self) -> dict[_Tier, int]:
-        """For each tier, number of pinned blocks."""
-    def as_dict(self) -> dict[str, float]:
-        """Return all counters by name, for metrics.
-
-        Returns:
-            A dict of numbers. Those of a tier are named `used_blocks_device` and so on; `open_tickets` is their number;
-            `device_cache_usage_sys` and so on are the fraction of a tier in use, 0 to 1.
-        """
-    def __eq__(self, value: object, /) -> bool: ...
-    def __ne__(self, value: object, /) -> bool: ...
-
-@final
 class Completion:
     """The results of one batch."""
 
@@ -1693,74 +1588,6 @@ class Completion:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why each block is a miss, one string per block; empty if it is not."""
-
-@final
-class StoreStats:
-    """Counters of a store since it was opened."""
-
-    def __new__(
-        cls,
-        *,
-        written_blocks: int = 0,
-        written_bytes: int = 0,
-        read_blocks: int = 0,
-        read_bytes: int = 0,
-        misses: dict[str, int] | None = None,
-        errors: int = 0,
-        last_error: str = "",
-        errors_in_a_row: int = 0,
-        is_down: bool = False,
-        pending_bytes: int = 0,
-        cached_blocks: int = 0,
-        evicted_blocks: int = 0,
-    ) -> StoreStats: ...
-    @property
-    def written_blocks(self) -> int:
-        """Number of blocks written."""
-    @property
-    def written_bytes(self) -> int:
-        """Bytes of those blocks, without headers."""
-    @property
-    def read_blocks(self) -> int:
-        """Number of blocks read and found intact."""
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of those blocks, without headers."""
-    @property
-    def misses(self) -> dict[str, int]:
-        """Number of blocks not read or written, by reason."""
-    @property
-    def errors(self) -> int:
-        """Number of operations that failed with a system error."""
-    @property
-    def last_error(self) -> str:
-        """Message of the last of those errors."""
-    @property
-    def errors_in_a_row(self) -> int:
-        """Number of those errors since the last successful operation: 0 means healthy."""
-    @property
-    def is_down(self) -> bool:
-        """Whether the storage has stopped answering; batches are then refused until it answers a probe."""
-    @property
-    def cached_blocks(self) -> int:
-        """Number of keys with a block."""
-    @property
-    def evicted_blocks(self) -> int:
-        """Number of keys whose block was evicted."""
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of blocks in flight and of uncollected results."""
-    @property
-    def checksum_failures(self) -> int:
-        """Number of reads whose header or payload checksum did not match."""
-    @property
-    def damaged_blocks(self) -> int:
-        """Number of reads that returned a damaged block, for any reason."""
-    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]: ...
-    def as_dict(self) -> dict[str, int | str | dict[str, int]]:
-        """Return all counters, for JSON."""
-    def __eq__(self, value: object, /) -> bool: ...
-    def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class RedisClient:
@@ -1864,41 +1691,6 @@ class RedisClient:
         """
     def close(self) -> None:
         """Close the idle connections."""
-
-@final
-class SlabReport:
-    """The contents of a slab's slots."""
-
-    @property
-    def path(self) -> Path:
-        """The slab's file."""
-    @property
-    def num_slots(self) -> int:
-        """Number of slots in the slab."""
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of a block in one slot."""
-    @property
-    def pid(self) -> int:
-        """Process id that wrote the superblock."""
-    @property
-    def blocks(self) -> dict[str, int]:
-        """Number of blocks that a store can find, by namespace in hexadecimal digits."""
-    @property
-    def empty(self) -> int:
-        """Number of slots without a block."""
-    @property
-    def forgotten(self) -> int:
-        """Number of blocks forgotten by `forget`."""
-    @property
-    def replaced(self) -> int:
-        """Number of blocks replaced by a newer write of their key."""
-    @property
-    def damaged(self) -> list[tuple[int, str]]:
-        """The damaged slots, each with the reason that a read would report."""
-    @property
-    def wiped(self) -> int:
-        """Number of damaged slots that were wiped."""
 
 def check_slab(path: str | PathLike[str], *, repair: bool = False) -> SlabReport:
     """Read every block of a slab that no store has open.
@@ -2151,70 +1943,6 @@ class BoundViews:
 _Goal: TypeAlias = Literal["max_id", "free_tail", "dense"]
 _Wanted: TypeAlias = tuple[_Goal | Literal["contiguous"], int] | tuple[_Goal | Literal["contiguous"], int, int]
 _BlockIds: TypeAlias = NDArray[np.int64] | NDArray[np.int32] | _Each[int]
-
-@final
-class DefragReport:
-    """The result of one call of `defrag.run`."""
-
-    @property
-    def planned(self) -> int:
-        """Number of moves planned, also `len(report)`."""
-    @property
-    def left(self) -> int:
-        """Number of blocks in the way of the goals that the budget leaves for later."""
-    @property
-    def stuck(self) -> int:
-        """Number of blocks in the way of the goals that have nowhere to go."""
-    @property
-    def held(self) -> int:
-        """Number of blocks in the way of the goals that transfers or pins hold."""
-    @property
-    def dropped(self) -> int:
-        """Number of cached blocks dropped."""
-    def __len__(self) -> int: ...
-    def __eq__(self, value: object, /) -> bool: ...
-    def __ne__(self, value: object, /) -> bool: ...
-
-@final
-class Residency:
-    """How long the sampled blocks of a tier stayed cached. Each field has counts per range and a sum in seconds."""
-
-    @property
-    def bounds(self) -> list[float]:
-        """Upper bounds of the ranges in seconds; the last range is unbounded."""
-    @property
-    def lifetime(self) -> tuple[list[int], float]:
-        """Time from when a block was first cached to its eviction."""
-    @property
-    def idle_before_evict(self) -> tuple[list[int], float]:
-        """Time from a block's last use to its eviction."""
-    @property
-    def reuse_gap(self) -> tuple[list[int], float]:
-        """Time during which no sequence used a block, until a prompt used it again."""
-    def __eq__(self, value: object, /) -> bool: ...
-    def __ne__(self, value: object, /) -> bool: ...
-
-@final
-class Fragmentation:
-    """How fragmented the device pool is."""
-
-    @property
-    def max_id(self) -> int | None:
-        """Highest block that is not free; None if all are."""
-    @property
-    def gap(self) -> int:
-        """By how many blocks the highest movable block could be lower."""
-    @property
-    def holes(self) -> int:
-        """Number of free blocks without cached content."""
-    @property
-    def tables(self) -> int:
-        """Number of block tables that are not empty."""
-    @property
-    def runs(self) -> int:
-        """Number of runs of adjacent blocks in those tables."""
-    def __eq__(self, value: object, /) -> bool: ...
-    def __ne__(self, value: object, /) -> bool: ...
 
 @final
 class MovePlan:

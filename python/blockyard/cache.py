@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockyard._core import BlockManager, CacheGroup, ManagerStats, PrefixCaching, ResizeProgress, StepDecision
+from blockyard._core import BlockManager, CacheGroup, PrefixCaching, StepDecision
 from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.memory import MAX_BLOCKS
@@ -29,6 +29,7 @@ from blockyard.layout.sizes import as_int
 from blockyard.prefix_store import PrefixStore
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.url import read_bytes, sized_url
+from blockyard.types import ManagerStats, ResizeProgress
 from blockyard.workers import Process
 
 if TYPE_CHECKING:

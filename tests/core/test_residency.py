@@ -38,7 +38,6 @@ def test_times_are_those_of_the_calls_also_after_a_pause() -> None:
     assert found.lifetime[1] >= found.idle_before_evict[1] >= 2 * PAUSE
     assert found.reuse_gap[1] >= 2 * PAUSE
     assert len(found.lifetime[0]) == len(found.bounds) + 1
-    assert repr(found) == "Residency(2 evicted, 2 reused)"
 
 
 def test_copies_on_the_host_are_measured_too() -> None:

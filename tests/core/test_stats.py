@@ -94,4 +94,4 @@ def test_the_peak_stays_when_the_blocks_have_gone() -> None:
     stats = manager.stats()
     assert (stats.used_blocks["device"], stats.peak_blocks["device"], stats.sequences) == (1, 6, 1)
     assert stats.as_dict()["peak_blocks_device"] == 6
-    assert repr(stats).startswith("ManagerStats({'sequences': 1, ")
+    assert repr(stats).startswith("ManagerStats(sequences=1, ")

@@ -22,11 +22,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import Completion, StoreStats
+from blockyard._core import Completion
 from blockyard.engine.mapping import with_rows
 from blockyard.engine.streams import STREAMS, Event, StreamName
 from blockyard.errors import BlockyardError, InvalidArgumentError, MappingError, StoreError, UnknownTicketError
 from blockyard.stores.base import ExternalStore
+from blockyard.types import StoreStats
 
 __all__ = ["SimulatedEvent", "SimulatedFaultError", "SimulatedStore", "SimulatedStreams"]
 

@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TextIO
 
-from blockyard._core import SlabReport, check_slab, inspect_slab
+from blockyard._core import check_slab, inspect_slab
 from blockyard.cli import pictures, recording
 from blockyard.cli.result import EXIT_BAD_USAGE, EXIT_OK, EXIT_WRONG, Result
 from blockyard.progress import Progress, show_progress
 from blockyard.timeline import Timeline
+from blockyard.types import SlabReport
 
 __all__ = [
     "calibrate",

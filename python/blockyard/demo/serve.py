@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
-from blockyard._core import StoreStats
 from blockyard.demo.executors import CorruptingExecutor, CountingExecutor, SabotagedExecutor, SteadyExecutor
 from blockyard.demo.workload import WorkItem
 from blockyard.errors import InvalidArgumentError
@@ -19,6 +18,7 @@ from blockyard.integrations.transformers.generator import Generator
 from blockyard.integrations.transformers.model import reference_generate
 from blockyard.progress import Progress
 from blockyard.scheduler import SchedulerStats
+from blockyard.types import StoreStats
 
 Outputs = dict[str, list[list[int]]]
 

@@ -31,6 +31,7 @@ from blockyard.errors import (
     UnknownTicketError,
 )
 from blockyard.layout.kv import KVLayout
+from blockyard.types import ManagerStats
 from blockyard.workers import keep
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class BlockManager:
         """Blocks that sequences use."""
         return {block for entry in self._running.values() for block in entry.sequence.block_table}
 
-    def stats(self) -> _core.ManagerStats:
+    def stats(self) -> ManagerStats:
         """Return the counters: hits, blocks swapped out, loaded, merged, evicted."""
         return self.manager.stats()
 

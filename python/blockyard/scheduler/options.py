@@ -10,11 +10,12 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, BlockManager, DefragReport, Pool
+from blockyard._core import AllocStatus, BlockManager, Pool
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.layout.sizes import as_int
 from blockyard.scheduler.request import RequestState
 from blockyard.scheduler.rows import LENGTH, SequenceRows
+from blockyard.types import DefragReport
 
 __all__ = [
     "PREEMPTION_MODES",

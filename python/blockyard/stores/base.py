@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias,
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import Completion, StoreStats
+from blockyard._core import Completion
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError, StoreURLError
 from blockyard.layout.sizes import as_int
 from blockyard.stores.url import public_url, require_room, require_text
 from blockyard.stores.value import is_damage
+from blockyard.types import StoreStats
 from blockyard.workers import RateLimit
 
 if TYPE_CHECKING:

@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import Completion, StoreStats
+from blockyard._core import Completion
 from blockyard.errors import MappingError, OutOfMemoryError, StoreError, UnknownTicketError
 from blockyard.stores.arguments import check_read_rows, check_rows, check_slots, checked_keys
 from blockyard.stores.base import ExternalStore, Keys, Owners, no_keys_error
+from blockyard.types import StoreStats
 from blockyard.workers import Process, keep, open_event
 
 __all__ = ["StripedStore"]

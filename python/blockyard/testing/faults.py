@@ -14,9 +14,10 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import Completion, SlabStore, StoreStats
+from blockyard._core import Completion, SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
 from blockyard.stores.base import ExternalStore, Keys, Owners
+from blockyard.types import StoreStats
 
 __all__ = ["PARTS", "FailingStore", "UnrulyStore", "corrupt_slots", "flip_bytes"]
 

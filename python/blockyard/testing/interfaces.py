@@ -11,8 +11,9 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, DefragReport, EventBatch, ManagerStats, Pairs, StepDecision
+from blockyard._core import AllocStatus, EventBatch, Pairs, StepDecision
 from blockyard.scheduler import Finished, Request, Step
+from blockyard.types import DefragReport, ManagerStats
 
 __all__ = [
     "Arguments",

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from blockyard._core import EventBatch, ManagerStats
+from blockyard._core import EventBatch
 from blockyard.errors import InvariantError
+from blockyard.types import ManagerStats
 
 __all__ = ["EventReplay", "ReferencePrefixCache"]
 

@@ -35,7 +35,7 @@ mod _core {
     #[pymodule_export]
     use crate::manager::PyBlockManager;
     #[pymodule_export]
-    use crate::manager::defrag::{PyDefrag, PyDefragReport, PyResizeProgress};
+    use crate::manager::defrag::PyDefrag;
     #[pymodule_export]
     use crate::manager::fit::{PyAllocStatus, PyFit};
     #[pymodule_export]
@@ -55,17 +55,13 @@ mod _core {
     #[pymodule_export]
     use crate::manager::sequence::PySequence;
     #[pymodule_export]
-    use crate::manager::stats::{PyFragmentation, PyManagerStats, PyResidency};
-    #[pymodule_export]
     use crate::observer::{PyBlockObserver, PyMovePlan};
     #[pymodule_export]
     use crate::offload::{PyOffloadManager, PyPreparedStore};
     #[pymodule_export]
     use crate::span::expand_span;
     #[pymodule_export]
-    use crate::store::{
-        PyCompletion, PyRedisClient, PySlabReport, PySlabStore, PyStoreStats, check_slab, checksum_rows, inspect_slab,
-    };
+    use crate::store::{PyCompletion, PyRedisClient, PySlabStore, check_slab, checksum_rows, inspect_slab};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

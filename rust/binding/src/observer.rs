@@ -5,9 +5,9 @@
 use crate::convert::args::{self, Argument, describe, items, refused, shown};
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory::{self, Plain, Target};
+use crate::convert::values::made;
 use crate::decision::array;
 use crate::locks::{Guard, InnerLock, lock};
-use crate::manager::stats::PyFragmentation;
 use blockyard_core::BlockId;
 use blockyard_core::defrag::{Budget, Fresh, Goal, LeaseId, Observer, Plan, Planner, Wanted};
 use numpy::ndarray::Dimension;
@@ -387,18 +387,20 @@ impl PyBlockObserver {
     /// Raises:
     ///     InvalidArgumentError: an id is out of range.
     #[pyo3(signature = (sequences = Vec::new()))]
-    fn fragmentation(&self, #[pyo3(from_py_with = args::sequences)] sequences: Vec<Ids>) -> PyResult<PyFragmentation> {
+    fn fragmentation<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::sequences)] sequences: Vec<Ids>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let sequences = taken(sequences);
-        let mut state = self.lock();
-        let (runs, _) = state.observer.runs(&sequences).map_err(to_py)?;
-        let map = state.observer.places();
-        Ok(PyFragmentation {
-            max_id: map.highest().map(|block| block.0),
-            gap: map.gap(),
-            holes: map.holes().len(),
-            tables: sequences.iter().filter(|ids| !ids.is_empty()).count(),
-            runs,
-        })
+        let tables = sequences.iter().filter(|ids| !ids.is_empty()).count();
+        let (max_id, gap, holes, runs) = {
+            let mut state = self.lock();
+            let (runs, _) = state.observer.runs(&sequences).map_err(to_py)?;
+            let map = state.observer.places();
+            (map.highest().map(|block| block.0), map.gap(), map.holes().len(), runs)
+        };
+        made!(py, "Fragmentation" { max_id, gap, holes, tables, runs })
     }
 
     /// Plan a step's moves; nothing changes until `commit`.

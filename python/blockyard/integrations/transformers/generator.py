@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from blockyard._core import CacheGroup, ResizeProgress
+from blockyard._core import CacheGroup
 from blockyard.cache import KVCache
 from blockyard.errors import InvalidArgumentError
 from blockyard.executor.executor import Executor
@@ -34,6 +34,7 @@ from blockyard.scheduler import (
 )
 from blockyard.stores import ExternalStore
 from blockyard.stores.url import public_url
+from blockyard.types import ResizeProgress
 from blockyard.workers import keep
 
 if TYPE_CHECKING:

@@ -17,12 +17,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import Completion, StoreStats
+from blockyard._core import Completion
 from blockyard.errors import StoreError, UnknownTicketError
 from blockyard.stores.base import ExternalStore, FailureLog, Owners
 from blockyard.stores.threaded.breaker import Breaker
 from blockyard.stores.threaded.order import Batch, BatchKind, BatchOrder, Name
 from blockyard.stores.threaded.runtime import runtime
+from blockyard.types import StoreStats
 from blockyard.workers import Buffers, Polls, Process, describe, open_event
 
 __all__ = ["BatchStore"]

@@ -1,4 +1,4 @@
-//! Copying and pickling of classes that are only their fields: the results of calls.
+//! Results of calls that are only their fields: dataclasses of `blockyard.types`, and classes that copy and pickle.
 
 use blockyard_core::Tier;
 use pyo3::exceptions::PyValueError;
@@ -6,6 +6,28 @@ use pyo3::prelude::*;
 use pyo3::types::PyString;
 use std::convert::Infallible;
 use std::fmt;
+
+/// Makes an object of a dataclass of `blockyard.types`, which has the fields' types and documentation.
+macro_rules! made {
+    ($py:expr, $class:literal { $($field:ident $(: $value:expr)?),+ $(,)? }) => {{
+        static CLASS: ::pyo3::sync::PyOnceLock<::pyo3::Py<::pyo3::types::PyType>> = ::pyo3::sync::PyOnceLock::new();
+        let fields = ::pyo3::types::PyDict::new($py);
+        $(fields.set_item(::pyo3::intern!($py, stringify!($field)), $crate::convert::values::value!($field $(, $value)?))?;)+
+        CLASS.import($py, "blockyard.types", $class)?.call((), Some(&fields))
+    }};
+}
+pub(crate) use made;
+
+/// A field's value: the one given, or the variable of its name.
+macro_rules! value {
+    ($field:ident) => {
+        $field
+    };
+    ($field:ident, $value:expr) => {
+        $value
+    };
+}
+pub(crate) use value;
 
 /// Makes a class copy and pickle by the names of its fields, each of which has a getter.
 macro_rules! picklable {

@@ -3,80 +3,19 @@
 use crate::convert::args::{self, Argument};
 use crate::convert::arrays;
 use crate::convert::errors::{invalid, to_py};
-use crate::convert::values::picklable;
+use crate::convert::values::made;
 use crate::manager::shared::Shared;
-use crate::manager::stats::PyFragmentation;
 use crate::observer::Goals;
 use blockyard_core::defrag::{Budget, Goal, Wanted};
 use blockyard_core::{Cached, Fragmentation, Moves, Resize, Tier};
 use pyo3::prelude::*;
 use pyo3::types::PyString;
 
-/// The result of one call of `defrag.run`.
-#[pyclass(frozen, eq, get_all, name = "DefragReport", module = "blockyard._core")]
-#[derive(Clone, PartialEq, Eq)]
-pub(crate) struct PyDefragReport {
-    /// Number of moves planned, also `len(report)`.
-    planned: usize,
-    /// Number of blocks in the way of the goals that the budget leaves for later.
-    left: usize,
-    /// Number of blocks in the way of the goals that have nowhere to go.
-    stuck: usize,
-    /// Number of blocks in the way of the goals that transfers or pins hold.
-    held: usize,
-    /// Number of cached blocks dropped.
-    dropped: usize,
+/// Returns the progress of a resize of the device pool.
+#[expect(clippy::needless_pass_by_value, reason = "passed to `and_then` by name")]
+fn progress(py: Python<'_>, Resize { blocks, live, held, extent }: Resize) -> PyResult<Bound<'_, PyAny>> {
+    made!(py, "ResizeProgress" { blocks, live, held, extent })
 }
-
-#[pymethods]
-impl PyDefragReport {
-    fn __len__(&self) -> usize {
-        self.planned
-    }
-
-    fn __repr__(&self) -> String {
-        let Self { planned, left, stuck, held, dropped } = self;
-        format!("DefragReport(planned={planned}, left={left}, stuck={stuck}, held={held}, dropped={dropped})")
-    }
-}
-
-picklable!(PyDefragReport { planned, left, stuck, held, dropped });
-
-/// The progress of a resize of the device pool.
-#[pyclass(frozen, eq, get_all, name = "ResizeProgress", module = "blockyard._core")]
-#[derive(Clone, PartialEq, Eq)]
-pub(crate) struct PyResizeProgress {
-    /// Number of device blocks.
-    blocks: usize,
-    /// Number of blocks beyond `blocks` that sequences use.
-    live: usize,
-    /// Number of blocks beyond `blocks` that only transfers or pins hold.
-    held: usize,
-    /// One past the highest block in use, at least `blocks`: memory beyond it can be released.
-    extent: usize,
-}
-
-impl From<Resize> for PyResizeProgress {
-    fn from(Resize { blocks, live, held, extent }: Resize) -> Self {
-        Self { blocks, live, held, extent }
-    }
-}
-
-#[pymethods]
-impl PyResizeProgress {
-    /// Whether no block beyond `blocks` is in use.
-    #[getter]
-    fn done(&self) -> bool {
-        self.extent == self.blocks
-    }
-
-    fn __repr__(&self) -> String {
-        let Self { blocks, live, held, extent } = self;
-        format!("ResizeProgress(blocks={blocks}, live={live}, held={held}, extent={extent})")
-    }
-}
-
-picklable!(PyResizeProgress { blocks, live, held, extent });
 
 /// Defragments and resizes a manager's device pool; available as `manager.defrag`.
 ///
@@ -134,8 +73,9 @@ impl PyDefrag {
     #[pyo3(signature = (goal, number = None, *, sequences = None, max_moves = 512, max_bytes = None,
         block_bytes = None, cached = "move"))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
-    fn run(
+    fn run<'py>(
         &self,
+        py: Python<'py>,
         goal: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = args::number)] number: Option<u32>,
         sequences: Option<&Bound<'_, PyAny>>,
@@ -143,7 +83,7 @@ impl PyDefrag {
         #[pyo3(from_py_with = args::max_bytes)] max_bytes: Option<u64>,
         #[pyo3(from_py_with = args::block_bytes)] block_bytes: Option<u64>,
         cached: &str,
-    ) -> PyResult<PyDefragReport> {
+    ) -> PyResult<Bound<'py, PyAny>> {
         let goals = goals(goal, number, || self.0.lock().pool(Tier::Device).free())?;
         let what = Cached::from_name(cached);
         let what =
@@ -159,7 +99,7 @@ impl PyDefrag {
         let sequences = sequences.map(arrays::sequences).transpose()?;
         let Moves { planned, left, stuck, held, dropped } =
             self.0.lock().defragment(&goals, sequences.as_deref(), budget, what).map_err(to_py)?;
-        Ok(PyDefragReport { planned, left, stuck, held, dropped })
+        made!(py, "DefragReport" { planned, left, stuck, held, dropped })
     }
 
     /// Resize the device pool while sequences run.
@@ -175,22 +115,28 @@ impl PyDefrag {
     /// Raises:
     ///     InvalidArgumentError: too many blocks; or too few for the null block, pinned blocks, the watermark and one
     ///         free block.
-    fn resize(&self, #[pyo3(from_py_with = args::blocks)] blocks: u32) -> PyResult<PyResizeProgress> {
-        self.0.lock().resize_device(blocks as usize).map(Into::into).map_err(to_py)
+    fn resize<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = args::blocks)] blocks: u32,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let resize = self.0.lock().resize_device(blocks as usize).map_err(to_py)?;
+        progress(py, resize)
     }
 
     /// Return how much is still in use beyond the end of the device pool: `ResizeProgress`.
-    fn progress(&self) -> PyResizeProgress {
-        self.0.lock().resize_progress().into()
+    fn progress<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let resize = self.0.lock().resize_progress();
+        progress(py, resize)
     }
 
     /// Measure how fragmented the device pool is. Takes time in proportion to the pool and the block tables.
     ///
     /// Returns:
     ///     `Fragmentation`.
-    fn fragmentation(&self) -> PyResult<PyFragmentation> {
+    fn fragmentation<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let Fragmentation { max_id, gap, holes, tables, runs } = self.0.lock().fragmentation().map_err(to_py)?;
-        Ok(PyFragmentation { max_id: max_id.map(|block| block.0), gap, holes, tables, runs })
+        made!(py, "Fragmentation" { max_id: max_id.map(|block| block.0), gap, holes, tables, runs })
     }
 }
 

@@ -27,7 +27,7 @@ use crate::manager::policies::CachingOptions;
 use crate::manager::pool::PyPool;
 use crate::manager::prefix::PyPrefix;
 use crate::manager::shared::{Shared, row_in};
-use crate::manager::stats::PyManagerStats;
+use crate::manager::stats::manager_stats;
 use blockyard_core::{self as core, Config, Manager, SequenceId, Tier};
 use pyo3::prelude::*;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
@@ -182,9 +182,12 @@ impl PyBlockManager {
     }
 
     /// Return all counters: `ManagerStats`.
-    fn stats(&self) -> PyManagerStats {
-        let manager = self.lock();
-        PyManagerStats::new(&manager.stats(), manager.open_tickets())
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let (stats, open) = {
+            let manager = self.lock();
+            (manager.stats(), manager.open_tickets().collect::<Vec<_>>())
+        };
+        manager_stats(py, &stats, &open)
     }
 
     /// Recount the whole state and compare. For tests and debugging; it takes time in proportion to the pools.

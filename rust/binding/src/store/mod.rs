@@ -6,8 +6,8 @@ mod report;
 mod results;
 
 pub(crate) use redis::PyRedisClient;
-pub(crate) use report::{PySlabReport, check_slab, inspect_slab};
-pub(crate) use results::{PyCompletion, PyStoreStats};
+pub(crate) use report::{check_slab, inspect_slab};
+pub(crate) use results::PyCompletion;
 
 use crate::convert::args::{self, Argument};
 use crate::convert::arrays::TicketArgument;
@@ -347,9 +347,9 @@ impl PySlabStore {
     }
 
     /// Return the counters since the store was opened.
-    fn stats(&self) -> PyResult<PyStoreStats> {
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let stats = self.store.stats().map_err(|error| to_py(&error))?;
-        Ok(PyStoreStats::from_store(stats, self.bytes_per_block() as u64))
+        results::store_stats(py, &stats, self.bytes_per_block() as u64)
     }
 
     /// Abandon batches in flight, and delete the file of swap space. Returns False if the disk did not answer within

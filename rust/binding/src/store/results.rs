@@ -2,10 +2,11 @@
 
 use super::expected;
 use crate::convert::args::{self, Argument};
+use crate::convert::values::made;
 use blockyard_store::{Miss, Stats};
 use numpy::{PyArray1, PyArray2, get_array_module};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::PyTuple;
 use std::collections::BTreeMap;
 
 /// The results of one batch.
@@ -65,153 +66,21 @@ impl PyCompletion {
     }
 }
 
-/// Counters of a store since it was opened.
-#[pyclass(frozen, eq, get_all, name = "StoreStats", module = "blockyard._core")]
-#[derive(Clone, Default, PartialEq, Eq)]
-pub(crate) struct PyStoreStats {
-    /// Number of blocks written.
-    written_blocks: u64,
-    /// Bytes of those blocks, without headers.
-    written_bytes: u64,
-    /// Number of blocks read and found intact.
-    read_blocks: u64,
-    /// Bytes of those blocks, without headers.
-    read_bytes: u64,
-    /// Number of blocks not read or written, by reason.
-    misses: BTreeMap<String, u64>,
-    /// Number of operations that failed with a system error.
-    errors: u64,
-    /// Message of the last of those errors.
-    last_error: String,
-    /// Number of those errors since the last successful operation: 0 means healthy.
-    errors_in_a_row: u64,
-    /// Whether the storage has stopped answering; batches are then refused until it answers a probe.
-    is_down: bool,
-    /// Bytes of blocks in flight and of uncollected results.
-    pending_bytes: u64,
-    /// Number of keys with a block.
-    cached_blocks: u64,
-    /// Number of keys whose block was evicted.
-    evicted_blocks: u64,
-}
-
-#[pymethods]
-impl PyStoreStats {
-    #[new]
-    #[pyo3(signature = (*, written_blocks=0, written_bytes=0, read_blocks=0, read_bytes=0, misses=None, errors=0,
-                        last_error="", errors_in_a_row=0, is_down=false, pending_bytes=0, cached_blocks=0,
-                        evicted_blocks=0))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments, one per counter")]
-    fn new(
-        #[pyo3(from_py_with = args::written_blocks)] written_blocks: u64,
-        #[pyo3(from_py_with = args::written_bytes)] written_bytes: u64,
-        #[pyo3(from_py_with = args::read_blocks)] read_blocks: u64,
-        #[pyo3(from_py_with = args::read_bytes)] read_bytes: u64,
-        #[pyo3(from_py_with = args::misses)] misses: Option<BTreeMap<String, u64>>,
-        #[pyo3(from_py_with = args::errors)] errors: u64,
-        last_error: &str,
-        #[pyo3(from_py_with = args::errors_in_a_row)] errors_in_a_row: u64,
-        is_down: bool,
-        #[pyo3(from_py_with = args::pending_bytes)] pending_bytes: u64,
-        #[pyo3(from_py_with = args::cached_blocks)] cached_blocks: u64,
-        #[pyo3(from_py_with = args::evicted_blocks)] evicted_blocks: u64,
-    ) -> Self {
-        Self {
-            written_blocks,
-            written_bytes,
-            read_blocks,
-            read_bytes,
-            misses: misses.unwrap_or_default(),
-            errors,
-            last_error: last_error.to_owned(),
-            errors_in_a_row,
-            is_down,
-            pending_bytes,
-            cached_blocks,
-            evicted_blocks,
-        }
-    }
-
-    /// Number of reads whose header or payload checksum did not match.
-    #[getter]
-    fn checksum_failures(&self) -> u64 {
-        self.sum(&[Miss::HeaderChecksum, Miss::PayloadChecksum])
-    }
-
-    /// Number of reads that returned a damaged block, for any reason.
-    #[getter]
-    fn damaged_blocks(&self) -> u64 {
-        self.sum(&[
-            Miss::Magic,
-            Miss::Version,
-            Miss::HeaderChecksum,
-            Miss::Namespace,
-            Miss::Key,
-            Miss::Slot,
-            Miss::Generation,
-            Miss::Length,
-            Miss::PayloadChecksum,
-            Miss::Truncated,
-        ])
-    }
-
-    /// Return all counters, for JSON.
-    fn as_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let dict = PyDict::new(py);
-        for (name, value) in [
-            ("written_blocks", self.written_blocks),
-            ("written_bytes", self.written_bytes),
-            ("read_blocks", self.read_blocks),
-            ("read_bytes", self.read_bytes),
-            ("checksum_failures", self.checksum_failures()),
-            ("damaged_blocks", self.damaged_blocks()),
-            ("errors", self.errors),
-            ("errors_in_a_row", self.errors_in_a_row),
-            ("pending_bytes", self.pending_bytes),
-            ("cached_blocks", self.cached_blocks),
-            ("evicted_blocks", self.evicted_blocks),
-        ] {
-            dict.set_item(name, value)?;
-        }
-        dict.set_item("is_down", self.is_down)?;
-        dict.set_item("last_error", &self.last_error)?;
-        dict.set_item("misses", &self.misses)?;
-        Ok(dict)
-    }
-
-    /// The constructor's arguments by name, for pickling.
-    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<((), Bound<'py, PyDict>)> {
-        let counters = self.as_dict(py)?;
-        counters.del_item("checksum_failures")?;
-        counters.del_item("damaged_blocks")?;
-        Ok(((), counters))
-    }
-
-    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        Ok(format!("StoreStats({})", self.as_dict(py)?.repr()?))
-    }
-}
-
-impl PyStoreStats {
-    pub(super) fn from_store(stats: Stats, bytes_per_block: u64) -> Self {
-        let seen = Miss::ALL.into_iter().map(|miss| (miss.name().to_owned(), stats.misses[miss.index()]));
-        Self {
-            written_blocks: stats.written_blocks,
-            written_bytes: stats.written_blocks * bytes_per_block,
-            read_blocks: stats.read_blocks,
-            read_bytes: stats.read_blocks * bytes_per_block,
-            misses: seen.filter(|(_, count)| *count > 0).collect(),
-            errors: stats.errors,
-            last_error: stats.last_error,
-            errors_in_a_row: stats.errors_in_a_row,
-            is_down: stats.is_down,
-            pending_bytes: stats.pending_bytes,
-            cached_blocks: stats.cached_blocks,
-            evicted_blocks: stats.evicted_blocks,
-        }
-    }
-
-    fn sum(&self, misses: &[Miss]) -> u64 {
-        misses.iter().filter_map(|miss| self.misses.get(miss.name())).sum()
-    }
+/// Returns the counters of a store since it was opened: `StoreStats`.
+pub(super) fn store_stats<'py>(py: Python<'py>, stats: &Stats, bytes_per_block: u64) -> PyResult<Bound<'py, PyAny>> {
+    let seen = Miss::ALL.into_iter().map(|miss| (miss.name(), stats.misses[miss.index()]));
+    made!(py, "StoreStats" {
+        written_blocks: stats.written_blocks,
+        written_bytes: stats.written_blocks * bytes_per_block,
+        read_blocks: stats.read_blocks,
+        read_bytes: stats.read_blocks * bytes_per_block,
+        misses: seen.filter(|(_, count)| *count > 0).collect::<BTreeMap<_, _>>(),
+        errors: stats.errors,
+        last_error: &stats.last_error,
+        errors_in_a_row: stats.errors_in_a_row,
+        is_down: stats.is_down,
+        pending_bytes: stats.pending_bytes,
+        cached_blocks: stats.cached_blocks,
+        evicted_blocks: stats.evicted_blocks,
+    })
 }

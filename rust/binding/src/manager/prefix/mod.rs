@@ -11,7 +11,7 @@ use crate::convert::values::picklable;
 use crate::event::PyEventBatch;
 use crate::manager::prompts::{self, KeySpecs, PyExtra, PyHashedPrompt, TokenIds};
 use crate::manager::shared::Shared;
-use crate::manager::stats::PyResidency;
+use crate::manager::stats::residency;
 use blockyard_core::hash::Chain;
 use blockyard_core::{HashedPrompt, KeySpec, MAX_PRIORITY, PrefixHit, Tier};
 use numpy::PyArray1;
@@ -267,10 +267,13 @@ impl PyPrefix {
     ///
     /// Returns:
     ///     `Residency` for each tier that caches: `"device"` and `"host"`.
-    fn residency(&self) -> BTreeMap<&'static str, PyResidency> {
-        let manager = self.0.lock();
-        let found = |tier| PyResidency::new(&manager.residency(tier).copied().unwrap_or_default());
-        [Tier::Device, Tier::Host].map(|tier| (tier.name(), found(tier))).into()
+    fn residency<'py>(&self, py: Python<'py>) -> PyResult<BTreeMap<&'static str, Bound<'py, PyAny>>> {
+        let tiers = [Tier::Device, Tier::Host];
+        let found = {
+            let manager = self.0.lock();
+            tiers.map(|tier| manager.residency(tier).copied().unwrap_or_default())
+        };
+        tiers.iter().zip(&found).map(|(tier, found)| Ok((tier.name(), residency(py, found)?))).collect()
     }
 
     /// Return and remove all waiting events: blocks stored or removed, cache cleared. A router tracks the cache with
