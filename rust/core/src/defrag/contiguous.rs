@@ -94,6 +94,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
     /// of unfinished sequences may not move now.
     pub(super) fn arrange(&mut self, sequences: &Sequences<'_>, wanted: usize) -> usize {
         let is_hot = |sequence: &[BlockId]| sequence.last().is_some_and(|&block| self.rules.facts.is_hot(block));
+        // Running sequences last: the next tokens of one may break what was joined, and cancel its moves.
         let (hot, cold): (Vec<_>, Vec<_>) = sequences.iter().partition(|sequence| is_hot(sequence));
         let (mut claimed, links) = (HashMap::new(), links(sequences, self.places.holes().capacity()));
         let (mut spans, mut held) = (None, 0);
@@ -104,6 +105,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
             let mut pieces = self.pieces(sequence, &claimed, &links);
             if pieces.len() > wanted {
                 held += pieces.iter().map(|piece| piece.held).sum::<usize>();
+                // Finding spans scans the holes: only if a sequence needs one, and then once for all.
                 let spans = spans.get_or_insert_with(|| {
                     let longest = sequences.iter().map(|sequence| sequence.len()).max().unwrap_or(0);
                     Spans::find(self.places, self.rules, longest)
@@ -169,6 +171,8 @@ impl<F: Facts> Arranger<'_, '_, F> {
 
     /// Keeps a piece whose move would not improve adjacency.
     fn stay(&mut self, pieces: &mut [Piece]) {
+        // Taking one move back changes the neighbours of others, so look again until nothing changes. Each round takes
+        // back at least one move, so this ends.
         let mut again = true;
         while again {
             again = false;
@@ -190,6 +194,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
     /// The longest run of two pieces or more from `first` on, with the fewest moves.
     fn longest(&self, pieces: &[Piece], first: usize, spans: &mut Spans) -> Option<Run> {
         let movable = pieces[first..].iter().take_while(|piece| piece.can_move);
+        // Two ways to win: all pieces into one run of holes, or around a piece that stays where it is and costs nothing.
         let span = spans.fit(self.places, movable.map(Piece::len).sum(), self.rules.facts.content());
         let mut best = span.and_then(|span| self.lay(pieces, first, span.start));
         let most = u32::try_from(self.budget_left.buys(HoleUse::Move)).unwrap_or(u32::MAX);
@@ -204,6 +209,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
                 }
             }
             before += anchor.len();
+            // A later anchor would need this piece in front of it, or more moves than are left.
             if !anchor.can_move || before > most {
                 break;
             }
@@ -251,6 +257,7 @@ impl<F: Facts> Arranger<'_, '_, F> {
     fn reserve(&mut self, piece: &Piece) {
         for [from, to] in piece.pairs() {
             self.budget_left.pay(self.rules.facts.hole_use(BlockId(to)), 1);
+            // Neither the hole nor the block left behind may be planned twice in one step: all moves run at once.
             self.places.suspend([from, to]);
         }
     }

@@ -150,6 +150,7 @@ impl Transfers {
             self.step.set_prefetch();
         }
         let (ticket, mut transfers) = (self.open, std::mem::take(&mut self.decided));
+        // The order of the kinds is the order of execution: what is read by one is written by a later one only.
         transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
         let mut step = std::mem::take(&mut self.step);
         step.set_copies(copies(&transfers, device));
@@ -224,6 +225,7 @@ impl Transfers {
     pub(crate) fn close_known(&mut self, ticket: TicketId, device: &Pool) -> Ticket {
         let mut closed = self.submitted.remove(&ticket).unwrap_or_default();
         let (first, copies) = (self.first(), closed.take_copies());
+        // An older ticket may still lose the bytes that these copies were made from. If none is open, nothing can.
         if first < ticket && !copies.is_empty() {
             self.ended += copies.len();
             self.ended_copies.insert(ticket, copies);
@@ -232,6 +234,7 @@ impl Transfers {
         if self.ended_copies.is_empty() {
             self.ended = 0;
         }
+        // The limit doubles with what was kept, so a pass over all copies costs O(1) for each copy noted.
         if self.ended > self.ended_limit {
             self.forget_copies(device);
         }
@@ -241,6 +244,8 @@ impl Transfers {
     /// Drops ended copies whose bytes are gone, or whose bytes no unfinished ticket can lose. A copy of a copy becomes
     /// a copy of the original. So there is at most one for each block in use and each earlier ticket.
     fn forget_copies(&mut self, device: &Pool) {
+        // Only bytes that an unfinished ticket still writes can turn out to be lost. A block id alone does not name them:
+        // the block may have been reused since, so its version goes with it.
         let written = self.leases().filter(|lease| (lease.tier, lease.kind) == (Tier::Device, LeaseKind::Write));
         let written = written.map(|lease| (lease.block, device.block(lease.block).version()));
         // Block versions, and the versions written by unfinished tickets that they were copied from.
@@ -249,6 +254,7 @@ impl Transfers {
         let ended = std::mem::take(&mut self.ended_copies);
         let mut all: Vec<_> = ended.iter().map(|(ticket, copies)| (*ticket, copies.as_slice(), true)).collect();
         all.extend(self.submitted.iter().map(|(ticket, submitted)| (*ticket, submitted.copies(), false)));
+        // In the order of tickets, a copy's source has its origins before the copy is looked at: one pass suffices.
         all.sort_by_key(|(ticket, ..)| *ticket);
         self.ended = 0;
         for (ticket, copies, has_ended) in all {
@@ -259,6 +265,7 @@ impl Transfers {
                     let kept = self.ended_copies.entry(ticket).or_default();
                     kept.extend(made_from.iter().map(|&origin| [origin, to]));
                 }
+                // Also where `to` has been overwritten since: a later copy may have been made from it before that.
                 let origins = origins.entry(to).or_default();
                 origins.extend(made_from);
                 origins.sort_unstable();
@@ -283,6 +290,7 @@ impl Transfers {
         let on_device = blocks.iter().filter(|(tier, _)| *tier == Tier::Device);
         let mut lost: HashSet<BlockVersion> =
             on_device.map(|&(_, block)| (block, device.block(block).version())).collect();
+        // In order, so that a copy of a lost copy is found in the same pass.
         for [from, to] in self.copies_since(ticket, device) {
             if lost.contains(&from) && lost.insert(to) && device.block(to.0).is_used_as(to.1) {
                 blocks.insert((Tier::Device, to.0));

@@ -133,6 +133,8 @@ impl Segments {
     /// Gives a released block its segment, which is not below that of the blocks after it; returns its new note.
     #[inline]
     fn settle(&mut self, block: BlockId) -> u32 {
+        // Chains are released from their end, so the floor only rises towards the beginning. A block that were in an
+        // earlier segment than its successor could be evicted first and leave the successor where no prompt finds it.
         let note = &mut self.notes[block.index()];
         self.floor = self.floor.max(*note & SEGMENT);
         let settled = (*note & TAG) | self.floor | self.ends;
@@ -150,6 +152,7 @@ impl Segments {
         let note = &mut self.notes[block.index()];
         let segment = *note & SEGMENT;
         self.lens[segment as usize] -= usize::from(was);
+        // A hit on a block in use is no further use of a cached block: prompts that run side by side count once.
         if !is_hit {
             *note = 0;
         } else if was {
@@ -178,6 +181,8 @@ impl Segments {
 
     #[inline]
     pub(super) fn publish(&mut self, block: BlockId, tag: u32) {
+        // Under `Keep`, most blocks are evicted as they come. In a loop all of them come back, and promoting them would
+        // push out those that `Keep` holds on to.
         let came_back = self.ghosts.take(tag) && self.rule != EvictionRule::Keep;
         let segment = if came_back { self.inherited.max(AGAIN) } else { self.inherited };
         self.notes[block.index()] = (tag & TAG) | ENDS_CHAIN | segment;
@@ -212,6 +217,7 @@ impl Segments {
     fn first(&mut self) -> Option<Victims> {
         let all = |segment: u32, most| Some(Victims { segment: segment as usize, most, least_age: 0 });
         let [probation, once, again @ ..] = self.lens;
+        // Also under other rules, which put nothing there: the rule may have changed since.
         if probation > 0 {
             return all(PROBATION, probation);
         }
@@ -232,7 +238,8 @@ impl Segments {
 
     /// The oldest blocks not on probation, where a block of each segment counts as `credit` younger than those before.
     fn oldest(&mut self, credit: u64) -> Option<Victims> {
-        // Ages plus the credit that is missing to the last segment.
+        // Ages plus the credit that is missing to the last segment: adding to the earlier ones orders them as subtracting
+        // from the later ones would, and cannot underflow.
         let (mut first, mut second) = (None::<(u64, u32, u32)>, 0);
         for segment in ONCE..=LAST_SEGMENT {
             if self.lens[segment as usize] == 0 {

@@ -145,12 +145,14 @@ impl Sequences {
     /// Appends to a batch in one pass over the rows whose tokens fit into the blocks that they are writing, and one
     /// over the others. If those cannot be served, the first pass is undone.
     fn append_batch(&mut self, step: &mut OpenStep<'_>, mut batch: Batch<'_>) -> Result<()> {
+        // Two passes, since nearly all rows of a decode step take no block: the first needs no look at the pool, and
+        // the second takes the blocks of all others at once.
         let mut work = std::mem::take(&mut self.work);
         let pass = if batch.tables.is_some() { pass::<true> } else { pass::<false> };
         let passed = pass(&mut self.rows, step.transfers.open(), &mut batch, &mut work);
         work.slow.truncate(passed.slow);
         let result = if passed.rows < batch.sequences.len() {
-            // An error in an earlier row takes precedence.
+            // An error in an earlier row takes precedence, as if the rows were served one after the other.
             let repeated = Error::RepeatedSequence { sequence: batch.sequences[passed.rows] };
             self.slow_needs(step.view(), &batch, &mut work, &mut Vec::new()).and(Err(repeated))
         } else if work.slow.is_empty() {
@@ -173,6 +175,7 @@ impl Sequences {
         let result = self.slow_needs(step.view(), batch, work, &mut blocks).and_then(|new| {
             let copies = if blocks.is_empty() { 0 } else { copies(step.view(), &mut blocks)? };
             step.view().require(Request::device(new + copies), Vec::new)?;
+            // From here on nothing fails: every check is above, so the call succeeds whole or changes nothing.
             if self.groups.has_nulls() {
                 for &Slow { index, .. } in &work.slow {
                     let sequence = batch.sequences[index];
@@ -311,6 +314,7 @@ impl Sequences {
         let (passed, unwritten) = (self.passed_over(sequence, count), row.written == view.transfers.open());
         for i in self.written_blocks(row, count, lookahead) {
             if !view.tiers.device().block(row.table[i]).is_exclusive() {
+                // The copy would read the block before this step has written the row's earlier tokens to it.
                 if unwritten {
                     return Err(Error::Unwritten { sequence });
                 }
