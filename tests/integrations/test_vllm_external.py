@@ -1,5 +1,6 @@
 """The external store below `BlockyardSpec`'s host memory, over vLLM's own classes (`VLLM_SOURCE`) or stand-ins."""
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +48,61 @@ def test_chunks_come_back_after_a_restart_and_are_hits_only_when_they_are_there(
     again.settle()
     assert again.lookups(KEYS[:7], context) == ["HIT"] * 6 + ["MISS"]
     assert again.load(KEYS[:6])
+
+
+def test_a_request_that_waits_for_the_store_has_its_hits_from_there_and_later_ones_from_the_host(
+    engine: Callable[..., Engine],
+):
+    first = engine()
+    first.compute(KEYS[:4])
+    assert sources(first, KEYS[:4]) == ["HOST"] * 4
+    first.close()
+    again = engine()
+    again.compute(KEYS[4:6])
+    context, other = again.context("two"), again.context("three")
+    again.lookups(KEYS[:6], context)
+    again.lookups(KEYS[1:3], other)
+    again.settle()
+    assert again.lookups(KEYS[:6], context) == ["HIT"] * 6
+    assert sources(again, KEYS[:6], context) == ["DISK"] * 4 + ["HOST"] * 2
+    assert sources(again, KEYS[:4], other) == ["HOST", "DISK", "DISK", "HOST"]
+    again.manager.on_request_finished(context)
+    assert sources(again, KEYS[:4], again.context("four")) == ["HOST"] * 4
+
+
+def test_a_chunk_that_the_store_loses_and_another_request_computes_is_from_the_host(engine: Callable[..., Engine]):
+    first = engine()
+    first.compute(KEYS[:1])
+    first.close()
+    one = engine()
+    one.store.fault = "lose"
+    context = one.context("two")
+    assert one.lookups(KEYS[:1], context) == ["RETRY"]
+    one.settle()
+    one.compute(KEYS[:1], one.context("three"))
+    assert one.lookups(KEYS[:1], context) == ["HIT"]
+    assert sources(one, KEYS[:1], context) == ["HOST"]
+
+
+def sources(engine: Engine, keys: list[bytes], context: Any = None) -> list[str]:
+    context = context or engine.context()
+    return [engine.manager.get_load_source(key, context).name for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("url", "source"),
+    [
+        (None, "HOST"),
+        ("file:///var/cache?size=1GiB", "DISK"),
+        ("local:///var/cache?size=1GiB", "DISK"),
+        ("memory://one?size=1GiB", "HOST"),
+        ("redis://file:1?size=1GiB", "EXTERNAL_UNSPECIFIED"),
+        ("s3://bucket?size=1GiB", "EXTERNAL_UNSPECIFIED"),
+    ],
+)
+def test_vllms_label_of_a_hit_is_that_of_the_storage(vllm: SimpleNamespace, url: str | None, source: str):
+    metrics = importlib.import_module("blockyard.integrations.vllm.metrics")
+    assert metrics.hit_source(url).name == source
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class Tier:
             primary_kv_view=memoryview(self.memory),
             tier_type="BlockyardTier",
             backpressure_detector=None,
-            **({"root_dir": str(root), "size": "1MiB"} | options),
+            **(options if "url" in options else {"root_dir": str(root), "size": "1MiB"} | options),
         )
 
     def submit(self, call: Any, keys: list[bytes], chunks: list[int], **more: Any) -> None:
@@ -82,6 +82,13 @@ def test_a_chunk_comes_back_into_another_row_and_no_other_changes(vllm: SimpleNa
     assert tier.load([], []).success
     tier.tier.shutdown()
     tier.tier.shutdown()
+
+
+def test_vllms_label_of_its_hits_is_that_of_the_storage(vllm: SimpleNamespace, tmp_path: Path):
+    for options, source in (({}, "DISK"), ({"url": "memory://tier?size=1MiB"}, "HOST")):
+        tier = Tier(vllm, tmp_path, **options)
+        assert tier.tier.cache_hit_source.name == source
+        tier.tier.shutdown()
 
 
 def test_expedited_is_taken(vllm: SimpleNamespace, tmp_path: Path):
@@ -206,7 +213,7 @@ def test_the_store_stays_within_its_size(vllm: SimpleNamespace, tmp_path: Path):
     ("options", "error", "message"),
     [
         ({"root_dir": None}, InvalidArgumentError, "must give exactly one of them"),
-        ({"url": "file:///x"}, InvalidArgumentError, "must give exactly one of them"),
+        ({"url": "file:///x", "root_dir": "/x"}, InvalidArgumentError, "must give exactly one of them"),
         ({"size": 100}, StoreFullError, "100"),
     ],
 )

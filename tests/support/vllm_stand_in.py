@@ -23,7 +23,8 @@ def modules(version: str) -> dict[str, ModuleType]:
     made["vllm"].__version__ = f"{version}.0"  # type: ignore[attr-defined]
     newer = version == "0.33"
     base = records() | interfaces(newer=newer)
-    fill(made, "v1.metrics.cache_hit_source", {"CacheHitSource": Enum("CacheHitSource", ["HOST", "DISK"])})
+    sources = Enum("CacheHitSource", ["DEVICE", "HOST", "P2P", "DISK", "EXTERNAL_UNSPECIFIED"])
+    fill(made, "v1.metrics.cache_hit_source", {"CacheHitSource": sources})
     fill(made, "v1.kv_offload.base", base)
     fill(made, "v1.kv_offload.config", configuration())
     fill(made, "v1.kv_offload.cpu.common", common(base))

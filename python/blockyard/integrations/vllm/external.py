@@ -51,6 +51,7 @@ class _Request:
 
     until: float
     asked: set[OffloadKey] = field(default_factory=set)
+    loaded: set[OffloadKey] = field(default_factory=set)  # those that came from the store
     pending: set[OffloadKey] = field(default_factory=set)
 
 
@@ -155,6 +156,12 @@ class ExternalTier:
             request.until += self._store.bytes_per_block / _BYTES_PER_SECOND
             self._wanted[key] = None
         return LookupResult.RETRY
+
+    def has_loaded(self, key: OffloadKey, context: ReqContext) -> bool:
+        """Return whether a hit of this request came from the store, at its own lookup."""
+        with self._state:
+            request = self._requests.get(context.req_id)
+            return request is not None and key in request.loaded
 
     def end_step(self, preempted: Sequence[str] = ()) -> None:
         """Start reading the chunks looked up in this step. Preempted requests may ask again."""
@@ -287,6 +294,9 @@ class ExternalTier:
                 np.copyto(part[chunk], rows[places[key]][first : first + part.shape[1]])
                 first += part.shape[1]
         with self._lock:
+            with self._state:
+                for request in self._requests.values():
+                    request.loaded |= request.asked.intersection(store.keys)
             stored = self._offload.complete_store(store.keys)
             job.stores = _NOTHING
             self._report(stored, [])

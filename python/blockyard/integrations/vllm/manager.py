@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.vllm.external import ExternalTier
 from blockyard.integrations.vllm.hints import Pins, read_hints
+from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.integrations.vllm.recording import ChunkRecorder
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager, PreparedStore
@@ -88,6 +89,7 @@ class BlockyardManager(OffloadingManager):
         self._reported_evictions = 0
         self._reported_external = [0, 0, 0, 0]
         self._weights_fixed = weights_fixed
+        self._url = ""  # of the external store
         self._external: ExternalTier | None = None
         self._awaits_flush = False
         # Hits of this step, which vLLM may still load: the external store's threads must not evict them.
@@ -105,8 +107,9 @@ class BlockyardManager(OffloadingManager):
         """The lock to hold across calls that belong together."""
         return self._lock
 
-    def use_external(self, store: ExternalStore, region: SharedRegion, timeout_base: float) -> None:
+    def use_external(self, store: ExternalStore, region: SharedRegion, timeout_base: float, url: str) -> None:
         """Use a prefix store for chunks missing on the host, and write the host's chunks to it; see `ExternalTier`."""
+        self._url = url
         self._external = ExternalTier(
             store, region, self._offload, lock=self._lock, report=self._report_both, timeout_base=timeout_base
         )
@@ -144,10 +147,9 @@ class BlockyardManager(OffloadingManager):
         return _RESULTS["pending"] if found == "pending" else self._external.lookup(key, req_context)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
-        """Return the source of hits: host memory."""
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415 (rarely called)
-
-        return CacheHitSource.HOST
+        """Return the source of a hit: the external store if this request waited for it, else host memory."""
+        is_loaded = self._external is not None and self._external.has_loaded(key, req_context)
+        return hit_source(self._url if is_loaded else None)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Mark keys as just used; the first key is evicted last."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
-__all__ = ["Metrics", "definitions"]
+__all__ = ["Metrics", "definitions", "hit_source"]
 
 _EXTERNAL: Final = (
     "Chunks that came from the external store to the host.",
@@ -47,3 +47,12 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
             for name, text in zip(Metrics.EXTERNAL, _EXTERNAL, strict=True)
         },
     }
+
+
+def hit_source(url: str | None) -> Any:
+    """Return vLLM's label for tokens from a store, or from host memory if it is None; servers and buckets have none."""
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415 (rarely called)
+
+    if url is None or url.startswith("memory:"):
+        return CacheHitSource.HOST
+    return CacheHitSource.DISK if url.startswith(("file:", "local:")) else CacheHitSource.EXTERNAL_UNSPECIFIED

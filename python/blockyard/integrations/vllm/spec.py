@@ -135,7 +135,7 @@ class BlockyardSpec(OffloadingSpec):
         except BlockyardError:
             store.close()
             raise
-        manager.use_external(store, region, external.timeout_base)
+        manager.use_external(store, region, external.timeout_base, external.url)
 
     def _region(self, place: int) -> SharedRegion:
         world = self.config.parallel.world_size

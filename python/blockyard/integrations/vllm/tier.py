@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.stores import open_store
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.adapters.objects import store_url
@@ -114,6 +115,7 @@ class BlockyardTier(SecondaryTierManager):
             backpressure_detector=backpressure_detector,
         )
         url = store_url(root_dir, url, size)
+        self.cache_hit_source = hit_source(url)
         self._rows = _rows(primary_kv_view)
         width = int(self._rows.shape[1])
         self._store = open_store(
