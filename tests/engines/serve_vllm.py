@@ -21,7 +21,6 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "PYTHONHASHSEED": "0",
     # Compiling takes longer than all rounds of a test.
     "TORCHDYNAMO_DISABLE": "1",
 }

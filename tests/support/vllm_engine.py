@@ -93,4 +93,5 @@ def _environment() -> dict[str, str]:
     paths = [str(HERE), str(HERE.parents[1] / "python")]
     # vLLM imports thousands of files, which takes a fraction of the time once they are compiled.
     known = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**known, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "0"}
+    known.pop("PYTHONHASHSEED", None)  # vLLM's keys are equal in all processes without it
+    return {**known, "PYTHONPATH": os.pathsep.join(paths)}
