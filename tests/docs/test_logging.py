@@ -25,11 +25,16 @@ def lines_of(path: Path) -> Iterator[tuple[str, str, str]]:
                 assert name in LOGGERS, f"{path.name} calls its logger {name}"
             case ast.Assign(value=ast.Call(func=ast.Attribute(attr="getLogger"), args=[ast.Name(id="__name__")])):
                 logger = "blockyard.integrations"
+            case ast.Call(func=ast.Name(id="engine_log")):
+                logger = "blockyard.integrations"  # below the engine's logger, and in the same table
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=level), args=[text, *_]) if (
-                name in LOGGERS and level in LEVELS
-            ):
+            case ast.Call(
+                func=ast.Attribute(
+                    value=ast.Name(id="_log" | "_LOG") | ast.Call(func=ast.Name(id="engine_log")), attr=level
+                ),
+                args=[text, *_],
+            ) if level in LEVELS:
                 assert isinstance(text, ast.Constant), f"{path.name}:{node.lineno} logs what is no constant"
                 yield logger, LEVELS[level], re.sub(r"%[sdr]", "*", text.value)
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ |= {
-    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -181,7 +181,12 @@ def serve(llm: Any, options: dict[str, Any], asked: dict[str, Any]) -> dict[str,
 
 
 def counters(llm: Any) -> dict[str, float]:
-    return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    """The engine's counters and gauges; those with a source by both names."""
+    return {
+        " ".join([metric.name, *filter(None, [metric.labels.get("source")])]): metric.value
+        for metric in llm.get_metrics()
+        if hasattr(metric, "value")
+    }
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 `make test-engines` makes the environment and names its Python in `ENGINES_PYTHON`.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,27 @@ def test_requests_are_recorded_with_their_chunks(folder: Path, tmp_path: Path, m
     answers = [list(row.output_hash_ids) for row in rows]
     assert sorted(number for answer in answers[:6] for number in answer) == list(range(18, 30))
     assert answers[6:11] == answers[:5]  # the engine ends before it tells that the last request has ended
+
+
+def test_vllms_log_has_one_line_for_the_start_and_one_for_options_without_effect(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    store = f"file://{tmp_path}?size=64MiB"
+    extra = {**SPEC, "prefix_store": store, "eviction_policy": "arc", "prefix_stores": store}
+    for found in (r"0 blocks found", r"[1-9]\d* blocks found"):
+        log = "\n".join(serve(folder, extra=extra, rounds=1)["log"])
+        assert len(re.findall(r"Blockyard: |without effect", log)) == 2
+        assert re.search(
+            r"WARNING [\d-]+ [\d:]+ \[spec.py:\d+\] kv_connector_extra_config has options without effect: "
+            r"'eviction_policy' \(use 'policy'\), 'prefix_stores' \(did you mean 'prefix_store'\?\)\n",
+            log,
+        )
+        assert re.search(
+            r"INFO [\d-]+ [\d:]+ \[spec.py:\d+\] Blockyard: 512 host chunks of 32768 bytes, policy lru, "
+            rf"store {re.escape(store)}, namespace [0-9a-f]{{8}}, {found}\n",
+            log,
+        )
 
 
 @pytest.mark.parametrize("what", ["loads", "wrong chunks"])

@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 SECRET = "a-secret-of-the-tests"
+BY_SOURCE = "vllm:prompt_tokens_cached_by_source"
 ROOMY = {**SPEC, "host_bytes": "16MiB", "weights_fixed": True, "prefetch_timeout_base": 60}
 
 
@@ -92,6 +93,10 @@ def test_tokens_are_the_same_cold_warm_after_a_restart_and_over_damage(folder: P
     assert warm["tokens"] == alone["tokens"][:1]
     assert warm["external"][-1]["loaded"] > 0
     assert warm["cached"] > cold["cached"]
+    source = "disk" if isinstance(storage, FileStorage) else "external_unspecified"
+    labelled = {name: warm["counters"][f"{BY_SOURCE} {name}"] for name in ("disk", "external_unspecified")}
+    assert labelled == {"disk": 0, "external_unspecified": 0} | {source: labelled[source]}
+    assert labelled[source] > cold["counters"][f"{BY_SOURCE} {source}"] == 0
     storage.damage()
     damaged = serve(folder, extra=extra, rounds=1)
     assert damaged["tokens"] == alone["tokens"][:1]

@@ -78,7 +78,10 @@ def test_a_load_that_hangs_keeps_no_lookup_waiting_and_a_closed_connector_takes_
     ("change", "message"),
     [
         ({"kv_dtype": ""}, "kv_dtype is ''"),
-        ({"part": "1K"}, "part is '1K'"),
+        ({"kv_dtype": "auto"}, "must be the dtype that auto stands for"),
+        ({"kv_dtype": "bf16"}, "did you mean 'bfloat16'"),
+        ({"revison": "x"}, "adapter_params has 'revison' .did you mean 'revision'.*, must be of kv_dtype, root_dir"),
+        ({"part": "1K"}, "part: '1K' is not a size"),
         ({"part": 1024}, "must be 4KiB to 64MiB"),
         ({"url": None}, "must give exactly one of them"),
     ],

@@ -132,7 +132,7 @@ def test_ranks_share_pages_only_where_they_are_the_same(storage: Any):
 @pytest.mark.parametrize(
     ("options", "change", "message"),
     [
-        ({"sise": 3}, {}, "extra_config has sise"),
+        ({"sise": 3}, {}, "extra_config has 'sise' .did you mean 'size'"),
         ({"root_dir": "/nowhere"}, {"is_mla_model": True, "tp_size": 2}, "url must name a store"),
     ],
 )

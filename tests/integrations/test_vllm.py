@@ -59,9 +59,9 @@ def lookups(manager: Any, context: Any, keys: list[bytes] = KEYS) -> str:
 def test_a_misspelt_option_is_named_in_the_log(vllm: SimpleNamespace, caplog: pytest.LogCaptureFixture):
     options = {"host_bytes": 640, "prefix_stroe": "redis://", "spec_name": "BlockyardSpec", "others": 2}
     with caplog.at_level("WARNING"):
-        spec_of(vllm, options)
+        spec_of(vllm, options).get_manager()
     assert [record.getMessage() for record in caplog.records] == [
-        "kv_connector_extra_config has 'prefix_stroe', which is ignored: is it 'prefix_store'?"
+        "kv_connector_extra_config has options without effect: 'prefix_stroe' (did you mean 'prefix_store'?), 'others'"
     ]
 
 
@@ -112,8 +112,8 @@ def test_the_capacity_is_the_bytes_over_those_of_a_chunk(vllm: SimpleNamespace):
             "prefetch_timeout_base is 0, must be seconds",
         ),
         (
-            {"host_bytes": 640, "prefix_store": "file:///x", "weights_fixed": 1},
-            "weights_fixed is 1, must be true",
+            {"host_bytes": 640, "prefix_store": "file:///x", "weights_fixed": 2},
+            "weights_fixed is 2, must be true",
         ),
     ],
 )
@@ -123,7 +123,7 @@ def test_an_option_out_of_range_is_refused(vllm: SimpleNamespace, options: dict[
 
 
 def test_an_unknown_policy_is_refused(vllm: SimpleNamespace):
-    with pytest.raises(InvalidArgumentError, match='eviction is "best"'):
+    with pytest.raises(InvalidArgumentError, match="policy is 'best'"):
         manager_of(vllm, 4, policy="best")
 
 

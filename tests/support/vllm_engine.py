@@ -18,13 +18,13 @@ SECONDS = 1800  # on busy machines, importing vLLM may take minutes
 
 
 def serve(folder: Path, **options: Any) -> Any:
-    """Run `serve_vllm.py`, and return its output; it documents its options."""
+    """Run `serve_vllm.py`, and return its result, which it documents, and vLLM's log."""
     finished = subprocess.run(
         _command(folder, options), check=False, capture_output=True, text=True, timeout=SECONDS, env=_environment()
     )
     results = [line for line in finished.stdout.splitlines() if line.startswith("RESULT ")]
     assert finished.returncode == 0, finished.stderr[-4000:]
-    return json.loads(results[0].removeprefix("RESULT "))
+    return {**json.loads(results[0].removeprefix("RESULT ")), "log": finished.stdout.splitlines()}
 
 
 class Engine:

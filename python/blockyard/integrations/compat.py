@@ -6,15 +6,18 @@ import inspect
 import logging
 from collections.abc import Callable
 
-__all__ = ["require_bases", "require_fields", "require_fit", "warn_version"]
+__all__ = ["engine_log", "require_bases", "require_fields", "require_fit", "warn_version"]
 
-_LOG = logging.getLogger(__name__)
+
+def engine_log(engine: str) -> logging.Logger:
+    """Return our logger below an engine's own, `vllm.blockyard`: the engine's format, level and handlers apply."""
+    return logging.getLogger(f"{engine.lower()}.blockyard")
 
 
 def warn_version(engine: str, version: str, *supported: str) -> None:
     """Log a warning if an engine's version is untested."""
     if not f"{version}.".startswith(tuple(f"{known}." for known in supported)):
-        _LOG.warning("%s is %s, Blockyard was tested with %s", engine, version, " and ".join(supported))
+        engine_log(engine).warning("%s is %s, Blockyard was tested with %s", engine, version, " and ".join(supported))
 
 
 def require_fit(ours: type, theirs: type, which: str, *, constructor: bool = False) -> None:
@@ -68,9 +71,10 @@ def _misfit(theirs: Callable[..., object], ours: Callable[..., object]) -> str:
     wanted = list(inspect.signature(theirs).parameters.values())
     found = inspect.signature(ours).parameters
     order = list(found)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values()):
-        return ""
+    takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values())
     for place, parameter in enumerate(wanted):
+        if parameter.name not in found and takes_more:
+            continue
         if parameter.name not in found:
             return f"passes {parameter.name}, which Blockyard's does not take"
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and order.index(parameter.name) != place:

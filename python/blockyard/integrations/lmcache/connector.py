@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -17,14 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.stores import parse_size
+from blockyard.integrations.compat import engine_log
 from blockyard.stores.adapters.jobs import Steps
 from blockyard.stores.adapters.objects import PrefixObjects, store_url
+from blockyard.stores.adapters.options import read_kv_dtype, read_size, read_text, refuse_unknown
 from blockyard.workers import open_event
 
 __all__ = ["BlockyardConnector"]
 
-_LOG = logging.getLogger(__name__)
+_LOG = engine_log("LMCache")
+_OPTIONS = ("kv_dtype", "root_dir", "url", "size", "part", "revision")
 _LANES = {"lookup": 16, "load": 4, "store": 1}
 """Concurrent operations of each kind: lookups never queue behind loads or stores, nor loads behind stores."""
 _Completion = tuple[int, bool, str, list[bool]]
@@ -57,12 +58,13 @@ class BlockyardConnector:
         kv_dtype: dtype of the KV cache: LMCache's keys do not distinguish float8 types.
         root_dir: folder of a file store; only one process at a time can open it.
         url: instead of `root_dir`, the URL of any store with keys, see `blockyard.open_store`.
-        size: size limit of the file store in bytes.
-        part: bytes in a block; an object takes as many blocks as it needs.
+        size: size limit of the file store in bytes; None for 1 GiB. A `url` has its own.
+        part: bytes in a block; an object takes as many blocks as it needs. None for 1 MiB.
         revision: revision of the weights, if the model's name does not include it.
+        unknown: options that do not exist, to refuse them by name.
 
     Raises:
-        InvalidArgumentError: an argument is missing or wrong.
+        InvalidArgumentError: an argument is unknown, missing or wrong.
         StoreError: the store cannot be opened.
     """
 
@@ -72,16 +74,15 @@ class BlockyardConnector:
         kv_dtype: str,
         root_dir: str | None = None,
         url: str | None = None,
-        size: int | str = "1GiB",
-        part: int | str = "1MiB",
-        revision: str = "",
+        size: int | str | None = None,
+        part: int | str | None = None,
+        revision: str | None = None,
+        **unknown: object,
     ) -> None:
-        if not kv_dtype:
-            raise InvalidArgumentError(f"kv_dtype is {kv_dtype!r}, must be the type of the KV cache, such as bfloat16")
-        try:
-            part_bytes = parse_size(str(part))
-        except ValueError as error:
-            raise InvalidArgumentError(f"part is {part!r}: {error}") from None
+        refuse_unknown("adapter_params", unknown, _OPTIONS)
+        dtype = read_kv_dtype("kv_dtype", kv_dtype or "")
+        revision = read_text("revision", revision)
+        part_bytes = 1 << 20 if part is None else read_size("part", part)
         if not 1 << 12 <= part_bytes <= 1 << 26:
             raise InvalidArgumentError(f"part is {part!r}, must be 4KiB to 64MiB")
         self._objects = PrefixObjects(
@@ -90,7 +91,7 @@ class BlockyardConnector:
             fields={
                 "engine": f"lmcache {version('lmcache')}",
                 "part": part_bytes,
-                "dtype": kv_dtype,
+                "dtype": dtype,
                 "revision": revision,
             },
         )
@@ -101,6 +102,7 @@ class BlockyardConnector:
         self._drained: tuple[int, ...] = ()  # operations that the last `drain_completions` returned
         self._closed = False
         self._jobs = self._objects.jobs("blockyard-lmcache", _LANES)
+        _LOG.info("Blockyard: parts of %d bytes of a %s KV cache, %s", part_bytes, dtype, self._objects.about)
 
     def event_fd(self) -> int:
         """Return a file descriptor that is readable while there are completions to drain."""

@@ -7,7 +7,6 @@ reports them as restorable; a load is then a copy from host memory, which no sto
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import threading
 import time
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as LateError
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -34,25 +33,18 @@ from sglang.srt.utils import get_device_module
 from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.compat import require_fit
+from blockyard.integrations.compat import engine_log, require_fit
 from blockyard.integrations.sglang.pages import as_bytes, refuse_own_folders, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
 from blockyard.stores.adapters.jobs import Steps
-from blockyard.stores.adapters.objects import PrefixObjects, store_url
-from blockyard.stores.url import read_bytes
+from blockyard.stores.adapters.objects import PrefixObjects, check_place, store_url
+from blockyard.stores.adapters.options import read_seconds, read_size, read_text, refuse_unknown
 from blockyard.workers import keep
 
 __all__ = ["BlockyardLinker"]
 
-_LOG = logging.getLogger(__name__)
-_OPTIONS: Final = {
-    "root_dir": None,
-    "url": None,
-    "size": "1GiB",
-    "revision": "",
-    "staging": "1GiB",
-    "lookup_seconds": 0.1,
-}
+_LOG = engine_log("SGLang")
+_OPTIONS: Final = ("root_dir", "url", "size", "revision", "staging", "lookup_seconds")
 _MAX_READS: Final = 16
 """Maximum number of reads that outlived their lookup, and whose pages are kept for the next one."""
 _Pages = dict[tuple[str, str], NDArray[np.uint8]]
@@ -85,35 +77,30 @@ class BlockyardLinker(UnifiedCacheLinker):
         extra_config: Mapping[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        options = dict(extra_config or {})
-        unknown = sorted(options.keys() - _OPTIONS.keys())
-        if unknown:
-            raise InvalidArgumentError(
-                f"linker_extra_config has {', '.join(unknown)}, must be of {', '.join(_OPTIONS)}"
-            )
-        options = _OPTIONS | options
+        options = _read(extra_config or {})
         self.forward_stream = forward_stream
         self._group = _device_pools(params, components)
         self.pools = self._group.entry_map
         rank, ranks = _rank(params)
-        refuse_own_folders(options["root_dir"], ranks, share_pages=self._group.rank_replicated)
+        refuse_own_folders(options.root_dir, ranks, share_pages=self._group.rank_replicated)
         self._owner, self._ranks = not self._group.rank_replicated or rank == 0, ranks
         place = [params.pp_rank, params.pp_size, params.attn_cp_rank, params.attn_cp_size]
         place += [] if self._group.rank_replicated else [rank, ranks]
         self._sizes = {str(name): sum(size for _, size in _parts(pool)) for name, pool in self.pools.items()}
-        self._staging_bytes, self._lookup_seconds = _limits(options, max(self._sizes.values()))
+        self._staging_bytes = read_size("staging", options.staging, holds=max(self._sizes.values()), what="page")
+        self._lookup_seconds = options.lookup_seconds
         self._objects = PrefixObjects(
             store_url(
-                options["root_dir"],
-                options["url"],
-                options["size"],
+                options.root_dir,
+                options.url,
+                options.size,
                 f"linker-tp{rank}-pp{params.pp_rank}-cp{params.attn_cp_rank}",
             ),
             object_bytes=self._sizes[str(PoolName.KV)],
             fields={
                 "engine": f"sglang linker {sglang_version}",
                 "model": server_args.model_path,
-                "revision": str(options["revision"]),
+                "revision": options.revision,
                 "place": place,
                 "page": params.page_size,
                 "pools": {str(name): _describe(pool) for name, pool in self.pools.items()},
@@ -124,6 +111,7 @@ class BlockyardLinker(UnifiedCacheLinker):
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._start(next(buffer.device for pool in self.pools.values() for buffer, _ in _parts(pool)))
         self._recorder = record_queries([rank, params.pp_rank, params.attn_cp_rank], params.page_size)
+        _LOG.info("Blockyard: %d bytes of staging, %s", self._staging_bytes, self._objects.about)
 
     def _start(self, device: torch.device) -> None:
         self._changed = threading.Lock()
@@ -403,12 +391,24 @@ def _bytes_of(pages: _Pages) -> int:
     return sum(data.nbytes for data in pages.values())
 
 
-def _limits(options: Mapping[str, Any], bytes_per_page: int) -> tuple[int, float]:
-    staging = read_bytes("staging", options["staging"], holds=bytes_per_page, what="page")
-    seconds = options["lookup_seconds"]
-    if not isinstance(seconds, (int, float)) or not 0 <= seconds <= 10:
-        raise InvalidArgumentError(f"lookup_seconds is {seconds!r}, must be 0 to 10")
-    return staging, float(seconds)
+class _Options(NamedTuple):
+    root_dir: Any
+    url: Any
+    size: Any
+    revision: str
+    staging: int
+    lookup_seconds: float
+
+
+def _read(given: Mapping[str, Any]) -> _Options:
+    """Read and check the options, before anything is created."""
+    refuse_unknown("linker_extra_config", given, _OPTIONS)
+    root_dir, url, size, revision, staging, seconds = map(given.get, _OPTIONS)
+    check_place(root_dir, url, size)
+    revision = read_text("revision", revision)
+    staging = 1 << 30 if staging is None else read_size("staging", staging)
+    seconds = read_seconds("lookup_seconds", seconds, 0.1, most=10, above_zero=False)
+    return _Options(root_dir, url, size, revision, staging, seconds)
 
 
 def _device_pools(params: Any, components: Any) -> Any:

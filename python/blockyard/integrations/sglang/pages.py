@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -13,10 +12,11 @@ from numpy.typing import NDArray
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.compat import engine_log
 
 __all__ = ["as_bytes", "leading", "refuse_own_folders", "restorable_pages"]
 
-_LOG = logging.getLogger(__name__)
+_LOG = engine_log("SGLang")
 
 
 def restorable_pages(transfers: Sequence[PoolTransfer], contains: Callable[[Any], list[bool]]) -> PoolTransferResult:

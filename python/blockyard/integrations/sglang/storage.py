@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -20,14 +19,17 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.compat import engine_log
 from blockyard.integrations.sglang.pages import as_bytes, leading, refuse_own_folders, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
-from blockyard.stores.adapters.objects import PrefixObjects, require_one, store_url
+from blockyard.stores.adapters.objects import PrefixObjects, check_place, store_url
+from blockyard.stores.adapters.options import read_flag, read_kv_dtype, read_text, refuse_unknown
 
 __all__ = ["BlockyardHiCache"]
 
-_LOG = logging.getLogger(__name__)
-_SGLANGS_OWN: Final = {"backend_name", "module_path", "class_name", "interface_v1"}
+_LOG = engine_log("SGLang")
+_OPTIONS: Final = ("root_dir", "url", "size", "revision", "kv_dtype", "interface_v1")
+_SGLANGS_OWN: Final = ("backend_name", "module_path", "class_name")
 _OTHER_BYTES: Final = 256 << 10
 """Bytes of a block if the main pool keeps nothing, so that only other pools have pages."""
 _SHARDED: Final = {"mamba", "draft", "draft_swa"}
@@ -74,17 +76,13 @@ class BlockyardHiCache(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         self._config = storage_config
-        options = dict(storage_config.extra_config or {})
-        self._root, self._url = options.pop("root_dir", None), options.pop("url", None)
-        self._size, self._revision = options.pop("size", "1GiB"), str(options.pop("revision", ""))
-        self._kv_dtype = str(options.pop("kv_dtype", ""))
-        unknown = sorted(options.keys() - _SGLANGS_OWN)
-        if unknown:
-            raise InvalidArgumentError(
-                f"extra_config has {', '.join(unknown)}, must be of root_dir, url, size, revision and kv_dtype"
-            )
+        given = {name: value for name, value in (storage_config.extra_config or {}).items() if name not in _SGLANGS_OWN}
+        refuse_unknown("extra_config", given, _OPTIONS)
+        self._root, self._url, self._size, revision, kv_dtype, interface = map(given.get, _OPTIONS)
+        check_place(self._root, self._url, self._size)
+        self._revision, self._kv_dtype = read_text("revision", revision), read_kv_dtype("kv_dtype", kv_dtype)
+        read_flag("interface_v1", interface, default=False)  # SGLang reads "0" as true
         refuse_own_folders(self._root, storage_config.tp_size, share_pages=storage_config.is_mla_model)
-        require_one(self._root, self._url)
         self._objects: PrefixObjects | None = None
         self._recorder: QueryRecorder | None = None
         self._main: _Pool | None = None
@@ -112,6 +110,7 @@ class BlockyardHiCache(HiCacheStorage):
             )
             ranks = [config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dcp_rank]
             self._recorder = record_queries(ranks, getattr(mem_pool_host, "page_size", 1) or 1)
+            _LOG.info("Blockyard: pages of %d bytes, %s", self._main.page_bytes, self._objects.about)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Register a pool of a hybrid model.

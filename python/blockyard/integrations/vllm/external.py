@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 
+from blockyard.integrations.compat import engine_log
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager, PreparedStore
@@ -26,7 +26,7 @@ from blockyard.workers import keep, start_worker
 
 __all__ = ["ExternalTier"]
 
-_LOG = logging.getLogger(__name__)
+_LOG = engine_log("vLLM")
 TIMEOUT_BASE_SECONDS: Final = 5.0
 _BYTES_PER_SECOND: Final = 16_000_000  # slower storage causes misses
 _WINDOW: Final = 64  # keys of one request looked up before the first answer is known

@@ -9,15 +9,15 @@ Other actions are ignored.
 from __future__ import annotations
 
 import heapq
-import logging
 from typing import Any, Final, NamedTuple
 
+from blockyard.integrations.compat import engine_log
 from blockyard.offload import OffloadManager
 from blockyard.workers import keep
 
 __all__ = ["Hints", "Pins", "read_hints"]
 
-_LOG = logging.getLogger(__name__)
+_LOG = engine_log("vLLM")
 _PIN: Final = "blockyard.pin"
 _WAIT: Final = "blockyard.wait"
 _MAX_SECONDS: Final = 86_400.0

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any, Final
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from blockyard.integrations.compat import engine_log
 from blockyard.traces.recorder import TraceRecorder
 
 __all__ = ["ChunkRecorder"]
 
-_LOG = logging.getLogger(__name__)
+_LOG = engine_log("vLLM")
 _FIRST_GROUP: Final = bytes(4)
 """How the keys of vLLM's first cache group end."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-from difflib import get_close_matches
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.integrations.compat import engine_log
 from blockyard.integrations.vllm.external import TIMEOUT_BASE_SECONDS
 from blockyard.integrations.vllm.manager import BlockyardManager
 from blockyard.integrations.vllm.metrics import definitions
@@ -18,13 +18,14 @@ from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.integrations.vllm.tier import namespace
 from blockyard.integrations.vllm.worker import BlockyardWorker
 from blockyard.stores import open_store
-from blockyard.stores.url import read_bytes
+from blockyard.stores.adapters.objects import about_store
+from blockyard.stores.adapters.options import nearest, read_choice, read_flag, read_seconds, read_size, read_text
 from blockyard.traces.recorder import record_from_environment
 
 __all__ = ["BlockyardSpec"]
 
-_LOG = logging.getLogger(__name__)
-_OPTIONS = (
+_LOG = engine_log("vLLM")
+_OPTIONS: Final = (
     "host_bytes",
     "cpu_bytes_to_use",
     "policy",
@@ -34,6 +35,11 @@ _OPTIONS = (
     "prefetch_timeout_base",
     "weights_fixed",
 )
+_POLICIES: Final = ("lru", "adaptive", "priority")
+_CONNECTORS: Final = ("spec_name", "spec_module_path", "block_size", "offload_prompt_only", "self_describing_kv_events")
+"""Options that vLLM's connector uses with any spec."""
+_INSTEAD: Final = {"eviction_policy": "policy", "secondary_tiers": "prefix_store", "num_cpu_blocks": "host_bytes"}
+"""Options of vLLM's own specs, and ours for the same purpose."""
 _INFO = ("blockyard_num_chunks", "blockyard_blocks_per_chunk", "blockyard_bytes_per_chunk", "blockyard_policy")
 
 
@@ -62,15 +68,16 @@ class BlockyardSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        options = config.extra_config
-        _warn_of_typos(options)
+        options = {name: value for name, value in config.extra_config.items() if value is not None}
+        _check_connectors(options, config)
         self.bytes_per_chunk: int = (
             config.worker_kv_bytes_per_block * config.parallel.world_size * config.cache.blocks_per_chunk
         )
-        host_bytes = _host_bytes(options, self.bytes_per_chunk)
+        self._unused = _unused(options, config)
+        host_bytes = _host_bytes(options, self.bytes_per_chunk, self._unused)
         # Without blocks there is nothing to store, and nothing to size chunks by.
         self.num_chunks: int = host_bytes // self.bytes_per_chunk if self.bytes_per_chunk else 0
-        self.policy = str(options.get("policy", "lru"))
+        self.policy = read_choice("policy", options.get("policy"), _POLICIES, "lru")
         self._external = _external(options)
         self._manager: BlockyardManager | None = None
         self._worker: BlockyardWorker | None = None
@@ -97,9 +104,13 @@ class BlockyardSpec(OffloadingSpec):
                 info=dict(zip(_INFO, facts, strict=True)),
                 recorder=self._recorder(),
             )
+            about = "no prefix store"
             if self._external is not None and self.num_chunks:
-                self._open_external(self._external)
-            _LOG.info("%d host chunks of %d bytes, policy %s", self.num_chunks, self.bytes_per_chunk, self.policy)
+                about = self._open_external(self._manager, self._external)
+            if self._unused:
+                _LOG.warning("kv_connector_extra_config has options without effect: %s", ", ".join(self._unused))
+            chunks = self.num_chunks, self.bytes_per_chunk
+            _LOG.info("Blockyard: %d host chunks of %d bytes, policy %s, %s", *chunks, self.policy, about)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> BlockyardWorker:
@@ -120,22 +131,17 @@ class BlockyardSpec(OffloadingSpec):
         recorder = record_from_environment(groups[0].tokens_per_block * self.blocks_per_chunk) if groups else None
         return None if recorder is None else ChunkRecorder(recorder)
 
-    def _open_external(self, external: _External) -> None:
-        manager = self._manager
-        if manager is None:
-            return
-        store = open_store(
-            external.url,
-            bytes_per_block=self.bytes_per_chunk,
-            namespace=namespace(self, self.bytes_per_chunk, external.revision),
-            use="prefix",
-        )
+    def _open_external(self, manager: BlockyardManager, external: _External) -> str:
+        """Open the external store for a manager; return its description."""
+        name = namespace(self, self.bytes_per_chunk, external.revision)
+        store = open_store(external.url, bytes_per_block=self.bytes_per_chunk, namespace=name, use="prefix")
         try:
             region = self._region(self.config.parallel.world_size)
         except BlockyardError:
             store.close()
             raise
         manager.use_external(store, region, external.timeout_base, external.url)
+        return about_store(store, external.url, name)
 
     def _region(self, place: int) -> SharedRegion:
         world = self.config.parallel.world_size
@@ -150,36 +156,61 @@ class _External(NamedTuple):
     weights_fixed: bool
 
 
-def _warn_of_typos(options: Any) -> None:
-    """Warn about options that look like ours but misspelt. None of vLLM's own options resemble ours."""
-    for name in options:
-        near = [] if name in _OPTIONS else get_close_matches(str(name), _OPTIONS, n=1, cutoff=0.7)
-        if near:
-            _LOG.warning("kv_connector_extra_config has %r, which is ignored: is it %r?", name, near[0])
+def _check_connectors(options: Mapping[str, Any], config: OffloadingConfig) -> None:
+    """Refuse what vLLM's connector reads as something else: its `int(2.5)` is 2, its `bool("false")` is True."""
+    for name in ("offload_prompt_only", "self_describing_kv_events"):
+        read_flag(name, config.extra_config.get(name, False), default=None)
+    tokens = config.groups[0].tokens_per_block if config.groups else 0
+    for name, unit in (("blocks_per_chunk", 1), ("block_size", tokens)):
+        value, used = options.get(name), config.cache.blocks_per_chunk * unit
+        try:
+            is_used = value is None or (not isinstance(value, bool) and float(value) == used)
+        except (TypeError, ValueError):
+            is_used = False
+        if not is_used:
+            raise InvalidArgumentError(f"{name} is {value!r:.100}, but vLLM uses {used}: write a whole number")
 
 
-def _external(options: Any) -> _External | None:
+def _unused(options: Mapping[str, Any], config: OffloadingConfig) -> list[str]:
+    """Return the options that have no effect, each with its remedy or reason."""
+    return [f"{name!r}{why}" for name in options if (why := _why_unused(name, options, config)) is not None]
+
+
+def _why_unused(name: str, options: Mapping[str, Any], config: OffloadingConfig) -> str | None:
+    if name in _INSTEAD:
+        return f" (use {_INSTEAD[name]!r})"
+    if name in {"revision", "prefetch_timeout_base", "weights_fixed"} and "prefix_store" not in options:
+        return " (needs 'prefix_store')"
+    if name == "prefix_store" and not config.worker_kv_bytes_per_block:
+        return " (the model has no blocks)"
+    if name == "self_describing_kv_events" and not config.enable_kv_cache_events:
+        return " (KV cache events are off)"
+    if name in _OPTIONS or name in _CONNECTORS:
+        return None
+    return nearest(name, _OPTIONS)
+
+
+def _external(options: Mapping[str, Any]) -> _External | None:
     """Read the options of the external store; None if there is none."""
     url = options.get("prefix_store")
-    if url is None:
-        return None
-    if not isinstance(url, str):
+    if url is not None and (not isinstance(url, str) or not url):
         raise InvalidArgumentError(f"prefix_store is {url!r}, must be a URL: file:///dir?size=500GiB")
-    base = options.get("prefetch_timeout_base", TIMEOUT_BASE_SECONDS)
-    if isinstance(base, bool) or not isinstance(base, int | float) or not 0 < base <= 3600:
-        raise InvalidArgumentError(f"prefetch_timeout_base is {base!r}, must be seconds above 0, at most 3600")
-    fixed = options.get("weights_fixed", False)
-    if not isinstance(fixed, bool):
-        raise InvalidArgumentError(f"weights_fixed is {fixed!r}, must be true or false")
-    return _External(url, str(options.get("revision", "")), float(base), fixed)
+    revision = read_text("revision", options.get("revision"))
+    base = read_seconds(
+        "prefetch_timeout_base",
+        options.get("prefetch_timeout_base"),
+        TIMEOUT_BASE_SECONDS,
+        most=3600,
+        above_zero=True,
+    )
+    fixed = read_flag("weights_fixed", options.get("weights_fixed"), default=False)
+    return None if url is None else _External(url, revision, base, fixed)
 
 
-def _host_bytes(options: Any, bytes_per_chunk: int) -> int:
-    given = {name: options[name] for name in ("host_bytes", "cpu_bytes_to_use") if options.get(name) is not None}
+def _host_bytes(options: Mapping[str, Any], bytes_per_chunk: int, unused: list[str]) -> int:
+    given = [name for name in ("host_bytes", "cpu_bytes_to_use") if name in options]
     if len(given) != 1:
         found = " and ".join(given) or "neither"
-        raise InvalidArgumentError(f"{found} is given, must be exactly one of host_bytes and cpu_bytes_to_use")
-    ((name, value),) = given.items()
-    if isinstance(value, float) and value.is_integer():  # as JSON may write it
-        value = int(value)
-    return read_bytes(name, value, holds=max(1, bytes_per_chunk), what="chunk")
+        rest = f"; without effect: {', '.join(unused)}" if unused else ""
+        raise InvalidArgumentError(f"{found} is given, must be exactly one of host_bytes and cpu_bytes_to_use{rest}")
+    return read_size(given[0], options[given[0]], holds=max(1, bytes_per_chunk), what="chunk")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
@@ -17,16 +16,19 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.compat import engine_log
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.stores import open_store
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
-from blockyard.stores.adapters.objects import store_url
+from blockyard.stores.adapters.objects import about_store, store_url
+from blockyard.stores.adapters.options import read_text, refuse_unknown
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
 
 __all__ = ["BlockyardTier", "namespace"]
 
-_LOG = logging.getLogger(__name__)
+_LOG = engine_log("vLLM")
+_OPTIONS: Final = ("type", "module_path", "root_dir", "size", "url", "revision", "backpressure")
 _DOMAIN: Final = b"blockyard vllm tier 1"
 _BATCH_BYTES: Final = 64 << 20
 """Bytes of one job in the store at a time, so that the store's memory for blocks in flight is never exhausted."""
@@ -83,14 +85,15 @@ class BlockyardTier(SecondaryTierManager):
         tier_type: from vLLM.
         backpressure_detector: from vLLM.
         root_dir: directory of a file store; only one engine at a time can open it.
-        size: size limit of that file store in bytes.
+        size: size limit of that file store in bytes; None for 1 GiB. A `url` has its own.
         url: instead of `root_dir`, the URL of any store with keys, see `blockyard.open_store`.
         revision: revision of the weights, if the model's name does not include it; other revisions do not find its
             chunks.
+        unknown: options that do not exist, to refuse them by name.
 
     Raises:
-        InvalidArgumentError: not exactly one of `root_dir` and `url` is given, or the view does not have one row per
-            chunk.
+        InvalidArgumentError: an option is unknown or wrong, not exactly one of `root_dir` and `url` is given, or the
+            view does not have one row per chunk.
         StoreError: the store cannot be opened.
     """
 
@@ -104,31 +107,31 @@ class BlockyardTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         *,
         root_dir: str | None = None,
-        size: int | str = "1GiB",
+        size: int | str | None = None,
         url: str | None = None,
-        revision: str = "",
+        revision: str | None = None,
+        **unknown: object,
     ) -> None:
+        refuse_unknown("secondary_tiers", unknown, _OPTIONS)
         super().__init__(
             offloading_spec=offloading_spec,
             primary_kv_view=primary_kv_view,
             tier_type=tier_type,
             backpressure_detector=backpressure_detector,
         )
+        revision = read_text("revision", revision)
         url = store_url(root_dir, url, size)
         self.cache_hit_source = hit_source(url)
         self._rows = _rows(primary_kv_view)
         width = int(self._rows.shape[1])
-        self._store = open_store(
-            url,
-            bytes_per_block=width,
-            namespace=namespace(offloading_spec, width, revision),
-            use="prefix",
-        )
+        name = namespace(offloading_spec, width, revision)
+        self._store = open_store(url, bytes_per_block=width, namespace=name, use="prefix")
         self._batch = max(1, _BATCH_BYTES // width)
         # Loads never queue behind stores.
         self._work = StoreJobs(self._store, "blockyard-vllm", {"load": 1, "store": 1})
         self._jobs: list[_Job] = []  # not yet reported
         self._storing: dict[OffloadKey, _Job] = {}  # latest job of each key
+        _LOG.info("Blockyard tier: chunks of %d bytes, %s", width, about_store(self._store, url, name))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Request chunks as they are computed."""

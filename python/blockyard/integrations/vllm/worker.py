@@ -6,7 +6,6 @@ inside a chunk, as given by `block_indices` and `group_sizes`; nothing else is t
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,12 +32,13 @@ from blockyard.engine.ops import bind
 from blockyard.engine.ops.library import prepare_device
 from blockyard.engine.streams import Event, StreamName, Streams, WorkerStreams, refuse_capture
 from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.compat import engine_log
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.workers import keep
 
 __all__ = ["BlockyardWorker"]
 
-_LOG = logging.getLogger(__name__)
+_LOG = engine_log("vLLM")
 _Run = Callable[[Mapping], None]
 
 

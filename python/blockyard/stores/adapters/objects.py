@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,9 +27,12 @@ from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores import ExternalStore, StoreStats, open_store
 from blockyard.stores.adapters.jobs import Steps, StoreJobs, run
+from blockyard.stores.adapters.options import read_size
+from blockyard.stores.base import check_url
+from blockyard.stores.url import public_url
 from blockyard.stores.value import is_damage
 
-__all__ = ["PrefixObjects", "require_one", "store_url"]
+__all__ = ["PrefixObjects", "about_store", "check_place", "store_url"]
 
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard objects 2"
@@ -40,29 +44,65 @@ _ASK_SECONDS: Final = 0.05
 """How long `contains` waits for a server's answer about keys that are new to this process."""
 
 
-def require_one(root_dir: str | None, url: str | None) -> None:
-    """Check that exactly one of the two is given.
+def check_place(root_dir: object, url: object, size: object) -> None:
+    """Check the options that say where a store is. Creates nothing.
 
     Raises:
-        InvalidArgumentError: both are given, or neither.
+        InvalidArgumentError: not exactly one of `root_dir` and `url` is given, `root_dir` is a URL, or `size` is given
+            beside `url`, or is not a size.
+        StoreURLError: `url` is malformed.
     """
     if (root_dir is None) == (url is None):
         raise InvalidArgumentError(f"root_dir is {root_dir!r} and url is {url!r}, must give exactly one of them")
+    if url is not None:
+        if not isinstance(url, str) or not url:
+            raise InvalidArgumentError(f"url is {url!r:.100}, must be the URL of a store: redis://host?size=500GiB")
+        check_url(url)
+        if size is not None:
+            raise InvalidArgumentError(f"size is {size!r:.100}, but url has its own: write {_with_size(url, size)!r}")
+        return
+    if not isinstance(root_dir, str) or not root_dir or root_dir.startswith("~"):
+        raise InvalidArgumentError(f"root_dir is {root_dir!r:.100}, must be a folder, such as /var/cache/blockyard")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", root_dir):
+        raise InvalidArgumentError(
+            f"root_dir is {public_url(root_dir)!r}, must be a folder: give a URL as url, {_with_size(root_dir, size)!r}"
+        )
+    if size is not None:
+        read_size("size", size)
 
 
-def store_url(root_dir: str | None, url: str | None, size: int | str, part: str = "") -> str:
+def _with_size(url: str, size: object) -> str:
+    shown = public_url(url)
+    return shown if "size=" in shown else f"{shown}{'&' if '?' in shown else '?'}size={size or '500GiB'}"
+
+
+def store_url(root_dir: str | None, url: str | None, size: int | str | None, part: str = "") -> str:
     """Return the URL of a store: `url`, or a file store in `root_dir` or its folder `part`, whose parents are created.
 
+    Args:
+        root_dir: a folder; None for `url`.
+        url: a URL; None for `root_dir`.
+        size: size limit of the file store; None for 1 GiB.
+        part: folder of this store in `root_dir`.
+
     Raises:
-        InvalidArgumentError: not exactly one of `root_dir` and `url` is given.
+        InvalidArgumentError: as for `check_place`.
         OSError: the folder cannot be created.
     """
-    require_one(root_dir, url)
+    check_place(root_dir, url, size)
     if url is not None:
         return url
     folder = Path(str(root_dir)).absolute() / part
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return f"file://{quote(str(folder))}?size={size}"
+    if size is None:
+        size = "1GiB"
+    return f"file://{quote(str(folder))}?size={size if isinstance(size, str) else read_size('size', size)}"
+
+
+def about_store(store: ExternalStore, url: str, namespace: bytes) -> str:
+    """Describe an open store for the log: its URL, the namespace in short, and its blocks if it knows them already."""
+    found = f", {store.stats().cached_blocks} blocks found" if url.startswith("file:") else ""
+    return f"store {public_url(url)}, namespace {namespace.hex()[:8]}{found}"
 
 
 class PrefixObjects:
@@ -85,12 +125,9 @@ class PrefixObjects:
         # A file store knows its keys without asking.
         self._patience = 0.0 if url.startswith("file:") else _ASK_SECONDS
         text = json.dumps(fields, sort_keys=True, default=str)
-        self._store: ExternalStore = open_store(
-            url,
-            bytes_per_block=self._width,
-            namespace=hashlib.sha256(_DOMAIN + text.encode(errors="surrogatepass")).digest(),
-            use="prefix",
-        )
+        namespace = hashlib.sha256(_DOMAIN + text.encode(errors="surrogatepass")).digest()
+        self._store: ExternalStore = open_store(url, bytes_per_block=self._width, namespace=namespace, use="prefix")
+        self.about = about_store(self._store, url, namespace)
 
     def jobs(self, name: str, lanes: Mapping[str, int]) -> StoreJobs:
         """Return a thread for jobs over this store; see `StoreJobs`."""
