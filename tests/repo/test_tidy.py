@@ -243,7 +243,7 @@ def test_each_binding_file_has_a_class_or_a_partner_in_a_crate():
     concepts |= {path.name for path in (ROOT / "rust").iterdir()}
     source = ROOT / "rust" / "binding" / "src"
     files = [path for path in source.rglob("*.rs") if "#[pyclass(" not in path.read_text()]
-    # These convert arguments, are locks, hold the lock that facets share, or warn; V0's classes are made of macros.
+    # These convert arguments, are locks, hold the lock that facets share, or warn.
     plain = {"lib", "locks", "mod", "open_tickets", "shared"}
     apart = {path.stem for path in files if path.parent.name != "convert"}
     assert not sorted(apart - concepts - plain)

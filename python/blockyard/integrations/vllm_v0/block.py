@@ -177,7 +177,7 @@ class PrefixCachingBlock(NaiveBlock):
         return parent
 
     def set_key(self, key: bytes) -> None:
-        """Give the block the key that was computed already."""
+        """Set the block's key, which was computed earlier."""
         self._key = key
 
     @property

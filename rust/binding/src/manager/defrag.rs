@@ -12,7 +12,6 @@ use pyo3::prelude::*;
 use pyo3::types::PyString;
 
 /// Returns the progress of a resize of the device pool.
-#[expect(clippy::needless_pass_by_value, reason = "passed to `and_then` by name")]
 fn progress(py: Python<'_>, Resize { blocks, live, held, extent }: Resize) -> PyResult<Bound<'_, PyAny>> {
     made!(py, "ResizeProgress" { blocks, live, held, extent })
 }

@@ -1,13 +1,11 @@
-//! `SlabStore`: the file store. `results` has the results of its batches, `report` the inspection of its file, and
-//! `redis` the connections of the Redis store.
+//! `SlabStore`: the file store. `results` has the results of its batches and the inspection of its file, `redis` the
+//! connections of the Redis store.
 
 mod redis;
-mod report;
 mod results;
 
 pub(crate) use redis::PyRedisClient;
-pub(crate) use report::{check_slab, inspect_slab};
-pub(crate) use results::PyCompletion;
+pub(crate) use results::{PyCompletion, check_slab, inspect_slab};
 
 use crate::convert::args::{self, Argument};
 use crate::convert::arrays::TicketArgument;
