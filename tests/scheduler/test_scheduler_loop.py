@@ -262,6 +262,21 @@ def test_requests_for_which_nothing_can_be_done_are_an_error_and_not_an_endless_
     scheduler.update(step, [1])
 
 
+def test_a_request_waits_for_blocks_that_a_reader_has_pinned():
+    with KVCache(LAYOUT, device_blocks=8, watermark=0.0, prefix_caching=True) as cache:
+        serve(cache, [Request("first", list(range(4 * BLOCK)), 2)])
+        pin, pinned = cache.manager.pins.pin_prompt(list(range(4 * BLOCK + 1)))
+        scheduler = Scheduler(cache)
+        scheduler.add(Request("second", list(range(100, 100 + 5 * BLOCK)), 2))
+        for _ in range(20):
+            with scheduler.step() as step:
+                assert step.rows == 0, f"{pinned // BLOCK} of 8 blocks are pinned, and 6 are needed"
+            scheduler.update(step, [])
+        cache.manager.pins.unpin(pin)
+        with scheduler.step() as step:
+            assert step.rows == 1
+
+
 def test_the_device_gives_memory_back_in_steps():
     with KVCache(LAYOUT, device_blocks=4, max_device_blocks=64) as cache:
         cache.resize(64)

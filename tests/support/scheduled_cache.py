@@ -14,7 +14,7 @@ from cache_rig import LAYERS, MANY, NEVER, Cells, Config, Rig, Tracked, simulate
 from cache_world import Interrupted
 from observed_cache import Scrapes
 
-from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.executor.executor import StepDone
 from blockyard.scheduler import Finished, PreemptionCosts, Request, Scheduler, Step
 
@@ -141,8 +141,6 @@ class ScheduledMachine(Machine):
     def run_step(self, rig: Rig, op: Op) -> None:
         interrupts = self.counts["interrupts"]
         step = self.begin_step(rig, op)
-        if step is None:
-            return
         self.counts["steps"] += 1
         self.tokens += len(step.token_ids)
         texts = self.fill_in(step, op)
@@ -164,7 +162,7 @@ class ScheduledMachine(Machine):
         for each in finished:
             self.end(each)
 
-    def begin_step(self, rig: Rig, op: Op) -> Step | None:
+    def begin_step(self, rig: Rig, op: Op) -> Step:
         """Decide a step, and start its transfers."""
         lookahead = op.a // 3 % (self.config.lookahead + 1) if op.a % 3 else None
         by_layer = op.b % 2 == 0
@@ -174,12 +172,7 @@ class ScheduledMachine(Machine):
             rig.cache.executor.submit(step.decision, by_layer=by_layer)
             rig.open.add(step.decision.ticket)
             return step
-        try:
-            return self.risky(rig, lambda: self.scheduler.step(by_layer=by_layer, num_lookahead_tokens=lookahead))
-        except InvariantError as error:
-            assert rig.pins, f"nobody else holds a block: {error}"
-            self.unpin(rig)
-            return None
+        return self.risky(rig, lambda: self.scheduler.step(by_layer=by_layer, num_lookahead_tokens=lookahead))
 
     def end_step(self, rig: Rig, step: Step, *, fails: bool) -> bool:
         """End a step's transfers as far as its tokens need them. Returns whether they can be taken."""

@@ -163,6 +163,9 @@ class CacheLoop:
         was_loading = self._scheduler.num_loading > 0  # when this step was decided
         has_others_load = self._advance_prefixes(may_wait=is_idle)
         is_stuck = is_idle and not has_others_load and not len(step.decision) and self._scheduler.num_unfinished
+        if is_stuck and self._scheduler.manager.stats().pinned_blocks["device"]:
+            self._runtime.sleep(_IDLE_SECONDS)  # whoever pinned blocks ends the pin
+            is_stuck = False
         # Requests whose loads are interrupted, or that are aborted, may need several such steps; endless loads end.
         self._idle = self._idle + (0.25 if was_loading else 1.0) if is_stuck else 0.0
 
