@@ -17,7 +17,7 @@ from hypothesis.stateful import rule
 from interrupts import CountedInterrupt
 from numpy.typing import NDArray
 
-import blockyard.scheduler
+import blockyard.scheduler.rows
 from blockyard import BlockManager, CacheGroup, Pairs
 from blockyard._core import HashedPrompt
 from blockyard.errors import BlockyardError, OutOfBlocksError
@@ -135,6 +135,14 @@ def test_every_token_is_right_in_a_window(mode: PreemptionMode, tokens: int, ste
 MANAGERS = {"plain": None, "cached": caching, "window": windowed}
 
 
+@pytest.fixture
+def short_seats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seats of six tokens, or four steps with draft tokens: most sequences keep their earlier tokens apart."""
+    for name, tokens in (("SEAT_LENGTH", 4), ("FIRST_LENGTH", 4), ("CACHE_LINE", 2)):
+        monkeypatch.setattr(blockyard.scheduler.rows, name, tokens)
+
+
+@pytest.mark.usefixtures("short_seats")
 @pytest.mark.parametrize("kind", MANAGERS)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode | PreemptionCosts, kind: str, steps: int):
@@ -270,6 +278,7 @@ class Fetched:
         return self.owner.looks % 3 != 0
 
 
+@pytest.mark.usefixtures("short_seats")
 @pytest.mark.parametrize("kind", MANAGERS)
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_every_token_is_right_whatever_raises(mode: PreemptionMode, kind: str, steps: int):

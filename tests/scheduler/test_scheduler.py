@@ -1,6 +1,7 @@
 """The reference scheduler's policy, one rule at a time, over simulated memory."""
 
 import re
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -544,3 +545,43 @@ def test_tokens_of_a_request_that_lost_bytes_meanwhile_are_passed_over():
     assert engine.scheduler.update(step, [1] * step.num_draws) == []
     engine.manager.check()
     assert engine.step()[0] == "a"
+
+
+def test_the_memory_of_a_request_grows_with_its_tokens_and_not_with_max_tokens():
+    def peak(max_tokens: int) -> int:
+        manager = BlockManager(block_size=16, device_blocks=70_000, watermark=0)
+        tracemalloc.start()
+        scheduler = Scheduler(manager)
+        scheduler.add(Request("a", [1, 2, 3], max_tokens, stop_token_ids=frozenset({7})))
+        for token in (5, 7):
+            step = scheduler.schedule()
+            scheduler.complete(step.decision.ticket)
+            finished = scheduler.update(step, [token])
+        assert finished[0].outputs == ((5, 7),)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    assert peak(1_000_000) < 1.01 * peak(10_000)
+
+
+def test_a_sequence_longer_than_its_seat_keeps_all_its_tokens():
+    manager = BlockManager(block_size=16, device_blocks=1300, watermark=0)
+    scheduler = Scheduler(manager, max_num_seqs=4, preemption_mode="recompute")
+    scheduler.add(Request("a", [1, 2, 3], 9_000, n=2))
+    expected: tuple[list[int], list[int]] = ([], [])
+    finished = []
+    while not finished:
+        step = scheduler.schedule()
+        scheduler.complete(step.decision.ticket)
+        sampled = [(7 * draw.position + draw.sequence) % 97 for draw in step.draws()]
+        for draw, token in zip(step.draws(), sampled, strict=True):
+            expected[draw.sequence].append(token)
+        if scheduler.stats().steps == 7_000:
+            scheduler.give_up()  # both start again from their tokens
+            assert all(len(tokens) > 6_000 for tokens in expected)
+            del expected[0][-1:], expected[1][-1:]
+            continue
+        finished = scheduler.update(step, sampled)
+    assert finished[0].outputs == tuple(map(tuple, expected))
+    manager.check()

@@ -204,7 +204,8 @@ class Admission:
             counts = [min(len(tokens), left) for tokens in prompts]
             handles = self._opened.open(partial(manager.allocate, counts=counts))
         states = [idle.state for idle in batch]
-        rows.make_room(max([state.limit for state in states]), max([state.request.max_tokens for state in states]))
+        most = max([state.request.max_tokens for state in states])
+        rows.make_room(max([state.limit for state in states]), max(map(len, prompts)), most)
         each = zip(batch, prompts, handles.tolist(), begun, strict=True)
         first = rows.count
         rows.append([(p.state, p.indices[0], tokens, handle, done, p.forks) for p, tokens, handle, done in each])

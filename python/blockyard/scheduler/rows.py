@@ -5,7 +5,8 @@ a finished prompt becomes a decoding row by `decodes += 1`. A removed row is rep
 Rows move only between steps, never while one is in flight.
 
 A sequence's generated tokens are stored under its *seat*, which stays the same while its row moves. Its prompt is
-stored in the request.
+stored in the request. A seat holds a limited number of tokens. A longer sequence uses the two halves of its seat in turn
+and keeps its earlier tokens in arrays of their own, so memory grows with the tokens generated, not with `max_tokens`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,16 @@ HANDLE, LENGTH, LIMIT, SEAT, BASE, DONE, PRIORITY, ARRIVAL, NUMBER = range(9)
 COLUMN: Final = Struct("=QqqqqqqdQ")
 """A sequence's fields in order; ARRIVAL is a float."""
 FIRST_LENGTH = 256
+SEAT_LENGTH = 4096
+"""Maximum number of generated tokens in a seat."""
+NO_END: Final = 1 << 62
 CACHE_LINE = 16
 """Tokens per CPU cache line."""
+
+
+def _until_no_token(tokens: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    ends = np.flatnonzero(tokens == NO_TOKEN)
+    return tokens[: ends[0] if len(ends) else len(tokens)].copy()
 
 
 def staying(first: int, end: int, leaving: Sequence[int]) -> NDArray[np.int64]:
@@ -51,14 +60,16 @@ class SequenceRows:
     Args:
         capacity: maximum number of rows.
         block_size: tokens in a block.
+        num_lookahead_tokens: maximum number of draft tokens of a row in a step.
 
     Attributes:
         fields: int64 `[9, capacity]`, one row per field.
         handles: field `HANDLE` viewed as uint64 `[capacity]`.
         last: last token of each row, uint32 `[capacity]`.
         block_tables: int32 `[capacity, max_blocks]`, C-contiguous; kept from step to step.
-        tokens: generated tokens by seat, uint32 `[capacity, max_generated]`, padded with `NO_TOKEN`.
-        flat: `tokens` as `[capacity * max_generated]`.
+        tokens: generated tokens by seat, uint32 `[capacity, seat_length]`, padded with `NO_TOKEN`; of a sequence that
+            may get more, only its last ones.
+        flat: `tokens` as `[capacity * seat_length]`.
         owners: owner of each seat.
         forks: for each seat, the number of sequences that will fork off its prompt.
         seats_left: seats neither in use nor reserved for forks of a prompt or for returning sequences.
@@ -66,8 +77,13 @@ class SequenceRows:
         decodes: rows past their prompts.
     """
 
-    def __init__(self, capacity: int, block_size: int) -> None:
+    def __init__(self, capacity: int, block_size: int, num_lookahead_tokens: int = 0) -> None:
         self._block_size = block_size
+        self._step_tokens = 1 + num_lookahead_tokens
+        self._seat_length = max(SEAT_LENGTH, 4 * self._step_tokens)
+        self._steps_left = NO_END  # for which every row has room
+        self._earlier: dict[int, tuple[tuple[NDArray[np.uint32], ...], int]] = {}  # by seat; and its half in use
+        self._ends = np.full(capacity, NO_END)  # by seat, where in `flat` that half ends
         self.fields = np.zeros((NUMBER + 1, capacity), np.int64)
         self.handles = self.fields[HANDLE].view(np.uint64)
         self._arrivals = self.fields[ARRIVAL].view(np.float64)
@@ -82,9 +98,10 @@ class SequenceRows:
         self.decodes = 0
         self._free_seats = list(range(capacity))[::-1]
 
-    def make_room(self, length: int, generated: int) -> None:
-        """Grow the arrays to `length` tokens per sequence, `generated` of them after the prompt."""
+    def make_room(self, limit: int, length: int, generated: int) -> None:
+        """Grow the arrays for sequences of `length` tokens that may reach `limit`, at most `generated` of them new."""
         capacity, had = self.tokens.shape
+        generated = min(generated, self._seat_length)
         if generated > had:
             longest = max(generated, 2 * had, FIRST_LENGTH)
             # An odd number of cache lines, so that the rows do not map to only a few cache sets.
@@ -93,11 +110,44 @@ class SequenceRows:
             tokens[:, :had] = self.tokens
             self.tokens, self.flat = tokens, tokens.reshape(-1)
             self.fields[BASE] += self.fields[SEAT] * (longest - had)
-        blocks, width = -(-length // self._block_size), self.block_tables.shape[1]
+        self._widen(min(limit, length + self._seat_length))
+
+    def _widen(self, length: int) -> None:
+        """Widen the block tables to sequences of `length` tokens."""
+        blocks, (capacity, width) = -(-length // self._block_size), self.block_tables.shape
         if blocks > width:
             tables = np.zeros((capacity, max(blocks, 2 * width, FIRST_LENGTH // self._block_size)), np.int32)
             tables[:, :width] = self.block_tables
             self.block_tables = tables
+
+    def make_way(self) -> None:
+        """Make room for the tokens of one more step."""
+        if self._steps_left < 1:
+            self._make_way()
+        self._steps_left -= 1
+
+    def _make_way(self) -> None:
+        rows, most = slice(self.count), self._step_tokens
+        length, limit, base = self.fields[LENGTH, rows], self.fields[LIMIT, rows], self.fields[BASE, rows]
+        self._widen(int(np.minimum(length + most, limit).max(initial=0)))
+        ends = self._ends[self.fields[SEAT, rows]]
+        for row in np.flatnonzero(ends - base - length < most).tolist():
+            self._change_halves(row)
+        self._steps_left = int((self._ends[self.fields[SEAT, rows]] - base - length).min(initial=NO_END)) // most
+        covered = self.block_tables.shape[1] * self._block_size
+        self._steps_left = min(self._steps_left, int((covered - length)[limit > covered].min(initial=NO_END)) // most)
+
+    def _change_halves(self, row: int) -> None:
+        """Keep the tokens of a row in an array of their own, and use the other half of its seat."""
+        seat, width = int(self.fields[SEAT, row]), self.tokens.shape[1]
+        base, length = int(self.fields[BASE, row]), int(self.fields[LENGTH, row])
+        earlier, at = self._earlier[seat]
+        other = 0 if at else width // 2
+        self.tokens[seat, other : other + width // 2] = NO_TOKEN
+        # In one assignment, so that an exception at any line loses no token.
+        self._earlier[seat] = ((*earlier, self.flat[seat * width + at : base + length].copy()), other)
+        self.fields[BASE, row] = seat * width + other - length
+        self._ends[seat] = seat * width + other + width // 2
 
     def owner(self, row: int) -> Owner:
         """Return the owner of a row."""
@@ -121,8 +171,18 @@ class SequenceRows:
         if end <= len(prompt):
             tokens: NDArray[np.uint32] = prompt[first:end].copy()
             return tokens
-        base = int(self.fields[BASE, row])
-        return np.concatenate((prompt[first:], self.flat[base + max(first, len(prompt)) : base + end]))
+        seat, base = int(self.fields[SEAT, row]), int(self.fields[BASE, row])
+        if seat not in self._earlier:
+            return np.concatenate((prompt[first:], self.flat[base + max(first, len(prompt)) : base + end]))
+        generated = self.generated_in(seat, base + len(prompt), base + int(self.fields[LENGTH, row]))
+        return np.concatenate((prompt, generated))[first:end]
+
+    def generated_in(self, seat: int, first: int, end: int) -> NDArray[np.uint32]:
+        """Copy the generated tokens in a seat: `[first, end)` of `flat`, except for those kept apart."""
+        if seat not in self._earlier:
+            return self.flat[first:end].copy()
+        earlier, at = self._earlier[seat]
+        return np.concatenate((*earlier, self.flat[seat * self.tokens.shape[1] + at : end]))
 
     def leave(self, state: RequestState) -> None:
         """Replace the seats of a request's sequences by their tokens. Correct even while rows move."""
@@ -135,9 +195,11 @@ class SequenceRows:
         seat = state.places[index]
         if state.outputs[index] is not None or not isinstance(seat, int):
             return state.generated(index)
-        generated: NDArray[np.uint32] = self.tokens[seat, : state.request.max_tokens].copy()
-        ends = np.flatnonzero(generated == NO_TOKEN)
-        return generated[: ends[0]] if len(ends) else generated
+        width = self.tokens.shape[1]
+        if state.request.max_tokens <= width:
+            return _until_no_token(self.tokens[seat, : state.request.max_tokens])
+        earlier, at = self._earlier[seat]
+        return np.concatenate((*earlier, _until_no_token(self.tokens[seat, at : at + width // 2])))
 
     def find(self, seats: Iterable[int]) -> NDArray[np.int64]:
         """Return the rows of seats, in ascending order."""
@@ -204,17 +266,28 @@ class SequenceRows:
 
     def _fill(self, at: int, seated: Sequence[Seated]) -> None:
         longest, columns = self.tokens.shape[1], []
+        covered = self.block_tables.shape[1] * self._block_size
         for state, sequence, tokens, handle, done, forks in seated:
             seat, length = self._free_seats.pop(), len(tokens)
             self.owners[seat] = (state, sequence)
             state.seats.add(seat)
             if forks:
                 self.forks[seat] = forks
-            start = len(state.prompt)
+            start, most = len(state.prompt), state.request.max_tokens
+            self._earlier.pop(seat, None)
+            self._ends[seat] = NO_END
+            if most > longest:  # the last token is in the seat
+                earlier, start = tokens[start : length - 1].copy(), max(start, length - 1)
+                self._earlier[seat] = ((earlier,) if len(earlier) else (), 0)
+                most = longest // 2
+                self._ends[seat] = seat * longest + most
+                self._steps_left = min(self._steps_left, (most - 1) // self._step_tokens - 1)  # after this one
             base = seat * longest - start
-            self.tokens[seat, : state.request.max_tokens] = NO_TOKEN
+            self.tokens[seat, :most] = NO_TOKEN
             if length > start:
                 self.flat[base + start : base + length] = tokens[start:]
+            if state.limit > covered:
+                self._steps_left = min(self._steps_left, (covered - length) // self._step_tokens - 1)
             state.places[sequence] = seat
             priority, arrival, number = state.rank
             columns.append(COLUMN.pack(handle, length, state.limit, seat, base, done, priority, arrival, number))

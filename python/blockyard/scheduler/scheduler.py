@@ -140,7 +140,7 @@ class Scheduler:
 
     def _make_empty(self) -> None:
         """Set up empty queues, rows and counts."""
-        self._rows = SequenceRows(self._max_num_seqs, self.manager.block_size)
+        self._rows = SequenceRows(self._max_num_seqs, self.manager.block_size, self._num_lookahead_tokens)
         self._builder = StepBuilder(self._max_num_batched_tokens, self._max_num_seqs, self._num_lookahead_tokens)
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue(SequenceStatus.WAITING)
@@ -321,6 +321,7 @@ class Scheduler:
             if self._swapping.swapped:
                 self._swapping.resume()
             if self._waiting and not self._swapping.swapped:
+        self._rows.make_way()
                 self._admission.admit()
         if self._defragment is not None:
             self._defragment.plan(self.manager)
@@ -488,7 +489,7 @@ class Scheduler:
         each = zip(fields[SEAT].tolist(), fields[BASE].tolist(), fields[LENGTH].tolist(), strict=True)
         for seat, base, length in each:
             state, index = rows.owner_at(seat)
-            state.outputs[index] = rows.flat[base + len(state.prompt) : base + length].copy()
+            state.outputs[index] = rows.generated_in(seat, base + len(state.prompt), base + length)
             if state.alive and not state.left:
                 done.append(state)
         self._remove(gone)
