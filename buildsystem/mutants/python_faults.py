@@ -22,6 +22,8 @@ class Fault(NamedTuple):
 
 SCHEDULER = (
     "scheduler/test_scheduler.py",
+    "scheduler/test_precedence.py",
+    "scheduler/test_add_and_admission.py",
     "scheduler/test_scheduler_prefix.py",
     "scheduler/test_scheduler_resize.py",
     "scheduler/test_scheduler_loop.py",
@@ -99,8 +101,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "        first = max(0, tokens + size - self._group.window) // size",
             ),
             (
-                "            if 1 + head.forks > self._rows.seats_left:",
-                "            if head.forks > self._rows.seats_left:",
+                "        if 1 + head.forks > self._rows.seats_left:",
+                "        if head.forks > self._rows.seats_left:",
             ),
             ("            self._rows.seats_left -= 1 + head.forks\n", "            self._rows.seats_left -= 1\n"),
             ("        for idle in self._aside:\n            self._waiting.push(idle)\n", ""),
@@ -112,7 +114,10 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("        manager.block_tables(handles, out=rows.block_tables[first : rows.count])\n", ""),
             ("prefix.hash(idle.tokens[0], salt=request.salt,", "prefix.hash(idle.tokens[0], salt=None,"),
             ("        return fit.blocks + max(0, room - fit.free)", "        return fit.blocks"),
-            ("        tokens = owed * self._manager.block_size + len(head.tokens[0])", "        tokens = 1"),
+            ("        blocks = owed + self._needs.peak(len(head.tokens[0]))", "        blocks = 1"),
+            ("                idle.overtaken += 1\n", "                pass\n"),
+            ("rows.lowest_priority() <= first.rank[0]:", "rows.lowest_priority() <= first.rank[0] + 1:"),
+            ("self._is_enough(first, blocks, seats):", "True:"),
         ],
     ),
     (
@@ -143,7 +148,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            self.seats_left += sum(self.forks.get(seat, 0) for seat in seats)",
             ),
             ("        self.block_tables[to] = self.block_tables[rows]\n", ""),
-            ("            self.tokens[seat, : state.request.max_tokens] = NO_TOKEN\n", ""),
+            ("            self.tokens[seat, :most] = NO_TOKEN\n", ""),
+            ("self._steps_left, (most - 1) // self._step_tokens - 1)", "self._steps_left, most // self._step_tokens)"),
             ("            rows = rows[values == values.max()]", "            rows = rows[values == values.min()]"),
         ],
     ),
@@ -172,7 +178,10 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     (
         "scheduler/options.py",
         SCHEDULER,
-        [("if wanted + kept <= total and manager", "if wanted + kept <= total or manager")],
+        [
+            ("device.reserved + needs.nulls", "device.reserved"),
+            ("chunk = max(1, min(self._chunk, tokens - 1))", "chunk = tokens"),
+        ],
     ),
     (
         "scheduler/loop.py",

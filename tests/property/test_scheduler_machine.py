@@ -1,12 +1,9 @@
 """The reference scheduler over simulated memory at random, and the proof that the machine sees it go wrong."""
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import noticing
 import numpy as np
@@ -14,13 +11,14 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from interrupts import CountedInterrupt
+from interrupted_scheduler import Interrupted
 from numpy.typing import NDArray
+from precedence_watch import PrecedenceWatch
+from recurrent_model import Recurrent
 
 import blockyard.scheduler.rows
 from blockyard import BlockManager, CacheGroup, Pairs
-from blockyard._core import HashedPrompt
-from blockyard.errors import BlockyardError, OutOfBlocksError
+from blockyard.errors import OutOfBlocksError
 from blockyard.scheduler import (
     PREEMPTION_MODES,
     DefragPolicy,
@@ -34,16 +32,12 @@ from blockyard.scheduler import (
 from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.options import capacity
-from blockyard.scheduler.request import Fetch, IdleSequences, RequestState
+from blockyard.scheduler.request import IdleSequences, RequestState
 from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, LateMemory
 from blockyard.testing.machines import SchedulerMachine, run_state_machine_as_test, scheduler_machine
 
 STEP_COUNT = 40
-CALM_CALLS = 12
-"""Calls without an interrupt after each. Else the requests could start again, and load their prompts, in every step."""
-FILES = tuple(str(path) for path in Path(blockyard.scheduler.__file__).parent.glob("*.py"))
-T = TypeVar("T")
 
 assert_noticed = partial(noticing.assert_noticed, step_count=STEP_COUNT, max_examples=500)
 
@@ -132,7 +126,43 @@ def test_every_token_is_right_in_a_window(mode: PreemptionMode, tokens: int, ste
     run_state_machine_as_test(scheduler_machine(factory, manager=windowed), settings=budget)
 
 
-MANAGERS = {"plain": None, "cached": caching, "window": windowed}
+def recurrent(config: Config) -> BlockManager:
+    """One recurrent state for each sequence, cached or not."""
+    is_caching = config.device_blocks % 2 == 0
+    return BlockManager(**config.arguments(), prefix_caching=is_caching, groups=[CacheGroup.recurrent()])
+
+
+def machine_of(factory: Callable[[BlockManager, Config], Any], kind: str, **options: bool) -> type[SchedulerMachine]:
+    """The machine over a manager of one of the kinds in `MANAGERS`."""
+    machine = scheduler_machine(factory, manager=MANAGERS[kind], **options)
+    return type(machine.__name__, (Recurrent, machine), {}) if kind == "recurrent" else machine
+
+
+@pytest.mark.parametrize("tokens", [40, 5], ids=["whole", "chunks"])
+@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+def test_every_token_is_right_with_recurrent_states(mode: PreemptionMode, tokens: int, steps: int):
+    def factory(manager: BlockManager, _: Config) -> Scheduler:
+        return Scheduler(manager, preemption_mode=mode, max_num_seqs=6, max_num_batched_tokens=tokens)
+
+    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // 2)
+    budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
+    run_state_machine_as_test(machine_of(factory, "recurrent"), settings=budget)
+
+
+@pytest.mark.parametrize("kind", ["plain", "cached", "window", "recurrent"])
+@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+def test_no_request_waits_for_what_one_of_a_lower_priority_holds(mode: PreemptionMode, kind: str, steps: int):
+    def factory(manager: BlockManager, config: Config) -> Scheduler:
+        options = {"max_num_seqs": 4, "max_num_batched_tokens": 20, "max_overtakes": config.host_blocks % 3}
+        return Scheduler(manager, preemption_mode=mode, **options)
+
+    machine = machine_of(factory, kind)
+    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // 2)
+    budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
+    run_state_machine_as_test(type(machine.__name__, (PrecedenceWatch, machine), {}), settings=budget)
+
+
+MANAGERS = {"plain": None, "cached": caching, "window": windowed, "recurrent": recurrent}
 
 
 @pytest.fixture
@@ -143,7 +173,7 @@ def short_seats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_seats")
-@pytest.mark.parametrize("kind", MANAGERS)
+@pytest.mark.parametrize("kind", ["plain", "cached", "window"])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode | PreemptionCosts, kind: str, steps: int):
     def factory(manager: BlockManager, config: Config) -> Scheduler:
@@ -155,7 +185,7 @@ def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode | Preemptio
             max_num_batched_tokens=20,
         )
 
-    examples = max(1, steps // STEP_COUNT // len(MODES) // len(MANAGERS))
+    examples = max(1, steps // STEP_COUNT // len(MODES) // 3)
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
     machine = scheduler_machine(factory, manager=MANAGERS[kind], resize=kind != "window")
     run_state_machine_as_test(machine, settings=budget)
@@ -200,95 +230,18 @@ def test_every_token_is_right_beside_writes_to_a_prefix_store(tokens: int, steps
     run_state_machine_as_test(machine, settings=budget)
 
 
-class StoreClientError(Exception):
-    """What a fetch raises."""
-
-
-class Interrupted:
-    """A scheduler whose calls raise now and then, at any place, and are made again.
-
-    Its fetches raise, too, and a signal comes wherever the interpreter looks for one.
-    """
-
-    def __init__(self, config: Config, make: Callable[..., Scheduler], **options: object) -> None:
-        self.random = random.Random(str(config))
-        self.calls = self.calm_until = self.looks = 0
-        self.scheduler = make(prefetch=self.prefetch, **options)
-
-    def prefetch(self, _prompt: HashedPrompt) -> Fetch:
-        self.fail()
-        return Fetched(self)
-
-    def fail(self) -> None:
-        if self.random.random() < 0.1:
-            raise StoreClientError
-
-    def again(self, call: Callable[[], T]) -> T:
-        self.calls += 1
-        is_calm = self.calls < self.calm_until or self.random.random() < 0.9
-        place = sys.maxsize if is_calm else self.random.randrange(500)
-        while True:
-            interrupt = CountedInterrupt(place, FILES)
-            try:
-                with interrupt.armed() if place < sys.maxsize else nullcontext():
-                    return call()
-            except KeyboardInterrupt:
-                place = sys.maxsize
-                self.calm_until = self.calls + CALM_CALLS
-            except StoreClientError:
-                place = sys.maxsize
-            except BlockyardError:
-                raise
-            except (LookupError, TypeError, ValueError) as error:
-                raise AssertionError(f"an exception has left a broken state: {error!r}") from error
-
-    @property
-    def num_unfinished(self) -> int:
-        return self.scheduler.num_unfinished
-
-    def add(self, request: Request) -> None:
-        self.again(lambda: self.scheduler.add(request))
-
-    def abort(self, request_id: str) -> None:
-        self.again(lambda: self.scheduler.abort(request_id))
-
-    def schedule(self) -> Step:
-        return self.again(self.scheduler.schedule)
-
-    def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
-        return self.again(lambda: self.scheduler.complete(ticket, lost))
-
-    def update(self, step: Step, sampled: Sequence[int]) -> list[Finished]:
-        return self.again(lambda: self.scheduler.update(step, sampled))
-
-
-class Fetched:
-    """What loads a prompt. Any look may raise, and every third one finds that it is not done.
-
-    So no step in which nothing is done follows another, even if each step brings a new request.
-    """
-
-    def __init__(self, owner: Interrupted) -> None:
-        self.owner = owner
-
-    @property
-    def done(self) -> bool:
-        self.owner.fail()
-        self.owner.looks += 1
-        return self.owner.looks % 3 != 0
-
-
 @pytest.mark.usefixtures("short_seats")
 @pytest.mark.parametrize("kind", MANAGERS)
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_every_token_is_right_whatever_raises(mode: PreemptionMode, kind: str, steps: int):
     def factory(manager: BlockManager, config: Config) -> Interrupted:
-        options = {"max_num_batched_tokens": 20, "num_lookahead_tokens": config.host_blocks % 3}
+        lookahead = 0 if kind == "recurrent" else config.host_blocks % 3
+        options = {"max_num_batched_tokens": 20, "num_lookahead_tokens": lookahead}
         return Interrupted(config, partial(Scheduler, manager), preemption_mode=mode, **options)
 
     examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // 3)
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
-    run_state_machine_as_test(scheduler_machine(factory, manager=MANAGERS[kind]), settings=budget)
+    run_state_machine_as_test(machine_of(factory, kind), settings=budget)
 
 
 # ---- schedulers with a bug ----
@@ -441,6 +394,20 @@ def test_a_scheduler_with_a_bug_is_noticed(buggy: type[Scheduler]):
     assert_noticed(scheduler_machine(lambda manager, _: buggy(manager, **options)))
 
 
+# ---- a scheduler with a bug that shows with priorities alone ----
+
+
+class PreemptsNobody(Scheduler):
+    def _make_empty(self) -> None:
+        super()._make_empty()
+        self._precedence.make_way = lambda: False  # type: ignore[method-assign]
+
+
+def test_a_scheduler_that_preempts_nobody_for_a_higher_priority_is_noticed():
+    machine = scheduler_machine(lambda manager, _: PreemptsNobody(manager, preemption_mode="swap", max_num_seqs=4))
+    assert_noticed(type(machine.__name__, (PrecedenceWatch, machine), {}))
+
+
 # ---- a scheduler with a bug that shows with a prefix cache alone ----
 
 
@@ -552,7 +519,7 @@ class RefusesWithoutFreeing(Scheduler):
 class RefusesWhatFits(Scheduler):
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
         lack = super()._lack_of_room(state)
-        wanted, room = state.blocks_to_end(self.manager.block_size), capacity(self._device)
+        wanted, room = self._needs.to_end(state), capacity(self._device)
         return lack or (OutOfBlocksError("a block too many", "device", wanted + 1, room) if wanted == room else None)
 
 

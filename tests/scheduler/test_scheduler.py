@@ -177,7 +177,7 @@ def test_swapped_requests_come_back_before_new_prompts_start():
     requests = [engine.add("a", 8, 8, priority=0), engine.add("b", 8, 8, priority=0), engine.add("c", 8, 8, priority=0)]
     engine.step()
     engine.step()
-    requests.append(engine.add("d", 2, 2, priority=-1))
+    requests.append(engine.add("d", 2, 2, priority=0))
     while "c" not in engine.done:
         swapped = engine.scheduler.num_swapped
         ran = engine.step()

@@ -40,6 +40,8 @@ class Acceptance:
         self._opened = opened
         self._manager = opened.manager
         self._prefix_caching = opened.manager.prefix.enabled
+        # A window frees its blocks here, before the next step needs others.
+        self._marks = self._prefix_caching or opened.manager.pool().groups[0].kind != "full_attention"
         self._rows = rows
         self._builder = builder
         self._stop_tokens = stop_tokens
@@ -55,14 +57,14 @@ class Acceptance:
     def _take_in(self, step: Step, sampled: NDArray[np.uint32]) -> NDArray[np.bool_]:
         if self._builder.drafts is not None:
             return self._accept(step, sampled, self._builder.drafts)
-        if self._prefix_caching:
+        if self._marks:
             self._publish(step)
         return self._extend(step, sampled)
 
     # ---- one token per row ----
 
     def _publish(self, step: Step) -> None:
-        """Publish the blocks that the step filled."""
+        """Publish the blocks that the step filled, and free those that a window has left."""
         size = self._manager.block_size
         length = self._rows.fields[LENGTH, : step.rows]
         within = length % size if size & (size - 1) else length & (size - 1)
@@ -138,7 +140,7 @@ class Acceptance:
         rows.decodes = samples
         ended |= (length >= rows.fields[LIMIT, :samples]) & (count > 0)
         self._take_back(step, first[:decodes], count[:decodes], slots)
-        if self._prefix_caching:
+        if self._marks:
             self._publish_accepted(step, count[:decodes], void)
         return ended
 

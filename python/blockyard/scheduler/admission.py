@@ -1,25 +1,32 @@
-"""Admission of waiting sequences, prompt by prompt or chunk by chunk."""
+"""Admission of waiting sequences, prompt by prompt or chunk by chunk, and preemption for those of a higher priority."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import HashedPrompt
+from blockyard._core import AllocStatus, BlockManager, HashedPrompt
 from blockyard.scheduler.opened import Opened, handles_of
+from blockyard.scheduler.options import BlockNeeds
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, IdleSequences, RequestState, SequenceStatus
-from blockyard.scheduler.rows import LENGTH, SequenceRows
+from blockyard.scheduler.rows import DONE, LENGTH, PRIORITY, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, StepBuilder
+from blockyard.scheduler.swapping import Swapping
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "Precedence"]
 
 LOADED_AHEAD: Final = 8
 """How many waiting sequences, from the head, load their prompts from a prefix store."""
+HELD: Final = 2
+"""In `Pool.uses`: only transfers or pins hold the block."""
+PASSED: Final = 16
+"""Maximum number of waiting sequences that one step passes over because they do not fit."""
 
 
 class Admission:
@@ -31,7 +38,9 @@ class Admission:
         builder: builder of the step they start in.
         waiting: the queue.
         stats: counts the tokens found in the prefix cache.
+        needs: counts the blocks that a sequence needs.
         prefetch: starts loading the beginning of a prompt from a prefix store; None without a store.
+        max_overtakes: maximum number of requests that may start before one ahead of them.
     """
 
     def __init__(
@@ -41,7 +50,10 @@ class Admission:
         builder: StepBuilder,
         waiting: RankedQueue,
         stats: SchedulerStats,
+        *,
+        needs: BlockNeeds,
         prefetch: Callable[[HashedPrompt], Fetch] | None,
+        max_overtakes: int,
     ) -> None:
         self._opened = opened
         self._manager = opened.manager
@@ -49,11 +61,15 @@ class Admission:
         self._builder = builder
         self._waiting = waiting
         self._stats = stats
+        self._needs = needs
         self._prefix_caching = opened.manager.prefix.enabled
         (self._group,) = opened.manager.pool().groups
         self._prefetch = prefetch
         self._loading: list[IdleSequences] = []  # prompts still loading, found by `load_ahead`
         self._aside: list[IdleSequences] = []  # those taken out of the queue until `admit` ends
+        self._max_overtakes = max_overtakes
+        self._behind: IdleSequences | None = None  # the first swapped-out sequences, in `admit`
+        self._passed: list[IdleSequences] = []  # those set aside because they do not fit
 
     @property
     def num_loading(self) -> int:
@@ -77,12 +93,27 @@ class Admission:
                 self._loading.append(idle)
         self._loading = [p for p in self._loading if p.status is SequenceStatus.WAITING and p.is_loading()]
 
-    def admit(self) -> None:
-        """Start what fits into this step."""
+    def first(self) -> IdleSequences | None:
+        """Return the first whose prompt is not loading, without removing it."""
+        head = self._waiting.head()
+        if head is None or head not in self._loading:
+            return head
+        near = self._waiting.first(len(self._loading) + 1)
+        return next((idle for idle in near if idle not in self._loading), None)
+
+    def admit(self, *, behind: IdleSequences | None = None) -> None:
+        """Start what fits into this step.
+
+        Args:
+            behind: the first swapped-out sequences, which come before others of their priority.
+        """
+        self._behind = behind
         builder, rows = self._builder, self._rows
         if rows.decodes + len(builder.counts) < rows.count:
             return  # a running prompt got no tokens: admit no new one
         while self._waiting and builder.left > 0:
+            if builder.ends and builder.ends[-1] < rows.fields[LENGTH, rows.count - 1]:
+                break  # its chunk has ended with a block; rows are ordered by which finishes first
             batch, siblings = self._pick()
             if not batch:
                 break
@@ -90,6 +121,7 @@ class Admission:
         for idle in self._aside:
             self._waiting.push(idle)
         self._aside.clear()
+        self._passed.clear()
 
     def _pick(self) -> tuple[list[IdleSequences], tuple[int, int] | None]:
         """Take the first waiting sequences that fit and can be admitted by one manager call.
@@ -98,38 +130,81 @@ class Admission:
             The sequences; and, if one shares blocks with a running sequence of its request, that sequence's handle and
             the number of tokens to share.
         """
-        left, size = self._builder.left, self._manager.block_size
+        left = self._builder.left
         batch: list[IdleSequences] = []
         tokens, blocks = 0, self._blocks_owed()
         room = self._room(blocks)
-        while (head := self._head()) is not None:
+        while (head := self._head()) is not None and self._may_start(head):
             state, length = head.state, len(head.tokens[0])
-            if 1 + head.forks > self._rows.seats_left:
-                break
             if batch and tokens + length > left:
                 break
             share: tuple[int, int] | None = None
-            need = -(-length // size)
             if state.seats or (batch and batch[-1].state is state):
                 # A recompute: it shares blocks with the request's other sequences once they are computed.
                 if batch or self._rows.find(state.seats)[-1] >= self._rows.decodes:
                     break
                 share = None if self._prefix_caching else self._shared_with(state, head.tokens[0])
-                need -= share[1] // size if share else 0
-            if blocks + need > room:
-                if not self._prefix_caching:
+            need = self._fit(head, share, blocks, room)
+            if need is None:
+                if batch or not self._pass_over(head):
                     break
-                need = self._blocks_with_hits(head, room)
-                if blocks + need > room:
-                    break
+                room = self._room(blocks)
+                continue
+            for idle in self._ahead_of(head):
+                idle.overtaken += 1
             self._waiting.pop()
             self._rows.seats_left -= 1 + head.forks
             batch.append(head)
             tokens += length
             blocks += need
-            if share is not None or tokens >= left:
+            if share is not None or tokens >= left or self._needs.ends_with_blocks:
                 return batch, share
         return batch, None
+
+    def _fit(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int | None:
+        """Return the blocks that sequences take beside `taken` others, or None if they do not fit."""
+        if 1 + head.forks > self._rows.seats_left:
+            return None
+        need = self._needs.peak(len(head.tokens[0])) - (share[1] // self._manager.block_size if share else 0)
+        if taken + need > room and self._prefix_caching and self._needs.is_full:
+            need = self._blocks_with_hits(head, room)
+        return need if taken + need <= room else None
+
+    def _may_start(self, head: IdleSequences) -> bool:
+        """Whether `head` may overtake those ahead of it that have not started."""
+        most = self._max_overtakes
+        return all(idle.rank[0] == head.rank[0] and idle.overtaken < most for idle in self._ahead_of(head))
+
+    def _ahead_of(self, head: IdleSequences) -> list[IdleSequences]:
+        """Return the sequences that `head` overtakes if it starts now."""
+        if self._behind is None or self._behind.rank[0] > head.rank[0]:
+            return self._passed
+        return [self._behind, *self._passed]
+
+    def _pass_over(self, head: IdleSequences) -> bool:
+        """Set the head aside, which does not fit now. Returns False if those behind it may not overtake it."""
+        if head.overtaken >= self._max_overtakes or len(self._passed) == PASSED:
+            return False
+        self._passed.append(self._waiting.pop())
+        self._aside.append(self._passed[-1])
+        return True
+
+    def blocks_lacking(self, idle: IdleSequences, begun: int) -> int:
+        """Blocks that waiting sequences lack to be admitted, while running ones take `begun`; at most 0 if none."""
+        rows = self._rows
+        prefill = slice(rows.decodes, rows.count)
+        lengths, done = rows.fields[LENGTH, prefill].tolist(), rows.fields[DONE, prefill].tolist()
+        if idle.state.seats and rows.find(idle.state.seats)[-1] >= rows.decodes:
+            return 0  # it waits for another sequence of its request
+        blocks = begun + sum(map(self._needs.rest, lengths, done))
+        need = self._needs.peak(len(idle.tokens[0]))
+        if idle.state.seats and not self._prefix_caching:
+            share = self._shared_with(idle.state, idle.tokens[0])
+            need -= share[1] // self._manager.block_size if share else 0
+        room = self._manager.can_allocate((blocks + need) * self._manager.block_size).free
+        if blocks + need > room and self._prefix_caching and self._needs.is_full:
+            need = self._blocks_with_hits(idle, room)
+        return blocks + need - room
 
     def _head(self) -> IdleSequences | None:
         """Return the first whose prompt is not loading; set aside those before it."""
@@ -139,19 +214,19 @@ class Admission:
 
     def _blocks_owed(self) -> int:
         """Blocks that prompts in prefill still need."""
-        builder, rows, size = self._builder, self._rows, self._manager.block_size
+        builder, rows = self._builder, self._rows
         if not builder.ends:
             return 0
         lengths = rows.fields[LENGTH, rows.decodes : rows.count].tolist()
-        return sum(-(-length // size) + -end // size for length, end in zip(lengths, builder.ends, strict=True))
+        return sum(map(self._needs.rest, lengths, builder.ends))
 
     def _room(self, owed: int) -> int:
         """Blocks for new prompts. If the head needs more than are free, those held only by writes to a store count."""
         head = self._head()
         if head is None:
             return 0
-        tokens = owed * self._manager.block_size + len(head.tokens[0])
-        return self._manager.can_allocate(tokens).free
+        blocks = owed + self._needs.peak(len(head.tokens[0]))
+        return self._manager.can_allocate(blocks * self._manager.block_size).free
 
     def _blocks_with_hits(self, idle: IdleSequences, room: int) -> int:
         """Blocks of `room` that a prompt takes. Hits held only by writes count: new blocks cannot take their place."""
@@ -211,6 +286,8 @@ class Admission:
         rows.append([(p.state, p.indices[0], tokens, handle, done, p.forks) for p, tokens, handle, done in each])
         manager.block_tables(handles, out=rows.block_tables[first : rows.count])
         at, chunks = builder.tokens, len(builder.counts)
+        if self._needs.ends_with_blocks:
+            prompts = [prompts[0][: manager.num_tokens(int(handles[0]))]]
         builder.add_chunks([ids[start:] if start else ids for ids, start in zip(prompts, begun, strict=True)], begun)
         slots = builder.slots[at : builder.tokens]
         manager.slot_mapping(handles, builder.starts[chunks:], builder.ends[chunks:], out=slots)
@@ -231,3 +308,91 @@ class Admission:
         begun = [sequence.cached_tokens for sequence in sequences]
         self._stats.cached_tokens += sum(begun)
         return np.array(handles_of(found), np.uint64), begun
+
+
+class Precedence:
+    """Preempts running requests of a lower priority than the first idle sequences, for their blocks and seats.
+
+    Requests are preempted only if that gives the first sequences what they lack. Within a priority nobody preempts, so
+    those preempted do not preempt in turn.
+
+    Args:
+        manager: the scheduler's manager.
+        rows: rows of the running sequences.
+        admission: the waiting sequences.
+        swapping: the swapped-out sequences.
+        preempt: takes the rows of one request off the device.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        rows: SequenceRows,
+        admission: Admission,
+        swapping: Swapping,
+        preempt: Callable[[NDArray[np.int64]], None],
+    ) -> None:
+        self._manager = manager
+        self._rows = rows
+        self._admission = admission
+        self._swapping = swapping
+        self._preempt = preempt
+
+    def first(self) -> IdleSequences | None:
+        """Return the idle sequences that go first: those of the highest priority, swapped-out ones before others."""
+        waiting, swapped = self._admission.first(), self._swapping.swapped.head()
+        if waiting is None or (swapped is not None and swapped.rank[0] <= waiting.rank[0]):
+            return swapped
+        return waiting
+
+    def make_way(self) -> bool:
+        """Preempt for the first idle sequences. Returns whether any request of lower priority runs or has run.
+
+        Call it before the running sequences get their tokens.
+        """
+        first, rows = self.first(), self._rows
+        if first is None or rows.lowest_priority() <= first.rank[0]:
+            return False
+        blocks, seats = self._lacking(first)
+        if (blocks > 0 or seats > 0) and self._is_enough(first, blocks, seats):
+            while (blocks > self._leased() or seats > 0) and rows.lowest_priority() > first.rank[0]:
+                self._preempt(rows.worst())
+                blocks, seats = self._lacking(first)
+        return True
+
+    def _lacking(self, first: IdleSequences) -> tuple[int, int]:
+        """Blocks and seats that sequences lack to run in this step; not positive if they have enough."""
+        rows = self._rows
+        decodes = rows.fields[LENGTH, : rows.decodes]
+        begun = int(np.count_nonzero((decodes - 1) % self._manager.block_size == 0))  # blocks of running sequences
+        seats = len(first.indices) + first.forks - rows.seats_left
+        if first.status is SequenceStatus.WAITING:
+            return self._admission.blocks_lacking(first, begun), seats
+        fit = self._manager.can_swap_in(first.handles)
+        is_movable = fit.blocks > 0 and fit.status != AllocStatus.NEVER
+        return fit.blocks + begun - fit.free if is_movable else 0, seats
+
+    def _leased(self) -> int:
+        """Blocks that become free once transfers have landed."""
+        held = int(np.count_nonzero(self._manager.pool().uses() == HELD))
+        return max(0, held - self._manager.stats().pinned_blocks["device"]) if held else 0
+
+    def _is_enough(self, first: IdleSequences, blocks: int, seats: int) -> bool:
+        """Whether the running requests of lower priority hold what sequences lack."""
+        rows, manager = self._rows, self._manager
+        is_lower = rows.fields[PRIORITY, : rows.count] > first.rank[0]
+        lower = is_lower.nonzero()[0]
+        if seats > len(lower) + sum(map(rows.fork_count, lower.tolist())):
+            return False
+        tables = [manager.block_table(handle) for handle in rows.handles[: rows.count].tolist()]
+        kept = {block for table, gone in zip(tables, is_lower.tolist(), strict=True) if not gone for block in table}
+        freed = {block for table, gone in zip(tables, is_lower.tolist(), strict=True) if gone for block in table}
+        return blocks <= self._leased() + len(freed - kept)
+
+    def start_idle(self) -> None:
+        """Bring swapped sequences back and admit waiting ones, by priority; within one, swapped sequences go first."""
+        swapped = self._swapping.swapped
+        if swapped:
+            first = self._admission.first()
+            self._swapping.resume(inf if first is None else first.rank[0])
+        self._admission.admit(behind=swapped.head())

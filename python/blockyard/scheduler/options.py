@@ -1,4 +1,4 @@
-"""Options of a scheduler, and which requests fit its device."""
+"""Options of a scheduler, how many blocks its sequences need, and which requests fit its device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, BlockManager, Pool
+from blockyard._core import BlockManager, Pool
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.layout.sizes import as_int
 from blockyard.scheduler.request import RequestState
@@ -19,6 +19,7 @@ from blockyard.types import DefragReport
 
 __all__ = [
     "PREEMPTION_MODES",
+    "BlockNeeds",
     "DefragPolicy",
     "Goal",
     "PreemptionCosts",
@@ -117,22 +118,81 @@ class DefragPolicy:
         )
 
 
+class BlockNeeds:
+    """Device blocks that sequences of a manager with one cache group need: the one count of `add` and of admission.
+
+    Args:
+        manager: the manager.
+        max_num_batched_tokens: maximum number of tokens that a step computes of a prompt.
+
+    Attributes:
+        nulls: blocks of the pool that no sequence can use: the null block of a window or a recurrent state.
+        is_full: whether a sequence keeps all of its blocks.
+        ends_with_blocks: whether chunks end with a block if they can: only there does a recurrent state get cached.
+    """
+
+    def __init__(self, manager: BlockManager, max_num_batched_tokens: int) -> None:
+        (self._group,) = manager.pool().groups
+        self._size, self._chunk = manager.block_size, max_num_batched_tokens
+        self.is_full = self._group.kind == "full_attention"
+        self.nulls = int(not self.is_full)
+        self.ends_with_blocks = self._group.kind == "recurrent" and manager.prefix.enabled
+
+    def peak(self, tokens: int) -> int:
+        """Maximum blocks that a sequence of `tokens` tokens holds at once, from its prefill on."""
+        if self.is_full:
+            return -(-tokens // self._size)
+        # Even a prompt that one step computes is computed in two if its beginning is cached.
+        chunk = max(1, min(self._chunk, tokens - 1))
+        return self._group.peak_blocks(tokens, block_size=self._size, chunk_tokens=chunk)
+
+    def peak_of_decode(self, tokens: int) -> int:
+        """Maximum blocks that it holds at once past its prompt."""
+        if self.is_full:
+            return -(-tokens // self._size)
+        return self._group.peak_blocks(tokens, block_size=self._size, chunk_tokens=1)
+
+    def kept(self, tokens: int) -> int:
+        """Full blocks of its first `tokens` tokens that it holds to its end."""
+        return tokens // self._size if self.is_full else 0
+
+    def chunk_end(self, done: int, end: int) -> int:
+        """Return where a chunk that begins after `done` tokens ends, at most at `end`."""
+        last = end // self._size * self._size
+        return last if self.ends_with_blocks and last > done else end
+
+    def rest(self, tokens: int, done: int) -> int:
+        """Maximum blocks that it takes in addition to those of its first `done` tokens."""
+        return min(-(-tokens // self._size) + -done // self._size, self.peak(tokens))
+
+    def to_end(self, state: RequestState) -> int:
+        """Maximum blocks that the unfinished sequences of a request hold at once.
+
+        With full attention they share the prompt's full blocks, else nothing. One of them at a time is in prefill.
+        """
+        others = self.peak_of_decode(state.limit) - self.kept(len(state.prompt) - 1)
+        return self.peak(state.limit) + (state.left - 1) * others
+
+
 def check_options(
     manager: BlockManager,
+    preemption_mode: PreemptionMode | PreemptionCosts,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    preemption_mode: PreemptionMode | PreemptionCosts,
     num_lookahead_tokens: int,
+    max_overtakes: int,
 ) -> None:
     """Check the options of a `Scheduler` over a manager.
 
     Raises:
-        InvalidArgumentError: a limit is not positive, the mode is unknown, the manager has several cache groups, or
-            draft tokens are combined with a recurrent state, which cannot be rolled back.
+        InvalidArgumentError: a limit is not positive, a number is negative, the mode is unknown, the manager has
+            several cache groups, or draft tokens are combined with a recurrent state, which cannot be rolled back.
     """
     as_int("max_num_seqs", max_num_seqs)
     as_int("max_num_batched_tokens", max_num_batched_tokens)
     as_int("num_lookahead_tokens", num_lookahead_tokens)
+    if as_int("max_overtakes", max_overtakes) < 0:
+        raise InvalidArgumentError(f"max_overtakes is {max_overtakes}, must be at least 0")
     if max_num_seqs < 1 or max_num_batched_tokens < 1:
         raise InvalidArgumentError(
             f"max_num_seqs is {max_num_seqs}, max_num_batched_tokens {max_num_batched_tokens}, must be at least 1"
@@ -173,14 +233,11 @@ def capacity(device: Pool) -> int:
     return device.num_blocks - device.reserved
 
 
-def lack_of_room(manager: BlockManager, state: RequestState) -> OutOfBlocksError | None:
+def lack_of_room(device: Pool, needs: BlockNeeds, state: RequestState) -> OutOfBlocksError | None:
     """Return why a request could never finish, as an error to raise; None if it can."""
-    device, size = manager.pool(), manager.block_size
-    wanted, total, kept = state.blocks_to_end(size), device.num_blocks, device.reserved
-    if wanted + kept <= total and manager.can_allocate(wanted * size).status != AllocStatus.NEVER:
+    wanted, total, kept = needs.to_end(state), device.num_blocks, device.reserved + needs.nulls
+    if wanted + kept <= total:
         return None
-    # Beyond these two, the manager only needs the null block of a window.
-    kept += wanted + kept <= total
     message = (
         f"request {state.request.request_id!r} needs up to {wanted} device blocks and {kept} kept free, "
         f"there are {total}"

@@ -26,6 +26,8 @@ NO_TOKEN = 0xFFFF_FFFF
 """The only uint32 that the prefix cache does not accept as a token id."""
 PRIORITIES = 1 << 63
 LORA_IDS = 1 << 64
+LONGEST = (1 << 32) - 1
+"""Maximum number of tokens of a sequence in a manager."""
 STOP_TOKEN_LIMIT = 1 << 24
 NO_TOKENS: NDArray[np.uint32] = np.zeros(0, np.uint32)
 
@@ -132,6 +134,11 @@ class RequestState:
         self.alive = True
         self.lost = False
         self.limit = len(self.prompt) + request.max_tokens
+        if self.limit > LONGEST:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has {len(self.prompt)} prompt tokens and max_tokens "
+                f"{request.max_tokens}, must be at most {LONGEST} together"
+            )
         self.stops = _stops(request)
         self.places: list[int | NDArray[np.uint32]] = [self.prompt] * request.n
         self.outputs: list[NDArray[np.uint32] | None] = [None] * request.n
@@ -170,12 +177,6 @@ class RequestState:
         if self.alive and not any(len(self.generated(sequence)) for sequence in range(self.request.n)):
             waiting = [IdleSequences(self, [0], [self.prompt], forks=self.request.n - 1)]
         return waiting if self.alive else []
-
-    def blocks_to_end(self, block_size: int) -> int:
-        """Maximum device blocks that the unfinished sequences may need, if they share only the prompt's full blocks."""
-        left = self.left
-        shared = (len(self.prompt) - 1) // block_size if left > 1 else 0
-        return shared + left * (-(-self.limit // block_size) - shared)
 
     def finished(self) -> Finished:
         """Return the request with its tokens so far."""
@@ -221,11 +222,12 @@ class IdleSequences:
         forks: sequences that will fork off at the end of the prompt.
         hashed: its tokens with their prefix-cache keys, once computed.
         fetch: the load of its beginning from a prefix store, once started.
+        overtaken: requests behind it that started before it.
         status: whether they wait, are swapped out, or are returning.
         rank: their position in a queue.
     """
 
-    __slots__ = ("fetch", "forks", "handles", "hashed", "indices", "rank", "state", "status", "tokens")
+    __slots__ = ("fetch", "forks", "handles", "hashed", "indices", "overtaken", "rank", "state", "status", "tokens")
 
     def __init__(
         self,
@@ -243,6 +245,7 @@ class IdleSequences:
         self.forks = forks
         self.hashed: HashedPrompt | None = None
         self.fetch: Fetch | None = None
+        self.overtaken = 0
         self.status = SequenceStatus.WAITING if handles is None else SequenceStatus.SWAPPED
         self.rank = state.rank
         for sequence, known in zip(indices, tokens, strict=True):

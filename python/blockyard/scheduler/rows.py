@@ -5,14 +5,15 @@ a finished prompt becomes a decoding row by `decodes += 1`. A removed row is rep
 Rows move only between steps, never while one is in flight.
 
 A sequence's generated tokens are stored under its *seat*, which stays the same while its row moves. Its prompt is
-stored in the request. A seat holds a limited number of tokens. A longer sequence uses the two halves of its seat in turn
-and keeps its earlier tokens in arrays of their own, so memory grows with the tokens generated, not with `max_tokens`.
+stored in the request. A seat holds a limited number of tokens. A longer sequence uses its halves in turn and
+copies its earlier tokens to separate arrays, so memory grows with the tokens generated, not with `max_tokens`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from math import inf
 from struct import Struct
 from typing import Final, TypeAlias
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from blockyard.errors import InvariantError
 from blockyard.scheduler.request import NO_TOKEN, Owner, RequestState
 
-__all__ = ["BASE", "DONE", "HANDLE", "LENGTH", "LIMIT", "SEAT", "Seated", "SequenceRows"]
+__all__ = ["BASE", "DONE", "HANDLE", "LENGTH", "LIMIT", "PRIORITY", "SEAT", "Seated", "SequenceRows"]
 
 HANDLE, LENGTH, LIMIT, SEAT, BASE, DONE, PRIORITY, ARRIVAL, NUMBER = range(9)
 """Rows of `SequenceRows.fields`. `LENGTH`: tokens of the sequence, counting the next one; `LIMIT`: its maximum;
@@ -40,7 +41,8 @@ CACHE_LINE = 16
 
 def _until_no_token(tokens: NDArray[np.uint32]) -> NDArray[np.uint32]:
     ends = np.flatnonzero(tokens == NO_TOKEN)
-    return tokens[: ends[0] if len(ends) else len(tokens)].copy()
+    known: NDArray[np.uint32] = tokens[: ends[0] if len(ends) else len(tokens)].copy()
+    return known
 
 
 def staying(first: int, end: int, leaving: Sequence[int]) -> NDArray[np.int64]:
@@ -138,7 +140,7 @@ class SequenceRows:
         self._steps_left = min(self._steps_left, int((covered - length)[limit > covered].min(initial=NO_END)) // most)
 
     def _change_halves(self, row: int) -> None:
-        """Keep the tokens of a row in an array of their own, and use the other half of its seat."""
+        """Copy the tokens of a row to a separate array, and use the other half of its seat."""
         seat, width = int(self.fields[SEAT, row]), self.tokens.shape[1]
         base, length = int(self.fields[BASE, row]), int(self.fields[LENGTH, row])
         earlier, at = self._earlier[seat]
@@ -180,7 +182,8 @@ class SequenceRows:
     def generated_in(self, seat: int, first: int, end: int) -> NDArray[np.uint32]:
         """Copy the generated tokens in a seat: `[first, end)` of `flat`, except for those kept apart."""
         if seat not in self._earlier:
-            return self.flat[first:end].copy()
+            generated: NDArray[np.uint32] = self.flat[first:end].copy()
+            return generated
         earlier, at = self._earlier[seat]
         return np.concatenate((*earlier, self.flat[seat * self.tokens.shape[1] + at : end]))
 
@@ -211,6 +214,10 @@ class SequenceRows:
         """Return the rows of handles, in ascending order."""
         rows: NDArray[np.int64] = np.flatnonzero(np.isin(self.handles[: self.count], handles))
         return rows
+
+    def lowest_priority(self) -> float:
+        """Return the largest priority number of a row; -inf without rows."""
+        return float(self.fields[PRIORITY, : self.count].max()) if self.count else -inf
 
     def worst(self) -> NDArray[np.int64]:
         """Return all rows of the lowest-ranked request."""

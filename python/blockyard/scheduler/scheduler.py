@@ -3,12 +3,12 @@
 Sequences *wait* (no blocks), *run* (blocks on the device, a row in the step) or are *swapped* (blocks on the host or in
 the external tier). Each queue is ordered by priority, then arrival. A step appends one token to every sequence past its
 prompt, and the next chunk to every prompt in prefill. If blocks run short, the lowest-ranked requests are preempted: to
-the host, to the external tier if the host is full, or back to waiting (recompute) if both are. Swapped requests come
-back before new prompts are admitted, and never in a step that preempted.
+the host, to the external tier if the host is full, or back to waiting (recompute) if both are. Within a priority,
+swapped requests come back before new prompts are admitted. Idle requests preempt running ones of a lower priority.
 
-When the device shrinks, the next `schedule` refuses requests that can no longer finish, and `update` returns them with
-their `error`. The cost of a plain step does not grow with the number of waiting requests, and no Python code runs per
-sequence: state is in arrays (`rows.py`), and objects are touched only when a sequence starts, ends, forks or moves.
+When the device shrinks, `update` returns the requests that can no longer finish with their `error`. The cost of a plain
+step does not grow with the number of waiting requests, and no Python code runs per sequence: state is in arrays
+(`rows.py`), and objects are touched only when a sequence starts, ends, forks or moves.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from blockyard._core import BlockManager, HashedPrompt, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError, UnknownTicketError
 from blockyard.scheduler import options
 from blockyard.scheduler.acceptance import Acceptance
-from blockyard.scheduler.admission import Admission
+from blockyard.scheduler.admission import Admission, Precedence
 from blockyard.scheduler.loop import Cache, CacheLoop
 from blockyard.scheduler.opened import Opened
-from blockyard.scheduler.options import DefragPolicy, PreemptionCosts, PreemptionMode
+from blockyard.scheduler.options import BlockNeeds, DefragPolicy, PreemptionCosts, PreemptionMode
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Finished, IdleSequences, Request, RequestState, SequenceStatus
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, SequenceRows
@@ -74,14 +74,14 @@ class Scheduler:
             a prefix store.
         executor: carries out decisions instead of the cache's `executor`; for example a `ParallelExecutor`.
         recorder: writes the requests to a trace. None: to the file that `BLOCKYARD_RECORD` names, if that is set.
+        max_overtakes: how many requests may start before an earlier one of their priority that does not fit yet.
 
     Attributes:
         manager: the `BlockManager`.
 
     Raises:
-        InvalidArgumentError: a limit is not positive, the mode is unknown, the manager has several cache groups, draft
-            tokens are combined with a recurrent state, which cannot be rolled back, an executor is given without a
-            cache, or a recorder has another block size.
+        InvalidArgumentError: an option is out of its range, the manager has several cache groups, draft tokens are
+            combined with a recurrent state, an executor lacks its cache, or a recorder has another block size.
 
     Example:
         >>> from blockyard import KVCache, KVLayout, Request, Scheduler
@@ -112,29 +112,33 @@ class Scheduler:
         prefetch: Callable[[HashedPrompt], Fetch] | None = None,
         executor: Executor | None = None,
         recorder: TraceRecorder | None = None,
+        max_overtakes: int = 0,
     ) -> None:
         manager = cache.manager if isinstance(cache, Cache) else cache
-        options.check_options(manager, max_num_seqs, max_num_batched_tokens, preemption_mode, num_lookahead_tokens)
+        limits = (max_num_seqs, max_num_batched_tokens, num_lookahead_tokens, max_overtakes)
+        options.check_options(manager, preemption_mode, *limits)
         self.manager = manager
         self._stats = SchedulerStats()
         self._prefix_caching = manager.prefix.enabled
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self._preemption_mode, self._num_lookahead_tokens = preemption_mode, num_lookahead_tokens
+        self._num_lookahead_tokens, self._overtakes = num_lookahead_tokens, max_overtakes
         self._loop: CacheLoop | None = None
         if isinstance(cache, Cache):
-            self._loop = CacheLoop(self, cache, executor, self._count_loading)
+            self._loop = CacheLoop(self, cache, executor, lambda: self._admission.count_loading())  # noqa: PLW0108
             overlap_io = True if overlap_io is None else overlap_io
             prefetch = cache.prefix_store.prefetch if prefetch is None and cache.prefix_store is not None else prefetch
         elif executor is not None:
             raise InvalidArgumentError("executor is given with a BlockManager, needs a KVCache as the first argument")
         self._overlap_io = bool(overlap_io)
-        self._defragment, self._prefetch = defragment, prefetch
+        self._defragment, self._prefetch, self._preemption_mode = defragment, prefetch, preemption_mode
         self._requests: dict[str, RequestState] = {}
+        self._priority, self._mixed = 0, False  # of the last request; whether those in the scheduler may differ in it
         self._num_added = self._last_ended = 0  # requests; a ticket
         self._opened = Opened(manager, overlap_io=self._overlap_io)
         self._interrupted = False  # by an exception in the middle of a change
         self._reported: list[RequestState] = []  # in the last `update`
         self._device = manager.pool()
+        self._needs = BlockNeeds(manager, max_num_batched_tokens)
         self._recording = TokenRecorder(recorder, manager.block_size)
         self._make_empty()
 
@@ -145,8 +149,9 @@ class Scheduler:
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue(SequenceStatus.WAITING)
         parts = (self._opened, self._rows, self._builder, self._waiting, self._stats)
-        self._admission = Admission(*parts, self._prefetch)
+        self._admission = Admission(*parts, needs=self._needs, prefetch=self._prefetch, max_overtakes=self._overtakes)
         self._swapping = Swapping(*parts, overlap_io=self._overlap_io)
+        self._precedence = Precedence(self.manager, self._rows, self._admission, self._swapping, self._preempt)
         self._acceptance = Acceptance(self._opened, self._rows, self._builder, self._stop_tokens, self._stats)
         self._leaving: list[RequestState] = []  # their rows are freed once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
@@ -173,9 +178,6 @@ class Scheduler:
         """Number of waiting requests whose prompts are loading from a prefix store, as of the last step."""
         return self._admission.num_loading
 
-    def _count_loading(self) -> int:
-        return self._admission.count_loading()
-
     def stats(self) -> SchedulerStats:
         """Return a snapshot of the counters since the start."""
         return replace(self._stats)
@@ -199,6 +201,8 @@ class Scheduler:
             # Else it would go unchecked if the device shrinks back to its size at the last step.
             self._capacity = max(self._capacity, options.capacity(self._device))
             self._num_added += 1
+            self._mixed = bool(self._requests) and (self._mixed or state.rank[0] != self._priority)
+            self._priority = state.rank[0]
             self._requests[request.request_id] = state
             self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))
             self._recording.add(request.request_id, state.prompt, request.salt, request.lora_id)
@@ -317,12 +321,11 @@ class Scheduler:
             raise
 
     def _decide(self, lookahead: int) -> Step:
-        if not self._append_to_running(lookahead):
-            if self._swapping.swapped:
-                self._swapping.resume()
-            if self._waiting and not self._swapping.swapped:
         self._rows.make_way()
-                self._admission.admit()
+        if self._mixed and self._precedence.make_way():
+            lookahead = 0  # draft tokens would take blocks of the first idle sequences
+        if not self._append_to_running(lookahead) and (self._waiting or self._swapping.swapped):
+            self._precedence.start_idle()
         if self._defragment is not None:
             self._defragment.plan(self.manager)
         count_step(self._stats, self.manager, self._builder.tokens, is_away=bool(self._swapping))
@@ -457,8 +460,10 @@ class Scheduler:
             if builder.left < 1:
                 break
             done = int(rows.fields[DONE, row])
-            end = min(int(rows.fields[LENGTH, row]), done + builder.left)
+            end = self._needs.chunk_end(done, min(int(rows.fields[LENGTH, row]), done + builder.left))
             builder.add_chunks([rows.tokens_of(row, done, end)], [done])
+            if end < rows.fields[LENGTH, row]:
+                break  # rows are ordered by which finishes first
 
     def _preempt(self, gone: NDArray[np.int64]) -> None:
         """Take the rows of one request off the device."""
@@ -498,10 +503,7 @@ class Scheduler:
     # ---- who leaves, and who starts again ----
 
     def give_up(self) -> None:
-        """Drop the step in flight, if any: its sequences start again from their tokens.
-
-        Call it if the step's transfers or computation failed.
-        """
+        """Drop the step in flight, if any, as when it failed: its sequences start again from their tokens."""
         if self._loop is not None and self._in_flight is not None:
             self._loop.drop(self._in_flight)
         if self._interrupted:
@@ -581,7 +583,7 @@ class Scheduler:
     # ---- a device that shrinks ----
 
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
-        return options.lack_of_room(self.manager, state)
+        return options.lack_of_room(self._device, self._needs, state)
 
     def _refuse_what_no_longer_fits(self) -> None:
         """After the device shrank, end the requests that `add` would now refuse. No step is in flight."""

@@ -78,7 +78,8 @@ class Step:
         start: position of each row's first token, int64 `[n]`; keys and values of all earlier tokens are in the cache.
         query_start_loc: start of each row's tokens in `token_ids`, and the end of the last, int32 `[n + 1]`.
         token_ids: tokens to compute, row by row, uint32 `[t]`. An unfilled draft token repeats the token before it.
-        slot_mapping: slot for each token's keys and values, int64 `[t]`, without repeats.
+        slot_mapping: slot for each token's keys and values, int64 `[t]`, without repeats; of a recurrent state, only
+            those of a row's last token count.
         block_tables: device blocks of each row, int32 `[n, max_blocks]`. Entries beyond a row's blocks are undefined.
         extra_rows: rows that yield one more token, int32 `[e]`: each row once per sequence that forks off its prompt.
         num_draft_tokens: number of draft tokens in the decoding rows.

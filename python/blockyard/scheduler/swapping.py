@@ -108,10 +108,13 @@ class Swapping:
         del self._away[idle]
         self._opened.free(idle.handles)
 
-    def resume(self) -> None:
-        """Bring swapped requests back, in order, while they fit with one more token per sequence."""
+    def resume(self, priority: float) -> None:
+        """Bring swapped requests back, in order, while they fit with one more token per sequence.
+
+        Those of a lower priority than `priority` stay.
+        """
         computed = False
-        while (idle := self.swapped.head()) is not None:
+        while (idle := self.swapped.head()) is not None and idle.rank[0] <= priority:
             apart = self._overlap_io and self._manager.tier(int(idle.handles[0])) == "external"
             # A ticket with store reads ends late: nothing in this step may depend on it.
             mixed = computed if apart else bool(self._returning)

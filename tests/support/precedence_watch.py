@@ -1,0 +1,48 @@
+"""Watches that no request waits while those of a lower priority hold the blocks or seats that it lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blockyard.scheduler import Request, Scheduler, Step
+
+PATIENCE = 2
+"""Steps in a row: one preempts, and one lets the blocks of a swap-out become free."""
+
+
+class PrecedenceWatch:
+    """Mixed into the scheduler's machine."""
+
+    scheduler: Scheduler
+    waited = 0
+
+    def check_shape(self: Any, step: Step) -> None:
+        super().check_shape(step)  # type: ignore[misc]
+        # Only what is held at rest counts: not what transfers lease, and tokens that a prompt's chunk takes.
+        others = [ticket for ticket in self.manager.stats().open_tickets if ticket != step.decision.ticket]
+        is_quiet = not (len(step.decision) or others or step.samples < step.rows or len(step.token_ids) >= 20)
+        self.waited = self.waited + 1 if is_quiet and self.is_kept_waiting(step) else 0
+        if self.waited > PATIENCE:
+            raise AssertionError(f"a request has waited {self.waited} steps for what one of a lower priority holds")
+
+    def is_kept_waiting(self: Any, step: Step) -> bool:
+        """Whether the first idle sequences would fit if all requests of a lower priority left."""
+        heads = (self.scheduler._swapping.swapped.head(), self.scheduler._waiting.head())
+        first = min((idle for idle in heads if idle is not None), key=lambda idle: idle.rank[0], default=None)
+        owners: list[Request] = [self.live[step.owner(row)[0]] for row in range(step.rows)]
+        if first is None or first.state.seats or all(owner.priority <= first.rank[0] for owner in owners):
+            return False
+        size, manager = self.manager.block_size, self.manager
+        kept, freed, to_come = set(), set(), 0
+        for owner, handle in zip(owners, step.handles.tolist(), strict=True):
+            table = set(manager.block_table(handle).tolist())
+            if owner.priority > first.rank[0]:
+                freed |= table
+            else:
+                kept |= table
+                to_come += -(-(len(owner.prompt) + owner.max_tokens) // size) - len(table)
+        seats = 4 - sum(owner.n for owner in {id(o): o for o in owners if o.priority <= first.rank[0]}.values())
+        wanted = sum(-(-(len(tokens) + 1) // size) for tokens in first.tokens) + to_come
+        pool = manager.pool()
+        has_blocks = wanted + pool.reserved <= pool.num_free + len(freed - kept)
+        return has_blocks and len(first.indices) + first.forks <= seats
