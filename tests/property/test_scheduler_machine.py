@@ -337,7 +337,7 @@ class MixesUpRequestsOfOneName(Scheduler):
 class NeverBringsBack(Scheduler):
     def __init__(self, manager: BlockManager, **options: object) -> None:
         super().__init__(manager, **options)  # type: ignore[arg-type]
-        self._swapping.resume = lambda: None  # type: ignore[method-assign]
+        self._swapping.resume = lambda priority: None  # type: ignore[method-assign]
 
 
 class ChangesTheSlots(Scheduler):
