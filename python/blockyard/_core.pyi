@@ -1745,12 +1745,19 @@ class SlabStore:
         namespace: bytes = ...,
         use: str = "swap",
         revision: str = "",
+        drop: bool = False,
     ) -> SlabStore: ...
 
     keeps_quotas: ClassVar[bool]
     @property
     def num_slots(self) -> int:
         """Number of blocks that the store can hold; in swap space the slots, numbered from 0."""
+    @property
+    def uses(self) -> tuple[str]:
+        """What the store can be used for, see `ExternalStore.uses`."""
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block, as the caller sees it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -27,7 +28,10 @@ from blockyard.executor.tickets import StepEnd, Tickets
 from blockyard.layout import GroupedLayout, KVLayout
 from blockyard.layout.sizes import as_int
 from blockyard.prefix_store import PrefixStore
+from blockyard.prefix_store.unused import Unused
 from blockyard.stores import ExternalStore, open_store
+from blockyard.stores.base import Use
+from blockyard.stores.checked_store import check_store
 from blockyard.stores.url import read_bytes, sized_url
 from blockyard.types import ManagerStats, ResizeProgress
 from blockyard.workers import Process
@@ -39,7 +43,7 @@ __all__ = ["CacheStep", "Health", "KVCache", "StepEnd"]
 
 _log = logging.getLogger("blockyard.cache")
 _caches: WeakSet[KVCache] = WeakSet()
-_opening = threading.RLock()  # held while a cache takes its swap store
+_opening = threading.RLock()  # held while a cache takes its tensors
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class KVCache:
 
     Args:
         layout: layout of the device's tensors.
-        tensors: existing tensors, as accepted by `layout.views`; None means to allocate them.
+        tensors: existing tensors, as accepted by `layout.views`, that no other open cache has; None means to allocate
+            them.
         device: device to allocate the tensors on, such as `"cuda:0"`.
         device_blocks: number of device blocks; None means as many as the tensors hold.
         max_device_blocks: maximum number of device blocks for `resize`. Memory then returns to the system
@@ -72,14 +77,14 @@ class KVCache:
         host_blocks: number of blocks in host memory.
         host_bytes: size of host memory in bytes, instead of `host_blocks`: an int or text such as `"64GiB"`.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
-        swap_store: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store that no other cache
+        swap_store: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store that nothing else
             uses; `close` closes it.
         external_blocks: number of that store's slots to use; None, or more than it has, means all. Ranks of a
         tensor-parallel model use as many slots as their smallest store has.
         swap_store_bytes: size of the store in bytes, instead of `size` in its URL: an int or text such as `"1TiB"`.
         prefix_caching: a bool or `PrefixCaching`, see `BlockManager`.
         prefix_store: URL of a store for cached blocks, such as `"file:///var/prefixes?size=1TiB"`, or a store opened
-            with `use="prefix"`; `close` closes it. Prompts find blocks there that this or another process computed
+            with `use="prefix"` that nothing else uses; `close` closes it. Prompts find blocks there that this or another process computed
             earlier, see `PrefixStore`. Requires prefix caching and a `namespace`.
         prefix_store_bytes: size of the store in bytes, instead of `size` in its URL.
         prefix_writes: which blocks are written to it: `"through"`, `"back"`, `"second_use"` or `"never"`, see
@@ -104,7 +109,8 @@ class KVCache:
         elastic: the memory behind the tensors with `max_device_blocks`; otherwise None.
 
     Raises:
-        InvalidArgumentError: a size is out of range, missing or given twice.
+        InvalidArgumentError: a size is out of range, missing or given twice; a store is closed, for the other use or in
+            use elsewhere; or an open cache has the tensors. Stores that were given open stay open after any error.
         LayoutError: the tensors do not have the layout.
         OutOfMemoryError: there is not enough memory.
         StoreError: the store cannot be opened.
@@ -126,6 +132,8 @@ class KVCache:
 
     _is_closed = False
     swap_store: ExternalStore | None = None
+    prefix_store: PrefixStore | None = None
+    _unused: Unused | None = None
 
     def __init__(
         self,
@@ -152,7 +160,9 @@ class KVCache:
         namespace: bytes = b"",
         max_staging: int | str = "256MiB",
     ) -> None:
-        size = layout.bytes_per_block
+        if not isinstance(layout, KVLayout | GroupedLayout):
+            raise InvalidArgumentError(f"layout is {layout!r:.100}, must be a KVLayout or GroupedLayout")
+        size, name = layout.bytes_per_block, _namespace(namespace, layout)
         host = _host_blocks(host_blocks, host_bytes, size)
         swap_store = _sized("swap_store", swap_store, swap_store_bytes, size)
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
@@ -163,6 +173,7 @@ class KVCache:
         self.layout = layout
         self._process = Process("a cache")
         self._closers: list[Callable[[], object]] = []  # each is idempotent
+        given = [store for store in (swap_store, prefix_store) if isinstance(store, ExternalStore)]
         try:
             self.elastic = _elastic(layout, device_blocks, max_device_blocks, device)
             if self.elastic is not None:
@@ -177,11 +188,12 @@ class KVCache:
                 tensors=tensors,
             )
             self._closers.append(self.engine.close)
-            self._own(_store(swap_store, size, _namespace(namespace, layout)))
-            if self.swap_store is not None:
+            self._own_tensors()
+            if swap_store is not None:
+                self.swap_store = _open(swap_store, size, name, "swap")
                 self._closers.append(self.swap_store.close)
             self.executor = StepExecutor(self.engine, self.swap_store, max_staging=staging)
-            self._closers.append(self.executor.end_spans)
+            self._closers.append(self.executor.close)
             self.manager = BlockManager(
                 block_size=_block_size(layout),
                 device_blocks=device_blocks or self.engine.num_blocks("device"),
@@ -194,7 +206,12 @@ class KVCache:
             )
             self._tickets = Tickets(self.manager, self.executor)
             self.prefix_store = self._join(prefix_store, namespace, prefix_writes, prefetch_timeout_base, staging)
+            if prefix_caching is not False:
+                is_second_level = isinstance(prefix_caching, PrefixCaching) and prefix_caching.host
+                self._unused = Unused(self.manager, self.prefix_store, keeps_host_copies=is_second_level)
         except BaseException:
+            kept = [store.close for store in given]
+            self._closers = [close for close in self._closers if close not in kept]
             self.close()
             raise
 
@@ -295,7 +312,7 @@ class KVCache:
         return progress
 
     def give_back(self) -> Resized | None:
-        """Return memory that a smaller device pool no longer uses to the system; `step` does this too.
+        """Return memory that a smaller device pool no longer uses to the system; each step does this too.
 
         Returns:
             The number of bytes returned; None if there were none, or without `max_device_blocks`.
@@ -305,6 +322,8 @@ class KVCache:
         """
         if self._is_closed:
             raise BlockyardError("the cache is closed")
+        if self._unused is not None:
+            self._unused.note_step()  # here, because a scheduler's steps call it as well
         if self.elastic is None:
             return None
         extent = self.manager.defrag.progress().extent
@@ -346,10 +365,22 @@ class KVCache:
 
         It can be called again after an exception.
         """
+        if self._unused is not None and self._process.is_current and not self._is_closed:
+            self._unused.look()
         self._is_closed = True
         with contextlib.ExitStack() as stack:
             for close in self._closers:
                 stack.callback(close)
+
+    def __del__(self) -> None:
+        has_store = self.swap_store is not None or self.prefix_store is not None  # else there is nothing to lose
+        if has_store and not self._is_closed and self._process.is_current:
+            warnings.warn(
+                f"unclosed {self!r}, call its close(): its stores lose blocks",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -363,13 +394,12 @@ class KVCache:
         self._process.check()
         self._tickets.refuse_others(call)
 
-    def _own(self, store: ExternalStore | None) -> None:
-        """Take a swap store. Its slots belong to one cache: two would write over each other's blocks."""
+    def _own_tensors(self) -> None:
+        """Take the tensors. Their blocks belong to one cache: two would write over each other's."""
         with _opening:
             others = [cache for cache in _caches if not cache._is_closed]  # noqa: SLF001 (of this class)
-            if store is not None and any(other.swap_store is store for other in others):
-                raise InvalidArgumentError("swap_store is the swap store of another cache, must be this cache's alone")
-            self.swap_store = store
+            if any(other.engine.memory.shares_device(self.engine.memory) for other in others):
+                raise InvalidArgumentError("tensors share blocks with another open cache, must be this cache's alone")
             _caches.add(self)
 
     def _join(
@@ -382,20 +412,19 @@ class KVCache:
                 "namespace is b'', must name the model and the revision of its weights for a prefix store"
             )
         size = self.layout.bytes_per_block
-        if isinstance(store, str):
-            name = _namespace(namespace, self.layout)
-            store = open_store(store, bytes_per_block=size, namespace=name, use="prefix")
+        opened = _open(store, size, _namespace(namespace, self.layout), "prefix")
         try:
             connected = PrefixStore(
                 self.manager,
                 self.engine,
-                store,
+                opened,
                 writes=writes,
                 prefetch_timeout_base=timeout_base,
                 max_staging=staging,
             )
         except BaseException:
-            store.close()
+            if opened is not store:
+                opened.close()
             raise
         self._closers.append(connected.close)
         return connected
@@ -506,14 +535,12 @@ def _sized(
     return sized_url(store, f"{name}_bytes", num_bytes)
 
 
-def _store(swap_store: str | ExternalStore | None, size: int, namespace: bytes) -> ExternalStore | None:
-    if isinstance(swap_store, str):
-        return open_store(swap_store, bytes_per_block=size, namespace=namespace)
-    if swap_store is not None and swap_store.bytes_per_block != size:
-        raise InvalidArgumentError(f"swap_store has blocks of {swap_store.bytes_per_block} bytes, must have {size}")
-    if swap_store is not None and swap_store.num_slots < 1:
-        raise InvalidArgumentError(f"swap_store has {swap_store.num_slots} slots, must have at least 1")
-    return swap_store
+def _open(store: str | ExternalStore, size: int, namespace: bytes, use: Use) -> ExternalStore:
+    """Open a store by its URL, or check one that is open."""
+    if isinstance(store, str):
+        return open_store(store, bytes_per_block=size, namespace=namespace, use=use)
+    check_store(f"{use}_store", store, size, use)
+    return store
 
 
 def _trouble(store: ExternalStore) -> str:

@@ -30,6 +30,7 @@ from blockyard.errors import ForkedError, OutOfMemoryError
 
 __all__ = [
     "Buffers",
+    "Claims",
     "Polls",
     "Process",
     "RateLimit",
@@ -186,6 +187,35 @@ def interrupts_blocked() -> Iterator[None]:
             signal.signal(signal.SIGINT, handler)
     if caught and callable(handler):
         handler(*caught[0])
+
+
+class Claims:
+    """Which object uses each shared thing: at most one uses it. A user that is collected no longer does."""
+
+    def __init__(self) -> None:
+        # By the thing's id: its user refers to it, so the id stays its own for as long as the entry.
+        self._users: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+        self._lock = threading.RLock()  # reentrant: collecting garbage may run other objects' code
+
+    def user(self, thing: object) -> object | None:
+        """Return the object that uses a thing, or None."""
+        return self._users.get(id(thing))
+
+    def take(self, thing: object, user: object) -> bool:
+        """Return whether nothing else used the thing; from now on `user` does, which must refer to it."""
+        with self._lock:
+            return self._users.setdefault(id(thing), user) is user
+
+    def hand_over(self, thing: object, user: object) -> None:
+        """Let `user` use the thing instead of its present user."""
+        with self._lock:
+            self._users[id(thing)] = user
+
+    def drop(self, thing: object, user: object) -> None:
+        """End `user`'s use of the thing. Idempotent."""
+        with self._lock:
+            if self._users.get(id(thing)) is user:
+                del self._users[id(thing)]
 
 
 class RateLimit:

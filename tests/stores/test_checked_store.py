@@ -280,7 +280,7 @@ def test_of_two_batches_with_one_ticket_neither_is_believed():
 
 def test_sizes_are_compared_when_engine_and_store_meet():
     with CacheEngine(LAYOUT, device_blocks=BLOCKS, host_blocks=0) as engine:
-        with pytest.raises(InvalidArgumentError, match=f"blocks have {2 * SIZE} bytes, must have {SIZE} as in"):
+        with pytest.raises(InvalidArgumentError, match=f"store has blocks of {2 * SIZE} bytes, must have {SIZE}"):
             StepExecutor(engine, SimulatedStore(BLOCKS, 2 * SIZE, seed=0))
         executor = StepExecutor(engine, SimulatedStore(1, SIZE, seed=0))
         swap = ("swap_out", Pairs("device", "host", np.zeros((0, 2), np.int64)))

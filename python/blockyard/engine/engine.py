@@ -22,7 +22,7 @@ from blockyard.engine.ops.library import prepare_device
 from blockyard.engine.plans import Kind, TransferPlan, moving, reading, writing
 from blockyard.engine.streams import PIECE_BYTES, Event, StreamName, Streams, WorkerStreams
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
-from blockyard.errors import InvalidArgumentError, MappingError, PageLockError
+from blockyard.errors import InvalidArgumentError, LayoutError, MappingError, PageLockError
 from blockyard.layout.kv import BlockLayout
 from blockyard.types import Histogram
 
@@ -133,6 +133,8 @@ class CacheEngine:
         pin_memory: bool | None = None,
         on_host_failure: OnFailure = "raise",
     ) -> None:
+        if isinstance(tensors, Tensor):
+            raise LayoutError(f"tensors is one tensor {list(tensors.shape)}, must be a list of the layout's tensors")
         there = tensors[0].device if tensors else torch.device("cpu")
         # A device without index is that of the tensors, or else the current one.
         self.device = there if device is None or str(device) == there.type else with_index(device)

@@ -18,7 +18,7 @@ from blockyard.engine.host_pool import HostPool, OnFailure
 from blockyard.engine.ops import bind
 from blockyard.engine.ops.library import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
-from blockyard.layout.kv import BlockLayout
+from blockyard.layout.kv import BlockLayout, check_views
 from blockyard.workers import Buffers
 
 __all__ = ["EngineTier", "Memory", "Rows", "Run", "as_tensor", "torch_dtype"]
@@ -136,6 +136,16 @@ class Memory:
         if found is None:
             raise InvalidArgumentError(f"tier {tier!r} is not one of {', '.join(self._num_blocks)}")
         return found
+
+    def shares_device(self, other: Memory) -> bool:
+        """Whether a byte of this memory's device blocks is in the other's, too."""
+        if self.device != other.device:
+            return False
+        try:
+            check_views([*self.views["device"], *other.views["device"]])
+        except LayoutError:
+            return True
+        return False
 
     def run(self, src: EngineTier, dst: EngineTier) -> Run:
         """Return a call that carries out mappings between two tiers or within one; it checks the views once."""

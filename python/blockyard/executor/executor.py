@@ -34,8 +34,10 @@ from blockyard.errors import (
 )
 from blockyard.executor.legs import Legs
 from blockyard.executor.parts import Part, all_written, cut
-from blockyard.stores.base import ExternalStore, MissLog
+from blockyard.layout.sizes import as_int
+from blockyard.stores.base import ExternalStore
 from blockyard.stores.checked_store import CheckedStore
+from blockyard.stores.logs import MissLog
 from blockyard.types import Histogram
 from blockyard.workers import keep
 
@@ -162,7 +164,7 @@ class StepExecutor(Executor):
 
     Args:
         engine: owner of the device and host blocks.
-        store: the external store, where there is one.
+        store: the external store, where there is one; no other executor, cache or prefix store may use it.
         max_staging: maximum bytes of staging rows for blocks moving to or from the external tier, at most what the
             store can have in flight (`ExternalStore.max_blocks_in_flight`). Beyond it, a swap-in waits for room; a
             swap-out is lost, which costs a recompute but blocks nothing.
@@ -173,7 +175,9 @@ class StepExecutor(Executor):
         store: as given, or None.
 
     Raises:
-        InvalidArgumentError: a number of bytes is not positive, or the block sizes of store and engine differ.
+        InvalidArgumentError: a number of bytes is not positive, or the store has another block size than the engine, is
+            closed, is no swap space, or is in use by another executor or prefix store.
+        BlockyardError: the engine is closed.
 
     Example:
         >>> from blockyard import BlockManager, CacheEngine, KVLayout, StepExecutor
@@ -197,10 +201,13 @@ class StepExecutor(Executor):
         max_staging: int = 1 << 30,
         chunk_bytes: int = PART_BYTES,
     ) -> None:
-        if max_staging < 1 or chunk_bytes < 1:
+        if as_int("max_staging", max_staging) < 1 or as_int("chunk_bytes", chunk_bytes) < 1:
             raise InvalidArgumentError(
                 f"max_staging is {max_staging} bytes, chunk_bytes {chunk_bytes}, must be at least 1"
             )
+        if not isinstance(engine, CacheEngine):
+            raise InvalidArgumentError(f"engine is {engine!r:.100}, must be a CacheEngine")
+        engine.num_blocks("device")  # raises if the engine is closed
         self.engine = engine
         self.store = store
         size = engine.layout.bytes_per_block
@@ -310,8 +317,13 @@ class StepExecutor(Executor):
             raise refused
         self._unfinished = 0
 
-    def end_spans(self) -> None:
-        """End the spans of everything in flight, because its end will not be collected. A fork leaves them alone."""
+    def close(self) -> None:
+        """Let another executor use the store, once nothing is in flight. Idempotent.
+
+        What is in flight will not be collected: its spans end. A fork leaves them alone.
+        """
+        if self._checked is not None:
+            self._checked.disconnect()
         if not self.engine.transfers.process.is_current:
             return
         for part in self._parts():

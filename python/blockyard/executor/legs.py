@@ -19,8 +19,8 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
 from blockyard.executor.parts import Part, written
-from blockyard.stores.base import MissLog
 from blockyard.stores.checked_store import Answer, CheckedStore
+from blockyard.stores.logs import MissLog
 
 if TYPE_CHECKING:
     from blockyard.engine.plans import Kind

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.errors import BlockyardError, InvalidArgumentError, UnknownTicketError, WorkerError
-from blockyard.executor.executor import Executor, StepDone, all_lost
+from blockyard.executor.executor import Executor, StepDone, StepExecutor, all_lost
 from blockyard.executor.remote import RemoteExecutor
 
 __all__ = ["ParallelExecutor"]
@@ -43,7 +43,9 @@ class ParallelExecutor(Executor):
         executors: as given.
 
     Raises:
-        InvalidArgumentError: there are no executors.
+        InvalidArgumentError: there are no executors, one is given twice, or engines of this process differ in their
+            numbers of blocks.
+        BlockyardError: an engine is closed.
 
     Example:
         >>> import numpy as np
@@ -65,6 +67,7 @@ class ParallelExecutor(Executor):
     def __init__(self, executors: Sequence[Executor]) -> None:
         if not executors:
             raise InvalidArgumentError("executors is empty, must have one for each rank")
+        _check(executors)
         self.executors = tuple(executors)
         self._open: dict[int, _OpenDecision] = {}  # by ticket, until all ranks have reported
         self._answers: list[tuple[int, list[StepDone]]] = []  # by rank, not yet entered in `_open`
@@ -195,6 +198,21 @@ class ParallelExecutor(Executor):
         whole = {ticket for ticket, known in self._open.items() if len(known.reports) == len(self.executors)}
         merged = [_merged(ticket, self._open[ticket].reports) for ticket in self._open if ticket in whole]
         return merged, {ticket: known for ticket, known in self._open.items() if ticket not in whole}
+
+
+def _check(executors: Sequence[Executor]) -> None:
+    """Check that there is one executor per rank, over engines of one size."""
+    sizes: dict[tuple[int, int], int] = {}
+    for rank, executor in enumerate(executors):
+        if not isinstance(executor, Executor):
+            raise InvalidArgumentError(f"executors[{rank}] is {executor!r:.100}, must be an Executor")
+        if (first := next(at for at, other in enumerate(executors) if other is executor)) < rank:
+            raise InvalidArgumentError(f"executors[{rank}] is executors[{first}], must be one for each rank")
+        if isinstance(executor, StepExecutor):
+            sizes[executor.engine.num_blocks("device"), executor.engine.num_blocks("host")] = rank
+    if len(sizes) > 1:
+        found = ", ".join(f"{device} and {host} on rank {rank}" for (device, host), rank in sizes.items())
+        raise InvalidArgumentError(f"the engines have different numbers of device and host blocks: {found}")
 
 
 def _is_remote(executor: Executor) -> bool:

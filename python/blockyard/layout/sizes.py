@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from operator import index
 
 from blockyard.errors import BlockyardError, InvalidArgumentError
 
-__all__ = ["as_int"]
+__all__ = ["as_float", "as_int"]
 
 
 def as_int(name: str, value: object, error: type[BlockyardError] = InvalidArgumentError) -> int:
@@ -24,3 +25,18 @@ def as_int(name: str, value: object, error: type[BlockyardError] = InvalidArgume
         return index(value)  # type: ignore[arg-type]
     except TypeError:
         raise error(f"{name} is {value!r:.100}, must be an int") from None
+
+
+def as_float(name: str, value: object) -> float:
+    """Return an argument as a float. Integers and NumPy's numbers are numbers too; text and bools are not.
+
+    Args:
+        name: name of the argument.
+        value: what was given.
+
+    Raises:
+        InvalidArgumentError: the value is not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InvalidArgumentError(f"{name} is {value!r:.100}, must be a number")
+    return float(value)

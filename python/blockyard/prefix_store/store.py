@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, HashedPrompt
 from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.layout.sizes import as_float
 from blockyard.prefix_store.loads import Loads, Prefetch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.writes import Writes
-from blockyard.stores.base import ExternalStore, MissLog
+from blockyard.stores.base import ExternalStore
 from blockyard.stores.checked_store import CheckedStore
+from blockyard.stores.logs import MissLog
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import read_bytes
 from blockyard.types import Histogram
@@ -46,7 +48,7 @@ class PrefixStore:
     Args:
         manager: the manager of the blocks, with prefix caching, one cache group and no window.
         engine: owner of the device and host blocks.
-        store: a store opened with `use="prefix"`. Only this object may use it.
+        store: a store opened with `use="prefix"`. Only this object may use it; `close` closes it.
         writes: which blocks are written to the store. `"through"`: each once it is computed; `"back"`: blocks about to
             be evicted that no other tier has; `"second_use"`: blocks computed or hit a second time; `"never"`.
         prefetch_timeout_base: minimum timeout in seconds for loading a prompt, plus one for every 200 MB to load.
@@ -54,11 +56,13 @@ class PrefixStore:
             the store can have in flight, see `ExternalStore.max_blocks_in_flight`.
 
     Raises:
-        InvalidArgumentError: an argument is out of range, the store's block size differs, or the manager has several
-            cache groups, a window, cached blocks or no prefix caching.
+        InvalidArgumentError: an argument is out of range; the store has another block size, is closed, has no keys or
+            is in use elsewhere; or the manager has several cache groups, a window, cached blocks or no prefix caching.
+        BlockyardError: the engine is closed.
 
     Attributes:
         store: as given.
+        has_prefetched: whether `prefetch` was ever called. If not, nothing is read from the store.
 
     Example:
         >>> import tempfile
@@ -89,16 +93,23 @@ class PrefixStore:
         prefetch_timeout_base: float = 0.25,
         max_staging: int | str = 256 << 20,
     ) -> None:
-        if not 0 < prefetch_timeout_base <= 3600:
+        if not isinstance(manager, BlockManager):
+            raise InvalidArgumentError(f"manager is {manager!r:.100}, must be a BlockManager")
+        if not 0 < as_float("prefetch_timeout_base", prefetch_timeout_base) <= 3600:
             raise InvalidArgumentError(
                 f"prefetch_timeout_base is {prefetch_timeout_base}, must be above 0 and at most 3600 seconds"
             )
+        engine.num_blocks("device")  # raises if the engine is closed
         size = engine.layout.bytes_per_block
         max_blocks = read_bytes("max_staging", max_staging, holds=size) // size
-        checked = CheckedStore(store, size)
+        checked = CheckedStore(store, size, "prefix")
         if checked.max_blocks_in_flight is not None:
             max_blocks = min(max_blocks, max(1, checked.max_blocks_in_flight // 2))
-        manager.prefix.store_jobs.start(writes)
+        try:
+            manager.prefix.store_jobs.start(writes)
+        except BaseException:
+            checked.disconnect()
+            raise
         self.store = store
         self._stats = PrefixStoreStats()
         self._runtime = runtime()
@@ -110,6 +121,7 @@ class PrefixStore:
         self._writes = Writes(manager, engine, checked, self._stats, log, max_blocks)
         if writes == "never":
             self._writes.close()
+        self.has_prefetched = False
         # Set while a call makes changes; if set when a call begins, the last call was interrupted.
         self._in_critical_section = False
 
@@ -147,6 +159,7 @@ class PrefixStore:
         Raises:
             InvalidArgumentError: a token id is out of range.
         """
+        self.has_prefetched = True
         prefix = self._manager.prefix
         hashed = prompt if isinstance(prompt, HashedPrompt) else prefix.hash(prompt, salt=salt, lora_id=lora_id)
         self._recover_from_interrupt()

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager, StoreJob
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
 from blockyard.prefix_store.stats import PrefixStoreStats
-from blockyard.stores.base import MissLog, Owners
+from blockyard.stores.base import Owners
 from blockyard.stores.checked_store import Answer, CheckedStore, PendingBatch
+from blockyard.stores.logs import MissLog
 from blockyard.tracing import Trace
 from blockyard.workers import keep
 

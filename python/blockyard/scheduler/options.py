@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, Pool
-from blockyard.errors import InvalidArgumentError, OutOfBlocksError
-from blockyard.layout.sizes import as_int
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError
+from blockyard.layout.sizes import as_float, as_int
+from blockyard.scheduler.loop import Cache
 from blockyard.scheduler.request import RequestState
 from blockyard.scheduler.rows import LENGTH, SequenceRows
 from blockyard.types import DefragReport
+from blockyard.workers import Claims
+
+if TYPE_CHECKING:
+    from blockyard.scheduler.scheduler import Scheduler
 
 __all__ = [
     "PREEMPTION_MODES",
@@ -35,6 +41,9 @@ PreemptionMode: TypeAlias = Literal["auto", "swap", "recompute"]
 PREEMPTION_MODES: Final = ("auto", "swap", "recompute")
 """All values of `PreemptionMode`."""
 
+_log = logging.getLogger("blockyard.scheduler")
+_schedulers = Claims()
+
 
 @dataclass(frozen=True)
 class PreemptionCosts:
@@ -51,7 +60,8 @@ class PreemptionCosts:
         >>> from blockyard import BlockManager, Scheduler
         >>> from blockyard.scheduler import PreemptionCosts
         >>> costs = PreemptionCosts(swap_block=80e-6, prefill_token=40e-6)
-        >>> scheduler = Scheduler(BlockManager(block_size=16, device_blocks=64), preemption_mode=costs)
+        >>> manager = BlockManager(block_size=16, device_blocks=64, host_blocks=64)
+        >>> scheduler = Scheduler(manager, preemption_mode=costs)
     """
 
     swap_block: float
@@ -59,7 +69,7 @@ class PreemptionCosts:
 
     def __post_init__(self) -> None:
         for name, value in (("swap_block", self.swap_block), ("prefill_token", self.prefill_token)):
-            if not 0 <= value < inf:
+            if not 0 <= as_float(name, value) < inf:
                 raise InvalidArgumentError(f"{name} is {value}, must be at least 0 seconds")
 
 
@@ -174,6 +184,61 @@ class BlockNeeds:
         return self.peak(state.limit) + (state.left - 1) * others
 
 
+def manager_of(cache: object, executor: object) -> BlockManager:
+    """Return the manager of a scheduler's `cache`, a `KVCache` or a `BlockManager`.
+
+    Raises:
+        InvalidArgumentError: it is neither, or the executor does not fit it.
+        BlockyardError: the cache is closed.
+    """
+    if isinstance(cache, BlockManager):
+        if executor is not None:
+            raise InvalidArgumentError("executor is given with a BlockManager, needs a KVCache as the first argument")
+        return cache
+    if not isinstance(cache, Cache):
+        raise InvalidArgumentError(f"cache is {cache!r:.100}, must be a KVCache or a BlockManager")
+    cache.give_back()  # raises if the cache is closed
+    if executor is not None:
+        _check_executor(executor, cache.manager)
+    return cache.manager
+
+
+def _check_executor(executor: object, manager: BlockManager) -> None:
+    if not callable(getattr(executor, "collect", None)):
+        raise InvalidArgumentError(f"executor is {executor!r:.100}, must be an Executor")
+    # Other executors have no engine in this process.
+    parts = getattr(executor, "executors", (executor,))
+    for engine in [part.engine for part in parts if hasattr(part, "engine")]:
+        for tier in ("device", "host"):
+            found, wanted = engine.num_blocks(tier), manager.pool(tier).num_blocks
+            if found < wanted:
+                raise InvalidArgumentError(f"executor has {found} {tier} blocks, must have {wanted} as the cache")
+
+
+def take_over(scheduler: Scheduler, manager: BlockManager) -> None:
+    """Make a scheduler its manager's only one.
+
+    Raises:
+        InvalidArgumentError: an earlier one has unfinished requests.
+    """
+    other = cast("Scheduler | None", _schedulers.user(manager))
+    if other is not None and other.num_unfinished:
+        raise InvalidArgumentError(
+            f"cache has a Scheduler with {other.num_unfinished} unfinished requests, must have one at a time"
+        )
+    _schedulers.hand_over(manager, scheduler)
+
+
+def check_current(scheduler: Scheduler) -> None:
+    """Check that no other scheduler has taken over the manager.
+
+    Raises:
+        StepOrderError: one has.
+    """
+    if _schedulers.user(scheduler.manager) is not scheduler:
+        raise StepOrderError("another Scheduler was created over this one's cache: add requests to that one")
+
+
 def check_options(
     manager: BlockManager,
     preemption_mode: PreemptionMode | PreemptionCosts,
@@ -203,8 +268,27 @@ def check_options(
         raise InvalidArgumentError(f"the manager has {groups} cache groups, must have 1")
     if num_lookahead_tokens < 0:
         raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be at least 0")
+    _warn_of_unused(manager, preemption_mode)
     if num_lookahead_tokens and (kind := manager.pool().groups[0].kind) == "recurrent":
         raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be 0 for a {kind} group")
+
+
+def _warn_of_unused(manager: BlockManager, mode: PreemptionMode | PreemptionCosts) -> None:
+    """Warn if victims cannot be swapped although the mode says so, or if a tier is there for nothing."""
+    blocks = {tier: manager.pool(tier).num_blocks for tier in ("host", "external")}
+    unused = []
+    if mode not in {"auto", "recompute"} and not any(blocks.values()):
+        unused = ["there is no tier to swap to, so victims are recomputed: give the cache host_blocks or a swap_store"]
+    elif mode == "recompute":
+        if manager.prefix.enabled:
+            del blocks["host"]  # may hold copies of cached blocks
+        unused = [
+            f"it never uses the {count} {tier} blocks: give 'auto' or 'swap', or leave them out"
+            for tier, count in blocks.items()
+            if count
+        ]
+    for why in unused:
+        _log.warning("preemption_mode is %r, but %s", mode, why)
 
 
 def swaps(mode: PreemptionMode | PreemptionCosts, rows: SequenceRows, gone: NDArray[np.int64], block_size: int) -> bool:

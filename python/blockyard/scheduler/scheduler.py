@@ -56,7 +56,8 @@ class Scheduler:
     exception interrupted a change, all requests start again from their tokens.
 
     Args:
-        cache: a `KVCache` or `BlockManager` with one cache group; nothing else may admit sequences to it.
+        cache: a `KVCache` or `BlockManager` with one cache group; nothing else may admit sequences to it. A second
+            scheduler over it replaces an idle one, which then refuses requests.
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step; prompts beyond it wait or are computed in chunks.
         preemption_mode: `"swap"` moves a victim's blocks out if there is room, `"recompute"` drops them, `"auto"` drops
@@ -80,8 +81,10 @@ class Scheduler:
         manager: the `BlockManager`.
 
     Raises:
-        InvalidArgumentError: an option is out of its range, the manager has several cache groups, draft tokens are
-            combined with a recurrent state, an executor lacks its cache, or a recorder has another block size.
+        InvalidArgumentError: an option is out of its range, the manager has several cache groups or another scheduler
+            with unfinished requests, draft tokens are combined with a recurrent state, an executor lacks its cache or
+            is too small, or a recorder is closed or has another block size.
+        BlockyardError: the cache is closed.
 
     Example:
         >>> from blockyard import KVCache, KVLayout, Request, Scheduler
@@ -114,7 +117,7 @@ class Scheduler:
         recorder: TraceRecorder | None = None,
         max_overtakes: int = 0,
     ) -> None:
-        manager = cache.manager if isinstance(cache, Cache) else cache
+        manager = options.manager_of(cache, executor)
         limits = (max_num_seqs, max_num_batched_tokens, num_lookahead_tokens, max_overtakes)
         options.check_options(manager, preemption_mode, *limits)
         self.manager = manager
@@ -127,8 +130,6 @@ class Scheduler:
             self._loop = CacheLoop(self, cache, executor, lambda: self._admission.count_loading())  # noqa: PLW0108
             overlap_io = True if overlap_io is None else overlap_io
             prefetch = cache.prefix_store.prefetch if prefetch is None and cache.prefix_store is not None else prefetch
-        elif executor is not None:
-            raise InvalidArgumentError("executor is given with a BlockManager, needs a KVCache as the first argument")
         self._overlap_io = bool(overlap_io)
         self._defragment, self._prefetch, self._preemption_mode = defragment, prefetch, preemption_mode
         self._requests: dict[str, RequestState] = {}
@@ -141,6 +142,7 @@ class Scheduler:
         self._needs = BlockNeeds(manager, max_num_batched_tokens)
         self._recording = TokenRecorder(recorder, manager.block_size)
         self._make_empty()
+        options.take_over(self, manager)
 
     def _make_empty(self) -> None:
         """Set up empty queues, rows and counts."""
@@ -190,7 +192,9 @@ class Scheduler:
         Raises:
             InvalidArgumentError: the request is malformed, or its id is in use.
             OutOfBlocksError: it could not finish even alone on the device.
+            StepOrderError: another `Scheduler` was created over the same manager.
         """
+        options.check_current(self)
         state = RequestState(request, self._num_added + 1, self._max_num_seqs)
         if request.request_id in self._requests:
             raise InvalidArgumentError(f"request {request.request_id!r} is already in the scheduler")

@@ -10,12 +10,9 @@ like `open_store`. Engines see every store as an `ExternalStore`. Only `wait`, `
 block.
 """
 
-import logging
 import re
 from abc import ABC, abstractmethod
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import TracebackType
@@ -28,9 +25,7 @@ from blockyard._core import Completion
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError, StoreURLError
 from blockyard.layout.sizes import as_int
 from blockyard.stores.url import public_url, require_room, require_text
-from blockyard.stores.value import is_damage
 from blockyard.types import StoreStats
-from blockyard.workers import RateLimit
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,7 +48,6 @@ Keys: TypeAlias = NDArray[np.uint8] | Sequence[bytes]
 Use: TypeAlias = Literal["swap", "prefix"]
 Maker = TypeVar("Maker", bound=Callable[..., "ExternalStore"])
 _registered: dict[str, Callable[..., "ExternalStore"]] = {}
-_log = logging.getLogger("blockyard.stores")
 
 
 class Owners(NamedTuple):
@@ -96,6 +90,20 @@ class ExternalStore(ABC):
     @abstractmethod
     def bytes_per_block(self) -> int:
         """Bytes of one block, as the caller sees it."""
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """What the store can be used for: `"swap"` if its slots work, `"prefix"` if its keys do.
+
+        Caches refuse a store of the wrong use. The default is `"swap"`, and `"prefix"` too for a class with its own
+        `submit_put`. Override it if only one of them works, or in a wrapper: return those of the wrapped store.
+        """
+        return ("swap",) if type(self).submit_put is ExternalStore.submit_put else ("swap", "prefix")
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called; caches refuse such a store. The default, False, lets them take it."""
+        return False
 
     @property
     def max_blocks_in_flight(self) -> int | None:
@@ -369,77 +377,6 @@ def quotaless() -> StoreError:
     return StoreError("this store cannot keep quotas: a file:// store of one directory or a redis:// server can")
 
 
-class FailureLog:
-    """Logs when a store fails and when it works again: one line per minute and cause, to the logger `blockyard.stores`.
-
-    The other methods only queue lines, so they may be called under a lock; `flush` writes the lines.
-
-    Args:
-        clock: returns the time in seconds; None for the system's clock.
-    """
-
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        self._limit = RateLimit(clock)
-        self._failures = 0  # since the store last worked
-        self._is_known = False  # whether one of these failures was logged
-        self._lines: deque[str | int] = deque()  # the cause of a failure, or the number of failures before a recovery
-
-    def failed(self, cause: str) -> None:
-        """Note a failure.
-
-        Args:
-            cause: one line; its text up to the first colon identifies the cause.
-        """
-        self._failures += 1
-        if self._limit.passes(cause.partition(":")[0]):
-            self._is_known = True
-            self._lines.append(cause)
-
-    def worked(self) -> None:
-        """Note that a batch succeeded."""
-        if self._failures:
-            if self._is_known:
-                self._lines.append(self._failures)
-            self._failures, self._is_known = 0, False
-
-    def flush(self, store: object) -> None:
-        """Write the queued lines, with `store` as the name. Thread-safe."""
-        while self._lines:
-            with suppress(IndexError):  # another thread took it
-                line = self._lines.popleft()
-                if isinstance(line, str):
-                    fields: dict[str, object] = {"store": str(store), "cause": line}
-                    _log.warning("%s fails, blocks are misses: %s", store, line, extra=fields)
-                else:
-                    fields = {"store": str(store), "failures": line}
-                    _log.warning("%s works again after %d failures", store, line, extra=fields)
-
-
-class MissLog:
-    """Logs damaged and refused blocks: one line per minute and reason, to the logger `blockyard.stores`.
-
-    Args:
-        store: the name in the log line.
-        clock: returns the time in seconds; None for the system's clock.
-    """
-
-    def __init__(self, store: object, clock: Callable[[], float] | None = None) -> None:
-        self._store = store
-        self._limit = RateLimit(clock)
-
-    def note(self, reasons: Iterable[str]) -> None:
-        """Log the reasons of a batch's misses."""
-        store = self._store
-        for reason, count in Counter(reasons).items():
-            if not ((is_damage(reason) or reason == "refused") and self._limit.passes(reason)):
-                continue
-            fields = {"store": str(store), "blocks": count, "reason": reason}
-            if reason == "refused":
-                _log.warning("%s refuses %d blocks, for instance beyond a quota", store, count, extra=fields)
-            else:
-                _log.warning("%s has %d damaged blocks, which are misses: %s", store, count, reason, extra=fields)
-
-
 class Opener(Protocol):
     """A function that an entry point in the group `blockyard.stores` names."""
 
@@ -564,11 +501,9 @@ def _checked(store: ExternalStore, url: str, size: int, wanted: int, use: Use) -
         raise StoreError(f"{url!r}: {found}: its __init__ must pass its arguments on to super().__init__")
     if store.num_slots < wanted:
         error = StoreFullError(f"{url!r}: the store has {store.num_slots} slots, must have at least {wanted}")
-    elif use == "prefix":
-        try:
-            store.contains([])
-        except StoreError:
-            error = StoreError(f"{url!r}: the store has no keys, use must be 'swap'")
+    elif use not in store.uses:
+        lack = "keys" if use == "prefix" else "slots"
+        error = StoreError(f"{url!r}: the store has no {lack}, use must be {' or '.join(map(repr, store.uses))}")
     if error is not None:
         store.close()
         raise error

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.stores.base import ExternalStore, FailureLog, Owners
+from blockyard.stores.base import ExternalStore, Owners, Use
+from blockyard.stores.logs import FailureLog
 from blockyard.stores.threaded.batches import BatchStore
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.types import Histogram
-from blockyard.workers import Process, RateLimit, describe
+from blockyard.workers import Claims, Process, RateLimit, describe
 
-__all__ = ["Answer", "CheckedStore", "PendingBatch"]
+__all__ = ["Answer", "CheckedStore", "PendingBatch", "check_store"]
 
 NOTHING_READ: Final = {"absent", "empty"}
 """Reasons of misses for which the store read no bytes."""
@@ -39,6 +40,7 @@ _BOOL: Final = np.dtype(np.bool_)
 _BYTE: Final = np.dtype(np.uint8)
 
 _log = logging.getLogger("blockyard.executor")
+_users = Claims()
 
 
 class Answer(NamedTuple):
@@ -84,6 +86,7 @@ class CheckedStore:
     Args:
         store: the external store.
         bytes_per_block: bytes of the engine's blocks.
+        use: what the store is used for.
 
     Attributes:
         num_slots: number of slots of the store.
@@ -92,14 +95,12 @@ class CheckedStore:
         seconds: how long batches took from submission until their end was noticed, by `"read"` and `"write"`.
 
     Raises:
-        InvalidArgumentError: the store's blocks have another size.
+        InvalidArgumentError: the store's blocks have another size, it is closed, it is for another use, or it has
+            another `CheckedStore` already.
     """
 
-    def __init__(self, store: ExternalStore, bytes_per_block: int) -> None:
-        if store.bytes_per_block != bytes_per_block:
-            raise InvalidArgumentError(
-                f"the store's blocks have {store.bytes_per_block} bytes, must have {bytes_per_block} as in the engine"
-            )
+    def __init__(self, store: ExternalStore, bytes_per_block: int, use: Use = "swap") -> None:
+        check_store("store", store, bytes_per_block, use)
         limit = store.max_blocks_in_flight
         self.num_slots, self.max_blocks_in_flight = store.num_slots, None if limit is None else max(1, limit)
         self._store = store
@@ -116,7 +117,13 @@ class CheckedStore:
         self._strays = 0  # interrupted submissions, whose tickets are unknown
         self._polling = False  # if set when `poll` begins, the last call was interrupted
         self.num_answers = 0
+        if not _users.take(store, self):
+            raise _used_elsewhere("store", store)
         self.seconds = {"read": Histogram(), "write": Histogram()}
+
+    def disconnect(self) -> None:
+        """Let another `CheckedStore` use the store. Idempotent."""
+        _users.drop(self._store, self)
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> PendingBatch:
         """Start to write blocks. From now on the store owns the rows: nothing else may write to them.
@@ -316,6 +323,40 @@ class CheckedStore:
     def _may_log(self, call: str, error: Exception) -> bool:
         """Return whether to log a line: at most one per minute for each call and class of error."""
         return self._limit.passes(f"{call} {type(error).__name__}")
+
+
+def check_store(name: str, store: object, bytes_per_block: int, use: Use) -> None:
+    """Check that a store fits an engine, and that nothing else uses it.
+
+    Args:
+        name: name of the argument.
+        store: what was given.
+        bytes_per_block: bytes of the engine's blocks.
+        use: what the store is used for.
+
+    Raises:
+        InvalidArgumentError: something is wrong; nothing was changed.
+    """
+    if not isinstance(store, ExternalStore):
+        raise InvalidArgumentError(f"{name} is {store!r:.100}, must be an ExternalStore, as open_store returns it")
+    if store.bytes_per_block != bytes_per_block:
+        raise InvalidArgumentError(f"{name} has blocks of {store.bytes_per_block} bytes, must have {bytes_per_block}")
+    if store.num_slots < 1:
+        raise InvalidArgumentError(f"{name} has {store.num_slots} slots, must have at least 1")
+    if use not in store.uses:
+        found = f"{store!r:.100}, which is for use {' and '.join(map(repr, store.uses))}"
+        raise InvalidArgumentError(f"{name} is {found}, must be opened with use={use!r}")
+    if store.is_closed:
+        raise InvalidArgumentError(f"{name} is {store!r:.100}, which is closed, must be open")
+    if _users.user(store) is not None:
+        raise _used_elsewhere(name, store)
+
+
+def _used_elsewhere(name: str, store: ExternalStore) -> InvalidArgumentError:
+    # Each user polls the store, and would take the other's tickets.
+    return InvalidArgumentError(
+        f"{name} is {store!r:.100}, which another cache, executor or prefix store uses, must be this one's alone"
+    )
 
 
 def _of(array: NDArray[np.generic]) -> str:

@@ -9,6 +9,7 @@
 | `direct` | bypass the page cache: `on`, `off`, or `auto` (if the file system supports it) | `auto` |
 | `memory` | maximum bytes in flight and in uncollected results; blocks beyond it are misses, `queue_full` | 1GiB |
 | `timeout_base` | timeout of an operation in seconds, plus one for every 16 MB in flight | 10 |
+| `drop` | `on` drops the blocks of a prefix store that do not fit this `size` or block size; `off` refuses to | `off` |
 
 `file:///a,/b,/c` spreads blocks over several disks. Each has its own slab, threads and share of the size. A disk that
 fails or hangs loses only its own blocks. A prefix store works without a disk that cannot be opened, and logs a warning.
@@ -21,7 +22,8 @@ If the last component of a directory is missing, the store creates it; it must n
   the directory deletes its file.
 - Prefix store: one persistent file, `blockyard-prefix.slab`, which only one store can have open. Opening reads the
   header of each slot, or the checkpoint that the last store wrote on closing. Blocks of other namespaces stay until
-  their slots are needed; blocks of another size are dropped at once.
+  their slots are needed. With another block size no block stays, and with a smaller `size` none beyond it: opening
+  raises StoreError with their number, unless the URL has `drop=on`.
 
 With a codec or a MAC key, a slot holds a value (`blockyard.stores.value`) instead of the plain block; Python threads
 encode and authenticate it. Each slot has room for the codec's longest block, so compression saves no space.
@@ -65,6 +67,7 @@ class FileURL(NamedTuple):
     direct: str
     memory: int
     timeout_base: float
+    drop: bool
 
 
 def read_url(url: str) -> FileURL:
@@ -91,8 +94,9 @@ def read_url(url: str) -> FileURL:
         direct=parts.take("direct", _one_of("auto", "on", "off"), "auto", "auto, on or off"),
         memory=parts.take("memory", positive, 1 << 30, SIZE),
         timeout_base=parts.take("timeout_base", seconds(1, 86_400), 10.0, "1 to 86400 seconds"),
+        drop=parts.take("drop", _one_of("on", "off"), "off", "on or off") == "on",
     )
-    parts.finish("size, threads, direct, memory, timeout_base")
+    parts.finish("size, threads, direct, memory, timeout_base, drop")
     return found
 
 
@@ -123,8 +127,8 @@ def open_file(
     Raises:
         StoreURLError: the URL is malformed; the message shows the wrong part.
         StoreFullError: `size` holds too few slots, or the disk has less room than `size`.
-        StoreError: the directory or file cannot be opened, another store has it open, or the file system does not
-            support `direct=on`.
+        StoreError: the directory or file cannot be opened, another store has it open, the file system does not
+            support `direct=on`, or without `drop=on` blocks of a prefix store would be dropped.
     """
     found = read_url(url)
     parts = found.parts
@@ -171,6 +175,7 @@ def _open_slabs(
                 namespace=namespace,
                 use=use,
                 revision=revision,
+                drop=found.drop,
             )
         except InvalidArgumentError as error:
             found.parts.reject(directory, f"cannot be opened: {error}")

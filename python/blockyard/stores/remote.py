@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import StoreError, StoreFullError
-from blockyard.stores.base import Keys, Use, no_keys_error
+from blockyard.stores.base import Use
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.url import StoreURL, parse_size
 from blockyard.stores.value import HEADER, check_parts
@@ -53,6 +53,11 @@ class RemoteStore(ThreadedStore):
         self._use = use
         self._names: set[bytes] = set()  # names of written slots
         self._secrets = secrets
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """The use for which the store was opened."""
+        return (self._use,)
 
     @abstractmethod
     def _ask(self) -> None:
@@ -125,11 +130,6 @@ class RemoteStore(ThreadedStore):
         if self._use == "prefix":
             raise StoreError("the store is a prefix store, which has no slots")
         super()._check(slots, is_write=is_write)
-
-    def _keys_of(self, keys: Keys) -> list[bytes]:
-        if self._use == "swap":
-            raise no_keys_error()
-        return super()._keys_of(keys)
 
     def _is_block(self, rows: NDArray[np.uint8]) -> bool:
         return self._use == "prefix" and rows.shape[1] == self._format.width

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion
-from blockyard.errors import MappingError, OutOfMemoryError, StoreError, UnknownTicketError
+from blockyard.errors import InvalidArgumentError, MappingError, OutOfMemoryError, StoreError, UnknownTicketError
 from blockyard.stores.arguments import check_read_rows, check_rows, check_slots, checked_keys
-from blockyard.stores.base import ExternalStore, Keys, Owners, no_keys_error
+from blockyard.stores.base import ExternalStore, Keys, Owners, Use, no_keys_error
+from blockyard.stores.checked_store import check_store
 from blockyard.types import StoreStats
 from blockyard.workers import Process, keep, open_event
 
@@ -57,12 +58,19 @@ class StripedStore(ExternalStore):
     Args:
         parts: the stores; None for a store that could not be opened: its blocks are misses, `"io"`.
         is_keyed: whether they are prefix stores.
+
+    Raises:
+        InvalidArgumentError: no store is open, one is given twice, or one does not fit the others or the use.
     """
 
     def __init__(self, parts: Sequence[ExternalStore | None], *, is_keyed: bool) -> None:
         self._parts = list(parts)
         self._is_keyed = is_keyed
         self._open = [part for part in parts if part is not None]
+        if not self._open or len(set(map(id, self._open))) < len(self._open):
+            raise InvalidArgumentError(f"parts is {self._parts!r:.100}, must have an open store, and each only once")
+        for part in self._open:
+            check_store("a part", part, self.bytes_per_block, self.uses[0])
         self._process = Process("a store")
         self._lock = threading.Lock()
         self._batches: dict[int, _Batch] = {}
@@ -84,6 +92,16 @@ class StripedStore(ExternalStore):
     def bytes_per_block(self) -> int:
         """Bytes of one block, as the caller sees it."""
         return self._open[0].bytes_per_block
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """The use for which the disks' stores were opened."""
+        return ("prefix",) if self._is_keyed else ("swap",)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return all(part.is_closed for part in self._open)
 
     @property
     def max_blocks_in_flight(self) -> int | None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
-from blockyard.stores.base import ExternalStore, Keys, Owners
+from blockyard.stores.base import ExternalStore, Keys, Owners, Use
 from blockyard.types import StoreStats
 
 __all__ = ["PARTS", "FailingStore", "UnrulyStore", "corrupt_slots", "flip_bytes"]
@@ -153,6 +153,16 @@ class UnrulyStore(ExternalStore):
         return self._inner.num_slots
 
     @property
+    def uses(self) -> tuple[Use, ...]:
+        """What the inner store can be used for."""
+        return self._inner.uses
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the inner store is closed."""
+        return self._inner.is_closed
+
+    @property
     def max_blocks_in_flight(self) -> int | None:
         """Maximum number of blocks in flight and in uncollected results, None for no limit."""
         return self._inner.max_blocks_in_flight
@@ -270,6 +280,16 @@ class FailingStore(ExternalStore):
     def num_slots(self) -> int:
         """Number of blocks that the store can hold."""
         return self._inner.num_slots
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """What the inner store can be used for."""
+        return self._inner.uses
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the inner store is closed."""
+        return self._inner.is_closed
 
     @property
     def max_blocks_in_flight(self) -> int | None:

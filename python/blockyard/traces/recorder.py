@@ -322,10 +322,14 @@ class TokenRecorder:
         block_size: number of tokens in a block.
 
     Raises:
-        InvalidArgumentError: the recorder has another block size.
+        InvalidArgumentError: the recorder has ended, or another block size.
     """
 
     def __init__(self, recorder: TraceRecorder | None, block_size: int) -> None:
+        if recorder is not None and not isinstance(recorder, TraceRecorder):
+            raise InvalidArgumentError(f"recorder is {recorder!r:.100}, must be a TraceRecorder")
+        if recorder is not None and not recorder.is_recording:
+            raise InvalidArgumentError(f"recorder is {recorder!r:.200}, which has ended, must be recording")
         if recorder is not None and recorder.block_size != block_size:
             raise InvalidArgumentError(f"recorder has block_size {recorder.block_size}, must have {block_size}")
         self._recorder = record_from_environment(block_size) if recorder is None else recorder

@@ -58,6 +58,26 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
+    /// Opening a slab of keyed blocks would drop some of them.
+    #[error(
+        "{} has {slots} slots of {payload_bytes} bytes, asked for {wanted_slots} of {wanted_bytes}, which would drop \
+         {blocks} blocks; name another directory, or drop them with drop=on in the URL",
+        path.display()
+    )]
+    WouldDrop {
+        /// The slab.
+        path: PathBuf,
+        /// Its slots.
+        slots: u32,
+        /// Bytes of a block in one of them.
+        payload_bytes: usize,
+        /// Slots asked for.
+        wanted_slots: u32,
+        /// Bytes of a block asked for.
+        wanted_bytes: usize,
+        /// Valid blocks in slots that would be gone.
+        blocks: u64,
+    },
     /// A call by key on a store of swap slots.
     #[error("the store was opened as swap space, which has no keys")]
     NotKeyed,

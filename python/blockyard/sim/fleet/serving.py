@@ -230,7 +230,7 @@ class ServingEngine:
         self.reasons += life.store.reasons
         if not life.prefix_store.close(60.0):
             raise BrokenPromiseError(f"engine {self.number}: calls go on a minute after the last deadline")
-        life.executor.end_spans()
+        life.executor.close()
         life.engine.close()
 
     # ---- its work ----

@@ -13,7 +13,7 @@ from blockyard.sim.fleet.texts import Texts
 from blockyard.sim.loop import Loop
 from blockyard.stores import Completion, ExternalStore, Owners, StoreStats
 from blockyard.stores.arguments import checked_keys
-from blockyard.stores.base import Keys
+from blockyard.stores.base import Keys, Use
 from blockyard.stores.remote import RemoteStore
 
 __all__ = ["WatchedStore"]
@@ -65,6 +65,16 @@ class WatchedStore(ExternalStore):
     def num_slots(self) -> int:
         """Number of blocks that the store can hold."""
         return self.store.num_slots
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """What the wrapped store can be used for."""
+        return self.store.uses
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the wrapped store is closed."""
+        return self.store.is_closed
 
     @property
     def max_blocks_in_flight(self) -> int | None:

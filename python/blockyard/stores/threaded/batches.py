@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion
 from blockyard.errors import StoreError, UnknownTicketError
-from blockyard.stores.base import ExternalStore, FailureLog, Owners
+from blockyard.stores.base import ExternalStore, Owners
+from blockyard.stores.logs import FailureLog
 from blockyard.stores.threaded.breaker import Breaker
 from blockyard.stores.threaded.order import Batch, BatchKind, BatchOrder, Name
 from blockyard.stores.threaded.runtime import runtime
@@ -43,6 +44,11 @@ class BatchStore(ExternalStore):
     threads: int = 4
     memory: int = 1 << 30
     timeout_base: float = 10.0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def max_blocks_in_flight(self) -> int:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.stores.arguments import check_read_rows, check_rows, check_slots, checked_keys, owners_of_each
-from blockyard.stores.base import Keys, Owners, no_keys_error
+from blockyard.stores.base import Keys, Owners, Use, no_keys_error
 from blockyard.stores.codec import Codec, MacKey
 from blockyard.stores.threaded.batches import BatchStore
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, EpochRecord, ForgottenError, Record, SharedEpoch
@@ -109,6 +109,11 @@ class ThreadedStore(BatchStore):
         self._known = KnownKeys(self._runtime.monotonic)
         self._record = EpochRecord(self, self._digest_of(b"BLKYEPOCH2"), self._format)
         self._epochs = SharedEpoch(self._record.read, self._record.replace, revision, self._keep_epoch)
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """What the store can be used for: for prefixes only if the subclass has `delete`."""
+        return ("swap",) if type(self).delete is ThreadedStore.delete else ("swap", "prefix")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({public_url(self.url)!r})"
@@ -238,7 +243,7 @@ class ThreadedStore(BatchStore):
 
     def _keys_of(self, keys: Keys) -> list[bytes]:
         self._process.check()
-        if type(self).delete is ThreadedStore.delete:
+        if "prefix" not in self.uses:
             raise no_keys_error()
         return [bytes(name) for name in checked_keys(keys)]
 

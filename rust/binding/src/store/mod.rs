@@ -11,8 +11,8 @@ use crate::convert::args::{self, Argument};
 use crate::convert::arrays::TicketArgument;
 use crate::convert::memory::{self, LentRows};
 use blockyard_store::{
-    BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Owner, Progress, SlabFile, SlabOptions, SlabStore,
-    StoreOptions, checksum, checksum_of_two, keyed_checksum, revision_name,
+    BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Owner, Progress, SlabFile, SlabOptions, SlabReport,
+    SlabStore, StoreOptions, checksum, checksum_of_two, keyed_checksum, revision_name,
 };
 use numpy::{Ix2, PyArray, PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
@@ -111,7 +111,7 @@ pub(crate) struct PySlabStore {
 impl PySlabStore {
     #[new]
     #[pyo3(signature = (directory, *, bytes_per_block, size=None, num_slots=None, threads=4, direct="auto",
-                        memory=1_073_741_824, timeout_base=10.0, namespace=[0; 32], r#use="swap", revision=""))]
+                        memory=1_073_741_824, timeout_base=10.0, namespace=[0; 32], r#use="swap", revision="", drop=false))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments, one per option of the URL")]
     fn new(
         py: Python<'_>,
@@ -126,6 +126,7 @@ impl PySlabStore {
         #[pyo3(from_py_with = args::namespace)] namespace: [u8; 32],
         r#use: &str,
         revision: &str,
+        drop: bool,
     ) -> PyResult<Self> {
         let is_keyed = match r#use {
             "swap" => false,
@@ -145,6 +146,9 @@ impl PySlabStore {
             let options = StoreOptions { geometry, namespace, revision, threads, memory_bytes: memory, timeout_base };
             options.check()?;
             let file = SlabOptions { directory, geometry, namespace, direct };
+            if is_keyed && !drop {
+                SlabReport::refuse_to_drop(&file.directory, geometry)?;
+            }
             let slab = if is_keyed { SlabFile::open_kept(&file)? } else { SlabFile::create(&file)? };
             let (path, direct, notes) = (slab.path().to_owned(), slab.direct(), slab.notes().to_vec());
             let device: Arc<dyn BlockDevice> = Arc::new(slab);
@@ -165,6 +169,18 @@ impl PySlabStore {
     #[getter]
     fn num_slots(&self) -> u32 {
         self.store.geometry().slots
+    }
+
+    /// What the store can be used for, see `ExternalStore.uses`.
+    #[getter]
+    fn uses(&self) -> (&'static str,) {
+        if self.store.is_keyed() { ("prefix",) } else { ("swap",) }
+    }
+
+    /// Whether `close` was called.
+    #[getter]
+    fn is_closed(&self) -> bool {
+        self.store.is_closed()
     }
 
     /// Bytes of one block, as the caller sees it.

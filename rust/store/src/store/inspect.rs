@@ -5,7 +5,7 @@ use crate::buffer::Buffer;
 use crate::device::write_whole;
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, PAGE};
-use crate::header::Header;
+use crate::header::{Header, Superblock};
 use crate::miss::Miss;
 use crate::slab::{Access, PlainFile};
 use std::collections::{BTreeMap, HashMap};
@@ -61,15 +61,7 @@ impl SlabReport {
             let path = file.path().to_owned();
             move |source| Error::Io { action, path, source }
         };
-        let not_a_slab = || Error::NotASlab { path: file.path().to_owned() };
-        let page = read_superblock(&file).map_err(failed("read the superblock of"))?.ok_or_else(not_a_slab)?;
-        let geometry = usize::try_from(page.payload_bytes).ok().zip(u32::try_from(page.slots).ok());
-        let geometry = geometry.map(|(payload_bytes, slots)| Geometry { payload_bytes, slots });
-        let makes_sense = |found: &Geometry| {
-            Geometry::fit(found.payload_bytes, None, Some(found.slots.into())).is_ok_and(|fit| fit == *found)
-                && found.stride() as u64 == page.stride
-        };
-        let geometry = geometry.filter(makes_sense).ok_or_else(not_a_slab)?;
+        let (geometry, page) = superblock_of(&file)?;
         let visit = |slot, block: &Buffer, result| Some((slot, look(slot, block, result, geometry)));
         let mut slots = scan(&file, geometry, THREADS, len(geometry), visit);
         slots.sort_unstable_by_key(|(slot, _)| *slot);
@@ -82,6 +74,37 @@ impl SlabReport {
             }
         }
         Ok(report)
+    }
+
+    /// Refuses to open the keyed slab of a directory with other slots, if that would drop blocks. What cannot be read
+    /// here is left to the opener.
+    ///
+    /// # Errors
+    /// `WouldDrop`.
+    pub fn refuse_to_drop(directory: &Path, wanted: Geometry) -> Result<()> {
+        let Ok(file) = PlainFile::open(directory, Access::Look) else { return Ok(()) };
+        let Ok((held, page)) = superblock_of(&file) else { return Ok(()) };
+        // Slots of the same length keep their places.
+        let kept = if held.payload_bytes == wanted.payload_bytes { wanted.slots } else { 0 };
+        if kept >= held.slots {
+            return Ok(());
+        }
+        let is_block = |header: &Header| header.generation >= page.floor;
+        let visit = |slot, block: &Buffer, result| {
+            (slot >= kept).then(|| look(slot, block, result, held).is_ok_and(|header| is_block(&header)))
+        };
+        let found = scan(&file, held, THREADS, PAGE, visit);
+        match found.into_iter().filter(|&is_dropped| is_dropped).count() as u64 {
+            0 => Ok(()),
+            blocks => Err(Error::WouldDrop {
+                path: file.path().to_owned(),
+                slots: held.slots,
+                payload_bytes: held.payload_bytes,
+                wanted_slots: wanted.slots,
+                wanted_bytes: wanted.payload_bytes,
+                blocks,
+            }),
+        }
     }
 
     fn sum_up(
@@ -114,6 +137,20 @@ impl SlabReport {
         }
         report
     }
+}
+
+/// The geometry of a slab and its superblock. Fails with `NotASlab` if they are damaged.
+fn superblock_of(file: &PlainFile) -> Result<(Geometry, Superblock)> {
+    let failed = |source| Error::Io { action: "read the superblock of", path: file.path().to_owned(), source };
+    let not_a_slab = || Error::NotASlab { path: file.path().to_owned() };
+    let page = read_superblock(file).map_err(failed)?.ok_or_else(not_a_slab)?;
+    let geometry = usize::try_from(page.payload_bytes).ok().zip(u32::try_from(page.slots).ok());
+    let geometry = geometry.map(|(payload_bytes, slots)| Geometry { payload_bytes, slots });
+    let makes_sense = |found: &Geometry| {
+        Geometry::fit(found.payload_bytes, None, Some(found.slots.into())).is_ok_and(|fit| fit == *found)
+            && found.stride() as u64 == page.stride
+    };
+    Ok((geometry.filter(makes_sense).ok_or_else(not_a_slab)?, page))
 }
 
 /// Returns the content of a slot; checks its payload if it was read.

@@ -179,6 +179,18 @@ impl SlabStore {
         Ok(())
     }
 
+    /// Whether blocks are addressed by key, and not by slot.
+    #[must_use]
+    pub fn is_keyed(&self) -> bool {
+        self.keyed
+    }
+
+    /// Whether [`SlabStore::close`] was called. In a fork it does not know.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.check_process().is_ok() && self.shared.lock().device.is_none()
+    }
+
     /// Slots and their length.
     #[must_use]
     pub fn geometry(&self) -> Geometry {
