@@ -26,6 +26,7 @@ from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.tickets import StepEnd, Tickets
 from blockyard.layout import GroupedLayout, KVLayout
+from blockyard.layout.kv import check_layout
 from blockyard.layout.sizes import as_int
 from blockyard.prefix_store import PrefixStore
 from blockyard.prefix_store.unused import Unused
@@ -83,9 +84,9 @@ class KVCache:
         tensor-parallel model use as many slots as their smallest store has.
         swap_store_bytes: size of the store in bytes, instead of `size` in its URL: an int or text such as `"1TiB"`.
         prefix_caching: a bool or `PrefixCaching`, see `BlockManager`.
-        prefix_store: URL of a store for cached blocks, such as `"file:///var/prefixes?size=1TiB"`, or a store opened
-            with `use="prefix"` that nothing else uses; `close` closes it. Prompts find blocks there that this or another process computed
-            earlier, see `PrefixStore`. Requires prefix caching and a `namespace`.
+        prefix_store: URL of a store for cached blocks, such as `"file:///var/kv?size=1TiB"`, or a store opened
+            with `use="prefix"` that nothing else uses; `close` closes it. Prompts find blocks there that this or
+            another process computed earlier, see `PrefixStore`. Requires prefix caching and a `namespace`.
         prefix_store_bytes: size of the store in bytes, instead of `size` in its URL.
         prefix_writes: which blocks are written to it: `"through"`, `"back"`, `"second_use"` or `"never"`, see
             `PrefixStore`.
@@ -160,8 +161,7 @@ class KVCache:
         namespace: bytes = b"",
         max_staging: int | str = "256MiB",
     ) -> None:
-        if not isinstance(layout, KVLayout | GroupedLayout):
-            raise InvalidArgumentError(f"layout is {layout!r:.100}, must be a KVLayout or GroupedLayout")
+        check_layout(layout)
         size, name = layout.bytes_per_block, _namespace(namespace, layout)
         host = _host_blocks(host_blocks, host_bytes, size)
         swap_store = _sized("swap_store", swap_store, swap_store_bytes, size)
@@ -361,9 +361,10 @@ class KVCache:
         return Health(not failing, tuple(reasons))
 
     def close(self) -> None:
-        """Wait for transfers, close engine and store, and free all memory. Idempotent.
+        """Wait for transfers, write the blocks left to the prefix store, close stores and engine, and free all memory.
 
-        It can be called again after an exception.
+        Idempotent, also after an exception. A cache with a prefix store that is collected without it gives a
+        `ResourceWarning`.
         """
         if self._unused is not None and self._process.is_current and not self._is_closed:
             self._unused.look()
@@ -373,14 +374,10 @@ class KVCache:
                 stack.callback(close)
 
     def __del__(self) -> None:
-        has_store = self.swap_store is not None or self.prefix_store is not None  # else there is nothing to lose
-        if has_store and not self._is_closed and self._process.is_current:
-            warnings.warn(
-                f"unclosed {self!r}, call its close(): its stores lose blocks",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
+        # A swap store that is left open deletes its slots, or warns itself.
+        if self.prefix_store is not None and not self._is_closed and self._process.is_current:
+            what = f"unclosed {self!r}: {self.prefix_store.waiting_blocks} blocks are not written, call its close()"
+            warnings.warn(what, ResourceWarning, stacklevel=2, source=self)
 
     def __enter__(self) -> Self:
         return self

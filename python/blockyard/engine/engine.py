@@ -23,7 +23,7 @@ from blockyard.engine.plans import Kind, TransferPlan, moving, reading, writing
 from blockyard.engine.streams import PIECE_BYTES, Event, StreamName, Streams, WorkerStreams
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError, PageLockError
-from blockyard.layout.kv import BlockLayout
+from blockyard.layout.kv import BlockLayout, check_layout
 from blockyard.types import Histogram
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class CacheEngine:
     Raises:
         InvalidArgumentError: a number of blocks or bytes is too small, `on_host_failure` is invalid, or `pin_memory` is
             true and the device is not a CUDA device.
-        LayoutError: the tensors given do not have the layout.
+        LayoutError: `layout` is no layout, or the tensors given do not have it.
         OutOfMemoryError: host memory is not available; transfers may raise it later.
         PageLockError: it cannot be page-locked; transfers may raise it later.
         OpLibraryError: the op library has no code for this device.
@@ -133,6 +133,7 @@ class CacheEngine:
         pin_memory: bool | None = None,
         on_host_failure: OnFailure = "raise",
     ) -> None:
+        check_layout(layout)
         if isinstance(tensors, Tensor):
             raise LayoutError(f"tensors is one tensor {list(tensors.shape)}, must be a list of the layout's tensors")
         there = tensors[0].device if tensors else torch.device("cpu")

@@ -10,7 +10,7 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 from blockyard.errors import LayoutError
-from blockyard.layout.kv import KVLayout, check_views, cut_rows
+from blockyard.layout.kv import KVLayout, check_layout, check_views, cut_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,8 @@ class GroupedLayout:
     groups: tuple[tuple[str, KVLayout], ...]
 
     def __post_init__(self) -> None:
+        for _, layout in self.groups:
+            check_layout(layout)
         names = [name for name, _ in self.groups]
         if not names or len(set(names)) < len(names):
             raise LayoutError(f"cache groups are {names}, must be at least one, without repeats")

@@ -499,6 +499,12 @@ def _apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+def check_layout(layout: object) -> None:
+    """Check that an argument is a layout; duck-typed, see `BlockLayout`. Raises LayoutError."""
+    if not callable(getattr(layout, "tensor_shapes", None)):
+        raise LayoutError(f"layout is {layout!r:.100}, must be a KVLayout or GroupedLayout")
+
+
 def check_views(views: Sequence[Tensor]) -> None:
     """Check that views of cache tensors share no memory. Raises LayoutError."""
     if views[0].device.type != "meta":

@@ -26,7 +26,7 @@ from blockyard.stores.logs import MissLog
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import read_bytes
 from blockyard.types import Histogram
-from blockyard.workers import Process
+from blockyard.workers import Claims, Process
 
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["PrefixStore"]
 
 _log = logging.getLogger("blockyard.prefix_store")
+_managers = Claims()
 
 CLOSING_PART: Final = 0.7  # fraction of the time of `close` in which blocks are still written
 _PAUSE: Final = 0.001  # seconds between polls
@@ -57,7 +58,8 @@ class PrefixStore:
 
     Raises:
         InvalidArgumentError: an argument is out of range; the store has another block size, is closed, has no keys or
-            is in use elsewhere; or the manager has several cache groups, a window, cached blocks or no prefix caching.
+            is in use elsewhere; or the manager has several cache groups, a window, cached blocks, a prefix store or no
+            prefix caching.
         BlockyardError: the engine is closed.
 
     Attributes:
@@ -99,7 +101,11 @@ class PrefixStore:
             raise InvalidArgumentError(
                 f"prefetch_timeout_base is {prefetch_timeout_base}, must be above 0 and at most 3600 seconds"
             )
-        engine.num_blocks("device")  # raises if the engine is closed
+        if not callable(getattr(engine, "num_blocks", None)):
+            raise InvalidArgumentError(f"engine is {engine!r:.100}, must be a CacheEngine")
+        engine.num_blocks("device")  # raises if it is closed
+        if _managers.user(manager) is not None:
+            raise InvalidArgumentError(f"manager is {manager!r:.100}, which has a prefix store, must have none yet")
         size = engine.layout.bytes_per_block
         max_blocks = read_bytes("max_staging", max_staging, holds=size) // size
         checked = CheckedStore(store, size, "prefix")
@@ -124,6 +130,7 @@ class PrefixStore:
         self.has_prefetched = False
         # Set while a call makes changes; if set when a call begins, the last call was interrupted.
         self._in_critical_section = False
+        _managers.take(manager, self)
 
     def __repr__(self) -> str:
         return f"PrefixStore({self.store!r}, {self.num_open} prefetches, {len(self._writes)} writes in flight)"

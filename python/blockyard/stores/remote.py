@@ -4,6 +4,7 @@ Redis and object stores build on it, and so do slabs with encoded or authenticat
 parsers of their URL options.
 """
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -58,6 +59,11 @@ class RemoteStore(ThreadedStore):
     def uses(self) -> tuple[Use, ...]:
         """The use for which the store was opened."""
         return (self._use,)
+
+    def __del__(self) -> None:
+        if getattr(self, "_names", ()) and not self._closed and self._process.is_current:
+            what = f"unclosed {self!r}: {len(self._names)} slots are not deleted, call its close()"
+            warnings.warn(what, ResourceWarning, stacklevel=2, source=self)
 
     @abstractmethod
     def _ask(self) -> None:

@@ -20,7 +20,7 @@ from blockyard.engine.engine import wait_for_engines
 from blockyard.engine.memory import torch_dtype
 from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.layout.grouped import GroupedLayout
-from blockyard.layout.kv import KVLayout
+from blockyard.layout.kv import KVLayout, check_layout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -115,6 +115,7 @@ class ElasticCache:
         chunk_bytes: int | None = None,
         memory: Memory | None = None,
     ) -> None:
+        check_layout(layout)
         if not 1 <= num_blocks <= max_blocks:
             raise InvalidArgumentError(f"num_blocks is {num_blocks}, must be 1 to max_blocks, {max_blocks}")
         groups = [group for _, group in layout.groups] if isinstance(layout, GroupedLayout) else [layout]

@@ -88,7 +88,7 @@ class Generator:
         host_blocks: number of host blocks, 0 for none; None means as many as fit.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
         swap_store: URL of an external store, such as `file:///dir?size=2GiB`; `{rank}` is replaced by the rank's
-            number. With one rank, may be an open store.
+            number. With one rank, may be an open store, see `KVCache`; `close` closes it.
         prefix_caching: whether prompts share the blocks of earlier prompts with the same prefix.
         prefix_store: URL of a persistent store for cached blocks, see `KVCache`.
         prefix_writes: which blocks are written to it, see `KVCache`.
