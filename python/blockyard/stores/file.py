@@ -23,7 +23,7 @@ If the last component of a directory is missing, the store creates it; it must n
 - Prefix store: one persistent file, `blockyard-prefix.slab`, which only one store can have open. Opening reads the
   header of each slot, or the checkpoint that the last store wrote on closing. Blocks of other namespaces stay until
   their slots are needed. With another block size no block stays, and with a smaller `size` none beyond it: opening
-  raises StoreError with their number, unless the URL has `drop=on`.
+  raises StoreURLError with their number, unless the URL has `drop=on`.
 
 With a codec or a MAC key, a slot holds a value (`blockyard.stores.value`) instead of the plain block; Python threads
 encode and authenticate it. Each slot has room for the codec's longest block, so compression saves no space.
@@ -41,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import SlabStore
-from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
+from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError, StoreURLError
 from blockyard.stores.adapters.jobs import collect
 from blockyard.stores.base import Completion, ExternalStore, Owners, Use
 from blockyard.stores.codec import Codec, MacKey
@@ -125,10 +125,11 @@ def open_file(
             are forgotten.
 
     Raises:
-        StoreURLError: the URL is malformed; the message shows the wrong part.
+        StoreURLError: the URL is malformed, or blocks of a prefix store would be dropped without `drop=on`; the message
+            shows the wrong part.
         StoreFullError: `size` holds too few slots, or the disk has less room than `size`.
-        StoreError: the directory or file cannot be opened, another store has it open, the file system does not
-            support `direct=on`, or without `drop=on` blocks of a prefix store would be dropped.
+        StoreError: the directory or file cannot be opened, another store has it open, or the file system does not
+            support `direct=on`.
     """
     found = read_url(url)
     parts = found.parts
@@ -307,7 +308,7 @@ def _striped(
         for directory in directories:
             try:
                 stores.append(open_one(directory))
-            except StoreFullError:  # noqa: PERF203 (opening takes far longer)
+            except (StoreFullError, StoreURLError):  # noqa: PERF203 (opening takes far longer)
                 raise
             except StoreError as error:
                 if not is_keyed:

@@ -70,12 +70,11 @@ class _Life:
             prefix_caching=PrefixCaching(host=True, max_pinned=MAX_PINNED),
         )
         self.prefix_store = PrefixStore(self.manager, self.engine, self.store, writes=writes)
-        self.scheduler = Scheduler(
-            self, max_num_seqs=3, max_num_batched_tokens=8, defragment=draw_defragmentation(loop.random)
-        )
+        defragment = draw_defragmentation(loop.random)
         tensor = self.engine.tensors[0].view(torch.int64).numpy()
         self.cells: NDArray[np.int64] = tensor.reshape(2, -1)
-        self.upkeep = Upkeep(self.manager, self.cells, loop.random, say)
+        self.upkeep = Upkeep(self.manager, self.cells, loop.random, say)  # the scheduler calls `give_back` at once
+        self.scheduler = Scheduler(self, max_num_seqs=3, max_num_batched_tokens=8, defragment=defragment)
         self.requests: dict[str, float] = {}  # arrival times of the open requests
         self.forgot_at = 0.0  # when it last called `forget` to begin an epoch; one that it joins may have older blocks
         self.confirmed_at = 0.0  # the same, of the calls that the store confirmed

@@ -83,9 +83,10 @@ fn to_py(error: &Error) -> PyErr {
             classes::StoreFullError::new_err(message)
         }
         Error::SlotOutOfRange { .. } | Error::RepeatedSlot { .. } => classes::MappingError::new_err(message),
-        Error::InvalidOption { .. } | Error::WrongLength { .. } | Error::WrongOwners { .. } => {
-            classes::InvalidArgumentError::new_err(message)
-        }
+        Error::InvalidOption { .. }
+        | Error::WouldDrop { .. }
+        | Error::WrongLength { .. }
+        | Error::WrongOwners { .. } => classes::InvalidArgumentError::new_err(message),
         Error::UnknownTicket { .. } => classes::UnknownTicketError::new_err(message),
         _ => classes::StoreError::new_err(message),
     }
