@@ -62,7 +62,7 @@ def scheduler(mode: Any, **options: Any) -> Scheduler:
 
 NO_TIER = "there is no tier to swap to, so victims are recomputed: give the cache host_blocks or a swap_store"
 LEAVE_OUT = "give 'auto' or 'swap', or leave them out"
-SECOND_LEVEL = "prefix_caching=PrefixCaching(host=True) keeps evicted blocks there"
+SECOND_LEVEL = "PrefixCaching(host=True) keeps blocks there"
 SAID: list[tuple[str, Callable[[Path], object], str]] = [
     ("swap without a tier", lambda _: scheduler("swap"), f"preemption_mode is 'swap', but {NO_TIER}"),
     ("costs without a tier", lambda _: scheduler(COSTS), f"preemption_mode is {COSTS!r}, but {NO_TIER}"),
@@ -79,17 +79,17 @@ SAID: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "host memory that is no second level",
         lambda folder: own_scheduler(folder, host_blocks=50),
-        f"the prefix cache has evicted 225 blocks, and none of the 50 host blocks is used: {SECOND_LEVEL}",
+        f"225 cached blocks were evicted, 50 host blocks are unused: {SECOND_LEVEL}",
     ),
     (
         "a prefix store that is never read",
         lambda folder: own_scheduler(folder, prefetch=False, **kept(folder)),
-        "the prefix store was not read for any of 32 prompts: call prefix_store.prefetch before manager.allocate",
+        "the prefix store was read for none of 32 prompts: call its prefetch first",
     ),
     (
         "blocks that are never marked",
         lambda folder: own_scheduler(folder, mark=False, same=True),
-        "prefix caching is on, but none of 40 prompts could be reused: call manager.mark_computed",
+        "no block of 40 prompts can be found again: call manager.mark_computed",
     ),
 ]
 SILENT: list[tuple[str, Callable[[Path], object]]] = [

@@ -20,7 +20,7 @@ _log = logging.getLogger("blockyard.cache")
 
 
 class Unused:
-    """Looks at a cache's counters now and then. Each warning is logged once.
+    """Looks at a cache's counters now and then, and logs each warning once.
 
     Args:
         manager: the cache's manager, with prefix caching.
@@ -31,7 +31,7 @@ class Unused:
     def __init__(self, manager: BlockManager, prefix_store: PrefixStore | None, *, keeps_host_copies: bool) -> None:
         self._manager, self._prefix_store = manager, prefix_store
         self._steps = 0
-        self._checks: list[Callable[[ManagerStats], str | None]] = [self._marks]  # each returns "" once it is done
+        self._checks: list[Callable[[ManagerStats], bool]] = [self._marks]  # each returns whether it is decided
         if prefix_store is not None:
             self._checks.append(self._prefetches)
         if not keeps_host_copies and manager.pool("host").num_blocks:
@@ -44,39 +44,36 @@ class Unused:
             self.look()
 
     def look(self) -> None:
-        """Log what the counters show."""
+        """Log what the counters show, and forget checks that are decided."""
         stats = self._manager.stats()
-        answers = [(check, check(stats)) for check in self._checks]
-        self._checks = [check for check, answer in answers if answer is None]
-        for _, answer in answers:
-            if answer:
-                _log.warning("%s", answer)
+        self._checks = [check for check in self._checks if not check(stats)]
 
-    def _marks(self, stats: ManagerStats) -> str | None:
-        published = stats.cached_blocks["device"] + stats.evicted_blocks["device"] + stats.hit_blocks
-        if published or stats.loaded_blocks:
-            return ""
+    def _marks(self, stats: ManagerStats) -> bool:
+        if any((stats.cached_blocks["device"], stats.evicted_blocks["device"], stats.hit_blocks, stats.loaded_blocks)):
+            return True
         ended = stats.prompts - stats.sequences
-        if ended < _MANY or stats.missed_blocks < _MANY:
-            return None
-        return f"prefix caching is on, but none of {ended} prompts could be reused: call manager.mark_computed"
+        is_sure = min(ended, stats.missed_blocks) >= _MANY
+        if is_sure:
+            _log.warning("no block of %d prompts can be found again: call manager.mark_computed", ended)
+        return is_sure
 
-    def _prefetches(self, stats: ManagerStats) -> str | None:
+    def _prefetches(self, stats: ManagerStats) -> bool:
         if self._prefix_store is None or self._prefix_store.has_prefetched:
-            return ""
-        if stats.prompts < _MANY:
-            return None
-        return (
-            f"the prefix store was not read for any of {stats.prompts} prompts: call prefix_store.prefetch before "
-            f"manager.allocate"
-        )
+            return True
+        is_sure = stats.prompts >= _MANY
+        if is_sure:
+            _log.warning("the prefix store was read for none of %d prompts: call its prefetch first", stats.prompts)
+        return is_sure
 
-    def _host(self, stats: ManagerStats) -> str | None:
+    def _host(self, stats: ManagerStats) -> bool:
         if stats.peak_blocks["host"]:
-            return ""
-        if (evicted := stats.evicted_blocks["device"]) < stats.num_blocks["device"]:
-            return None
-        return (
-            f"the prefix cache has evicted {evicted} blocks, and none of the {stats.num_blocks['host']} host blocks is "
-            f"used: prefix_caching=PrefixCaching(host=True) keeps evicted blocks there"
-        )
+            return True
+        evicted, blocks = stats.evicted_blocks["device"], stats.num_blocks
+        is_sure = evicted >= blocks["device"]
+        if is_sure:
+            _log.warning(
+                "%d cached blocks were evicted, %d host blocks are unused: PrefixCaching(host=True) keeps blocks there",
+                evicted,
+                blocks["host"],
+            )
+        return is_sure
