@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from blockyard._core import BlockManager, ManagerStats
+from blockyard._core import BlockManager
+from blockyard.types import ManagerStats
 
 if TYPE_CHECKING:
     from blockyard.prefix_store.store import PrefixStore
