@@ -170,10 +170,8 @@ class KVCache:
         _check_device(tensors, device_blocks, max_device_blocks)
         if prefix_store is not None:
             prefix_caching = _prefix_caching(given=prefix_caching, host=host)
-        self.layout = layout
-        self._process = Process("a cache")
+        self.layout, self._process = layout, Process("a cache")
         self._closers: list[Callable[[], object]] = []  # each is idempotent
-        given = [store for store in (swap_store, prefix_store) if isinstance(store, ExternalStore)]
         try:
             self.elastic = _elastic(layout, device_blocks, max_device_blocks, device)
             if self.elastic is not None:
@@ -189,9 +187,7 @@ class KVCache:
             )
             self._closers.append(self.engine.close)
             self._own_tensors()
-            if swap_store is not None:
-                self.swap_store = _open(swap_store, size, name, "swap")
-                self._closers.append(self.swap_store.close)
+            self.swap_store = None if swap_store is None else self._take_store(swap_store, size, name)
             self.executor = StepExecutor(self.engine, self.swap_store, max_staging=staging)
             self._closers.append(self.executor.close)
             self.manager = BlockManager(
@@ -206,13 +202,9 @@ class KVCache:
             )
             self._tickets = Tickets(self.manager, self.executor)
             self.prefix_store = self._join(prefix_store, namespace, prefix_writes, prefetch_timeout_base, staging)
-            if prefix_caching is not False:
-                is_second_level = isinstance(prefix_caching, PrefixCaching) and prefix_caching.host
-                self._unused = Unused(self.manager, self.prefix_store, keeps_host_copies=is_second_level)
+            self._unused = _unused(self.manager, self.prefix_store, prefix_caching)
         except BaseException:
-            kept = [store.close for store in given]
-            self._closers = [close for close in self._closers if close not in kept]
-            self.close()
+            self._close_opened(swap_store, prefix_store)
             raise
 
     def __repr__(self) -> str:
@@ -391,6 +383,17 @@ class KVCache:
         self._process.check()
         self._tickets.refuse_others(call)
 
+    def _take_store(self, store: str | ExternalStore, size: int, name: bytes) -> ExternalStore:
+        taken = _open(store, size, name, "swap")
+        self._closers.append(taken.close)
+        return taken
+
+    def _close_opened(self, *given: object) -> None:
+        """Close everything except stores that the caller opened."""
+        kept = [store.close for store in given if isinstance(store, ExternalStore)]
+        self._closers = [close for close in self._closers if close not in kept]
+        self.close()
+
     def _own_tensors(self) -> None:
         """Take the tensors. Their blocks belong to one cache: two would write over each other's."""
         with _opening:
@@ -530,6 +533,16 @@ def _sized(
         raise InvalidArgumentError(f"{name}_bytes is {num_bytes}, but {name} is not a URL")
     read_bytes(f"{name}_bytes", num_bytes, holds=size)
     return sized_url(store, f"{name}_bytes", num_bytes)
+
+
+def _unused(
+    manager: BlockManager,
+    prefix_store: PrefixStore | None,
+    options: bool | PrefixCaching,  # noqa: FBT001 (as given)
+) -> Unused | None:
+    if options is False:
+        return None
+    return Unused(manager, prefix_store, keeps_host_copies=isinstance(options, PrefixCaching) and options.host)
 
 
 def _open(store: str | ExternalStore, size: int, namespace: bytes, use: Use) -> ExternalStore:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from blockyard import KVCache, KVLayout, workers
 from blockyard.engine.ops import library
-from blockyard.stores.logs import MissLog
+from blockyard.stores.log_lines import MissLog
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
 SIZE = LAYOUT.bytes_per_block

@@ -37,7 +37,7 @@ from blockyard.executor.parts import Part, all_written, cut
 from blockyard.layout.sizes import as_int
 from blockyard.stores.base import ExternalStore
 from blockyard.stores.checked_store import CheckedStore
-from blockyard.stores.logs import MissLog
+from blockyard.stores.log_lines import MissLog
 from blockyard.types import Histogram
 from blockyard.workers import keep
 

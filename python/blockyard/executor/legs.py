@@ -20,7 +20,7 @@ from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
 from blockyard.executor.parts import Part, written
 from blockyard.stores.checked_store import Answer, CheckedStore
-from blockyard.stores.logs import MissLog
+from blockyard.stores.log_lines import MissLog
 
 if TYPE_CHECKING:
     from blockyard.engine.plans import Kind

@@ -22,7 +22,7 @@ from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.writes import Writes
 from blockyard.stores.base import ExternalStore
 from blockyard.stores.checked_store import CheckedStore
-from blockyard.stores.logs import MissLog
+from blockyard.stores.log_lines import MissLog
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import read_bytes
 from blockyard.types import Histogram

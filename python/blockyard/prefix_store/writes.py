@@ -14,7 +14,7 @@ from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.base import Owners
 from blockyard.stores.checked_store import Answer, CheckedStore, PendingBatch
-from blockyard.stores.logs import MissLog
+from blockyard.stores.log_lines import MissLog
 from blockyard.tracing import Trace
 from blockyard.workers import keep
 

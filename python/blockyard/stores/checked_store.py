@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from blockyard._core import Completion
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.stores.base import ExternalStore, Owners, Use
-from blockyard.stores.logs import FailureLog
+from blockyard.stores.log_lines import FailureLog
 from blockyard.stores.threaded.batches import BatchStore
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.types import Histogram

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from blockyard._core import Completion
 from blockyard.errors import StoreError, UnknownTicketError
 from blockyard.stores.base import ExternalStore, Owners
-from blockyard.stores.logs import FailureLog
+from blockyard.stores.log_lines import FailureLog
 from blockyard.stores.threaded.breaker import Breaker
 from blockyard.stores.threaded.order import Batch, BatchKind, BatchOrder, Name
 from blockyard.stores.threaded.runtime import runtime
