@@ -54,6 +54,7 @@ __all__ = [
     "Sequence",
     "SlabStore",
     "StepDecision",
+    "StepOwner",
     "StoreJob",
     "StoreJobs",
     "__version__",
@@ -96,6 +97,9 @@ class AllocStatus:
     OK: AllocStatus
     LATER: AllocStatus
     NEVER: AllocStatus
+    @property
+    def name(self) -> Literal["OK", "LATER", "NEVER"]:
+        """Its name, as of an `enum.Enum`: `"OK"`, `"LATER"` or `"NEVER"`."""
     def __eq__(self, value: object, /) -> bool: ...
     def __ne__(self, value: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -1145,6 +1149,7 @@ class BlockManager:
         extras: _Each[tuple[int, int, int, bytes]] = ...,
         chunk_tokens: int | None = None,
         encoder_tokens: _Counts | None = None,
+        preempted: bool = False,
     ) -> Sequence:
         """Open sequences, all or none. Each positional argument is one sequence.
 
@@ -1166,6 +1171,8 @@ class BlockManager:
             chunk_tokens: maximum tokens beyond the cached ones to take blocks for; `next_chunk` and `append` add the
                 rest. None: all at once.
             encoder_tokens: tokens of each sequence's encoder, if there is a group with cross attention.
+            preempted: whether the prompts were admitted before and lost their blocks, for instance by a preemption.
+                `ManagerStats` counts the hits of first admissions only.
         Returns:
             One `Sequence` for one prompt, a tuple of them for several, uint64 `[n]` for `counts`.
         Raises:
@@ -1185,6 +1192,7 @@ class BlockManager:
         extras: _Each[tuple[int, int, int, bytes]] = ...,
         chunk_tokens: int | None = None,
         encoder_tokens: _Counts | None = None,
+        preempted: bool = False,
     ) -> tuple[Sequence, ...]: ...
     @overload
     def fork(
@@ -1371,6 +1379,9 @@ class BlockManager:
                 `decision.prefetch` is then False, and the step waits for all its loads.
         Returns:
             `StepDecision`.
+        Raises:
+            StepOrderError: this is a `KVCache`'s manager: call `KVCache.step`, or `step` of a `Scheduler(cache)`. The
+                cache's manager also refuses `complete`, `fail` and `lose`.
         Warns:
             RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest.
         """
@@ -1490,6 +1501,28 @@ class BlockManager:
         Raises:
             InvariantError: the state contradicts itself, which is a bug in Blockyard.
         """
+
+@final
+class StepOwner:
+    """Ends a manager's steps; the manager's own `take_decision`, `complete`, `fail` and `lose` then raise.
+
+    Args:
+        manager: a manager without an owner, for good.
+        instead: what others must call, for the error.
+
+    Raises:
+        StepOrderError: the manager has an owner, or a ticket is open.
+    """
+
+    def __new__(cls, manager: BlockManager, *, instead: str) -> Self: ...
+    def take_decision(self, *, prefetch: bool = False) -> StepDecision:
+        """See `BlockManager.take_decision`."""
+    def complete(self, ticket: int, lost: Iterable[Pairs] = ()) -> NDArray[np.uint64]:
+        """See `BlockManager.complete`."""
+    def fail(self, ticket: int) -> NDArray[np.uint64]:
+        """See `BlockManager.fail`."""
+    def lose(self, ticket: int, lost: Iterable[Pairs]) -> NDArray[np.uint64]:
+        """See `BlockManager.lose`."""
 
 @final
 class EventBatch:

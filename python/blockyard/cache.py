@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 import numpy as np
@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockyard._core import BlockManager, CacheGroup, PrefixCaching, StepDecision
+from blockyard._core import BlockManager, CacheGroup, PrefixCaching, StepDecision, StepOwner
 from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.memory import MAX_BLOCKS
-from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError
+from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError, LayoutError
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.tickets import StepEnd, Tickets
 from blockyard.layout import GroupedLayout, KVLayout
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["CacheStep", "Health", "KVCache", "StepEnd"]
+
+PREFIX_WRITES: Final = ("through", "back", "second_use", "never")
 
 _log = logging.getLogger("blockyard.cache")
 _caches: WeakSet[KVCache] = WeakSet()
@@ -64,8 +66,8 @@ class Health:
 class KVCache:
     """The paged KV cache of one device: `manager` decides, `executor` executes its decisions.
 
-    The cache takes each decision and ends its ticket: call `step`, not `manager.take_decision`. With a
-    `Scheduler(cache)`, call the scheduler's `step`, `poll` and `drain` instead; they call the cache's.
+    The cache takes each decision and ends its ticket: call `step`. `manager.take_decision`, `complete`, `fail` and
+    `lose` raise `StepOrderError`. With a `Scheduler(cache)`, call the scheduler's `step`, `poll` and `drain` instead.
 
     Args:
         layout: layout of the device's tensors.
@@ -112,7 +114,7 @@ class KVCache:
     Raises:
         InvalidArgumentError: a size is out of range, missing or given twice; a store is closed, for the other use or in
             use elsewhere; or an open cache has the tensors. Stores that were given open stay open after any error.
-        LayoutError: the tensors do not have the layout.
+        LayoutError: the tensors do not have the layout, or its groups have different block sizes.
         OutOfMemoryError: there is not enough memory.
         StoreError: the store cannot be opened.
 
@@ -163,11 +165,14 @@ class KVCache:
     ) -> None:
         check_layout(layout)
         size, name = layout.bytes_per_block, _namespace(namespace, layout)
+        block_size = _block_size(layout, groups)
+        if prefix_writes not in PREFIX_WRITES:
+            raise InvalidArgumentError(f"prefix_writes is {prefix_writes!r:.100}, must be one of {PREFIX_WRITES}")
         host = _host_blocks(host_blocks, host_bytes, size)
         swap_store = _sized("swap_store", swap_store, swap_store_bytes, size)
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
         staging = read_bytes("max_staging", max_staging, holds=size if swap_store or prefix_store else 1)
-        _check_device(tensors, device_blocks, max_device_blocks)
+        device_blocks, max_device_blocks = _device_sizes(tensors, device_blocks, max_device_blocks)
         if prefix_store is not None:
             prefix_caching = _prefix_caching(given=prefix_caching, host=host)
         self.layout, self._process = layout, Process("a cache")
@@ -191,7 +196,7 @@ class KVCache:
             self.executor = StepExecutor(self.engine, self.swap_store, max_staging=staging)
             self._closers.append(self.executor.close)
             self.manager = BlockManager(
-                block_size=_block_size(layout),
+                block_size=block_size,
                 device_blocks=device_blocks or self.engine.num_blocks("device"),
                 host_blocks=host,
                 external_blocks=_external_blocks(self.swap_store, external_blocks),
@@ -200,7 +205,9 @@ class KVCache:
                 groups=groups,
                 prefix_caching=prefix_caching,
             )
-            self._tickets = Tickets(self.manager, self.executor)
+            # Others would end tickets whose bytes were never moved.
+            self._steps = StepOwner(self.manager, instead="KVCache.step, or step of Scheduler(cache)")
+            self._tickets = Tickets(self.manager, self._steps, self.executor)
             self.prefix_store = self._join(prefix_store, namespace, prefix_writes, prefetch_timeout_base, staging)
             self._unused = _unused(self.manager, self.prefix_store, prefix_caching)
         except BaseException:
@@ -489,14 +496,16 @@ def _prefix_caching(*, given: bool | PrefixCaching, host: int) -> bool | PrefixC
     return PrefixCaching(host=host > 0) if given is True else given
 
 
-def _check_device(tensors: Sequence[Tensor] | None, blocks: int | None, max_blocks: int | None) -> None:
-    for name, given in (("device_blocks", blocks), ("max_device_blocks", max_blocks)):
-        if given is not None:
-            as_int(name, given)
+def _device_sizes(
+    tensors: Sequence[Tensor] | None, blocks: int | None, max_blocks: int | None
+) -> tuple[int | None, int | None]:
+    blocks = None if blocks is None else as_int("device_blocks", blocks)
+    max_blocks = None if max_blocks is None else as_int("max_device_blocks", max_blocks)
     if max_blocks is not None and (tensors is not None or blocks is None):
         raise InvalidArgumentError("max_device_blocks needs device_blocks, and allocates the tensors itself")
     if tensors is None and blocks is None:
         raise InvalidArgumentError("device_blocks is None, must be an int without tensors")
+    return blocks, max_blocks
 
 
 def _elastic(
@@ -565,11 +574,22 @@ def _trouble(store: ExternalStore) -> str:
 
 
 def _external_blocks(store: ExternalStore | None, blocks: int | None) -> int:
-    if blocks is not None and as_int("external_blocks", blocks) < 0:
-        raise InvalidArgumentError(f"external_blocks is {blocks}, must be at least 0")
     slots = 0 if store is None else store.num_slots
-    return slots if blocks is None else min(slots, blocks)
+    if blocks is None:
+        return slots
+    if (count := as_int("external_blocks", blocks)) < 0:
+        raise InvalidArgumentError(f"external_blocks is {blocks}, must be at least 0")
+    return min(slots, count)
 
 
-def _block_size(layout: KVLayout | GroupedLayout) -> int:
-    return layout.groups[0][1].block_size if isinstance(layout, GroupedLayout) else layout.block_size
+def _block_size(layout: KVLayout | GroupedLayout, groups: Sequence[CacheGroup] | None) -> int:
+    """Return the block size of all groups with slots; a recurrent group has a state instead, of any size."""
+    if not isinstance(layout, GroupedLayout):
+        return layout.block_size
+    parts = layout.groups
+    if groups is not None and len(groups) == len(parts):
+        parts = tuple(part for part, group in zip(parts, groups, strict=True) if group.kind != "recurrent") or parts
+    sizes = {name: part.block_size for name, part in parts}
+    if len(set(sizes.values())) > 1:
+        raise LayoutError(f"block_size of the layout's groups is {sizes}, must be the same")
+    return parts[0][1].block_size

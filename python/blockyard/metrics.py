@@ -87,7 +87,11 @@ _MANAGER_GAUGES: Final = (
 _MANAGER_COUNTERS: Final = (
     _one("steps", "Decisions taken."),
     _one("prompts", "Prompts admitted with their token ids."),
-    _Spec("prefix_cache_queries", "Tokens of prompts looked up.", lambda stats: stats.hit_tokens + stats.missed_tokens),
+    _Spec(
+        "prefix_cache_queries",
+        "Tokens of prompts looked up.",
+        lambda stats: stats.hit_tokens + stats.missed_tokens,
+    ),
     _one("prefix_cache_hits", "Tokens of prompts found in the prefix cache.", "hit_tokens"),
     _one("host_hit_blocks", "Cached blocks of prompts that only the host had.", "loaded_blocks"),
     _one("merged_blocks", "Blocks computed twice and merged into one."),

@@ -57,13 +57,14 @@ class ManagerStats:
         sequences: number of open sequences.
         steps: number of decisions taken.
         open_tickets: tickets neither completed nor failed, oldest first.
-        prompts: number of prompts admitted with token ids.
+        prompts: number of prompts admitted with token ids. Like hits and misses, it leaves out preempted prompts that
+            are admitted again.
         hit_blocks: number of full blocks of those prompts that were cached.
         missed_blocks: number of full blocks of those prompts that were not cached.
         hit_tokens: number of prompt tokens that needed no compute.
         missed_tokens: number of prompt tokens to compute.
         merged_blocks: number of blocks that were computed twice and merged.
-        loaded_blocks: number of hit blocks that only the host had.
+        loaded_blocks: number of those hit blocks that only the host had.
         copied_blocks: number of blocks copied on write.
         swapped_out_blocks: for host and external tier, number of blocks swapped out to it.
         swapped_in_blocks: for host and external tier, number of blocks swapped in from it.

@@ -234,7 +234,7 @@ def test_a_value_can_be_copied_and_pickled(value: object) -> None:
 
 HANDLES = {"BlockAllocator", "NaiveAllocator", "PrefixCachingAllocator", "FreeBlocks", "BlockManager", "Defrag", "Pins"}
 HANDLES |= {"Pool", "StoreJobs", "Prefix", "BlockObserver", "OffloadManager", "RedisClient", "SlabStore"}
-HANDLES |= {"BoundViews", "Mapping", "HashedPrompt", "MovePlan"}
+HANDLES |= {"BoundViews", "Mapping", "HashedPrompt", "MovePlan", "StepOwner"}
 """Classes with state that no copy shares, and prepared arguments."""
 
 
@@ -304,4 +304,7 @@ def test_a_status_is_no_number() -> None:
     assert AllocStatus.OK == AllocStatus.OK
     assert AllocStatus.OK != AllocStatus.LATER
     assert AllocStatus.OK != 0
+    statuses = (AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER)
+    assert [status.name for status in statuses] == ["OK", "LATER", "NEVER"]
+    assert all(getattr(AllocStatus, status.name) is status for status in statuses)
     assert len({AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER}) == 3

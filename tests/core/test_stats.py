@@ -1,8 +1,10 @@
 """Counters of the manager, read in one call."""
 
+import pytest
 from prompts import allocate_prompts
 
 from blockyard import BlockManager, Pairs
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 
 
 def step(manager: BlockManager) -> None:
@@ -34,6 +36,26 @@ def test_hits_misses_merges_and_evictions_are_counted() -> None:
     assert stats.evicted_blocks == {"device": 2, "host": 0, "external": 0}
     assert (stats.cached_blocks["device"], stats.used_blocks["device"]) == (0, 8)
     assert stats.hit_rate == 2 / 12
+
+
+def test_a_preempted_prompt_that_finds_its_own_blocks_is_no_hit_and_neither_is_a_failed_attempt() -> None:
+    manager, prompt = new_manager(), list(range(9))
+    handles, _ = allocate_prompts(manager, [prompt])
+    step(manager)
+    manager.mark_computed(handles)
+    manager.free(handles)
+    before = manager.stats()
+    assert (before.prompts, before.hit_tokens, before.missed_tokens) == (1, 0, 9)
+    with pytest.raises(OutOfBlocksError):
+        manager.allocate(prompt + [1] * 40)
+    again = manager.allocate(prompt, preempted=True)
+    assert again.cached_tokens == 8
+    stats = manager.stats()
+    counted = ("prompts", "hit_blocks", "missed_blocks", "hit_tokens", "missed_tokens", "loaded_blocks", "hit_rate")
+    assert [getattr(stats, name) for name in counted] == [getattr(before, name) for name in counted]
+    manager.check()
+    with pytest.raises(InvalidArgumentError, match="preempted need token ids"):
+        manager.allocate(5, preempted=True)
 
 
 def test_transfers_are_counted_by_kind_when_they_are_decided() -> None:

@@ -327,7 +327,7 @@ def test_sizes_out_of_range_are_refused_with_the_numbers(blocks: int):
 def test_a_dtype_or_device_that_is_not_known_is_refused():
     with pytest.raises(LayoutError, match="no dtype 'float3'"):
         ElasticCache(replace(LAYOUT, dtype="float3", itemsize=3), num_blocks=1, max_blocks=2)
-    with pytest.raises(InvalidArgumentError, match="device is meta"):
+    with pytest.raises(InvalidArgumentError, match="device is 'meta', must be 'cpu'"):
         reserve([8], device="meta")
 
 

@@ -143,3 +143,24 @@ def test_each_layer_comes_with_its_group(monkeypatch: pytest.MonkeyPatch):
     runs[1](Mapping(np.array([[2, 4]]), src_blocks=3, dst_blocks=5, rule="swap"))
     row = torch.cat([view[4] for view in memory.views["device"]])
     assert torch.equal(row, memory.host_rows[2])
+
+
+@pytest.mark.parametrize("device", ["hpu", "mps", "meta", "privateuseone:0", "gpu", "", torch.device("xpu")])
+def test_a_device_that_the_copies_do_not_support_is_named_with_those_that_they_do(device: object):
+    layout = KVLayout("kv_first", num_layers=2, block_size=2, num_kv_heads=1, head_size=3, dtype="float16")
+    with pytest.raises(InvalidArgumentError, match=r"device is .*, must be 'cpu', 'cuda' or 'cuda:' and an index"):
+        CacheEngine(layout, device_blocks=4, device=device)
+
+
+def test_tensors_on_such_a_device_are_refused_too():
+    layout = KVLayout("kv_first", num_layers=1, block_size=2, num_kv_heads=1, head_size=3, dtype="float16")
+    tensors = [torch.zeros(shape, dtype=torch.float16, device="meta") for shape, _ in layout.tensor_shapes(4)]
+    with pytest.raises(InvalidArgumentError, match="device is 'meta'"):
+        CacheEngine(layout, tensors=tensors)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_a_cuda_device_says_so():
+    layout = KVLayout("kv_first", num_layers=1, block_size=2, num_kv_heads=1, head_size=3, dtype="float16")
+    with pytest.raises(InvalidArgumentError, match="device is 'cuda', but torch finds no CUDA device"):
+        CacheEngine(layout, device_blocks=4, device="cuda")

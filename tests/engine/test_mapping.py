@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from blockyard._core import Mapping
 from blockyard.engine.mapping import unequal_pairs, with_rows
-from blockyard.errors import MappingError
+from blockyard.errors import InvalidArgumentError, MappingError
 
 ANY_PAIRS = st.lists(st.tuples(st.integers(-2, 8), st.integers(-2, 8)), max_size=8)
 
@@ -112,7 +112,7 @@ def test_a_stretch_of_host_blocks_is_loaded_from_its_first_part_to_its_last(larg
     assert loads.tolist() == [list(pair) for pair in zip(parts, small.tolist(), strict=True)]
     np.testing.assert_array_equal(unequal_pairs(small, np.array(large), to="large", **options), loads[:, ::-1])
     for wrong in (small[:-1], np.append(small, 99)):
-        with pytest.raises(MappingError, match=f"hold {len(parts)} small blocks, out has room for {len(wrong)}"):
+        with pytest.raises(MappingError, match=f"hold {len(parts)} small blocks, {len(wrong)} are given"):
             unequal_pairs(wrong, np.array(large), to="small", **options)
 
 
@@ -152,3 +152,9 @@ def test_parts_follow_one_another(targets, most):
     assert max(len(part) for part in parts) <= most
     assert np.concatenate([part.pairs for part in parts]).tolist() == whole.pairs.tolist()
     assert [part.reach for part in parts] == [tuple((part.pairs.max(axis=0) + 1).tolist()) for part in parts]
+
+
+def test_a_side_that_is_neither_is_refused_since_the_transfer_would_write_other_blocks():
+    for word in ("host", "Large", "", None, 1):
+        with pytest.raises(InvalidArgumentError, match="must be 'small' or 'large'"):
+            unequal_pairs(np.array([5, 6]), np.array([7]), per_block=4, first=0, last=2, to=word)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 import torch
 from memory_stores import PATIENCE, MemoryStore
 
-from blockyard import KVCache, KVLayout, PrefixCaching
+from blockyard import CacheGroup, KVCache, KVLayout, PrefixCaching, Request, Scheduler
 from blockyard.cache import Health
-from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError
+from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, MappingError, StepOrderError
 from blockyard.layout import GroupedLayout
 from blockyard.stores import StoreStats, open_store
 
@@ -89,6 +90,21 @@ def test_a_grouped_layout_has_one_block_size():
     with KVCache(grouped, device_blocks=4) as cache:
         assert cache.manager.block_size == 4
         assert cache.layout.bytes_per_block == 2 * SIZE
+    for sizes in ((16, 8), (8, 16)):
+        parts = [(f"{size}", replace(LAYOUT, block_size=size)) for size in sizes]
+        for groups in (None, [CacheGroup.full_attention()] * 2):
+            with pytest.raises(LayoutError, match=r"block_size of the layout's groups is \{'.*\}, must be the same"):
+                KVCache(GroupedLayout(tuple(parts)), device_blocks=4, groups=groups)
+
+
+def test_a_recurrent_group_has_states_of_any_size_and_the_others_give_the_block_size():
+    state = KVLayout("blocks tokens dim", num_layers=1, block_size=1, num_kv_heads=1, head_size=24, dtype="float16")
+    groups = [CacheGroup.recurrent(), CacheGroup.full_attention()]
+    with KVCache(GroupedLayout((("state", state), ("full", LAYOUT))), device_blocks=8, groups=groups) as cache:
+        assert cache.manager.block_size == LAYOUT.block_size
+        sequence = cache.manager.allocate(10)
+        slots = cache.manager.slot_mapping(sequence, 0, 10, group=1)
+        assert slots.max() < cache.engine.tensors[-1].shape[1] * LAYOUT.block_size
 
 
 @pytest.mark.parametrize(
@@ -227,6 +243,38 @@ def test_an_error_in_the_body_is_not_hidden_and_the_ticket_ends_later():
         assert step.ended == []
         assert [end.ticket for end in cache.drain()] == [step.decision.ticket]
         assert cache.manager.tier(sequence) == "host"
+
+
+@pytest.mark.parametrize("call", ["take_decision", "complete", "fail", "lose"])
+def test_only_the_cache_ends_the_steps_of_its_manager_since_only_it_moves_the_bytes(call: str):
+    with KVCache(LAYOUT, device_blocks=4, host_blocks=4) as cache:
+        manager, sequence = cache.manager, cache.manager.allocate(8)
+        with cache.step():
+            rows = fill(cache, manager.block_table(sequence), seed=1)
+        manager.swap_out(sequence)
+        step = cache.step()
+        arguments = {"take_decision": (), "complete": (1,), "fail": (1,), "lose": (step.decision.ticket, [])}[call]
+        before = manager.stats()
+        with pytest.raises(
+            StepOrderError, match=rf"^{call} was called .* call KVCache.step, or step of Scheduler\(cac"
+        ):
+            getattr(manager, call)(*arguments)
+        assert manager.stats() == before
+        step.finish()
+        cache.drain()
+        manager.swap_in(sequence)
+        with cache.step():
+            np.testing.assert_array_equal(held(cache, sequence), rows)
+
+
+def test_a_scheduler_over_a_cache_s_manager_is_refused_at_its_first_step():
+    with KVCache(LAYOUT, device_blocks=4) as cache:
+        scheduler = Scheduler(cache.manager)
+        scheduler.add(Request("a", [1, 2], 1))
+        with pytest.raises(StepOrderError, match=r"step of Scheduler\(cache\)"):
+            scheduler.schedule()
+        scheduler.give_up()
+        assert (cache.manager.stats().sequences, cache.manager.pool().num_free) == (0, 4)
 
 
 def test_several_steps_can_be_open_at_once():

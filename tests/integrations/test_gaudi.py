@@ -60,6 +60,14 @@ def test_bad_pairs_are_refused_and_nothing_changes():
         utils.swap([(9, 1), (1, 4)], 8)
     with pytest.raises(MappingError, match="block 10 cannot be exchanged, there are 10 blocks"):
         utils.swap([(10, 1)], 8)
+    for wrong in ([(1, 2, 3), (4, 5, 6)], [(1, 2, 3)], [(1,), (2,)], [[(1, 2)]], np.arange(6).reshape(2, 3)):
+        with pytest.raises(MappingError, match=r"pairs .*, must be (ints )?\[n, 2\]"):
+            utils.swap(wrong, 8)
+    with pytest.raises(InvalidArgumentError, match=r"threshold is 8.5, must be an int"):
+        utils.swap([(1, 2)], 8.5)
+    for srcs, dsts in (([1], [2, 3]), ([[1]], [[2]])):
+        with pytest.raises(MappingError, match=r"must be \[n\] and \[n\]"):
+            utils(torch.tensor(srcs), torch.tensor(dsts), [tensor for pair in utils.kv_caches for tensor in pair])
     with pytest.raises(InvalidArgumentError, match="2 pairs do not fit a batch of 1"):
         utils.swap([(9, 1), (8, 2)], 1)
     assert torch.equal(kv_caches[2][1], before)

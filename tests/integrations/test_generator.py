@@ -9,6 +9,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from blockyard import BlockManager, CacheGroup, Pairs
+from blockyard._core import StepOwner
 from blockyard.demo.demo_model import demo_config, demo_model
 from blockyard.demo.executors import SteadyExecutor, Wrapper
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError, StoreURLError
@@ -118,6 +119,7 @@ def test_a_window_that_gives_blocks_back_too_early_changes_tokens(windowed, work
         generator.manager = generator.cache.manager = BlockManager(
             block_size=4, device_blocks=40, host_blocks=6, groups=[CacheGroup.sliding_window(3)]
         )
+        generator.cache._steps = StepOwner(generator.manager, instead="the test")
         generator.scheduler = Scheduler(generator.cache)
         assert generate(generator, [prompts[0]], [greedy]) != [[wanted]]
 

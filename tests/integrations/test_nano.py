@@ -92,6 +92,22 @@ def test_blocks_in_use_that_are_shared_cost_nothing():
     assert second.block_table[:3] == first.block_table[:3]
 
 
+def test_a_preempted_sequence_that_finds_its_own_blocks_is_no_hit():
+    class Preempted(Sequence):
+        num_completion_tokens = 1
+
+    manager, seq = BlockManager(5, SIZE), Preempted(list(range(13)))
+    seq.num_completion_tokens = 0
+    manager.allocate(seq, 0)
+    seq.num_scheduled_tokens = 13
+    manager.hash_blocks(seq)
+    manager.deallocate(seq)
+    seq.num_completion_tokens = 1
+    manager.allocate(seq, 3)
+    stats = manager.manager.stats()
+    assert (seq.num_cached_tokens, stats.prompts, stats.hit_tokens, stats.missed_tokens) == (12, 1, 0, 13)
+
+
 def test_a_block_computed_twice_becomes_one():
     manager, prompt = BlockManager(BLOCKS, SIZE), list(range(6))
     pair = [Sequence(prompt), Sequence(prompt)]

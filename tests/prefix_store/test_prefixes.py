@@ -431,7 +431,7 @@ def test_a_scheduler_loads_prompts_near_the_head_and_admits_others_meanwhile(
     store = keyed(medium)
     cache = CheckedCache(store, prefetch_timeout_base=60)
     store.before, goes = hang
-    scheduler = Scheduler(cache.manager, prefetch=cache.prefixes.prefetch)
+    scheduler = Scheduler(cache.cache)
     goes.clear()
     scheduler.add(Request("kept", tokens(1, 17), 1))
     scheduler.add(Request("short", tokens(2, 3), 1))
@@ -440,10 +440,8 @@ def test_a_scheduler_loads_prompts_near_the_head_and_admits_others_meanwhile(
     until = time.monotonic() + 60
     while scheduler.num_unfinished:
         assert time.monotonic() < until
-        step = scheduler.schedule()
-        cache.cache.executor.submit(step.decision)
-        for done in cache.cache.executor.collect(step.decision.ticket):
-            scheduler.complete(done.ticket, done.lost)
+        with scheduler.step() as step:
+            pass
         for done in scheduler.update(step, np.zeros(step.num_draws, np.uint32)):
             finished.append(done.request.request_id)
             cached[done.request.request_id] = scheduler.stats().cached_tokens

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import blockyard
-from blockyard import BlockManager, KVCache, KVLayout, Pairs, PrefixCaching, Request, Scheduler
+from blockyard import BlockManager, KVCache, KVLayout, Pairs, PrefixCaching, Request, Scheduler, StepDecision
 from blockyard.engine import ops
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,10 +106,9 @@ def held_by_users(folder: Path) -> list[object]:
         with cache.step() as cache_step:
             pass
         ended = cache_step.ended + cache.drain()
-        manager.swap_out(sequence)
-        cache.executor.submit(decision := manager.take_decision())
+        decision = StepDecision(99, [("swap_out", Pairs("device", "host", [(0, 0)]))])
+        cache.executor.submit(decision)
         done = cache.executor.wait(decision.ticket)
-        manager.complete(decision.ticket, done.lost)
         read = cache.swap_store.wait(cache.swap_store.submit_read(np.array([0])))
         transfer = cache.engine.submit("swap_out", [(0, 0)])
         facets = [manager.prefix, manager.pins, manager.defrag, manager.pool()]

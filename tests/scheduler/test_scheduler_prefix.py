@@ -36,12 +36,19 @@ def test_generated_tokens_are_found_by_a_prompt_that_goes_on_from_them():
     engine.run(first, again)
 
 
-def test_a_request_computed_again_finds_its_own_blocks():
+def test_a_request_computed_again_finds_its_own_blocks_which_are_no_hits():
     engine = Engine(6, preemption_mode="recompute", prefix_caching=True)
-    requests = [engine.add("a", 8, 8), engine.add("b", 8, 8)]
+    requests, found = [engine.add("a", 8, 8), engine.add("b", 8, 8)], []
+    while engine.scheduler.num_unfinished:
+        step = engine.scheduler.schedule()
+        found += step.start[step.decodes :].tolist()
+        engine.finish(step)
     engine.run(*requests)
     assert engine.scheduler.stats().preempted_recompute > 0
-    assert engine.scheduler.stats().cached_tokens > 0
+    assert max(found) > 0
+    stats = engine.manager.stats()
+    assert (engine.scheduler.stats().cached_tokens, stats.hit_tokens, stats.hit_rate) == (0, 0, 0)
+    assert (stats.prompts, stats.missed_tokens) == (2, 16)
 
 
 def test_sequences_of_one_request_computed_again_share_the_first_ones_blocks():
@@ -51,8 +58,13 @@ def test_sequences_of_one_request_computed_again_share_the_first_ones_blocks():
         engine.step()
     engine.scheduler._preempt(engine.scheduler._rows.worst())
     engine.manager.prefix.reset()
-    assert [len(engine.step()) for _ in range(3)] == [1, 2, 3], "one after the other, each once the last is computed"
-    assert engine.scheduler.stats().cached_tokens == 2 * 2 * BLOCK
+    starts = []
+    for count in (1, 2, 3):
+        step = engine.scheduler.schedule()
+        assert step.rows == count, "one after the other, each once the last is computed"
+        starts += step.start[step.decodes :].tolist()
+        engine.finish(step)
+    assert starts == [0, 2 * BLOCK, 2 * BLOCK]
     engine.run(request)
 
 
@@ -200,7 +212,13 @@ class Crowd:
                 break
         expected = {r.request_id: reference_tokens(r) for r in self.requests if r.request_id not in self.gone}
         assert self.engine.done == expected
-        assert self.engine.manager.stats().sequences == 0
+        stats = self.engine.manager.stats()
+        assert stats.sequences == 0
+        if self.engine.manager.prefix.enabled:
+            # Each request counts once, whatever it lost: no prompt is cut, so each has all of its tokens looked up.
+            assert stats.hit_tokens == self.engine.scheduler.stats().cached_tokens
+            assert stats.prompts <= len(self.requests)
+            assert stats.hit_tokens + stats.missed_tokens <= sum(len(request.prompt) for request in self.requests)
         assert self.engine.scheduler._rows.seats_left == 8
 
 

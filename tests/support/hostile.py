@@ -3,7 +3,8 @@
 `tests/core/test_hostile.py` runs it under a memory limit and reads its output: a line for each call that went
 wrong. The last line of the progress file names the call in which a process died.
 
-Each callable is called with exactly one invalid argument. `VALID` has a valid value for each parameter
+Each callable is called with exactly one invalid argument, and with each integer in each of NumPy's types, which must
+change nothing. `VALID` has a valid value for each parameter
 name, `WORLDS` or `FACETS` an object for each class. A callable without them is an error, so none is
 forgotten. Where arguments exclude each other, `VARIANTS` has other valid sets.
 """
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from hostile_managers import HANDLE, MANAGERS, new_manager, stepping
-from hostile_values import HOSTILE, SIMPLE
+from hostile_values import HOSTILE, SIMPLE, as_numpy_ints, wrong_shapes
 
 import blockyard
 from blockyard import _core
@@ -87,6 +88,7 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "RedisClient": lambda: _core.RedisClient("127.0.0.1", port=1),
     "SlabStore": store,
     "StepDecision": decision,
+    "StepOwner": lambda: _core.StepOwner(new_manager(), instead="a test"),
     "StoreJob": lambda: new_manager().prefix.store_jobs.begin_write(1),
 }
 
@@ -165,6 +167,8 @@ VALID: dict[str, Any] = {
     "lookahead": 1,
     "lora_id": 1,
     "lost": [],
+    "instead": "a test",
+    "manager": new_manager,
     "margin": 0,
     "mapping": WORLDS["Mapping"],
     "max_blocks": 2,
@@ -201,6 +205,7 @@ VALID: dict[str, Any] = {
     "plain": 1,
     "plan": lambda manager: manager.plan("max_id", 3),
     "prefetch": False,
+    "preempted": False,
     "prefix_caching": False,
     "priority": 3,
     "prompt": list(range(10)),
@@ -280,6 +285,15 @@ VALID: dict[str, Any] = {
     "SlabStore.wait.ticket": lambda files: files.submit_read(np.array([1])),
     "expand_span.blocks": lambda: np.array([1]),
     "expand_span.out": lambda: np.zeros(2, np.int64),
+}
+
+# Strings that are a name or a text, not one of a set.
+NAMES = {"directory", "host", "instead", "last_error", "path", "request_id", "revision"}
+# Arguments that may have any shape.
+ANY_SHAPE = {
+    "BlockObserver.resolve.ids",
+    "BlockManager.append.block_tables",  # wide tables are fine
+    "Completion.rows",  # what a store reports
 }
 
 NOTHING = object()  # no positional argument
@@ -398,6 +412,7 @@ class Attack:
         if hasattr(whole, "check"):
             whole.check()
         for parameter in self.parameters:
+            yield from self.wrongs_of_forms(make, variant, parameter.name, tell)
             for value in HOSTILE if self.owner != "OnlineDefragmenter" else SIMPLE:
                 shown = f"{type(value).__name__} {str(value)[:40] if abs_fits(value) else ''}"
                 tell(f"{self.name}({parameter.name}={shown})")
@@ -412,8 +427,46 @@ class Attack:
                     yield f"{parameter.name}={shown}: the state changed with {error!r}"
                 if hasattr(this, "check"):
                     this.check()
-                if isinstance(this, _core.SlabStore):
-                    this.close()
+                close(this)
+
+    def wrongs_of_forms(
+        self, make: Callable[[], Any], variant: dict[str, Any], name: str, tell: Callable[[str], None]
+    ) -> Iterator[str]:
+        """Give an integer in NumPy's types, an array in other shapes, and a word that is none of a set's."""
+        expected, whole, _, was = self.run(make, variant, *self.given(make, variant, name))
+        if isinstance(was, int) and not isinstance(was, bool):
+            for value in as_numpy_ints(was):
+                tell(f"{self.name}({name}={type(value).__name__})")
+                error, this, *_ = self.run(make, variant, name, value)
+                if type(error) is not type(expected) or state(this) != state(whole):
+                    yield f"{name}={value!r}: {error!r}, of an int {expected!r}"
+                close(this)
+        close(whole)
+        shapes = wrong_shapes(np.asarray(was)) if is_array_of_ints(was) else []
+        words = ["no such word"] if isinstance(was, str) and name not in NAMES else []
+        for value in (*shapes, *words):
+            tell(f"{self.name}({name}={value!r:.100})")
+            error, this, *_ = self.run(make, variant, name, value)
+            if error is None and f"{self.name}.{name}" not in ANY_SHAPE:
+                yield f"{name}={value!r:.100} was accepted"
+            close(this)
+
+    def given(self, make: Callable[[], Any], variant: dict[str, Any], name: str) -> tuple[str, Any]:
+        """Return a parameter's name and its valid value."""
+        this, _ = self.world(make)
+        return name, variant.get(name, valid(self.owner, self.method, name, this))
+
+
+def close(this: Any) -> None:
+    """End the threads of a store."""
+    if isinstance(this, _core.SlabStore):
+        this.close()
+
+
+def is_array_of_ints(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "iu" and value.ndim > 0
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(item, (int, type(HANDLE))) for item in value)
 
 
 def abs_fits(value: Any) -> bool:

@@ -27,6 +27,22 @@ def long_view(dtype: type, *shape: int) -> np.ndarray:
     return np.broadcast_to(np.zeros(1, dtype), shape)
 
 
+NUMPY_INTS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
+
+
+def as_numpy_ints(number: int) -> list[Any]:
+    """Return a number in each of NumPy's integer types that holds it."""
+    return [kind(number) for kind in NUMPY_INTS if np.iinfo(kind).min <= number <= np.iinfo(kind).max]
+
+
+def wrong_shapes(array: np.ndarray) -> list[np.ndarray]:
+    """Return arrays of the same numbers with more dimensions, with fewer, or as triples instead of pairs."""
+    found = [array[None], array[..., None]]
+    if array.ndim == 2:
+        found += [array.reshape(-1), np.concatenate((array, array[:, :1]), axis=1), array[:, :1]]
+    return found
+
+
 INTS = [-1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 10**12, 2**70, -(2**70), 10**5000]
 SEQUENCES: list[Any] = [
     *(

@@ -299,7 +299,7 @@ def test_closing_a_cache_ends_the_spans_of_running_work(spans: Spans, store: str
             cache.manager.mark_computed([sequence])
         cache.prefix_store.prefetch([7] * 9)
         cache.manager.swap_out(sequence, to="external")
-        cache.executor.submit(cache.manager.take_decision())
+        cache.executor.submit(cache._steps.take_decision())  # a step that an exception ended here
         cache.prefix_store.close(0.2)
         cache.close()
     finally:

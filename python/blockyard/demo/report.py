@@ -138,7 +138,7 @@ class Report:
         sequences: number of sequences served; a request with n = 2 has two.
         prompt_tokens: number of prompt tokens, the sum over requests.
         output_tokens: number of generated tokens, the sum over sequences.
-        cached_prompt_tokens: prefix-cache hits of started and restarted sequences, in tokens.
+        cached_prompt_tokens: tokens found in the prefix cache when requests were first admitted.
         steps: number of scheduler steps.
         seconds: wall time of the paged run.
         tokens_per_second: `output_tokens` divided by `seconds`.

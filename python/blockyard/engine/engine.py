@@ -101,8 +101,8 @@ class CacheEngine:
             was noticed.
 
     Raises:
-        InvalidArgumentError: a number of blocks or bytes is too small, `on_host_failure` is invalid, or `pin_memory` is
-            true and the device is not a CUDA device.
+        InvalidArgumentError: a number of blocks or bytes is too small, `on_host_failure` is invalid, the device is
+            neither a CPU nor a CUDA device, or `pin_memory` is true and it is not a CUDA device.
         LayoutError: `layout` is no layout, or the tensors given do not have it.
         OutOfMemoryError: host memory is not available; transfers may raise it later.
         PageLockError: it cannot be page-locked; transfers may raise it later.
@@ -138,7 +138,7 @@ class CacheEngine:
             raise LayoutError(f"tensors is one tensor {list(tensors.shape)}, must be a list of the layout's tensors")
         there = tensors[0].device if tensors else torch.device("cpu")
         # A device without index is that of the tensors, or else the current one.
-        self.device = there if device is None or str(device) == there.type else with_index(device)
+        self.device = with_index(there if device is None or str(device) == there.type else device)
         self._on_cuda = self.device.type == "cuda"
         if self._on_cuda:
             prepare_device(self.device)

@@ -22,6 +22,7 @@ from blockyard.engine.cuda.streams import with_index
 from blockyard.engine.host_memory import HostMapping, node_of_device
 from blockyard.engine.ops.library import declare_region
 from blockyard.errors import BlockyardError, CaptureError, InvalidArgumentError, OutOfMemoryError, PageLockError
+from blockyard.layout.sizes import as_int
 from blockyard.workers import Process, start_worker
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ class HostPool:
         on_failure: OnFailure = "raise",
         mapping: HostMapping | None = None,
     ) -> None:
+        num_blocks, bytes_per_block = as_int("num_blocks", num_blocks), as_int("bytes_per_block", bytes_per_block)
+        chunk_bytes, node = as_int("chunk_bytes", chunk_bytes), None if node is None else as_int("node", node)
         if num_blocks < 0 or bytes_per_block < 1 or chunk_bytes < 1:
             raise InvalidArgumentError(
                 f"num_blocks is {num_blocks}, bytes_per_block {bytes_per_block}, chunk_bytes {chunk_bytes}, must be at "

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Mapping, expand_span
-from blockyard.errors import MappingError
+from blockyard.errors import InvalidArgumentError, MappingError
 
 __all__ = ["IdList", "IdPairs", "Ids", "unequal_pairs", "with_rows"]
 
@@ -46,6 +46,7 @@ def unequal_pairs(
         `c * per_block + p`.
 
     Raises:
+        InvalidArgumentError: `to` is neither `"small"` nor `"large"`.
         MappingError: the number of parts between `first` and `last` differs from the number of device blocks, an offset
             or id is out of range, or an array has the wrong shape or dtype.
 
@@ -60,6 +61,8 @@ def unequal_pairs(
         >>> pairs.tolist()
         [[30, 5], [31, 6], [36, 3]]
     """
+    if to not in ("small", "large"):
+        raise InvalidArgumentError(f"to is {to!r:.100}, must be 'small' or 'large'")
     small, large = _wide(small, "small"), _wide(large, "large")
     pairs = np.empty((len(small), 2), np.int64)
     side = 1 if to == "large" else 0

@@ -19,6 +19,7 @@ from blockyard.engine.ops import bind
 from blockyard.engine.ops.library import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.kv import BlockLayout, check_views
+from blockyard.layout.sizes import as_int
 from blockyard.workers import Buffers
 
 __all__ = ["EngineTier", "Memory", "Rows", "Run", "as_tensor", "torch_dtype"]
@@ -83,6 +84,7 @@ class Memory:
             if tensors is None:
                 raise InvalidArgumentError("device_blocks is None, and there are no tensors to count blocks in")
             device_blocks = len(layout.views(tensors)[0])
+        device_blocks, host_blocks = as_int("device_blocks", device_blocks), as_int("host_blocks", host_blocks)
         for name, value, minimum in (("device_blocks", device_blocks, 1), ("host_blocks", host_blocks, 0)):
             if not minimum <= value <= MAX_BLOCKS:
                 raise InvalidArgumentError(f"{name} is {value}, must be {minimum} to {MAX_BLOCKS}")

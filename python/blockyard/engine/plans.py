@@ -109,6 +109,7 @@ def moving(
     """
     if kind not in KINDS:
         raise InvalidArgumentError(f"kind is {kind!r}, must be one of {', '.join(KINDS)}")
+    memory.num_blocks(tier)  # also where the kind says both tiers
     src, dst = _BETWEEN.get(kind, (tier, tier))
     blocks = memory.num_blocks(src), memory.num_blocks(dst)
     rule: MappingRule = "swap" if kind in _BETWEEN else kind  # type: ignore[assignment]

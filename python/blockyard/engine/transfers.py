@@ -23,6 +23,7 @@ from blockyard.errors import (
     InvalidArgumentError,
     TransferQueueFullError,
 )
+from blockyard.layout.sizes import as_int
 from blockyard.workers import Process
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class Transfers:
     """
 
     def __init__(self, streams: Streams, *, max_outstanding: int, max_ahead: int = 8 * PIECE_BYTES) -> None:
+        max_outstanding, max_ahead = as_int("max_outstanding", max_outstanding), as_int("max_ahead", max_ahead)
         if max_outstanding < 1 or max_ahead < 1:
             raise InvalidArgumentError(
                 f"max_outstanding is {max_outstanding} bytes, max_ahead {max_ahead}, must be at least 1"

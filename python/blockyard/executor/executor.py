@@ -201,7 +201,8 @@ class StepExecutor(Executor):
         max_staging: int = 1 << 30,
         chunk_bytes: int = PART_BYTES,
     ) -> None:
-        if as_int("max_staging", max_staging) < 1 or as_int("chunk_bytes", chunk_bytes) < 1:
+        max_staging, chunk_bytes = as_int("max_staging", max_staging), as_int("chunk_bytes", chunk_bytes)
+        if max_staging < 1 or chunk_bytes < 1:
             raise InvalidArgumentError(
                 f"max_staging is {max_staging} bytes, chunk_bytes {chunk_bytes}, must be at least 1"
             )

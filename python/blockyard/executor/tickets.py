@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import BlockManager, StepDecision
+from blockyard._core import BlockManager, StepDecision, StepOwner
 from blockyard.errors import BlockyardError, StepOrderError, UnknownTicketError
 from blockyard.executor.executor import StepDone, StepExecutor, all_lost
 from blockyard.workers import keep
@@ -41,14 +41,16 @@ class Tickets:
     """Takes decisions from a manager, and ends their tickets when an executor has carried them out.
 
     Args:
-        manager: the manager; nothing else may take its decisions.
+        manager: the manager.
+        steps: ends its steps.
         executor: carries out the decisions.
     """
 
-    def __init__(self, manager: BlockManager, executor: StepExecutor) -> None:
+    def __init__(self, manager: BlockManager, steps: StepOwner, executor: StepExecutor) -> None:
         self._manager = manager
+        self._steps = steps
         self._executor = executor
-        self._prefetch = partial(manager.take_decision, prefetch=True)
+        self._prefetch = partial(steps.take_decision, prefetch=True)
         self._open: list[StepDecision] = []  # tickets open in the manager
         self._done: dict[int, StepDone] = {}  # transfers have ended, tickets not yet
         self._ended: list[tuple[int, NDArray[np.uint64], tuple[Exception, ...]]] = []  # not reported yet
@@ -73,7 +75,7 @@ class Tickets:
         """End the manager's step; see `BlockManager.take_decision`."""
         if self._open:
             self._end_abandoned()
-        return keep(self._open, self._prefetch if prefetch else self._manager.take_decision)
+        return keep(self._open, self._prefetch if prefetch else self._steps.take_decision)
 
     def fail(self, decision: StepDecision, error: BaseException) -> None:
         """End a decision that the executor refused. It is unknown what landed, so all of it counts as lost."""
@@ -102,7 +104,7 @@ class Tickets:
         found = [lost for _, lost, _ in self._ended]
         for ticket in [decision.ticket for decision in self._open]:
             pairs = self._executor.lost(ticket)
-            found += [self._manager.lose(ticket, pairs)] if pairs else []
+            found += [self._steps.lose(ticket, pairs)] if pairs else []
         return np.unique(np.concatenate(found)) if found else _NONE
 
     def report(self) -> list[StepEnd]:
@@ -126,7 +128,7 @@ class Tickets:
         ticket = done.ticket
         if not self._ended or ticket not in [end[0] for end in self._ended]:
             # Runs entirely in C: no interrupt can come between the manager's answer and the list.
-            ends = zip((ticket,), map(self._manager.complete, (ticket,), (done.lost,)), (done.errors,))  # noqa: B905
+            ends = zip((ticket,), map(self._steps.complete, (ticket,), (done.lost,)), (done.errors,))  # noqa: B905
             try:  # noqa: SIM105 (a `with` would slow down every step)
                 self._ended.extend(ends)
             except UnknownTicketError:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.layout.sizes import set_ints
 
 SEED_LIMIT = 2**64
 
@@ -47,6 +48,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        set_ints(self, "max_tokens", "top_k", "seed", "n", "eos_token_id")
         for name, minimum in (("max_tokens", 1), ("n", 1), ("top_k", 0)):
             if getattr(self, name) < minimum:
                 raise InvalidArgumentError(f"{name} is {getattr(self, name)}, must be at least {minimum}")

@@ -261,11 +261,11 @@ class KVLayout:
 
     def tensor_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of the first cache tensor; with a `"|"` in the kind, tensors of values differ."""
-        return self._order(0).shape(self._sizes(num_blocks))
+        return self._order(0).shape(self._sizes(as_int("num_blocks", num_blocks, LayoutError)))
 
     def tensor_shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], str]]:
         """Return the shape and dtype of every tensor that `views` takes."""
-        sizes = self._sizes(num_blocks)
+        sizes = self._sizes(as_int("num_blocks", num_blocks, LayoutError))
         return [(self._order(index).shape(sizes), self.dtype) for index in range(self.num_tensors)]
 
     def planes(self, index: int) -> int:

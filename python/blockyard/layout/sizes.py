@@ -7,7 +7,7 @@ from operator import index
 
 from blockyard.errors import BlockyardError, InvalidArgumentError
 
-__all__ = ["as_float", "as_int"]
+__all__ = ["as_float", "as_int", "set_ints"]
 
 
 def as_int(name: str, value: object, error: type[BlockyardError] = InvalidArgumentError) -> int:
@@ -40,3 +40,14 @@ def as_float(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidArgumentError(f"{name} is {value!r:.100}, must be a number")
     return float(value)
+
+
+def set_ints(fields: object, *names: str) -> None:
+    """Turn fields of a frozen dataclass into ints, except those that are None; for its `__post_init__`.
+
+    Raises:
+        InvalidArgumentError: one is not an integer.
+    """
+    for name in names:
+        if (value := getattr(fields, name)) is not None:
+            object.__setattr__(fields, name, as_int(name, value))

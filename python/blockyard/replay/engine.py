@@ -103,7 +103,7 @@ class Times:
         busy_seconds: total time of compute.
         scheduler: counters of the scheduler.
         store: counters of the prefix store's storage; None without a store.
-        hit_rate: share of the looked-up prompt tokens that were cached; recomputed prompts are looked up again.
+        hit_rate: share of the prompts' tokens that were cached when requests were first admitted.
         loaded_blocks: number of cached blocks loaded from the host.
     """
 

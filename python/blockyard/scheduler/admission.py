@@ -136,7 +136,7 @@ class Admission:
         room = self._room(blocks)
         while (head := self._head()) is not None and self._may_start(head):
             state, length = head.state, len(head.tokens[0])
-            if batch and tokens + length > left:
+            if batch and (tokens + length > left or state.admitted != batch[0].state.admitted):
                 break
             share: tuple[int, int] | None = None
             if state.seats or (batch and batch[-1].state is state):
@@ -302,11 +302,15 @@ class Admission:
             salt=[request.salt if request else None for request in requests],
             lora_id=[request.lora_id if request else 0 for request in requests],
             chunk_tokens=self._builder.left,
+            preempted=batch[0].state.admitted,
         )
         found = self._opened.open(call)
         sequences = found if isinstance(found, tuple) else (found,)
         begun = [sequence.cached_tokens for sequence in sequences]
-        self._stats.cached_tokens += sum(begun)
+        if not batch[0].state.admitted:
+            self._stats.cached_tokens += sum(begun)
+        for idle in batch:
+            idle.state.admitted = True
         return np.array(handles_of(found), np.uint64), begun
 
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from blockyard._core import BlockManager, Pairs
+from blockyard._core import BlockManager, Pairs, StepOwner
 from blockyard.errors import InvariantError, StepOrderError, UnknownTicketError
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.workers import RateLimit, keep
@@ -35,6 +35,7 @@ class Cache(Protocol):
 
     manager: BlockManager
     prefix_store: Any
+    _steps: StepOwner  # for its scheduler
 
     @property
     def executor(self) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import BlockManager, Sequence, StepDecision
+from blockyard._core import BlockManager, Sequence, StepDecision, StepOwner
 from blockyard.errors import UnknownSequenceError, UnknownTicketError
 
 __all__ = ["Opened", "handles_of"]
@@ -25,12 +25,14 @@ class Opened:
 
     Args:
         manager: the scheduler's manager.
+        steps: ends its steps: the manager itself, or what its cache uses.
         overlap_io: whether a step may compute while its loads arrive.
     """
 
-    def __init__(self, manager: BlockManager, *, overlap_io: bool) -> None:
+    def __init__(self, manager: BlockManager, steps: BlockManager | StepOwner, *, overlap_io: bool) -> None:
         self.manager = manager
-        self._take = partial(manager.take_decision, prefetch=overlap_io)
+        self.steps = steps
+        self._take = partial(steps.take_decision, prefetch=overlap_io)
         self._handles: set[int] = set()
         self._latest: list[Any] = []
         self._taken: list[StepDecision] = []
@@ -69,7 +71,7 @@ class Opened:
         """Fail the ticket of a decision that never reached the caller. Returns whether there was one."""
         for decision in self._taken:
             with suppress(UnknownTicketError):
-                self.manager.fail(decision.ticket)
+                self.steps.fail(decision.ticket)
         return bool(self._taken)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, Pool
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError
-from blockyard.layout.sizes import as_float, as_int
+from blockyard.layout.sizes import as_float, as_int, set_ints
 from blockyard.scheduler.loop import Cache
 from blockyard.scheduler.request import RequestState
 from blockyard.scheduler.rows import LENGTH, SequenceRows
@@ -111,6 +111,7 @@ class DefragPolicy:
         object.__setattr__(self, "goals", tuple(self.goals))
         if not self.goals:
             raise InvalidArgumentError("there are no goals, must be at least one")
+        set_ints(self, "max_moves", "max_bytes", "block_bytes")
         for name in ("max_moves", "max_bytes", "block_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -246,17 +247,18 @@ def check_options(
     max_num_batched_tokens: int,
     num_lookahead_tokens: int,
     max_overtakes: int,
-) -> None:
-    """Check the options of a `Scheduler` over a manager.
+) -> tuple[int, int, int, int]:
+    """Check the options of a `Scheduler` over a manager. Returns its four numbers as ints.
 
     Raises:
         InvalidArgumentError: a limit is not positive, a number is negative, the mode is unknown, the manager has
             several cache groups, or draft tokens are combined with a recurrent state, which cannot be rolled back.
     """
-    as_int("max_num_seqs", max_num_seqs)
-    as_int("max_num_batched_tokens", max_num_batched_tokens)
-    as_int("num_lookahead_tokens", num_lookahead_tokens)
-    if as_int("max_overtakes", max_overtakes) < 0:
+    max_num_seqs = as_int("max_num_seqs", max_num_seqs)
+    max_num_batched_tokens = as_int("max_num_batched_tokens", max_num_batched_tokens)
+    num_lookahead_tokens = as_int("num_lookahead_tokens", num_lookahead_tokens)
+    max_overtakes = as_int("max_overtakes", max_overtakes)
+    if max_overtakes < 0:
         raise InvalidArgumentError(f"max_overtakes is {max_overtakes}, must be at least 0")
     if max_num_seqs < 1 or max_num_batched_tokens < 1:
         raise InvalidArgumentError(
@@ -271,6 +273,7 @@ def check_options(
     _warn_of_unused(manager, preemption_mode)
     if num_lookahead_tokens and (kind := manager.pool().groups[0].kind) == "recurrent":
         raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be 0 for a {kind} group")
+    return max_num_seqs, max_num_batched_tokens, num_lookahead_tokens, max_overtakes
 
 
 def _warn_of_unused(manager: BlockManager, mode: PreemptionMode | PreemptionCosts) -> None:
@@ -307,9 +310,10 @@ def lookahead_of_step(wanted: int | None, maximum: int) -> int:
     """
     if wanted is None:
         return maximum
-    if not 0 <= as_int("num_lookahead_tokens", wanted) <= maximum:
+    number = as_int("num_lookahead_tokens", wanted)
+    if not 0 <= number <= maximum:
         raise InvalidArgumentError(f"num_lookahead_tokens is {wanted}, must be from 0 to the scheduler's {maximum}")
-    return wanted
+    return number
 
 
 def capacity(device: Pool) -> int:

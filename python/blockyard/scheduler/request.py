@@ -62,6 +62,12 @@ class Request:
     salt: bytes | None = None
     lora_id: int = 0
 
+    def __post_init__(self) -> None:
+        """Turn NumPy's integers into ints, whose sums do not overflow. `Scheduler.add` refuses all other values."""
+        for name in ("max_tokens", "n", "priority", "lora_id"):
+            if isinstance(value := getattr(self, name), np.integer):
+                object.__setattr__(self, name, int(value))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
@@ -97,6 +103,7 @@ class RequestState:
     Attributes:
         prompt: token ids, uint32 `[tokens]`.
         rank: its position in every queue.
+        admitted: whether its prompt was looked up in the prefix cache before; hits of a preempted request do not count.
         alive: False once it is aborted, refused or done.
         lost: its sequences lost bytes and must start again.
         limit: maximum length of each sequence in tokens, prompt included.
@@ -111,6 +118,7 @@ class RequestState:
     """
 
     __slots__ = (
+        "admitted",
         "alive",
         "context",
         "error",
@@ -131,6 +139,7 @@ class RequestState:
         self.request = request
         self.prompt = _token_ids(request)
         self.rank = _rank(request, number)
+        self.admitted = False
         self.alive = True
         self.lost = False
         self.limit = len(self.prompt) + request.max_tokens

@@ -118,13 +118,14 @@ class Scheduler:
         max_overtakes: int = 0,
     ) -> None:
         manager = options.manager_of(cache, executor)
+        # A cache's manager leaves its steps to the cache, which lends them to its scheduler.
+        steps = cache._steps if isinstance(cache, Cache) else cache  # noqa: SLF001
         limits = (max_num_seqs, max_num_batched_tokens, num_lookahead_tokens, max_overtakes)
-        options.check_options(manager, preemption_mode, *limits)
+        limits = options.check_options(manager, preemption_mode, *limits)
+        self._max_num_seqs, self._max_num_batched_tokens, self._num_lookahead_tokens, self._overtakes = limits
         self.manager = manager
         self._stats = SchedulerStats()
         self._prefix_caching = manager.prefix.enabled
-        self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self._num_lookahead_tokens, self._overtakes = num_lookahead_tokens, max_overtakes
         self._loop: CacheLoop | None = None
         if isinstance(cache, Cache):
             self._loop = CacheLoop(self, cache, executor, lambda: self._admission.count_loading())  # noqa: PLW0108
@@ -135,7 +136,7 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}
         self._priority, self._mixed = 0, False  # of the last request; whether those in the scheduler may differ in it
         self._num_added = self._last_ended = 0  # requests; a ticket
-        self._opened = Opened(manager, overlap_io=self._overlap_io)
+        self._opened = Opened(manager, steps, overlap_io=self._overlap_io)
         self._interrupted = False  # by an exception in the middle of a change
         self._reported: list[RequestState] = []  # in the last `update`
         self._device = manager.pool()
@@ -354,7 +355,7 @@ class Scheduler:
         ended: list[NDArray[np.uint64]] = []  # filled by the call itself, as in `Opened`
         names: list[str] = []
         try:
-            ended[:] = starmap(self.manager.complete, ((ticket, lost),))
+            ended[:] = starmap(self._opened.steps.complete, ((ticket, lost),))
             if ended[0].size and not self._interrupted:
                 names = self._restart_lost(ended[0])
             self._swapping.end(ticket)

@@ -218,7 +218,7 @@ class SchedulerStats:
     Attributes:
         steps: steps scheduled.
         tokens: tokens scheduled.
-        cached_tokens: prompt tokens found in the prefix cache.
+        cached_tokens: tokens found in the prefix cache when requests were first admitted.
         preempted_swap_host: preemptions that swapped sequences out to the host.
         preempted_swap_external: preemptions that swapped sequences out to the external tier.
         preempted_recompute: preemptions that freed sequences for recompute.

@@ -462,8 +462,10 @@ def open_store(
     """
     if use not in {"swap", "prefix"}:
         raise InvalidArgumentError(f"use is {use!r}, must be 'swap' or 'prefix'")
+    bytes_per_block = as_int("bytes_per_block", bytes_per_block)
+    num_slots = None if num_slots is None else as_int("num_slots", num_slots)
     for name, value in (("bytes_per_block", bytes_per_block), ("num_slots", num_slots)):
-        if value is not None and as_int(name, value) < 1:
+        if value is not None and value < 1:
             raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
     _check_namespace(namespace)
     scheme = _scheme(url)

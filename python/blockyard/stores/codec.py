@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.layout.sizes import as_int, set_ints
 
 __all__ = ["Codec", "MacKey", "guarded_namespace", "read_mac_key"]
 
@@ -54,11 +55,13 @@ class Codec:
     def __post_init__(self) -> None:
         if not self.name:
             raise InvalidArgumentError("name is '', must name the format of the encoded blocks")
+        set_ints(self, "max_bytes")
         if self.max_bytes is not None and self.max_bytes < 1:
             raise InvalidArgumentError(f"max_bytes is {self.max_bytes}, must be at least 1")
 
     def bound(self, bytes_per_block: int) -> int:
         """Return the maximum bytes of an encoded block."""
+        bytes_per_block = as_int("bytes_per_block", bytes_per_block)
         return self.max_bytes or bytes_per_block + bytes_per_block // 64 + _SLACK
 
     def encode_into(self, block: NDArray[np.uint8], out: NDArray[np.uint8]) -> int:

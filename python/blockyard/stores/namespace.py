@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.layout import GroupedLayout, KVLayout
+from blockyard.layout.sizes import as_int
 
 __all__ = ["store_namespace"]
 
@@ -56,6 +57,7 @@ def store_namespace(
     for name, value in (("model", model), ("revision", revision)):
         if not value:
             raise InvalidArgumentError(f"{name} is {value!r}, must not be empty")
+    rank, world_size, epoch = as_int("rank", rank), as_int("world_size", world_size), as_int("epoch", epoch)
     if not 0 <= rank < world_size:
         raise InvalidArgumentError(f"rank is {rank}, must be 0 to {world_size - 1} with world_size {world_size}")
     if epoch < 0:

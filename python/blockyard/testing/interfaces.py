@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import AllocStatus, EventBatch, Pairs, StepDecision
+from blockyard.layout.sizes import set_ints
 from blockyard.scheduler import Finished, Request, Step
 from blockyard.types import DefragReport, ManagerStats
 
@@ -59,6 +60,10 @@ class Config:
     host_blocks: int = 0
     external_blocks: int = 0
     watermark: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Turn NumPy's integers into ints."""
+        set_ints(self, "block_size", "device_blocks", "host_blocks", "external_blocks")
 
     def arguments(self) -> Arguments:
         """Return the keyword arguments for a manager of these sizes."""

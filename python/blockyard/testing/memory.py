@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
-from blockyard.errors import MappingError
+from blockyard.errors import InvalidArgumentError, MappingError
+from blockyard.layout.sizes import as_int
 from blockyard.testing.interfaces import Config, TierName
 
 __all__ = ["EMPTY", "LOST", "LateMemory", "SimulatedMemory"]
@@ -96,11 +97,13 @@ class SimulatedMemory:
         Raises:
             MappingError: a slot is out of range, or there is not one per token.
         """
-        where = np.asarray(slots, dtype=np.int64)
+        where, values = np.asarray(slots, dtype=np.int64), np.asarray(tokens)
         device = self.tiers["device"]
+        if where.ndim != 1 or values.ndim != 1:
+            raise MappingError(f"slots have shape {where.shape}, tokens {values.shape}, must be [tokens]")
         if len(where) != len(tokens) or (where.size and not 0 <= where.min() <= where.max() < device.size):
             raise MappingError(f"slots {where.tolist()} for {len(tokens)} tokens, the device has {device.size}")
-        device.reshape(-1)[where] = tokens
+        device.reshape(-1)[where] = values
 
     def read(self, block_table: NDArray[np.int32] | Sequence[int], n: int, tier: TierName = "device") -> list[int]:
         """Return the first `n` tokens of a block table.
@@ -111,10 +114,15 @@ class SimulatedMemory:
             tier: tier of the blocks.
 
         Raises:
-            MappingError: the table is too short, or names a block that does not exist.
+            InvalidArgumentError: there is no such tier.
+            MappingError: the table is too short, not `[blocks]`, or names a block that does not exist.
         """
-        blocks = np.asarray(block_table, dtype=np.int64)[: -(-n // self.block_size)]
-        memory = self.tiers[tier]
+        if tier not in self.tiers:
+            raise InvalidArgumentError(f"tier is {tier!r}, must be one of {tuple(self.tiers)}")
+        table, n = np.asarray(block_table, dtype=np.int64), as_int("n", n)
+        if table.ndim != 1:
+            raise MappingError(f"block_table has shape {table.shape}, must be [blocks]")
+        blocks, memory = table[: -(-n // self.block_size)], self.tiers[tier]
         if len(blocks) * self.block_size < n or not all(0 <= block < len(memory) for block in blocks):
             raise MappingError(f"{n} tokens in blocks {blocks.tolist()}, the {tier} tier has {len(memory)}")
         return [int(token) for token in memory[blocks].reshape(-1)[:n]]

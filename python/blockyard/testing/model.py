@@ -22,6 +22,7 @@ from blockyard.errors import (
     UnknownSequenceError,
     UnknownTicketError,
 )
+from blockyard.layout.sizes import as_int
 from blockyard.testing.interfaces import Config, Counts, Handles, TierName
 from blockyard.testing.model_state import Block, ModelState, Row, Step
 
@@ -82,6 +83,8 @@ class ReferenceManager:
         external_blocks: int = 0,
         watermark: float = 0.01,
     ) -> None:
+        block_size, device_blocks = as_int("block_size", block_size), as_int("device_blocks", device_blocks)
+        host_blocks, external_blocks = as_int("host_blocks", host_blocks), as_int("external_blocks", external_blocks)
         if block_size < 1 or device_blocks < 1 or min(host_blocks, external_blocks) < 0 or not 0 <= watermark < 1:
             raise InvalidArgumentError(
                 f"block_size {block_size}, blocks {device_blocks}, {host_blocks}, {external_blocks}, "
@@ -96,6 +99,8 @@ class ReferenceManager:
 
     def pool(self, tier: TierName = "device") -> ReferencePool:
         """Return the blocks of a tier."""
+        if tier not in TIERS:
+            raise InvalidArgumentError(f"tier is {tier!r}, must be one of {TIERS}")
         reserved = self._watermark if tier == "device" else 0
         return ReferencePool(self._state.blocks[tier], len(self._state.free_blocks(tier)), reserved)
 
@@ -126,7 +131,7 @@ class ReferenceManager:
 
     def slot_mapping(self, sequence: int, first: int, last: int) -> NDArray[np.int64]:
         """Return the slots of tokens `[first, last)` of a sequence on the device, int64 `[last - first]`."""
-        length = self._get(sequence).length
+        length, first, last = self._get(sequence).length, as_int("first", first), as_int("last", last)
         if not 0 <= first <= last <= length:
             raise InvalidArgumentError(f"tokens {first} to {last} of a sequence of {length}")
         return np.array(self._slots(self._readable(sequence), first, last), dtype=np.int64)
@@ -143,7 +148,8 @@ class ReferenceManager:
 
     def can_allocate(self, prompt: int, *, lookahead: int = 0) -> Fit:
         """Return whether a sequence of `prompt` new tokens can be admitted above the watermark."""
-        return self._admit(self._state.count(prompt + lookahead), self._state.available("device"))
+        tokens = as_int("prompt", prompt) + as_int("lookahead", lookahead)
+        return self._admit(self._state.count(tokens), self._state.available("device"))
 
     def allocate(self, *, counts: Counts) -> NDArray[np.uint64]:
         """Open one sequence per token count."""
@@ -165,6 +171,7 @@ class ReferenceManager:
     ) -> NDArray[np.uint64] | int:
         """Open sequences that share all blocks of another, or one that shares its first full blocks."""
         if shared_tokens is not None and num_tokens is not None:
+            shared_tokens, num_tokens = as_int("shared_tokens", shared_tokens), as_int("num_tokens", num_tokens)
             return self._fork_prefix(sequence, shared_tokens, num_tokens)
         parent = self._intact(sequence)
         children = [
@@ -193,7 +200,7 @@ class ReferenceManager:
 
     def _blocks_to_append(self, sequences: Handles, num_tokens: Counts | None, lookahead: int) -> tuple[int, int]:
         """Count new blocks, and copies of shared ones."""
-        handles = _ints(sequences)
+        handles, lookahead = _ints(sequences), as_int("lookahead", lookahead)
         writers: Counter[int] = Counter()
         new = 0
         for (handle, row), count in zip(self._batch(handles), _counts(handles, num_tokens), strict=True):
@@ -212,7 +219,7 @@ class ReferenceManager:
     def append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> NDArray[np.int64]:
         """Append tokens to a batch of sequences. Returns their slots."""
         self._state.require("device", sum(self._blocks_to_append(sequences, num_tokens, lookahead)))
-        handles = _ints(sequences)
+        handles, lookahead = _ints(sequences), as_int("lookahead", lookahead)
         slots: list[int] = []
         for handle, count in zip(handles, _counts(handles, num_tokens), strict=True):
             row = self._state.sequences[handle]
@@ -236,7 +243,7 @@ class ReferenceManager:
 
     def truncate(self, sequence: int, num_tokens: int) -> None:
         """Truncate a sequence to its first tokens; free the blocks that hold none of them."""
-        row = self._intact(sequence)
+        row, num_tokens = self._intact(sequence), as_int("num_tokens", num_tokens)
         if not 0 <= num_tokens <= row.length:
             raise InvalidArgumentError(f"number of tokens to keep is {num_tokens}, of {row.length}")
         if row.written == self._state.ticket:
@@ -266,7 +273,7 @@ class ReferenceManager:
 
     def can_swap_in(self, sequences: Handles, to: TierName = "device", *, lookahead: int = 0) -> Fit:
         """Return whether the sequences fit; on the device with one more token each, above the watermark."""
-        handles = _ints(sequences)
+        handles, lookahead = _ints(sequences), as_int("lookahead", lookahead)
         if to != "device":
             return self._room(to, lambda: self._sources(handles, self._origin_in(handles, to), to))
         try:
@@ -381,8 +388,8 @@ class ReferenceManager:
 
     def _origin_out(self, handles: list[int], to: TierName) -> TierName:
         """Return the tier that sequences leave for `to`, away from the device."""
-        if to == "device":
-            raise InvalidArgumentError("to is 'device', must be 'host' or 'external'")
+        if to not in ("host", "external"):
+            raise InvalidArgumentError(f"to is {to!r}, must be 'host' or 'external'")
         origin = self.tier(handles[0]) if handles else "device"
         if TIERS.index(origin) >= TIERS.index(to):
             raise SequenceStateError(f"sequence {handles[0]} is in the {origin} tier")
@@ -390,8 +397,8 @@ class ReferenceManager:
 
     def _origin_in(self, handles: list[int], to: TierName) -> TierName:
         """Return the tier that sequences leave for `to`, towards the device."""
-        if to == "external":
-            raise InvalidArgumentError("to is 'external', must be 'device' or 'host'")
+        if to not in ("device", "host"):
+            raise InvalidArgumentError(f"to is {to!r}, must be 'device' or 'host'")
         origin = self.tier(handles[0]) if handles else "external"
         if TIERS.index(origin) <= TIERS.index(to):
             raise SequenceStateError(f"sequence {handles[0]} is in the {origin} tier")

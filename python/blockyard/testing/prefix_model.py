@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from blockyard._core import EventBatch
 from blockyard.errors import InvariantError
+from blockyard.layout.sizes import as_int
 from blockyard.types import ManagerStats
 
 __all__ = ["EventReplay", "ReferencePrefixCache"]
@@ -25,8 +26,8 @@ class ReferencePrefixCache:
 
     Attributes:
         computed: tokens of each computed prefix of whole blocks, with its salt.
-        prompts: number of admitted prompts; `blocks` and `tokens` are their sizes, `hit_blocks` and `hit_tokens` the
-            parts found in the cache.
+        prompts: number of admitted prompts, without preempted ones; `blocks` and `tokens` are their sizes,
+            `hit_blocks` and `hit_tokens` the parts found in the cache.
 
     Example:
         >>> from blockyard.testing import ReferencePrefixCache
@@ -60,10 +61,12 @@ class ReferencePrefixCache:
 
     def usable(self, cached: int, length: int) -> int:
         """Return how many of `cached` tokens a prompt may skip: its last token is always computed."""
-        return min(cached, max(0, length - 1) // self.block_size * self.block_size)
+        longest = max(0, as_int("length", length) - 1) // self.block_size * self.block_size
+        return min(as_int("cached", cached), longest)
 
     def count(self, tokens: Sequence[int], hit: int) -> None:
         """Count an admitted prompt whose first `hit` tokens were found."""
+        hit = as_int("hit", hit)
         self.prompts += 1
         self.blocks += len(tokens) // self.block_size
         self.hit_blocks += hit // self.block_size

@@ -96,8 +96,10 @@ class TraceRecorder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value, least in (("block_size", block_size, 1), ("max_blocks", max_blocks, 2)):
-            if type(value) is not int or not least <= value <= MAX_TOKENS:
+            is_int = hasattr(value, "__index__") and not isinstance(value, bool)
+            if not (is_int and least <= value <= MAX_TOKENS):
                 raise InvalidArgumentError(f"{name} is {value!r}, must be an int from {least} to {MAX_TOKENS}")
+        block_size, max_blocks = int(block_size), int(max_blocks)
         self._path = Path(path)
         self._compresses = self._path.suffix == ".gz"
         self._block_size, self._clock = block_size, clock

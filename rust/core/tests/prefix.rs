@@ -51,6 +51,18 @@ fn prompts() -> impl Strategy<Value = Vec<(Vec<u32>, u8, usize)>> {
     prop::collection::vec((tokens, 0u8..16, 0usize..4), 1..60)
 }
 
+#[test]
+fn a_prompt_admitted_again_is_found_and_not_counted() {
+    let (mut manager, mut out) = (manager(8, Eviction::Lru), Vec::new());
+    let first = open(&mut manager, &[1, 2, 3, 4, 5]).unwrap();
+    manager.free(&[first]).unwrap();
+    let before = manager.stats().prefix;
+    manager.readmit_chunks(&[prompt(&[1, 2, 3, 4, 5])], u32::MAX, &mut out).unwrap();
+    assert_eq!((out[0].1, manager.stats().prefix), (4, before));
+    assert_eq!((before.prompts, before.tokens), (1, 5));
+    manager.check().unwrap();
+}
+
 proptest! {
     #[test]
     fn no_block_is_evicted_before_one_that_needs_it(eviction in policies(), blocks in 8usize..40, prompts in prompts()) {

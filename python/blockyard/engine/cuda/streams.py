@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import cast
 
 import torch
 
 from blockyard.engine.cuda.capture import relax_thread, relaxed_capture
 from blockyard.engine.streams import Event, StreamName, WorkerStreams
-from blockyard.errors import BlockyardError
+from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.workers import Process
 
 __all__ = ["CudaEvent", "CudaStreams", "with_index"]
@@ -22,11 +23,21 @@ def with_index(device: str | torch.device) -> torch.device:
     """Return a device with its index: `cuda` is the current device.
 
     Another one may be current later, and in every new thread it is device 0.
+
+    Raises:
+        InvalidArgumentError: there is no such device, or none that the copies support.
     """
-    found = torch.device(device)
+    found = None
+    with suppress(RuntimeError, TypeError):  # of a type unknown to torch
+        found = torch.device(device)
+    if found is None or found.type not in {"cpu", "cuda"}:
+        raise InvalidArgumentError(f"device is {str(device)!r:.100}, must be 'cpu', 'cuda' or 'cuda:' and an index")
     if found.type != "cuda" or cast("int | None", found.index) is not None:
         return found
-    return torch.device("cuda", torch.cuda.current_device())
+    try:
+        return torch.device("cuda", torch.cuda.current_device())
+    except (RuntimeError, AssertionError) as error:  # without a driver, in a build without CUDA
+        raise InvalidArgumentError(f"device is 'cuda', but torch finds no CUDA device: {error}") from error
 
 
 class CudaEvent:

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from blockyard.engine.cuda.streams import with_index
 from blockyard.engine.engine import wait_for_engines
 from blockyard.engine.memory import torch_dtype
 from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KVLayout, check_layout
+from blockyard.layout.sizes import as_int
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -116,6 +118,8 @@ class ElasticCache:
         memory: Memory | None = None,
     ) -> None:
         check_layout(layout)
+        num_blocks, max_blocks = as_int("num_blocks", num_blocks), as_int("max_blocks", max_blocks)
+        chunk_bytes = None if chunk_bytes is None else as_int("chunk_bytes", chunk_bytes)
         if not 1 <= num_blocks <= max_blocks:
             raise InvalidArgumentError(f"num_blocks is {num_blocks}, must be 1 to max_blocks, {max_blocks}")
         groups = [group for _, group in layout.groups] if isinstance(layout, GroupedLayout) else [layout]
@@ -169,6 +173,7 @@ class ElasticCache:
         """
         if self._closed:
             raise BlockyardError("the elastic cache is closed")
+        num_blocks = as_int("num_blocks", num_blocks)
         if not 1 <= num_blocks <= self.max_blocks:
             raise InvalidArgumentError(f"num_blocks is {num_blocks}, must be 1 to max_blocks, {self.max_blocks}")
         if num_blocks < self._num_blocks:
@@ -287,16 +292,14 @@ def reserve(
         InvalidArgumentError: the chunk is not a multiple of the device's unit, or the device type is not supported.
         OutOfMemoryError: the process has too little address space.
     """
-    kind = torch.device(device)
+    kind = with_index(device)
     if kind.type == "cpu":
         from blockyard.engine.elastic.host import HostMemory  # noqa: PLC0415 - each needs modules that may be missing
 
         return HostMemory(sizes, chunk_bytes=chunk_bytes)
-    if kind.type == "cuda":
-        from blockyard.engine.elastic.cuda import DeviceMemory  # noqa: PLC0415 - needs CUDA's bindings
+    from blockyard.engine.elastic.cuda import DeviceMemory  # noqa: PLC0415 - needs CUDA's bindings
 
-        return DeviceMemory(sizes, device=kind, chunk_bytes=chunk_bytes, planes=planes)
-    raise InvalidArgumentError(f"device is {kind}, must be cpu or cuda for an elastic cache")
+    return DeviceMemory(sizes, device=kind, chunk_bytes=chunk_bytes, planes=planes)
 
 
 def _length(spans: Iterable[Span]) -> int:

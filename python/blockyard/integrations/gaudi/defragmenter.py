@@ -16,6 +16,7 @@ from torch import Tensor
 from blockyard.allocators import BlockObserver, MovePlan
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.gaudi.mover import BlockMover, Move, cache_views
+from blockyard.layout.sizes import as_int
 from blockyard.scheduler import Goal
 from blockyard.types import Fragmentation
 
@@ -101,21 +102,16 @@ class OnlineDefragmenter:
         mark_step: Callable[[], object] | None = None,
     ) -> None:
         threshold = _threshold() if threshold is None else threshold
-        limits = {"threshold": threshold, "margin": margin, "max_moves": max_moves or 0, "max_bytes": max_bytes or 0}
-        for name, limit in limits.items():
-            maximum = _MAX_BYTES if name == "max_bytes" else _MAX_BLOCKS
-            if not isinstance(limit, int) or not 0 <= limit <= maximum:
-                raise InvalidArgumentError(f"{name} is {limit!r}, must be an int, 0 to {maximum}")
+        self.threshold, self.margin = _limit("threshold", threshold), _limit("margin", margin)
+        self.max_moves = None if max_moves is None else _limit("max_moves", max_moves)
+        self.max_bytes = None if max_bytes is None else _limit("max_bytes", max_bytes, _MAX_BYTES)
         if goals is not None and not goals:
             raise InvalidArgumentError("there are no goals, must be at least one: switch off with enabled=False")
         if negative not in {"refuse", "pass"}:
             raise InvalidArgumentError(f"negative is {negative!r}, must be 'refuse' or 'pass'")
-        self.threshold = threshold
-        self.margin = margin
         self.enabled = enabled
         self.graphed = graphed
         self.prefix_caching = prefix_caching
-        self.max_moves, self.max_bytes = max_moves, max_bytes
         self.goals = goals
         self.mover: BlockMover | None = None
         self._passes = negative == "pass"
@@ -450,6 +446,13 @@ def _threshold() -> int:
     if not text.isdecimal():
         raise InvalidArgumentError(f"{_THRESHOLD} is {text!r}, must be an int, 0 to {_MAX_BLOCKS}")
     return int(text)
+
+
+def _limit(name: str, limit: int, maximum: int = _MAX_BLOCKS) -> int:
+    number = as_int(name, limit)
+    if not 0 <= number <= maximum:
+        raise InvalidArgumentError(f"{name} is {limit!r}, must be an int, 0 to {maximum}")
+    return number
 
 
 def _listed(blocks: Blocks) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from blockyard.engine import ops
 from blockyard.engine.mapping import Ids
 from blockyard.engine.ops.checks import PADDING, MappingRule, mapping_of
-from blockyard.errors import InvalidArgumentError, LayoutError
+from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
 from blockyard.layout.kv import check_views
 
 # Batches are padded to one of these lengths, so that a captured graph fits many batches.
@@ -77,11 +77,15 @@ class BlockMover:
         Args:
             pairs: int64 `[n, 2]`, CPU; no destination repeats. When graphed, no block may repeat, and both blocks of a
                 pair are overwritten.
+
+        Raises:
+            MappingError: they have another shape or dtype, an id is out of range or repeats; nothing was moved.
         """
+        chosen = _tensor(pairs)
         if self.graphed:
-            self.exchange(pairs)
-        elif len(pairs):
-            self._run("move", self._move, _tensor(pairs), self.views)
+            self.exchange(chosen)
+        elif len(chosen):
+            self._run("move", self._move, chosen, self.views)
 
     def exchange(self, pairs: Ids | Tensor, *, size: int | None = None, views: Sequence[Tensor] | None = None) -> None:
         """Swap the two blocks of each pair.
@@ -94,7 +98,7 @@ class BlockMover:
 
         Raises:
             InvalidArgumentError: there are more pairs than `size`; nothing was exchanged.
-            MappingError: an id is out of range or repeats; nothing was exchanged.
+            MappingError: they have another shape or dtype, an id is out of range or repeats; nothing was exchanged.
         """
         chosen, views = _tensor(pairs), self.views if views is None else views
         if not self._has_kernels:
@@ -210,4 +214,8 @@ def _block_view(tensor: Tensor, block_size: int) -> Tensor:
 
 
 def _tensor(pairs: Ids | Tensor) -> Tensor:
-    return pairs if isinstance(pairs, Tensor) else torch.from_numpy(pairs)
+    """Return pairs as a tensor. The copies check its values; padding would broadcast other shapes."""
+    found = pairs if isinstance(pairs, Tensor) else torch.from_numpy(pairs)
+    if found.dtype != torch.int64 or found.dim() != 2 or found.shape[1] != 2:
+        raise MappingError(f"pairs are {str(found.dtype)[6:]} {list(found.shape)}, must be int64 [n, 2]")
+    return found

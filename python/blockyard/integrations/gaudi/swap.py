@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from blockyard._core import Mapping
+from blockyard.errors import MappingError
 from blockyard.integrations.gaudi.mover import BlockMover, Move, cache_views
+from blockyard.layout.sizes import as_int
 
 Cache = tuple[Tensor, Tensor | None] | Sequence[Tensor | None]
 
@@ -62,8 +64,10 @@ class CacheSwapUtils(torch.nn.Module):
             caches: tensors as in `kv_caches`.
 
         Raises:
-            MappingError: an id is out of range or repeats; nothing was exchanged.
+            MappingError: the two are not `[n]`, an id is out of range or repeats; nothing was exchanged.
         """
+        if srcs.dim() != 1 or srcs.shape != dsts.shape:
+            raise MappingError(f"srcs are {list(srcs.shape)}, dsts {list(dsts.shape)}, must be [n] and [n]")
         pairs = torch.stack((srcs.cpu(), dsts.cpu()), dim=1).to(torch.int64)
         self._mover.exchange(pairs, views=cache_views(caches, self.block_size))
 
@@ -76,6 +80,8 @@ class CacheSwapUtils(torch.nn.Module):
 
         Raises:
             InvalidArgumentError: there are more pairs than `threshold`; nothing was exchanged.
-            MappingError: an id is out of range or repeats; nothing was exchanged.
+            MappingError: they are not pairs of ints, an id is out of range or repeats; nothing was exchanged.
         """
-        self._mover.exchange(np.array(to_swap, np.int64).reshape(-1, 2), size=threshold)
+        blocks = self._mover.num_blocks
+        pairs = Mapping(to_swap, src_blocks=blocks, dst_blocks=blocks, rule="exchange").pairs
+        self._mover.exchange(pairs, size=as_int("threshold", threshold))

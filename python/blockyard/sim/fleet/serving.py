@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from blockyard import BlockManager, KVLayout, PrefixCaching, Request, Scheduler
+from blockyard._core import StepOwner
 from blockyard.engine import CacheEngine
 from blockyard.errors import StoreError
 from blockyard.executor import StepExecutor
@@ -69,6 +70,7 @@ class _Life:
             host_blocks=_HOST_BLOCKS,
             prefix_caching=PrefixCaching(host=True, max_pinned=MAX_PINNED),
         )
+        self._steps = StepOwner(self.manager, instead="the scheduler's step")
         self.prefix_store = PrefixStore(self.manager, self.engine, self.store, writes=writes)
         defragment = draw_defragmentation(loop.random)
         tensor = self.engine.tensors[0].view(torch.int64).numpy()

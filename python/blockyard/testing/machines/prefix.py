@@ -89,14 +89,16 @@ class PrefixMachine(RecordingMachine):
 
     # ---- rules ----
 
-    @rule(prompts=_prompts, salt=_salts)
-    def allocate_prompts(self, prompts: list[tuple[int, int, int]], salt: bytes | None) -> None:
-        """Admit prompts, all or none, and check their cached tokens."""
+    @rule(prompts=_prompts, salt=_salts, preempted=st.booleans())
+    def allocate_prompts(
+        self, prompts: list[tuple[int, int, int]], salt: bytes | None, *, preempted: bool = False
+    ) -> None:
+        """Admit prompts, all or none, and check their cached tokens; hits of preempted ones are not counted."""
         batch = [[family + i // 7 for i in range(length)] + [last] for length, family, last in prompts]
         cached = [self.manager.prefix.lookup(prompt, salt=salt).tokens for prompt in batch]
         cached_blocks = set(self.replay.blocks)
         try:
-            found = self.manager.allocate(*batch, salt=salt)
+            found = self.manager.allocate(*batch, salt=salt, preempted=preempted)
         except OutOfBlocksError as error:
             _same("free blocks", error.free <= self.manager.pool("device").num_blocks, expected=True)
             return
@@ -109,7 +111,8 @@ class PrefixMachine(RecordingMachine):
                 self.model.most(prompt, salt=salt),
             )
             _same(f"hit tokens of sequence {handle}", hit, self.model.usable(before, len(prompt)))
-            self.model.count(prompt, hit)
+            if not preempted:
+                self.model.count(prompt, hit)
             table = self.manager.block_table(handle)[: hit // self.model.block_size].tolist()
             if self.replay.complete and not set(table) <= cached_blocks:
                 raise AssertionError(f"hit blocks {table}, the events say that {sorted(cached_blocks)} are cached")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, Pairs, StepDecision
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.layout.sizes import as_int
 from blockyard.scheduler import Finished, Request, Step
 from blockyard.testing.interfaces import Config, SchedulerLike, TierName
 from blockyard.testing.machines.record import RecordingMachine, show
@@ -60,7 +61,7 @@ def reference_tokens(request: Request, window: int | None = None) -> tuple[tuple
         request: the request.
         window: number of last tokens that the model sees; None for all.
     """
-    outputs = []
+    outputs, window = [], None if window is None else as_int("window", window)
     for index in range(request.n):
         tokens = list(request.prompt)
         while len(tokens) < len(request.prompt) + request.max_tokens:

@@ -12,6 +12,7 @@ mod classes {
     import_exception!(blockyard.errors, OutOfBlocksError);
     import_exception!(blockyard.errors, OutOfMemoryError);
     import_exception!(blockyard.errors, SequenceStateError);
+    import_exception!(blockyard.errors, StepOrderError);
     import_exception!(blockyard.errors, UnknownSequenceError);
     import_exception!(blockyard.errors, UnknownTicketError);
 }
@@ -61,6 +62,11 @@ pub(crate) fn bad_mapping(message: String) -> PyErr {
 /// A ticket was never issued.
 pub(crate) fn unknown_ticket(message: String) -> PyErr {
     classes::UnknownTicketError::new_err(message)
+}
+
+/// A call comes at the wrong point of a step, or from the wrong caller.
+pub(crate) fn step_order(message: String) -> PyErr {
+    classes::StepOrderError::new_err(message)
 }
 
 /// The system does not have enough memory.

@@ -57,6 +57,12 @@ type Named<'py> = (Bound<'py, PyAny>, (Bound<'py, PyType>, &'static str));
 #[pymethods]
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "a Python object is shared")]
 impl PyAllocStatus {
+    /// Its name, as of an `enum.Enum`: `"OK"`, `"LATER"` or `"NEVER"`.
+    #[getter(name)]
+    const fn python_name(&self) -> &'static str {
+        self.name()
+    }
+
     fn __bool__(&self) -> bool {
         *self == Self::Ok
     }

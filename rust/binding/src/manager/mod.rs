@@ -12,6 +12,7 @@ pub(crate) mod prompts;
 pub(crate) mod sequence;
 pub(crate) mod shared;
 pub(crate) mod stats;
+pub(crate) mod step_owner;
 mod verbs;
 
 use crate::convert::args;
@@ -30,6 +31,7 @@ use crate::manager::shared::{Shared, row_in};
 use crate::manager::stats::manager_stats;
 use blockyard_core::{self as core, Config, Manager, SequenceId, Tier};
 use pyo3::prelude::*;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
 /// How many managers of this process have a number.
@@ -73,6 +75,8 @@ fn next_number() -> u16 {
 pub(crate) struct PyBlockManager {
     shared: Shared,
     open_tickets: OpenTickets,
+    /// Set once a `StepOwner` ends the steps: what others must call.
+    owner: OnceLock<String>,
 }
 
 impl PyBlockManager {
@@ -116,7 +120,11 @@ impl PyBlockManager {
         if let CachingOptions::On(options) = prefix_caching {
             options.apply(&mut manager)?;
         }
-        Ok(Self { shared: Shared::new(manager), open_tickets: OpenTickets::new(max_open_tickets) })
+        Ok(Self {
+            shared: Shared::new(manager),
+            open_tickets: OpenTickets::new(max_open_tickets),
+            owner: OnceLock::new(),
+        })
     }
 
     /// Token slots in a block.

@@ -7,7 +7,7 @@ use crate::error::{Result, invalid};
 use crate::fit::{Fit, Share};
 use crate::group::Group;
 use crate::id::{BlockId, PinId, SequenceId, Tier};
-use crate::sequence::{Batch, Counts, Demand, PrefixHit, PrefixStats, Prompt, TableRows};
+use crate::sequence::{Batch, Count, Counts, Demand, PrefixHit, PrefixStats, Prompt, TableRows};
 use crate::transfer::OpenStep;
 use std::ops::Range;
 
@@ -85,7 +85,22 @@ impl Manager {
         out: &mut Vec<(SequenceId, u32)>,
     ) -> Result<()> {
         let (state, mut step) = self.parts();
-        state.allocate_chunks(&mut step, prompts, chunk, out)
+        state.allocate_chunks(&mut step, prompts, chunk, Count::First, out)
+    }
+
+    /// As [`Manager::allocate_chunks`], for prompts that were admitted before and lost their blocks, for instance by a
+    /// preemption: the counters of the prefix cache leave them out, since they find what they computed themselves.
+    ///
+    /// # Errors
+    /// As [`Manager::allocate_chunks`].
+    pub fn readmit_chunks(
+        &mut self,
+        prompts: &[Prompt<'_>],
+        chunk: u32,
+        out: &mut Vec<(SequenceId, u32)>,
+    ) -> Result<()> {
+        let (state, mut step) = self.parts();
+        state.allocate_chunks(&mut step, prompts, chunk, Count::Again, out)
     }
 
     /// Whether a prompt may be admitted above the watermark: the whole prompt, even if [`Manager::allocate_chunks`]

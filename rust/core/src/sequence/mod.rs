@@ -22,6 +22,7 @@ pub(crate) use append::pass::Batch;
 pub use groups::Demand;
 pub(crate) use owners::Owner;
 use owners::Owners;
+pub(crate) use prompt::Count;
 pub use prompt::{BlockExtra, HashedPrompt, PrefixHit, PrefixStats, Prompt};
 pub(crate) use table::{Row, SequenceRows};
 

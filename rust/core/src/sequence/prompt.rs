@@ -140,7 +140,16 @@ fn placeholders(prompt: &Prompt<'_>, block_size: u32) -> Result<RowKeys> {
     Ok(RowKeys { chain, keys, lora_id, salt, tenant: 0, surplus: Vec::new(), before_last: Some(chain) })
 }
 
-/// Counters of the prefix cache.
+/// Whether an admission counts in [`PrefixStats`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Count {
+    /// The prompt's first admission.
+    First,
+    /// It was admitted before and lost its blocks. It is not counted.
+    Again,
+}
+
+/// Counters of the prefix cache: of each prompt's first admission.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PrefixStats {
     /// Prompts that were admitted with their tokens.
@@ -234,6 +243,7 @@ impl Sequences {
         step: &mut OpenStep<'_>,
         prompts: &[Prompt<'_>],
         chunk: u32,
+        count: Count,
         out: &mut Vec<(SequenceId, u32)>,
     ) -> Result<()> {
         self.require_chunks(chunk)?;
@@ -260,7 +270,7 @@ impl Sequences {
             matches.iter().flat_map(|found| &found.keys.keys[..found.hits]).for_each(|key| write_queue.note_hit(*key));
         }
         for (prompt, found) in prompts.iter().zip(matches) {
-            out.push(self.open_prompt(step, prompt, found, chunk));
+            out.push(self.open_prompt(step, prompt, found, chunk, count));
         }
         Ok(())
     }
@@ -439,17 +449,21 @@ impl Sequences {
         prompt: &Prompt<'_>,
         found: Match<'_>,
         chunk: u32,
+        count: Count,
     ) -> (SequenceId, u32) {
         let (cached, length) = self.opened(step.view(), prompt, found.hits, chunk);
         let Match { keys, tenant, hits, mut found, tail, others } = found;
         let keys = RowKeys { tenant, ..keys.into_owned() };
-        self.stats.prompts += 1;
-        self.stats.blocks += keys.keys.len() as u64;
-        self.stats.hit_blocks += hits as u64;
-        self.stats.tokens += prompt.tokens.len() as u64;
-        self.stats.hit_tokens += u64::from(cached);
         let published = u32::try_from(hits - tail.len()).unwrap_or(u32::MAX);
-        self.stats.loaded += step.load(&tail, &keys.keys, keys.tenant, &mut found);
+        let loaded = step.load(&tail, &keys.keys, keys.tenant, &mut found);
+        if count == Count::First {
+            self.stats.prompts += 1;
+            self.stats.blocks += keys.keys.len() as u64;
+            self.stats.hit_blocks += hits as u64;
+            self.stats.tokens += prompt.tokens.len() as u64;
+            self.stats.hit_tokens += u64::from(cached);
+            self.stats.loaded += loaded;
+        }
         let sequence = self.open_row(step, 0, cached, length, found);
         let open = step.transfers.open();
         self.rows.follow(sequence, keys, prompt.tokens);

@@ -52,7 +52,7 @@ impl Span<'_> {
             return Err(Error::BadMapping {
                 what: format!(
                     "{blocks} blocks of {per_block}, from offset {first} to {last}, hold {wanted} small blocks, \
-                     out has room for {found}"
+                     {found} are given"
                 ),
             });
         }
@@ -100,10 +100,7 @@ mod tests {
     fn inconsistent_spans_are_refused() {
         let span = Span { blocks: &[7, 2], per_block: 3, first: 1, last: 2 };
         let message = expand(span, 5).unwrap_err().to_string();
-        assert!(
-            message.contains("2 blocks of 3, from offset 1 to 2, hold 4 small blocks, out has room for 5"),
-            "{message}"
-        );
+        assert!(message.contains("2 blocks of 3, from offset 1 to 2, hold 4 small blocks, 5 are given"), "{message}");
         let cases = [
             Span { first: 3, ..span },
             Span { last: 0, ..span },

@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 /// The error for options that need token ids, given with counts.
-const KEYED: &str = "salt, lora_id, extras and chunk_tokens need token ids, not counts";
+const KEYED: &str = "salt, lora_id, extras, chunk_tokens and preempted need token ids, not counts";
 
 impl PyBlockManager {
     /// Opens sequences whose lengths alone are known.
@@ -101,6 +101,8 @@ impl PyBlockManager {
     ///     chunk_tokens: maximum tokens beyond the cached ones to take blocks for; `next_chunk` and `append` add the
     ///         rest. None: all at once.
     ///     encoder_tokens: tokens of each sequence's encoder, if there is a group with cross attention.
+    ///     preempted: whether the prompts were admitted before and lost their blocks, for instance by a preemption.
+    ///         `ManagerStats` counts the hits of first admissions only.
     /// Returns:
     ///     One `Sequence` for one prompt, a tuple of them for several, uint64 `[n]` for `counts`.
     /// Raises:
@@ -108,7 +110,7 @@ impl PyBlockManager {
     ///     InvalidArgumentError: a token id is out of range, counts and prompts are mixed, or the number of salts,
     ///         adapters or encoder lengths is wrong.
     #[pyo3(signature = (*prompts, counts = None, salt = None, lora_id = None, extras = Vec::new(), chunk_tokens = None,
-        encoder_tokens = None))]
+        encoder_tokens = None, preempted = false))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     fn allocate<'py>(
@@ -120,9 +122,10 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::extras)] extras: Vec<PyExtra>,
         #[pyo3(from_py_with = args::chunk_tokens)] chunk_tokens: Option<u32>,
         encoder_tokens: Option<&Bound<'py, PyAny>>,
+        preempted: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = prompts.py();
-        let is_keyed = salt.is_some() || lora_id.is_some() || !extras.is_empty() || chunk_tokens.is_some();
+        let is_keyed = salt.is_some() || lora_id.is_some() || !extras.is_empty() || chunk_tokens.is_some() || preempted;
         if let Some(counts) = counts {
             if is_keyed {
                 return Err(invalid(KEYED.to_owned()));
@@ -151,7 +154,10 @@ impl PyBlockManager {
                 let (specs, chunk) = (KeySpecs::new(salt, lora_id, tokens.len())?, chunk_tokens.unwrap_or(u32::MAX));
                 let mut out = memory::reserved(tokens.len())?;
                 let open = |manager: &mut Manager| {
-                    prompts::lend(&tokens, &specs, &extras, |prompts| manager.allocate_chunks(prompts, chunk, &mut out))
+                    prompts::lend(&tokens, &specs, &extras, |prompts| match preempted {
+                        false => manager.allocate_chunks(prompts, chunk, &mut out),
+                        true => manager.readmit_chunks(prompts, chunk, &mut out),
+                    })
                 };
                 self.shared.with(open)?.map_err(to_py)?;
                 out

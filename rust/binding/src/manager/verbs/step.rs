@@ -14,6 +14,54 @@ fn core_pairs(py: Python<'_>, pairs: &[Py<PyPairs>]) -> PyResult<Vec<Pairs>> {
     pairs.iter().map(|pairs| pairs.get().to_core(py)).collect()
 }
 
+/// The calls, for the manager's own methods and for its [`StepOwner`](crate::manager::step_owner).
+impl PyBlockManager {
+    pub(crate) fn take(&self, py: Python<'_>, prefetch: bool) -> PyResult<PyStepDecision> {
+        self.open_tickets.warn(py, &self.shared)?;
+        let decision = {
+            let mut manager = self.lock();
+            if prefetch { manager.take_prefetch() } else { manager.take_decision() }
+        };
+        self.open_tickets.note(py, decision.ticket, &self.shared);
+        PyStepDecision::from_core(py, &decision)
+    }
+
+    pub(crate) fn end<'py>(
+        &self,
+        py: Python<'py>,
+        ticket: &TicketArgument,
+        lost: &[Py<PyPairs>],
+    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        if lost.is_empty() {
+            let none = no_handles(py)?;
+            return self.lock().complete(ticket.0).map(|()| none).map_err(to_py);
+        }
+        let lost = core_pairs(py, lost)?;
+        let hit = self.lock().fail(ticket.0, &lost).map_err(to_py)?;
+        handles(py, &hit)
+    }
+
+    pub(crate) fn end_lost<'py>(
+        &self,
+        py: Python<'py>,
+        ticket: &TicketArgument,
+    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let hit = self.lock().fail_whole(ticket.0).map_err(to_py)?;
+        handles(py, &hit)
+    }
+
+    pub(crate) fn mark_lost<'py>(
+        &self,
+        py: Python<'py>,
+        ticket: &TicketArgument,
+        lost: &[Py<PyPairs>],
+    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        let lost = core_pairs(py, lost)?;
+        let hit = self.lock().lose(ticket.0, &lost).map_err(to_py)?;
+        handles(py, &hit)
+    }
+}
+
 #[pymethods]
 impl PyBlockManager {
     /// End the step and return its transfers. Carry them out, then `complete` or `fail` the ticket.
@@ -25,17 +73,15 @@ impl PyBlockManager {
     ///         `decision.prefetch` is then False, and the step waits for all its loads.
     /// Returns:
     ///     `StepDecision`.
+    /// Raises:
+    ///     StepOrderError: this is a `KVCache`'s manager: call `KVCache.step`, or `step` of a `Scheduler(cache)`. The
+    ///         cache's manager also refuses `complete`, `fail` and `lose`.
     /// Warns:
     ///     RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest.
     #[pyo3(signature = (*, prefetch = false))]
     fn take_decision(&self, py: Python<'_>, prefetch: bool) -> PyResult<PyStepDecision> {
-        self.open_tickets.warn(py, &self.shared)?;
-        let decision = {
-            let mut manager = self.lock();
-            if prefetch { manager.take_prefetch() } else { manager.take_decision() }
-        };
-        self.open_tickets.note(py, decision.ticket, &self.shared);
-        PyStepDecision::from_core(py, &decision)
+        self.refuse_owned("take_decision")?;
+        self.take(py, prefetch)
     }
 
     /// End a ticket whose transfers have ended.
@@ -60,13 +106,8 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
         #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        if lost.is_empty() {
-            let none = no_handles(py)?;
-            return self.lock().complete(ticket.0).map(|()| none).map_err(to_py);
-        }
-        let lost = core_pairs(py, &lost)?;
-        let hit = self.lock().fail(ticket.0, &lost).map_err(to_py)?;
-        handles(py, &hit)
+        self.refuse_owned("complete")?;
+        self.end(py, &ticket, &lost)
     }
 
     /// End a ticket whose transfers did not land at all, for instance because they were never run.
@@ -82,8 +123,8 @@ impl PyBlockManager {
         py: Python<'py>,
         #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        let hit = self.lock().fail_whole(ticket.0).map_err(to_py)?;
-        handles(py, &hit)
+        self.refuse_owned("fail")?;
+        self.end_lost(py, &ticket)
     }
 
     /// Mark the sequences that have lost bytes while the ticket's other transfers still run.
@@ -103,8 +144,7 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
         #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        let lost = core_pairs(py, &lost)?;
-        let hit = self.lock().lose(ticket.0, &lost).map_err(to_py)?;
-        handles(py, &hit)
+        self.refuse_owned("lose")?;
+        self.mark_lost(py, &ticket, &lost)
     }
 }
