@@ -221,7 +221,7 @@ class BlockManager:
         elif (cached := self._cached(tokens)) != num_cached_blocks and self.manager.can_allocate(tokens):
             # Making room on the host again could evict blocks that `can_allocate` counted.
             raise InvalidArgumentError(f"num_cached_blocks is {num_cached_blocks}, {cached} are cached: ask again")
-        # A preempted sequence finds blocks that it computed itself; that is no hit.
+        # A preempted sequence finds blocks that it computed itself, which are not hits.
         is_again = getattr(seq, "num_completion_tokens", 0) > 0
         sequence = keep(self._opened, partial(self.manager.allocate, preempted=is_again), tokens)
         handle, hit = int(sequence), sequence.cached_tokens
