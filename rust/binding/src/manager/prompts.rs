@@ -150,7 +150,9 @@ impl KeySpecs {
             one.ok().map(|salt| Ok(Some(salt)))
         })?;
         let adapters: Vec<u64> = one_or_each(lora_id, 0, &"lora_id", prompts, |value| {
-            value.is_instance_of::<PyInt>().then(|| u64::read(value, &"lora_id"))
+            // An array has an `__index__` too, but can be iterated.
+            let is_numpy_int = || value.hasattr("__index__").unwrap_or(false) && value.try_iter().is_err();
+            (value.is_instance_of::<PyInt>() || is_numpy_int()).then(|| u64::read(value, &"lora_id"))
         })?;
         if let ([salt], [adapter]) = (&salts[..], &adapters[..]) {
             return Ok(Self(vec![KeySpec::new(salt.as_deref(), *adapter)]));
