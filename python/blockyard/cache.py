@@ -164,24 +164,19 @@ class KVCache:
         max_staging: int | str = "256MiB",
     ) -> None:
         check_layout(layout)
-        size, name = layout.bytes_per_block, _namespace(namespace, layout)
-        block_size = _block_size(layout, groups)
-        if prefix_writes not in PREFIX_WRITES:
-            raise InvalidArgumentError(f"prefix_writes is {prefix_writes!r:.100}, must be one of {PREFIX_WRITES}")
+        size, block_size, name = layout.bytes_per_block, _block_size(layout, groups), _namespace(namespace, layout)
+        _check_writes(prefix_writes)
         host = _host_blocks(host_blocks, host_bytes, size)
         swap_store = _sized("swap_store", swap_store, swap_store_bytes, size)
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
         staging = read_bytes("max_staging", max_staging, holds=size if swap_store or prefix_store else 1)
         device_blocks, max_device_blocks = _device_sizes(tensors, device_blocks, max_device_blocks)
-        if prefix_store is not None:
-            prefix_caching = _prefix_caching(given=prefix_caching, host=host)
+        prefix_caching = prefix_caching if prefix_store is None else _prefix_caching(given=prefix_caching, host=host)
         self.layout, self._process = layout, Process("a cache")
         self._closers: list[Callable[[], object]] = []  # each is idempotent
         try:
-            self.elastic = _elastic(layout, device_blocks, max_device_blocks, device)
-            if self.elastic is not None:
-                self._closers.append(self.elastic.close)
-                tensors = self.elastic.tensors
+            if (elastic := self._open_elastic(device_blocks, max_device_blocks, device)) is not None:
+                tensors = elastic.tensors
             self.engine = CacheEngine(
                 layout,
                 device_blocks=max_device_blocks or device_blocks,
@@ -386,6 +381,16 @@ class KVCache:
     ) -> None:
         self.close()
 
+    def _open_elastic(
+        self, blocks: int | None, max_blocks: int | None, device: str | torch.device
+    ) -> ElasticCache | None:
+        """Reserve memory for `max_blocks` blocks, if it is given."""
+        self.elastic: ElasticCache | None = None
+        if max_blocks is not None and blocks is not None:
+            self.elastic = ElasticCache(self.layout, num_blocks=blocks, max_blocks=max_blocks, device=device)
+            self._closers.append(self.elastic.close)
+        return self.elastic
+
     def _refuse_others(self, call: str) -> None:
         self._process.check()
         self._tickets.refuse_others(call)
@@ -489,6 +494,11 @@ def _namespace(name: bytes, layout: KVLayout | GroupedLayout) -> bytes:
     return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
 
 
+def _check_writes(writes: object) -> None:
+    if writes not in PREFIX_WRITES:
+        raise InvalidArgumentError(f"prefix_writes is {writes!r:.100}, must be one of {PREFIX_WRITES}")
+
+
 def _prefix_caching(*, given: bool | PrefixCaching, host: int) -> bool | PrefixCaching:
     """Return the prefix cache options for use with a prefix store."""
     if given is False:
@@ -506,14 +516,6 @@ def _device_sizes(
     if tensors is None and blocks is None:
         raise InvalidArgumentError("device_blocks is None, must be an int without tensors")
     return blocks, max_blocks
-
-
-def _elastic(
-    layout: KVLayout | GroupedLayout, blocks: int | None, max_blocks: int | None, device: str | torch.device
-) -> ElasticCache | None:
-    if max_blocks is None or blocks is None:
-        return None
-    return ElasticCache(layout, num_blocks=blocks, max_blocks=max_blocks, device=device)
 
 
 def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> int:

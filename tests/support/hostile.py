@@ -130,6 +130,7 @@ VALID: dict[str, Any] = {
     "depths": [4],
     "device_blocks": 16,
     "direct": "off",
+    "drop": False,
     "directory": FOLDER,
     "dst": lambda: [np.zeros((4, 8), np.uint8)],
     "dst_blocks": 4,

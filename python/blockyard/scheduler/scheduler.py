@@ -140,7 +140,7 @@ class Scheduler:
         self._interrupted = False  # by an exception in the middle of a change
         self._reported: list[RequestState] = []  # in the last `update`
         self._device = manager.pool()
-        self._needs = BlockNeeds(manager, max_num_batched_tokens)
+        self._needs = BlockNeeds(manager, self._max_num_batched_tokens)
         self._recording = TokenRecorder(recorder, manager.block_size)
         self._make_empty()
         options.take_over(self, manager)

@@ -462,11 +462,8 @@ def open_store(
     """
     if use not in {"swap", "prefix"}:
         raise InvalidArgumentError(f"use is {use!r}, must be 'swap' or 'prefix'")
-    bytes_per_block = as_int("bytes_per_block", bytes_per_block)
-    num_slots = None if num_slots is None else as_int("num_slots", num_slots)
-    for name, value in (("bytes_per_block", bytes_per_block), ("num_slots", num_slots)):
-        if value is not None and value < 1:
-            raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
+    bytes_per_block = _positive("bytes_per_block", bytes_per_block)
+    num_slots = None if num_slots is None else _positive("num_slots", num_slots)
     _check_namespace(namespace)
     scheme = _scheme(url)
     options: dict[str, Any] = {
@@ -485,6 +482,12 @@ def open_store(
         opener = cast("Opener", entry_points(group=ENTRY_POINTS)[scheme].load())
     options |= {} if use == "swap" else {"use": use}
     return opener(url, bytes_per_block=bytes_per_block, num_slots=num_slots, namespace=namespace, **options)
+
+
+def _positive(name: str, value: int) -> int:
+    if (value := as_int(name, value)) < 1:
+        raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
+    return value
 
 
 def _check_namespace(namespace: object) -> None:
