@@ -77,6 +77,7 @@ _Handles: TypeAlias = NDArray[np.uint64] | _Each[_Handle] | _Handle
 _TokenIds: TypeAlias = NDArray[np.uint32] | _Each[int]
 _Prompt: TypeAlias = _TokenIds | HashedPrompt
 _Counts: TypeAlias = NDArray[np.uint32] | _Each[int] | int
+_Extras: TypeAlias = _Each[tuple[int, int, bytes]]
 
 @final
 class AllocStatus:
@@ -785,7 +786,7 @@ class Prefix:
         *,
         salt: bytes | None = None,
         lora_id: int = 0,
-        extras: _Each[tuple[int, int, int, bytes]] = ...,
+        extras: _Extras = ...,
     ) -> HashedPrompt:
         """Hash a prompt once, so that repeated lookups and admission do not hash it again.
 
@@ -793,11 +794,12 @@ class Prefix:
             token_ids: uint32 `[tokens]` or a list of ints; copied.
             salt: salt of its tenant, bytes.
             lora_id: its adapter; 0 for none.
-            extras: other inputs that determine a block's bytes: `(0, block, kind, bytes)`, sorted by block.
+            extras: other inputs that determine what the model computes, such as images: `(start, length, digest)`, see
+                `allocate`. They may name tokens beyond the prompt.
         Returns:
             `HashedPrompt`, for `lookup`, `can_allocate` and `allocate` of managers with the same block size.
         Raises:
-            InvalidArgumentError: a token id is out of range, or an extra names a block that is not full.
+            InvalidArgumentError: a token id or an extra is out of range.
         """
     def note_tokens(self, sequences: _Handles, token_ids: _TokenIds, num_tokens: _Counts | None = None) -> None:
         """Record token ids that were unknown at `append`, for instance in a scheduler that runs one step ahead.
@@ -1146,7 +1148,7 @@ class BlockManager:
         counts: None = None,
         salt: bytes | _Each[bytes | None] | None = None,
         lora_id: int | _Each[int] | None = None,
-        extras: _Each[tuple[int, int, int, bytes]] = ...,
+        extras: _Extras | _Each[_Extras] | None = None,
         chunk_tokens: int | None = None,
         encoder_tokens: _Counts | None = None,
         preempted: bool = False,
@@ -1166,8 +1168,10 @@ class BlockManager:
             salt: separates tenants: a prompt shares blocks only with prompts of the same salt. Bytes or None for all
                 prompts, or a list with one for each. `b""` is a salt, too.
             lora_id: adapter of the prompts, 0 for none; one int, or one for each prompt.
-            extras: other inputs that determine a block's bytes, such as an image's hash: `(prompt, block, kind,
-                bytes)`, sorted by block.
+            extras: other inputs that determine what the model computes, such as images: a list of `(start, length,
+                digest)` with the position of the first token, the number of tokens and bytes. Prompts share a block
+                only if the extras of its tokens and of all before them are equal. Those of tokens that `append` adds
+                count too: the sequence and its forks keep them. One list for all prompts, or a list with one for each.
             chunk_tokens: maximum tokens beyond the cached ones to take blocks for; `next_chunk` and `append` add the
                 rest. None: all at once.
             encoder_tokens: tokens of each sequence's encoder, if there is a group with cross attention.
@@ -1177,8 +1181,8 @@ class BlockManager:
             One `Sequence` for one prompt, a tuple of them for several, uint64 `[n]` for `counts`.
         Raises:
             OutOfBlocksError: the device has too few free blocks for all of them.
-            InvalidArgumentError: a token id is out of range, counts and prompts are mixed, or the number of salts,
-                adapters or encoder lengths is wrong.
+            InvalidArgumentError: a token id or an extra is out of range, counts and prompts are mixed, or the number of
+                salts, adapters, lists of extras or encoder lengths is wrong.
         """
     @overload
     def allocate(self, *, counts: _Counts, encoder_tokens: _Counts | None = None) -> NDArray[np.uint64]: ...
@@ -1189,7 +1193,7 @@ class BlockManager:
         counts: None = None,
         salt: bytes | _Each[bytes | None] | None = None,
         lora_id: int | _Each[int] | None = None,
-        extras: _Each[tuple[int, int, int, bytes]] = ...,
+        extras: _Extras | _Each[_Extras] | None = None,
         chunk_tokens: int | None = None,
         encoder_tokens: _Counts | None = None,
         preempted: bool = False,
@@ -1885,12 +1889,15 @@ def export_keys(
     salt: bytes | None = None,
     lora_id: int = 0,
     cache_group: int = 0,
+    extras: _Extras = ...,
 ) -> list[bytes]:
     """Return the keys of a prompt's full blocks for other processes: SHA-256 digests, 32 bytes each.
 
     The hashed stream starts with a 64-byte header: `BLKYKEYS`, then format 1, block size, cache group and 0 as
-    little-endian u32, the adapter as u64, and 32 bytes of salt (its SHA-256, or zeros for none). Each block's tokens
-    follow as little-endian u32, padded to 64 bytes with 0xFF. A block's key is the digest of the stream up to its end.
+    little-endian u32, the adapter as u64, and 32 bytes of salt (its SHA-256, or zeros for none). Each block's extras
+    follow, sorted, and its tokens as little-endian u32; together they are padded to 64 bytes with 0xFF. The extras are
+    those that touch the block: 0xFFFFFFFF, 1, the number of bytes that follow, `start` and `length` as little-endian
+    u32, and `digest`, padded to 4 bytes with 0xFF. A block's key is the digest of the stream up to its end.
 
     Args:
         tokens: token ids, uint32 `[n]` or a list of ints.
@@ -1898,10 +1905,11 @@ def export_keys(
         salt: salt of the tenant, bytes.
         lora_id: adapter; 0 for none.
         cache_group: number of the cache group.
+        extras: `(start, length, digest)` of each other input, such as an image; see `BlockManager.allocate`.
     Returns:
         A key for each full block, bytes.
     Raises:
-        InvalidArgumentError: a token id or `block_size` is out of range.
+        InvalidArgumentError: a token id, an extra or `block_size` is out of range.
     """
 
 def expand_span(blocks: NDArray[np.int64], out: NDArray[np.int64], *, per_block: int, first: int, last: int) -> None:

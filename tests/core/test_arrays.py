@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
         lambda m, h: m.allocate(counts=[1], lora_id=1),  # type: ignore[call-overload]
     ),
     "a chunk with a count": (InvalidArgumentError, "chunk_tokens", lambda m, h: m.allocate(9, chunk_tokens=4)),
-    "extras with a count": (InvalidArgumentError, "extras", lambda m, h: m.allocate(9, extras=[(0, 0, 0, b"x")])),
+    "extras with a count": (InvalidArgumentError, "extras", lambda m, h: m.allocate(9, extras=[(0, 1, b"x")])),
     "counts and prompts": (InvalidArgumentError, "give only one of the two", lambda m, h: m.allocate(1, counts=[1])),  # type: ignore[call-overload]
     "a count beside token ids": (InvalidArgumentError, "must be of one kind", lambda m, h: m.allocate(1, [2, 3])),
     "no prompt at all": (InvalidArgumentError, "prompts are missing", lambda m, h: m.allocate()),

@@ -68,13 +68,14 @@ def test_keys_of_blocks_found_after_generated_and_beside_extras_are_exact(size: 
         step(manager)
     manager.mark_computed(first)
     assert keys(manager.prefix.take_events()) == export_keys([*prompt, *range(size)], block_size=size)
-    extras = [(0, 1, 3, b"x" * 100)]
+    extras = [(size + 1, 1, b"x" * 100)]
     image = run(manager, [*prompt, *range(size)], extras=extras)
     batch = manager.prefix.take_events()
     assert len(batch) == 2
     plain = export_keys(prompt, block_size=size)
     assert batch.parents[0].tobytes() == plain[0]
     assert batch.parents[1].tobytes() == batch.keys[0].tobytes() != plain[1]
+    assert keys(batch) == export_keys([*prompt, *range(size)], block_size=size, extras=extras)[1:]
     assert manager.block_table(image)[0] == manager.block_table(first)[0]
 
 

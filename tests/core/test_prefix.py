@@ -106,9 +106,9 @@ def test_salt_and_adapter_keep_tenants_apart() -> None:
 
 def test_an_extra_decides_its_block_and_all_after_it() -> None:
     manager = new_manager()
-    run(manager, list(range(13)), extras=[(0, 1, 3, b"cat")])
-    assert run(manager, list(range(13)), extras=[(0, 1, 3, b"dog")])[1] == 4
-    assert run(manager, list(range(13)), extras=[(0, 1, 3, b"cat")])[1] == 12
+    run(manager, list(range(13)), extras=[(5, 3, b"cat")])
+    assert run(manager, list(range(13)), extras=[(5, 3, b"dog")])[1] == 4
+    assert run(manager, list(range(13)), extras=[(5, 3, b"cat")])[1] == 12
 
 
 def test_generated_tokens_are_published_too() -> None:
@@ -183,10 +183,6 @@ def test_the_reserved_token_is_refused_with_its_position() -> None:
             allocate_prompts(manager, [prompt])
     with pytest.raises(InvalidArgumentError, match=r"prompts\[0\]\[1\] is -1"):
         allocate_prompts(manager, [[1, -1]])
-    with pytest.raises(InvalidArgumentError, match="block of an extra key is 2"):
-        allocate_prompts(manager, [list(range(8))], extras=[(0, 2, 0, b"x")])
-    with pytest.raises(InvalidArgumentError, match="prompt 5"):
-        allocate_prompts(manager, [list(range(8))], extras=[(5, 0, 0, b"x")])
     assert manager.stats().sequences == 0
     manager.check()
 
@@ -324,7 +320,7 @@ def test_a_block_that_a_fork_shares_gets_no_second_name() -> None:
 def test_a_hashed_prompt_is_admitted_as_its_tokens_are() -> None:
     manager = new_manager(host=8)
     tokens = list(range(10))
-    options: dict[str, object] = {"salt": b"a", "lora_id": 3, "extras": [(0, 1, 7, b"image")]}
+    options: dict[str, object] = {"salt": b"a", "lora_id": 3, "extras": [(4, 4, b"image")]}
     hashed = manager.prefix.hash(tokens, **options)  # type: ignore[arg-type]
     assert (len(hashed), repr(hashed)) == (10, "HashedPrompt(10 tokens)")
     first = manager.allocate(tokens, **options)  # type: ignore[call-overload]
@@ -359,7 +355,7 @@ def test_a_hashed_prompt_serves_other_managers_of_its_block_size() -> None:
     larger.check()
 
 
-@pytest.mark.parametrize("options", [{"salt": b"a"}, {"lora_id": 1}, {"extras": [(0, 0, 1, b"x")]}])
+@pytest.mark.parametrize("options", [{"salt": b"a"}, {"lora_id": 1}, {"extras": [(0, 1, b"x")]}])
 def test_what_a_hashed_prompt_depends_on_is_not_given_again(options: dict[str, object]) -> None:
     manager = new_manager()
     hashed = manager.prefix.hash(list(range(9)))
@@ -372,7 +368,9 @@ def test_what_cannot_be_hashed_is_refused() -> None:
     manager = new_manager()
     with pytest.raises(InvalidArgumentError, match="4294967295"):
         manager.prefix.hash([2**32 - 1])
-    with pytest.raises(InvalidArgumentError, match="of an extra key is 2, must be in ascending order and below 2"):
-        manager.prefix.hash(list(range(9)), extras=[(0, 2, 1, b"x")])
+    with pytest.raises(
+        InvalidArgumentError, match="length of an extra is 0, must be 1 to 4294967288, of an extra that starts at"
+    ):
+        manager.prefix.hash(list(range(9)), extras=[(7, 0, b"x")])
     with pytest.raises(InvalidArgumentError, match="token_ids"):
         manager.prefix.hash("text")  # type: ignore[arg-type]

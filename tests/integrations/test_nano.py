@@ -76,6 +76,31 @@ def test_a_sequence_that_has_become_shorter_is_refused():
             call(seq)
 
 
+def test_sequences_with_other_images_share_no_block_that_an_image_touches():
+    manager = BlockManager(BLOCKS, SIZE)
+
+    def run(image: bytes, num_cached_blocks: int) -> Sequence:
+        # The image lies in the prompt's last, partial block, which the answer fills.
+        seq = Sequence([1, 2, 3, 4, 9, 9])
+        seq.extras = [(4, 2, image)]  # type: ignore[attr-defined]
+        assert manager.can_allocate(seq) == num_cached_blocks
+        manager.allocate(seq, num_cached_blocks)
+        for token in (5, 6, 7):
+            seq.num_scheduled_tokens = len(seq) - seq.num_cached_tokens
+            manager.hash_blocks(seq)
+            seq.num_cached_tokens = len(seq)
+            seq.token_ids.append(token)
+            manager.may_append(seq)
+        return seq
+
+    first, second = run(b"cat", 0), run(b"dog", 1)
+    assert manager.stats().merged_blocks == 0
+    assert first.block_table[0] == second.block_table[0]
+    assert first.block_table[1] != second.block_table[1]
+    third = run(b"cat", 1)
+    assert third.block_table[1] == first.block_table[1]
+
+
 def test_blocks_in_use_that_are_shared_cost_nothing():
     manager, prompt = BlockManager(4, SIZE), list(range(13))
     first, second = Sequence(prompt), Sequence([*prompt[:12], 99])

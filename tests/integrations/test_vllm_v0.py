@@ -230,6 +230,21 @@ def test_an_encoder_takes_neither_a_window_nor_a_cache(options: dict[str, Any]):
             call(group)
 
 
+def test_a_request_with_images_is_refused_by_name_if_blocks_are_cached():
+    seq = Sequence(1, 5)
+    seq.multi_modal_data = {"image": object()}  # type: ignore[attr-defined]
+    group, manager = Group(seq), new_manager(enable_caching=True)
+    for call in (manager.can_allocate, manager.allocate):
+        with pytest.raises(NotImplementedError, match="not supported for the multi_modal_data of request 1"):
+            call(group)
+    assert free(manager) == (16, 16)
+    plain = new_manager()
+    assert plain.can_allocate(group) is AllocStatus.OK
+    plain.allocate(group)
+    seq.multi_modal_data = {}  # type: ignore[attr-defined]
+    assert manager.can_allocate(group) is AllocStatus.OK
+
+
 def test_an_encoder_has_a_table_of_its_own():
     manager = new_manager()
     group = Group(Sequence(1, 5), encoder=Sequence(2, 9))

@@ -14,7 +14,15 @@ from blockyard.testing.machines import run_state_machine_as_test, scheduler_mach
 from blockyard.testing.machines.strategies import requests
 
 STEP_COUNT = 40
-MALFORMED = [{"salt": "tenant"}, {"lora_id": -1}, {"max_tokens": 2.0}, {"n": 1.0}, {"stop_token_ids": frozenset({"."})}]
+MALFORMED = [
+    {"salt": "tenant"},
+    {"lora_id": -1},
+    {"max_tokens": 2.0},
+    {"n": 1.0},
+    {"stop_token_ids": frozenset({"."})},
+    {"extras": [(0, 999, b"image")]},
+    {"extras": "image"},
+]
 
 Machine = scheduler_machine(
     lambda manager, _: Scheduler(manager),

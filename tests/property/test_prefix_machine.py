@@ -15,6 +15,7 @@ from blockyard.events import EventBatch
 from blockyard.testing import Config, LateMemory
 from blockyard.testing.interfaces import Handles, PrefixManagerLike
 from blockyard.testing.machines import prefix_machine, run_state_machine_as_test
+from blockyard.testing.prefix_model import Extra
 from blockyard.types import PrefixHit
 from blockyard.types import Sequence as Sequence_
 
@@ -71,6 +72,19 @@ class FindsEveryTenant(Around):
         return self.inner.allocate(*prompts)
 
 
+class IgnoresExtrasAfterFullBlocks(Around):
+    @property
+    def prefix(self) -> AroundPrefix:
+        size = self.inner.block_size
+
+        class Prefix(AroundPrefix):
+            def hash(self, prompt: list[int], *, salt: bytes | None, extras: Sequence[Extra]) -> object:
+                full = len(prompt) // size * size
+                return self.inner.hash(prompt, salt=salt, extras=[extra for extra in extras if extra[0] < full])
+
+        return Prefix(self.inner)
+
+
 class PublishesWhatIsNotComputed(Around):
     def take_decision(self) -> object:
         decision = self.inner.take_decision()
@@ -125,7 +139,15 @@ class ForgetsLosses(Around):
 
 
 @pytest.mark.parametrize(
-    "buggy", [FindsEveryTenant, PublishesWhatIsNotComputed, SaysThatMoreIsCached, LosesEvents, ForgetsLosses]
+    "buggy",
+    [
+        FindsEveryTenant,
+        IgnoresExtrasAfterFullBlocks,
+        PublishesWhatIsNotComputed,
+        SaysThatMoreIsCached,
+        LosesEvents,
+        ForgetsLosses,
+    ],
 )
 def test_a_prefix_cache_with_a_bug_is_noticed(buggy: Callable[[Config, int], PrefixManagerLike]):
     assert_noticed(prefix_machine(buggy))

@@ -235,6 +235,20 @@ def test_an_abort_after_an_interrupted_step_is_recorded_with_what_was_generated(
     assert [row.output_tokens for row in read_trace(path)] == [3]
 
 
+def test_blocks_of_other_images_have_other_numbers(tmp_path: Path):
+    path = tmp_path / "trace.jsonl"
+    with TraceRecorder(path, block_size=BLOCK) as recorder:
+        scheduler = Scheduler(BlockManager(block_size=BLOCK, device_blocks=64), recorder=recorder)
+        for name, image in ("a", b"cat"), ("b", b"dog"), ("c", b"cat"):
+            scheduler.add(Request(name, [1, 2, 3, 4, 5, 6], max_tokens=8, extras=[(5, 1, image)]))
+        while scheduler.num_unfinished:
+            run_step(scheduler)
+    rows = [(row.hash_ids, row.output_hash_ids) for row in read_trace(path)]
+    assert rows[0] == rows[2]
+    assert rows[0][0] == rows[1][0]
+    assert (len(rows[0][1]), len({*rows[0][1], *rows[1][1]})) == (2, 4)
+
+
 def test_the_environment_makes_schedulers_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("BLOCKYARD_RECORD", str(tmp_path / "trace.jsonl"))
     for seed in range(2):

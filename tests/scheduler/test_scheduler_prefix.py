@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from token_engine import BLOCK, Engine, ran
 
@@ -66,6 +67,62 @@ def test_sequences_of_one_request_computed_again_share_the_first_ones_blocks():
         engine.finish(step)
     assert starts == [0, 2 * BLOCK, 2 * BLOCK]
     engine.run(request)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("extra", [(5, 2), (6, 3), (9, 2)], ids=["in the prompt", "after it", "in a later block"])
+def test_an_image_in_a_block_that_the_answer_fills_keeps_it_from_other_images(extra: tuple[int, int], n: int):
+    engine = Engine(64, prefix_caching=True)
+    cat = engine.add("a", 6, 8, n=n, extras=[(*extra, b"cat")])
+    engine.run(cat)
+    prompt, apart = [*cat.prompt, *reference_tokens(cat)[0][:7], 5], extra[0] // BLOCK * BLOCK
+    for name, extras, hit in (("b", [(*extra, b"dog")], apart), ("c", [], apart), ("d", cat.extras, 12)):
+        engine.requests[name] = Request(name, prompt, 3, extras=extras)
+        engine.scheduler.add(engine.requests[name])
+        step = engine.scheduler.schedule()
+        assert step.start.tolist()[-1] == hit
+        engine.finish(step)
+    engine.run(*engine.requests.values())
+
+
+def test_requests_with_other_images_stay_apart_when_they_are_computed_again():
+    engine = Engine(9, preemption_mode="recompute", prefix_caching=True)
+    requests = [engine.add(f"a{i}", 6, 9, extras=[(5, 2, (b"cat", b"dog")[i % 2])]) for i in range(5)]
+    engine.run(*requests)
+    stats = engine.scheduler.stats()
+    assert stats.preempted_recompute > 0
+    assert stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("extras", "message"),
+    [
+        ([(3, 6, b"x")], r"extras\[0\] covers 6 tokens from 3 on, must cover at least 1 and end at 8 or before"),
+        ([(0, 1, b"x"), (7, 0, b"x")], r"extras\[1\] covers 0 tokens from 7 on"),
+        ([(-1, 2, b"x")], r"extras\[0\] covers 2 tokens from -1 on"),
+        ([(0, 1)], r"extras\[0\] is \(0, 1\), must be \(start, length, digest\)"),
+        ([(0, 1, "x")], r"extras\[0\] is \(0, 1, 'x'\), must be \(start, length, digest\) with bytes"),
+        ([(0.0, 1, b"x")], r"extras\[0\]\[0\] is 0.0, must be an int"),
+        (b"image", r"extras b'image', must be a list of \(start, length, digest\)"),
+        (None, "extras None, must be a list"),
+    ],
+)
+def test_extras_that_no_token_of_the_request_can_have_are_refused(extras: object, message: str):
+    engine = Engine(8, prefix_caching=True)
+    with pytest.raises(InvalidArgumentError, match=f"request 'a'.*{message}"):
+        engine.add("a", 5, 3, extras=extras)
+    assert engine.scheduler.num_unfinished == 0
+
+
+def test_a_request_keeps_its_extras_as_they_were_added():
+    engine = Engine(8, prefix_caching=True)
+    extras, digest = [(np.int64(5), np.uint8(3), bytearray(b"cat"))], b"cat"
+    request = engine.add("a", 6, 3, extras=extras)
+    (state,) = engine.scheduler._requests.values()
+    extras[0][2][:] = b"dog"
+    assert state.extras == ((5, 3, digest),)
+    assert [type(value) for value in state.extras[0]] == [int, int, bytes]
+    assert request.extras is extras
 
 
 @pytest.mark.parametrize("other", [{"salt": b"tenant"}, {"lora_id": 7}])

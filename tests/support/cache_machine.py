@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import moody_store
 import numpy as np
-from cache_rig import MANY, Rig, Tracked, simulated
+from cache_rig import MANY, Extra, Rig, Tracked, simulated
 from cache_world import FILES, SALTS, Interrupted, World
 from interrupts import CountedInterrupt
 from late_store import MOODS
@@ -71,27 +72,39 @@ class Machine(World):
             return rig.sequences
         return [s for s in rig.sequences if not s.lost and rig.manager.tier(s.handle) == "device"]
 
-    def prompt(self, op: Op) -> tuple[list[int], bytes | None]:
-        """Return a prompt; prompts of a family share a prefix."""
+    def prompt(self, op: Op) -> tuple[list[int], bytes | None, tuple[Extra, ...]]:
+        """Return a prompt, its salt and extras; prompts of a family share a prefix."""
         size = self.config.block_size
         length = 1 + op.a % (9 * size if op.a & 1024 else 4 * size)
         tokens = [100 * (op.b % 7 // 3) + i // 2 for i in range(length)]
         if op.b % 4 == 0:
             tokens[-1] = 90 + op.b % 5
-        return tokens, SALTS[op.c % len(SALTS)]
+        start = (0, length - 1, length + 1)[op.d // 512 % 3]  # some in the last, partial block, or in tokens to come
+        extra = (start, 1 + op.d // 2048 % 6, (b"cat", b"dog")[op.c // 32 % 2])
+        return tokens, SALTS[op.c % len(SALTS)], () if op.c // 8 % 4 else (extra,)
+
+    @staticmethod
+    def hashed(rig: Rig, prompt: list[int], salt: bytes | None, extras: tuple[Extra, ...]) -> Any:
+        """Return the arguments of a call that takes a prompt."""
+        if not extras:
+            return (prompt,), {"salt": salt}
+        return (rig.manager.prefix.hash(prompt, salt=salt, extras=extras),), {}
 
     def do_allocate(self, rig: Rig, op: Op) -> None:
-        prompt, salt = self.prompt(op)
+        prompt, salt, extras = self.prompt(op)
         chunk = 1 + op.d // 8 % 4 if op.d % 8 == 0 else None
-        fit = rig.manager.can_allocate(prompt, salt=salt, chunk_tokens=chunk)
-        made = self.attempt(rig, lambda: rig.manager.allocate(prompt, salt=salt, chunk_tokens=chunk))
+        given, key = self.hashed(rig, prompt, salt, extras)
+        fit = rig.manager.can_allocate(*given, **key, chunk_tokens=chunk)
+        if op.b % 2:
+            given, key = (prompt,), {"salt": salt, "extras": extras}
+        made = self.attempt(rig, lambda: rig.manager.allocate(*given, **key, chunk_tokens=chunk))
         if made is None:
             assert not fit, f"can_allocate says {fit.status}, allocate {self.refused}"
-            self.check_refusal(rig, prompt, salt, chunk)
+            self.check_refusal(rig, prompt, salt, extras, chunk)
             return
         assert fit or chunk, f"can_allocate says no, with {fit.blocks} of {fit.free}, and allocate succeeds"
         length = rig.manager.num_tokens(made)
-        sequence = Tracked(int(made), salt, self.seed_of(salt, rig))
+        sequence = Tracked(int(made), salt, self.seed_of(salt, rig), extras)
         sequence.add(prompt[:length])
         sequence.rest, sequence.noted = prompt[length:], length
         sequence.written = made.cached_tokens
@@ -291,10 +304,11 @@ class Machine(World):
     def do_pin_prompt(self, rig: Rig, op: Op) -> None:
         if not self.config.prefix or self.config.slides:
             return
-        prompt, salt = self.prompt(op)
-        made = self.attempt(rig, lambda: rig.manager.pins.pin_prompt(prompt, salt=salt))
+        prompt, *key = self.prompt(op)
+        given, salt = self.hashed(rig, prompt, *key)
+        made = self.attempt(rig, lambda: rig.manager.pins.pin_prompt(*given, **salt))
         if made is not None:
-            values = self.model(prompt, salt, rig).values
+            values = self.model(prompt, *key, rig).values
             self.note_pin(rig, made[0], range(made[1] // self.config.block_size), values)
 
     def do_unpin(self, rig: Rig, op: Op) -> None:
@@ -318,10 +332,11 @@ class Machine(World):
 
     def do_load(self, rig: Rig, op: Op) -> None:
         if self.config.jobs:
-            prompt, salt = self.prompt(op)
-            job = rig.manager.prefix.store_jobs.begin_load(prompt, 1 + op.d % 6, salt=salt)
+            prompt, *key = self.prompt(op)
+            given, salt = self.hashed(rig, prompt, *key)
+            job = rig.manager.prefix.store_jobs.begin_load(*given, 1 + op.d % 6, **salt)
             rig.loads += [job] * bool(len(job))
-            self.note_contents(rig, self.model(prompt, salt, rig), len(prompt))
+            self.note_contents(rig, self.model(prompt, *key, rig), len(prompt))
 
     def do_end_load(self, rig: Rig, op: Op) -> None:
         if rig.loads:
@@ -339,11 +354,11 @@ class Machine(World):
     def do_prefetch(self, rig: Rig, op: Op) -> None:
         if rig.prefixes is None:
             return
-        prompt, salt = self.prompt(op)
+        prompt, *key = self.prompt(op)
         prefixes = rig.prefixes
         for cut in range(0, 1 + op.d % 3 * 2, 2):  # several prompts that begin alike, at the same time
-            begin = prompt[: max(1, len(prompt) - cut)]
-            fetch = self.risky(rig, lambda begin=begin: prefixes.prefetch(begin, salt=salt))  # type: ignore[misc]
+            given, salt = self.hashed(rig, prompt[: max(1, len(prompt) - cut)], *key)
+            fetch = self.risky(rig, partial(prefixes.prefetch, *given, **salt))
             rig.fetches = [*rig.fetches, fetch][-6:]
 
     def do_store_poll(self, rig: Rig, op: Op) -> None:

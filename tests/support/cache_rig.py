@@ -9,6 +9,7 @@ from functools import partial
 from random import Random
 from typing import Any
 from unittest import mock
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from blockyard.executor.executor import StepExecutor
 from blockyard.prefix_store import Prefetch
 from blockyard.prefix_store.loads import Load, Loads
 from blockyard.stores.threaded.runtime import Runtime, use_runtime
+from blockyard.testing.prefix_model import Extra
 
 LAYERS = 2
 MASK = (1 << 55) - 1
@@ -172,8 +174,10 @@ class Tracked:
     """A sequence, as the program knows it.
 
     Attributes:
+        extras: its extras, some of tokens to come.
         tokens: its token ids; negative ids are not passed to the manager.
-        values: what a model writes for each token, which depends on all tokens up to it, the salt and the weights.
+        values: what a model writes for each token, which depends on all tokens and extras up to it, the salt and the
+            weights.
         written: number of tokens whose keys and values have been computed.
         noted: number of leading tokens whose ids the manager knows.
         rest: prompt tokens that have no slots yet.
@@ -182,6 +186,7 @@ class Tracked:
     handle: int
     salt: bytes | None
     seed: int
+    extras: tuple[Extra, ...] = ()
     tokens: list[int] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
     written: int = 0
@@ -193,7 +198,8 @@ class Tracked:
     def add(self, tokens: list[int]) -> None:
         value = self.values[-1] if self.values else self.seed
         for token in tokens:
-            value = (value * 1_000_003 + token * 7_919 + 12_345) & MASK
+            begun = repr([extra for extra in self.extras if extra[0] == len(self.values)])
+            value = (value * 1_000_003 + token * 7_919 + 12_345 + (begun != "[]") * crc32(begun.encode())) & MASK
             self.values.append(value)
         self.tokens += tokens
 
@@ -202,7 +208,8 @@ class Tracked:
         self.written, self.noted = min(self.written, length), min(self.noted, length)
 
     def child(self, handle: int, length: int | None = None) -> Tracked:
-        made = Tracked(handle, self.salt, self.seed, list(self.tokens), list(self.values), self.written, self.noted)
+        text = (self.extras, list(self.tokens), list(self.values))
+        made = Tracked(handle, self.salt, self.seed, *text, self.written, self.noted)
         if length is not None:
             made.cut(length)
         return made

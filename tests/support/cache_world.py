@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from cache_compute import Compute, cells_of
-from cache_rig import LAYERS, Cells, Clock, Config, Rig, Tracked, simulated
+from cache_rig import LAYERS, Cells, Clock, Config, Extra, Rig, Tracked, simulated
 from interrupts import CountedInterrupt
 from memory_stores import Quotas, tenant_of
 from observed_cache import Recording
@@ -126,14 +126,17 @@ class World:
         uses = rig.manager.pool("device").uses().tobytes()
         return stats, free, uses
 
-    def check_refusal(self, rig: Rig, prompt: list[int], salt: bytes | None, chunk: int | None) -> None:
+    def check_refusal(
+        self, rig: Rig, prompt: list[int], salt: bytes | None, extras: tuple[Extra, ...], chunk: int | None
+    ) -> None:
         """Check that a prompt is rejected only if it does not fit: hits in use or leased take no free block."""
         if self.config.slides or chunk:
             return
         rig.follow()
-        size, hit = self.config.block_size, rig.manager.prefix.lookup(prompt, salt=salt)
+        hashed = rig.manager.prefix.hash(prompt, salt=salt, extras=extras)
+        size, hit = self.config.block_size, rig.manager.prefix.lookup(hashed)
         places = {key: block for (tier, block), key in rig.cached.items() if tier == "device"}
-        keys = export_keys(prompt, block_size=size, salt=salt)[: hit.tokens // size]
+        keys = export_keys(prompt, block_size=size, salt=salt, extras=extras)[: hit.tokens // size]
         hits = [places[key] for key in keys if key in places]
         uses = rig.manager.pool("device").uses()
         wanted = -(-len(prompt) // size) - sum(uses[block] != CACHED for block in hits)
@@ -153,7 +156,7 @@ class World:
     def record_prompt(self, rig: Rig, sequence: Tracked, prompt: list[int]) -> None:
         """Record a prompt, like an engine without a `Scheduler`."""
         if (recording := self.recording) is not None:
-            name, values = (rig, sequence.handle), self.model(prompt, sequence.salt, rig).values
+            name, values = (rig, sequence.handle), self.model(prompt, sequence.salt, sequence.extras, rig).values
             request = recording.add(name, values)
             call = partial(recording.recorder.add, name, recording.keys_of(values), len(prompt))
             request.is_certain = self.tried(rig, call, again=recording.is_first(request))
@@ -195,13 +198,16 @@ class World:
     def note_contents(self, rig: Rig, sequence: Tracked, length: int) -> None:
         """Note the contents of a sequence's first blocks, by key."""
         size, parent = self.config.block_size, bytes(32)
-        for at, key in enumerate(export_keys(sequence.tokens[:length], block_size=size, salt=sequence.salt)):
+        given = {"salt": sequence.salt, "extras": sequence.extras}
+        for at, key in enumerate(export_keys(sequence.tokens[:length], block_size=size, **given)):
             self.contents[rig.weights][key] = sequence.values[at * size : (at + 1) * size]
             self.owners[key], parent = (tenant_of(sequence.salt), parent), key
 
-    def model(self, tokens: list[int], salt: bytes | None, rig: Rig | None = None) -> Tracked:
+    def model(
+        self, tokens: list[int], salt: bytes | None, extras: tuple[Extra, ...], rig: Rig | None = None
+    ) -> Tracked:
         """Return the values of a prompt if it were computed, by default by the only cache."""
-        made = Tracked(0, salt, self.seed_of(salt, rig))
+        made = Tracked(0, salt, self.seed_of(salt, rig), extras)
         made.add(tokens)
         return made
 

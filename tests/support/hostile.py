@@ -140,7 +140,7 @@ VALID: dict[str, Any] = {
     "exchange": None,
     "external_blocks": 4,
     "extra": None,
-    "extras": [(0, 0, 1, b"image")],
+    "extras": [(0, 1, b"image")],
     "finished_reqs": [],
     "first": 0,
     "free": 8,
@@ -298,7 +298,7 @@ ANY_SHAPE = {
 }
 
 NOTHING = object()  # no positional argument
-PLAIN: dict[str, Any] = {"salt": None, "lora_id": None, "extras": [], "chunk_tokens": None}
+PLAIN: dict[str, Any] = dict.fromkeys(("salt", "lora_id", "extras", "chunk_tokens"))
 # Other valid combinations, for arguments that exclude those in `VALID`.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "BlockManager.allocate": [{"prompts": 10, **PLAIN}, {"prompts": NOTHING, "counts": [3, 4], **PLAIN}],

@@ -75,18 +75,19 @@ class ScheduledMachine(Machine):
 
     def do_allocate(self, rig: Rig, op: Op) -> None:
         """Add a request."""
-        prompt, salt = self.prompt(op)
+        prompt, salt, extras = self.prompt(op)
         self.number += 1
         count = (1, 1, 2, 3)[op.d % 4]
         most = 1 + op.d // 8 % (3 * self.config.block_size + 3)
-        request = Request(f"{self.number}", prompt, most, count, op.d // 256 % 2, salt=salt)
+        extras = tuple(extra for extra in extras if extra[0] + extra[1] <= len(prompt) + most)
+        request = Request(f"{self.number}", prompt, most, count, op.d // 256 % 2, salt=salt, extras=extras)
         is_first = self.recording is not None and not self.recording.requests
         if len(self.requests) < 9:
             with suppress(OutOfBlocksError):
                 if self.tried(rig, lambda: self.scheduler.add(request), again=is_first):
                     self.requests[request.request_id] = request
                     if self.recording is not None:
-                        self.recording.add(request.request_id, self.model(prompt, salt).values)
+                        self.recording.add(request.request_id, self.model(prompt, salt, extras).values)
 
     def do_free(self, rig: Rig, op: Op) -> None:
         """Abort a request."""
@@ -253,7 +254,8 @@ class ScheduledMachine(Machine):
         model = self.models.get((name, index))
         if model is None:
             request = self.requests[name]
-            model = self.models[name, index] = self.model([int(token) for token in request.prompt], request.salt)
+            text = self.model([int(token) for token in request.prompt], request.salt, tuple(request.extras))
+            model = self.models[name, index] = text
         return model
 
     def live_rows(self, step: Step) -> list[int]:

@@ -34,6 +34,7 @@ class Engine:
         self.manager = BlockManager(**config.arguments(), prefix_caching=prefix_caching)
         self.scheduler = Scheduler(self.manager, **options)  # type: ignore[arg-type]
         self.memory = SimulatedMemory(config)
+        self.requests: dict[str, Request] = {}
         self.done: dict[str, tuple[tuple[int, ...], ...]] = {}
         self.refused: dict[str, Finished] = {}
         self.kinds: list[list[str]] = []
@@ -41,6 +42,7 @@ class Engine:
     def add(self, name: str, prompt: int, max_tokens: int, **fields: object) -> Request:
         request = Request(name, [(ord(name[0]) + i) % 97 for i in range(prompt)], max_tokens, **fields)  # type: ignore[arg-type]
         self.scheduler.add(request)
+        self.requests[name] = request
         return request
 
     def finish(self, step: Step, lost: list[Pairs] | None = None) -> None:
@@ -48,7 +50,7 @@ class Engine:
         for pairs in lost or []:
             self.memory.lose(pairs)
         self.scheduler.complete(step.decision.ticket, lost or [])
-        for finished in self.scheduler.update(step, draw_tokens(step, self.memory)):
+        for finished in self.scheduler.update(step, draw_tokens(step, self.memory, requests=self.requests)):
             if finished.error is None:
                 self.done[finished.request.request_id] = finished.outputs
             else:

@@ -48,7 +48,10 @@ Goal: TypeAlias = Literal["max_id", "free_tail", "dense"]
 
 
 class NanoSequence(Protocol):
-    """The fields of an engine's sequence that are read and written; its length is its number of tokens."""
+    """The fields of an engine's sequence that are read and written; its length is its number of tokens.
+
+    A sequence with images also has `extras`: `(start, length, digest)` of each, see `blockyard.BlockManager.allocate`.
+    """
 
     token_ids: list[int]
     block_table: list[int]
@@ -196,7 +199,7 @@ class BlockManager:
         With host blocks, this copies the blocks that the sequence will evict to the host.
         """
         self._begin()
-        fit = CachedBlocks(self._fit(_tokens(seq)))
+        fit = CachedBlocks(self._fit(self._prompt(seq)))
         self._in_critical_section = False
         return fit
 
@@ -213,21 +216,21 @@ class BlockManager:
                 blocks.
             SequenceStateError: a cached block could not be brought back from the host.
         """
-        tokens = _tokens(seq)
+        prompt = self._prompt(seq)
         self._begin()
-        self._check_new(seq, len(tokens))
+        self._check_new(seq, len(prompt))
         if num_cached_blocks is None:
-            self._fit(tokens)
-        elif (cached := self._cached(tokens)) != num_cached_blocks and self.manager.can_allocate(tokens):
+            self._fit(prompt)
+        elif (cached := self._cached(prompt)) != num_cached_blocks and self.manager.can_allocate(prompt):
             # Making room on the host again could evict blocks that `can_allocate` counted.
             raise InvalidArgumentError(f"num_cached_blocks is {num_cached_blocks}, {cached} are cached: ask again")
         # A preempted sequence finds blocks that it computed itself, which are not hits.
         is_again = getattr(seq, "num_completion_tokens", 0) > 0
-        sequence = keep(self._opened, partial(self.manager.allocate, preempted=is_again), tokens)
+        sequence = keep(self._opened, partial(self.manager.allocate, preempted=is_again), prompt)
         handle, hit = int(sequence), sequence.cached_tokens
         try:
             self._land([handle])
-            entry = _Running(seq, handle, len(tokens), len(tokens), hit, 0, hit + self.block_size)
+            entry = _Running(seq, handle, len(prompt), len(prompt), hit, 0, hit + self.block_size)
             self._show(entry)
             seq.num_cached_tokens = hit
             self._running[id(seq)] = entry
@@ -467,23 +470,28 @@ class BlockManager:
         """Return how many tokens are certainly computed: all earlier ones, once a token was sampled after them."""
         return entry.tokens if tokens > entry.tokens else entry.computed
 
-    def _fit(self, tokens: list[int]) -> int:
+    def _prompt(self, seq: NanoSequence) -> list[int] | _core.HashedPrompt:
+        """Return a sequence's tokens as a prompt."""
+        tokens, extras = seq.token_ids[: len(seq)], getattr(seq, "extras", None)
+        return self.manager.prefix.hash(tokens, extras=extras) if extras else tokens
+
+    def _fit(self, prompt: list[int] | _core.HashedPrompt) -> int:
         """Return a prompt's cached blocks, or -1 if it does not fit. Offloads the blocks that it will evict."""
-        if not self.manager.can_allocate(tokens):
+        if not self.manager.can_allocate(prompt):
             return -1
-        blocks = self._blocks(len(tokens))
+        blocks = self._blocks(len(prompt))
         if self._short(blocks):
             # Its own cached blocks stay in place.
-            pin, held = keep(self._pins, self.manager.pins.pin_prompt, tokens)
+            pin, held = keep(self._pins, self.manager.pins.pin_prompt, prompt)
             try:
                 self._offload(blocks - held // self.block_size)
             finally:
                 self.manager.pins.unpin(pin)
                 self._pins.clear()
-        return self._cached(tokens)
+        return self._cached(prompt)
 
-    def _cached(self, tokens: list[int]) -> int:
-        return self.manager.prefix.lookup(tokens).tokens // self.block_size
+    def _cached(self, prompt: list[int] | _core.HashedPrompt) -> int:
+        return self.manager.prefix.lookup(prompt).tokens // self.block_size
 
     def _short(self, blocks: int) -> int:
         """Return how many cached blocks taking `blocks` would evict; 0 without host blocks to copy them to."""
@@ -539,10 +547,6 @@ class BlockManager:
         table = self.manager.block_table(entry.handle).tolist()
         entry.sequence.block_table[:] = table
         entry.slots = len(table) * self.block_size
-
-
-def _tokens(seq: NanoSequence) -> list[int]:
-    return seq.token_ids[: len(seq)]
 
 
 def _unknown(seq: NanoSequence) -> UnknownSequenceError:

@@ -235,8 +235,9 @@ class Admission:
 
     def _hashed(self, idle: IdleSequences) -> HashedPrompt:
         if idle.hashed is None:  # kept: it may be looked up in every step until it fits
-            request, prefix = idle.state.request, self._manager.prefix
-            idle.hashed = prefix.hash(idle.tokens[0], salt=request.salt, lora_id=request.lora_id)
+            state, prefix = idle.state, self._manager.prefix
+            salt, lora_id = state.request.salt, state.request.lora_id
+            idle.hashed = prefix.hash(idle.tokens[0], salt=salt, lora_id=lora_id, extras=state.extras)
         return idle.hashed
 
     def _shared_with(self, state: RequestState, tokens: NDArray[np.uint32]) -> tuple[int, int] | None:
@@ -294,13 +295,14 @@ class Admission:
 
     def _allocate(self, batch: list[IdleSequences]) -> tuple[NDArray[np.uint64], list[int]]:
         """Open sequences with the cached part of their prompts. Returns their handles and cached token counts."""
-        # A hashed prompt includes its salt and adapter.
-        requests = [idle.state.request if idle.hashed is None else None for idle in batch]
+        # A hashed prompt includes its salt, adapter and extras.
+        states = [idle.state if idle.hashed is None else None for idle in batch]
         call = partial(
             self._manager.allocate,
             *[idle.tokens[0] if idle.hashed is None else idle.hashed for idle in batch],
-            salt=[request.salt if request else None for request in requests],
-            lora_id=[request.lora_id if request else 0 for request in requests],
+            salt=[state.request.salt if state else None for state in states],
+            lora_id=[state.request.lora_id if state else 0 for state in states],
+            extras=[state.extras if state else () for state in states],
             chunk_tokens=self._builder.left,
             preempted=batch[0].state.admitted,
         )

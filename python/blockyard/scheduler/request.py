@@ -46,6 +46,9 @@ class Request:
         stop_token_ids: a sequence ends with any of these.
         salt: isolates tenants in the prefix cache: prompts share blocks only with prompts of the same salt.
         lora_id: adapter of the request; 0 for none. Prompts share blocks only within an adapter.
+        extras: other inputs that determine what the model computes, such as images: `(start, length, digest)` with the
+            position of the first token, the number of tokens and bytes. They lie within the prompt and the `max_tokens`
+            after it. Requests share a block only if the extras of its tokens and of all before them are equal.
 
     Example:
         >>> from blockyard import Request
@@ -61,6 +64,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     salt: bytes | None = None
     lora_id: int = 0
+    extras: Sequence[tuple[int, int, bytes]] = ()
 
     def __post_init__(self) -> None:
         """Turn NumPy's integers into ints, whose sums do not overflow. `Scheduler.add` refuses all other values."""
@@ -107,6 +111,7 @@ class RequestState:
         alive: False once it is aborted, refused or done.
         lost: its sequences lost bytes and must start again.
         limit: maximum length of each sequence in tokens, prompt included.
+        extras: a copy of the request's.
         stops: tokens that end a sequence.
         places: for each unfinished sequence its seat, or all of its tokens if it has no seat. A sequence changes its
             place in one assignment, after the tokens are there, so an exception at any line loses no token.
@@ -122,6 +127,7 @@ class RequestState:
         "alive",
         "context",
         "error",
+        "extras",
         "idle",
         "limit",
         "lost",
@@ -148,6 +154,7 @@ class RequestState:
                 f"request {request.request_id!r} has {len(self.prompt)} prompt tokens and max_tokens "
                 f"{request.max_tokens}, must be at most {LONGEST} together"
             )
+        self.extras = _extras(request, self.limit)
         self.stops = _stops(request)
         self.places: list[int | NDArray[np.uint32]] = [self.prompt] * request.n
         self.outputs: list[NDArray[np.uint32] | None] = [None] * request.n
@@ -279,6 +286,30 @@ def _check_fields(request: Request, max_num_seqs: int) -> None:
         raise InvalidArgumentError(
             f"request {request.request_id!r} wants {request.n} sequences, max_num_seqs is {max_num_seqs}"
         )
+
+
+def _extras(request: Request, limit: int) -> tuple[tuple[int, int, bytes], ...]:
+    """Check and copy a request's extras."""
+    if isinstance(request.extras, str | bytes | bytearray) or not isinstance(request.extras, Sequence):
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} has extras {request.extras!r:.100}, must be a list of "
+            f"(start, length, digest)"
+        )
+    found = []
+    for at, extra in enumerate(request.extras):
+        what = f"request {request.request_id!r}: extras[{at}]"
+        if not isinstance(extra, tuple | list) or len(extra) != 3 or not isinstance(extra[2], bytes | bytearray):
+            raise InvalidArgumentError(
+                f"{what} is {extra!r:.100}, must be (start, length, digest) with bytes as digest"
+            )
+        start, length = as_int(f"{what}[0]", extra[0]), as_int(f"{what}[1]", extra[1])
+        if start < 0 or length < 1 or start + length > limit:
+            raise InvalidArgumentError(
+                f"{what} covers {length} tokens from {start} on, must cover at least 1 and end at {limit} or before: "
+                f"prompt and max_tokens"
+            )
+        found.append((start, length, bytes(extra[2])))
+    return tuple(found)
 
 
 def _rank(request: Request, number: int) -> Rank:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, EventBatch, Pairs, StepDecision
+from blockyard._core import AllocStatus, EventBatch, HashedPrompt, Pairs, StepDecision
 from blockyard.layout.sizes import set_ints
 from blockyard.scheduler import Finished, Request, Step
 from blockyard.types import DefragReport, ManagerStats
@@ -141,11 +141,13 @@ class ManagerLike(Protocol):
 
 
 class PrefixLike(Protocol):
-    """The calls of `manager.prefix` that the machines make; `note_tokens` is optional."""
+    """The calls of `manager.prefix` that the machines make; `note_tokens` and `hash` are optional."""
 
     @property
     def lookup(self) -> Callable[..., Any]: ...
     def common_blocks(self, sequences: Handles) -> NDArray[np.int32]: ...
+    @property
+    def hash(self) -> Callable[..., HashedPrompt]: ...
     @property
     def note_tokens(self) -> Callable[..., None]: ...
     def reset(self) -> bool: ...

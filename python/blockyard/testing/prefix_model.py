@@ -6,8 +6,10 @@ and the events must say exactly which blocks can be found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TypeAlias
 
 from blockyard._core import EventBatch
 from blockyard.errors import InvariantError
@@ -15,6 +17,9 @@ from blockyard.layout.sizes import as_int
 from blockyard.types import ManagerStats
 
 __all__ = ["EventReplay", "ReferencePrefixCache"]
+
+Extra: TypeAlias = tuple[int, int, bytes]
+"""Start, length and digest of an input besides tokens, see `BlockManager.allocate`."""
 
 
 @dataclass
@@ -25,7 +30,7 @@ class ReferencePrefixCache:
         block_size: number of token slots in a block.
 
     Attributes:
-        computed: tokens of each computed prefix of whole blocks, with its salt.
+        computed: tokens of each computed prefix of whole blocks, with its salt and the extras that begin in it.
         prompts: number of admitted prompts, without preempted ones; `blocks` and `tokens` are their sizes,
             `hit_blocks` and `hit_tokens` the parts found in the cache.
 
@@ -38,26 +43,28 @@ class ReferencePrefixCache:
     """
 
     block_size: int
-    computed: set[tuple[bytes | None, tuple[int, ...]]] = field(default_factory=set)
+    computed: set[tuple[bytes | None, tuple[int, ...], tuple[Extra, ...]]] = field(default_factory=set)
     prompts: int = 0
     blocks: int = 0
     hit_blocks: int = 0
     tokens: int = 0
     hit_tokens: int = 0
 
-    def publish(self, tokens: Sequence[int], *, salt: bytes | None = None) -> None:
+    def publish(self, tokens: Sequence[int], *, salt: bytes | None = None, extras: Iterable[Extra] = ()) -> None:
         """Record that all of these tokens have been computed."""
-        for end in range(self.block_size, len(tokens) + 1, self.block_size):
-            self.computed.add((salt, tuple(tokens[:end])))
+        self.computed.update(self._prefixes(tokens, salt, extras))
 
-    def most(self, tokens: Sequence[int], *, salt: bytes | None = None) -> int:
+    def most(self, tokens: Sequence[int], *, salt: bytes | None = None, extras: Iterable[Extra] = ()) -> int:
         """Return how many tokens at the start of a prompt may be found: whole blocks that were all computed."""
-        found = 0
+        found = takewhile(self.computed.__contains__, self._prefixes(tokens, salt, extras))
+        return self.block_size * sum(1 for _ in found)
+
+    def _prefixes(
+        self, tokens: Sequence[int], salt: bytes | None, extras: Iterable[Extra]
+    ) -> Iterator[tuple[bytes | None, tuple[int, ...], tuple[Extra, ...]]]:
+        extras = sorted(extras)
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
-            if (salt, tuple(tokens[:end])) not in self.computed:
-                break
-            found = end
-        return found
+            yield salt, tuple(tokens[:end]), tuple(extra for extra in extras if extra[0] < end)
 
     def usable(self, cached: int, length: int) -> int:
         """Return how many of `cached` tokens a prompt may skip: its last token is always computed."""

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress, count, starmap
 from operator import index
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import chain_keys
+from blockyard._core import export_keys
 from blockyard.errors import InvalidArgumentError, TraceError
 from blockyard.traces.request import MAX_TOKENS
 from blockyard.workers import Process, start_worker
@@ -336,35 +337,41 @@ class TokenRecorder:
             raise InvalidArgumentError(f"recorder has block_size {recorder.block_size}, must have {block_size}")
         self._recorder = record_from_environment(block_size) if recorder is None else recorder
         self._block_size = block_size
-        # For each open request: the tokens after its prompt's last full block, that block's key, salt and adapter.
-        self._ends: dict[str, tuple[NDArray[np.uint32], bytes | None, bytes]] = {}
+        # For each open request: its prompt, and a function that returns the keys of such tokens.
+        self._open: dict[str, tuple[NDArray[np.uint32], Callable[[NDArray[np.uint32]], list[bytes]]]] = {}
 
-    def add(self, request_id: str, prompt: NDArray[np.uint32], salt: bytes | None, lora_id: int) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt: NDArray[np.uint32],
+        *,
+        salt: bytes | None,
+        lora_id: int,
+        extras: Sequence[tuple[int, int, bytes]],
+    ) -> None:
         """Record that a request has arrived; see `Request`."""
         if self._recorder is None or not self._recorder.is_recording:
             return
-        extra = f"{lora_id} ".encode() + (b"" if salt is None else b"salt " + salt)
-        keys = chain_keys(prompt, block_size=self._block_size, extra=extra)
-        self._recorder.add(request_id, keys, len(prompt))
-        self._ends[request_id] = prompt[len(keys) * self._block_size :], keys[-1] if keys else None, extra
+        keys_of = partial(export_keys, block_size=self._block_size, salt=salt, lora_id=lora_id, extras=extras)
+        self._recorder.add(request_id, keys_of(prompt), len(prompt))
+        self._open[request_id] = prompt, keys_of
 
     def drop(self, request_id: str) -> None:
         """Leave out a request whose `add` was interrupted."""
         if self._recorder is not None:
             self._recorder._drop(request_id)  # noqa: SLF001 (one file, one concept)
-        self._ends.pop(request_id, None)
+        self._open.pop(request_id, None)
 
     def finish(self, request_id: str, generated: NDArray[np.uint32]) -> None:
         """Record that a request has ended; a second call has no effect."""
-        end = self._ends.get(request_id)
-        if self._recorder is None or end is None:
+        known = self._open.get(request_id)
+        if self._recorder is None or known is None:
             return
-        tail, key, extra = end
+        prompt, keys_of = known
         # The last token was sampled but not computed: it is in no block.
-        tokens = np.concatenate((tail, generated[:-1]))
-        keys = chain_keys(tokens, block_size=self._block_size, parent=key, extra=extra)
+        keys = keys_of(np.concatenate((prompt, generated[:-1])))[len(prompt) // self._block_size :]
         self._recorder.finish(request_id, len(generated), keys)
-        self._ends.pop(request_id, None)  # last, because an interrupted call is repeated
+        self._open.pop(request_id, None)  # last, because an interrupted call is repeated
 
 
 class _Numbers:

@@ -150,20 +150,10 @@ impl Chain {
     /// A token is [`RESERVED_TOKEN`], or an extra is longer than `u32::MAX` bytes; the chain is unchanged.
     pub fn block(&mut self, tokens: &[u32], extras: &[Extra<'_>]) -> Result<Key> {
         refuse_reserved(tokens)?;
-        self.checked_block(tokens, extras)
+        Ok(self.framed_block(frames_of_extras(extras)?, tokens))
     }
 
-    /// As [`Chain::block`], for tokens that [`refuse_reserved`] has accepted.
-    #[inline]
-    pub(crate) fn checked_block(&mut self, tokens: &[u32], extras: &[Extra<'_>]) -> Result<Key> {
-        if extras.is_empty() {
-            return Ok(self.plain_block(tokens));
-        }
-        let stream = frames_of_extras(extras)?;
-        Ok(self.absorb_stream(stream, tokens))
-    }
-
-    /// As [`Chain::checked_block`], for a block without extras.
+    /// As [`Chain::block`], for a block without extras and tokens that [`refuse_reserved`] has accepted.
     #[inline]
     pub(crate) fn plain_block(&mut self, tokens: &[u32]) -> Key {
         if let Ok(tokens) = <&[u32; 16]>::try_from(tokens) {
@@ -177,6 +167,12 @@ impl Chain {
         } else {
             self.absorb_stream(Vec::with_capacity(tokens.len() * 4 + 64), tokens)
         }
+    }
+
+    /// As [`Chain::plain_block`], for a block whose extras have these frames.
+    #[inline]
+    pub(crate) fn framed_block(&mut self, frames: Vec<u8>, tokens: &[u32]) -> Key {
+        if frames.is_empty() { self.plain_block(tokens) } else { self.absorb_stream(frames, tokens) }
     }
 
     /// Hashes the frames in `stream`, then a block's tokens and their padding.
@@ -231,7 +227,7 @@ pub(crate) fn refuse_reserved(tokens: &[u32]) -> Result<()> {
 }
 
 /// The frames of a block's extras.
-fn frames_of_extras(extras: &[Extra<'_>]) -> Result<Vec<u8>> {
+pub(crate) fn frames_of_extras(extras: &[Extra<'_>]) -> Result<Vec<u8>> {
     let mut stream = Vec::new();
     for extra in extras {
         let length = u32::try_from(extra.bytes.len()).map_err(|_| Error::InvalidArgument {

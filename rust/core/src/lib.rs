@@ -40,6 +40,6 @@ pub use pool::Policies;
 pub use prefix::evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
 pub use prefix::{Histogram, RESIDENCY_SECONDS, Residency};
 pub use reuse::ReuseOrder;
-pub use sequence::{BlockExtra, Counts, Demand, HashedPrompt, PrefixHit, PrefixStats, Prompt, TableRows};
+pub use sequence::{Counts, Demand, HashedPrompt, PrefixHit, PrefixStats, Prompt, PromptExtra, TableRows, export_keys};
 pub use tiers::StoreWrites;
 pub use transfer::{Run, Span, StoreJob, merge_runs};

@@ -183,10 +183,16 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         require(encoder is not None, f"request {seq_group.request_id} has no encoder sequence")
         return encoder
 
+    def _refuse_images(self, seq_group: SequenceGroup, seq: Sequence) -> None:
+        if self.enable_caching and getattr(seq, "multi_modal_data", None):
+            request = seq_group.request_id
+            raise NotImplementedError(f"prefix caching is not supported for the multi_modal_data of request {request}")
+
     def can_allocate(self, seq_group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
         """Return whether a waiting group may be admitted above the watermark."""
-        encoder = self._encoder_tokens(seq_group)
-        tokens = _with_status(seq_group, "WAITING")[0].get_token_ids()
+        encoder, waiting = self._encoder_tokens(seq_group), _with_status(seq_group, "WAITING")
+        self._refuse_images(seq_group, waiting[0])
+        tokens = waiting[0].get_token_ids()
         required = BlockTable.get_num_required_blocks(tokens, self.block_size, num_lookahead_slots)
         if encoder is not None:
             required += BlockTable.get_num_required_blocks(encoder.get_token_ids(), self.block_size)
@@ -210,6 +216,7 @@ class SelfAttnBlockSpaceManager(BlockSpaceManager):
         require(not known, f"block table already exists for sequences {sorted(known)}")
         request = seq_group.request_id
         require(request not in self.cross_block_tables, f"block table already exists for request {request}")
+        self._refuse_images(seq_group, waiting[0])
         table = self._allocate_sequence(waiting[0])
         if encoder is not None:
             try:

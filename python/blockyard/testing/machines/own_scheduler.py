@@ -89,7 +89,8 @@ class OwnSchedulerMachine(SchedulerMachine):
             return
         self.added += 1
         name = f"{request.request_id[0]}{self.added}"
-        request = replace(request, request_id=name, prompt=prompt, max_tokens=most, stop_token_ids=frozenset())
+        own = {"request_id": name, "prompt": prompt, "max_tokens": most}
+        request = replace(request, **own, stop_token_ids=frozenset(), extras=())
         self.accept(request)
         # A scheduler that runs a step ahead continues beyond the end and drops those tokens.
         (drawn,) = reference_tokens(replace(request, max_tokens=most + BEYOND))

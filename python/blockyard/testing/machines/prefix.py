@@ -12,14 +12,14 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from blockyard._core import BlockManager, Pairs, PrefixCaching, StepDecision
+from blockyard._core import BlockManager, HashedPrompt, Pairs, PrefixCaching, StepDecision
 from blockyard.errors import BlockyardError, OutOfBlocksError, SequenceStateError
 from blockyard.testing.interfaces import Config, PrefixManagerLike, TierName
 from blockyard.testing.machines.record import RecordingMachine
 from blockyard.testing.machines.side_by_side import MAX_OPEN
 from blockyard.testing.machines.strategies import configs
 from blockyard.testing.memory import LOST, LateMemory
-from blockyard.testing.prefix_model import EventReplay, ReferencePrefixCache
+from blockyard.testing.prefix_model import EventReplay, Extra, ReferencePrefixCache
 
 __all__ = ["PrefixMachine", "prefix_machine"]
 
@@ -29,6 +29,8 @@ WAYS = (("swap_out", "host"), ("swap_out", "external"), ("swap_in", "device"), (
 _pick = st.integers(0, 63)
 _picks = st.lists(_pick, min_size=1, max_size=4)
 _salts = st.sampled_from([None, None, b"", b"tenant"])
+_extra = st.tuples(st.integers(0, 24), st.integers(1, 6), st.sampled_from([b"cat", b"dog"]))
+_extras: st.SearchStrategy[list[Extra]] = st.builds(list) | st.lists(_extra, min_size=1, max_size=2)
 # Prompts of a family are prefixes of each other, except for their last token.
 _prompt = st.tuples(st.integers(0, 20), st.integers(0, 1), st.integers(0, 2))
 _prompts = st.lists(_prompt, min_size=1, max_size=3)
@@ -37,19 +39,21 @@ _losses: st.SearchStrategy[list[int]] = st.builds(list) | st.builds(list) | st.l
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """One sequence: its salt, its tokens, and the blocks that must be found while it holds them."""
+    """One sequence: its salt, extras and tokens, and the blocks that must be found while it holds them."""
 
     handle: int
     salt: bytes | None
+    extras: list[Extra]
     tokens: list[int]  # those never given to the manager are negative and unique
     noted: int  # leading tokens that the manager knows, unless it no longer follows the sequence
     published: int = 0
     lost: bool = False
 
     def values(self) -> list[int]:
-        """Return what a model writes for each token: it depends on all tokens before it, itself, and the salt."""
+        """Return what a model writes for each token: it depends on the salt, and on all tokens and extras up to it."""
         state, values = hashlib.sha256(repr(self.salt).encode()), []
-        for token in self.tokens:
+        for at, token in enumerate(self.tokens):
+            state.update(repr(sorted(extra for extra in self.extras if extra[0] == at)).encode())
             state.update(token.to_bytes(8, "little", signed=True))
             values.append(int.from_bytes(state.digest()[:7], "little"))
         return values
@@ -58,9 +62,10 @@ class _Tracked:
 class PrefixMachine(RecordingMachine):
     """Random engine steps with prompts that share prefixes.
 
-    Hits must be tokens computed under the same salt, and read back correctly. Blocks that a sequence published must be
-    found while it holds them. Counters, free blocks and events must agree. Tokens computed from garbage are garbage, so
-    a block that is published too early reads back wrong. Transfers run as late as the decisions allow, and some fail.
+    Hits must be tokens computed under the same salt and with the same extras, and read back correctly. Blocks that a
+    sequence published must be found while it holds them. Counters, free blocks and events must agree. Tokens computed
+    from garbage are garbage, so a block that is published too early reads back wrong. Transfers run as late as the
+    decisions allow, and some fail.
 
     Attributes:
         make_manager: makes the manager under test, with the given event capacity; `prefix_machine` sets it.
@@ -89,16 +94,29 @@ class PrefixMachine(RecordingMachine):
 
     # ---- rules ----
 
-    @rule(prompts=_prompts, salt=_salts, preempted=st.booleans())
+    @rule(prompts=_prompts, salt=_salts, preempted=st.booleans(), extras=_extras)
     def allocate_prompts(
-        self, prompts: list[tuple[int, int, int]], salt: bytes | None, *, preempted: bool = False
+        self,
+        prompts: list[tuple[int, int, int]],
+        salt: bytes | None,
+        *,
+        preempted: bool = False,
+        extras: Sequence[Extra] = (),
     ) -> None:
-        """Admit prompts, all or none, and check their cached tokens; hits of preempted ones are not counted."""
+        """Admit prompts, all or none, and check their cached tokens; hits of preempted ones are not counted.
+
+        All have the same extras, some beyond them.
+        """
+        extras = sorted(extras) if hasattr(self.manager.prefix, "hash") else []
         batch = [[family + i // 7 for i in range(length)] + [last] for length, family, last in prompts]
-        cached = [self.manager.prefix.lookup(prompt, salt=salt).tokens for prompt in batch]
+        cached = [self.lookup(prompt, salt, extras) for prompt in batch]
         cached_blocks = set(self.replay.blocks)
         try:
-            found = self.manager.allocate(*batch, salt=salt, preempted=preempted)
+            if extras:
+                hashed = [self.hashed(prompt, salt, extras) for prompt in batch]
+                found = self.manager.allocate(*hashed, preempted=preempted)
+            else:
+                found = self.manager.allocate(*batch, salt=salt, preempted=preempted)
         except OutOfBlocksError as error:
             _same("free blocks", error.free <= self.manager.pool("device").num_blocks, expected=True)
             return
@@ -106,9 +124,9 @@ class PrefixMachine(RecordingMachine):
         for prompt, sequence, before in zip(batch, sequences, cached, strict=True):
             handle, hit = int(sequence), sequence.cached_tokens
             _at_most(
-                f"cached tokens of a prompt of {len(prompt)} under salt {salt!r}",
+                f"cached tokens of a prompt of {len(prompt)} under salt {salt!r} with extras {extras}",
                 before,
-                self.model.most(prompt, salt=salt),
+                self.model.most(prompt, salt=salt, extras=extras),
             )
             _same(f"hit tokens of sequence {handle}", hit, self.model.usable(before, len(prompt)))
             if not preempted:
@@ -116,7 +134,7 @@ class PrefixMachine(RecordingMachine):
             table = self.manager.block_table(handle)[: hit // self.model.block_size].tolist()
             if self.replay.complete and not set(table) <= cached_blocks:
                 raise AssertionError(f"hit blocks {table}, the events say that {sorted(cached_blocks)} are cached")
-            tracked = _Tracked(handle, salt, prompt, len(prompt), published=len(table))
+            tracked = _Tracked(handle, salt, list(extras), prompt, len(prompt), published=len(table))
             self.sequences.append(tracked)
             self.write(tracked, hit)
 
@@ -169,16 +187,16 @@ class PrefixMachine(RecordingMachine):
             return
         _same("refused", found=False, expected=refused)
         for sequence in batch:
-            self.model.publish(sequence.tokens[: sequence.noted], salt=sequence.salt)
+            self.model.publish(sequence.tokens[: sequence.noted], salt=sequence.salt, extras=sequence.extras)
             sequence.published = len(self.manager.prefix.common_blocks([sequence.handle]))
             if sequence.lost or self.manager.tier(sequence.handle) != "device":
                 sequence.published = 0
 
-    @rule(prompt=_prompt, salt=_salts)
-    def prefill(self, prompt: tuple[int, int, int], salt: bytes | None) -> None:
+    @rule(prompt=_prompt, salt=_salts, extras=_extras)
+    def prefill(self, prompt: tuple[int, int, int], salt: bytes | None, extras: Sequence[Extra] = ()) -> None:
         """A rare scenario: a prompt is admitted, computed and published."""
         before = len(self.sequences)
-        self.allocate_prompts([prompt], salt)
+        self.allocate_prompts([prompt], salt, extras)
         self.step([])
         if len(self.sequences) > before:
             self.mark_computed([before])
@@ -194,7 +212,8 @@ class PrefixMachine(RecordingMachine):
             _same("lost", parent.lost, expected=True)
             return
         for handle in handles.tolist():
-            self.sequences.append(_Tracked(handle, parent.salt, list(parent.tokens), parent.noted, parent.published))
+            text = (parent.salt, parent.extras, list(parent.tokens))
+            self.sequences.append(_Tracked(handle, *text, parent.noted, parent.published))
             if parent.handle in self.dirty:
                 self.dirty.add(handle)
 
@@ -321,7 +340,7 @@ class PrefixMachine(RecordingMachine):
                 _at_most(
                     f"tokens of sequence {s.handle} published under salt {s.salt!r}",
                     len(known),
-                    self.manager.prefix.lookup([*known, 0], salt=s.salt).tokens,
+                    self.lookup([*known, 0], s.salt, s.extras),
                 )
 
     def teardown(self) -> None:
@@ -340,6 +359,16 @@ class PrefixMachine(RecordingMachine):
             )
 
     # ---- helpers ----
+
+    def hashed(self, prompt: list[int], salt: bytes | None, extras: Sequence[Extra]) -> HashedPrompt:
+        """Return a prompt with its salt and extras."""
+        return self.manager.prefix.hash(prompt, salt=salt, extras=extras)
+
+    def lookup(self, prompt: list[int], salt: bytes | None, extras: Sequence[Extra]) -> int:
+        """Return how many tokens at the start of a prompt are cached."""
+        prefix = self.manager.prefix
+        hit = prefix.lookup(self.hashed(prompt, salt, extras)) if extras else prefix.lookup(prompt, salt=salt)
+        return hit.tokens
 
     def tables(self) -> list[tuple[TierName, list[int]]]:
         """Return tier and block table of each sequence."""

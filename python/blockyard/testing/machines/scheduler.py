@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -54,6 +55,22 @@ def draw_token(kv: Sequence[int], index: int) -> int:
     return state % VOCABULARY
 
 
+def seen(request: Request, tokens: Sequence[int], first: int = 0) -> list[int]:
+    """Return what a model sees at some tokens of a request: each token with the extras that cover it.
+
+    Args:
+        request: the request.
+        tokens: token ids.
+        first: position of the first of them.
+    """
+    found = list(map(int, tokens))
+    for start, length, digest in request.extras:
+        code = VOCABULARY * (1 + int.from_bytes(digest[:2], "little"))
+        for at in range(max(0, start - first), min(len(found), start + length - first)):
+            found[at] += code
+    return found
+
+
 def reference_tokens(request: Request, window: int | None = None) -> tuple[tuple[int, ...], ...]:
     """Return the tokens that each sequence of a request generates with unlimited memory, where no block is ever moved.
 
@@ -65,20 +82,24 @@ def reference_tokens(request: Request, window: int | None = None) -> tuple[tuple
     for index in range(request.n):
         tokens = list(request.prompt)
         while len(tokens) < len(request.prompt) + request.max_tokens:
-            tokens.append(draw_token(tokens[-window:] if window else tokens, index))
+            kv = seen(request, tokens) if request.extras else tokens
+            tokens.append(draw_token(kv[-window:] if window else kv, index))
             if tokens[-1] in request.stop_token_ids:
                 break
         outputs.append(tuple(tokens[len(request.prompt) :]))
     return tuple(outputs)
 
 
-def draw_tokens(step: Step, memory: SimulatedMemory, window: int | None = None) -> list[int]:
+def draw_tokens(
+    step: Step, memory: SimulatedMemory, window: int | None = None, requests: Mapping[str, Request] | None = None
+) -> list[int]:
     """Compute a step like a model: write its tokens, read each row through its block table, and draw.
 
     Args:
         step: returned by `schedule`.
         memory: the memory after the step's transfers.
         window: number of last tokens that the model sees; None for all.
+        requests: the requests of the step by id; needed if some have extras.
 
     Returns:
         The tokens for `update`, one per draw; 0 for void rows.
@@ -86,13 +107,16 @@ def draw_tokens(step: Step, memory: SimulatedMemory, window: int | None = None) 
     Raises:
         AssertionError: a row does not read back the tokens that it has just written.
     """
-    memory.write(step.slot_mapping, step.token_ids.tolist())
     texts: dict[int, list[int]] = {}
     ends, first = (step.start + step.lengths).tolist(), step.query_start_loc.tolist()
+    new = [step.token_ids[a:b].tolist() for a, b in pairwise(first)]
+    for row, start in enumerate(step.start.tolist()):
+        request = (requests or {}).get(step.owner(row)[0])
+        new[row] = new[row] if request is None else seen(request, new[row], start)
+    memory.write(step.slot_mapping, [value for values in new for value in values])
     for row in range(step.rows):
         if step.void is None or not step.void[row]:
-            new = step.token_ids[first[row] : first[row + 1]].tolist()
-            texts[row] = read_back(memory, row, step.block_tables[row], ends[row], new)
+            texts[row] = read_back(memory, row, step.block_tables[row], ends[row], new[row])
     drawn = []
     for draw in step.draws():
         first = max(0, draw.position - window) if window else 0
@@ -132,6 +156,7 @@ class SchedulerMachine(RecordingMachine):
     def __init__(self) -> None:
         super().__init__()
         self.live: dict[str, Request] = {}
+        self.scheduled: dict[str, Request] = {}  # when the current step was scheduled
         self.earlier: list[tuple[list[int], list[int]]] = []  # prompts, and prompts with outputs
         self.idle = 0
 
@@ -179,7 +204,7 @@ class SchedulerMachine(RecordingMachine):
         self.earlier = [*self.earlier[-7:], (prompt, [*prompt, *reference_tokens(request, self.window)[0]])]
         self.record.note(
             f"add(request_id={request.request_id!r}, prompt={show(prompt)}, n={request.n}, "
-            f"max_tokens={request.max_tokens})"
+            f"max_tokens={request.max_tokens}, extras={list(request.extras)})"
         )
 
     @rule(pick=st.integers(0, 7))
@@ -220,6 +245,7 @@ class SchedulerMachine(RecordingMachine):
         """
         self.record.next_step()
         step = self.scheduler.schedule()
+        self.scheduled = dict(self.live)
         self.check_shape(step)
         if when == "scheduled":
             self.resubmit(pick, again)
@@ -349,7 +375,7 @@ class SchedulerMachine(RecordingMachine):
 
     def compute(self, step: Step) -> list[int]:
         """Write the step's tokens, read each sequence through its table, and draw."""
-        return draw_tokens(step, self.memory, self.window)
+        return draw_tokens(step, self.memory, self.window, self.scheduled)
 
     def finish(self, finished: Finished) -> None:
         """A finished request must be live and have the same tokens as with unlimited memory."""

@@ -24,6 +24,8 @@ _BLOCK_SIZES = st.integers(1, 5)
 _DEVICE_BLOCKS = st.integers(3, 24)
 _OTHER_BLOCKS = st.integers(0, 16)
 _WATERMARKS = st.sampled_from([0.0, 0.01, 0.1, 0.2])
+_EXTRA = st.tuples(st.integers(0, MAX_PROMPT), st.integers(1, 4), st.sampled_from([b"cat", b"dog"]))
+_EXTRAS: st.SearchStrategy[list[tuple[int, int, bytes]]] = st.builds(list) | st.lists(_EXTRA, min_size=1, max_size=2)
 
 
 def configs(
@@ -76,7 +78,7 @@ def requests(
     max_n: int = 3,
     priorities: int = 2,
 ) -> st.SearchStrategy[Request]:
-    """Make requests: some have several sequences, some stop early.
+    """Make requests: some have several sequences, some stop early, some have extras in the prompt or after it.
 
     Args:
         request_ids: strategy for ids; a few names by default, so that some are reused.
@@ -97,7 +99,14 @@ def requests(
         priority=st.integers(0, priorities - 1),
         arrival=st.sampled_from([0.0, 1.0]),
         stop_token_ids=st.frozensets(st.integers(0, VOCABULARY - 1), max_size=3),
-    )
+        extras=_EXTRAS,
+    ).map(_with_extras_inside)
+
+
+def _with_extras_inside(request: Request) -> Request:
+    """Drop a request's extras beyond its end."""
+    end = len(request.prompt) + request.max_tokens
+    return replace(request, extras=[extra for extra in request.extras if extra[0] + extra[1] <= end])
 
 
 def follow_ups() -> st.SearchStrategy[FollowUp | None]:
@@ -124,4 +133,4 @@ def follow_up(request: Request, earlier: Sequence[tuple[list[int], list[int]]], 
     prompt, whole = earlier[-1 - pick % len(earlier)]
     own = list(request.prompt)
     text = {"repeat": prompt, "extend": [*whole, *own], "branch": [*whole[:kept], *own]}[way]
-    return replace(request, prompt=text[:MAX_PROMPT])
+    return _with_extras_inside(replace(request, prompt=text[:MAX_PROMPT]))

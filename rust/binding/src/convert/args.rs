@@ -132,6 +132,7 @@ macro_rules! tuples {
 
 tuples! {
     2: A B;
+    3: A B C;
     4: A B C D;
 }
 

@@ -4,7 +4,7 @@ use crate::allocator::ids;
 use crate::convert::args;
 use crate::convert::arrays::Handle;
 use crate::convert::errors::to_py;
-use crate::manager::prompts::{self, KeySpecs, TokenIds};
+use crate::manager::prompts::{self, Extras, KeySpecs, TokenIds};
 use crate::manager::shared::Shared;
 use blockyard_core::{BlockId, PinId};
 use numpy::PyArray1;
@@ -70,8 +70,9 @@ impl PyPins {
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<(u64, u32)> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
-        let pinned =
-            self.0.with(|manager| prompts::lend(&tokens, &specs, &[], |prompts| manager.pin_prompt(&prompts[0])))?;
+        let pinned = self.0.with(|manager| {
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.pin_prompt(&prompts[0]))
+        })?;
         pinned.map(|(pin, cached)| (pin.0, cached)).map_err(to_py)
     }
 

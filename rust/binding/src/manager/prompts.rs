@@ -4,15 +4,15 @@ use crate::convert::args::{Argument, items, refused, shown};
 use crate::convert::arrays;
 use crate::convert::errors::invalid;
 use crate::convert::memory::{self, Numbers};
-use blockyard_core::{BlockExtra, Extra, HashedPrompt, KeySpec, Prompt};
+use blockyard_core::{HashedPrompt, KeySpec, Prompt, PromptExtra};
 use numpy::{PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyInt, PyList, PyString, PyTuple};
 use std::fmt::Display;
 
-/// (prompt, block, kind, bytes) of an input besides tokens that determines a block's bytes.
-pub(crate) type PyExtra = (usize, usize, u32, PyBackedBytes);
+/// (start, length, digest) of an input besides tokens that determines the bytes of a span of tokens.
+pub(crate) type PyExtra = (u32, u32, PyBackedBytes);
 
 /// A prompt whose tokens are already hashed, so that lookup and admission do not hash it again.
 ///
@@ -178,6 +178,37 @@ impl KeySpecs {
     }
 }
 
+/// The extras of prompts: those of all, or those of each.
+#[derive(Default)]
+pub(crate) struct Extras(Vec<Vec<PyExtra>>);
+
+impl Extras {
+    pub(crate) fn new(extras: Option<&Bound<'_, PyAny>>, prompts: usize) -> PyResult<Self> {
+        let Some(extras) = extras else { return Ok(Self(Vec::new())) };
+        let all = PyList::new(extras.py(), items(extras, &"extras", |item, _| Ok(item.clone()))?)?;
+        let of_all = |value: &Bound<'_, PyAny>| {
+            let is_one = value.get_item(0).map_or(true, |first| !is_list_of_extras(&first));
+            is_one.then(|| Vec::read(value, &"extras"))
+        };
+        one_or_each(Some(all.as_any()), Vec::new(), &"extras", prompts, of_all).map(Self)
+    }
+
+    /// Returns the extras of one prompt.
+    pub(crate) fn one(extras: Vec<PyExtra>) -> Self {
+        Self(vec![extras])
+    }
+
+    fn at(&self, i: usize) -> &[PyExtra] {
+        self.0.get(i).or_else(|| self.0.last()).map_or(&[], Vec::as_slice)
+    }
+}
+
+/// Whether a value can be a prompt's list of extras; an extra starts with an int.
+fn is_list_of_extras(value: &Bound<'_, PyAny>) -> bool {
+    let first = value.try_iter().map(|mut items| items.next());
+    first.is_ok_and(|first| first.is_none_or(|item| item.is_ok_and(|item| item.try_iter().is_ok())))
+}
+
 /// Reads one value for all prompts (returned as a list of one), or a list with one for each prompt. `one` reads a
 /// value for all, if it is one.
 fn one_or_each<'py, T: Argument<'py>>(
@@ -206,33 +237,25 @@ fn one_or_each<'py, T: Argument<'py>>(
 pub(crate) fn lend<R>(
     prompts: &[TokenIds<'_>],
     specs: &KeySpecs,
-    extras: &[PyExtra],
+    extras: &Extras,
     call: impl FnOnce(&[Prompt<'_>]) -> R + Send,
 ) -> PyResult<R> {
-    if let Some((prompt, ..)) = extras.iter().find(|extra| extra.0 >= prompts.len()) {
-        return Err(invalid(format!("extras name prompt {prompt}, there are {}", prompts.len())));
-    }
     let hashed: Vec<_> = prompts.iter().map(TokenIds::hashed).collect();
-    let is_keyed = |i: usize| specs.at(i) != KeySpec::default() || extras.iter().any(|extra| extra.0 == i);
+    let is_keyed = |i: usize| specs.at(i) != KeySpec::default() || !extras.at(i).is_empty();
     if let Some(i) = (0..hashed.len()).find(|&i| hashed[i].is_some() && is_keyed(i)) {
         let must = "must be passed to prefix.hash";
         return Err(invalid(format!("prompts[{i}] is a HashedPrompt: its salt, lora_id and extras {must}")));
     }
-    let of_prompt = |i: usize| extras.iter().filter(move |extra| extra.0 == i);
-    let extras: Vec<Vec<BlockExtra<'_>>> = if extras.is_empty() {
-        Vec::new()
-    } else {
-        (0..prompts.len()).map(|i| of_prompt(i).map(block_extra).collect()).collect()
-    };
+    let extras: Vec<Vec<PromptExtra<'_>>> =
+        (0..prompts.len()).map(|i| extras.at(i).iter().map(prompt_extra).collect()).collect();
     memory::lend(prompts.iter().filter_map(TokenIds::plain), |plain| {
         let mut plain = plain.iter();
-        let extras = |i: usize| extras.get(i).map_or(&[][..], Vec::as_slice);
         let prompts = hashed.iter().enumerate().map(|(i, hashed)| match hashed {
             Some(hashed) => hashed.prompt(),
             None => Prompt {
                 tokens: plain.next().copied().unwrap_or_default(),
                 spec: specs.at(i),
-                extras: extras(i),
+                extras: &extras[i],
                 hashed: None,
             },
         });
@@ -240,6 +263,6 @@ pub(crate) fn lend<R>(
     })
 }
 
-fn block_extra((_, block, kind, bytes): &PyExtra) -> BlockExtra<'_> {
-    BlockExtra { block: *block, extra: Extra { kind: *kind, bytes } }
+fn prompt_extra((start, length, digest): &PyExtra) -> PromptExtra<'_> {
+    PromptExtra { start: *start, length: *length, digest }
 }

@@ -3,26 +3,19 @@
 //! A block is found only once it is published, and published only once its tokens are computed and its bytes have
 //! landed.
 
-use super::table::{RowKeys, frames_before_extras};
+use super::extras::{Extras, PromptExtra};
+use super::table::RowKeys;
 use super::{Batch, Sequences, blocks_for};
 use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
 use crate::group::{Group, NULL_BLOCK};
-use crate::hash::{Chain, Extra, Key, KeySpec, has_reserved, refuse_reserved};
+use crate::hash::{Chain, ExportedKey, Key, KeySpec, has_reserved, refuse_reserved};
 use crate::host_cache::Found;
 use crate::id::{BlockId, SequenceId, Tier};
+use crate::memory;
 use crate::prefix::{CachedIdentity, Published};
 use crate::transfer::{OpenStep, View};
 use std::borrow::Cow;
-
-/// An input besides tokens that determines the bytes of one block of a prompt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct BlockExtra<'a> {
-    /// Index of the block in the prompt.
-    pub block: usize,
-    /// What it is.
-    pub extra: Extra<'a>,
-}
 
 /// A prompt to admit, sharing its cached blocks.
 ///
@@ -51,8 +44,8 @@ pub struct Prompt<'a> {
     pub tokens: &'a [u32],
     /// What its keys depend on besides its tokens.
     pub spec: KeySpec,
-    /// Extras, in ascending block order.
-    pub extras: &'a [BlockExtra<'a>],
+    /// Extras, in any order; they may name tokens beyond the prompt.
+    pub extras: &'a [PromptExtra<'a>],
     /// The same prompt with its keys, see [`HashedPrompt::prompt`].
     pub hashed: Option<&'a HashedPrompt>,
 }
@@ -70,7 +63,7 @@ impl HashedPrompt {
     /// Hashes a prompt for managers with blocks of this size.
     ///
     /// # Errors
-    /// A token has the reserved id, or an extra names a block that is not full.
+    /// A token has the reserved id, or an extra has no token or ends beyond the longest sequence.
     pub fn new(prompt: &Prompt<'_>, block_size: u32) -> Result<Self> {
         let keys = hash(prompt, block_size, |_, _| {})?;
         Ok(Self { tokens: prompt.tokens.into(), spec: prompt.spec, block_size, keys })
@@ -92,52 +85,51 @@ impl HashedPrompt {
 /// Hashes the blocks of a prompt. `visit` is called with each key except the last and the number of keys so far, one
 /// key behind the hashing, whose latency hides its cost.
 fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)) -> Result<RowKeys> {
-    let size = block_size as usize;
-    let mut chain = Chain::new(&prompt.spec, block_size, 0);
-    let blocks = prompt.tokens.chunks_exact(size);
-    let mut keys: Vec<Key> = Vec::with_capacity(blocks.len() + 1);
-    let (mut extras, mut surplus, mut last_own) = (prompt.extras, Vec::new(), 0);
-    let (before_first, mut reserved) = (chain, has_reserved(blocks.remainder()));
-    for (i, tokens) in blocks.clone().enumerate() {
+    let blocks = prompt.tokens.chunks_exact(block_size as usize);
+    let mut keys = new_keys(prompt, block_size, Vec::with_capacity(blocks.len() + 1));
+    keys.extras = Extras::new(prompt.extras)?;
+    let mut reserved = has_reserved(blocks.remainder());
+    for (i, tokens) in blocks.enumerate() {
         reserved |= has_reserved(tokens);
-        let own = extras.iter().take_while(|extra| extra.block == i).count();
-        let key = if own == 0 {
-            chain.checked_block(tokens, &[])?
-        } else {
-            let of_block: Vec<Extra<'_>> = extras[..own].iter().map(|extra| extra.extra).collect();
-            let key = chain.checked_block(tokens, &of_block)?;
-            let regular = frames_before_extras(i + 1, block_size);
-            surplus.push((u32::try_from(i).unwrap_or(u32::MAX), chain.frames().saturating_sub(regular)));
-            key
-        };
-        (extras, last_own) = (&extras[own..], own);
-        if let Some(key) = keys.last() {
-            visit(i, key);
+        keys.push_block(tokens, block_size);
+        if let Some(before) = i.checked_sub(1) {
+            visit(i, &keys.keys[before]);
         }
-        keys.push(key);
     }
     if reserved {
         refuse_reserved(prompt.tokens)?;
     }
-    if let Some(extra) = extras.first() {
-        let must = format!("in ascending order and below {}, the prompt's full blocks", keys.len());
-        return Err(invalid("block of an extra key", extra.block as i128, must));
+    Ok(keys)
+}
+
+/// The keys of a prompt without extras; its chain is before the first block.
+fn new_keys(prompt: &Prompt<'_>, block_size: u32, keys: Vec<Key>) -> RowKeys {
+    let (KeySpec { salt, lora_id }, chain) = (prompt.spec, Chain::new(&prompt.spec, block_size, 0));
+    let (extras, surplus) = (Extras::default(), Vec::new());
+    RowKeys { chain, keys, lora_id, salt, tenant: 0, extras, surplus, before_last: None }
+}
+
+/// Returns the keys of a prompt's full blocks for other processes.
+///
+/// # Errors
+/// As [`HashedPrompt::new`]; or there is not enough memory.
+pub fn export_keys(prompt: &Prompt<'_>, block_size: u32, cache_group: u32) -> Result<Vec<ExportedKey>> {
+    let (extras, blocks) = (Extras::new(prompt.extras)?, prompt.tokens.chunks_exact(block_size as usize));
+    refuse_reserved(&prompt.tokens[..prompt.tokens.len() - blocks.remainder().len()])?;
+    let (mut chain, mut keys) = (Chain::new(&prompt.spec, block_size, cache_group), Vec::new());
+    memory::make_room(&mut keys, blocks.len())?;
+    for (i, tokens) in blocks.enumerate() {
+        chain.framed_block(extras.frames(i, block_size), tokens);
+        keys.push(chain.export());
     }
-    let before_last = blocks.last().filter(|_| last_own == 0).map(|_| {
-        let frames = chain.frames().saturating_sub(block_size.div_ceil(16));
-        keys.iter().rev().nth(1).map_or(before_first, |&key| Chain::resume(key, frames))
-    });
-    let KeySpec { salt, lora_id } = prompt.spec;
-    Ok(RowKeys { chain, keys, lora_id, salt, tenant: 0, surplus, before_last })
+    Ok(keys)
 }
 
 /// Placeholders for a prompt's keys in a manager without a prefix cache: as many, and never looked up.
 fn placeholders(prompt: &Prompt<'_>, block_size: u32) -> Result<RowKeys> {
     refuse_reserved(prompt.tokens)?;
-    let KeySpec { salt, lora_id } = prompt.spec;
-    let chain = Chain::new(&prompt.spec, block_size, 0);
-    let keys = vec![Key::default(); prompt.tokens.len() / block_size as usize];
-    Ok(RowKeys { chain, keys, lora_id, salt, tenant: 0, surplus: Vec::new(), before_last: Some(chain) })
+    let keys = new_keys(prompt, block_size, vec![Key::default(); prompt.tokens.len() / block_size as usize]);
+    Ok(RowKeys { before_last: Some(keys.chain), ..keys })
 }
 
 /// Whether an admission counts in [`PrefixStats`].

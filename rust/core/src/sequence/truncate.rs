@@ -67,11 +67,9 @@ fn cut_keys(row: &mut Row, tokens: u32, size: u32) {
     let Some(keys) = &mut row.keys else { return };
     let full = (tokens / size) as usize;
     if full < keys.keys.len() {
-        let Some(before) = keys.before_last.take().filter(|_| full + 1 == keys.keys.len()) else {
+        if full + 1 < keys.keys.len() || !keys.reopen_last() {
             return row.unfollow();
-        };
-        keys.chain = before;
-        keys.keys.truncate(full);
+        }
     }
     // Tokens after the keys may not have known ids yet.
     row.known = row.known.min(tokens);

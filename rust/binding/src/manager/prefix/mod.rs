@@ -6,14 +6,12 @@ use crate::allocator::ids;
 use crate::convert::args;
 use crate::convert::arrays::{self, Tokens};
 use crate::convert::errors::{invalid, to_py};
-use crate::convert::memory;
 use crate::convert::values::picklable;
 use crate::event::PyEventBatch;
-use crate::manager::prompts::{self, KeySpecs, PyExtra, PyHashedPrompt, TokenIds};
+use crate::manager::prompts::{self, Extras, KeySpecs, PyExtra, PyHashedPrompt, TokenIds};
 use crate::manager::shared::Shared;
 use crate::manager::stats::residency;
-use blockyard_core::hash::Chain;
-use blockyard_core::{HashedPrompt, KeySpec, MAX_PRIORITY, PrefixHit, Tier};
+use blockyard_core::{self as core, HashedPrompt, KeySpec, MAX_PRIORITY, PrefixHit, Prompt, Tier};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -99,7 +97,9 @@ impl PyPrefix {
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<PyPrefixHit> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
-        let hit = self.0.with(|manager| prompts::lend(&tokens, &specs, &[], |prompts| manager.lookup(&prompts[0])))?;
+        let hit = self.0.with(|manager| {
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.lookup(&prompts[0]))
+        })?;
         let PrefixHit { tokens, host_blocks } = hit.map_err(to_py)?;
         Ok(PyPrefixHit { tokens, host_blocks })
     }
@@ -110,13 +110,13 @@ impl PyPrefix {
     ///     token_ids: uint32 `[tokens]` or a list of ints; copied.
     ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
-    ///     extras: other inputs that determine a block's bytes: `(0, block, kind, bytes)`, sorted by block.
+    ///     extras: other inputs that determine what the model computes, such as images: `(start, length, digest)`, see
+    ///         `allocate`. They may name tokens beyond the prompt.
     /// Returns:
     ///     `HashedPrompt`, for `lookup`, `can_allocate` and `allocate` of managers with the same block size.
     /// Raises:
-    ///     InvalidArgumentError: a token id is out of range, or an extra names a block that is not full.
+    ///     InvalidArgumentError: a token id or an extra is out of range.
     #[pyo3(signature = (token_ids, *, salt = None, lora_id = 0, extras = Vec::new()))]
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     fn hash(
         &self,
         token_ids: &Bound<'_, PyAny>,
@@ -127,6 +127,7 @@ impl PyPrefix {
         let block_size = self.0.lock().block_size();
         let (tokens, specs) =
             ([TokenIds::Plain(arrays::token_ids(token_ids, &"token_ids")?)], KeySpecs::one(salt, lora_id)?);
+        let extras = Extras::one(extras);
         let hashed = prompts::lend(&tokens, &specs, &extras, |prompts| HashedPrompt::new(&prompts[0], block_size))?;
         hashed.map(PyHashedPrompt::new).map_err(to_py)
     }
@@ -297,8 +298,10 @@ impl PyPrefix {
 /// Return the keys of a prompt's full blocks for other processes: SHA-256 digests, 32 bytes each.
 ///
 /// The hashed stream starts with a 64-byte header: `BLKYKEYS`, then format 1, block size, cache group and 0 as
-/// little-endian u32, the adapter as u64, and 32 bytes of salt (its SHA-256, or zeros for none). Each block's tokens
-/// follow as little-endian u32, padded to 64 bytes with 0xFF. A block's key is the digest of the stream up to its end.
+/// little-endian u32, the adapter as u64, and 32 bytes of salt (its SHA-256, or zeros for none). Each block's extras
+/// follow, sorted, and its tokens as little-endian u32; together they are padded to 64 bytes with 0xFF. The extras are
+/// those that touch the block: 0xFFFFFFFF, 1, the number of bytes that follow, `start` and `length` as little-endian
+/// u32, and `digest`, padded to 4 bytes with 0xFF. A block's key is the digest of the stream up to its end.
 ///
 /// Args:
 ///     tokens: token ids, uint32 `[n]` or a list of ints.
@@ -306,35 +309,28 @@ impl PyPrefix {
 ///     salt: salt of the tenant, bytes.
 ///     lora_id: adapter; 0 for none.
 ///     cache_group: number of the cache group.
+///     extras: `(start, length, digest)` of each other input, such as an image; see `BlockManager.allocate`.
 /// Returns:
 ///     A key for each full block, bytes.
 /// Raises:
-///     InvalidArgumentError: a token id or `block_size` is out of range.
+///     InvalidArgumentError: a token id, an extra or `block_size` is out of range.
 #[pyfunction]
-#[pyo3(signature = (tokens, *, block_size, salt = None, lora_id = 0, cache_group = 0))]
+#[pyo3(signature = (tokens, *, block_size, salt = None, lora_id = 0, cache_group = 0, extras = Vec::new()))]
 pub(crate) fn export_keys<'py>(
     tokens: &Bound<'py, PyAny>,
     #[pyo3(from_py_with = args::block_size)] block_size: u32,
-    salt: Option<&[u8]>,
+    salt: Option<&Bound<'py, PyAny>>,
     #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     #[pyo3(from_py_with = args::cache_group)] cache_group: u32,
+    #[pyo3(from_py_with = args::extras)] extras: Vec<PyExtra>,
 ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
     let py = tokens.py();
     if block_size == 0 {
         return Err(invalid("block_size is 0, must be at least 1".to_owned()));
     }
-    let mut chain = Chain::new(&KeySpec::new(salt, lora_id), block_size, cache_group);
-    let export = |block: &[u32]| -> PyResult<_> {
-        chain.block(block, &[]).map_err(to_py)?;
-        Ok(chain.export().0)
-    };
-    let keys = memory::lend(&[arrays::token_ids(tokens, &"tokens")?], |tokens| {
-        let blocks = tokens[0].chunks_exact(block_size as usize);
-        let mut keys = memory::reserved(blocks.len())?;
-        for key in blocks.map(export) {
-            keys.push(key?);
-        }
-        PyResult::Ok(keys)
-    })??;
-    Ok(keys.iter().map(|key| PyBytes::new(py, key)).collect())
+    let tokens = [TokenIds::Plain(arrays::token_ids(tokens, &"tokens")?)];
+    let (specs, extras) = (KeySpecs::one(salt, lora_id)?, Extras::one(extras));
+    let export = |prompts: &[Prompt<'_>]| core::export_keys(&prompts[0], block_size, cache_group);
+    let keys = prompts::lend(&tokens, &specs, &extras, export)?.map_err(to_py)?;
+    Ok(keys.iter().map(|key| PyBytes::new(py, &key.0)).collect())
 }

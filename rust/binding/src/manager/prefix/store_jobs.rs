@@ -4,7 +4,7 @@ use crate::convert::args::{self, items, refused};
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
 use crate::convert::values::{TierName, picklable};
-use crate::manager::prompts::{self, KeySpecs, TokenIds};
+use crate::manager::prompts::{self, Extras, KeySpecs, TokenIds};
 use crate::manager::shared::Shared;
 use blockyard_core::{ExportedKey, JobId, StoreJob, StoreWrites};
 use numpy::{PyArray1, PyArray2};
@@ -131,9 +131,9 @@ impl PyStoreJobs {
     ) -> PyResult<(Py<PyArray2<u8>>, usize)> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let most = max_blocks as usize;
-        let missing = self
-            .0
-            .with(|manager| prompts::lend(&tokens, &specs, &[], |prompts| manager.missing_blocks(&prompts[0], most)))?;
+        let missing = self.0.with(|manager| {
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.missing_blocks(&prompts[0], most))
+        })?;
         let (keys, num_loading) = missing.map_err(to_py)?;
         Ok((keys_array(prompt.py(), &keys)?, num_loading))
     }
@@ -162,9 +162,9 @@ impl PyStoreJobs {
     ) -> PyResult<PyStoreJob> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let most = max_blocks as usize;
-        let job = self
-            .0
-            .with(|manager| prompts::lend(&tokens, &specs, &[], |prompts| manager.begin_load(&prompts[0], most)))?;
+        let job = self.0.with(|manager| {
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.begin_load(&prompts[0], most))
+        })?;
         PyStoreJob::new(prompt.py(), &job.map_err(to_py)?)
     }
 

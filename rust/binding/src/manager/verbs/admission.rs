@@ -6,7 +6,7 @@ use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
 use crate::manager::PyBlockManager;
 use crate::manager::fit::PyFit;
-use crate::manager::prompts::{self, KeySpecs, PromptLike, Prompts, PyExtra};
+use crate::manager::prompts::{self, Extras, KeySpecs, PromptLike, Prompts};
 use crate::manager::sequence::PySequence;
 use crate::manager::shared::handles;
 use blockyard_core::{Demand, Manager, SequenceId};
@@ -72,7 +72,7 @@ impl PyBlockManager {
             PromptLike::Tokens(tokens) => {
                 let (specs, chunk) = (KeySpecs::one(salt, lora_id)?, chunk_tokens.unwrap_or(u32::MAX));
                 let fit = self.shared.with(|manager| {
-                    prompts::lend(&[tokens], &specs, &[], |prompts| {
+                    prompts::lend(&[tokens], &specs, &Extras::default(), |prompts| {
                         manager.can_admit_prompt(&prompts[0], chunk, lookahead)
                     })
                 })?;
@@ -96,8 +96,10 @@ impl PyBlockManager {
     ///     salt: separates tenants: a prompt shares blocks only with prompts of the same salt. Bytes or None for all
     ///         prompts, or a list with one for each. `b""` is a salt, too.
     ///     lora_id: adapter of the prompts, 0 for none; one int, or one for each prompt.
-    ///     extras: other inputs that determine a block's bytes, such as an image's hash: `(prompt, block, kind,
-    ///         bytes)`, sorted by block.
+    ///     extras: other inputs that determine what the model computes, such as images: a list of `(start, length,
+    ///         digest)` with the position of the first token, the number of tokens and bytes. Prompts share a block
+    ///         only if the extras of its tokens and of all before them are equal. Those of tokens that `append` adds
+    ///         count too: the sequence and its forks keep them. One list for all prompts, or a list with one for each.
     ///     chunk_tokens: maximum tokens beyond the cached ones to take blocks for; `next_chunk` and `append` add the
     ///         rest. None: all at once.
     ///     encoder_tokens: tokens of each sequence's encoder, if there is a group with cross attention.
@@ -107,25 +109,24 @@ impl PyBlockManager {
     ///     One `Sequence` for one prompt, a tuple of them for several, uint64 `[n]` for `counts`.
     /// Raises:
     ///     OutOfBlocksError: the device has too few free blocks for all of them.
-    ///     InvalidArgumentError: a token id is out of range, counts and prompts are mixed, or the number of salts,
-    ///         adapters or encoder lengths is wrong.
-    #[pyo3(signature = (*prompts, counts = None, salt = None, lora_id = None, extras = Vec::new(), chunk_tokens = None,
+    ///     InvalidArgumentError: a token id or an extra is out of range, counts and prompts are mixed, or the number of
+    ///         salts, adapters, lists of extras or encoder lengths is wrong.
+    #[pyo3(signature = (*prompts, counts = None, salt = None, lora_id = None, extras = None, chunk_tokens = None,
         encoder_tokens = None, preempted = false))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
-    #[expect(clippy::needless_pass_by_value, reason = "extracted from a Python list")]
     fn allocate<'py>(
         &self,
         prompts: &Bound<'py, PyTuple>,
         counts: Option<&Bound<'py, PyAny>>,
         salt: Option<&Bound<'py, PyAny>>,
         lora_id: Option<&Bound<'py, PyAny>>,
-        #[pyo3(from_py_with = args::extras)] extras: Vec<PyExtra>,
+        extras: Option<&Bound<'py, PyAny>>,
         #[pyo3(from_py_with = args::chunk_tokens)] chunk_tokens: Option<u32>,
         encoder_tokens: Option<&Bound<'py, PyAny>>,
         preempted: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = prompts.py();
-        let is_keyed = salt.is_some() || lora_id.is_some() || !extras.is_empty() || chunk_tokens.is_some() || preempted;
+        let is_keyed = salt.is_some() || lora_id.is_some() || extras.is_some() || chunk_tokens.is_some() || preempted;
         if let Some(counts) = counts {
             if is_keyed {
                 return Err(invalid(KEYED.to_owned()));
@@ -151,7 +152,8 @@ impl PyBlockManager {
                 return Err(invalid("encoder_tokens are given with token ids, must be given with counts".to_owned()));
             }
             Prompts::Tokens(tokens) => {
-                let (specs, chunk) = (KeySpecs::new(salt, lora_id, tokens.len())?, chunk_tokens.unwrap_or(u32::MAX));
+                let (specs, extras) = (KeySpecs::new(salt, lora_id, tokens.len())?, Extras::new(extras, tokens.len())?);
+                let chunk = chunk_tokens.unwrap_or(u32::MAX);
                 let mut out = memory::reserved(tokens.len())?;
                 let open = |manager: &mut Manager| {
                     prompts::lend(&tokens, &specs, &extras, |prompts| match preempted {

@@ -1,6 +1,7 @@
 //! Block tables: which blocks hold a sequence's tokens. One row per sequence; rows are reused, and a handle carries the
 //! manager's number and the row's generation, so that a foreign or stale handle is detected.
 
+use super::extras::Extras;
 use crate::error::fault;
 use crate::error::{Error, Result};
 use crate::hash::{Chain, Key};
@@ -211,13 +212,40 @@ pub(crate) struct RowKeys {
     pub(crate) salt: [u8; 32],
     /// Its number, if it has a quota on the device; else 0.
     pub(crate) tenant: u16,
+    /// Its extras, also those of blocks that are not full yet.
+    pub(crate) extras: Extras,
     /// Blocks with extras, and the number of extra frames in the chain up to each.
     pub(crate) surplus: Vec<(u32, u32)>,
-    /// The chain before the last full block, to reopen that block; `None` if it has extras or was already reopened.
+    /// The chain before the last full block, to reopen that block; `None` if it was already reopened.
     pub(crate) before_last: Option<Chain>,
 }
 
 impl RowKeys {
+    /// Hashes one more full block.
+    #[inline]
+    pub(crate) fn push_block(&mut self, tokens: &[u32], block_size: u32) {
+        let (index, before) = (self.keys.len(), self.chain);
+        let frames = self.extras.frames(index, block_size);
+        let has_extras = !frames.is_empty();
+        self.keys.push(self.chain.framed_block(frames, tokens));
+        self.before_last = Some(before);
+        if has_extras {
+            let regular = frames_before_extras(index + 1, block_size);
+            let surplus = self.chain.frames().saturating_sub(regular);
+            self.surplus.push((u32::try_from(index).unwrap_or(u32::MAX), surplus));
+        }
+    }
+
+    /// Reopens the last full block. Returns false if the chain before it is no longer known.
+    pub(crate) fn reopen_last(&mut self) -> bool {
+        let Some(before) = self.before_last.take() else { return false };
+        self.chain = before;
+        self.keys.pop();
+        let full = self.keys.len();
+        self.surplus.truncate(self.surplus.partition_point(|&(block, _)| (block as usize) < full));
+        true
+    }
+
     /// The chain up to one of the full blocks.
     pub(crate) fn chain_at(&self, index: usize, block_size: u32) -> Option<Chain> {
         let after = self.surplus.partition_point(|&(block, _)| block as usize <= index);

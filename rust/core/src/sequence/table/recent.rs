@@ -102,9 +102,7 @@ impl SequenceRows {
     fn hash_block(&mut self, index: usize) {
         let row = &mut self.entries[index];
         let Some(keys) = &mut row.keys else { return };
-        let before = keys.chain;
         let tokens = self.recent.block(index, keys.keys.len());
-        keys.keys.push(keys.chain.plain_block(tokens));
-        keys.before_last = Some(before);
+        keys.push_block(tokens, self.recent.block_size);
     }
 }
