@@ -17,9 +17,12 @@ from blockyard.engine.transfers import Transfer, Transfers
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.parts import Part
 from blockyard.prefix_store.loads import Loads
+from blockyard.scheduler.admission import Admission
+from blockyard.scheduler.request import IdleSequences
 
 PROGRAMS = 150
 BEGIN, CUT, ORDER = StepExecutor._begin, StepExecutor._cut, Transfers.order_compute
+ALLOCATE = Admission._allocate
 END_STEPS, STAGING, SUBMIT = StepExecutor._end_steps, Memory.staging, CacheEngine.submit
 
 
@@ -56,6 +59,14 @@ def one_buffer(self: Memory, num_rows: int) -> Any:
     return self.kept[:num_rows]
 
 
+def ignores_extras_after_full_blocks(self: Admission, batch: list[IdleSequences]) -> Any:
+    for idle in batch:
+        size = self._manager.block_size
+        full = len(idle.tokens[0]) // size * size
+        idle.state.extras = tuple(extra for extra in idle.state.extras if extra[0] < full)
+    return ALLOCATE(self, batch)
+
+
 def gives_back_all_beyond_the_size(self: KVCache) -> None:
     blocks = self.manager.pool("device").num_blocks
     if self.elastic is not None and blocks < self.elastic.num_blocks:
@@ -78,6 +89,7 @@ FAULTS: dict[str, tuple[type, str, Any, int]] = {
         *(Loads, "_end", lambda self, load, miss="": self._finish(load, miss)),
         87,
     ),
+    "extras after a prompt's full blocks are ignored": (Admission, "_allocate", ignores_extras_after_full_blocks, 5),
     "memory goes with the size": (KVCache, "give_back", gives_back_all_beyond_the_size, 1),
 }
 """What is changed, and the seed to search from: that of the first program which notices it today."""

@@ -446,7 +446,7 @@ def test_a_scheduler_that_counts_what_writes_hold_wrongly_is_noticed():
         scheduler._admission.__class__ = TakesWhatItFinds
         return scheduler
 
-    assert_noticed(writing(factory), first=17)
+    assert_noticed(writing(factory), first=8)
 
 
 # ---- schedulers with a bug that shows with draft tokens alone ----

@@ -24,8 +24,8 @@ _BLOCK_SIZES = st.integers(1, 5)
 _DEVICE_BLOCKS = st.integers(3, 24)
 _OTHER_BLOCKS = st.integers(0, 16)
 _WATERMARKS = st.sampled_from([0.0, 0.01, 0.1, 0.2])
-_EXTRA = st.tuples(st.integers(0, MAX_PROMPT), st.integers(1, 4), st.sampled_from([b"cat", b"dog"]))
-_EXTRAS: st.SearchStrategy[list[tuple[int, int, bytes]]] = st.builds(list) | st.lists(_EXTRA, min_size=1, max_size=2)
+_EXTRA = st.tuples(st.integers(-4, 3), st.integers(1, 4), st.sampled_from([b"cat", b"dog"]))
+_EXTRAS: st.SearchStrategy[list[tuple[int, int, bytes]]] = st.lists(_EXTRA, max_size=2)
 
 
 def configs(
@@ -99,8 +99,14 @@ def requests(
         priority=st.integers(0, priorities - 1),
         arrival=st.sampled_from([0.0, 1.0]),
         stop_token_ids=st.frozensets(st.integers(0, VOCABULARY - 1), max_size=3),
-        extras=_EXTRAS,
-    ).map(_with_extras_inside)
+        extras=st.one_of(*[st.builds(list)] * 3, _EXTRAS),
+    ).map(_with_extras_at_end)
+
+
+def _with_extras_at_end(request: Request) -> Request:
+    """Let the starts of a request's extras count from its prompt's end: most then lie in a partial block."""
+    end = len(request.prompt)
+    return _with_extras_inside(replace(request, extras=[(max(0, end + at), *rest) for at, *rest in request.extras]))
 
 
 def _with_extras_inside(request: Request) -> Request:

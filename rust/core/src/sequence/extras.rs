@@ -73,7 +73,7 @@ impl Extras {
     fn frames_between(&self, begin: u64, block_size: u32) -> Vec<u8> {
         let end = begin + u64::from(block_size);
         let first = self.0.partition_point(|span| u64::from(span.reach) <= begin);
-        let begun = self.0[first..].iter().take_while(|span| u64::from(span.start) < end);
-        begun.filter(|span| u64::from(span.end) > begin).flat_map(|span| &*span.frame).copied().collect()
+        let before_end = self.0[first..].iter().take_while(|span| u64::from(span.start) < end);
+        before_end.filter(|span| u64::from(span.end) > begin).flat_map(|span| &*span.frame).copied().collect()
     }
 }

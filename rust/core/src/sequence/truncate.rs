@@ -66,10 +66,8 @@ impl Sequences {
 fn cut_keys(row: &mut Row, tokens: u32, size: u32) {
     let Some(keys) = &mut row.keys else { return };
     let full = (tokens / size) as usize;
-    if full < keys.keys.len() {
-        if full + 1 < keys.keys.len() || !keys.reopen_last() {
-            return row.unfollow();
-        }
+    if full < keys.keys.len() && (full + 1 < keys.keys.len() || !keys.reopen_last()) {
+        return row.unfollow();
     }
     // Tokens after the keys may not have known ids yet.
     row.known = row.known.min(tokens);
