@@ -290,7 +290,7 @@ def _check_fields(request: Request, max_num_seqs: int) -> None:
 
 def _extras(request: Request, limit: int) -> tuple[tuple[int, int, bytes], ...]:
     """Check and copy a request's extras."""
-    if isinstance(request.extras, str | bytes | bytearray) or not isinstance(request.extras, Sequence):
+    if not isinstance(request.extras, list | tuple):
         raise InvalidArgumentError(
             f"request {request.request_id!r} has extras {request.extras!r:.100}, must be a list of "
             f"(start, length, digest)"

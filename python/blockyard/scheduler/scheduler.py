@@ -210,8 +210,8 @@ class Scheduler:
             self._priority = state.rank[0]
             self._requests[request.request_id] = state
             self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))
-            key = {"salt": request.salt, "lora_id": request.lora_id, "extras": state.extras}
-            self._recording.add(request.request_id, state.prompt, **key)
+            key = request.salt, request.lora_id, state.extras
+            self._recording.add(request.request_id, state.prompt, key)
         except BaseException:
             self._interrupted = True
             self._requests.pop(request.request_id, None)

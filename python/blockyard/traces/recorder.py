@@ -344,14 +344,12 @@ class TokenRecorder:
         self,
         request_id: str,
         prompt: NDArray[np.uint32],
-        *,
-        salt: bytes | None,
-        lora_id: int,
-        extras: Sequence[tuple[int, int, bytes]],
+        key: tuple[bytes | None, int, Sequence[tuple[int, int, bytes]]],
     ) -> None:
-        """Record that a request has arrived; see `Request`."""
+        """Record that a request has arrived, with its salt, adapter and extras; see `Request`."""
         if self._recorder is None or not self._recorder.is_recording:
             return
+        salt, lora_id, extras = key
         keys_of = partial(export_keys, block_size=self._block_size, salt=salt, lora_id=lora_id, extras=extras)
         self._recorder.add(request_id, keys_of(prompt), len(prompt))
         self._open[request_id] = prompt, keys_of

@@ -362,13 +362,14 @@ class PrefixMachine(RecordingMachine):
 
     def hashed(self, prompt: list[int], salt: bytes | None, extras: Sequence[Extra]) -> HashedPrompt:
         """Return a prompt with its salt and extras."""
-        return self.manager.prefix.hash(prompt, salt=salt, extras=extras)
+        hashed: HashedPrompt = self.manager.prefix.hash(prompt, salt=salt, extras=extras)
+        return hashed
 
     def lookup(self, prompt: list[int], salt: bytes | None, extras: Sequence[Extra]) -> int:
         """Return how many tokens at the start of a prompt are cached."""
         prefix = self.manager.prefix
         hit = prefix.lookup(self.hashed(prompt, salt, extras)) if extras else prefix.lookup(prompt, salt=salt)
-        return hit.tokens
+        return int(hit.tokens)
 
     def tables(self) -> list[tuple[TierName, list[int]]]:
         """Return tier and block table of each sequence."""

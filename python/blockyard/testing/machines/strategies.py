@@ -106,7 +106,9 @@ def requests(
 def _with_extras_at_end(request: Request) -> Request:
     """Let the starts of a request's extras count from its prompt's end: most then lie in a partial block."""
     end = len(request.prompt)
-    return _with_extras_inside(replace(request, extras=[(max(0, end + at), *rest) for at, *rest in request.extras]))
+    return _with_extras_inside(
+        replace(request, extras=[(max(0, end + at), n, image) for at, n, image in request.extras])
+    )
 
 
 def _with_extras_inside(request: Request) -> Request:
