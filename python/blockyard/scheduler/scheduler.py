@@ -210,8 +210,7 @@ class Scheduler:
             self._priority = state.rank[0]
             self._requests[request.request_id] = state
             self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))
-            key = request.salt, request.lora_id, state.extras
-            self._recording.add(request.request_id, state.prompt, key)
+            self._recording.add(request.request_id, state.prompt, (request.salt, request.lora_id, state.extras))
         except BaseException:
             self._interrupted = True
             self._requests.pop(request.request_id, None)
