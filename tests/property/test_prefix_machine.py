@@ -68,8 +68,8 @@ class FindsEveryTenant(Around):
     def prefix(self) -> AroundPrefix:
         return self.Prefix(self.inner)
 
-    def allocate(self, *prompts: Sequence[int], salt: bytes | None = None) -> object:
-        return self.inner.allocate(*prompts)
+    def allocate(self, *prompts: Sequence[int], salt: bytes | None = None, preempted: bool = False) -> object:
+        return self.inner.allocate(*prompts, preempted=preempted)
 
 
 class IgnoresExtrasAfterFullBlocks(Around):
@@ -97,8 +97,8 @@ class PublishesWhatIsNotComputed(Around):
         super().__init__(config, events)
         self.seen: set[int] = set()
 
-    def allocate(self, *prompts: Sequence[int], salt: bytes | None = None) -> object:
-        found = self.inner.allocate(*prompts, salt=salt)
+    def allocate(self, *prompts: Sequence[int], salt: bytes | None = None, preempted: bool = False) -> object:
+        found = self.inner.allocate(*prompts, salt=salt, preempted=preempted)
         self.seen |= set(map(int, found if isinstance(found, tuple) else (found,)))
         return found
 
@@ -108,8 +108,8 @@ class PublishesWhatIsNotComputed(Around):
 
 
 class SaysThatMoreIsCached(Around):
-    def allocate(self, *prompts: Sequence[int], salt: bytes | None = None) -> object:
-        found = self.inner.allocate(*prompts, salt=salt)
+    def allocate(self, *prompts: Sequence[int], salt: bytes | None = None, preempted: bool = False) -> object:
+        found = self.inner.allocate(*prompts, salt=salt, preempted=preempted)
         more = self.inner.block_size
         return tuple(
             Sequence_(int(sequence), sequence.cached_tokens + more * (sequence.cached_tokens > 0))

@@ -196,7 +196,7 @@ class PrefixMachine(RecordingMachine):
     def prefill(self, prompt: tuple[int, int, int], salt: bytes | None, extras: Sequence[Extra] = ()) -> None:
         """A rare scenario: a prompt is admitted, computed and published."""
         before = len(self.sequences)
-        self.allocate_prompts([prompt], salt, extras)
+        self.allocate_prompts([prompt], salt, extras=extras)
         self.step([])
         if len(self.sequences) > before:
             self.mark_computed([before])

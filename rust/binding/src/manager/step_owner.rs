@@ -59,7 +59,7 @@ impl PyStepOwner {
         #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
         #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        self.0.get().end(py, &ticket, &lost)
+        self.0.get().end(py, ticket, &lost)
     }
 
     /// See `BlockManager.fail`.
@@ -68,7 +68,7 @@ impl PyStepOwner {
         py: Python<'py>,
         #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        self.0.get().end_lost(py, &ticket)
+        self.0.get().end_lost(py, ticket)
     }
 
     /// See `BlockManager.lose`.
@@ -79,6 +79,6 @@ impl PyStepOwner {
         #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
         #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        self.0.get().mark_lost(py, &ticket, &lost)
+        self.0.get().mark_lost(py, ticket, &lost)
     }
 }

@@ -156,9 +156,12 @@ impl PyBlockManager {
                 let chunk = chunk_tokens.unwrap_or(u32::MAX);
                 let mut out = memory::reserved(tokens.len())?;
                 let open = |manager: &mut Manager| {
-                    prompts::lend(&tokens, &specs, &extras, |prompts| match preempted {
-                        false => manager.allocate_chunks(prompts, chunk, &mut out),
-                        true => manager.readmit_chunks(prompts, chunk, &mut out),
+                    prompts::lend(&tokens, &specs, &extras, |prompts| {
+                        if preempted {
+                            manager.readmit_chunks(prompts, chunk, &mut out)
+                        } else {
+                            manager.allocate_chunks(prompts, chunk, &mut out)
+                        }
                     })
                 };
                 self.shared.with(open)?.map_err(to_py)?;

@@ -29,7 +29,7 @@ impl PyBlockManager {
     pub(crate) fn end<'py>(
         &self,
         py: Python<'py>,
-        ticket: &TicketArgument,
+        ticket: TicketArgument,
         lost: &[Py<PyPairs>],
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         if lost.is_empty() {
@@ -41,11 +41,7 @@ impl PyBlockManager {
         handles(py, &hit)
     }
 
-    pub(crate) fn end_lost<'py>(
-        &self,
-        py: Python<'py>,
-        ticket: &TicketArgument,
-    ) -> PyResult<Bound<'py, PyArray1<u64>>> {
+    pub(crate) fn end_lost<'py>(&self, py: Python<'py>, ticket: TicketArgument) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let hit = self.lock().fail_whole(ticket.0).map_err(to_py)?;
         handles(py, &hit)
     }
@@ -53,7 +49,7 @@ impl PyBlockManager {
     pub(crate) fn mark_lost<'py>(
         &self,
         py: Python<'py>,
-        ticket: &TicketArgument,
+        ticket: TicketArgument,
         lost: &[Py<PyPairs>],
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         let lost = core_pairs(py, lost)?;
@@ -107,7 +103,7 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         self.refuse_owned("complete")?;
-        self.end(py, &ticket, &lost)
+        self.end(py, ticket, &lost)
     }
 
     /// End a ticket whose transfers did not land at all, for instance because they were never run.
@@ -124,7 +120,7 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         self.refuse_owned("fail")?;
-        self.end_lost(py, &ticket)
+        self.end_lost(py, ticket)
     }
 
     /// Mark the sequences that have lost bytes while the ticket's other transfers still run.
@@ -145,6 +141,6 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         self.refuse_owned("lose")?;
-        self.mark_lost(py, &ticket, &lost)
+        self.mark_lost(py, ticket, &lost)
     }
 }
