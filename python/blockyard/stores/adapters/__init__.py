@@ -1,1 +1,1 @@
-"""What engine adapters run over a store: `objects`, of any length and with text keys, and `jobs` in the background."""
+"""What engine adapters share: `objects` of any length, `jobs` in the background, and names for a `checkpoint`."""
