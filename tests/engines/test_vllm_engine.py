@@ -32,6 +32,7 @@ PROMOTED, FAILED = "vllm:kv_offload_tiering_read_bytes", "vllm:kv_offload_tierin
 
 def tier(root: Path) -> dict[str, Any]:
     options = {"type": "BlockyardTier", "module_path": OURS, "root_dir": str(root), "size": "64MiB"}
+    options["revision"] = "1"
     return {**TIERING, "secondary_tiers": [options]}
 
 

@@ -1,6 +1,7 @@
 """vLLM itself, on a CPU, with a store below its host memory: tokens are those of vLLM alone, whatever storage does."""
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,19 @@ def test_a_store_that_loses_refuses_or_hangs_costs_no_token_and_no_engine(folder
     after = [late - early for early, late in pairwise(loaded)]
     # Warm, lost, refused, hanging, well again.
     assert [bool(count) for count in after] == [True, False, False, False, True], json.dumps(found["external"])
+
+
+def test_another_theta_finds_nothing_and_a_copy_of_the_model_what_the_first_has_stored(
+    folder: Path, alone: Any, tmp_path: Path
+):
+    extra = {**ROOMY, "prefix_store": FileStorage(tmp_path / "store").url}
+    assert serve(folder, extra=extra, rounds=1)["external"][-1]["written"] > 0
+    theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    other = serve(folder, extra=extra, rounds=1, engine={"hf_overrides": theta})
+    assert other["external"][-1]["loaded"] == 0
+    copied = serve(Path(shutil.copytree(folder, tmp_path / "copy")), extra=extra, rounds=1)
+    assert copied["external"][-1]["loaded"] > 0
+    assert copied["tokens"] == alone["tokens"][:1]
 
 
 def test_engines_share_a_store_that_is_killed_under_them(folder: Path, alone: Any, tmp_path: Path):

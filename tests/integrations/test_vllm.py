@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import vllm_modules
+from checkpoints import checkpoint, vllm_config
 
 from blockyard.errors import BlockyardError, CaptureError, InvalidArgumentError
 
@@ -147,10 +148,17 @@ def test_each_configuration_of_the_guide_makes_what_it_names(vllm: SimpleNamespa
         extra = transfer["kv_connector_extra_config"]
         if extra.get("spec_module_path") == vllm.ours.__name__:
             if "prefix_store" in extra:
-                extra |= {"prefix_store": f"file://{tmp_path}?size=8MiB", "host_bytes": "16MiB"}
+                extra |= {"prefix_store": f"file://{tmp_path}/store?size=8MiB", "host_bytes": "16MiB"}
                 spec = vllm.ours.BlockyardSpec(vllm_modules.config(vllm, extra, engine_id=str(tmp_path)))
+                vllm.current.current = vllm_config(checkpoint(tmp_path / "model"))
+                base, blocks = vllm.base, torch.zeros((16, 64), dtype=torch.int8)
+                caches = base.CanonicalKVCaches(
+                    [base.CanonicalKVCacheTensor(blocks, 64)], [[base.CanonicalKVCacheRef(0, 64)]]
+                )
+                worker = spec.get_worker(caches)
                 assert spec.get_manager().num_chunks == 65536
                 spec.get_manager().shutdown()
+                worker.shutdown()
                 continue
             block_bytes = 16 * 2 * 32 * 8 * 128 * 2
             spec = getattr(vllm.ours, extra["spec_name"])(vllm_modules.config(vllm, extra, block_bytes=block_bytes))

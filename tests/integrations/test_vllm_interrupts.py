@@ -53,6 +53,7 @@ class TierProgram(Caller):
             tier_type="BlockyardTier",
             root_dir=str(root),
             size="1MiB",
+            revision="1",
         )
         self.taken: set[int] = set()
         self.refused: set[int] = set()

@@ -46,6 +46,16 @@ def test_an_engine_that_ends_before_all_have_come_leaves_no_file(region: Any):
     assert not one._path.exists()
 
 
+def test_the_scheduler_reads_what_each_worker_computes_with(region: Any):
+    name = f"test-{os.getpid()}-identities"
+    workers = [region(name, 4096, 3, 0, b"a" * 32), region(name, 4096, 3, 1)]
+    scheduler = region(name, 4096, 3, 3)
+    assert scheduler.identities == [b"a" * 32, bytes(32), bytes(32)]
+    workers.append(region(name, 4096, 3, 2, b"c" * 32))
+    assert scheduler.identities == [b"a" * 32, bytes(32), b"c" * 32]
+    assert scheduler.is_complete
+
+
 def test_the_scheduler_uses_no_memory_that_a_worker_has_not_mapped(region: Any):
     name = f"test-{os.getpid()}-alone"
     scheduler = region(name, 4096, 1, 1)

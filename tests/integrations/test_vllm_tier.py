@@ -43,7 +43,7 @@ class Tier:
             primary_kv_view=memoryview(self.memory),
             tier_type="BlockyardTier",
             backpressure_detector=None,
-            **(options if "url" in options else {"root_dir": str(root), "size": "1MiB"} | options),
+            **({"revision": "1"} | ({} if "url" in options else {"root_dir": str(root), "size": "1MiB"}) | options),
         )
 
     def submit(self, call: Any, keys: list[bytes], chunks: list[int], **more: Any) -> None:
@@ -215,6 +215,11 @@ def test_the_store_stays_within_its_size(vllm: SimpleNamespace, tmp_path: Path):
         ({"root_dir": None}, InvalidArgumentError, "must give exactly one of them"),
         ({"url": "file:///x", "root_dir": "/x"}, InvalidArgumentError, "must give exactly one of them"),
         ({"size": 100}, StoreFullError, "100"),
+        (
+            {"revision": ""},
+            InvalidArgumentError,
+            "revision is empty.*vLLM tells a tier the model's name, not its weights",
+        ),
     ],
 )
 def test_an_option_out_of_range_is_refused(

@@ -33,12 +33,14 @@ def loaded(kind: str, **change: ModuleType) -> Iterator[SimpleNamespace]:
     forget()
     try:
         modules = vllm_stand_in.modules(kind.split()[1]) if kind.startswith("stand-in") else from_source(Path(kind))
+        modules["vllm.config"] = configuration = vllm_stand_in.current_configuration()
         for name, module in change.items():
             modules[f"vllm.v1.kv_offload.{name}"] = module
         sys.modules.update(modules)
         ours = importlib.import_module(OURS)
         yield SimpleNamespace(
             ours=ours,
+            current=configuration,
             base=sys.modules["vllm.v1.kv_offload.base"],
             config=sys.modules["vllm.v1.kv_offload.config"],
             common=sys.modules["vllm.v1.kv_offload.cpu.common"],

@@ -17,19 +17,38 @@ KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(24)]
 
 
 class Engine:
-    """The scheduler and worker sides of one engine, and its workers' blocks."""
+    """The scheduler and worker sides of one engine, and its workers' blocks.
+
+    Args:
+        vllm: modules from `vllm_modules`.
+        root: folder of the external store.
+        chunks: host chunks.
+        world: workers.
+        current: the configuration that vLLM shows its workers; if None, a revision names the weights.
+        fields: fields of the spec's configuration.
+        options: of `BlockyardSpec`.
+    """
 
     made = 0
 
     def __init__(
-        self, vllm: SimpleNamespace, root: Path, *, chunks: int = CHUNKS, world: int = 1, **options: Any
+        self,
+        vllm: SimpleNamespace,
+        root: Path,
+        *,
+        chunks: int = CHUNKS,
+        world: int = 1,
+        current: Any = None,
+        fields: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         Engine.made += 1
         self.vllm = vllm
         extra = {"host_bytes": world * chunks * BLOCK, "prefix_store": f"file://{root}?size=1MiB", **options}
-        config = vllm_modules.config(
-            vllm, extra, block_bytes=BLOCK, world_size=world, engine_id=f"test-{os.getpid()}-{Engine.made}"
-        )
+        if current is None:
+            extra.setdefault("revision", "a")
+        name = f"test-{os.getpid()}-{Engine.made}"
+        config = vllm_modules.config(vllm, extra, block_bytes=BLOCK, world_size=world, engine_id=name, **(fields or {}))
         self.blocks = [torch.zeros((16, BLOCK), dtype=torch.int8) for _ in range(world)]
         self.workers = []
         for rank, blocks in enumerate(self.blocks):
@@ -39,7 +58,9 @@ class Engine:
             caches = base.CanonicalKVCaches(
                 [base.CanonicalKVCacheTensor(blocks, BLOCK)], [[base.CanonicalKVCacheRef(0, BLOCK)]]
             )
+            vllm.current.current = current
             self.workers.append(spec.get_worker(caches))
+            vllm.current.current = None
         config.parallel.__dict__["rank"] = 0
         self.manager = vllm.ours.BlockyardSpec(config).get_manager()
         self.tier = self.manager._external

@@ -33,6 +33,14 @@ def modules(version: str) -> dict[str, ModuleType]:
     return made
 
 
+def current_configuration() -> ModuleType:
+    """Return vLLM's module that shows a worker its configuration while it starts: what `current` is then."""
+    module: Any = ModuleType("vllm.config")
+    module.current = None
+    module.get_current_vllm_config_or_none = lambda: module.current
+    return module
+
+
 def fill(made: dict[str, ModuleType], name: str, namespace: Namespace) -> None:
     module = made[f"vllm.{name}"] = ModuleType(f"vllm.{name}")
     for key, value in namespace.items():

@@ -24,29 +24,34 @@ __all__ = ["SharedRegion"]
 _FOLDER: Final = Path("/dev/shm")  # noqa: S108 (files there are 0600, and never follow links)
 _WORD: Final = np.dtype("<u8")
 _MAX_PLACES: Final = 8 * _WORD.itemsize
+_DIGEST_BYTES: Final = 32
 _LOCK: Final = struct.Struct("hhqqi")  # `struct flock` of a 64-bit Linux
 
 
 class SharedRegion:
     """One process's view of the host memory shared by an engine's workers and its scheduler.
 
-    The file in `/dev/shm` has one part per worker, and a page that records which processes have mapped it. The last
-    process to map it unlinks the name, so the memory is freed with the last process, however that ends. Each process
-    holds a lock on its place while it has the memory mapped; the lock ends with the process. A file without such locks
-    was left by dead processes: the next process removes it and creates a new one.
+    The file in `/dev/shm` has one part per worker, and a page that records which processes have mapped it, and what
+    each worker computes with. The last process to map it unlinks the name, so the memory is freed with the last
+    process, however that ends. Each process holds a lock on its place while it has the memory mapped; the lock ends
+    with the process. A file without such locks was left by dead processes: the next process removes it and creates a
+    new one.
 
     Args:
         engine_id: the engine's id, from vLLM.
         part_bytes: bytes of memory per worker.
         world_size: number of workers, all on this machine.
         place: rank of this worker; `world_size` for the scheduler.
+        identity: digest of what this worker computes with; see `identity`.
 
     Raises:
         OutOfMemoryError: `/dev/shm` has too little room.
         InvalidArgumentError: the file has another size, or another process holds this place.
     """
 
-    def __init__(self, engine_id: str, part_bytes: int, world_size: int, place: int) -> None:
+    def __init__(
+        self, engine_id: str, part_bytes: int, world_size: int, place: int, identity: bytes = bytes(_DIGEST_BYTES)
+    ) -> None:
         if not 0 <= place <= world_size < _MAX_PLACES:
             raise InvalidArgumentError(f"place is {place}, must be 0 to world_size {world_size}, at most 63")
         self._part_bytes = part_bytes
@@ -56,7 +61,7 @@ class SharedRegion:
         self._path = _FOLDER / f"blockyard-{os.geteuid()}-{hashlib.sha256(engine_id.encode()).hexdigest()[:32]}"
         file = self._open()
         try:
-            self._attach(file, place)
+            self._attach(file, place, identity)
             # The mapping keeps the descriptor open, and with it the lock.
             fcntl.flock(file, fcntl.LOCK_UN)
             self._state = HostMapping(mmap.PAGESIZE, file=file, offset=self._stride * world_size)
@@ -79,6 +84,13 @@ class SharedRegion:
     def is_complete(self) -> bool:
         """Whether all workers and the scheduler have mapped the memory."""
         return int(self._state.tensor[: _WORD.itemsize].numpy().view(_WORD)[0]) == self._all
+
+    @property
+    def identities(self) -> list[bytes]:
+        """What each worker computes with; zeros for a worker that did not say, or has not mapped the memory yet."""
+        page = self._state.tensor.numpy()
+        places = (_place_of_identity(rank) for rank in range(self._world_size))
+        return [page[place : place + _DIGEST_BYTES].tobytes() for place in places]
 
     def close(self) -> None:
         """Unlink the file if not all processes have mapped it; the memory stays while it is used.
@@ -106,7 +118,7 @@ class SharedRegion:
                 raise
             os.close(file)
 
-    def _attach(self, file: int, place: int) -> None:
+    def _attach(self, file: int, place: int, identity: bytes) -> None:
         """Register this process; the first one creates the file, the last one unlinks it. The lock is held."""
         at, size = self._stride * self._world_size, self._stride * self._world_size + mmap.PAGESIZE
         there = os.fstat(file)
@@ -122,6 +134,8 @@ class SharedRegion:
         if present >> place & 1:
             raise InvalidArgumentError(f"place is {place}, which another process has in {self._path}")
         _hold(file, place)
+        if place < self._world_size:
+            os.pwrite(file, identity, at + _place_of_identity(place))
         present |= 1 << place
         os.pwrite(file, np.array([present], _WORD).tobytes(), at)
         if present == self._all:
@@ -134,6 +148,11 @@ class SharedRegion:
             self._path.unlink()
             raise OutOfMemoryError(f"{_FOLDER} has {free} bytes free, the host tier needs {size}", size)
         os.ftruncate(file, size)
+
+
+def _place_of_identity(rank: int) -> int:
+    """Return where the state's page holds what a worker computes with: after the word of places."""
+    return _MAX_PLACES + rank * _DIGEST_BYTES
 
 
 def _lock_name(path: Path, file: int) -> bool:

@@ -8,9 +8,10 @@ from typing import Any, Final, NamedTuple
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
 from blockyard.integrations.vllm.external import TIMEOUT_BASE_SECONDS
+from blockyard.integrations.vllm.identity import current_config, identify
 from blockyard.integrations.vllm.manager import BlockyardManager
 from blockyard.integrations.vllm.metrics import definitions
 from blockyard.integrations.vllm.recording import ChunkRecorder
@@ -18,6 +19,7 @@ from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.integrations.vllm.tier import namespace
 from blockyard.integrations.vllm.worker import BlockyardWorker
 from blockyard.stores import open_store
+from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.objects import about_store
 from blockyard.stores.adapters.options import nearest, read_choice, read_flag, read_seconds, read_size, read_text
 from blockyard.traces.recorder import record_from_environment
@@ -55,7 +57,7 @@ class BlockyardSpec(OffloadingSpec):
     | `policy` | which chunk is evicted first, a policy name of `blockyard.PrefixCaching` | `"lru"` |
     | `blocks_per_chunk` | device blocks stored under one key | 1 |
     | `prefix_store` | URL of a prefix store below the host, see `blockyard.open_store` | none |
-    | `revision` | revision of the weights; chunks of other revisions are not found | empty |
+    | `revision` | a name for what the workers cannot see, such as LoRA adapters | empty |
     | `prefetch_timeout_base` | seconds that a request waits for the store, plus one for every 16 MB | 5 |
     | `weights_fixed` | whether the weights stay the same while the engine runs, even across sleep and reset | false |
 
@@ -121,7 +123,7 @@ class BlockyardSpec(OffloadingSpec):
                 kv_caches,
                 blocks_per_chunk=self.blocks_per_chunk,
                 num_chunks=self.num_chunks,
-                region=self._region(self.config.parallel.rank) if shared else None,
+                region=self._region(self.config.parallel.rank, self._identity()) if shared else None,
                 block_bytes=self.config.worker_kv_bytes_per_block if shared else None,
             )
         return self._worker
@@ -133,20 +135,35 @@ class BlockyardSpec(OffloadingSpec):
 
     def _open_external(self, manager: BlockyardManager, external: _External) -> str:
         """Open the external store for a manager; return its description."""
-        name = namespace(self, self.bytes_per_chunk, external.revision)
-        store = open_store(external.url, bytes_per_block=self.bytes_per_chunk, namespace=name, use="prefix")
+        region = self._region(self.config.parallel.world_size)
         try:
-            region = self._region(self.config.parallel.world_size)
-        except BlockyardError:
-            store.close()
+            if bytes(32) in region.identities:
+                require_revision(external.revision, external.url, "the workers do not say what they compute with")
+            name = namespace(self, self.bytes_per_chunk, external.revision, region.identities)
+            store = open_store(external.url, bytes_per_block=self.bytes_per_chunk, namespace=name, use="prefix")
+        except BaseException:
+            region.close()
             raise
         manager.use_external(store, region, external.timeout_base, external.url)
         return about_store(store, external.url, name)
 
-    def _region(self, place: int) -> SharedRegion:
+    def _identity(self) -> bytes:
+        """Return what this worker computes with.
+
+        Raises:
+            InvalidArgumentError: it cannot tell, and there is no `revision`.
+        """
+        external = self._external
+        layers = [name for group in self.config.groups for name in group.layer_names]
+        found = identify(current_config(), layers)
+        if external is not None:
+            require_revision(external.revision, external.url, found.problem)
+        return found.digest
+
+    def _region(self, place: int, identity: bytes = bytes(32)) -> SharedRegion:
         world = self.config.parallel.world_size
         part = self.num_chunks * self.blocks_per_chunk * self.config.worker_kv_bytes_per_block
-        return SharedRegion(self.config.engine_id, part, world, place)
+        return SharedRegion(self.config.engine_id, part, world, place, identity)
 
 
 class _External(NamedTuple):

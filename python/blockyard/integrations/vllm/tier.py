@@ -19,8 +19,9 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.stores import open_store
+from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
-from blockyard.stores.adapters.objects import about_store, store_url
+from blockyard.stores.adapters.objects import about_store, require_one, store_url
 from blockyard.stores.adapters.options import read_text, refuse_unknown
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
@@ -29,9 +30,10 @@ __all__ = ["BlockyardTier", "namespace"]
 
 _LOG = engine_log("vLLM")
 _OPTIONS: Final = ("type", "module_path", "root_dir", "size", "url", "revision", "backpressure")
-_DOMAIN: Final = b"blockyard vllm tier 1"
+_DOMAIN: Final = b"blockyard vllm tier 2"
 _BATCH_BYTES: Final = 64 << 20
 """Bytes of one job in the store at a time, so that the store's memory for blocks in flight is never exhausted."""
+_UNSEEN: Final = "vLLM tells a tier the model's name, not its weights and settings"
 _PARALLEL: Final = ("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 
 
@@ -76,8 +78,8 @@ class BlockyardTier(SecondaryTierManager):
     """Chunks evicted from vLLM's host memory, in a Blockyard store. Named in vLLM's `secondary_tiers`.
 
     Chunks are verified when read. A damaged one is deleted. A transient read failure is a failed load, and a miss until
-    the store reads the chunk again. The engine recomputes both. Chunks are found only by engines with the same model,
-    dtype, layout and `revision`.
+    the store reads the chunk again. The engine recomputes both. Chunks are found only by engines with the same model
+    name, dtype, layout and `revision`. vLLM does not tell a tier what else the model computes with.
 
     Args:
         offloading_spec: from vLLM.
@@ -87,13 +89,13 @@ class BlockyardTier(SecondaryTierManager):
         root_dir: directory of a file store; only one engine at a time can open it.
         size: size limit of that file store in bytes; None for 1 GiB. A `url` has its own.
         url: instead of `root_dir`, the URL of any store with keys, see `blockyard.open_store`.
-        revision: revision of the weights, if the model's name does not include it; other revisions do not find its
-            chunks.
+        revision: names the weights, adapters, RoPE settings and quantization; other revisions do not find its chunks.
+            Required, except with a store in memory.
         unknown: options that do not exist, to refuse them by name.
 
     Raises:
-        InvalidArgumentError: an option is unknown or wrong, not exactly one of `root_dir` and `url` is given, or the
-            view does not have one row per chunk.
+        InvalidArgumentError: an option is unknown or wrong, `revision` is missing, not exactly one of `root_dir` and
+            `url` is given, or the view does not have one row per chunk.
         StoreError: the store cannot be opened.
     """
 
@@ -120,6 +122,8 @@ class BlockyardTier(SecondaryTierManager):
             backpressure_detector=backpressure_detector,
         )
         revision = read_text("revision", revision)
+        require_one(root_dir, url)
+        require_revision(revision, url or "", _UNSEEN)
         url = store_url(root_dir, url, size)
         self.cache_hit_source = hit_source(url)
         self._rows = _rows(primary_kv_view)
@@ -237,14 +241,19 @@ def _digests(keys: Sequence[OffloadKey]) -> list[bytes]:
     return [_digest(key) for key in keys]
 
 
-def namespace(spec: Any, width: int, revision: str) -> bytes:
-    """Digest everything that determines a chunk's bytes besides its key, which covers tokens, adapter and salt."""
+def namespace(spec: Any, width: int, revision: str, identities: Sequence[bytes] = ()) -> bytes:
+    """Digest everything that determines a chunk's bytes besides its key, which covers tokens, adapter and salt.
+
+    `identities` tell what each worker computes with, so that a copy of the model under another name shares its chunks.
+    """
     config = getattr(spec, "config", None)
     model, cache, parallel = (getattr(config, name, None) for name in ("model", "cache", "parallel"))
     fields = {
         "bytes": width,
         "revision": revision,
-        "model": [getattr(model, "name", None), getattr(model, "dtype", None)],
+        "model": [None if all(map(any, identities)) and identities else getattr(model, "name", None)],
+        "dtype": getattr(model, "dtype", None),
+        "workers": [identity.hex() for identity in identities],
         "cache": [getattr(cache, name, None) for name in ("tokens_per_hash", "blocks_per_chunk")],
         "parallel": [getattr(parallel, name, None) for name in _PARALLEL],
         "layout": [
