@@ -65,6 +65,7 @@ class Engine:
             "interface_v1": int(v1),
             "root_dir": str(root),
             "size": "4MiB",
+            "revision": "1",
         }
         self.controller = HiCacheController(
             type("Allocator", (), {"get_kvcache": lambda self: device})(),

@@ -58,7 +58,7 @@ class Engine:
             config={
                 "linker": "BlockyardLinker",
                 "linker_module_path": "blockyard.integrations.sglang.linker",
-                "linker_extra_config": {"lookup_seconds": 5, **options},
+                "linker_extra_config": {"lookup_seconds": 5, "revision": "1", **options},
             },
             components={ComponentType.FULL},
         )

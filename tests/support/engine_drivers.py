@@ -124,7 +124,9 @@ class SGLang:
 
     page_bytes = 192
 
-    def __init__(self, options: dict[str, Any], *, v1: bool = True, revision: str = "one") -> None:
+    def __init__(
+        self, options: dict[str, Any], *, v1: bool = True, revision: str = "one", model_name: str = "model"
+    ) -> None:
         self.v1, self.pool = v1, HostPool()
         storage = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
         factory = importlib.import_module("sglang.srt.mem_cache.storage").StorageBackendFactory
@@ -137,7 +139,7 @@ class SGLang:
             **dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0),
             **dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1),
             **dict.fromkeys(("is_mla_model", "enable_storage_metrics", "is_page_first_layout"), False),
-            model_name="model",
+            model_name=model_name,
             extra_config={**names, "interface_v1": int(v1), "revision": revision, **options},
         )
         self.backend = factory.create_backend("dynamic", self.config, self.pool)

@@ -139,12 +139,18 @@ def modules() -> dict[str, ModuleType]:
     """Return the modules by name, for `sys.modules`."""
     names = ["sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.version"]
     names += ["sglang.srt.mem_cache.hicache_storage", "sglang.srt.mem_cache.storage"]
-    names += ["sglang.srt.mem_cache.hybrid_cache", "sglang.srt.mem_cache.unified_cache"]
+    names += ["sglang.srt.arg_groups", "sglang.srt.mem_cache.hybrid_cache", "sglang.srt.mem_cache.unified_cache"]
     made = {name: ModuleType(name) for name in names}
     for name, parts in LINKER.items():
         module = made[f"sglang.srt.{name}"] = ModuleType(f"sglang.srt.{name}")
         for part in parts:
             setattr(module, part, type(part, (), {}))
+    for name, part, value in (
+        ("runtime_context", "get_server_args", no_server_args),
+        ("arg_groups.overrides", "model_config_of", lambda server_args: server_args._model_config),
+    ):
+        made[f"sglang.srt.{name}"] = ModuleType(f"sglang.srt.{name}")
+        setattr(made[f"sglang.srt.{name}"], part, value)
     made["sglang.version"].__version__ = "0.5.23"  # type: ignore[attr-defined]
     for name in (
         *("HiCacheStorage", "HiCacheStorageConfig", "HiCacheStorageExtraInfo"),
@@ -153,6 +159,10 @@ def modules() -> dict[str, ModuleType]:
         setattr(made["sglang.srt.mem_cache.hicache_storage"], name, globals()[name])
     made["sglang.srt.mem_cache.storage"].StorageBackendFactory = StorageBackendFactory  # type: ignore[attr-defined]
     return made
+
+
+def no_server_args() -> Any:
+    raise ValueError("Global server args is not set yet!")
 
 
 class Group:

@@ -34,8 +34,10 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log, require_fit
+from blockyard.integrations.sglang.identity import identify
 from blockyard.integrations.sglang.pages import as_bytes, refuse_own_folders, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
+from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.jobs import Steps
 from blockyard.stores.adapters.objects import PrefixObjects, check_place, store_url
 from blockyard.stores.adapters.options import read_seconds, read_size, read_text, refuse_unknown
@@ -78,6 +80,8 @@ class BlockyardLinker(UnifiedCacheLinker):
         forward_stream: Any = None,
     ) -> None:
         options = _read(extra_config or {})
+        identity, problem = identify(server_args)
+        require_revision(options.revision, options.url or "", problem)
         self.forward_stream = forward_stream
         self._group = _device_pools(params, components)
         self.pools = self._group.entry_map
@@ -99,7 +103,7 @@ class BlockyardLinker(UnifiedCacheLinker):
             object_bytes=self._sizes[str(PoolName.KV)],
             fields={
                 "engine": f"sglang linker {sglang_version}",
-                "model": server_args.model_path,
+                "model": identity or server_args.model_path,
                 "revision": options.revision,
                 "place": place,
                 "page": params.page_size,

@@ -20,8 +20,10 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
+from blockyard.integrations.sglang.identity import current_server_args, identify
 from blockyard.integrations.sglang.pages import as_bytes, leading, refuse_own_folders, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
+from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.objects import PrefixObjects, check_place, store_url
 from blockyard.stores.adapters.options import read_flag, read_kv_dtype, read_text, refuse_unknown
 
@@ -61,13 +63,14 @@ class BlockyardHiCache(HiCacheStorage):
     """Pages of SGLang's host pools in a Blockyard store. SGLang loads it as storage backend `dynamic`.
 
     Pages are verified when read; a damaged, lost or late page is a miss, and SGLang recomputes it. No call raises or
-    waits beyond the store's deadline. A page is found only by engines with the same SGLang version, model, `revision`,
-    dtype, page size, layout and rank.
+    waits beyond the store's deadline. A page is found only by engines with the same SGLang version, configuration of
+    the model, weights, `revision`, dtype, page size, layout and rank.
 
     Args:
         storage_config: from SGLang. Its `extra_config` has the options: `root_dir` (folder of file stores, one for each
             rank) or `url` (any store with keys, see `blockyard.open_store`); `size`, the size limit of a file store;
-            `revision`, of the weights; `kv_dtype`, of the KV cache, required for float8.
+            `revision`, a name for what SGLang does not show, such as LoRA adapters; `kv_dtype`, of the KV cache,
+            required for float8.
         kwargs: from SGLang, unused.
 
     Raises:
@@ -83,6 +86,8 @@ class BlockyardHiCache(HiCacheStorage):
         self._revision, self._kv_dtype = read_text("revision", revision), read_kv_dtype("kv_dtype", kv_dtype)
         read_flag("interface_v1", interface, default=False)  # SGLang reads "0" as true
         refuse_own_folders(self._root, storage_config.tp_size, share_pages=storage_config.is_mla_model)
+        self._identity, problem = identify(current_server_args())
+        require_revision(self._revision, self._url or "", problem)
         self._objects: PrefixObjects | None = None
         self._recorder: QueryRecorder | None = None
         self._main: _Pool | None = None
@@ -280,7 +285,8 @@ class BlockyardHiCache(HiCacheStorage):
                 f"pool {name} is uint8, as every float8 is: kv_dtype must name the KV cache's type, such as fp8_e4m3"
             )
         fields = [
-            *(sglang_version, config.model_name, host.dtype, self._kv_dtype, type(host).__name__, _nbytes(blank)),
+            *(sglang_version, self._identity or config.model_name, getattr(host, "storage_format_tag", None)),
+            *(host.dtype, self._kv_dtype, type(host).__name__, _nbytes(blank)),
             *(getattr(host, field, None) for field in _GEOMETRY),
             *(config.tp_lcm_size, config.should_split_heads, config.logical_page_size),
             *self._rank(name),

@@ -21,7 +21,7 @@ from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.stores import open_store
 from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
-from blockyard.stores.adapters.objects import about_store, require_one, store_url
+from blockyard.stores.adapters.objects import about_store, check_place, store_url
 from blockyard.stores.adapters.options import read_text, refuse_unknown
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
@@ -122,7 +122,7 @@ class BlockyardTier(SecondaryTierManager):
             backpressure_detector=backpressure_detector,
         )
         revision = read_text("revision", revision)
-        require_one(root_dir, url)
+        check_place(root_dir, url, size)
         require_revision(revision, url or "", _UNSEEN)
         url = store_url(root_dir, url, size)
         self.cache_hit_source = hit_source(url)

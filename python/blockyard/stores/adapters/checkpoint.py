@@ -44,7 +44,7 @@ _MAX_HEADER: Final = 100_000_000
 _OTHER_HEADER: Final = 65536
 
 
-def require_revision(revision: object, url: str, problem: str) -> None:
+def require_revision(revision: str, url: str, problem: str) -> None:
     """Reject a shared store if nothing names the weights of its blocks.
 
     Args:
@@ -53,10 +53,8 @@ def require_revision(revision: object, url: str, problem: str) -> None:
         problem: what the adapter cannot see, as a clause; empty if it sees everything.
 
     Raises:
-        InvalidArgumentError: `revision` is empty and the store is shared, or `revision` is not a string.
+        InvalidArgumentError: `revision` is empty and the store is shared.
     """
-    if not isinstance(revision, str):
-        raise InvalidArgumentError(f"revision is {revision!r}, must be text, such as a commit")
     if problem and not revision and not url.startswith("memory:"):
         raise InvalidArgumentError(
             f"revision is empty, and other processes read the store, but {problem}. Write for example "
