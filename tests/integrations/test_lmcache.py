@@ -18,6 +18,7 @@ from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.stores import register
 
 register("faulty")(FaultyStore)
+OPTIONS = {"kv_dtype": "float16", "part": "4KiB"}
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def outcome(connector: Any, ticket: int) -> tuple[bool, str, list[bool]]:
 
 
 def test_lookups_loads_and_deletions_of_some_are_successes_and_stores_of_some_are_not(lmcache: Any):
-    with closing(lmcache.BlockyardConnector(url="faulty://one", kv_dtype="float16", part="4KiB")) as connector:
+    with closing(lmcache.BlockyardConnector(url="faulty://one", revision="1", **OPTIONS)) as connector:
         data = bytearray(b"abc" * 3000)
         assert outcome(connector, connector.submit_batch_set(["a"], [memoryview(data)])) == (True, "", [True])
         assert outcome(connector, connector.submit_batch_exists(["a", "b"])) == (True, "", [True, False])
@@ -57,7 +58,7 @@ def test_lookups_loads_and_deletions_of_some_are_successes_and_stores_of_some_ar
 
 
 def test_a_load_that_hangs_keeps_no_lookup_waiting_and_a_closed_connector_takes_nothing(lmcache: Any):
-    connector = lmcache.BlockyardConnector(url="faulty://one", kv_dtype="float16", part="4KiB")
+    connector = lmcache.BlockyardConnector(url="faulty://one", revision="1", **OPTIONS)
     outcome(connector, connector.submit_batch_set(["a"], [memoryview(bytes(9000))]))
     FaultyStore.fault = "hangs"
     load = connector.submit_batch_get(["a"], [memoryview(bytearray(9000))])
@@ -84,15 +85,22 @@ def test_a_load_that_hangs_keeps_no_lookup_waiting_and_a_closed_connector_takes_
         ({"part": "1K"}, "part: '1K' is not a size"),
         ({"part": 1024}, "must be 4KiB to 64MiB"),
         ({"url": None}, "must give exactly one of them"),
+        ({"revision": ""}, "revision is empty.*LMCache tells an adapter the model's name, not its weights"),
+        ({"revision": 7}, "revision is 7, must be text"),
     ],
 )
 def test_wrong_options_are_refused_by_name(lmcache: Any, change: dict[str, Any], message: str):
     with pytest.raises(InvalidArgumentError, match=message):
-        lmcache.BlockyardConnector(**({"url": "faulty://one", "kv_dtype": "float16"} | change))
+        lmcache.BlockyardConnector(**({"url": "faulty://one", "kv_dtype": "float16", "revision": "1"} | change))
+
+
+def test_a_store_in_memory_needs_no_revision(lmcache: Any):
+    with closing(lmcache.BlockyardConnector(url="memory://lmcache?size=1MiB", **OPTIONS)) as connector:
+        assert outcome(connector, connector.submit_batch_exists(["a"])) == (True, "", [False])
 
 
 def test_keys_and_memory_that_do_not_pair_are_refused_and_nothing_is_begun(lmcache: Any, tmp_path: Path):
-    options = {"root_dir": str(tmp_path), "size": "8MiB", "kv_dtype": "float16"}
+    options = {"root_dir": str(tmp_path), "size": "8MiB", "kv_dtype": "float16", "revision": "1"}
     with closing(lmcache.BlockyardConnector(**options)) as connector:
         with pytest.raises(InvalidArgumentError, match="2 keys and 1 memoryviews"):
             connector.submit_batch_get(["a", "b"], [memoryview(bytearray(8))])
@@ -113,7 +121,7 @@ def test_without_lmcache_the_import_says_what_it_needs(monkeypatch: pytest.Monke
 def test_after_close_each_operation_has_its_completion_and_the_descriptor_stays_the_connectors(
     lmcache: Any, tmp_path: Path
 ):
-    connector = lmcache.BlockyardConnector(root_dir=str(tmp_path), kv_dtype="float16", part="4KiB", size="16MiB")
+    connector = lmcache.BlockyardConnector(root_dir=str(tmp_path), revision="1", **OPTIONS, size="16MiB")
     descriptor = connector.event_fd()
     tickets = {
         connector.submit_batch_set([f"key {number}"], [memoryview(bytes(100_000))]): number for number in range(50)

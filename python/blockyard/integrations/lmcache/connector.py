@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.integrations.compat import engine_log
+from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.jobs import Steps
-from blockyard.stores.adapters.objects import PrefixObjects, store_url
+from blockyard.stores.adapters.objects import PrefixObjects, check_place, store_url
 from blockyard.stores.adapters.options import read_kv_dtype, read_size, read_text, refuse_unknown
 from blockyard.workers import open_event
 
@@ -28,6 +29,7 @@ _LOG = engine_log("LMCache")
 _OPTIONS = ("kv_dtype", "root_dir", "url", "size", "part", "revision")
 _LANES = {"lookup": 16, "load": 4, "store": 1}
 """Concurrent operations of each kind: lookups never queue behind loads or stores, nor loads behind stores."""
+_UNSEEN = "LMCache tells an adapter the model's name, not its weights and settings"
 _Completion = tuple[int, bool, str, list[bool]]
 
 
@@ -60,7 +62,8 @@ class BlockyardConnector:
         url: instead of `root_dir`, the URL of any store with keys, see `blockyard.open_store`.
         size: size limit of the file store in bytes; None for 1 GiB. A `url` has its own.
         part: bytes in a block; an object takes as many blocks as it needs. None for 1 MiB.
-        revision: revision of the weights, if the model's name does not include it.
+        revision: names the weights, adapters, RoPE settings and quantization; LMCache's keys have the model's name.
+            Required, except with a store in memory.
         unknown: options that do not exist, to refuse them by name.
 
     Raises:
@@ -85,6 +88,8 @@ class BlockyardConnector:
         part_bytes = 1 << 20 if part is None else read_size("part", part)
         if not 1 << 12 <= part_bytes <= 1 << 26:
             raise InvalidArgumentError(f"part is {part!r}, must be 4KiB to 64MiB")
+        check_place(root_dir, url, size)
+        require_revision(revision, url or "", _UNSEEN)
         self._objects = PrefixObjects(
             store_url(root_dir, url, size, "lmcache"),
             object_bytes=part_bytes,
