@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blockyard.demo.demo_model import demo_config, demo_model
-from blockyard.demo.models import choose_device, fitting_threads, load_encode, load_model, require_memory
+from blockyard.demo.models import (
+    choose_device,
+    fitting_threads,
+    load_encode,
+    load_model,
+    name_of_weights,
+    require_memory,
+)
 from blockyard.demo.run import DemoOptions, make_report
 from blockyard.errors import InvalidArgumentError
 
@@ -88,6 +95,17 @@ def test_folder_that_holds_no_known_model_is_refused_in_one_line(tmp_path: Path)
     with pytest.raises(InvalidArgumentError, match=r"cannot load a model from .*abacus") as caught:
         load_model(tmp_path, "cpu")
     assert "\n" not in str(caught.value)
+
+
+def test_model_with_other_positions_has_another_name() -> None:
+    names = set()
+    for theta in (1e4, 1e4, 5e5):
+        torch.manual_seed(0)
+        rope = {"rope_type": "default", "rope_theta": theta}
+        shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=32, rope_parameters=rope))
+        names.add(name_of_weights(model))
+    assert len(names) == 2
 
 
 def test_small_model_runs_on_one_thread_and_leaves_the_rest_as_it_was() -> None:

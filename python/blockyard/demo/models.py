@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from blockyard.demo.workload import Encode
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.transformers.model import PagedModel
 from blockyard.integrations.transformers.sizing import available_memory
+from blockyard.stores.adapters.checkpoint import describe_config
 
 MAX_PARAMETERS_FOR_ONE_THREAD = 10_000_000
 
@@ -72,8 +74,9 @@ def load_model(folder: Path | None, device: str) -> PreTrainedModel:
 
 
 def name_of_weights(model: PreTrainedModel) -> bytes:
-    """Return a name for a model and its weights, which is the namespace of a prefix store."""
-    digest = hashlib.sha256(type(model).__name__.encode())
+    """Return a name for a model, its configuration and its weights, which is the namespace of a prefix store."""
+    described = json.dumps(describe_config(model.config), sort_keys=True)
+    digest = hashlib.sha256(f"{type(model).__name__} {described}".encode())
     for name, weights in sorted(model.state_dict().items()):
         digest.update(f"{name} {weights.dtype} {list(weights.shape)}".encode())
         digest.update(weights.detach().cpu().contiguous().view(torch.uint8).numpy())
