@@ -45,7 +45,8 @@ class Request:
         arrival: time in seconds; earlier goes first within a priority.
         stop_token_ids: a sequence ends with any of these.
         salt: isolates tenants in the prefix cache: prompts share blocks only with prompts of the same salt.
-        lora_id: adapter of the request; 0 for none. Prompts share blocks only within an adapter.
+        lora_id: adapter of the request; 0 for none. Prompts share blocks only within an adapter. With a prefix store,
+            every process must give an adapter the same number, such as 8 bytes of a digest of its weights.
         extras: other inputs that determine what the model computes, such as images: `(start, length, digest)` with the
             position of the first token, the number of tokens and bytes. They lie within the prompt and the `max_tokens`
             after it. Requests share a block only if the extras of its tokens and of all before them are equal.
