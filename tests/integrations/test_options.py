@@ -45,6 +45,7 @@ VALUES: list[Any] = [
 ]
 SIZES: list[Any] = [1048576.0, 1 << 20, "1MiB", "1 MiB"]
 TEXTS = [value for value in VALUES if isinstance(value, str)]
+NAMES = [text for text in TEXTS if text]
 FOLDERS = [text for text in TEXTS if text and ":" not in text and "~" not in text]
 
 
@@ -54,8 +55,8 @@ class Adapter:
     engine = "vllm"
 
     def __init__(self, stack: ExitStack, root: Path) -> None:
-        self.base: dict[str, Any] = {"root_dir": str(root / "folder"), "size": "1MiB"}
-        self.taken: dict[str, list[Any]] = {"root_dir": FOLDERS, "url": [], "size": SIZES, "revision": TEXTS}
+        self.base: dict[str, Any] = {"root_dir": str(root / "folder"), "size": "1MiB", "revision": "1"}
+        self.taken: dict[str, list[Any]] = {"root_dir": FOLDERS, "url": [], "size": SIZES, "revision": NAMES}
         self.enter(stack)
 
     def enter(self, stack: ExitStack) -> None:
@@ -78,13 +79,13 @@ class Spec(Adapter):
 
     def enter(self, stack: ExitStack) -> None:
         self.vllm = stack.enter_context(vllm_modules.loaded("stand-in 0.32"))
-        self.base = {"host_bytes": "1MiB", "prefix_store": "faulty://one"}
+        self.base = {"host_bytes": "1MiB", "prefix_store": "faulty://one", "revision": "1"}
         flags = [0, 1, True, False]
         self.taken = {
             **dict.fromkeys(("host_bytes", "cpu_bytes_to_use"), SIZES),
             "policy": [],
             "prefix_store": [],
-            "revision": TEXTS,
+            "revision": NAMES,
             "prefetch_timeout_base": [0.5, 1, 1.5, 7],
             **dict.fromkeys(("weights_fixed", "offload_prompt_only", "self_describing_kv_events"), flags),
             # vLLM reads them, with int(): they must be what it has read, here 1 block of 16 tokens.
@@ -96,6 +97,8 @@ class Spec(Adapter):
         given = {**self.base, **options}
         if "cpu_bytes_to_use" in options:
             given.pop("host_bytes")
+        if given["prefix_store"] is None and "revision" not in options:
+            given.pop("revision")
         config = vllm_modules.config(self.vllm, {}, block_bytes=BLOCK, engine_id=f"options-{next(self.number)}")
         config.extra_config = given
         return self.vllm.ours.BlockyardSpec(config).get_manager().shutdown  # type: ignore[no-any-return]
@@ -148,7 +151,12 @@ class Linker(Adapter):
     def enter(self, stack: ExitStack) -> None:
         super().enter(stack)
         self.read = importlib.import_module("blockyard.integrations.sglang.linker")._read
-        self.taken |= {"staging": [*SIZES, 1, 7, 1.5, "7", "1.5"], "lookup_seconds": [0, 0.5, 1, 1.5, 7]}
+        # What needs a revision is known with the pools.
+        self.taken |= {
+            "revision": TEXTS,
+            "staging": [*SIZES, 1, 7, 1.5, "7", "1.5"],
+            "lookup_seconds": [0, 0.5, 1, 1.5, 7],
+        }
 
     def open(self, options: dict[str, Any]) -> Callable[[], object]:
         found = self.read(self.place(options))
@@ -203,6 +211,7 @@ def test_each_value_of_each_option_is_used_or_refused_by_its_name(adapter: Any, 
 def test_null_counts_as_not_given(adapter: Any, caplog: pytest.LogCaptureFixture):
     # Without those that are required, or that vLLM reads: its `bool(None)` is false.
     left_out = {"root_dir", "host_bytes", "cpu_bytes_to_use", "offload_prompt_only", "self_describing_kv_events"}
+    left_out |= {"revision"}
     for option in adapter.taken.keys() - left_out - {"url", "kv_dtype"}:
         assert outcome(adapter, {option: None}, caplog) == ("taken", "")
 
