@@ -44,7 +44,7 @@ class Engine:
     ) -> None:
         Engine.made += 1
         self.vllm = vllm
-        extra = {"host_bytes": world * chunks * BLOCK, "prefix_store": f"file://{root}?size=1MiB", **options}
+        extra = {"host_bytes": world * chunks * BLOCK, "prefix_store": f"file://{root}?size=1MiB&drop=on", **options}
         if current is None:
             extra.setdefault("revision", "a")
         name = f"test-{os.getpid()}-{Engine.made}"
