@@ -167,22 +167,46 @@ class Steps:
 @pytest.mark.parametrize("seed", range(3))
 def test_no_load_gets_bytes_of_a_store_that_a_reset_met(engine: Callable[..., Engine], seed: int):
     """Random steps and resets: each load brings its key's bytes, whatever stores of other keys were under way."""
-    rng, one = random.Random(seed), engine(chunks=5, weights_fixed=True)
+    rng, one = random.Random(seed), engine(chunks=5, weights_fixed=True, prefetch_timeout_base=600)
     steps, keys = Steps(one), KEYS[:10]
     for _ in range(300):
         if rng.random() < 0.2:
             steps.reset()
         steps.step(rng.sample(keys, rng.randint(1, 4)), rng.sample(keys, rng.randint(0, 5)))
     assert steps.loaded > 50
+    assert one.tier.counts.loaded > 20
     one.settle()
     one.manager._offload.check()
 
 
-def test_chunks_come_from_the_store_again_once_a_later_transfer_has_ended(engine: Callable[..., Engine]):
+@pytest.mark.parametrize("in_flight", [[], KEYS[6:7]], ids=["idle", "a store is in flight"])
+def test_chunks_come_from_the_store_right_after_a_reset(engine: Callable[..., Engine], in_flight: list[bytes]):
     one = engine(chunks=8, weights_fixed=True)
     one.compute(KEYS[:4])
     steps = Steps(one)
+    steps.step([], in_flight)
     steps.reset()
-    for _ in range(3):
-        steps.step([], KEYS[6:7])
     assert one.found(KEYS[:4], "again") == 4
+    steps.step(KEYS[:4], [])
+    assert steps.loaded == 4
+    assert one.tier.counts.loaded == 4
+
+
+@pytest.mark.parametrize("wanted", [KEYS[:2], KEYS[10:12]], ids=["the same keys", "other keys"])
+def test_a_store_right_after_a_reset_gets_chunks_of_those_that_it_met(
+    engine: Callable[..., Engine], wanted: list[bytes]
+):
+    """All chunks are in use by transfers that the reset met: without them no later transfer would ever start."""
+    one = engine(chunks=8, weights_fixed=True)
+    steps = Steps(one)
+    steps.step([], KEYS[:8])
+    steps.reset()
+    if hasattr(one.vllm.base.OffloadingManager, "on_reset_flushed"):
+        steps.step([], [])  # there vLLM reports their end first
+    steps.step([], wanted)
+    steps.step([], [])
+    assert one.lookups([*wanted, KEYS[9]]) == ["HIT", "HIT", "MISS"]
+    one.settle()
+    assert one.found(wanted, "later") == 2
+    one.manager._offload.check()
+    assert one.manager._offload.num_free == 8

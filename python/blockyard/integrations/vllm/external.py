@@ -111,7 +111,7 @@ class ExternalTier:
         self._max_writing = max(1, offload.num_chunks // 2)
         self._epoch = b""
         self._resets = 0
-        self._may_stage = True  # False while free chunks may still be in use by a transfer
+        self.may_stage = True  # False while free chunks may still be in use by a transfer
         self._has_forgotten = True  # False from a reset until the store confirms it; until then unused
         self._state = threading.Lock()  # guards all below; taken after `lock`, never before
         self._requests: dict[str, _Request] = {}
@@ -199,17 +199,10 @@ class ExternalTier:
             chunks = keep(job.held, self._offload.prepare_load, job.keys)
             self._submit("store", job, self._put(job, chunks, epoch))
 
-    def reset(self, *, keep: bool, may_stage: bool) -> None:
-        """Drop operations in flight; unless `keep`, forget everything in the store, as the weights may have changed.
-
-        Args:
-            keep: whether stored chunks stay.
-            may_stage: whether chunks in use by transfers stay reserved until these have ended. If not, nothing is
-                loaded to host memory until `allow_staging`.
-        """
+    def reset(self, *, keep: bool) -> None:
+        """Drop operations in flight; unless `keep`, forget everything in the store, as the weights may have changed."""
         with self._state:
             self._resets += 1
-            self._may_stage = may_stage
             self._requests.clear()
             self._wanted.clear()
             self._coming.clear()
@@ -220,10 +213,6 @@ class ExternalTier:
         if not keep:
             # An earlier write that has started ends first; the others write nothing.
             self._submit("store", self._add(_Job([])), self._forget(epoch))
-
-    def allow_staging(self) -> None:
-        """Allow loads to host memory again: the transfers in flight at the reset have ended."""
-        self._may_stage = True
 
     def close(self) -> None:
         """Wait a while for writes to end, then close the store. Idempotent."""
@@ -278,7 +267,7 @@ class ExternalTier:
         deadline = int(time.monotonic() * 1000) + _STAGING_DEADLINE_MS
         while keys and store is None:
             with self._lock:
-                if resets != self._resets:
+                if resets != self._resets or not self.may_stage:
                     return set()
                 store = keep(job.stores, partial(self._offload.prepare_store, deadline=deadline), keys)
                 if store is not None:
@@ -368,7 +357,7 @@ class ExternalTier:
 
     def _is_allowed(self, context: ReqContext) -> bool:
         tiers = getattr(context, "load_tier_filter", None)
-        is_open = self._region.is_complete and self._may_stage and self._has_forgotten
+        is_open = self._region.is_complete and self.may_stage and self._has_forgotten
         return is_open and (tiers is None or bool(tiers.allows(Medium.STORAGE, None)))
 
 

@@ -84,6 +84,7 @@ class BlockyardManager(OffloadingManager):
         # What a call ends, and whether it did: after an exception the next call counts it.
         self._ending: list[OffloadKey] = []
         self._stored: list[list[bytes]] = []
+        self._flushed: list[list[bytes]] = []
         self._left: dict[OffloadKey, tuple[int, int]] = {}  # loads of each key, stale ones first
         self._ended: list[object] = []
         self._reported_evictions = 0
@@ -167,7 +168,11 @@ class BlockyardManager(OffloadingManager):
         prepare = partial(self._offload.prepare_store, deadline=_now() + _ms(STORE_DEADLINE_SECONDS))
         try:
             with self._lock:
+                if not self._stale_storing.isdisjoint(keys):
+                    self._free_stale()
                 store = keep(made, prepare, keys)
+                if store is None and self._free_stale():
+                    store = keep(made, prepare, keys)
                 if store is not None:
                     self._report(_keys(store.evicted), removed=True)
                     self._storing.update(store.keys)
@@ -257,6 +262,9 @@ class BlockyardManager(OffloadingManager):
             self._storing.difference_update(self._ending)
             self._stale_storing.difference_update(self._ending)
             del self._stored[:]
+        if self._flushed:
+            self._stale_storing.clear()
+            del self._flushed[:]
         if self._ended:
             if self._stale_loading:
                 self._count(self._stale_loading, {key: old for key, (old, _) in self._left.items()})
@@ -287,33 +295,31 @@ class BlockyardManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget all keys. Chunks of transfers in flight are reused only after those have ended.
 
-        vLLM 0.32 does not report when that is. Then only vLLM, whose transfers are ordered, gets chunks; the external
-        store gets none until a transfer that all workers started after the reset has ended.
+        vLLM 0.32 does not report when that is, but orders its transfers: they have ended once a later one has. If vLLM
+        needs their chunks or stores their keys before that, it gets them, and the external store gets none until then.
 
         vLLM resets both when it goes to sleep and when weights change, and does not say which. Unless the weights are
         known to stay the same, the external store forgets everything, in the background.
         """
         self._settle()
+        self._awaits_flush = not _HAS_FLUSH
         with self._lock:
             self._let_go()
             self._offload.reset()
             if self._external is not None:
-                self._external.reset(keep=self._weights_fixed, may_stage=_HAS_FLUSH)
+                self._external.reset(keep=self._weights_fixed)
         self._pins.clear()
         self._stale_storing |= self._storing
         self._storing.clear()
         self._stale_loading, self._loading = self._stale_loading + self._loading, Counter()
         if self._events is not None:
             self._events.clear()
-        if not _HAS_FLUSH:
-            self.on_reset_flushed()
-            self._awaits_flush = True
 
     def on_reset_flushed(self) -> None:
         """Reclaim the chunks of transfers that were in flight at the last reset: they have ended."""
         self._settle()
-        self._offload.complete_store(list(self._stale_storing), success=False)
-        self._stale_storing.clear()
+        keep(self._flushed, self._offload.complete_store, list(self._stale_storing), False)
+        self._settle()
         stale, loading = self._stale_loading, self._loading
         if stale:  # empty if this call is repeated
             self._flushed_loading = set(stale)
@@ -391,11 +397,21 @@ class BlockyardManager(OffloadingManager):
         del self._let[:]
 
     def _note_flushed(self) -> None:
-        """Record that a transfer that started after the last reset has ended."""
+        """Record that a transfer that started after the last reset has ended: those before it have, too."""
         if self._awaits_flush:
-            self._awaits_flush = False
+            self.on_reset_flushed()
             if self._external is not None:
-                self._external.allow_staging()
+                self._external.may_stage = True
+            self._awaits_flush = False
+
+    def _free_stale(self) -> bool:
+        """Give vLLM the chunks of transfers in flight at the last reset; False if there are none, or it will report."""
+        if not self._awaits_flush or not (self._stale_storing or self._stale_loading):
+            return False
+        if self._external is not None:
+            self._external.may_stage = False
+        self.on_reset_flushed()
+        return True
 
     def _pin(self, keys: list[OffloadKey], req_context: ReqContext) -> None:
         if req_context.kv_hints is not None:
