@@ -10,7 +10,7 @@ thread-CPU time of one engine call that swaps out one block of 64 views of 8 KiB
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def swap(blocks: int, piece: int, repeat: int) -> dict[str, float]:
-    src, dst = torch.ones((blocks, piece), dtype=torch.uint8), torch.zeros((blocks, piece), dtype=torch.uint8)
+    src, dst = numbered(blocks, piece), torch.zeros((blocks, piece), dtype=torch.uint8)
     random = np.random.default_rng(0)
     pairs = torch.from_numpy(np.column_stack((random.permutation(blocks), random.permutation(blocks))))
     best = best_of(
@@ -51,6 +51,11 @@ def swap(blocks: int, piece: int, repeat: int) -> dict[str, float]:
         swap=lambda: ops.swap_blocks([src], [dst], pairs),
         gather=lambda: ops.gather_blocks([src], dst, pairs[:, 0]),
     )
+    ops.gather_blocks([src], dst, pairs[:, 0])
+    require(torch.equal(part, src[ids]) for part, ids in zip(dst.split(64), pairs[:, 0].split(64), strict=True))
+    dst.zero_()
+    ops.swap_blocks([src], [dst], pairs)
+    require(torch.equal(dst[ids[:, 1]], src[ids[:, 0]]) for ids in pairs.split(64))
     gigabytes = blocks * piece / 1e9
     rates = {name: gigabytes / seconds for name, seconds in best.items()}
     return {
@@ -63,7 +68,7 @@ def swap(blocks: int, piece: int, repeat: int) -> dict[str, float]:
 
 
 def exchange(repeat: int) -> dict[str, float]:
-    caches = [torch.ones((EXCHANGE_BLOCKS, EXCHANGE_BYTES), dtype=torch.uint8) for _ in range(LAYERS)]
+    caches = [numbered(EXCHANGE_BLOCKS, EXCHANGE_BYTES) for _ in range(LAYERS)]
     pairs = torch.from_numpy(np.random.default_rng(0).permutation(EXCHANGE_BLOCKS)[: 2 * PAIRS].reshape(-1, 2))
 
     def by_index() -> None:
@@ -73,6 +78,10 @@ def exchange(repeat: int) -> dict[str, float]:
             cache.index_copy_(0, pairs[:, 0], other)
 
     best = best_of(repeat, index=by_index, exchange=lambda: ops.exchange_blocks(caches, pairs))
+    # Each turn exchanges the pairs twice.
+    require(torch.equal(cache, numbered(EXCHANGE_BLOCKS, EXCHANGE_BYTES)) for cache in caches)
+    ops.exchange_blocks(caches, pairs)
+    require(torch.equal(cache[pairs.flip(1)], numbered(EXCHANGE_BLOCKS, EXCHANGE_BYTES)[pairs]) for cache in caches)
     return {"copy_exchange_ms": 1e3 * best["exchange"], "copy_exchange_ratio": best["index"] / best["exchange"]}
 
 
@@ -80,13 +89,26 @@ def call(repeat: int) -> float:
     layout = KVLayout("kv_first", LAYERS, block_size=16, num_kv_heads=2, head_size=128, dtype="float16")
     pairs = np.array([[3, 5]])
     best = float("inf")
+    rows = np.random.default_rng(0).integers(0, 256, (1, layout.bytes_per_block), dtype=np.uint8)
     with CacheEngine(layout, device_blocks=16, host_blocks=16) as engine:
+        engine.write("device", pairs[:, 0], rows)
         for _ in range(4 * repeat):
             start = time.thread_time()
             for _ in range(CALLS):
                 engine.run("swap_out", pairs)
             best = min(best, time.thread_time() - start)
+        require([np.array_equal(engine.read("host", pairs[:, 1]), rows)])
     return 1e6 * best / CALLS
+
+
+def numbered(blocks: int, piece: int) -> torch.Tensor:
+    """Return blocks of which neighbours differ, and none is zeros."""
+    return (1 + torch.arange(blocks) % 251).to(torch.uint8)[:, None].repeat(1, piece)
+
+
+def require(equal: Iterable[bool]) -> None:
+    if not all(equal):
+        raise SystemExit("a copy has other bytes")
 
 
 def best_of(repeat: int, **ways: Callable[[], object]) -> dict[str, float]:

@@ -34,6 +34,7 @@ def figures() -> dict[str, float]:
     pairs = Pairs("device", "host", np.column_stack((scattered, np.arange(BLOCKS, dtype=np.int64))))
     decision = StepDecision(1, [("swap_out", pairs)])
     data = decision.to_bytes()
+    assert StepDecision.from_bytes(data).to_bytes() == data
     return {
         "decision_4096_bytes": len(data),
         "decision_to_bytes_us": fastest_us(decision.to_bytes),

@@ -88,9 +88,9 @@ def swap_in(store: ExternalStore, blocks: int, repeat: int) -> dict[str, float]:
             for ticket, ids in enumerate(order):
                 executor.submit(StepDecision(ticket, [("swap_in", Pairs("external", "device", ids))]))
                 if ticket >= AHEAD:
-                    executor.wait(ticket - AHEAD)
+                    assert not executor.wait(ticket - AHEAD).lost
             for ticket in range(max(0, len(order) - AHEAD), len(order)):
-                executor.wait(ticket)
+                assert not executor.wait(ticket).lost
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             gigabytes = blocks * BYTES_PER_BLOCK / 1e9
             if gigabytes / wall > best.get("file_swap_in_gb_s", 0.0):

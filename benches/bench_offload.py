@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from figures import keep
 from peers import vllm_offload
@@ -25,7 +26,7 @@ from blockyard.offload import OffloadManager
 
 BATCH, KEY_BYTES = 128, 36
 SOURCE = os.environ.get("VLLM_SOURCE", "").split(":")[-1]
-Calls = list[tuple[str, Callable[[list[bytes]], object]]]
+Calls = list[tuple[str, Callable[[list[bytes]], Any]]]
 
 
 def measure(subjects: dict[str, Calls], batches: int, rounds: int) -> dict[str, dict[str, float]]:
@@ -40,6 +41,9 @@ def measure(subjects: dict[str, Calls], batches: int, rounds: int) -> dict[str, 
                     call(batch)
                 taken = (time.thread_time() - start) * 1e6 / (batches * BATCH)
                 best[subject][name] = min(taken, best[subject].get(name, taken))
+                if name == "lookup":
+                    states = {str(state).rpartition(".")[2].lower() for batch in keys for state in call(batch)}
+                    assert states == {"hit"}, f"{subject}: lookups are {states}"
     return best
 
 

@@ -134,6 +134,7 @@ def serve(server: Server, prompts: list[list[int]], due: NDArray[np.float64], ou
         "preemptions": stats.preempted_swap_host + stats.preempted_swap_external + stats.preempted_recompute,
         "swapped_out_blocks": sum(counted.swapped_out_blocks.values()),
         "lost": stats.lost,
+        "cached_tokens": stats.cached_tokens,
         "steps": stats.steps,
         "seconds": seconds,
         "cpu_s": cpu,
@@ -202,6 +203,10 @@ def online(given: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, float
                         for tensor in server.cache.engine.tensors:
                             tensor.uniform_()
                     found = serve(server, prompts, due, given.output_len)
+                if mode == "warm" and not found["cached_tokens"]:
+                    raise SystemExit("no prompt was found in the warm prefix store")
+                if mode not in {"none", "recompute", "warm"} and found["preemptions"] > found["swapped_out_blocks"]:
+                    raise SystemExit(f"{found['preemptions']} preemptions swapped {found['swapped_out_blocks']} blocks")
                 print(f"turn {turn + 1}, {mode}: {found['tokens_s']:.1f} tokens/s", flush=True)
                 if mode not in best or found["tokens_s"] > best[mode]["tokens_s"]:
                     best[mode] = found

@@ -74,6 +74,7 @@ def requests(turns: int, recorder: TraceRecorder | None) -> float:
             scheduler.complete(step.decision.ticket)
             last = taken(lambda step=step: scheduler.update(step, [7] * step.num_draws))
         found.append(total + last)
+    assert scheduler.stats().cached_tokens == (turns - 1) * BLOCK * BLOCKS // 2
     return statistics.median(found)
 
 

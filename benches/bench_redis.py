@@ -150,7 +150,7 @@ def singly(client: "redis.Redis", numbers: range, rows: NDArray[np.uint8], verb:
         if verb == "set":
             client.set(f"block{number}", rows[number].data)
         else:
-            client.get(f"block{number}")
+            assert len(client.get(f"block{number}")) == rows.shape[1]
 
 
 def in_batches(client: "redis.Redis", rows: NDArray[np.uint8], verb: str) -> None:
@@ -163,7 +163,8 @@ def in_batches(client: "redis.Redis", rows: NDArray[np.uint8], verb: str) -> Non
                 pipe.set(f"block{number}", rows[number].data)
             else:
                 pipe.get(f"block{number}")
-        pipe.execute()
+        done = pipe.execute()
+        assert all(done) if verb == "set" else all(len(value) == rows.shape[1] for value in done)
 
 
 def at_once(pool: ThreadPoolExecutor, client: "redis.Redis", rows: NDArray[np.uint8], verb: str) -> None:

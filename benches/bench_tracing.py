@@ -52,7 +52,9 @@ def main() -> None:
                 begin()
                 taken[name].append(run(scheduler, STEPS))
         tracing.uninstrument()
-        written = cache.prefix_store.stats().written_blocks if cache.prefix_store else 0
+        assert cache.prefix_store is not None
+        written = cache.prefix_store.stats().written_blocks
+        assert written > 0
     steps = {name: 1e6 * min(seconds) for name, seconds in taken.items()}
     figures = {f"step_{name}_us": value for name, value in steps.items()}
     figures |= {f"added_{name}_us": steps[name] - steps["off"] for name in ("dropped", "recorded")}

@@ -195,6 +195,7 @@ def main() -> None:
                 taken[kind] += servers[measured].run(options.steps)
                 tracing.uninstrument()
         written = sum(server.cache.prefix_store.stats().written_blocks for server in servers.values())
+    assert written > 0
     found = {}
     for kind, times in taken.items():
         found[f"{kind}_step_ms"], found[f"{kind}_host_ms"] = (

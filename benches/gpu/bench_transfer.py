@@ -170,6 +170,7 @@ class Case:
 
     def measure(self, repeat: int, table: StrategyTable | None) -> dict[str, object]:
         """Time ours, the large copy and the loop by turns, then each strategy, then compute beside ours."""
+        self.require_copied()
         routes = self.routes()
         works: dict[str, Work] = {
             "ours": self.ours,
@@ -203,6 +204,22 @@ class Case:
         if taken["ours"] > max(1e-3, 2 * host["ours"]):
             result["compute_kept"] = self.compute_kept(taken["ours"])
         return result
+
+    def require_copied(self) -> None:
+        """Fail if our copies leave other bytes than the source has."""
+        device = self.on_device[0].device
+        for src, dst in self.routes():
+            src.copy_(torch.randint(256, src.shape, dtype=torch.uint8, device=device))
+            dst.zero_()
+        torch.cuda.synchronize()
+        self.ours()
+        torch.cuda.synchronize()
+        ids = self.pairs.to(device).unbind(1)
+        for route in self.routes():
+            for view in zip(*map(self.views, route), strict=True):
+                src, dst = (side.to(device)[blocks] for side, blocks in zip(view, ids, strict=True))
+                if not torch.equal(src, dst):
+                    raise SystemExit(f"{self.direction}: {self.count} pieces of {self.size} bytes have other bytes")
 
     def best(self, works: dict[str, Work], repeat: int) -> tuple[dict[str, float], ...]:
         """The least seconds of each on the device, until all was done, and until the call returned; by turns."""

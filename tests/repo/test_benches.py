@@ -1,4 +1,4 @@
-"""Benchmarks import what is there: they need a release build, so no other test runs them."""
+"""Benchmarks import what is there, and check what they claim: they need a release build, so no other test runs them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ import pytest
 
 BENCHES = Path(__file__).parents[2] / "benches"
 SCRIPTS = sorted(path for path in BENCHES.rglob("*.py"))
+ENDS = {"SystemExit", "sys.exit", "RuntimeError", "AssertionError"}
+CHECKS_NOTHING = {
+    "bench_defrag.py": "counts moves, gaps and runs",
+    "bench_elastic.py": "times calls of a driver that does nothing",
+    "bench_metrics.py": "times steps and scrapes",
+    "bench_moves.py": "counts moves, runs and lost blocks; `BlockManager.check` raises",
+    "bench_policies.py": "counts each policy's hits",
+    "bench_replay.py": "times replays, and prints the hits that they count",
+    "bench_retention.py": "prints the hits that a replay counts",
+    "bench_scheduler.py": "times steps",
+}
+"""Benchmarks that move no bytes and claim no hit, and what they print instead."""
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:
@@ -42,3 +54,20 @@ def test_what_a_benchmark_imports_is_there(script: Path):
         elif module.split(".")[0] == "blockyard":
             found = import_module(module)
             assert hasattr(found, name) or import_module(f"{module}.{name}"), f"{module}.{name}"
+
+
+def is_check(node: ast.AST) -> bool:
+    """Whether it is an assertion, or stops the script with a message."""
+    ends = isinstance(node, ast.Call) and ast.unparse(node.func) in ENDS
+    says = ends and node.args and isinstance(node.args[0], ast.JoinedStr | ast.Constant)
+    return bool(says) or isinstance(node, ast.Assert)
+
+
+def has_check(path: Path) -> bool:
+    return any(map(is_check, ast.walk(ast.parse(path.read_text()))))
+
+
+def test_a_benchmark_checks_what_it_claims_or_claims_only_what_it_counts():
+    """A figure of a hit, a copy or bytes without its assertion is a rumour: a new benchmark has one, or is listed."""
+    unchecked = {path.name for path in SCRIPTS if path.name.startswith("bench_") and not has_check(path)}
+    assert unchecked == set(CHECKS_NOTHING)
