@@ -4,14 +4,16 @@
     ENGINES_PYTHON=PYTHON python benches/engines/bench_vllm.py [--rounds 6] [--model small|tiny]
 
 PYTHON has vLLM. Three engines run side by side and take turns: vLLM alone, with `BlockyardSpec`, and with a file store
-below that. The order changes from round to round, prompts are new in each, and all engines get the same.
+below that. Each runs in the processes that vLLM starts by default. The order changes from round to round, prompts are
+new in each, and all engines get the same.
 
 - decode: 6 requests of 256 + 128 tokens fit the device. The loss is against vLLM alone in the same round: the median.
 - preemption: 16 such requests do not fit.
-- first token: of a prompt of 1,920 tokens that was computed before and has left the device, or the host too.
+- first token: of a prompt of 1,920 tokens that was computed before, and is found on the device, on the host once the
+  device has been cleared, and in the file once the host has been, too. Other prompts are served before and after it is
+  cleared. The number of tokens found in each place is checked.
 
-The time of the engine's thread is its CPU time: what a step takes where copies have another core. With BENCH_JSON=FILE
-it also adds its figures to the flat JSON object in FILE.
+With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import tempfile
 from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benches"), str(ROOT / "tests" / "support")]
@@ -47,6 +49,7 @@ DEVICE = {"num_gpu_blocks_override": 80, "max_model_len": 2048, "max_num_seqs": 
 DECODE: dict[str, Any] = {"requests": 6, "length": 256, "tokens": 128}
 PREEMPTED: dict[str, Any] = {**DECODE, "requests": 16}
 PROMPT: dict[str, Any] = {"requests": 1, "length": 1920, "tokens": 8}
+OTHERS: dict[str, Any] = {"requests": 2, "length": 320, "tokens": 4}
 ALONE = "alone"
 Engines = dict[str, Engine]
 Rounds = list[dict[str, Any]]
@@ -71,66 +74,80 @@ def median(rounds: Rounds, name: str, field: str) -> float:
     return statistics.median(result[name][field] for result in rounds)
 
 
-def loss(rounds: Rounds, name: str, field: str) -> float:
+def loss(rounds: Rounds, name: str) -> float:
     """How much longer an engine takes than vLLM alone in the same round, in percent: the median."""
-    return 100 * statistics.median(result[name][field] / result[ALONE][field] - 1 for result in rounds)
+    return 100 * statistics.median(result[name]["seconds"] / result[ALONE]["seconds"] - 1 for result in rounds)
 
 
 def throughput(title: str, rounds: Rounds, names: list[str], asked: dict[str, Any]) -> dict[str, float]:
     """Print a table of one workload, and return its figures."""
     tokens = asked["requests"] * asked["tokens"]
     print(f"\n{title}: {asked['requests']} requests of {asked['length']} + {asked['tokens']} tokens")
-    print(f"{'':16}{'tokens/s':>10}{'thread ms':>11}{'process ms':>12}{'computed':>10}{'preempted':>11}   longer by %")
+    print(f"{'':16}{'tokens/s':>10}{'least':>8}{'most':>8}{'computed':>10}{'preempted':>11}{'longer by %':>13}")
     figures = {}
     for name in names:
-        longer = {field: loss(rounds, name, field) for field in ("seconds", "thread", "process")}
+        rates = sorted(tokens / result[name]["seconds"] for result in rounds)
         first, last = (rounds[place][name]["counters"]["vllm:num_preemptions"] for place in (0, -1))
         preempted = (last - first) / max(1, len(rounds) - 1)
         print(
-            f"{name:16}{tokens / median(rounds, name, 'seconds'):10.1f}{1e3 * median(rounds, name, 'thread'):11.0f}"
-            f"{1e3 * median(rounds, name, 'process'):12.0f}{median(rounds, name, 'computed'):10.0f}{preempted:11.1f}   "
-            + ", ".join(f"{field} {value:+.2f}" for field, value in longer.items())
+            f"{name:16}{statistics.median(rates):10.1f}{rates[0]:8.1f}{rates[-1]:8.1f}"
+            f"{median(rounds, name, 'computed'):10.0f}{preempted:11.1f}{loss(rounds, name):13.2f}"
         )
-        figures[f"vllm_{name}_{title}_tokens_per_second"] = tokens / median(rounds, name, "seconds")
+        figures[f"vllm_{name}_{title}_tokens_per_second"] = statistics.median(rates)
         figures[f"vllm_{name}_{title}_computed_tokens"] = median(rounds, name, "computed")
         if name != ALONE:
-            figures[f"vllm_{name}_{title}_loss_percent"] = longer["seconds"]
-            figures[f"vllm_{name}_{title}_thread_loss_percent"] = longer["thread"]
+            figures[f"vllm_{name}_{title}_loss_percent"] = loss(rounds, name)
+            loaded = rounds[-1][name]["counters"]["vllm:kv_offload_load_bytes"]
+            assert loaded > 0 or not preempted, f"{name}: preempted requests found nothing on the host"
     return figures
+
+
+class Leg(NamedTuple):
+    """One serving of the prompt: which engine, what is cleared before it, and how many tokens are found where."""
+
+    title: str
+    engine: str
+    cleared: str = ""
+    found: tuple[tuple[str, int], ...] = ()
+
+
+LEGS = (
+    Leg("computed", ALONE),
+    Leg("computed, stored", "file"),
+    # vLLM never takes a prompt's last block from the device, for it computes at least the last token.
+    Leg("from the device", "file", found=(("device", 1888), ("host", 32))),
+    Leg("from the host", "file", "device", found=(("host", 1920),)),
+    Leg("from the file", "file", "host", found=(("store", 1920),)),
+)
 
 
 def first_tokens(engines: Engines, rounds: int, numbers: Any) -> dict[str, float]:
     """Print how long the first token of a prompt takes: computed, and from each tier that holds it."""
-    places = {
-        "computed": (ALONE, 0),
-        "computed, stored": ("file", 0),
-        "from the host": ("file", 1),
-        "from the file": ("file", 2),
-    }
-    taken: dict[str, list[float]] = {place: [] for place in places}
-    cached = dict.fromkeys(places, 0)
+    taken: dict[str, list[float]] = {leg.title: [] for leg in LEGS}
     for _ in range(rounds):
-        prompts = next(numbers)
-        asked = {**PROMPT, "prompts": prompts}
-        # What the device holds goes after each round; after the second what the host holds, too.
-        results = {
-            (ALONE, 0): engines[ALONE].serve(**asked, clear="device"),
-            **{("file", turn): engines["file"].serve(**asked, clear=clear) for turn, clear in enumerate(CLEARED)},
-        }
-        for place, which in places.items():
-            assert results[which]["tokens"] == results[ALONE, 0]["tokens"], "other tokens than vLLM alone"
-            taken[place].append(1e3 * results[which]["first_token"][0])
-            cached[place] = results[which]["cached"]
+        prompts, tokens = next(numbers), []
+        for leg in LEGS:
+            engine = engines[leg.engine]
+            if leg.cleared:
+                engine.serve(**OTHERS, prompts=next(numbers), clear=leg.cleared)
+                engine.serve(**OTHERS, prompts=next(numbers))
+            result = engine.serve(**PROMPT, prompts=prompts)
+            expected = dict.fromkeys(result["found"], 0) | dict(leg.found)
+            assert result["found"] == expected, f"{leg.title}: tokens found are {result['found']}, must be {expected}"
+            tokens.append(result["tokens"])
+            taken[leg.title].append(1e3 * result["first_token"][0])
+        assert all(said == tokens[0] for said in tokens), "other tokens than vLLM alone"
     print(f"\nfirst token of a prompt of {PROMPT['length']} tokens, ms: median, least, most; tokens found")
-    for place, times in taken.items():
-        print(f"{place:20}{statistics.median(times):8.0f}{min(times):8.0f}{max(times):8.0f}{cached[place]:8}")
+    for leg in LEGS:
+        times = taken[leg.title]
+        print(
+            f"{leg.title:20}{statistics.median(times):8.0f}{min(times):8.0f}{max(times):8.0f}"
+            "   " + ", ".join(f"{found:,} {tier}" for tier, found in leg.found)
+        )
     return {
-        f"vllm_first_token_{place.replace(',', '').replace(' ', '_')}_ms": statistics.median(times)
-        for place, times in taken.items()
+        f"vllm_first_token_{title.replace(',', '').replace(' ', '_')}_ms": statistics.median(times)
+        for title, times in taken.items()
     }
-
-
-CLEARED = ("device", "host", "host")
 
 
 def main() -> None:
@@ -155,7 +172,12 @@ def main() -> None:
         engines = {}
         for subject, extra in {ALONE: {}, "host": ours, "file": {**ours, **below}}.items():
             engine = Engine(
-                folder / "model", folder / f"{subject}.log", extra=extra, engine=DEVICE, model=MODELS[options.model]
+                folder / "model",
+                folder / f"{subject}.log",
+                extra=extra,
+                engine=DEVICE,
+                model=MODELS[options.model],
+                processes=True,
             )
             engines[subject] = stack.enter_context(closing(engine))
             engine.serve(prompts=0, **PREEMPTED | {"tokens": 4})  # warms up; the first also makes the model

@@ -1,8 +1,9 @@
 """Serves a tiny seeded Llama with vLLM on a CPU, and prints tokens and counters as JSON; run by `vllm_engine.py`.
 
 serve_vllm.py MODEL_FOLDER '{"extra": {...}, "sabotage": "", "rounds": 2, "faults": ["", "lose"]}'
-serve_vllm.py MODEL_FOLDER '{"extra": {...}, "asked": true, "engine": {...}, "model": {...}}'
+serve_vllm.py MODEL_FOLDER '{"extra": {...}, "asked": true, "processes": true, "engine": {...}, "model": {...}}'
 
+vLLM runs in this process, which faults and sabotage need; with processes, in those that it starts by default.
 With faults, each round begins with empty caches of device and host, and with an external store that fails in that way.
 When asked, it reads a round from each line of standard input, a JSON object such as {"prompts": 1, "clear": "host"},
 and prints a result for each. "engine" and "model" change vLLM's arguments and the model's shape.
@@ -18,15 +19,12 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Compiling takes longer than all rounds of a test.
     "TORCHDYNAMO_DISABLE": "1",
 }
-
-
-COMPUTED: list[int] = []  # tokens of each step of this round
+BLOCK = 32  # tokens
 
 
 def model(folder: str, shape: dict[str, int]) -> None:
@@ -97,17 +95,26 @@ def failing() -> list[Any]:
     return stores
 
 
-def settled(llm: Any) -> dict[str, int]:
-    """The external store's counts, once nothing is being written any more."""
-    manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.connector_scheduler.manager
-    tier = manager._external
-    until = time.monotonic() + 30
-    while tier.is_busy and time.monotonic() < until:
+def counts(llm: Any) -> Any:
+    """The engine's counts; see `counting_scheduler.py`."""
+    client = llm.llm_engine.engine_core
+    return client.call_utility("counts") if hasattr(client, "call_utility") else client.engine_core.counts()
+
+
+def settled(llm: Any) -> Any:
+    """The engine's counts, once nothing is being stored or written any more."""
+    steps_alone = hasattr(llm.llm_engine.engine_core, "call_utility")
+    until = time.monotonic() + 300
+    while True:
+        now = counts(llm)
+        if not now["is_storing"] and not (steps_alone and now["is_transferring"]):
+            return now
+        assert time.monotonic() < until, now
         time.sleep(0.01)
-    return {name: getattr(tier.counts, name) for name in ("loaded", "missed", "written", "not_written")}
 
 
 def engine(folder: str, options: dict[str, Any]) -> Any:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(options.get("processes", False)))
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -122,23 +129,14 @@ def engine(folder: str, options: dict[str, Any]) -> Any:
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 512,
-        "block_size": 32,
+        "block_size": BLOCK,
         "num_gpu_blocks_override": 20,
         "enable_prefix_caching": True,
         "max_num_seqs": 8,
         "disable_log_stats": False,
+        "scheduler_cls": "counting_scheduler.CountingScheduler",
     }
-    llm = LLM(model=folder, **{**arguments, **more, **options.get("engine", {})})
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    schedule = scheduler.schedule
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        step = schedule(*args, **kwargs)
-        COMPUTED.append(step.total_num_scheduled_tokens)
-        return step
-
-    scheduler.schedule = counted
-    return llm
+    return LLM(model=folder, **{**arguments, **more, **options.get("engine", {})})
 
 
 def rounds(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -161,20 +159,29 @@ def serve(llm: Any, options: dict[str, Any], asked: dict[str, Any]) -> dict[str,
         {"prompt_token_ids": [(i * 7 + j * (i + 1) + shift) % 500 for j in range(asked.get("length", 100))]}
         for i in range(asked.get("requests", 6))
     ]
-    began, busy = time.monotonic(), (time.process_time(), time.thread_time())
-    COMPUTED.clear()
+    before, then = counters(llm), counts(llm)
+    began = time.monotonic()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    seconds = time.monotonic() - began
+    now, after = settled(llm), counters(llm)
+
+    def grown(name: str) -> int:
+        return int(after[name] - before[name])
+
     found = {
-        "seconds": time.monotonic() - began,
-        "process": time.process_time() - busy[0],
-        "thread": time.thread_time() - busy[1],
-        "computed": sum(COMPUTED),
+        "seconds": seconds,
+        "computed": now["computed"] - then["computed"],
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "cached": sum(output.num_cached_tokens or 0 for output in outputs),
         "first_token": [output.metrics.first_token_latency for output in outputs],
+        "found": {"device": grown("vllm:prefix_cache_hits")},
     }
-    if options.get("extra", {}).get("prefix_store"):
-        found["external"] = {**settled(llm), "seconds": time.monotonic() - began}
+    if options.get("extra"):
+        per_chunk = BLOCK * options["extra"].get("blocks_per_chunk", 1)
+        stored = per_chunk * (now["external"].get("loaded", 0) - then["external"].get("loaded", 0))
+        found["found"] |= {"host": grown("vllm:external_prefix_cache_hits") - stored, "store": stored}
+    if now["external"]:
+        found["external"] = {**now["external"], "seconds": time.monotonic() - began}
     if asked.get("clear"):
         assert llm.reset_prefix_cache(reset_connector=asked["clear"] == "host")
     return found

@@ -3,8 +3,10 @@
 import json
 import os
 import queue
+import signal
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +43,28 @@ class Engine:
         command = _command(folder, {**options, "asked": True})
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment()
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=_environment(),
+                start_new_session=True,
             )
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def close(self) -> None:
-        """End the process."""
-        self.process.kill()
+        """End the process and those that it has started."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()  # vLLM then ends its processes and removes their shared memory
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self._reader.join()
-        self.process.communicate()
+        self.process.wait()
 
     def ask(self, **asked: Any) -> None:
         """Start a round."""
