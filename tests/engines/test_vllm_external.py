@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import obstore
 import pytest
 from obstore.store import S3Store
 from servers import ObjectServer, Server, serving, serving_objects
-from vllm_engine import PYTHON, SPEC, serve
+from vllm_engine import PYTHON, SPEC, Engine, serve
 
 pytestmark = [
     pytest.mark.slow,
@@ -103,6 +104,22 @@ def test_tokens_are_the_same_cold_warm_after_a_restart_and_over_damage(folder: P
     assert damaged["tokens"] == alone["tokens"][:1]
     assert damaged["external"][-1]["missed"] > 0
     assert damaged["external"][-1]["loaded"] < warm["external"][-1]["loaded"]
+
+
+def test_a_prompt_is_found_in_each_tier_and_right_after_a_reset_in_the_store(folder: Path, tmp_path: Path):
+    asked = {"requests": 1, "length": 320, "tokens": 8}
+    extra = {**ROOMY, "prefix_store": FileStorage(tmp_path / "store").url}
+    with closing(Engine(folder, tmp_path / "log", extra=extra, processes=True)) as engine:
+        cold = engine.serve(**asked)
+        served = [engine.serve(**asked, clear=clear) for clear in ("device", "host", "host", "")]
+    assert [one["tokens"] for one in served] == [cold["tokens"]] * 4
+    assert cold["external"]["written"] == 10
+    # vLLM computes at least the last token, so it never takes a prompt's last block from the device.
+    on_device, on_host, *in_store = [one["found"] for one in served]
+    assert cold["found"] == {"device": 0, "host": 0, "store": 0}
+    assert on_device == {"device": 288, "host": 32, "store": 0}
+    assert on_host == {"device": 0, "host": 320, "store": 0}
+    assert in_store == [{"device": 0, "host": 0, "store": 320}] * 2
 
 
 def test_a_store_that_loses_refuses_or_hangs_costs_no_token_and_no_engine(folder: Path, alone: Any, storage: Any):

@@ -58,12 +58,14 @@ class Engine:
     def close(self) -> None:
         """End the process and those that it has started."""
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()  # vLLM then ends its processes and removes their shared memory
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(60)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self._reader.join()
+        self.process.stdout.close()
         self.process.wait()
 
     def ask(self, **asked: Any) -> None:
