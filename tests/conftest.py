@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import gc
 import os
+import signal
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,6 +27,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # A worker of a parallel run has one processor: torch's threads would wait for each other, here and in child processes.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A run in the background of a script (`nohup make test &`) ignores Ctrl-C, as all would that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def built_files() -> dict[str, int]:

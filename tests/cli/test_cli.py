@@ -338,7 +338,7 @@ def test_ctrl_c_while_processes_start_prints_no_traceback_and_leaves_none(comman
                 assert process.poll() is None
                 time.sleep(0.005)
             os.killpg(process.pid, signal.SIGINT)
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=300)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

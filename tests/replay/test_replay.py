@@ -148,11 +148,9 @@ def test_on_ctrl_c_the_processes_of_a_replay_end_at_once_and_say_nothing(tmp_pat
     command = [sys.executable, "-m", "blockyard", "replay", str(write(tmp_path)), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    until = time.monotonic() + 60.0
     while len(children.read_text().split()) < 3:  # two that replay, and one that Python has beside them
-        assert time.monotonic() < until
+        assert process.poll() is None
         time.sleep(0.01)
-    time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    assert process.communicate(timeout=60) == (None, "")
+    assert process.communicate(timeout=300) == (None, "")
     assert process.returncode == 130
