@@ -240,16 +240,24 @@ def test_transfers_that_end_late_cost_no_token(model, work, wanted, tmp_path, ho
 
         def __init__(self, inner):
             super().__init__(inner)
-            self.random, self.ended, self.late = np.random.default_rng(seed), {}, 0
+            self.random, self.open, self.ended, self.late = np.random.default_rng(seed), [], {}, 0
+
+        def submit(self, decision, *, by_layer=False):
+            super().submit(decision, by_layer=by_layer)
+            self.open.append(decision.ticket)
 
         def poll(self):
-            self.ended |= {done.ticket: done for done in super().poll()}
+            self.ended |= {ticket: super(Late, self).wait(ticket) for ticket in self.open}
+            self.open.clear()
             told = [ticket for ticket in self.ended if self.random.random() < 0.3]
             self.late += len(self.ended) - len(told)
             return [self.ended.pop(ticket) for ticket in told]
 
         def wait(self, ticket):
-            return self.ended.pop(ticket) if ticket in self.ended else super().wait(ticket)
+            if ticket in self.ended:
+                return self.ended.pop(ticket)
+            self.open.remove(ticket)
+            return super().wait(ticket)
 
     options = {"host_blocks": host, "preemption_mode": "swap", "wrap_executor": Late}
     with open_generator(model, tmp_path, **options) as generator:
