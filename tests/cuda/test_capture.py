@@ -122,9 +122,9 @@ def test_what_a_capture_forbids_is_done_after_it(
         runtime.codes.clear()
         capturing = threading.Thread(target=end_captures)
         capturing.start()
-        refused.wait(10)
+        refused.wait(300)
         work(pool or pool_of(locker))
-        capturing.join(10)
+        capturing.join(300)
         assert ended.pop() == CAPTURE_INVALIDATED
     gc.collect()
     assert fake.fake_registered() == 0

@@ -100,7 +100,7 @@ def test_a_thread_that_has_made_no_call_yet_copies_as_others_do(fake: ctypes.CDL
     case, calls = Case(fake, registered=THIRDS), []
     thread = threading.Thread(target=lambda: calls.append(case.go("h2d", "batch", DENSE)))
     thread.start()
-    thread.join(10)
+    thread.join(300)
     assert calls == ["B"]
 
 

@@ -94,7 +94,7 @@ def test_blocks_are_used_while_later_chunks_are_made_ready():
     waiting.start()
     assert not done.wait(0.05)
     locker.permits.release()
-    waiting.join(10)
+    waiting.join(300)
     assert done.is_set()
     assert 2 * PER_CHUNK <= pool.ready_blocks < CHUNKS * PER_CHUNK
     for _ in range(CHUNKS):
@@ -205,7 +205,7 @@ def test_closing_ends_the_thread_and_waits_for_nobody():
     late.start()
     pool.close()
     pool.close()
-    waiting.join(10)
+    waiting.join(300)
     late.join()
     assert [str(error) for error in failed] == ["the host pool is closed"]
     assert len(locker.calls) == 3

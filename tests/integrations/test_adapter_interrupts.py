@@ -21,7 +21,7 @@ from blockyard.integrations.nano import BlockManager
 from blockyard.stores import register
 
 SIZE, BLOCKS = 4, 8
-PATIENCE = 10.0
+PATIENCE = 300.0
 
 register("faulty")(FaultyStore)
 

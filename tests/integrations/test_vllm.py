@@ -510,7 +510,7 @@ def test_loads_go_before_stores_and_expedited_loads_first(vllm: SimpleNamespace,
     def note(job: Any) -> None:
         begin(job)
         begun.set()
-        assert hold.wait(10)
+        assert hold.wait(300)
         order.append(next(job_id for job_id, known in jobs.items() if known is job))
 
     monkeypatch.setattr(worker, "_begin", note)
@@ -523,7 +523,7 @@ def test_loads_go_before_stores_and_expedited_loads_first(vllm: SimpleNamespace,
     ]
     for job_id, call in enumerate(submit):
         call(job_id)
-        assert begun.wait(10)
+        assert begun.wait(300)
     hold.set()
     worker.wait({0, 1, 2, 3})
     assert order == [0, 3, 2, 1]

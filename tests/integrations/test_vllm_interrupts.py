@@ -23,7 +23,7 @@ TIER = ("vllm/tier.py", "stores/adapters/jobs.py")
 MANAGER = ("vllm/manager.py", "vllm/hints.py", "vllm/external.py", "stores/adapters/jobs.py")
 CHUNKS, WIDTH = 8, 4096
 KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(30)]
-PATIENCE = 10.0
+PATIENCE = 300.0
 
 
 @pytest.fixture(params=[kind for kind in vllm_modules.KINDS if kind.startswith("stand-in")])

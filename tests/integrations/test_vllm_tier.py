@@ -176,7 +176,7 @@ def test_each_job_has_one_result_and_a_key_that_is_being_stored_is_retried(
 ):
     tier, hold = Tier(vllm, tmp_path), threading.Event()
     parts = tier.tier._parts
-    monkeypatch.setattr(tier.tier, "_parts", lambda count: hold.wait(10) and parts(count))
+    monkeypatch.setattr(tier.tier, "_parts", lambda count: hold.wait(300) and parts(count))
     for n in range(5):
         tier.submit(tier.tier.submit_store, KEYS[n : n + 2], [0, 1])
     assert tier.lookups(KEYS[:7]) == "RETRY RETRY RETRY RETRY RETRY RETRY MISS"

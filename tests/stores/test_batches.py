@@ -44,17 +44,16 @@ def test_an_event_descriptor_asked_for_late_is_readable_and_goes_with_the_store(
 def test_storage_that_hangs_costs_one_deadline_and_not_one_for_each_batch():
     with KeyedStore() as store:
         put(store, 2)
-        gate = threading.Event()
-        store.before, store.timeout_base = lambda name: gate.wait(PATIENCE), 0.1
+        gate, hung = threading.Event(), []
+        store.before, store.timeout_base = lambda name: hung.append(name) or gate.wait(PATIENCE), 0.1
         waiting = [store.submit_get(names(2)) for _ in range(12)]
-        began = time.monotonic()
         found = {reason for ticket in waiting for reason in store.wait(ticket).reasons}
         assert found <= {"timeout", "unavailable"}
         for _ in range(100):
             assert set(put(store, 2)) == {"unavailable"}
             assert not store.contains(names(2)).any()
         assert store.stats().is_down
-        assert time.monotonic() - began < 2
+        assert 1 <= len(hung) <= 4, "one deadline for each thread"
         with pytest.raises(StoreError, match="nothing is found or stored until it is called again: unavailable"):
             store.forget()
         gate.set()
@@ -192,7 +191,7 @@ def test_keys_are_looked_up_although_the_first_lookup_was_interrupted(call: str,
             patched.setattr(other, call, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 other.contains(names(1))
-        until = time.monotonic() + 10
+        until = time.monotonic() + PATIENCE
         while not other.contains(names(1))[0]:
             assert time.monotonic() < until
             time.sleep(0.001)

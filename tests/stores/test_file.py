@@ -370,7 +370,7 @@ def test_closing_while_batches_are_under_way_ends_every_ticket(tmp_path: Path):
     waiting = threading.Thread(target=store.wait, args=(tickets.pop(),))
     waiting.start()
     assert store.close()
-    waiting.join(10)
+    waiting.join(300)
     assert not waiting.is_alive()
     assert not list(tmp_path.iterdir())
     assert {reason for ticket in tickets for reason in store.wait(ticket).reasons} <= {"", "closed"}
@@ -420,7 +420,7 @@ def test_a_fork_must_open_its_own_store_and_harms_nothing(store: SlabStore):
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_use_in_child, args=(store, sender))
     child.start()
-    child.join(30)
+    child.join(300)
     assert child.exitcode == 0
     for _ in range(5):
         assert f"opened by process {os.getpid()}, process {child.pid} must open its own" in receiver.recv()

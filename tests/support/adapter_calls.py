@@ -10,7 +10,7 @@ import pytest
 from interrupts import Interrupt, sweep
 
 ERRORS = [KeyboardInterrupt, MemoryError]
-PATIENCE = 10.0
+PATIENCE = 300.0
 T = TypeVar("T")
 
 

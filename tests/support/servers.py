@@ -112,7 +112,7 @@ def _started(command: list[str], path: Path) -> "subprocess.Popen[bytes]":
     """Start a server, and wait until its socket exists."""
     with (path.parent / "server.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={"PATH": os.environ["PATH"]})
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while not path.exists():
         if process.poll() is not None or time.monotonic() > until:
             process.kill()
@@ -149,7 +149,7 @@ def serving_replica(folder: Path, node: Server) -> Iterator[Server]:
     ):
         primary.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus)
         name = bytes(primary.execute_command("CLUSTER", "MYID"))
-        until = time.monotonic() + 30
+        until = time.monotonic() + 300
         while name not in bytes(client.execute_command("CLUSTER", "NODES")):
             assert time.monotonic() < until, "the replica has not met the cluster"
             time.sleep(0.05)
@@ -174,7 +174,7 @@ def wait_for_cluster(nodes: list[Server]) -> None:
     """Wait until all nodes know each other and serve their slots."""
     with ExitStack() as stack:
         clients = [stack.enter_context(redis.Redis(port=node.port)) for node in nodes]
-        until = time.monotonic() + 30
+        until = time.monotonic() + 300
         while not all(_is_formed(client) for client in clients):
             assert time.monotonic() < until, "the cluster has not formed"
             time.sleep(0.05)

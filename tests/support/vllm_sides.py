@@ -121,7 +121,7 @@ class Engine:
 
     def settle_store(self) -> None:
         """Wait until the external store has answered."""
-        until = time.monotonic() + 30
+        until = time.monotonic() + 300
         while self.tier.is_busy:
             assert time.monotonic() < until
             time.sleep(0.001)
@@ -132,7 +132,7 @@ class Engine:
 
     def found(self, keys: list[bytes], name: str = "one") -> int:
         """Return the leading keys that can eventually be loaded, requested as vLLM does."""
-        until = time.monotonic() + 30
+        until = time.monotonic() + 300
         context = self.context(name)
         while True:
             states = [self.manager.lookup(key, context).name for key in keys]

@@ -149,13 +149,15 @@ def test_blocks_not_seen_for_long_count_as_new_and_recent_ones_keep_their_ids(tm
 def test_a_full_disk_stops_the_recording_with_one_line_and_a_readable_file(tmp_path: Path):
     path = tmp_path / "trace.jsonl.gz"
     program = """
-import resource, time
+import itertools, resource, time
 from blockyard.traces import recorder as module
 module._FLUSH_BYTES = 4096
 resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
-for part in range(100):
+for part in itertools.count():
     record(recorder, 200 + part)
     time.sleep(0.02)
+    if not recorder.is_recording:
+        break
 print(recorder.is_recording)
 recorder.close()
 """

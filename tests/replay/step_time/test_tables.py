@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import time
 from itertools import islice
 from pathlib import Path
 
@@ -107,12 +106,8 @@ def test_two_gpus_share_the_work_but_not_for_nothing(llama: TableStepTime):
     assert 0.5 < tables(LLAMA, 2).seconds([], context) / llama.seconds([], context) < 1
 
 
-def test_a_call_takes_microseconds_and_a_copy_says_the_same(llama: TableStepTime):
+def test_a_copy_says_the_same(llama: TableStepTime):
     copy, context = pickle.loads(pickle.dumps(llama)), np.full(128, 1000)
-    start = time.thread_time()
-    for _ in range(200):
-        copy.seconds([(0, 512)], context)
-    assert (time.thread_time() - start) / 200 < 100e-6
     assert copy.seconds([(0, 512)], context) == llama.seconds([(0, 512)], context)
     assert repr(copy) == "TableStepTime(LlamaForCausalLM, 'rtx_pro_6000_server', tensor_parallel_size=1)"
 
