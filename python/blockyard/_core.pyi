@@ -727,6 +727,11 @@ class StoreJobs:
         Raises:
             UnknownTicketError: there is no such write, or it has ended.
         """
+    def give_up_all(self) -> None:
+        """End all loads and writes: nothing has landed, and blocks that were being read may be written later.
+
+        Call it when no copy to or from their blocks runs any more.
+        """
 
 @final
 class PrefixHit:
@@ -1240,6 +1245,8 @@ class BlockManager:
             UnknownSequenceError: there is no such sequence.
             InvalidArgumentError: a handle is repeated.
         """
+    def free_all(self) -> None:
+        """Free all sequences, for instance to start again after an exception whose effect is unknown."""
     def can_append(self, sequences: _Handles, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> Fit:
         """Return whether `append` would find enough blocks: new ones, and one for each copy-on-write.
 
@@ -1415,12 +1422,12 @@ class BlockManager:
         Raises:
             UnknownTicketError: the ticket was never issued, or has ended.
         """
-    def lose(self, ticket: int, lost: Iterable[Pairs]) -> NDArray[np.uint64]:
+    def lose(self, ticket: int, lost: Iterable[Pairs] | None = None) -> NDArray[np.uint64]:
         """Mark the sequences that have lost bytes while the ticket's other transfers still run.
 
         Args:
             ticket: `decision.ticket`. It stays open; pass the same pairs to `complete` when it ends.
-            lost: the `Pairs` that are known not to land.
+            lost: the `Pairs` that are known not to land; None means all of the ticket's.
         Returns:
             Sequences that lost bytes, uint64 `[n]`. They can only be freed.
         Raises:
@@ -1497,6 +1504,9 @@ class BlockManager:
         Raises:
             UnknownSequenceError: there is no such sequence.
         """
+    @property
+    def num_open_tickets(self) -> int:
+        """Number of tickets that have not ended."""
     def stats(self) -> ManagerStats:
         """Return all counters: `ManagerStats`."""
     def check(self) -> None:
@@ -1525,7 +1535,7 @@ class StepOwner:
         """See `BlockManager.complete`."""
     def fail(self, ticket: int) -> NDArray[np.uint64]:
         """See `BlockManager.fail`."""
-    def lose(self, ticket: int, lost: Iterable[Pairs]) -> NDArray[np.uint64]:
+    def lose(self, ticket: int, lost: Iterable[Pairs] | None = None) -> NDArray[np.uint64]:
         """See `BlockManager.lose`."""
 
 @final

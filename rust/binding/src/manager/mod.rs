@@ -189,6 +189,12 @@ impl PyBlockManager {
         self.lock().tier(sequence.0).map(Tier::name).map_err(to_py)
     }
 
+    /// Number of tickets that have not ended.
+    #[getter]
+    fn num_open_tickets(&self) -> usize {
+        self.lock().num_open_tickets()
+    }
+
     /// Return all counters: `ManagerStats`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let (stats, open) = {

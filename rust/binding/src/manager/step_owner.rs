@@ -72,13 +72,13 @@ impl PyStepOwner {
     }
 
     /// See `BlockManager.lose`.
-    #[expect(clippy::needless_pass_by_value, reason = "an argument from Python")]
+    #[pyo3(signature = (ticket, lost = None))]
     fn lose<'py>(
         &self,
         py: Python<'py>,
         #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
-        #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
+        #[pyo3(from_py_with = args::lost)] lost: Option<Vec<Py<PyPairs>>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        self.0.get().mark_lost(py, ticket, &lost)
+        self.0.get().mark_lost(py, ticket, lost)
     }
 }

@@ -100,6 +100,16 @@ impl Manager {
         Ok(self.sequences.lose(&blocks))
     }
 
+    /// Like [`Manager::lose`] with all pairs of the ticket: nothing will land.
+    ///
+    /// # Errors
+    /// The ticket is unknown.
+    pub fn lose_whole(&mut self, ticket: TicketId) -> Result<Vec<SequenceId>> {
+        let mut blocks = self.transfers.get(ticket)?.written().collect();
+        self.transfers.follow_copies(ticket, self.tiers.device(), &mut blocks);
+        Ok(self.sequences.lose(&blocks))
+    }
+
     /// Blocks of a ticket that did not land.
     fn lost_blocks(&self, ticket: TicketId, lost: &[Pairs]) -> Result<HashSet<TierBlock>> {
         let written: HashSet<TierBlock> = self.transfers.get(ticket)?.written().collect();

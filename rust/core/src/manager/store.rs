@@ -77,4 +77,15 @@ impl Manager {
         self.tiers.enforce_quotas();
         Ok(is_whole)
     }
+
+    /// Ends all loads, none of whose bytes have landed, and all writes, whose blocks may be written later.
+    ///
+    /// # Errors
+    /// None in a consistent manager.
+    pub fn give_up_store_jobs(&mut self) -> Result<()> {
+        let tokens = self.block_size();
+        self.jobs.give_up_all(&mut self.tiers, tokens)?;
+        self.tiers.enforce_quotas();
+        Ok(())
+    }
 }

@@ -313,6 +313,16 @@ impl Manager {
         state.free(&mut step, sequences)
     }
 
+    /// Frees all sequences.
+    ///
+    /// # Errors
+    /// None in a consistent manager.
+    pub fn free_all(&mut self) -> Result<()> {
+        let (state, mut step) = self.parts();
+        let all = state.handles();
+        state.free(&mut step, &all)
+    }
+
     /// Sets the retention priority of the sequences' cached blocks, from 0, the default, to
     /// [`MAX_PRIORITY`](crate::MAX_PRIORITY).
     ///

@@ -190,6 +190,14 @@ impl Sequences {
         Ok(row)
     }
 
+    /// All sequences, in the order of their handles.
+    pub(crate) fn handles(&self) -> Vec<SequenceId> {
+        let mut all: Vec<_> = self.rows.iter().map(whole).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
     pub(crate) fn free(&mut self, step: &mut OpenStep<'_>, sequences: &[SequenceId]) -> Result<()> {
         let mut all = Vec::new();
         let sequences = self.members(sequences, &mut all)?;
@@ -211,8 +219,6 @@ impl Sequences {
     /// Marks the sequences that have one of the blocks as lost: they can only be freed.
     pub(crate) fn lose(&mut self, blocks: &HashSet<TierBlock>) -> Vec<SequenceId> {
         let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
-        let whole =
-            |(id, row): (SequenceId, &Row)| row.group_tables.as_deref().map_or(id, |group_tables| group_tables[0]);
         let rows = self.rows.iter().filter(|(_, row)| hit(row.tier, &row.table));
         let mut sequences: Vec<_> = rows.map(whole).collect();
         sequences.sort_unstable();
@@ -360,6 +366,11 @@ fn in_flight(sequence: SequenceId, row: &Row, view: View<'_>) -> Error {
 #[inline]
 fn is_loaded_now(row: &Row, transfers: &Transfers) -> bool {
     row.moving && row.ticket == transfers.open()
+}
+
+/// The sequence that a row of some cache group belongs to.
+fn whole((id, row): (SequenceId, &Row)) -> SequenceId {
+    row.group_tables.as_deref().map_or(id, |group_tables| group_tables[0])
 }
 
 /// Writes the slots of tokens from `first` on, block by block.

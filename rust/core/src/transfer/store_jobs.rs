@@ -223,16 +223,35 @@ impl StoreJobs {
     pub(crate) fn give_up_writes(&mut self, tiers: &mut Tiers, tier: Tier, wanted: usize) {
         while tiers.pool(tier).available() < wanted {
             let last = self.writes.iter().rev().find(|(_, (of, _))| *of == tier).map(|(job, _)| *job);
-            let Some((job, (_, blocks))) = last.and_then(|job| self.writes.remove_entry(&job)) else { return };
-            let keys: Vec<Key> = blocks.iter().filter_map(|&block| tiers.pool(tier).key(block)).collect();
-            end_leases(tiers, tier, &blocks, LeaseKind::Read);
-            if let Some(write_queue) = tiers.write_queue_mut() {
-                for key in &keys {
-                    write_queue.unclaim(key);
-                }
-            }
+            let Some(job) = last else { return };
+            self.cancel_write(tiers, job);
             self.given_up.insert(job);
         }
+    }
+
+    /// Cancels a write: its blocks may be written later.
+    fn cancel_write(&mut self, tiers: &mut Tiers, job: JobId) {
+        let Some((tier, blocks)) = self.writes.remove(&job) else { return };
+        let keys: Vec<Key> = blocks.iter().filter_map(|&block| tiers.pool(tier).key(block)).collect();
+        end_leases(tiers, tier, &blocks, LeaseKind::Read);
+        if let Some(write_queue) = tiers.write_queue_mut() {
+            for key in &keys {
+                write_queue.unclaim(key);
+            }
+        }
+    }
+
+    /// Ends all jobs: nothing that they load has landed, and what they read may be written later.
+    pub(crate) fn give_up_all(&mut self, tiers: &mut Tiers, tokens: u32) -> Result<()> {
+        while let Some((&job, load)) = self.loads.first_key_value() {
+            let landed = vec![false; load.targets.len()];
+            self.end_load(tiers, job, &landed, tokens)?;
+        }
+        while let Some((&job, _)) = self.writes.last_key_value() {
+            self.cancel_write(tiers, job);
+        }
+        self.given_up.clear();
+        Ok(())
     }
 
     /// Ends a write: its blocks have been read. Those that were next to be evicted become free, as they would otherwise

@@ -220,4 +220,11 @@ impl PyStoreJobs {
     fn end_write(&self, #[pyo3(from_py_with = args::job)] job: u64) -> PyResult<bool> {
         self.0.lock().end_write(JobId(job)).map_err(to_py)
     }
+
+    /// End all loads and writes: nothing has landed, and blocks that were being read may be written later.
+    ///
+    /// Call it when no copy to or from their blocks runs any more.
+    fn give_up_all(&self) -> PyResult<()> {
+        self.0.lock().give_up_store_jobs().map_err(to_py)
+    }
 }

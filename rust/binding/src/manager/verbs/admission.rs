@@ -233,4 +233,9 @@ impl PyBlockManager {
     fn free(&self, sequences: &Bound<'_, PyAny>) -> PyResult<()> {
         self.batch(sequences, Manager::free)
     }
+
+    /// Free all sequences, for instance to start again after an exception whose effect is unknown.
+    fn free_all(&self) -> PyResult<()> {
+        self.lock().free_all().map_err(to_py)
+    }
 }

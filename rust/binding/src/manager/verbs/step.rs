@@ -50,10 +50,16 @@ impl PyBlockManager {
         &self,
         py: Python<'py>,
         ticket: TicketArgument,
-        lost: &[Py<PyPairs>],
+        lost: Option<Vec<Py<PyPairs>>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        let lost = core_pairs(py, lost)?;
-        let hit = self.lock().lose(ticket.0, &lost).map_err(to_py)?;
+        let hit = match lost {
+            Some(lost) => {
+                let lost = core_pairs(py, &lost)?;
+                self.lock().lose(ticket.0, &lost)
+            }
+            None => self.lock().lose_whole(ticket.0),
+        };
+        let hit = hit.map_err(to_py)?;
         handles(py, &hit)
     }
 }
@@ -127,20 +133,20 @@ impl PyBlockManager {
     ///
     /// Args:
     ///     ticket: `decision.ticket`. It stays open; pass the same pairs to `complete` when it ends.
-    ///     lost: the `Pairs` that are known not to land.
+    ///     lost: the `Pairs` that are known not to land; None means all of the ticket's.
     /// Returns:
     ///     Sequences that lost bytes, uint64 `[n]`. They can only be freed.
     /// Raises:
     ///     UnknownTicketError: the ticket was never issued, or has ended.
     ///     MappingError: the ticket does not write such a block.
-    #[expect(clippy::needless_pass_by_value, reason = "an argument from Python")]
+    #[pyo3(signature = (ticket, lost = None))]
     fn lose<'py>(
         &self,
         py: Python<'py>,
         #[pyo3(from_py_with = args::ticket)] ticket: TicketArgument,
-        #[pyo3(from_py_with = args::lost)] lost: Vec<Py<PyPairs>>,
+        #[pyo3(from_py_with = args::lost)] lost: Option<Vec<Py<PyPairs>>>,
     ) -> PyResult<Bound<'py, PyArray1<u64>>> {
         self.refuse_owned("lose")?;
-        self.mark_lost(py, ticket, &lost)
+        self.mark_lost(py, ticket, lost)
     }
 }
