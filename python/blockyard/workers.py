@@ -31,6 +31,7 @@ from blockyard.errors import ForkedError, OutOfMemoryError
 __all__ = [
     "Buffers",
     "Claims",
+    "Condition",
     "Polls",
     "Process",
     "RateLimit",
@@ -116,6 +117,25 @@ class Polls:
         before, self._at = self._at, time.monotonic()
         if self._at - before < _RESTLESS_SECONDS:
             time.sleep(0)
+
+
+class Condition(threading.Condition):
+    """A condition whose `wait` holds the lock again after an interrupt, wherever that comes.
+
+    `threading.Condition` may leave its lock released, so that the caller's `with` block ends with a `RuntimeError`
+    instead of the `KeyboardInterrupt`. Enter the lock itself, not the condition: an interrupt in
+    `threading.Condition.__enter__` would leave it locked.
+    """
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Release the lock, wait for a notification, and lock again; see `threading.Condition.wait`."""
+        try:
+            return super().wait(timeout)
+        except BaseException:
+            while not self._is_owned():  # type: ignore[attr-defined]
+                with contextlib.suppress(BaseException):
+                    self.acquire()
+            raise
 
 
 def keep(into: list[T], call: Callable[..., T], *arguments: object) -> T:

@@ -1,5 +1,6 @@
 """Transfers over a simulated device: when they end, what they hold until then, and what is refused meanwhile."""
 
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 from simulated_device import SimulatedFaultError, SimulatedStreams
 
 from blockyard._core import Mapping
-from blockyard.engine.plans import TransferPlan
 from blockyard.engine.streams import WorkerStreams
 from blockyard.engine.transfers import Transfer, Transfers
 from blockyard.errors import CaptureError, InvalidArgumentError, TransferQueueFullError
@@ -23,8 +23,8 @@ class StoppedStreams(SimulatedStreams):
         return
 
 
-def transfers(limit: int = 100, *, fail: float = 0.0) -> Transfers:
-    return Transfers(StoppedStreams(0, fail=fail), max_outstanding=limit)
+def transfers(limit: int = 100, *, fail: float = 0.0, **more: object) -> Transfers:
+    return Transfers(StoppedStreams(0, fail=fail), max_outstanding=limit, **more)
 
 
 def pairs(*rows: tuple[int, int]) -> np.ndarray:
@@ -36,17 +36,17 @@ SIDES = {"out": ("device", "host"), "in": ("host", "device"), "copy": ("device",
 
 def plan(
     stream: str, chosen: np.ndarray, num_bytes: int, pieces: list[Callable[[], object]], **more: object
-) -> TransferPlan:
+) -> Transfer:
     mapping = Mapping(chosen, src_blocks=10, dst_blocks=10, rule="swap")
-    return TransferPlan("copy", *SIDES.get(stream, SIDES["copy"]), mapping, num_bytes, pieces, **more)
+    return Transfer("copy", *SIDES.get(stream, SIDES["copy"]), mapping, num_bytes, pieces, **more)
 
 
 def start(
     book: Transfers, stream: str = "out", num_bytes: int = 10, log: list[object] | None = None, **more: object
 ) -> Transfer:
-    made = plan(stream, more.pop("pairs", pairs((0, 1))), num_bytes, [])
     piece = lambda: None if log is None else log.append(made.mapping.pairs.tolist())  # noqa: E731
-    return book.submit(stream, made._replace(pieces=[piece]), **more)
+    made = plan(stream, more.pop("pairs", pairs((0, 1))), num_bytes, [piece])
+    return book.submit(made, stream, **more)
 
 
 def test_a_transfer_is_done_when_its_event_has_fired():
@@ -77,13 +77,13 @@ def test_pairs_are_copied_when_they_are_submitted():
 
 
 def test_a_failed_transfer_raises_in_wait_and_ends_once():
-    book = transfers(fail=1.0)
     seen: list[Transfer] = []
-    failed = start(book, on_end=seen.append)
+    book = transfers(fail=1.0, on_end=seen.append)
+    failed = start(book)
     with pytest.raises(SimulatedFaultError, match="failed on purpose"):
         failed.wait()
-    book = transfers()
-    landed = start(book, on_end=seen.append)
+    book = transfers(on_end=seen.append)
+    landed = start(book)
     assert seen == [failed]
     book.synchronize()
     book.poll()
@@ -115,7 +115,7 @@ def test_a_transfer_over_the_limit_goes_alone():
 
 def test_a_layer_that_there_is_not_is_refused():
     book = transfers()
-    load = book.submit("in", plan("in", pairs(), 3, [lambda: None] * 3, layers=(0, 1, 2)))
+    load = book.submit(plan("in", pairs(), 3, [lambda: None] * 3, layers=(0, 1, 2)))
     for layer in (-1, 3):
         with pytest.raises(InvalidArgumentError, match=f"layer is {layer}, must be 0 to 2"):
             load.order_compute(layer)
@@ -126,7 +126,7 @@ def test_a_layer_that_there_is_not_is_refused():
 def test_a_layer_waits_for_the_piece_that_it_comes_with():
     book, log = transfers(), []
     pieces = [partial(log.append, number) for number in range(2)]
-    load = book.submit("in", plan("in", pairs(), 3, pieces, layers=(0, 0, 0, 1)))
+    load = book.submit(plan("in", pairs(), 3, pieces, layers=(0, 0, 0, 1)))
     for layer, arrived in ((2, [0]), (3, [0, 1])):
         load.order_compute(layer)
         book.streams.fence().synchronize()
@@ -231,7 +231,6 @@ class Play:
         chosen = pairs(*[(0, block) for block in blocks])
         pieces = [partial(self.run, ticket, part) for part in range(2)]
         self.made[ticket] = self.book.submit(
-            "in",
             plan("in", chosen, len(blocks) * 10, pieces),
             after=[self.made[earlier] for earlier in after],
             prefetch=prefetch,
@@ -280,28 +279,31 @@ def test_work_on_the_callers_stream_runs_here_and_what_it_raises_is_the_transfer
     log: list[object] = []
     assert start(book, stream, log=log).wait().error is None
     assert log == [[[0, 1]]]
-    failed = book.submit(stream, plan(stream, pairs(), 0, [lambda: int("no number")]))
+    failed = book.submit(plan(stream, pairs(), 0, [lambda: int("no number")]), stream)
     assert book.failed_to_launch(failed)
     with pytest.raises(ValueError, match="no number"):
         failed.wait()
     assert book.streams._thread is None
 
 
-def test_an_interrupted_call_fails_its_own_transfer_and_keeps_those_that_have_run():
-    book = Transfers(WorkerStreams(), max_outstanding=100)
+def test_after_an_interrupted_call_everything_in_flight_has_failed_once_it_has_run():
+    book, log = Transfers(WorkerStreams(), max_outstanding=100), []
+    gate = threading.Event()
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    before = start(book, "out")
+    running = book.submit(plan("out", pairs(), 5, [lambda: gate.wait(30), lambda: log.append("ran")]))
+    queued = start(book, "in", log=log, prefetch=True)
     with pytest.raises(KeyboardInterrupt):
-        book.submit("compute", plan("compute", pairs(), 0, [interrupt]))
-    (_, torn) = book.open()
-    assert before.done
-    assert before.error is None
-    assert "interrupted" in str(torn.error)
-    assert book.open() == ()
-    assert book.outstanding("out") == 0
+        book.submit(plan("compute", pairs(), 0, [interrupt]), "compute")
+    torn = book.open()[-1]
+    threading.Timer(0.01, gate.set).start()
+    assert torn.done
+    assert "ran" in log
+    assert all("interrupted" in str(each.error) for each in (running, queued, torn))
+    assert (book.open(), book.outstanding("out"), book.outstanding("in")) == ((), 0, 0)
+    assert start(book).wait().error is None
     book.streams.close()
 
 

@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -19,8 +18,8 @@ from blockyard.engine.host_pool import OnFailure
 from blockyard.engine.mapping import IdList, IdPairs
 from blockyard.engine.memory import EngineTier, Memory, Rows
 from blockyard.engine.ops.library import prepare_device
-from blockyard.engine.plans import Kind, TransferPlan, moving, reading, writing
-from blockyard.engine.streams import PIECE_BYTES, Event, StreamName, Streams, WorkerStreams
+from blockyard.engine.plans import Kind, moving, reading, writing
+from blockyard.engine.streams import PIECE_BYTES, Event, Streams, WorkerStreams
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError, PageLockError
 from blockyard.layout.kv import BlockLayout, check_layout
@@ -149,7 +148,6 @@ class CacheEngine:
                 weakref.finalize(self, streams.close).atexit = False
         self.layout = layout
         self.streams = streams
-        self.transfers = Transfers(streams, max_outstanding=max_outstanding, max_ahead=max_ahead)
         self.memory = Memory(
             layout,
             device_blocks=device_blocks,
@@ -161,6 +159,8 @@ class CacheEngine:
         )
         self.counters: dict[tuple[str, str], Traffic] = {}
         self.seconds = {"read": Histogram(), "write": Histogram()}
+        ended = _Count(self.counters, self.seconds, self.memory.bytes_per_block)
+        self.transfers = Transfers(streams, max_outstanding=max_outstanding, max_ahead=max_ahead, on_end=ended)
         _alive.append(weakref.ref(self, _alive.remove))
 
     @property
@@ -215,8 +215,9 @@ class CacheEngine:
         self.transfers.check()
         if (by_layer or prefetch) and kind != "swap_in":
             raise InvalidArgumentError(f"kind is {kind!r}: by_layer and prefetch are for 'swap_in'")
-        plan = moving(self.memory, kind, pairs, tier, chunk=self._chunk(prefetch=prefetch), by_layer=by_layer)
-        return self._submit(plan, after, after_compute, on_full, prefetch=prefetch)
+        made = moving(self.memory, kind, pairs, tier, chunk=self._chunk(prefetch=prefetch), by_layer=by_layer)
+        after_compute = self._make_room(made, after_compute, on_full)
+        return self.transfers.submit(made, after=after, after_compute=after_compute, prefetch=prefetch)
 
     def submit_read(
         self,
@@ -245,8 +246,9 @@ class CacheEngine:
             MappingError, TransferQueueFullError, InvalidArgumentError, CaptureError: as for `submit`.
         """
         self.transfers.check()
-        plan = reading(self.memory, tier, blocks, chunk=self._chunk(), into=rows)
-        return self._submit(plan, after, after_compute, on_full)
+        made = reading(self.memory, tier, blocks, chunk=self._chunk(), into=rows)
+        after_compute = self._make_room(made, after_compute, on_full)
+        return self.transfers.submit(made, after=after, after_compute=after_compute)
 
     def submit_write(
         self,
@@ -276,8 +278,9 @@ class CacheEngine:
         """
         self.transfers.check()
         prefetch = prefetch and tier == "device"
-        plan = writing(self.memory, tier, blocks, rows, chunk=self._chunk(prefetch=prefetch))
-        return self._submit(plan, after, after_compute, on_full, prefetch=prefetch)
+        made = writing(self.memory, tier, blocks, rows, chunk=self._chunk(prefetch=prefetch))
+        after_compute = self._make_room(made, after_compute, on_full)
+        return self.transfers.submit(made, after=after, after_compute=after_compute, prefetch=prefetch)
 
     # ---- synchronous ----
 
@@ -292,9 +295,9 @@ class CacheEngine:
             CaptureError: a graph is being captured, and transfers are open or the blocks are on the host.
         """
         self.transfers.process.check()
-        plan = moving(self.memory, kind, pairs, tier, chunk=None)
-        if len(plan.mapping):
-            self._run(plan)
+        made = moving(self.memory, kind, pairs, tier, chunk=None)
+        if len(made.mapping):
+            self._run(made)
 
     def read(self, tier: EngineTier, blocks: IdList) -> Rows:
         """Copy blocks into fresh rows on the CPU, and wait for them.
@@ -311,10 +314,8 @@ class CacheEngine:
             CaptureError: a graph is being captured.
         """
         self.transfers.check()
-        plan = reading(self.memory, tier, blocks, chunk=None)
-        self._run(plan).wait()
-        rows: Rows = cast("Tensor", plan.rows).numpy()
-        return rows
+        made = self._run(reading(self.memory, tier, blocks, chunk=None)).wait()
+        return cast("Rows", made.rows)
 
     def write(self, tier: EngineTier, blocks: IdList, rows: Rows) -> None:
         """Copy rows on the CPU into blocks; the rows can be reused when it returns.
@@ -330,9 +331,9 @@ class CacheEngine:
             CaptureError: a graph is being captured; nothing was written.
         """
         self.transfers.check()
-        plan = writing(self.memory, tier, blocks, rows, chunk=None, copies=True)
-        if len(plan.mapping):
-            self._run(plan)
+        made = writing(self.memory, tier, blocks, rows, chunk=None, copies=True)
+        if len(made.mapping):
+            self._run(made)
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
         """Carry out a decision with `run`, transfer by transfer.
@@ -403,63 +404,41 @@ class CacheEngine:
         chunk = self.streams.chunk_bytes or (PIECE_BYTES if prefetch else None)
         return chunk and max(1, chunk // self.memory.bytes_per_block)
 
-    def _submit(
-        self,
-        plan: TransferPlan,
-        after: Sequence[Transfer],
-        after_compute: Event | None,
-        on_full: OnFull,
-        *,
-        prefetch: bool = False,
-    ) -> Transfer:
-        self.transfers.make_room(plan.stream, plan.num_bytes, on_full)
-        if plan.stream == "host":
-            after_compute = None
-        elif after_compute is None:
-            after_compute = self.streams.fence()
-        return self.transfers.submit(
-            plan.stream,
-            plan,
-            after=after,
-            after_compute=after_compute,
-            prefetch=prefetch,
-            on_end=partial(self._ended, plan, time.monotonic()),
-        )
+    def _make_room(self, transfer: Transfer, after_compute: Event | None, on_full: OnFull) -> Event | None:
+        """Make room for a transfer. Returns the point in compute that it comes after."""
+        self.transfers.make_room(transfer.stream, transfer.num_bytes, on_full)
+        if transfer.stream == "host":
+            return None
+        return self.streams.fence() if after_compute is None else after_compute
 
-    def _run(self, plan: TransferPlan) -> Transfer:
-        on_device = bool(plan.device_columns)
+    def _run(self, transfer: Transfer) -> Transfer:
+        on_device = bool(transfer.device_columns)
         if on_device and self.streams.capturing():
-            return self.transfers.capture(plan)
-        stream: StreamName = "compute" if on_device else "caller"
+            return self.transfers.capture(transfer)
         if not (self._on_cuda and on_device):
-            return self._run_here(plan, stream)
+            return self.transfers.run(transfer, "compute" if on_device else "caller")
         self.transfers.poll()  # drop ended transfers, even if only synchronous calls are made
-        after = self.transfers.open()
-        transfer = self.transfers.submit(stream, plan, after=after, on_end=partial(self._ended, plan, time.monotonic()))
+        self.transfers.submit(transfer, "compute", after=self.transfers.open())
         if self.transfers.failed_to_launch(transfer):
             transfer.wait()
         return transfer
 
-    def _run_here(self, plan: TransferPlan, stream: StreamName) -> Transfer:
-        """Run a plan in this thread, once all open transfers have ended."""
-        self.transfers.synchronize()
-        transfer, began = Transfer(self.transfers), time.monotonic()
-        events = [self.streams.launch(stream, plan.in_range(piece)) for piece in plan.pieces]
-        for event in events:
-            event.synchronize()
-            transfer.error = transfer.error or event.error
-        self._ended(plan, began, transfer)
-        if transfer.error is not None:
-            raise transfer.error
-        return transfer
 
-    def _ended(self, plan: TransferPlan, began: float, transfer: Transfer) -> None:
-        if transfer.error is None and "rows" not in {plan.src, plan.dst}:
-            before = self.counters.get((plan.src, plan.dst), Traffic(0, 0))
-            blocks = plan.num_bytes // self.memory.bytes_per_block  # an exchange moves both blocks of a pair
-            self.counters[plan.src, plan.dst] = Traffic(before.blocks + blocks, before.num_bytes + plan.num_bytes)
-            if {plan.src, plan.dst} == {"device", "host"}:
-                self.seconds["read" if plan.src == "host" else "write"].observe(time.monotonic() - began)
+class _Count(NamedTuple):
+    """Counts what has landed. Does not refer to the engine, which then would not be freed at once."""
+
+    counters: dict[tuple[str, str], Traffic]
+    seconds: dict[str, Histogram]
+    bytes_per_block: int
+
+    def __call__(self, transfer: Transfer) -> None:
+        src, dst = transfer.src, transfer.dst
+        if transfer.error is None and "rows" not in {src, dst}:
+            before = self.counters.get((src, dst), Traffic(0, 0))
+            blocks = transfer.num_bytes // self.bytes_per_block  # an exchange moves both blocks of a pair
+            self.counters[src, dst] = Traffic(before.blocks + blocks, before.num_bytes + transfer.num_bytes)
+            if {src, dst} == {"device", "host"}:
+                self.seconds["read" if src == "host" else "write"].observe(time.monotonic() - transfer.began)
 
 
 def wait_for_engines(memory: Tensor, first: int) -> None:

@@ -23,7 +23,7 @@ from blockyard.engine.host_memory import HostMapping, node_of_device
 from blockyard.engine.ops.library import declare_region
 from blockyard.errors import BlockyardError, CaptureError, InvalidArgumentError, OutOfMemoryError, PageLockError
 from blockyard.layout.sizes import as_int
-from blockyard.workers import Process, start_worker
+from blockyard.workers import Condition, Process, start_worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -285,7 +285,7 @@ class _Work:
         self.locked: list[int] = []
         # Enter the lock itself, not the condition: an interrupt within `Condition.__enter__` would leave it locked.
         self.lock, self.ended = threading.RLock(), False
-        self.changed = threading.Condition(self.lock)
+        self.changed = Condition(self.lock)
         self.thread: threading.Thread | None = None
         self.lost = False  # in a fork: page-locked memory was not inherited
         if self.locking:

@@ -1,98 +1,37 @@
-"""Plans of transfers: mappings of block ids, combined with the engine's memory and split into pieces."""
+"""Makes transfers: mappings of block ids, combined with the engine's memory and split into pieces."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
 from blockyard._core import Mapping
 from blockyard.engine.mapping import IdList, IdPairs, with_rows
 from blockyard.engine.memory import EngineTier, Memory, Rows, Run, as_tensor
 from blockyard.engine.ops import bind
 from blockyard.engine.ops.checks import MappingRule
-from blockyard.engine.streams import StreamName
+from blockyard.engine.transfers import Transfer, Work
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
 
-__all__ = ["KINDS", "Kind", "TransferPlan", "Work", "moving", "reading", "writing"]
+__all__ = ["KINDS", "Kind", "moving", "reading", "writing"]
 
 Kind: TypeAlias = Literal["swap_out", "swap_in", "copy", "move", "exchange"]
-Work: TypeAlias = Callable[[], None]
 
 _BETWEEN: Final[dict[str, tuple[EngineTier, EngineTier]]] = {
     "swap_out": ("device", "host"),
     "swap_in": ("host", "device"),
 }
 KINDS: Final = (*_BETWEEN, "copy", "move", "exchange")
-_STREAMS: Final[dict[tuple[str, str], StreamName]] = {
-    ("device", "host"): "out",
-    ("device", "rows"): "out",
-    ("host", "device"): "in",
-    ("rows", "device"): "in",
-    ("device", "device"): "copy",
-}
-_NVTX: Final = "NVTX_INJECTION64_PATH" in os.environ
-"""Whether a tool that shows NVTX ranges has started this process, as Nsight Systems does."""
-
-
-class TransferPlan(NamedTuple):
-    """The work of a transfer.
-
-    Attributes:
-        kind: one of `KINDS`, or `"read"` or `"write"`.
-        src: `"device"`, `"host"`, or `"rows"` for the caller's rows.
-        dst: the same.
-        mapping: mapping of block ids; for a read or write one side is row numbers.
-        num_bytes: bytes moved.
-        pieces: pieces of work, at least one.
-        layers: for each layer its piece, if pieces are in layer order; else empty.
-        kept: memory to keep alive until the transfer has ended.
-        rows: the rows that a read fills.
-    """
-
-    kind: str
-    src: str
-    dst: str
-    mapping: Mapping
-    num_bytes: int
-    pieces: Sequence[Work]
-    layers: Sequence[int] = ()
-    kept: tuple[Tensor, ...] = ()
-    rows: Tensor | None = None
-
-    @property
-    def stream(self) -> StreamName:
-        """Stream to run on, if not the caller's."""
-        return _STREAMS.get((self.src, self.dst), "host")
-
-    @property
-    def device_columns(self) -> list[int]:
-        """Columns of the pairs that contain device blocks."""
-        return [column for column, side in enumerate((self.src, self.dst)) if side == "device"]
-
-    def in_range(self, piece: Work) -> Work:
-        """Return a piece of the work, inside a range named after the transfer while a profiler runs."""
-        make: Callable[[str], AbstractContextManager[object]]
-        if profiler._is_profiler_enabled:  # noqa: SLF001 (torch's own modules ask it; a call would cost more)
-            make = profiler.record_function
-        elif _NVTX:
-            make = torch.cuda.nvtx.range
-        else:
-            return piece
-        name = f"blockyard {self.kind} {self.src}->{self.dst} {len(self.mapping)} blocks {self.num_bytes} bytes"
-        return partial(_in_range, make(name), piece)
 
 
 def moving(
     memory: Memory, kind: Kind, ids: IdPairs, tier: EngineTier, *, chunk: int | None, by_layer: bool = False
-) -> TransferPlan:
+) -> Transfer:
     """Check a mapping of block ids, and combine it with the memory.
 
     Args:
@@ -124,16 +63,16 @@ def moving(
     runs, layers = memory.run_by_layer(src, dst) if by_layer else ([], [])
     if runs:
         pieces = [partial(run, mapping) for run in runs]
-        return TransferPlan(kind, src, dst, mapping, num_bytes, pieces, layers=layers)
+        return Transfer(kind, src, dst, mapping, num_bytes, pieces, layers=layers)
     # Within a tier use one piece, so that nothing comes between the steps of moves.
-    return TransferPlan(
+    return Transfer(
         kind, src, dst, mapping, num_bytes, _pieces(memory.run(src, dst), mapping, None if src == dst else chunk)
     )
 
 
 def reading(
     memory: Memory, tier: EngineTier, blocks: IdList, *, chunk: int | None, into: Rows | None = None
-) -> TransferPlan:
+) -> Transfer:
     """Check block ids, ints `[n]`, to copy into rows; None means fresh rows.
 
     Raises:
@@ -146,12 +85,12 @@ def reading(
         raise _naming_tier(error, memory, [tier], blocks) from None
     rows = memory.staging(len(mapping)) if into is None else _read_rows(memory, into, len(mapping))
     pieces = _pieces(bind(*memory.between(tier, rows)), mapping, chunk)
-    return TransferPlan("read", tier, "rows", mapping, rows.numel(), pieces, rows=rows)
+    return Transfer("read", tier, "rows", mapping, rows.numel(), pieces, memory=rows)
 
 
 def writing(
     memory: Memory, tier: EngineTier, blocks: IdList, rows: Rows, *, chunk: int | None, copies: bool = False
-) -> TransferPlan:
+) -> Transfer:
     """Check block ids, ints `[n]` without repeats, to write from rows; raises MappingError, LayoutError.
 
     Rows for a CUDA device are copied if they are not page-locked but staging memory is; with `copies` always.
@@ -170,12 +109,7 @@ def writing(
         source = memory.staging(len(mapping)).copy_(source)
     cache, views = memory.between(tier, source)
     pieces = _pieces(bind(views, cache), mapping, chunk)
-    return TransferPlan("write", "rows", tier, mapping, source.numel(), pieces, kept=(source,))
-
-
-def _in_range(named: AbstractContextManager[object], work: Work) -> None:
-    with named:
-        work()
+    return Transfer("write", "rows", tier, mapping, source.numel(), pieces, memory=source)
 
 
 def _read_rows(memory: Memory, rows: Rows, count: int) -> Tensor:

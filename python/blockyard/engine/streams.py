@@ -10,11 +10,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
 
 from blockyard.errors import BlockyardError, CaptureError
-from blockyard.workers import Polls, Process, start_worker
+from blockyard.workers import Condition, Polls, Process, start_worker
 
 __all__ = ["PIECE_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerStreams", "refuse_capture"]
 
@@ -104,10 +103,17 @@ class _Fired:
 
 
 class _WorkerEvent:
-    def __init__(self, streams: WorkerStreams) -> None:
+    """A piece of work of a `WorkerStreams`, and the event that it has run."""
+
+    __slots__ = ("error", "fired", "foreign", "own", "streams", "work")
+
+    def __init__(self, streams: WorkerStreams, work: Callable[[], None], waits: Sequence[Event]) -> None:
+        self.streams = streams
+        self.work = work
+        self.own = [wait for wait in waits if isinstance(wait, _WorkerEvent) and wait.streams is streams]
+        self.foreign = [wait for wait in waits if not isinstance(wait, _Fired) and wait not in self.own]
         self.error: Exception | None = None
         self.fired = False
-        self.streams = streams
 
     def query(self) -> bool:
         if not self.fired:
@@ -118,15 +124,7 @@ class _WorkerEvent:
         if not self.fired:
             self.streams.wait_for(lambda: self.fired)
 
-
-@dataclass(slots=True)
-class _Item:
-    work: Callable[[], None]
-    own: list[_WorkerEvent]
-    foreign: list[Event]
-    event: _WorkerEvent
-
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return all(event.fired for event in self.own)
 
 
@@ -149,9 +147,9 @@ class WorkerStreams:
         self._prepare = prepare
         # Enter the lock itself, not the condition: an interrupt within `Condition.__enter__` would leave it locked.
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._queues: dict[StreamName, deque[_Item]] = {name: deque() for name in STREAMS}
-        self._running: _Item | None = None
+        self._changed = Condition(self._lock)
+        self._queues: dict[StreamName, deque[_WorkerEvent]] = {name: deque() for name in STREAMS}
+        self._running: _WorkerEvent | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -160,13 +158,11 @@ class WorkerStreams:
         self._process.check()
         if stream not in self._queues:
             return self._run_here(stream, work, waits)
-        event = _WorkerEvent(self)
-        own = [wait for wait in waits if isinstance(wait, _WorkerEvent) and wait.streams is self]
-        foreign = [wait for wait in waits if not isinstance(wait, _Fired) and wait not in own]
+        event = _WorkerEvent(self, work, waits)
         with self._lock:
             if self._closed:
                 raise BlockyardError(f"the streams are closed: nothing can be launched on {stream!r}")
-            self._queues[stream].append(_Item(work, own, foreign, event))
+            self._queues[stream].append(event)
             if self._thread is None:
                 self._thread = start_worker("blockyard-copy", self._serve, self._give_up, self._abandon)
             self._changed.notify_all()
@@ -215,26 +211,31 @@ class WorkerStreams:
         """Let running work finish, and start nothing else."""
         with self._lock:
             self._closed = True
-            for item in [item for queue in self._queues.values() for item in queue]:
-                item.event.error = BlockyardError("the interpreter ended before this work began")
-                item.event.fired = True
+            for event in [event for queue in self._queues.values() for event in queue]:
+                event.error = BlockyardError("the interpreter ended before this work began")
+                event.fired = True
             for queue in self._queues.values():
                 queue.clear()
             self._changed.notify_all()
 
     def _serve(self) -> None:
+        with self._lock:
+            # If an interrupt came right after the thread's start, `launch` may start another one: only one may serve.
+            self._thread = self._thread or threading.current_thread()
+            if self._thread is not threading.current_thread():
+                return
         try:
             if self._prepare is not None:
                 self._prepare()
-            while (item := self._next()) is not None:
+            while (event := self._next()) is not None:
                 try:
-                    for event in item.foreign:
-                        event.synchronize()
-                    item.work()
+                    for foreign in event.foreign:
+                        foreign.synchronize()
+                    event.work()
                 except BaseException as error:  # noqa: BLE001 (whatever it is, the transfer reports it)
-                    item.event.error = _reported(error)
+                    event.error = _reported(error)
                 with self._lock:
-                    item.event.fired = True
+                    event.fired = True
                     self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001 (nothing may wait for an ended thread)
             self._abandon(error)
@@ -242,22 +243,22 @@ class WorkerStreams:
     def _abandon(self, error: BaseException) -> None:
         """End running and queued work with an error: the thread is ending, so it cannot run."""
         with self._lock:
-            if self._running is not None and not self._running.event.fired:
-                self._running.event.error, self._running.event.fired = _reported(error), True
+            if self._running is not None and not self._running.fired:
+                self._running.error, self._running.fired = _reported(error), True
             for queue in self._queues.values():
-                for item in queue:
-                    item.event.error, item.event.fired = _reported(error), True
+                for event in queue:
+                    event.error, event.fired = _reported(error), True
                 queue.clear()
             self._running = self._thread = None
             self._changed.notify_all()
 
-    def _next(self) -> _Item | None:
+    def _next(self) -> _WorkerEvent | None:
         """Take the next work that may run; None ends the thread."""
         with self._lock:
             self._changed.wait_for(lambda: self._closed or any(self._queues.values()), _IDLE_SECONDS)
             # Events fire only in this thread, so the oldest queued work never waits for an unfired one.
             for queue in self._queues.values():
-                if queue and queue[0].ready():
+                if queue and queue[0].is_ready():
                     self._running = queue[0]
                     return queue.popleft()
             self._running = self._thread = None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from blockyard.workers import start_worker
+from blockyard.workers import Condition, start_worker
 
 __all__ = ["MACHINE", "Runtime", "runtime", "use_runtime"]
 
@@ -49,7 +49,7 @@ class Runtime:
 
     def condition(self, lock: Any) -> Any:
         """Return a condition over a lock of this runtime, like `threading.Condition`."""
-        return threading.Condition(lock)
+        return Condition(lock)
 
     def event(self) -> Any:
         """Return an event, like `threading.Event`."""
