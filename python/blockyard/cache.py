@@ -24,7 +24,7 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.engine.memory import MAX_BLOCKS
 from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError, LayoutError
 from blockyard.executor.executor import StepExecutor
-from blockyard.executor.tickets import StepEnd, Tickets
+from blockyard.executor.loop import StepEnd, StepLoop
 from blockyard.layout import GroupedLayout, KVLayout
 from blockyard.layout.kv import check_layout
 from blockyard.layout.sizes import as_int
@@ -68,6 +68,9 @@ class KVCache:
 
     The cache takes each decision and ends its ticket: call `step`. `manager.take_decision`, `complete`, `fail` and
     `lose` raise `StepOrderError`. With a `Scheduler(cache)`, call the scheduler's `step`, `poll` and `drain` instead.
+
+    If an exception, such as `KeyboardInterrupt`, ends a call, the next call first gives up everything in flight, and
+    reports all open tickets as lost. No byte is wrong after that, and no block is leaked.
 
     Args:
         layout: layout of the device's tensors.
@@ -202,15 +205,15 @@ class KVCache:
             )
             # Others would end tickets whose bytes were never moved.
             self._steps = StepOwner(self.manager, instead="KVCache.step, or step of Scheduler(cache)")
-            self._tickets = Tickets(self.manager, self._steps, self.executor)
             self.prefix_store = self._join(prefix_store, namespace, prefix_writes, prefetch_timeout_base, staging)
+            self._loop = StepLoop(self.manager, self._steps, self.executor, self.prefix_store)
             self._unused = _unused(self.manager, self.prefix_store, prefix_caching)
         except BaseException:
             self._close_opened(swap_store, prefix_store)
             raise
 
     def __repr__(self) -> str:
-        return f"KVCache({self.manager!r}, {len(self._tickets)} steps open)"
+        return f"KVCache({self.manager!r}, {len(self._loop)} steps open)"
 
     def step(self, *, by_layer: bool = False, prefetch: bool = False) -> CacheStep:
         """End the manager's step and start its transfers.
@@ -235,19 +238,11 @@ class KVCache:
             ForkedError: this is a fork of the process that created the cache.
             BlockyardError: the cache is closed; nothing was changed.
             MappingError: raised by the executor. The whole ticket has failed: the next `poll`, `drain` or step end
-                names the sequences that lost bytes. The same holds after any other exception.
+                names the sequences that lost bytes.
         """
         self._refuse_others("step")
         self.give_back()
-        decision = self._tickets.take(prefetch=prefetch)
-        try:
-            self.executor.submit(decision, by_layer=by_layer)
-        except BaseException as error:
-            self._tickets.fail(decision, error)
-            raise
-        if self.prefix_store is not None:
-            self.prefix_store.poll()
-        return CacheStep(self, decision, self._tickets.known_lost())
+        return CacheStep(self._loop, self._loop.begin(by_layer=by_layer, prefetch=prefetch))
 
     def poll(self) -> list[StepEnd]:
         """End the tickets whose transfers have ended since the last call; never waits.
@@ -255,16 +250,12 @@ class KVCache:
         Also advances loads and writes of the prefix store. While there is nothing to compute, call it about every
         10 ms, so that an idle engine's blocks reach the store.
 
-        If an exception interrupts the call, even `KeyboardInterrupt`, the next call reports the ended tickets.
-
         Raises:
             StepOrderError, ForkedError: as for `step`.
         """
         self._refuse_others("poll")
-        self._tickets.end(self.executor.poll())
-        if self.prefix_store is not None:
-            self.prefix_store.poll()
-        return self._tickets.report()
+        self._loop.poll()
+        return self._loop.report()
 
     def drain(self) -> list[StepEnd]:
         """Wait for all started transfers and end their tickets.
@@ -273,8 +264,8 @@ class KVCache:
             StepOrderError, ForkedError: as for `step`.
         """
         self._refuse_others("drain")
-        self._tickets.wait()
-        return self._tickets.report()
+        self._loop.drain()
+        return self._loop.report()
 
     def resize(self, blocks: int) -> ResizeProgress:
         """Change the number of device blocks while sequences run.
@@ -393,7 +384,7 @@ class KVCache:
 
     def _refuse_others(self, call: str) -> None:
         self._process.check()
-        self._tickets.refuse_others(call)
+        self._loop.check(call)
 
     def _take_store(self, store: str | ExternalStore, size: int, name: bytes) -> ExternalStore:
         taken = _open(store, size, name, "swap")
@@ -455,15 +446,15 @@ class CacheStep:
         ended: tickets, of this step or older ones, that had ended when the step ended.
     """
 
-    def __init__(self, cache: KVCache, decision: StepDecision, lost: NDArray[np.uint64]) -> None:
+    def __init__(self, loop: StepLoop, decision: StepDecision) -> None:
         self.decision = decision
-        self.lost = lost
+        self.lost: NDArray[np.uint64] = loop.known_lost()
         self.ended: list[StepEnd] = []
-        self._cache = cache
+        self._loop = loop
 
     def wait_for_layer(self, layer: int) -> None:
         """Make compute that is queued later wait for a layer's loads; on a CPU, wait for them now."""
-        self._cache.executor.wait_for_layer(self.decision.ticket, layer)
+        self._loop.executor.wait_for_layer(self.decision.ticket, layer)
 
     def finish(self) -> list[StepEnd]:
         """Complete landed transfers, as the end of the `with` statement does.
@@ -472,10 +463,9 @@ class CacheStep:
             The tickets that have ended. Waits for this step's ticket only if the step waited for loads, or is known to
             have lost some.
         """
-        tickets = self._cache._tickets  # noqa: SLF001 (one file, one concept)
-        tickets.end(self._cache.executor.collect(self.decision.ticket))
-        self.lost = tickets.known_lost()
-        self.ended = tickets.report()
+        self._loop.finish(self.decision.ticket)
+        self.lost = self._loop.known_lost()
+        self.ended = self._loop.report()
         return self.ended
 
     def __enter__(self) -> Self:

@@ -293,7 +293,7 @@ def test_a_decision_that_cannot_be_carried_out_fails_its_ticket(tmp_path: Path):
     with KVCache(LAYOUT, device_blocks=4, swap_store=url(tmp_path)) as cache:
         sequence = cache.manager.allocate(4)
         cache.step().finish()
-        cache.executor = type(cache.executor)(cache.engine)  # without the store
+        cache._loop.executor = type(cache.executor)(cache.engine)  # without the store
         cache.manager.swap_out(sequence, "external")
         with pytest.raises(MappingError):
             cache.step()
@@ -431,15 +431,19 @@ def test_repeatedly_failing_steps_are_unhealthy(monkeypatch: pytest.MonkeyPatch)
         def fail() -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+        sequences = [cache.manager.allocate(4) for _ in range(3)]
+        cache.step().finish()
         with monkeypatch.context() as broken:
             broken.setattr(cache.engine, "fence", fail)
             seen = []
-            for _ in range(2):
+            for sequence in sequences[:2]:
+                cache.manager.swap_out(sequence)
                 with pytest.raises(RuntimeError, match="CUDA error"):
                     cache.step()
                 seen.append(cache.health().ok)
         assert seen == [True, False]
         assert cache.health().reasons == ("steps fail: their transfers cannot be started",)
+        cache.manager.swap_out(sequences[2])
         with cache.step():
             pass
         assert cache.health() == Health(ok=True)

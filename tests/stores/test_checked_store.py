@@ -14,7 +14,7 @@ from simulated_device import SimulatedStore
 
 from blockyard import BlockManager, Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
-from blockyard.errors import InvalidArgumentError, MappingError, StoreError
+from blockyard.errors import InvalidArgumentError, MappingError, StoreError, UnknownTicketError
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import Completion, StoreStats, checked_store
@@ -72,26 +72,23 @@ def test_a_batch_that_has_its_answer_is_no_longer_under_way():
         assert not side.is_busy
 
 
-def test_a_batch_that_an_interrupted_poll_cuts_short_is_no_failure_of_the_store(caplog: pytest.LogCaptureFixture):
-    late = lambda ticket, *_: Completion(ticket, np.zeros(1, np.bool_), np.zeros((0, SIZE), np.uint8), ["timeout"])  # noqa: E731
-    polls = iter([KeyboardInterrupt])
-
-    def poll() -> list[int]:
-        for error in polls:
-            raise error
-        return [2]
-
-    side = checked_store.CheckedStore(Odd(wait=late, poll=poll), SIZE)
-    first = side.write(np.array([0]), np.ones((1, SIZE), np.uint8))
-    with pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_given_up_has_an_answer_and_a_ticket_that_nobody_knows_is_let_go(waits: bool):
+    store = Odd()
+    side = checked_store.CheckedStore(store, SIZE)
+    batch = side.write(np.array([0]), np.ones((1, SIZE), np.uint8))
+    lost = store.submit_write(np.array([1]), np.ones((1, SIZE), np.uint8))  # as if an interrupt had come at the return
+    side.give_up_all(waits=waits)
+    assert batch.answer is not None
+    assert batch.answer.ok.tolist() == [waits]
+    while store._batches:
         side.poll()
-    side.poll()
-    assert first.answer is not None
-    assert caplog.messages == []
-    second = side.write(np.array([0]), np.ones((1, SIZE), np.uint8))
-    side.poll()
-    assert second.answer is not None
-    assert [message.partition(": ")[2] for message in caplog.messages] == ["timeout"], "a real one is logged"
+    with pytest.raises(UnknownTicketError):
+        store.wait(lost)
+    again = side.read(np.array([1]), np.zeros((1, SIZE), np.uint8))
+    side.wait(again)
+    assert again.answer is not None
+    assert again.answer.ok.all()
 
 
 @pytest.mark.parametrize(

@@ -61,13 +61,18 @@ class Program:
         self.hits = 0
 
     def call(self, function: Callable[..., T], *arguments: object) -> T:
-        """Make a call, and repeat it if it is interrupted."""
-        try:
-            with self.interrupt.armed():
-                return function(*arguments)
-        except (KeyboardInterrupt, MemoryError):
-            if not self.interrupt.where:
-                raise
+        """Make a call. If it is interrupted, make it again, which may be interrupted too, and then take three steps."""
+        for _ in range(2):
+            try:
+                with self.interrupt.armed():
+                    return function(*arguments)
+            except (KeyboardInterrupt, MemoryError):  # noqa: PERF203 (twice at most)
+                if not self.interrupt.where:
+                    raise
+        for _ in range(3):
+            with self.cache.step() as step:
+                pass
+            self.take_in(step.ended)
         return function(*arguments)
 
     def run(self) -> None:

@@ -27,7 +27,9 @@ T = TypeVar("T")
 FILES = (
     "blockyard/cache.py",
     "executor/executor.py",
-    "executor/legs.py",
+    "executor/loop.py",
+    "executor/parts.py",
+    "engine/engine.py",
     "stores/checked_store.py",
     "prefix_store/loads.py",
     "prefix_store/store.py",

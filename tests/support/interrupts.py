@@ -1,8 +1,7 @@
-"""Raises an exception at any place of chosen files: where CPython looks for signals, and before each line.
+"""Raises an exception at any call of chosen files: right after it, or as a function begins.
 
-A *place* is an instruction. `KeyboardInterrupt` comes in the main thread, wherever CPython looks for signals and at the
-beginning of each line that can raise. Any other exception comes at the beginning of those lines, in every thread. Lines
-that only load, store and return existing values cannot raise, nor can the instructions that leave a `with` block.
+A *place* is an instruction before which CPython looks for signals: after a call, as a function begins, and at a jump
+back. `KeyboardInterrupt` comes in the main thread; any other exception comes in every thread.
 """
 
 from __future__ import annotations
@@ -23,12 +22,6 @@ from typing import Any, NamedTuple
 LOOKS = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
 """Instructions after which CPython looks for signals."""
 LOOKS |= {"CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD", "JUMP_ABSOLUTE"}  # the names in 3.10
-QUIET = {"LOAD_FAST", "LOAD_CONST", "LOAD_ATTR", "STORE_FAST", "STORE_ATTR", "RETURN_VALUE", "RETURN_CONST", "NOP"}
-"""Instructions that cannot raise here: those of attributes run no code of ours."""
-QUIET |= {"LOAD_FAST_BORROW", "LOAD_SMALL_INT", "CACHE", "RESUME", "POP_BLOCK", "POP_TOP", "LOAD_GLOBAL"}
-QUIET |= {"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "LOAD_DEREF"}
-HANDLERS = {"PUSH_EXC_INFO", "WITH_EXCEPT_START", "DUP_TOP", "COPY", "RERAISE", "POP_EXCEPT", "END_FOR"}
-"""First instructions of lines that CPython makes for exceptions and the ends of loops."""
 
 
 class Place(NamedTuple):
@@ -43,41 +36,28 @@ class Place(NamedTuple):
         return f"{self.code.co_filename.rpartition('/')[2]}:{line} {self.code.co_name}+{self.offset}"
 
 
-_KNOWN: dict[tuple[int, bool], tuple[CodeType, frozenset[int]]] = {}
+_KNOWN: dict[int, tuple[CodeType, frozenset[int]]] = {}
 """What `_places` has found, by the id of a code: its hash takes longer. The code is kept, so the id stays its own."""
 
 
-def _places(code: CodeType, *, signals: bool) -> frozenset[int]:
+def _places(code: CodeType) -> frozenset[int]:
     """Offsets of the instructions before which an exception may come."""
-    known = _KNOWN.get((id(code), signals))
+    known = _KNOWN.get(id(code))
     if known is None:
-        known = _KNOWN[id(code), signals] = (code, _find_places(code, signals=signals))
+        known = _KNOWN[id(code)] = (code, _find_places(code))
     return known[1]
 
 
-def _find_places(code: CodeType, *, signals: bool) -> frozenset[int]:
+def _find_places(code: CodeType) -> frozenset[int]:
     instructions = list(dis.get_instructions(code))
-    found = set()
-    starts = [index for index, at in enumerate(instructions) if at.starts_line]
-    for first, last in itertools.zip_longest(starts, starts[1:]):
-        line = instructions[first:last]
-        # After a return comes CPython's handler code for exceptions in the lines before it.
-        ends = [index for index, at in enumerate(line) if at.opname in {"RETURN_VALUE", "RETURN_CONST"}]
-        line = line[: ends[0] + 1] if ends else line
-        left = line[line[0].opname in {"SWAP", "ROT_TWO"} :]  # with a value that it returns
-        leaves_with = len(left) > 3 and all(at.opname == "LOAD_CONST" and at.argval is None for at in left[:3])
-        if not (leaves_with or line[0].opname in HANDLERS or all(at.opname in QUIET for at in line)):
-            found.add(line[0].offset)
-    if signals:
-        handlers = getattr(dis, "_parse_exception_table", lambda code: [])(code)
-        covers = lambda at: {entry.target for entry in handlers if entry.start <= at.offset < entry.end}  # noqa: E731
-        found |= {
-            after.offset
-            for before, after in itertools.pairwise(instructions)
-            # A signal that arrives while a block is left is handled by that block.
-            if before.opname in LOOKS and after.opname != "POP_BLOCK" and covers(before) == covers(after)
-        }
-    return frozenset(found)
+    handlers = getattr(dis, "_parse_exception_table", lambda code: [])(code)
+    covers = lambda at: {entry.target for entry in handlers if entry.start <= at.offset < entry.end}  # noqa: E731
+    return frozenset(
+        after.offset
+        for before, after in itertools.pairwise(instructions)
+        # A signal that arrives while a block is left is handled by that block.
+        if before.opname in LOOKS and after.opname != "POP_BLOCK" and covers(before) == covers(after)
+    )
 
 
 Places = Callable[[CodeType], frozenset[int]]
@@ -180,7 +160,6 @@ class CountedInterrupt:
         self.where, self.passed = "", 0
         self.passes: dict[tuple[int, int], list[int]] = {}
         self._place, self._files, self._error = place, files, error
-        self._places = functools.partial(_places, signals=issubclass(error, KeyboardInterrupt))
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -188,7 +167,7 @@ class CountedInterrupt:
         if self.where:
             yield
             return
-        with _watched(self._files, self._places, lambda _: not self.where, self._at, threads=False):
+        with _watched(self._files, _places, lambda _: not self.where, self._at, threads=False):
             yield
 
     def _at(self, code: CodeType, offset: int) -> None:
@@ -208,6 +187,7 @@ class Interrupt:
         error: the exception to raise.
         place: where to raise it; None for nowhere.
         count: raise it at this pass of the place, from 1.
+        again: if positive, raise it a second time, so many places later.
     """
 
     def __init__(
@@ -216,20 +196,20 @@ class Interrupt:
         error: type[BaseException] = KeyboardInterrupt,
         place: Place | None = None,
         count: int = 1,
+        again: int = 0,
     ) -> None:
-        self.files, self.error, self.place, self.count = files, error, place, count
+        self.files, self.error, self.place, self.count, self.again = files, error, place, count, again
         self.seen: Counter[Place] = Counter()
         self.where = ""
         self._armed = False
         self._signals = issubclass(error, KeyboardInterrupt)
-        self._places = functools.partial(_places, signals=self._signals)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Watch this thread and those that start inside."""
         if sys.version_info >= (3, 12):
             _instrument.cache_clear()  # modules may have been reimported
-        with _watched(self.files, self._places, self._wants, self._at, threads=not self._signals):
+        with _watched(self.files, _places, self._wants, self._at, threads=not self._signals):
             yield
 
     @contextmanager
@@ -242,13 +222,16 @@ class Interrupt:
             self._armed = False
 
     def _wants(self, code: CodeType) -> bool:
-        return not self.where and (self.place is None or self.place.code is code)
+        return self.again > 0 if self.where else self.place is None or self.place.code is code
 
     def _at(self, code: CodeType, offset: int) -> None:
-        if self.where:
-            return
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and not self._armed:
+            return
+        if self.where:
+            self.again -= in_main
+            if self.again == 0 and in_main:
+                raise self.error
             return
         place = Place(code, offset, in_main)
         self.seen[place] += 1
@@ -258,9 +241,15 @@ class Interrupt:
 
 
 def sweep(
-    files: tuple[str, ...], run: Callable[[Interrupt], None], error: type[BaseException], *, most: int, seed: int
+    files: tuple[str, ...],
+    run: Callable[[Interrupt], None],
+    error: type[BaseException],
+    *,
+    most: int,
+    seed: int,
+    twice: bool = False,
 ) -> tuple[int, int]:
-    """Run a program repeatedly, with one exception at each place that it passes, at a random pass.
+    """Run a program repeatedly, with one exception at each place that it passes, at a random pass; or with two.
 
     Args:
         files: as for `Interrupt`.
@@ -268,6 +257,7 @@ def sweep(
         error: the exception to raise.
         most: maximum number of randomly chosen places.
         seed: seed of the choice.
+        twice: raise a second one soon after each.
 
     Returns:
         The number of places, and of exceptions raised.
@@ -281,7 +271,8 @@ def sweep(
     raised = 0
     for place in random.sample(places, min(most, len(places))):
         times = max(1, min(survey.seen.get(place, 0) for survey in surveys))
-        interrupt = Interrupt(files, error, place, random.randint(1, times))
+        count = random.randint(1, times)
+        interrupt = Interrupt(files, error, place, count, again=random.choice((1, 3, 10, 30)) if twice else 0)
         try:
             run(interrupt)
         except BaseException as failure:

@@ -309,7 +309,7 @@ def test_closing_a_cache_ends_the_spans_of_running_work(spans: Spans, store: str
     assert ends["blockyard.prefetch"] == ends["blockyard.store"] == ends["blockyard.swap_out"] == "closed"
 
 
-WORKING = ("executor/executor.py", "executor/legs.py", "prefix_store/loads.py", "prefix_store/writes.py")
+WORKING = ("executor/executor.py", "executor/parts.py", "prefix_store/loads.py", "prefix_store/writes.py")
 
 
 def interrupted(place: int, medium: dict[bytes, Any], *, swaps: bool) -> CountedInterrupt:

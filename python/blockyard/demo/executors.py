@@ -56,6 +56,10 @@ class Wrapper(Executor):
         """Wait for a decision to end."""
         return self._inner.wait(ticket)
 
+    def give_up_all(self) -> None:
+        """Count all decisions in flight as lost."""
+        self._inner.give_up_all()
+
 
 class SteadyExecutor(Wrapper):
     """Ends each decision exactly one step after it was submitted.

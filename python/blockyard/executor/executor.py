@@ -32,14 +32,12 @@ from blockyard.errors import (
     StoreError,
     UnknownTicketError,
 )
-from blockyard.executor.legs import Legs
-from blockyard.executor.parts import Part, all_written, cut
+from blockyard.executor.parts import Part, Tiers, all_written, cut
 from blockyard.layout.sizes import as_int
 from blockyard.stores.base import ExternalStore
 from blockyard.stores.checked_store import CheckedStore
 from blockyard.stores.log_lines import MissLog
 from blockyard.types import Histogram
-from blockyard.workers import keep
 
 __all__ = ["PART_BYTES", "Executor", "StepDone", "StepExecutor"]
 
@@ -69,8 +67,6 @@ def all_lost(decision: StepDecision, error: BaseException) -> StepDone:
 class Executor(ABC):
     """The interface of executors; wrap one to observe or disturb it. See `StepExecutor` for the calls."""
 
-    _collected: list[Sequence[StepDone]]  # not returned by `collect` yet
-
     @abstractmethod
     def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
         """Start to carry out a decision, before the step's compute is queued."""
@@ -95,18 +91,18 @@ class Executor(ABC):
     def wait(self, ticket: int) -> StepDone:
         """Wait for a decision to end; `poll` will not report it."""
 
-    def collect(self, ticket: int) -> list[StepDone]:
-        """Return the decisions that ended since the last call. If this one is awaited, wait for it and include it.
+    @abstractmethod
+    def give_up_all(self) -> None:
+        """Wait until no transfer touches a block any more, and count all running decisions as lost.
 
-        An interrupted call has reported nothing; call it again.
+        Call it after an exception, such as `KeyboardInterrupt`, has ended another call. May be called again.
         """
-        # A subclass need not call `__init__` of this class.
-        collected: list[Sequence[StepDone]] = vars(self).setdefault("_collected", [])
-        keep(collected, self.poll)
+
+    def collect(self, ticket: int) -> list[StepDone]:
+        """Return the decisions that ended since the last call. If this one is awaited, wait for it and include it."""
+        ended = self.poll()
         if self.is_awaited(ticket):
-            # From C code, so that no interrupt can come between the answer and the list.
-            collected.extend(zip(map(self.wait, (ticket,)), strict=True))
-        ended, self._collected = list(chain.from_iterable(collected)), []
+            ended.append(self.wait(ticket))
         return ended
 
 
@@ -158,9 +154,11 @@ class StepExecutor(Executor):
     The executor polls engine and store; nothing else may use the store's tickets.
 
     Whatever the store does, a step ends: if the store breaks its contract, the pair counts as lost, with its error in
-    `StepDone.errors` and a line in the log `blockyard.executor`. An exception from outside, such as
-    `KeyboardInterrupt`, may end any call. If it ends `submit`, the decision stays open and is reported as completely
-    lost. Any other call can be retried, and the transfer being handed to the engine or store at that moment is lost.
+    `StepDone.errors` and a line in the log `blockyard.executor`.
+
+    If an exception from outside, such as `KeyboardInterrupt`, ends a call, the next call first gives up everything in
+    flight: it waits for the engine, and for the store at most until its deadline. All running decisions are then
+    reported as completely lost.
 
     Args:
         engine: owner of the device and host blocks.
@@ -215,13 +213,13 @@ class StepExecutor(Executor):
         self._checked = None if store is None else CheckedStore(store, size)
         if self._checked is not None and self._checked.max_blocks_in_flight is not None:
             max_staging = min(max_staging, self._checked.max_blocks_in_flight * size)
-        self._legs = Legs(engine, self._checked, max_staging, None if store is None else MissLog(store))
+        self._tiers = Tiers(engine, self._checked, None if store is None else MissLog(store))
+        self._max_staging = max_staging
         self._chunk_blocks = max(1, min(chunk_bytes, max_staging) // size)
         self._steps: dict[int, _OpenDecision] = {}
         self._done: dict[int, StepDone] = {}
-        # If set when a call begins, that submission was interrupted.
-        self._submitting: _OpenDecision | None = None
         self._executing: StepDecision | None = None
+        self._is_changing = False  # if set when a call begins, an exception ended the last one
         self._unfinished = 0  # submissions that raised since the last one that succeeded
 
     def __repr__(self) -> str:
@@ -240,7 +238,7 @@ class StepExecutor(Executor):
     @property
     def staged_bytes(self) -> int:
         """Bytes of staging rows in use for transfers with the external tier."""
-        return self._legs.num_bytes(self._parts())
+        return sum(part.num_bytes for part in self._parts() if part.staged)
 
     @property
     def store_seconds(self) -> dict[str, Histogram] | None:
@@ -260,9 +258,9 @@ class StepExecutor(Executor):
         Raises:
             MappingError, UnknownTicketError: as for `submit`.
         """
-        self._recover_from_interrupt()
-        known = decision.ticket in self._steps or decision.ticket in self._done
-        if not (known and self._executing is decision):
+        if self._is_changing:
+            self.give_up_all()
+        if self._executing is not decision or not self.is_open(decision.ticket):
             self._executing = decision
             self.submit(decision)
         return list(self.wait(decision.ticket).lost)
@@ -284,39 +282,56 @@ class StepExecutor(Executor):
                 will be reported as lost.
             UnknownTicketError: its ticket is already in use.
         """
-        self._unfinished += 1
-        self._recover_from_interrupt()
+        if self._is_changing:
+            self.give_up_all()
         ticket = decision.ticket
-        if ticket in self._steps or ticket in self._done:
+        if self.is_open(ticket):
             raise UnknownTicketError(f"decision {ticket} is already in flight")
-        self._refuse(decision.transfers())
-        self._order_layers()
-        earlier_reads, parts = self._cut(decision, self.engine.fence(), by_layer=by_layer)
-        awaited = [part for part in parts if part.loads_device and not decision.prefetch]
-        loads = [part for part in awaited if not part.reads_store]
-        step = _OpenDecision(decision, parts, read=bool(awaited))
-        self._submitting = self._steps[ticket] = step
-        for part in parts:
+        if not self._steps and not len(decision):  # as in most steps
+            self._done[ticket] = StepDone(ticket, (), ())
+            return
+        self._unfinished += 1
+        step, earlier_reads = self._prepare(decision, by_layer=by_layer)
+        self._is_changing = True
+        self._steps[ticket] = step
+        for part in step.parts:
             self._begin_trace(part, ticket)
         refused = None
         try:
-            for part in parts:
-                if not part.reads_store and not any(other.pending for other in part.must_have_started):
-                    self._begin(part)
-            for part in (*earlier_reads, *(() if by_layer else loads)):
-                if part.transfer is not None:
-                    part.transfer.order_compute()
+            for part in step.parts:
+                if not part.reads_store and not part.must_wait and self._has_room(part):
+                    part.begin()
+            self._order_compute(step, earlier_reads, by_layer=by_layer)
         except BlockyardError as error:
             refused = error
             self._fail(step, error)
         self._begin_waiting()
-        if len(awaited) > len(loads) and refused is None:
+        if refused is None:
             self._await_store_reads(step)
         self._end_steps()
-        self._submitting = None
+        self._is_changing = False
         if refused is not None:
             raise refused
         self._unfinished = 0
+
+    def give_up_all(self) -> None:
+        """Wait until nothing moves any more, and count all running decisions as completely lost; `poll` reports them.
+
+        Waits for the store at most until its deadline. May be called again after an exception.
+        """
+        self._is_changing = True
+        self._unfinished += 1  # so that a lost device is noticed here, too
+        self.engine.transfers.give_up_all()
+        if self._checked is not None:
+            self._checked.give_up_all(waits=True)
+        error = BlockyardError("a call was interrupted: it is unknown whether the blocks landed")
+        for ticket, step in self._steps.items():
+            for part in step.parts:
+                part.trace.end(error)
+            self._done[ticket] = all_lost(step.decision, error)
+        self._steps.clear()
+        self._unfinished -= 1
+        self._is_changing = False
 
     def close(self) -> None:
         """Let another executor use the store, once nothing is in flight. Idempotent.
@@ -329,6 +344,21 @@ class StepExecutor(Executor):
             return
         for part in self._parts():
             part.trace.end(miss_reason="closed")
+
+    def _prepare(self, decision: StepDecision, *, by_layer: bool) -> tuple[_OpenDecision, tuple[Part, ...]]:
+        """Check a decision and split it. Returns the device reads that compute must follow, too; changes nothing."""
+        self._refuse(decision.transfers())
+        self._order_layers()
+        earlier_reads, parts = self._cut(decision, self.engine.fence(), by_layer=by_layer)
+        is_read = not decision.prefetch and any(part.loads_device for part in parts)
+        return _OpenDecision(decision, parts, read=is_read), earlier_reads
+
+    def _order_compute(self, step: _OpenDecision, earlier_reads: tuple[Part, ...], *, by_layer: bool) -> None:
+        """Make compute wait for earlier device reads, and for the step's loads from the host if it reads them."""
+        loads = [part for part in step.parts if part.loads_device and not part.reads_store]
+        for part in (*earlier_reads, *(loads if step.read and not by_layer else ())):
+            if part.transfer is not None:
+                part.transfer.order_compute()
 
     def _begin_trace(self, part: Part, ticket: int) -> None:
         pairs = part.pairs
@@ -374,26 +404,18 @@ class StepExecutor(Executor):
 
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
         """Return the pairs of a decision known so far to be lost; valid until it is reported."""
-        self._recover_from_interrupt()
+        if self._is_changing:
+            self.give_up_all()
         step, done = self._steps.get(ticket), self._done.get(ticket)
         return step.lost() if step else done.lost if done else ()
 
     def poll(self) -> list[StepDone]:
         """Make progress without waiting, and return the decisions that ended since the last call."""
-        self._recover_from_interrupt()
-        self._progress()
-        # No call follows, so no interrupt can come before the caller has the result.
-        ended, self._done = list(self._done.values()), {}
-        return ended
+        return self._report(None)
 
     def collect(self, ticket: int) -> list[StepDone]:
         """As `Executor.collect`."""
-        self._recover_from_interrupt()
-        self._progress()
-        if self.is_awaited(ticket):
-            self._finish(ticket)
-        ended, self._done = list(self._done.values()), {}  # as in `poll`
-        return ended
+        return self._report(ticket)
 
     def wait(self, ticket: int) -> StepDone:
         """Wait for a decision to end, including its storage I/O; `poll` will not report it.
@@ -404,16 +426,32 @@ class StepExecutor(Executor):
         Raises:
             UnknownTicketError: no such decision is open, or it was already reported.
         """
-        self._recover_from_interrupt()
-        self._finish(ticket)
+        if self._is_changing:
+            self.give_up_all()
+        if ticket not in self._done:
+            self._is_changing = True
+            self._finish(ticket)
+            self._is_changing = False
         done = self._done.get(ticket)
         if done is None:
             raise UnknownTicketError(f"decision {ticket} is not in flight")
-        # No call follows, so no interrupt can come before the caller has the result.
         del self._done[ticket]
         return done
 
     # ---- progress ----
+
+    def _report(self, awaited: int | None) -> list[StepDone]:
+        """Make progress, and return the decisions that ended. Wait for this one if its results depend on it."""
+        if self._is_changing:
+            self.give_up_all()
+        if self._steps or (self._checked is not None and self._checked.is_busy):
+            self._is_changing = True
+            self._progress()
+            if awaited is not None and self.is_awaited(awaited):
+                self._finish(awaited)
+            self._is_changing = False
+        ended, self._done = list(self._done.values()), {}
+        return ended
 
     def _finish(self, ticket: int) -> None:
         """Wait for a decision to end."""
@@ -434,33 +472,37 @@ class StepExecutor(Executor):
         self.engine.poll()
         for part in tuple(self._parts()):
             if not (part.ended or part.waiting):
-                self._legs.advance(part)
+                part.advance()
 
     def _begin_waiting(self) -> None:
         """Start parts that need not wait and whose rows have room; store reads in submission order."""
         room = True
         for part in tuple(self._parts()):
-            if not part.waiting or any(other.pending for other in part.must_have_started):
+            if not part.waiting or part.must_wait:
                 continue
             if part.reads_store:
-                room = room and not self._legs.full(part, self.staged_bytes)
+                room = room and not self._lacks_room(part)
                 if not room:
                     continue
             try:
-                self._begin(part)
+                if self._has_room(part):
+                    part.begin()
             except BlockyardError as error:
-                self._legs.lose(part, error)
+                part.lose(error)
 
-    def _begin(self, part: Part) -> None:
-        full = self._legs.full(part, self.staged_bytes) if part.writes_store else ""
-        if full:
+    def _has_room(self, part: Part) -> bool:
+        """Whether a part may begin; a write to the store that has no room for its rows is lost."""
+        lack = self._lacks_room(part) if part.writes_store else ""
+        if lack:
             pairs = part.pairs
-            error = StoreError(f"{len(pairs)} blocks from {pairs.src} to {pairs.dst}: {full}")
-            self._legs.lose(part, error)
-            return
-        self._legs.begin(part)
-        if part.transfer is not None and part.kind in {"copy", "exchange"} and part.writes_device:
-            part.transfer.order_compute()
+            part.lose(StoreError(f"{len(pairs)} blocks from {pairs.src} to {pairs.dst}: {lack}"))
+        return not lack
+
+    def _lacks_room(self, part: Part) -> str:
+        """Return why a part must wait for staging room, or ''; a part beyond the limit runs alone."""
+        staged = self.staged_bytes
+        is_full = staged and staged + part.num_bytes > self._max_staging
+        return f"{staged} bytes are staged, the limit is {self._max_staging}" if is_full else ""
 
     def _end_steps(self) -> None:
         for ticket, step in tuple(self._steps.items()):
@@ -470,6 +512,8 @@ class StepExecutor(Executor):
 
     def _await_store_reads(self, step: _OpenDecision) -> None:
         """Wait for the storage reads that the step's compute needs, then order compute after the engine's copies."""
+        if not (step.read and any(part.loads_device and part.reads_store for part in step.parts)):
+            return
         waited = [part for part in step.parts if part.reads_store or part.kind in {"copy", "exchange"}]
         parts = [part for part in waited if part.writes_device]
         while awaited := [part for part in parts if part.pending]:
@@ -488,7 +532,7 @@ class StepExecutor(Executor):
         for part in chain(parts, self._parts()):
             if part.ended or part.waiting:
                 continue
-            self._legs.wait(part)
+            part.wait()
             return
         raise InvariantError("parts of a decision wait, but nothing is in flight")
 
@@ -497,27 +541,12 @@ class StepExecutor(Executor):
         for step in self._steps.values():
             yield from step.parts
 
-    def _recover_from_interrupt(self) -> None:
-        """After an interrupt, end the part being handed to engine or store as lost; for a submission, all parts."""
-        part, step = self._legs.launching, self._submitting
-        if part is None and step is None:
-            return
-        # No copy may be in flight when the leases end. The store orders its operations by slot.
-        self.engine.transfers.synchronize()
-        error = BlockyardError("a call of the executor was interrupted: it is unknown whether the blocks landed")
-        if part is not None:
-            self._legs.lose(part, error)
-        if step is not None:
-            self._fail(step, error)
-            self._end_steps()
-        self._legs.launching = self._submitting = None
-
     def _fail(self, step: _OpenDecision, error: Exception) -> None:
         """Count all of a step as lost; it ends when its started parts have ended."""
         step.failed = error
         for part in step.parts:
             if part.waiting:
-                self._legs.lose(part, error)
+                part.lose(error)
 
     # ---- parts ----
 
@@ -539,4 +568,4 @@ class StepExecutor(Executor):
     def _cut(self, decision: StepDecision, fence: Event, *, by_layer: bool) -> tuple[tuple[Part, ...], list[Part]]:
         """Split a decision into parts; see `cut`."""
         named = [part for ticket in decision.after if ticket in self._steps for part in self._steps[ticket].parts]
-        return cut(decision, named, fence, self._chunk_blocks, by_layer=by_layer)
+        return cut(self._tiers, decision, named, fence, self._chunk_blocks, by_layer=by_layer)

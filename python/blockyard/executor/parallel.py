@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import starmap
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -32,8 +31,8 @@ class ParallelExecutor(Executor):
     is lost for all: the report contains the union of the ranks' losses, so that the manager drops the sequence. A rank
     that does not know a decision, for instance because it refused it, counts as having lost all of it.
 
-    An exception from outside, such as `KeyboardInterrupt`, may end any call. If it ends `submit`, the decision is
-    reported as completely lost, or nothing was started. Any other call can be retried.
+    If an exception from outside, such as `KeyboardInterrupt`, ends a call, the next one first lets every rank give up
+    everything in flight. All running decisions are then reported as completely lost.
 
     Args:
         executors: one for each rank, rank 0 first. Each has an engine with the same numbers of blocks and, if there is
@@ -70,8 +69,7 @@ class ParallelExecutor(Executor):
         _check(executors)
         self.executors = tuple(executors)
         self._open: dict[int, _OpenDecision] = {}  # by ticket, until all ranks have reported
-        self._answers: list[tuple[int, list[StepDone]]] = []  # by rank, not yet entered in `_open`
-        self._submitting: StepDecision | None = None  # if set when a call begins, that submission was interrupted
+        self._is_changing = False  # if set when a call begins, an exception ended the last one
 
     def __repr__(self) -> str:
         return f"ParallelExecutor({len(self.executors)} ranks, decisions in flight: {sorted(self._open)})"
@@ -84,10 +82,12 @@ class ParallelExecutor(Executor):
                 all of it is reported as lost.
             UnknownTicketError: its ticket is already in use; nothing was started.
         """
-        self._recover_from_interrupt()
+        self._recover()
         if decision.ticket in self._open:
             raise UnknownTicketError(f"decision {decision.ticket} is already in flight")
-        self._submitting = decision
+        reports: dict[int, StepDone] = {}
+        self._is_changing = True
+        self._open[decision.ticket] = _OpenDecision(decision, reports)
         refused: dict[int, BlockyardError] = {}
         # Workers start first, so that they run concurrently with this process.
         for rank in sorted(range(len(self.executors)), key=lambda rank: not _is_remote(self.executors[rank])):
@@ -95,13 +95,27 @@ class ParallelExecutor(Executor):
                 self.executors[rank].submit(decision, by_layer=by_layer)
             except BlockyardError as error:  # noqa: PERF203 (the others must still start)
                 refused[rank] = error
-        reports: dict[int, StepDone] = {}
         self._wait_for(decision, refused, reports)
         reports.update((rank, all_lost(decision, error)) for rank, error in refused.items())
-        self._open[decision.ticket] = _OpenDecision(decision, reports)
-        self._submitting = None
+        self._is_changing = False
         if refused:
             raise next(iter(refused.values()))
+
+    def give_up_all(self) -> None:
+        """Let every rank give up everything in flight; `poll` then reports all decisions as completely lost."""
+        self._is_changing = True
+        why = BlockyardError("a call was interrupted: it is unknown whether the blocks landed")
+        for executor in self.executors:
+            executor.give_up_all()
+            executor.poll()  # part of the reports below
+        for known in self._open.values():
+            known.reports.update(dict.fromkeys(range(len(self.executors)), all_lost(known.decision, why)))
+        self._is_changing = False
+
+    def _recover(self) -> None:
+        """After an exception has ended the last call, give up everything in flight."""
+        if self._is_changing:
+            self.give_up_all()
 
     def wait_for_layer(self, ticket: int, layer: int) -> None:
         """Make compute of this process wait for one layer of a step's loads; workers wait for theirs."""
@@ -110,29 +124,26 @@ class ParallelExecutor(Executor):
 
     def lost(self, ticket: int) -> tuple[Pairs, ...]:
         """Return the pairs known so far to be lost on any rank."""
-        self._recover_from_interrupt()
+        self._recover()
         found = [pairs for lost in self._ask_all("lost", ticket) for pairs in lost]
         return _union([*found, *self._reported_lost(ticket)])
 
     def is_awaited(self, ticket: int) -> bool:
         """Whether a rank must end the decision before its step's results are valid, or a rank has reported a loss."""
-        self._recover_from_interrupt()
+        self._recover()
         return any(self._ask_all("is_awaited", ticket)) or bool(self._reported_lost(ticket))
 
     def poll(self) -> list[StepDone]:
         """Return the decisions that ended on all ranks since the last call; never waits for a transfer."""
         self._take("poll")
-        # No call follows, so no interrupt can come before the caller has the result.
-        merged, self._open = self._sort_out()
-        return merged
+        return self._take_whole()
 
     def collect(self, ticket: int) -> list[StepDone]:
         """Return the decisions that ended, including this one if a rank awaits it; see `Executor`."""
         self._take("collect", ticket)
         if self._reported_lost(ticket):
             self._finish(ticket)
-        merged, self._open = self._sort_out()  # as in `poll`
-        return merged
+        return self._take_whole()
 
     def wait(self, ticket: int) -> StepDone:
         """Wait until every rank has ended a decision; `poll` will not report it.
@@ -140,45 +151,48 @@ class ParallelExecutor(Executor):
         Raises:
             UnknownTicketError: no such decision is open.
         """
-        self._recover_from_interrupt()
+        self._recover()
         merged = _merged(ticket, self._finish(ticket))
         del self._open[ticket]
         return merged
 
-    def _recover_from_interrupt(self) -> None:
-        """End a decision whose submission was interrupted, all of it as lost, and note what ranks have reported."""
-        if (decision := self._submitting) is not None:
-            reports: dict[int, StepDone] = {}
-            self._wait_for(decision, range(len(self.executors)), reports)
-            why = BlockyardError("a call of the executor was interrupted: it is unknown whether the blocks landed")
-            reports[0] = all_lost(decision, why)
-            self._open[decision.ticket] = _OpenDecision(decision, reports)
-            self._submitting = None
-        self._note()
-
-    def _note(self) -> None:
-        for rank, reported in self._answers:
+    def _take(self, name: str, *arguments: object) -> None:
+        """Ask all ranks which decisions ended, and note their answers."""
+        self._recover()
+        self._is_changing = True
+        answers, failure = _answers(self._begin_all(name, *arguments))
+        for rank, reported in answers.items():
             for done in reported:
                 if done.ticket in self._open:
                     self._open[done.ticket].reports[rank] = done
-        self._answers = []
+        self._is_changing = False
+        if failure is not None:
+            raise failure
 
-    def _take(self, name: str, *arguments: object) -> None:
-        """Ask all ranks which decisions ended. After an exception, the next call continues with their answers."""
-        self._recover_from_interrupt()
-        _ask([(rank, _begin(each, name, *arguments)) for rank, each in enumerate(self.executors)], self._answers.extend)
-        self._note()
+    def _take_whole(self) -> list[StepDone]:
+        """Return the decisions that all ranks have reported."""
+        whole = {ticket for ticket, known in self._open.items() if len(known.reports) == len(self.executors)}
+        merged = [_merged(ticket, self._open[ticket].reports) for ticket in self._open if ticket in whole]
+        self._open = {ticket: known for ticket, known in self._open.items() if ticket not in whole}
+        return merged
 
     def _ask_all(self, name: str, *arguments: object) -> list[Any]:
         """Call a method on every rank."""
-        found: list[tuple[int, Any]] = []
-        _ask([(rank, _begin(each, name, *arguments)) for rank, each in enumerate(self.executors)], found.extend)
-        return [answer for _, answer in found]
+        answers, failure = _answers(self._begin_all(name, *arguments))
+        if failure is not None:
+            raise failure
+        return list(answers.values())
+
+    def _begin_all(self, name: str, *arguments: object) -> dict[int, Callable[[], Any]]:
+        return {rank: _begin(each, name, *arguments) for rank, each in enumerate(self.executors)}
 
     def _wait_for(self, decision: StepDecision, ranks: Iterable[int], reports: dict[int, StepDone]) -> None:
         """Wait until ranks have ended a decision. One that does not know it counts as having lost all of it."""
-        answers = [(rank, _begin(self.executors[rank], "wait", decision.ticket)) for rank in ranks]
-        _ask(answers, reports.update, decision)
+        begun = {rank: _begin(self.executors[rank], "wait", decision.ticket) for rank in ranks}
+        answers, failure = _answers(begun, decision)
+        reports.update(answers)
+        if failure is not None:
+            raise failure
 
     def _finish(self, ticket: int) -> dict[int, StepDone]:
         """Wait until every rank has reported a decision. Raises UnknownTicketError."""
@@ -192,12 +206,6 @@ class ParallelExecutor(Executor):
         """Return what is lost of a decision, on the ranks that have reported it."""
         known = self._open.get(ticket)
         return [pairs for done in known.reports.values() for pairs in done.lost] if known else []
-
-    def _sort_out(self) -> tuple[list[StepDone], dict[int, _OpenDecision]]:
-        """Return the decisions that all ranks have reported, and the others."""
-        whole = {ticket for ticket, known in self._open.items() if len(known.reports) == len(self.executors)}
-        merged = [_merged(ticket, self._open[ticket].reports) for ticket in self._open if ticket in whole]
-        return merged, {ticket: known for ticket, known in self._open.items() if ticket not in whole}
 
 
 def _check(executors: Sequence[Executor]) -> None:
@@ -233,27 +241,21 @@ def _raise(error: WorkerError) -> NoReturn:
     raise error
 
 
-def _ask(
-    answers: Sequence[tuple[int, Callable[[], Any]]],
-    take: Callable[[Iterable[tuple[int, Any]]], object],
-    decision: StepDecision | None = None,
-) -> None:
-    """Hand each rank's answer to `take`; a rank that does not know the decision has lost all of it.
-
-    Raises the first other error once all have answered.
-    """
+def _answers(
+    begun: dict[int, Callable[[], Any]], decision: StepDecision | None = None
+) -> tuple[dict[int, Any], Exception | None]:
+    """Return each rank's answer, and the first error; a rank that does not know the decision has lost all of it."""
+    answers: dict[int, Any] = {}
     failure: Exception | None = None
-    for rank, answer in answers:
+    for rank, answer in begun.items():
         try:
-            # From C code, so that no interrupt can come between an answer and its place.
-            take(zip((rank,), starmap(answer, ((),)), strict=True))
+            answers[rank] = answer()
         except Exception as error:  # noqa: BLE001, PERF203 (the others must still answer)
             if decision is not None and isinstance(error, UnknownTicketError):
-                take([(rank, all_lost(decision, error))])
+                answers[rank] = all_lost(decision, error)
             else:
                 failure = failure or error
-    if failure is not None:
-        raise failure
+    return answers, failure
 
 
 def _merged(ticket: int, reports: dict[int, StepDone]) -> StepDone:

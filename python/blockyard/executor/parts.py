@@ -1,23 +1,62 @@
-"""The parts of a decision: its transfers, split into pieces, and their order."""
+"""The parts of a decision: its transfers, split into pieces, their order, and their legs.
+
+A swap-out to the external tier has two legs: the engine reads, then the store writes. So has a swap-in from there: the
+store reads, then the engine writes. All other transfers have a single leg, with the engine. Between two legs the bytes
+are in staging rows, whose size is limited.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from itertools import count
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
+from blockyard.engine.engine import CacheEngine
 from blockyard.engine.streams import Event
 from blockyard.engine.transfers import Transfer
-from blockyard.stores.checked_store import PendingBatch
+from blockyard.errors import BlockyardError, MappingError
+from blockyard.stores.checked_store import Answer, CheckedStore, PendingBatch
+from blockyard.stores.log_lines import MissLog
 from blockyard.tracing import Trace
 
-__all__ = ["Part", "all_written", "cut", "written"]
+if TYPE_CHECKING:
+    from blockyard.engine.plans import Kind
+
+__all__ = ["Part", "Tiers", "all_written", "cut", "engine_tier", "written"]
 
 _WITHIN: Final = ("copy", "move", "exchange")
+
+
+@dataclass(slots=True, eq=False)
+class Tiers:
+    """What carries out parts.
+
+    Attributes:
+        engine: owner of the device and host blocks.
+        external: the external store, where there is one.
+        log: logs the store's misses.
+    """
+
+    engine: CacheEngine
+    external: CheckedStore | None = None
+    log: MissLog | None = None
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1))
+
+    @property
+    def store(self) -> CheckedStore:
+        """The external store. Raises MappingError."""
+        if self.external is None:
+            raise MappingError("a transfer names the external tier, but there is none")
+        return self.external
+
+    def next_number(self) -> int:
+        """Return a number that is larger than all before."""
+        return next(self._numbers)
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +66,7 @@ class Part:
     It is waiting, then running, then ended: landed except for lost pairs.
 
     Attributes:
+        tiers: carry it out.
         kind: kind of the transfer.
         pairs: its block ids.
         after_compute: the point in compute before which it does not start.
@@ -45,6 +85,7 @@ class Part:
         trace: spans of the part, and of the running leg if it has two.
     """
 
+    tiers: Tiers
     kind: str
     pairs: Pairs
     after_compute: Event
@@ -110,8 +151,132 @@ class Part:
             return self.transfer is not None and self.batch is None
         return self.batch is not None
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether parts that must have started have not."""
+        return any(part.pending for part in self.must_have_started)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its staging rows."""
+        return len(self.pairs) * self.tiers.engine.memory.bytes_per_block
+
+    def begin(self) -> None:
+        """Submit the first leg.
+
+        Raises:
+            BlockyardError: engine or store refuse it.
+        """
+        engine, pairs = self.tiers.engine, self.pairs
+        if self.reads_store or self.writes_store:
+            store, size = self.tiers.store, engine.memory.bytes_per_block
+            self.rows = rows = engine.memory.buffers.take(len(pairs), size)
+            if self.reads_store:
+                self.batch = store.read(_column(pairs, 0), rows)
+                self.trace.begin_leg("store_read")
+                return
+            after_compute = self.after_compute
+            self.transfer = engine.submit_read(
+                engine_tier(pairs.src), _column(pairs, 0), rows, after_compute=after_compute
+            )
+            self.trace.begin_leg("transfer")
+            return
+        self.transfer = engine.submit(
+            cast("Kind", self.kind),
+            pairs.ids,
+            tier=engine_tier(pairs.src),
+            after=self._take_after(),
+            after_compute=self.after_compute,
+            by_layer=self.by_layer,
+            prefetch=self.prefetch,
+        )
+        if self.kind in {"copy", "exchange"} and self.writes_device:
+            self.transfer.order_compute()
+
+    def wait(self) -> None:
+        """Wait for the running leg; `advance` processes it."""
+        if self.batch is not None and (self.writes_store or self.transfer is None):
+            self.tiers.store.wait(self.batch)
+        elif self.transfer is not None:
+            self.tiers.engine.transfers.wait(self.transfer)
+
+    def advance(self) -> None:
+        """Process an ended leg, and submit the next one; never waits."""
+        transfer, batch = self.transfer, self.batch
+        if self.reads_store and transfer is None:
+            if batch is not None and batch.answer is not None:
+                self._write_engine(batch.answer)
+        elif self.writes_store and batch is not None:
+            if batch.answer is not None:
+                self.end([_some(self.pairs, ~batch.answer.ok)], batch.answer.error)
+        elif transfer is not None and transfer.done:
+            if transfer.error is not None:
+                self.lose(transfer.error)
+            elif self.writes_store:
+                self._write_store(transfer)
+            else:
+                self.end([self.missed] if self.missed else [], None)
+        if self.lost is not None and self.rows is not None:
+            rows, self.rows = self.rows, None
+            if batch is not None and batch.answer is not None and batch.answer.are_rows_free:
+                self.tiers.engine.memory.buffers.give(rows)
+
+    def lose(self, error: Exception) -> None:
+        """End it as completely lost."""
+        self.end([written(self.kind, self.pairs)], error)
+
+    def end(self, lost: Iterable[Pairs], error: Exception | None) -> None:
+        """End it."""
+        gone = tuple(pairs for pairs in lost if len(pairs))
+        self.trace.end(error, lost_blocks=sum(map(len, gone)))
+        self.must_have_started = self.ordered_after = ()
+        self.error, self.number, self.lost = error, self.tiers.next_number(), gone
+
+    def _write_store(self, transfer: Transfer) -> None:
+        """Hand the rows read by the engine over to the store."""
+        rows, transfer.rows = transfer.rows, None
+        self.trace.end_leg()
+        try:
+            self.batch = self.tiers.store.write(_column(self.pairs, 1), cast("NDArray[np.uint8]", rows))
+            self.trace.begin_leg("store_write")
+        except BlockyardError as error:
+            self.lose(error)
+
+    def _write_engine(self, answer: Answer) -> None:
+        """Write the blocks that the store has read; the rest are lost."""
+        rows, came = answer.rows, self.pairs
+        self.trace.end_leg(answer.error)
+        if self.tiers.log is not None and not answer.ok.all():
+            self.tiers.log.note(answer.reasons)
+        if not answer.ok.any():
+            self.end([self.pairs], answer.error)
+            return
+        if not answer.ok.all():
+            self.missed = _some(self.pairs, ~answer.ok)
+            came = _some(self.pairs, answer.ok)
+            rows = rows[answer.ok]
+        try:
+            self.transfer = self.tiers.engine.submit_write(
+                engine_tier(self.pairs.dst),
+                _column(came, 1),
+                rows,
+                after=self._take_after(),
+                after_compute=self.after_compute,
+                prefetch=self.writes_device,
+            )
+            self.trace.begin_leg("transfer")
+        except BlockyardError as error:
+            self.lose(error)
+
+    def _take_after(self) -> list[Transfer]:
+        """Return the transfers that it comes after, and drop the references, so that chains do not grow forever."""
+        after = [part.transfer for part in (*self.must_have_started, *self.ordered_after) if part.transfer is not None]
+        self.must_have_started = self.ordered_after = ()
+        return after
+
 
 def cut(
+    tiers: Tiers,
     decision: StepDecision,
     named: Iterable[Part],
     after_compute: Event,
@@ -122,6 +287,7 @@ def cut(
     """Split a decision into parts, device reads first.
 
     Args:
+        tiers: carry out the parts.
         decision: the decision to split.
         named: parts of the other running decisions that its `after` names.
         after_compute: the point in compute before which no part starts.
@@ -133,7 +299,7 @@ def cut(
     """
     transfers = decision.transfers()
     reads = [
-        Part(kind, piece, after_compute)
+        Part(tiers, kind, piece, after_compute)
         for kind, pairs in transfers
         if kind == "swap_out"
         for piece in _pieces(pairs, chunk_blocks if pairs.dst == "external" else None)
@@ -148,11 +314,13 @@ def cut(
         if pairs.src == "external":
             awaited.update((pairs.dst, block) for block in pairs.ids[:, 1].tolist())
             store_reads += [
-                Part(kind, piece, after_compute, ordered_after=earlier_reads) for piece in _pieces(pairs, chunk_blocks)
+                Part(tiers, kind, piece, after_compute, ordered_after=earlier_reads)
+                for piece in _pieces(pairs, chunk_blocks)
             ]
         elif kind == "swap_in":
             loads.append(
                 Part(
+                    tiers,
                     kind,
                     pairs,
                     after_compute,
@@ -163,6 +331,7 @@ def cut(
             )
         elif kind in _WITHIN:
             part = Part(
+                tiers,
                 kind,
                 pairs,
                 after_compute,
@@ -195,3 +364,20 @@ def written(kind: str, pairs: Pairs) -> Pairs:
 def all_written(decision: StepDecision) -> tuple[Pairs, ...]:
     """Return the pairs of a decision, each with every written block as a destination: what it can lose."""
     return tuple(written(kind, pairs) for kind, pairs in decision.transfers())
+
+
+def engine_tier(tier: str) -> Literal["device", "host"]:
+    """Return the tier, if the copy engine holds it. Raises MappingError."""
+    if tier == "device":
+        return "device"
+    if tier == "host":
+        return "host"
+    raise MappingError(f"blocks of the {tier} tier are not in the copy engine")
+
+
+def _column(pairs: Pairs, column: int) -> NDArray[np.int64]:
+    return np.ascontiguousarray(pairs.ids[:, column])
+
+
+def _some(pairs: Pairs, chosen: NDArray[np.bool_]) -> Pairs:
+    return Pairs(pairs.src, pairs.dst, pairs.ids[chosen])

@@ -21,7 +21,7 @@ __all__ = ["ANSWER_SECONDS", "RemoteExecutor", "serve_executor"]
 ANSWER_SECONDS: Final = 120.0
 """How long a worker may take to answer; longer than its store's deadlines."""
 
-_CALLS: Final = frozenset({"lost", "is_awaited", "poll", "collect", "wait"})
+_CALLS: Final = frozenset({"lost", "is_awaited", "poll", "collect", "wait", "give_up_all"})
 
 
 class RemoteExecutor(Executor):
@@ -82,6 +82,10 @@ class RemoteExecutor(Executor):
         """
         done: StepDone = self.begin("wait", ticket)()
         return done
+
+    def give_up_all(self) -> None:
+        """Make the worker count all running decisions as lost, once nothing moves any more."""
+        self.begin("give_up_all")()
 
     def tell(self, message: object) -> None:
         """Make the worker call its `run` with a message, after earlier requests; the result is dropped."""
@@ -214,6 +218,8 @@ class _Worker:
 
     def _call(self, name: str, *arguments: Any) -> object:
         refused = self._refused
+        if name == "give_up_all":
+            return self._executor.give_up_all()
         if name in {"poll", "collect"}:
             self._refused = {}
             return [*refused.values(), *getattr(self._executor, name)(*arguments)]

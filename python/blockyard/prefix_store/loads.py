@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, HashedPrompt, StoreJob
-from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
+from blockyard.errors import BlockyardError, StoreError
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.stores.log_lines import MissLog
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.tracing import Trace
-from blockyard.workers import keep
 
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine
@@ -163,17 +162,12 @@ class Loads:
         self._size = engine.layout.bytes_per_block
         self._max_blocks = max_blocks
         self._buffers = engine.memory.buffers
-        self._jobs: list[StoreJob] = []  # the manager's open jobs
+        self._store_jobs = manager.prefix.store_jobs
         self._abandoned: list[Read] = []  # reads past their deadline; the store owns their rows until they end
         self._late_at: int | None = None  # number of the store's answers when a read passed its deadline
         self._num_changes = 0  # number of jobs that have begun, and of jobs, reads and loads that have ended
         self._is_closed = False
         self.open: list[Load] = []
-
-    @property
-    def has_jobs(self) -> bool:
-        """Whether any of the manager's blocks are held."""
-        return bool(self._jobs)
 
     def begin(self, prompt: HashedPrompt, timeout_base: float) -> Load:
         """Start loading the blocks of a prompt that no tier has; never waits.
@@ -209,26 +203,21 @@ class Loads:
         self._is_closed = True
 
     def give_up_all(self, why: str) -> None:
-        """Let prompts continue without the store; can be called again. No copy may be in flight."""
-        jobs = self._manager.prefix.store_jobs
-        while self._jobs:
-            with suppress(UnknownTicketError):  # already ended
-                jobs.end_load(self._jobs[-1].job, [False] * len(self._jobs[-1]))
-            del self._jobs[-1]
-        while self.open:
-            load = self.open[-1]
-            if load.read is not None:
+        """Let prompts continue without the store; the manager has ended the jobs. May be called again."""
+        for load in self.open:
+            if load.read is not None and load.read.batch.answer is None:
                 self._abandoned.append(load.read)
-            self._end_spans(load, why)
             load.read = load.copy = None
             load.done = True
-            del self.open[-1]
+            self._end_spans(load, why)
             self._stats.misses[why] += 1
+        self.open.clear()
+        self._num_changes += 1
 
     # ---- one load ----
 
     def _find_missing(self, load: Load) -> None:
-        load.keys, load.num_loading = self._manager.prefix.store_jobs.missing(load.prompt, self._max_blocks)
+        load.keys, load.num_loading = self._store_jobs.missing(load.prompt, self._max_blocks)
         load.found_at, load.waits_from = self._num_changes, None
 
     def _advance(self, load: Load) -> None:
@@ -302,9 +291,8 @@ class Loads:
         if not count:
             self._drop_read(load)
             return self._end(load)
-        job = keep(self._jobs, self._manager.prefix.store_jobs.begin_load, load.prompt, count)
+        job = self._store_jobs.begin_load(load.prompt, count)
         if not len(job):
-            self._jobs.remove(job)
             self._find_missing(load)
             return self._end(load, "no_room" if len(load.keys) else "")  # with its rows, if it waits
         self._num_changes += 1
@@ -393,8 +381,7 @@ class Loads:
         )
 
     def _end_job(self, job: StoreJob, landed: NDArray[np.bool_] | list[bool]) -> int:
-        found = self._manager.prefix.store_jobs.end_load(job.job, landed)
-        self._jobs.remove(job)
+        found = self._store_jobs.end_load(job.job, landed)
         self._num_changes += 1
         return found
 
@@ -406,7 +393,7 @@ class Loads:
     def _give_back(self, read: Read | None) -> None:
         """Return the rows of a read to the buffers, once neither store nor engine uses them."""
         if read is not None and read.batch.answer is not None and read.rows is not None:
-            rows, read.rows = read.rows, None  # first, so that they are not returned twice
+            rows, read.rows = read.rows, None
             if read.batch.answer.are_rows_free:
                 self._buffers.give(rows)
 

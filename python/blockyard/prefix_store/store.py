@@ -46,6 +46,8 @@ class PrefixStore:
     Only `wait`, `close`, `forget`, `set_quota` and `quota` block. Make all calls from the engine's thread. The manager
     must not have cached anything yet.
 
+    If an exception, such as `KeyboardInterrupt`, ends a call, the next one first calls `give_up_all`.
+
     Args:
         manager: the manager of the blocks, with prefix caching, one cache group and no window.
         engine: owner of the device and host blocks.
@@ -128,8 +130,7 @@ class PrefixStore:
         if writes == "never":
             self._writes.close()
         self.has_prefetched = False
-        # Set while a call makes changes; if set when a call begins, the last call was interrupted.
-        self._in_critical_section = False
+        self._is_changing = False  # if set when a call begins, an exception ended the last one
         _managers.take(manager, self)
 
     def __repr__(self) -> str:
@@ -169,22 +170,26 @@ class PrefixStore:
         self.has_prefetched = True
         prefix = self._manager.prefix
         hashed = prompt if isinstance(prompt, HashedPrompt) else prefix.hash(prompt, salt=salt, lora_id=lora_id)
-        self._recover_from_interrupt()
-        self._in_critical_section = True
+        self._process.check()
+        if self._is_changing:
+            self.give_up_all()
+        self._is_changing = True
         load = self._loads.begin(hashed, self._timeout_base)
-        self._in_critical_section = False
+        self._is_changing = False
         return Prefetch(load, self.poll)
 
     def poll(self) -> None:
         """Make progress in both directions without waiting."""
-        self._recover_from_interrupt()
-        self._in_critical_section = True
+        self._process.check()
+        if self._is_changing:
+            self.give_up_all()
+        self._is_changing = True
         if self._loads.open or not self._writes.have_ended:
             self._engine.poll()
         self._checked.poll()
         self._loads.advance()
         self._writes.advance()
-        self._in_critical_section = False
+        self._is_changing = False
 
     def wait(self, timeout: float | None = None, *, until: Callable[[], bool] | None = None) -> bool:
         """Wait until all blocks queued for writing are in the store or were refused.
@@ -227,7 +232,9 @@ class PrefixStore:
         Raises:
             StoreError: the store could not forget its keys.
         """
-        self._recover_from_interrupt()
+        self._process.check()
+        if self._is_changing:
+            self.give_up_all()
         if self._loads.open or self._writes or not self._manager.prefix.reset():
             return False
         self.store.forget(revision)
@@ -281,22 +288,27 @@ class PrefixStore:
         if not has_written and self.waiting_blocks:
             blocks, fields = self.waiting_blocks, {"store": str(self.store), "blocks": self.waiting_blocks}
             _log.warning("%d blocks were not written to %r before it was closed", blocks, self.store, extra=fields)
-        self._give_up_all("closed")
+        self._end_all("closed")
         self._loads.close()
         self._writes.close()
         return self.store.close(max(0.0, until - self._runtime.monotonic()))
 
-    def _recover_from_interrupt(self) -> None:
-        """After an interrupt, give up everything in flight, as its progress is unknown. A fork raises ForkedError."""
-        self._process.check()
-        if self._in_critical_section:
-            self._give_up_all("interrupted")
-            self._in_critical_section = False
+    def give_up_all(self) -> None:
+        """After an exception has ended a call: wait for the copies under way, and end all loads and writes.
 
-    def _give_up_all(self, why: str) -> None:
-        """Let prompts continue without the store, and drop writes that it has not received; can be called again."""
-        if self._loads.has_jobs or self._writes.has_jobs:
+        Their prompts go on without the store. May be called again.
+        """
+        self._process.check()
+        self._is_changing = True
+        self._checked.give_up_all(waits=False)
+        self._end_all("interrupted")
+        self._is_changing = False
+
+    def _end_all(self, why: str) -> None:
+        """End all loads, and all writes that the store has not received."""
+        if self._engine.transfers.open():
             self._engine.transfers.synchronize()  # afterwards nothing reads or writes their blocks
+        self._manager.prefix.store_jobs.give_up_all()
         self._loads.give_up_all(why)
         self._writes.give_up_all(why)
 

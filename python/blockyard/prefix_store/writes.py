@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -10,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, StoreJob
-from blockyard.errors import BlockyardError, StoreError, UnknownTicketError
+from blockyard.errors import BlockyardError, StoreError
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.base import Owners
 from blockyard.stores.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.stores.log_lines import MissLog
 from blockyard.tracing import Trace
-from blockyard.workers import keep
 
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine
@@ -69,7 +67,6 @@ class Writes:
         self._buffers = engine.memory.buffers
         self._max_blocks = max_blocks
         self._blocks_at_once = max(1, min(self._max_blocks, WRITTEN_AT_ONCE // self._size))
-        self._jobs: list[StoreJob] = []  # the manager's open jobs
         self._is_closed = False
         self._reading: list[Write] = []  # being read by the engine
         self._putting: list[Write] = []  # being put by the store
@@ -85,11 +82,6 @@ class Writes:
     def have_ended(self) -> bool:
         """Whether no write is in flight, and none waits until the engine has room."""
         return not (self._reading or self._putting or self._waits_for_engine)
-
-    @property
-    def has_jobs(self) -> bool:
-        """Whether any of the manager's blocks are held."""
-        return bool(self._jobs)
 
     def advance(self) -> None:
         """Advance all writes as far as possible, and start others; never waits."""
@@ -110,16 +102,15 @@ class Writes:
             if not self._engine.transfers.has_room(self._blocks_at_once * self._size, "out", "host"):
                 self._waits_for_engine = True
                 return
-            job = keep(self._jobs, self._store_jobs.begin_write, min(room, self._blocks_at_once))
+            job = self._store_jobs.begin_write(min(room, self._blocks_at_once))
             num_blocks = len(job)
             if not num_blocks:
-                self._jobs.remove(job)
                 return
             try:
                 rows, fence = self._buffers.take(num_blocks, self._size), self._engine.fence()
                 transfer = self._engine.submit_read(job.tier, job.blocks, rows, after_compute=fence, on_full="refuse")
             except BlockyardError as error:
-                self._end_job(job)
+                self._store_jobs.end_write(job.job)
                 self._stats.unwritten_blocks += num_blocks
                 self._begin_trace(Trace(), job, num_blocks).end(error, written_blocks=0)
                 return
@@ -143,28 +134,17 @@ class Writes:
             write.trace.end(written_blocks=0, miss_reason="closed")
 
     def give_up_all(self, why: str) -> None:
-        """Give up all writes that the store has not received; can be called again. No copy may be in flight."""
-        while self._jobs:
-            with suppress(UnknownTicketError):  # already ended
-                self._store_jobs.end_write(self._jobs[-1].job)
-            del self._jobs[-1]
+        """Give up all writes that the store has not received; the manager has ended the jobs. May be called again."""
         for write in self._reading:
-            if write.batch is None:
-                self._stats.unwritten_blocks += write.num_blocks
-                write.trace.end(written_blocks=0, miss_reason=why)
-        handed_over = [write for write in self._reading if write.batch is not None and write not in self._putting]
-        self._putting += handed_over  # by an interrupted call
+            self._stats.unwritten_blocks += write.num_blocks
+            write.trace.end(written_blocks=0, miss_reason=why)
         self._reading = []
+        self._num_answers = -1  # look at each write that the store has received
         self.num_blocks = sum(write.num_blocks for write in self._putting)
-
-    def _end_job(self, job: StoreJob) -> bool:
-        is_whole = self._store_jobs.end_write(job.job)
-        self._jobs.remove(job)
-        return is_whole
 
     def _hand_over(self, write: Write) -> bool:
         """Hand blocks that the engine has read over to the store. Returns True: the engine is done with them."""
-        is_whole = self._end_job(write.job)
+        is_whole = self._store_jobs.end_write(write.job.job)
         rows, write.transfer.rows = write.transfer.rows, None
         if not is_whole or rows is None or write.transfer.error is not None or not self._put(write, rows):
             self.num_blocks -= write.num_blocks
@@ -200,7 +180,7 @@ class Writes:
 
     def _give_back(self, write: Write) -> None:
         """Return the rows of a write to the buffers: neither engine nor store uses them."""
-        rows, write.rows = write.rows, None  # first, so that they are not returned twice
+        rows, write.rows = write.rows, None
         self._buffers.give(rows)
 
     def _put(self, write: Write, rows: NDArray[np.uint8]) -> bool:

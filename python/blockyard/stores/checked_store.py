@@ -76,7 +76,6 @@ class PendingBatch:
     out: NDArray[np.uint8] | None = None
     ticket: int = -1
     since: float = 0.0
-    is_cut_short: bool = False  # collected before the store reported its end, after an interrupt
     answer: Answer | None = None
 
 
@@ -110,12 +109,10 @@ class CheckedStore:
         self._no_rows = np.zeros((0, bytes_per_block), np.uint8)
         self._open: dict[int, PendingBatch] = {}
         self._ended: dict[int, None] = {}  # open batches that the store has reported as ended
-        self._answers: list[tuple[PendingBatch, object]] = []
         self._failures = None if isinstance(store, BatchStore) else FailureLog()  # a BatchStore logs its own failures
         self._limit = RateLimit(self._runtime.monotonic)
         self._repeated: set[int] = set()
-        self._strays = 0  # interrupted submissions, whose tickets are unknown
-        self._polling = False  # if set when `poll` begins, the last call was interrupted
+        self._has_strays = False  # whether the store may have tickets that nobody knows, of interrupted submissions
         self.num_answers = 0
         if not _users.take(store, self):
             raise _used_elsewhere("store", store)
@@ -179,54 +176,61 @@ class CheckedStore:
     @property
     def is_busy(self) -> bool:
         """Whether any batch is open."""
-        return bool(self._open or self._strays)
+        return bool(self._open) or self._has_strays
 
     def poll(self) -> None:
         """Collect the answers of ended batches, at most `_COLLECTED_AT_ONCE` per call; never waits."""
         if not self.is_busy:
             return
         self._process.check()
-        interrupted, self._polling = self._polling, True
-        # The reports to an interrupted call are lost, so ask for every batch.
-        for ticket in list(self._open) if interrupted else self._reported():
+        for ticket in self._reported():
             if ticket in self._open:
-                self._open[ticket].is_cut_short = interrupted
                 self._ended[ticket] = None
-            elif self._strays:
-                self._strays -= 1
+            elif self._has_strays:
                 self._let_go(ticket)
         for ticket in list(islice(self._ended, _COLLECTED_AT_ONCE)):
             self._collect(self._open[ticket], 0.0)
-        self._take_in()
-        self._polling = False
 
     def wait(self, batch: PendingBatch) -> None:
-        """Wait until a batch has an answer. Can be retried after an interrupt."""
-        self._take_in()
+        """Wait until a batch has an answer."""
         if batch.answer is None:
             self._collect(batch, max(0.0, batch.since + OVERDUE_SECONDS - self._runtime.monotonic()))
-            self._take_in()
+
+    def give_up_all(self, *, waits: bool) -> None:
+        """After an exception has ended a call: end all open batches.
+
+        The store may have collected a batch for that call, which then counts as lost, or have one whose ticket nobody
+        knows: that is let go when it ends. May be called again.
+
+        Args:
+            waits: wait for each batch, at most until its deadline; otherwise all count as lost.
+        """
+        self._has_strays = True
+        for batch in list(self._open.values()):
+            if waits:
+                self.wait(batch)
+            else:
+                self._let_go(batch.ticket)
+                self._take_in(batch, StoreError("a call was interrupted"))
+        self._open.clear()
+        self._ended.clear()
 
     def _submit(self, batch: PendingBatch, call: Callable[..., object], *arguments: object) -> PendingBatch:
         self._process.check()
-        self._strays += 1
         batch.since = self._runtime.monotonic()
         try:
             batch.ticket = operator.index(call(*arguments))  # type: ignore[arg-type]
         except Exception as error:
-            self._strays -= 1
             raise self._refusal(batch, error) from error
         other = self._open.get(batch.ticket)
         if other is not None or batch.ticket in self._repeated:
             # It is unknown whose blocks this ticket stands for, so it is never used again.
             twice = StoreError(f"the store has issued ticket {batch.ticket} twice")
-            self._strays -= 1
             self._repeated.add(batch.ticket)
             if other is not None:
-                self._answers.append((other, twice))
+                self._take_in(other, twice)
             raise self._refusal(batch, twice)
         self._open[batch.ticket] = batch
-        self._strays -= 1
         return batch
 
     def _reported(self) -> list[int]:
@@ -244,29 +248,25 @@ class CheckedStore:
 
     def _collect(self, batch: PendingBatch, timeout: float) -> None:
         try:
-            # Runs entirely in C: no interrupt can come between the store's answer and the list.
-            self._answers.extend(zip((batch,), map(self._store.wait, (batch.ticket,), (timeout,)), strict=True))
+            answer: object = self._store.wait(batch.ticket, timeout)
         except Exception as error:  # noqa: BLE001 (whatever a store raises is a miss)
-            self._answers.append((batch, error))
+            answer = error
             self._let_go(batch.ticket)
+        self._take_in(batch, answer)
 
     def _let_go(self, ticket: int) -> None:
         """Make the store release an answer that is no longer needed."""
         with suppress(Exception):
             self._store.wait(ticket, 0.0)
 
-    def _take_in(self) -> None:
-        """Check the collected answers and pass them to their batches."""
-        while self._answers:
-            batch, answer = self._answers[0]
-            if batch.answer is None:
-                checked = self._checked(batch, batch.ticket, answer)
-                self.num_answers += 1  # first, so that a caller who polls in between looks again
-                batch.answer = checked
-                self.seconds["write" if batch.out is None else "read"].observe(self._runtime.monotonic() - batch.since)
-            self._ended.pop(batch.ticket, None)
-            self._open.pop(batch.ticket, None)
-            del self._answers[0]
+    def _take_in(self, batch: PendingBatch, answer: object) -> None:
+        """Check an answer, and pass it to its batch."""
+        checked = self._checked(batch, batch.ticket, answer)
+        self.num_answers += 1  # first, so that a caller who polls in between looks again
+        batch.answer = checked
+        self.seconds["write" if batch.out is None else "read"].observe(self._runtime.monotonic() - batch.since)
+        self._ended.pop(batch.ticket, None)
+        self._open.pop(batch.ticket, None)
 
     def _checked(self, batch: PendingBatch, ticket: int, answer: object) -> Answer:
         """Convert the store's answer. If it does not fit the batch, return misses."""
@@ -286,7 +286,7 @@ class CheckedStore:
                 if rows is not none and not rows.flags.carray:
                     rows = np.require(rows, requirements=("C", "W"))
                 if self._failures is not None:
-                    self._log_failure(self._failures, answer, {"timeout"} if batch.is_cut_short else set())
+                    self._log_failure(self._failures, answer)
                 return Answer(answer.ok.copy(), rows, reasons=answer.reasons)
             found = f"ticket {answer.ticket}, ok {_of(answer.ok)}, rows {_of(rows)}, {len(answer.reasons)} reasons"
             wanted = f"ticket {ticket}, ok bool [{batch.count}], rows uint8 {list(shape)}, {batch.count} reasons"
@@ -297,10 +297,10 @@ class CheckedStore:
             error = StoreError(f"the answer is a {type(answer).__name__}, must be a Completion")
         return Answer(np.zeros(batch.count, dtype=np.bool_), none, self._refusal(batch, error))
 
-    def _log_failure(self, log: FailureLog, answer: Completion, ignored: set[str]) -> None:
+    def _log_failure(self, log: FailureLog, answer: Completion) -> None:
         if np.count_nonzero(answer.ok) == len(answer.ok):
             log.worked()
-        elif reasons := _FAILURES.intersection(answer.reasons) - ignored:
+        elif reasons := _FAILURES.intersection(answer.reasons):
             log.failed(self._cause(reasons))
         log.flush(self._store)
 

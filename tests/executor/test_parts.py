@@ -6,9 +6,9 @@ from simulated_device import SimulatedStore
 
 from blockyard import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
-from blockyard.errors import BlockyardError, MappingError
-from blockyard.executor.legs import Legs, engine_tier
-from blockyard.executor.parts import Part, cut, written
+from blockyard.errors import MappingError
+from blockyard.executor.executor import StepExecutor
+from blockyard.executor.parts import Part, Tiers, cut, engine_tier, written
 from blockyard.layout.kv import KVLayout
 from blockyard.stores.checked_store import Answer, CheckedStore
 
@@ -47,7 +47,7 @@ def test_a_decision_is_cut_with_device_reads_first_and_store_reads_last():
         ("exchange", pairs("device", "device", (6, 7))),
         ("swap_out", pairs("device", "external", (8, 0))),
     ]
-    behind, parts = cut(StepDecision(1, kinds, after=(1,)), [], engine.fence(), 2, by_layer=True)
+    behind, parts = cut(Tiers(engine), StepDecision(1, kinds, after=(1,)), [], engine.fence(), 2, by_layer=True)
     assert [(part.kind, len(part.pairs)) for part in parts] == [
         ("swap_out", 1),
         ("swap_in", 1),
@@ -69,10 +69,10 @@ def test_a_decision_is_cut_with_device_reads_first_and_store_reads_last():
 
 def test_device_writes_come_behind_the_device_reads_of_the_decisions_that_are_named():
     engine, _ = rig()
-    reads = Part("swap_out", pairs("device", "host", (0, 0)), engine.fence())
-    writes = Part("swap_in", pairs("host", "device", (1, 1)), engine.fence())
+    reads = Part(Tiers(engine), "swap_out", pairs("device", "host", (0, 0)), engine.fence())
+    writes = Part(Tiers(engine), "swap_in", pairs("host", "device", (1, 1)), engine.fence())
     decision = StepDecision(2, [("swap_in", pairs("host", "device", (0, 0)))], after=(1,))
-    behind, (load,) = cut(decision, [reads, writes], engine.fence(), 2)
+    behind, (load,) = cut(Tiers(engine), decision, [reads, writes], engine.fence(), 2)
     assert behind == load.ordered_after == (reads,)
 
 
@@ -82,61 +82,65 @@ def test_device_writes_come_behind_the_device_reads_of_the_decisions_that_are_na
 @pytest.mark.parametrize(("reason", "is_used_again"), [("absent", True), ("timeout", False)])
 def test_rows_that_a_store_may_still_use_are_not_used_again(kind: str, moved: Pairs, reason: str, is_used_again: bool):
     engine, side = rig()
-    legs = Legs(engine, side, max_bytes=2 * SIZE)
-    part = Part(kind, moved, engine.fence())
-    legs.begin(part)
+    tiers = Tiers(engine, side)
+    part = Part(tiers, kind, moved, engine.fence())
+    part.begin()
     rows = part.rows
     assert rows is not None
     engine.transfers.synchronize()
-    legs.advance(part)
+    part.advance()
     assert part.batch is not None
     missed = np.zeros(1, np.bool_)
     part.batch.answer = Answer(missed, np.zeros((1, SIZE), np.uint8), reasons=(reason,))
     while not part.ended:
-        legs.advance(part)
+        part.advance()
         engine.transfers.synchronize()
     assert np.shares_memory(engine.memory.buffers.take(1, SIZE), rows) == is_used_again
 
 
 def test_what_goes_to_the_store_is_read_then_stored_and_what_comes_back_the_other_way_round():
     engine, side = rig()
-    legs = Legs(engine, side, max_bytes=2 * SIZE)
+    tiers = Tiers(engine, side)
     rows = np.arange(2 * SIZE, dtype=np.uint8).reshape(2, SIZE)
     engine.write("device", np.array([2, 3]), rows)
-    away = Part("swap_out", pairs("device", "external", (2, 1), (3, 0)), engine.fence())
+    away = Part(tiers, "swap_out", pairs("device", "external", (2, 1), (3, 0)), engine.fence())
     assert (away.waiting, away.pending, away.staged, away.ended) == (True, True, False, False)
-    legs.begin(away)
+    away.begin()
     assert (away.waiting, away.pending, away.staged) == (False, False, True)
-    assert legs.num_bytes([away]) == 2 * SIZE
+    assert away.num_bytes == 2 * SIZE
     engine.transfers.synchronize()
-    legs.advance(away)
+    away.advance()
     assert (away.batch is not None, away.staged) == (True, False), "the store has copied the rows"
     side.wait(away.batch)
-    legs.advance(away)
+    away.advance()
     assert (away.ended, away.lost) == (True, ())
-    back = Part("swap_in", pairs("external", "host", (0, 0), (1, 1), (2, 2)), engine.fence())
-    legs.begin(back)
+    back = Part(tiers, "swap_in", pairs("external", "host", (0, 0), (1, 1), (2, 2)), engine.fence())
+    back.begin()
     assert (back.waiting, back.pending, back.staged) == (False, True, True)
     side.wait(back.batch)
-    legs.advance(back)
+    back.advance()
     assert back.missed.ids.tolist() == [[2, 2]], "slot 2 was never written"
     engine.transfers.synchronize()
-    legs.advance(back)
+    back.advance()
     assert [gone.ids.tolist() for gone in back.lost] == [[[2, 2]]]
     assert not back.staged
     np.testing.assert_array_equal(engine.read("host", np.array([1, 0])), rows)
 
 
-def test_what_is_refused_leaves_nothing_being_launched_and_an_end_comes_once():
-    engine, side = rig()
-    legs = Legs(engine, side, max_bytes=SIZE)
-    part = Part("swap_in", pairs("host", "device", (0, 9)), engine.fence())
+def test_a_part_that_is_refused_has_not_begun():
+    engine, _ = rig()
+    part = Part(Tiers(engine), "swap_in", pairs("host", "device", (0, 9)), engine.fence())
     with pytest.raises(MappingError):
-        legs.begin(part)
-    assert legs.launching is None
-    legs.lose(part, BlockyardError("first"))
-    legs.lose(part, BlockyardError("second"))
-    assert str(part.error) == "first"
-    other = Part("swap_in", pairs("external", "host", (0, 0), (1, 1)), engine.fence())
-    assert legs.full(other, 0) == "", "a part that is larger than the limit goes alone"
-    assert legs.full(other, 1) == f"1 bytes are staged, the limit is {SIZE}"
+        part.begin()
+    assert part.waiting
+    with pytest.raises(MappingError, match="there is none"):
+        Part(Tiers(engine), "swap_in", pairs("external", "host", (0, 0)), engine.fence()).begin()
+
+
+def test_a_part_beyond_the_limit_of_staging_runs_alone():
+    engine, _ = rig()
+    executor = StepExecutor(engine, SimulatedStore(4, SIZE, seed=0), max_staging=SIZE)
+    part = Part(executor._tiers, "swap_in", pairs("external", "host", (0, 0), (1, 1)), engine.fence())
+    assert executor._lacks_room(part) == ""
+    executor.submit(StepDecision(1, [("swap_in", pairs("external", "host", (2, 2)))]))
+    assert executor._lacks_room(part) == f"{SIZE} bytes are staged, the limit is {SIZE}"
