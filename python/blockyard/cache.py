@@ -242,7 +242,10 @@ class KVCache:
         """
         self._refuse_others("step")
         self.give_back()
-        return CacheStep(self._loop, self._loop.begin(by_layer=by_layer, prefetch=prefetch))
+        decision = self._loop.begin(by_layer=by_layer, prefetch=prefetch)
+        if self.prefix_store is not None:
+            self.prefix_store.poll()
+        return CacheStep(self._loop, decision)
 
     def poll(self) -> list[StepEnd]:
         """End the tickets whose transfers have ended since the last call; never waits.

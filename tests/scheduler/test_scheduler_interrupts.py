@@ -1,14 +1,13 @@
-"""An exception at any line of a scheduler's calls loses no token and no block, and gives no wrong slot."""
+"""After an exception at any call of a scheduler all requests start again: no token, slot or block is wrong or lost."""
 
 from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import pytest
@@ -24,45 +23,6 @@ from blockyard.testing.machines.scheduler import draw_tokens, reference_tokens
 FOLDER = str(Path(blockyard.scheduler.__file__).parent)
 FILES = tuple(str(path) for path in Path(FOLDER).glob("*.py"))
 T = TypeVar("T")
-
-
-class LineInterrupt:
-    """Raises at one of the lines that the scheduler runs.
-
-    Args:
-        place: its number among all lines that were run, from 0; never if it is not reached.
-    """
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-        self.seen: list[tuple[str, int]] = []
-        self.where = ""
-
-    @property
-    def passed(self) -> int:
-        return len(self.seen)
-
-    @contextmanager
-    def armed(self) -> Iterator[None]:
-        if self.where:
-            yield
-            return
-        before = sys.gettrace()
-        sys.settrace(self._trace)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-
-    def _trace(self, frame: FrameType, event: str, _value: object) -> Any:
-        if self.where or not frame.f_code.co_filename.startswith(FOLDER):
-            return None
-        if event == "line":
-            self.seen.append((frame.f_code.co_filename, frame.f_lineno))
-            if len(self.seen) > self.place:
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_name}"
-                raise KeyboardInterrupt
-        return self._trace
 
 
 class Loaded:
@@ -102,7 +62,7 @@ class Rig:
         self.window = window
         self.scheduler = Scheduler(self.manager, **options)
         self.overlap = bool(options.get("overlap_io"))
-        self.interrupt: LineInterrupt | CountedInterrupt = LineInterrupt(sys.maxsize)
+        self.interrupt = CountedInterrupt(sys.maxsize, FILES)
         self.ends: list[int] = []
         self.only: int | None = None
         self.live: dict[str, Request] = {}
@@ -121,10 +81,14 @@ class Rig:
             self.ends.append(self.interrupt.passed)
 
     def again(self, call: Callable[[], T]) -> T:
-        """Make a call, and make it again if it was interrupted."""
+        """Make a call, and make it again if it was interrupted, which may be interrupted too."""
         before = self.interrupt.where
         found = self.call(call)
-        return found if self.interrupt.where == before else call()  # type: ignore[return-value]
+        if self.interrupt.where == before:
+            return found  # type: ignore[return-value]
+        with suppress(KeyboardInterrupt), self.interrupt.armed():
+            return call()
+        return call()
 
     def add(self, request: Request) -> None:
         self.again(lambda: self.scheduler.add(request))
@@ -223,55 +187,23 @@ RIGS: dict[str, Callable[[], Rig]] = {
 }
 
 
-AnyInterrupt = Callable[[int], LineInterrupt | CountedInterrupt]
-
-
-def survey(name: str, kind: AnyInterrupt) -> Rig:
-    """Run without an interrupt."""
-    rig = RIGS[name]()
-    rig.interrupt = kind(sys.maxsize)
-    rig.run()
-    return rig
-
-
-def interrupt_each(places: Iterable[int], survey: Rig, name: str, kind: AnyInterrupt) -> None:
-    """Run once for each place, with an interrupt there."""
-    for place in places:
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("name", RIGS)
+def test_after_an_interrupt_at_any_call_every_request_gets_its_tokens(name: str, twice: bool):
+    whole = RIGS[name]()
+    whole.run()
+    places = whole.interrupt.passed
+    assert places > 4000
+    for place in range(twice, places, 1 if settings().max_examples >= 1000 else 197):
         rig = RIGS[name]()
-        rig.only = bisect_right(survey.ends, place)
-        rig.interrupt = kind(place - (survey.ends[rig.only - 1] if rig.only else 0))
+        rig.only = bisect_right(whole.ends, place)
+        first = place - (whole.ends[rig.only - 1] if rig.only else 0)
+        rig.interrupt = CountedInterrupt(first, FILES, again=1 + place % 40 if twice else 0)
         try:
             rig.run()
         except BaseException as error:
             raise AssertionError(f"interrupted at {rig.interrupt.where}, place {place}: {error!r}") from error
         assert rig.interrupt.where
-
-
-@pytest.mark.parametrize("name", RIGS)
-def test_an_interrupt_at_any_line_loses_nothing(name: str):
-    whole = survey(name, LineInterrupt)
-    assert isinstance(whole.interrupt, LineInterrupt)
-    places: Sequence[int]
-    lines: dict[tuple[str, int], list[int]] = {}
-    for place, line in enumerate(whole.interrupt.seen):
-        lines.setdefault(line, []).append(place)
-    if settings().max_examples >= 1000:
-        places = range(len(whole.interrupt.seen))
-    else:  # a third of the lines, each at one of the times that it runs; most lines run in several rigs
-        picked = enumerate(list(lines.values())[list(RIGS).index(name) % 3 :: 3])
-        places = [times[at % len(times)] for at, times in picked]
-    interrupt_each(places, whole, name, LineInterrupt)
-
-
-@pytest.mark.parametrize("name", RIGS)
-def test_an_interrupt_after_any_call_loses_nothing(name: str):
-    def kind(place: int) -> CountedInterrupt:
-        return CountedInterrupt(place, FILES)
-
-    whole = survey(name, kind)
-    places = whole.interrupt.passed
-    assert places > 4000
-    interrupt_each(range(0, places, 1 if settings().max_examples >= 1000 else 97), whole, name, kind)
 
 
 class Raises:

@@ -38,7 +38,6 @@ FILES = (
     "scheduler/acceptance.py",
     "scheduler/admission.py",
     "scheduler/loop.py",
-    "scheduler/opened.py",
     "scheduler/options.py",
     "scheduler/ranked_queue.py",
     "scheduler/request.py",

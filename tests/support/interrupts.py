@@ -149,6 +149,7 @@ class CountedInterrupt:
         place: the number, from 0; nothing is raised if it is not reached.
         files: suffixes of the names of the files whose code is interrupted.
         error: the exception to raise.
+        again: if positive, raise it a second time, so many places later.
 
     Attributes:
         where: the place, once reached.
@@ -156,22 +157,29 @@ class CountedInterrupt:
         passes: the numbers of each instruction's places.
     """
 
-    def __init__(self, place: int, files: tuple[str, ...], error: type[BaseException] = KeyboardInterrupt) -> None:
+    def __init__(
+        self, place: int, files: tuple[str, ...], error: type[BaseException] = KeyboardInterrupt, again: int = 0
+    ) -> None:
         self.where, self.passed = "", 0
+        self._again = again
         self.passes: dict[tuple[int, int], list[int]] = {}
         self._place, self._files, self._error = place, files, error
 
     @contextmanager
     def armed(self) -> Iterator[None]:
         """Interrupt code that runs inside."""
-        if self.where:
+        if self.where and self._again <= 0:
             yield
             return
-        with _watched(self._files, _places, lambda _: not self.where, self._at, threads=False):
+        with _watched(self._files, _places, lambda _: not self.where or self._again > 0, self._at, threads=False):
             yield
 
     def _at(self, code: CodeType, offset: int) -> None:
-        if not self.where:
+        if self.where:
+            self._again -= 1
+            if self._again == 0:
+                raise self._error
+        else:
             if self.passed == self._place:
                 self.where = str(Place(code, offset, in_main=True))
                 raise self._error

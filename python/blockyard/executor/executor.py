@@ -285,7 +285,7 @@ class StepExecutor(Executor):
         if self._is_changing:
             self.give_up_all()
         ticket = decision.ticket
-        if self.is_open(ticket):
+        if ticket in self._steps or ticket in self._done:
             raise UnknownTicketError(f"decision {ticket} is already in flight")
         if not self._steps and not len(decision):  # as in most steps
             self._done[ticket] = StepDone(ticket, (), ())
@@ -415,7 +415,10 @@ class StepExecutor(Executor):
 
     def collect(self, ticket: int) -> list[StepDone]:
         """As `Executor.collect`."""
-        return self._report(ticket)
+        if self._steps or self._is_changing:
+            return self._report(ticket)
+        ended, self._done = list(self._done.values()), {}
+        return ended
 
     def wait(self, ticket: int) -> StepDone:
         """Wait for a decision to end, including its storage I/O; `poll` will not report it.

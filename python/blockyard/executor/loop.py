@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -28,11 +27,13 @@ class StepEnd(NamedTuple):
         ticket: its number.
         lost: sequences that lost bytes, uint64 `[n]`; they can only be freed and started again.
         errors: what went wrong in its transfers.
+        lost_blocks: number of blocks that did not land, where it is known.
     """
 
     ticket: int
     lost: NDArray[np.uint64]
     errors: tuple[Exception, ...]
+    lost_blocks: int = 0
 
 
 class StepLoop:
@@ -45,7 +46,7 @@ class StepLoop:
         manager: the manager.
         steps: ends its steps.
         executor: carries out the decisions.
-        prefix_store: makes progress with each step, if there is one.
+        prefix_store: makes progress with each `poll`, if there is one.
     """
 
     def __init__(
@@ -94,22 +95,37 @@ class StepLoop:
             self._end(all_lost(decision, error))
             self._is_changing = False
             raise
-        self._poll_prefixes()
         self._is_changing = False
         return decision
 
     def finish(self, ticket: int) -> None:
         """End the tickets of landed transfers. Wait for this one if its step's results depend on it."""
-        self._take_in(lambda: self.executor.collect(ticket))
+        if self._is_changing:
+            self.give_up_all()
+        self._is_changing = True
+        for done in self.executor.collect(ticket):
+            self._end(done)
+        self._is_changing = False
 
     def poll(self) -> None:
         """End the tickets of landed transfers, and advance the prefix store; never waits."""
-        self._take_in(self.executor.poll)
-        self._poll_prefixes()
+        if self._is_changing:
+            self.give_up_all()
+        self._is_changing = True
+        for done in self.executor.poll():
+            self._end(done)
+        self._is_changing = False
+        if self.prefix_store is not None:
+            self.prefix_store.poll()
 
     def drain(self) -> None:
         """Wait for all transfers, and end their tickets."""
-        self._take_in(lambda: [self.executor.wait(ticket) for ticket in sorted(self._open)])
+        if self._is_changing:
+            self.give_up_all()
+        self._is_changing = True
+        for ticket in sorted(self._open):
+            self._end(self.executor.wait(ticket))
+        self._is_changing = False
 
     def known_lost(self) -> NDArray[np.uint64]:
         """Return the sequences known to have lost bytes but not reported yet, uint64 `[n]`."""
@@ -145,23 +161,15 @@ class StepLoop:
         self._open.clear()
         self._is_changing = False
 
-    def _take_in(self, collect: Callable[[], list[StepDone]]) -> None:
-        if self._is_changing:
-            self.give_up_all()
-        self._is_changing = True
-        for done in collect():
-            self._end(done)
-        self._is_changing = False
-
     def _end(self, done: StepDone) -> None:
         """End a ticket in the manager."""
         ticket = done.ticket
-        with suppress(UnknownTicketError):  # the caller has ended it
-            lost = self._steps.lose(ticket, done.lost) if done.lost else _NONE
-            self._ended[ticket] = StepEnd(ticket, lost, done.errors)  # first, as in `give_up_all`
+        lost, blocks = _NONE, 0
+        try:
+            if done.lost:
+                lost, blocks = self._steps.lose(ticket, done.lost), sum(map(len, done.lost))
+            self._ended[ticket] = StepEnd(ticket, lost, done.errors, blocks)  # first, as in `give_up_all`
             self._steps.complete(ticket, done.lost)
+        except UnknownTicketError:
+            self._ended.pop(ticket, None)  # the caller has ended it
         self._open.discard(ticket)
-
-    def _poll_prefixes(self) -> None:
-        if self.prefix_store is not None:
-            self.prefix_store.poll()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.scheduler.opened import Opened
+from blockyard._core import BlockManager
 from blockyard.scheduler.request import NO_TOKEN
 from blockyard.scheduler.rows import BASE, LENGTH, LIMIT, SEAT, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, ragged
@@ -27,7 +26,7 @@ class Acceptance:
     a rejected draft token.
 
     Args:
-        opened: the sequences in the manager; records those that fork.
+        manager: the scheduler's manager.
         rows: rows of the sequences.
         builder: the step's builder, which knows the slots of each row.
         stop_tokens: the stop tokens of all requests.
@@ -35,13 +34,17 @@ class Acceptance:
     """
 
     def __init__(
-        self, opened: Opened, rows: SequenceRows, builder: StepBuilder, stop_tokens: StopTokens, stats: SchedulerStats
+        self,
+        manager: BlockManager,
+        rows: SequenceRows,
+        builder: StepBuilder,
+        stop_tokens: StopTokens,
+        stats: SchedulerStats,
     ) -> None:
-        self._opened = opened
-        self._manager = opened.manager
-        self._prefix_caching = opened.manager.prefix.enabled
+        self._manager = manager
+        self._prefix_caching = manager.prefix.enabled
         # A window frees its blocks here, before the next step needs others.
-        self._marks = self._prefix_caching or opened.manager.pool().groups[0].kind != "full_attention"
+        self._marks = self._prefix_caching or manager.pool().groups[0].kind != "full_attention"
         self._rows = rows
         self._builder = builder
         self._stop_tokens = stop_tokens
@@ -81,7 +84,6 @@ class Acceptance:
         length = rows.fields[LENGTH, :samples]
         if step.void is not None:
             tokens = np.where(step.void[:samples], np.uint32(NO_TOKEN), tokens)
-        # From here on, all tokens of the step belong to their requests, even if a later line is interrupted.
         rows.flat[rows.fields[BASE, :samples] + length] = tokens
         rows.last[:samples] = tokens
         length += 1
@@ -108,7 +110,7 @@ class Acceptance:
                 continue
             del rows.forks[int(rows.fields[SEAT, row])]
             prompt = rows.tokens_of(row)[:-1]
-            children = self._opened.open(partial(manager.fork, int(rows.handles[row]), count)).tolist()
+            children = manager.fork(int(rows.handles[row]), count).tolist()
             texts = [np.append(prompt, token) for token in drawn]
             each = enumerate(zip(children, texts, strict=True), index + 1)
             new = rows.insert([(state, i, tokens, handle, 0, 0) for i, (handle, tokens) in each])
@@ -133,7 +135,6 @@ class Acceptance:
         length = rows.fields[LENGTH, :samples]
         at = ragged(rows.fields[BASE, :samples] + length, count)
         tokens = sampled[ragged(first, count)]
-        # Atomic, as in `_extend`.
         rows.flat[at] = tokens
         rows.last[:samples] = sampled[first + np.maximum(count, 1) - 1]
         length += count

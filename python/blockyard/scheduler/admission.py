@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from math import inf
 from typing import Final
 
@@ -11,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import AllocStatus, BlockManager, HashedPrompt
-from blockyard.scheduler.opened import Opened, handles_of
 from blockyard.scheduler.options import BlockNeeds
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, IdleSequences, RequestState, SequenceStatus
@@ -33,7 +31,7 @@ class Admission:
     """Starts waiting sequences in order while blocks, seats and tokens last.
 
     Args:
-        opened: opens the sequences in the manager, above the watermark.
+        manager: the scheduler's manager.
         rows: rows of the running sequences.
         builder: builder of the step they start in.
         waiting: the queue.
@@ -45,7 +43,7 @@ class Admission:
 
     def __init__(
         self,
-        opened: Opened,
+        manager: BlockManager,
         rows: SequenceRows,
         builder: StepBuilder,
         waiting: RankedQueue,
@@ -55,15 +53,14 @@ class Admission:
         prefetch: Callable[[HashedPrompt], Fetch] | None,
         max_overtakes: int,
     ) -> None:
-        self._opened = opened
-        self._manager = opened.manager
+        self._manager = manager
         self._rows = rows
         self._builder = builder
         self._waiting = waiting
         self._stats = stats
         self._needs = needs
-        self._prefix_caching = opened.manager.prefix.enabled
-        (self._group,) = opened.manager.pool().groups
+        self._prefix_caching = manager.prefix.enabled
+        (self._group,) = manager.pool().groups
         self._prefetch = prefetch
         self._loading: list[IdleSequences] = []  # prompts still loading, found by `load_ahead`
         self._aside: list[IdleSequences] = []  # those taken out of the queue until `admit` ends
@@ -272,13 +269,13 @@ class Admission:
         if share is not None:
             parent, begun[0] = share
             count = min(len(prompts[0]), begun[0] + left)
-            call = partial(manager.fork, parent, shared_tokens=begun[0], num_tokens=count)
-            handles = np.array(handles_of(self._opened.open(call)), np.uint64)
+            forked = manager.fork(parent, shared_tokens=begun[0], num_tokens=count)
+            handles = np.array([int(forked)], np.uint64)
         elif self._prefix_caching:
             handles, begun = self._allocate(batch)
         else:
             counts = [min(len(tokens), left) for tokens in prompts]
-            handles = self._opened.open(partial(manager.allocate, counts=counts))
+            handles = manager.allocate(counts=counts)
         states = [idle.state for idle in batch]
         most = max([state.request.max_tokens for state in states])
         rows.make_room(max([state.limit for state in states]), max(map(len, prompts)), most)
@@ -297,8 +294,7 @@ class Admission:
         """Open sequences with the cached part of their prompts. Returns their handles and cached token counts."""
         # A hashed prompt includes its salt, adapter and extras.
         states = [idle.state if idle.hashed is None else None for idle in batch]
-        call = partial(
-            self._manager.allocate,
+        found = self._manager.allocate(
             *[idle.tokens[0] if idle.hashed is None else idle.hashed for idle in batch],
             salt=[state.request.salt if state else None for state in states],
             lora_id=[state.request.lora_id if state else 0 for state in states],
@@ -306,14 +302,13 @@ class Admission:
             chunk_tokens=self._builder.left,
             preempted=batch[0].state.admitted,
         )
-        found = self._opened.open(call)
         sequences = found if isinstance(found, tuple) else (found,)
         begun = [sequence.cached_tokens for sequence in sequences]
         if not batch[0].state.admitted:
             self._stats.cached_tokens += sum(begun)
         for idle in batch:
             idle.state.admitted = True
-        return np.array(handles_of(found), np.uint64), begun
+        return np.array([int(sequence) for sequence in sequences], np.uint64), begun
 
 
 class Precedence:

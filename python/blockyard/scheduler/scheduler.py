@@ -16,19 +16,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import starmap
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from blockyard._core import BlockManager, HashedPrompt, Pairs
-from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError, UnknownTicketError
+from blockyard.errors import (
+    BlockyardError,
+    InvalidArgumentError,
+    OutOfBlocksError,
+    StepOrderError,
+    UnknownTicketError,
+)
 from blockyard.scheduler import options
 from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.admission import Admission, Precedence
-from blockyard.scheduler.loop import Cache, CacheLoop
-from blockyard.scheduler.opened import Opened
+from blockyard.scheduler.loop import Cache, CacheLoop, Change
 from blockyard.scheduler.options import BlockNeeds, DefragPolicy, PreemptionCosts, PreemptionMode
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Finished, IdleSequences, Request, RequestState, SequenceStatus
@@ -51,9 +55,9 @@ class Scheduler:
     scheduler's `poll` and `drain`, not the cache's. Over a manager, the caller carries out decisions: `schedule`,
     `complete`, `update`. Requests may be added and aborted in between.
 
-    If a call raises, including `KeyboardInterrupt` and errors of `prefetch`, retry it, or call `give_up` and continue
-    with the next step. An `add` or `abort` that raised had no effect. A `complete` that raised must be retried. If the
-    exception interrupted a change, all requests start again from their tokens.
+    If an exception, such as `KeyboardInterrupt`, ends a call, the next one first gives up everything in flight, and all
+    requests start again from their tokens. An `add` or `abort` that raised had no effect. A `complete` that raised must
+    be retried; tokens given to an `update` that raised may be lost.
 
     Args:
         cache: a `KVCache` or `BlockManager` with one cache group; nothing else may admit sequences to it. A second
@@ -118,27 +122,26 @@ class Scheduler:
         max_overtakes: int = 0,
     ) -> None:
         manager = options.manager_of(cache, executor)
-        # A cache's manager leaves its steps to the cache, which lends them to its scheduler.
-        steps = cache._steps if isinstance(cache, Cache) else cache  # noqa: SLF001
         limits = (max_num_seqs, max_num_batched_tokens, num_lookahead_tokens, max_overtakes)
         limits = options.check_options(manager, preemption_mode, *limits)
         self._max_num_seqs, self._max_num_batched_tokens, self._num_lookahead_tokens, self._overtakes = limits
         self.manager = manager
+        self._change = Change()
         self._stats = SchedulerStats()
         self._prefix_caching = manager.prefix.enabled
         self._loop: CacheLoop | None = None
         if isinstance(cache, Cache):
-            self._loop = CacheLoop(self, cache, executor, lambda: self._admission.count_loading())  # noqa: PLW0108
+            count_loading = lambda: self._admission.count_loading()  # noqa: E731, PLW0108 (replaced by a restart)
+            self._loop = CacheLoop(self, cache, executor, self._change, self._end_ticket, count_loading)
             overlap_io = True if overlap_io is None else overlap_io
             prefetch = cache.prefix_store.prefetch if prefetch is None and cache.prefix_store is not None else prefetch
         self._overlap_io = bool(overlap_io)
         self._defragment, self._prefetch, self._preemption_mode = defragment, prefetch, preemption_mode
         self._requests: dict[str, RequestState] = {}
         self._priority, self._mixed = 0, False  # of the last request; whether those in the scheduler may differ in it
-        self._num_added = self._last_ended = 0  # requests; a ticket
-        self._opened = Opened(manager, steps, overlap_io=self._overlap_io)
-        self._interrupted = False  # by an exception in the middle of a change
-        self._reported: list[RequestState] = []  # in the last `update`
+        self._num_added = 0
+        self._handed: set[int] = set()  # tickets that the caller ends, of a scheduler over a manager
+        self._dropped: Step | None = None  # the step that an exception has dropped: its tokens have no effect
         self._device = manager.pool()
         self._needs = BlockNeeds(manager, self._max_num_batched_tokens)
         self._recording = TokenRecorder(recorder, manager.block_size)
@@ -151,11 +154,11 @@ class Scheduler:
         self._builder = StepBuilder(self._max_num_batched_tokens, self._max_num_seqs, self._num_lookahead_tokens)
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue(SequenceStatus.WAITING)
-        parts = (self._opened, self._rows, self._builder, self._waiting, self._stats)
+        parts = (self.manager, self._rows, self._builder, self._waiting, self._stats)
         self._admission = Admission(*parts, needs=self._needs, prefetch=self._prefetch, max_overtakes=self._overtakes)
         self._swapping = Swapping(*parts, overlap_io=self._overlap_io)
         self._precedence = Precedence(self.manager, self._rows, self._admission, self._swapping, self._preempt)
-        self._acceptance = Acceptance(self._opened, self._rows, self._builder, self._stop_tokens, self._stats)
+        self._acceptance = Acceptance(self.manager, self._rows, self._builder, self._stop_tokens, self._stats)
         self._leaving: list[RequestState] = []  # their rows are freed once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
@@ -201,21 +204,21 @@ class Scheduler:
             raise InvalidArgumentError(f"request {request.request_id!r} is already in the scheduler")
         if (lack := self._lack_of_room(state)) is not None:
             raise lack
+        self._begin()
         try:
             self._stop_tokens.add(state.stops)
             # Else it would go unchecked if the device shrinks back to its size at the last step.
             self._capacity = max(self._capacity, options.capacity(self._device))
             self._num_added += 1
-            self._mixed = bool(self._requests) and (self._mixed or state.rank[0] != self._priority)
-            self._priority = state.rank[0]
-            self._requests[request.request_id] = state
+            mixed = bool(self._requests) and (self._mixed or state.rank[0] != self._priority)
             self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))
             self._recording.add(request.request_id, state.prompt, (request.salt, request.lora_id, state.extras))
         except BaseException:
-            self._interrupted = True
-            self._requests.pop(request.request_id, None)
             self._recording.drop(request.request_id)
             raise
+        self._priority, self._mixed = state.rank[0], mixed
+        self._requests[request.request_id] = state  # last: an interrupted call has no effect
+        self._change.begun = False
 
     def abort(self, request_id: str) -> None:
         """Drop a request; its id can be reused at once, its blocks now or after the `update` of the step in flight.
@@ -225,16 +228,12 @@ class Scheduler:
         """
         if (state := self._requests.get(request_id)) is None:
             raise InvalidArgumentError(f"request {request_id!r} is not in the scheduler")
-        try:
-            generated = self._rows.generated(state, 0)
-            if not self._interrupted:
-                self._refused = [other for other in self._refused if other is not state]
-                self._release(state)
-            self._close(state, generated)
-        except BaseException:
-            self._interrupted = True
-            self._requests[request_id] = state
-            raise
+        self._begin()
+        generated = self._rows.generated(state, 0)
+        self._refused = [other for other in self._refused if other is not state]
+        self._release(state)
+        self._close(state, generated)
+        self._change.begun = False
 
     # ---- a step ----
 
@@ -258,15 +257,16 @@ class Scheduler:
             InvariantError: nothing can run although requests wait.
         """
         loop = self._cache_loop("step")
-        loop.check_order(self._in_flight)
+        if self._change.begun:
+            self._restart_all()
+        if self._in_flight is not None:
+            loop.refuse(self._in_flight)
         lookahead = options.lookahead_of_step(num_lookahead_tokens, self._num_lookahead_tokens)
-        try:
-            loop.prepare()
-            loop.begin(step := self._schedule(lookahead), by_layer=by_layer)
-            return step
-        except BaseException:
-            self.give_up()
-            raise
+        loop.prepare()
+        step = self._schedule(lookahead, by_layer=by_layer)
+        loop.open, step.loop = step, loop
+        self._change.begun = False
+        return step
 
     def poll(self) -> None:
         """Over a `KVCache`: complete landed transfers and advance the prefix store; never waits.
@@ -276,7 +276,10 @@ class Scheduler:
         Raises:
             StepOrderError: there is no cache.
         """
-        self._cache_loop("poll").poll()
+        loop = self._cache_loop("poll")
+        self._begin()
+        loop.poll()
+        self._change.begun = False
 
     def drain(self) -> None:
         """Over a `KVCache`: wait for all transfers in flight, so that no ticket is open.
@@ -284,7 +287,10 @@ class Scheduler:
         Raises:
             StepOrderError: there is no cache.
         """
-        self._cache_loop("drain").drain()
+        loop = self._cache_loop("drain")
+        self._begin()
+        loop.drain()
+        self._change.begun = False
 
     def _cache_loop(self, call: str) -> CacheLoop:
         if self._loop is None:
@@ -306,26 +312,21 @@ class Scheduler:
         if self._loop is not None:
             raise StepOrderError("schedule is for a Scheduler of a BlockManager; of a KVCache: step")
         lookahead = options.lookahead_of_step(num_lookahead_tokens, self._num_lookahead_tokens)
-        self._opened.hand_over()
-        try:
-            return self._schedule(lookahead)
-        except BaseException:  # also on an interrupt after the call
-            self._interrupted |= self._opened.fail_decision()
-            raise
+        step = self._schedule(lookahead)
+        self._handed |= {step.decision.ticket}
+        self._change.begun = False
+        return step
 
-    def _schedule(self, lookahead: int) -> Step:
+    def _schedule(self, lookahead: int, *, by_layer: bool = False) -> Step:
+        """Decide a step; the caller ends the change."""
         self.give_up()
         if self._waiting:
-            self._admission.load_ahead()
-        self._opened.hand_over()
-        try:
-            return self._decide(lookahead)
-        except BaseException:
-            self._interrupted = True
-            self._opened.fail_decision()
-            raise
+            self._admission.load_ahead()  # may raise, so before anything changes
+        self._begin()
+        self._dropped = None
+        return self._decide(lookahead, by_layer=by_layer)
 
-    def _decide(self, lookahead: int) -> Step:
+    def _decide(self, lookahead: int, *, by_layer: bool) -> Step:
         self._rows.make_way()
         if self._mixed and self._precedence.make_way():
             lookahead = 0  # draft tokens would take blocks of the first idle sequences
@@ -334,15 +335,18 @@ class Scheduler:
         if self._defragment is not None:
             self._defragment.plan(self.manager)
         count_step(self._stats, self.manager, self._builder.tokens, is_away=bool(self._swapping))
-        step = self._in_flight = self._builder.build(self._opened.take_decision(), self._rows)
-        self._swapping.begin(step.decision.ticket)
+        if self._loop is not None:
+            decision = self._loop.steps.begin(by_layer=by_layer, prefetch=self._overlap_io)
+        else:
+            decision = self.manager.take_decision(prefetch=self._overlap_io)
+        step = self._in_flight = self._builder.build(decision, self._rows)
+        self._swapping.begin(decision.ticket)
         return step
 
     def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
         """End a ticket whose transfers have finished; sequences that it swapped in run in the next step.
 
-        Ending the last ticket again has no effect, so an interrupted call can be retried. Over a `KVCache`, `step`,
-        `poll` and `drain` end tickets.
+        Over a `KVCache`, `step`, `poll` and `drain` end tickets.
 
         Args:
             ticket: the ticket of a step's decision.
@@ -352,21 +356,25 @@ class Scheduler:
             Ids of the requests that lost bytes; they start again from their tokens. Their rows in the step in flight
             are `void`: computing them is allowed but has no effect.
         """
-        ended: list[NDArray[np.uint64]] = []  # filled by the call itself, as in `Opened`
-        names: list[str] = []
+        self._begin()
         try:
-            ended[:] = starmap(self._opened.steps.complete, ((ticket, lost),))
-            if ended[0].size and not self._interrupted:
-                names = self._restart_lost(ended[0])
-            self._swapping.end(ticket)
-            self._last_ended = ticket
-            return names
-        except BaseException as error:
-            if isinstance(error, UnknownTicketError) and ticket == self._last_ended:
-                return names
-            if ended:
-                self._interrupted, self._last_ended = True, ticket
+            handles = self.manager.complete(ticket, lost)
+        except BlockyardError as error:
+            self._change.begun = False
+            if isinstance(error, UnknownTicketError) and ticket in self._handed:
+                self._handed -= {ticket}  # an interrupted call has ended it
+                return []
             raise
+        names = self._end_ticket(ticket, handles)
+        self._handed -= {ticket}
+        self._change.begun = False
+        return names
+
+    def _end_ticket(self, ticket: int, lost: NDArray[np.uint64]) -> list[str]:
+        """End a ticket that the manager has ended. Returns the requests that lost bytes."""
+        names = self._restart_lost(lost) if lost.size else []
+        self._swapping.end(ticket)
+        return names
 
     def update(self, step: Step, sampled: ArrayLike) -> list[Finished]:
         """Add a step's sampled tokens to its sequences.
@@ -388,35 +396,41 @@ class Scheduler:
         """
         if self._loop is not None and self._loop.open is step:
             raise StepOrderError(f"the step of ticket {step.decision.ticket} is not over: call update after its block")
-        if step.rows and (self._in_flight is None or step.decision.ticket != self._in_flight.decision.ticket):
+        if self._change.begun:
+            self._restart_all()
+        is_dropped = step is self._dropped
+        if (
+            step.rows
+            and not is_dropped
+            and (self._in_flight is None or step.decision.ticket != self._in_flight.decision.ticket)
+        ):
             raise InvalidArgumentError(f"the step of ticket {step.decision.ticket} is not in flight")
         tokens = sampled_tokens(step, sampled)
-        self._reported = []
-        try:
-            finished = self._take_in(step, tokens)
-            return finished  # noqa: RET504 (also catches an interrupt after the call)
-        except BaseException:
-            self._interrupted = True
-            self._in_flight = step
-            self._requests |= {state.request.request_id: state for state in self._reported}
-            raise
-
-    def _take_in(self, step: Step, tokens: NDArray[np.uint32]) -> list[Finished]:
-        ended_states: list[RequestState] = []
-        if self._interrupted:
-            self._restart_all()
-        elif step.rows:
-            gone = self._acceptance.take_in(step, tokens).nonzero()[0]
-            if len(gone):
-                ended_states = self._end(gone)
+        self._begin()
+        self._dropped = step  # if an exception ends this call
+        ended = [] if is_dropped or not step.rows else self._take_in(step, tokens)
         if self._in_flight is not None and self._in_flight.decision.ticket == step.decision.ticket:
             self._in_flight = None
         self._drop_leaving()
-        self._reported = self._refused + ended_states
-        self._refused = []
-        for state in self._reported:
-            self._close(state, state.generated(0))
-        return [state.finished() for state in self._reported]
+        reported, self._refused = self._refused + ended, []
+        if not reported:
+            self._dropped, self._change.begun = None, False
+            return []
+        named = {state.request.request_id: state for state in reported}
+        try:
+            for state in reported:
+                self._close(state, state.generated(0))
+            finished = [state.finished() for state in reported]
+            self._dropped, self._change.begun = None, False
+            return finished
+        except BaseException:
+            self._requests |= named  # they start again, and are reported later
+            raise
+
+    def _take_in(self, step: Step, tokens: NDArray[np.uint32]) -> list[RequestState]:
+        """Take a step's tokens. Returns the requests that they finish."""
+        gone = self._acceptance.take_in(step, tokens).nonzero()[0]
+        return self._end(gone) if len(gone) else []
 
     # ---- putting a step together ----
 
@@ -489,7 +503,7 @@ class Scheduler:
         self._remove(gone)
 
     def _remove(self, gone: NDArray[np.int64]) -> None:
-        self._opened.free(self._rows.handles[gone])
+        self.manager.free(self._rows.handles[gone])
         self._rows.remove(gone)
 
     def _end(self, gone: NDArray[np.int64]) -> list[RequestState]:
@@ -509,11 +523,9 @@ class Scheduler:
 
     def give_up(self) -> None:
         """Drop the step in flight, if any, as when it failed: its sequences start again from their tokens."""
-        if self._loop is not None and self._in_flight is not None:
-            self._loop.drop(self._in_flight)
-        if self._interrupted:
-            self._restart_all()
-        self._interrupted = True  # in case anything below raises
+        self._begin()
+        if self._loop is not None:
+            self._loop.open = None
         step, self._in_flight = self._in_flight, None
         for row in range(step.rows if step is not None else 0):
             self._leaving.append(self._rows.owner(row)[0])
@@ -521,22 +533,36 @@ class Scheduler:
         self._drop_leaving()
         self._refuse_what_no_longer_fits()
         self._swapping.seat_landed()
-        self._interrupted = False
+        self._change.begun = False
+
+    def _begin(self) -> None:
+        """Begin a change. If an exception ended the last one, first start all requests again."""
+        if self._change.begun:
+            self._restart_all()
+        self._change.begun = True
 
     def _restart_all(self) -> None:
-        """After an exception, free all sequences; requests start again from their tokens. Itself interruptible."""
-        self._opened.free_all()
+        """Give up everything in flight, and free all sequences: requests start again from their tokens."""
+        if self._loop is not None:
+            self._loop.give_up_all()
+        else:
+            for ticket in set(self.manager.stats().open_tickets) - self._handed:
+                self.manager.fail(ticket)
+        if self._in_flight is not None:
+            self._dropped = self._in_flight
+        self.manager.free_all()
         for state in self._requests.values():
             self._rows.leave(state)
         self._make_empty()
         for state in self._requests.values():
+            state.alive = state.error is None
             self._stop_tokens.add(state.stops)
             for idle in state.restart():
                 self._waiting.push(idle)
             if not state.alive:
                 self._refused.append(state)
         self._capacity = sys.maxsize  # check again which requests fit the device
-        self._interrupted = False
+        self._change.begun = False
 
     def _drop_leaving(self) -> None:
         """Free the rows of dropped requests, and restart those that lost bytes. Not while a step is in flight."""
@@ -580,10 +606,9 @@ class Scheduler:
 
     def _close(self, state: RequestState, generated: NDArray[np.uint32]) -> None:
         state.alive = False
-        if not self._interrupted:
-            self._stop_tokens.remove(state.stops)
-        del self._requests[state.request.request_id]
+        self._stop_tokens.remove(state.stops)
         self._recording.finish(state.request.request_id, generated)
+        del self._requests[state.request.request_id]
 
     # ---- a device that shrinks ----
 
@@ -598,7 +623,6 @@ class Scheduler:
         for state in self._requests.values():
             if state.error is None and (lack := self._lack_of_room(state)) is not None:
                 self._rows.leave(state)
-                # Together, as a request that has an error is not refused again after an interrupt.
                 state.error, self._stats.refused = lack, self._stats.refused + 1
                 self._release(state)
                 self._refused.append(state)

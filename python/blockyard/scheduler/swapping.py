@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus
-from blockyard.scheduler.opened import Opened
+from blockyard._core import AllocStatus, BlockManager
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import IdleSequences, RequestState, SequenceStatus
 from blockyard.scheduler.rows import Seated, SequenceRows
@@ -19,7 +18,7 @@ class Swapping:
     """Sequences whose blocks are on the host or in the external tier, and those returning.
 
     Args:
-        opened: the sequences in the manager.
+        manager: the scheduler's manager.
         rows: rows of the running sequences.
         builder: builder of the step in which they come back.
         waiting: queue for sequences that lose their blocks.
@@ -32,7 +31,7 @@ class Swapping:
 
     def __init__(
         self,
-        opened: Opened,
+        manager: BlockManager,
         rows: SequenceRows,
         builder: StepBuilder,
         waiting: RankedQueue,
@@ -41,14 +40,13 @@ class Swapping:
         overlap_io: bool,
     ) -> None:
         self.swapped = RankedQueue(SequenceStatus.SWAPPED)
-        self._opened = opened
-        self._manager = opened.manager
+        self._manager = manager
         self._rows = rows
         self._builder = builder
         self._waiting = waiting
         self._stats = stats
         self._overlap_io = overlap_io
-        self._prefix_caching = opened.manager.prefix.enabled
+        self._prefix_caching = manager.prefix.enabled
         self._away: dict[IdleSequences, None] = {}  # ordered, so runs are reproducible
         self._returning: list[IdleSequences] = []  # from the external tier, in the step being built
         self._loading: dict[int, list[IdleSequences]] = {}  # by ticket
@@ -106,7 +104,7 @@ class Swapping:
             self._rows.seats_left += len(idle.indices)
             idle.state.idle.remove(idle)
         del self._away[idle]
-        self._opened.free(idle.handles)
+        self._manager.free(idle.handles)
 
     def resume(self, priority: float) -> None:
         """Bring swapped requests back, in order, while they fit with one more token per sequence.
