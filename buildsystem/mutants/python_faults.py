@@ -36,7 +36,7 @@ LOOP = (
     "integrations/test_generator_interrupts.py",
 )
 EXECUTOR = ("executor/test_executor.py", "demo/test_executors.py", "integrations/test_engine_stores.py")
-LEGS = ("executor/test_legs.py", "stores/test_checked_store.py", *EXECUTOR)
+PARTS = ("executor/test_parts.py", "stores/test_checked_store.py", *EXECUTOR)
 SIDE = ("stores/test_checked_store.py", "executor/test_executor.py", "executor/test_interrupts.py")
 PREFIXES = ("stores/test_prefix_store.py", "prefix_store/test_prefixes.py", "property/test_kept_prefixes_machine.py")
 NANO = (
@@ -58,7 +58,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))",
                 "self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n))",
             ),
-            ("        self._opened.free(self._rows.handles[gone])\n", ""),
+            ("        self.manager.free(self._rows.handles[gone])\n", ""),
             ("        self._stop_tokens.add(state.stops)\n            # Else", "        # Else"),
             (
                 "                    self._preempt(self._rows.worst())\n                    preempted = True",
@@ -69,7 +69,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            if state.seats:\n                state.lost = True",
                 "            if not state.seats:\n                state.lost = True",
             ),
-            ("            self._opened.fail_decision()\n", ""),
+            ("                self.manager.fail(ticket)\n", ""),
             ("        self._capacity = sys.maxsize  # check", "        self._capacity = 0  # check"),
             ("        if self._capacity >= before:", "        if self._capacity <= before:"),
         ],
@@ -137,7 +137,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ),
             ("        builder.token_ids[new] = [tokens[-1] for", "        builder.token_ids[new] = [tokens[0] for"),
             ("            self._rows.seats_left -= len(idle.indices)\n", ""),
-            ("        del self._away[idle]\n        self._opened", "        self._opened"),
+            ("        del self._away[idle]\n        self._manager", "        self._opened"),
         ],
     ),
     (
@@ -189,8 +189,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "scheduler/loop.py",
         LOOP,
         [
-            ("        self._tickets.remove(ticket)\n", ""),
-            ("        self._scheduler.complete(ticket, lost)", "        self._scheduler.complete(ticket)"),
+            ("            self._end_ticket(end.ticket, end.lost)\n", "            pass\n"),
+            ("        while not (step.rows or ended) and self.steps:", "        while not (step.rows or ended):"),
             (
                 "        self._idle = self._idle + (0.25 if was_loading else 1.0) if is_stuck else 0.0",
                 "        self._idle = 0.0",
@@ -203,9 +203,13 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         [("                self._stops[token] = False\n", "                self._stops[token] = True\n")],
     ),
     (
-        "scheduler/opened.py",
-        ("scheduler/test_scheduler_interrupts.py",),
-        [("        for found in self._latest:\n            self._handles.update(handles_of(found))\n", "")],
+        "executor/loop.py",
+        ("executor/test_cache.py", "executor/test_interrupts.py", "scheduler/test_scheduler_loop.py"),
+        [
+            ("            self._ended[ticket] = StepEnd(ticket, self._manager.lose(ticket), (error,))\n", ""),
+            ("        self.executor.poll()  # these reports are among the tickets below\n", ""),
+            ("            self.prefix_store.give_up_all()\n", "            pass\n"),
+        ],
     ),
     (
         "executor/parts.py",
@@ -229,7 +233,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     (
         "engine/memory.py",
-        LEGS,
+        PARTS,
         [
             (
                 "1 << (num_bytes // self.bytes_per_block - 1).bit_length()",
@@ -238,44 +242,48 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ],
     ),
     (
-        "executor/legs.py",
-        LEGS,
+        "executor/parts.py",
+        PARTS,
         [
             (
-                "        full = staged and staged + num_bytes > self._max_bytes",
-                "        full = staged + num_bytes > self._max_bytes",
+                "                self.batch = store.read(_column(pairs, 0), rows)",
+                "                self.batch = store.read(_column(pairs, 1), rows)",
             ),
             (
-                "                part.batch = self._store().read(_column(part.pairs, 0), rows)",
-                "                part.batch = self._store().read(_column(part.pairs, 1), rows)",
+                "self.end([_some(self.pairs, ~batch.answer.ok)], batch.answer.error)",
+                "self.end([_some(self.pairs, batch.answer.ok)], batch.answer.error)",
             ),
-            (
-                "self.end(part, [_some(part.pairs, ~batch.answer.ok)], batch.answer.error)",
-                "self.end(part, [_some(part.pairs, batch.answer.ok)], batch.answer.error)",
-            ),
-            ("self.end(part, [part.missed] if part.missed else [], None)", "self.end(part, [], None)"),
+            ("self.end([self.missed] if self.missed else [], None)", "self.end([], None)"),
             (
                 "            if batch is not None and batch.answer is not None and batch.answer.are_rows_free:",
                 "            if batch is not None:",
             ),
             ("            rows = rows[answer.ok]\n", ""),
             (
-                "part.batch = self._store().write(_column(part.pairs, 1), rows)",
-                "part.batch = self._store().write(_column(part.pairs, 0), rows)",
+                "self.batch = self.tiers.store.write(_column(self.pairs, 1),",
+                "self.batch = self.tiers.store.write(_column(self.pairs, 0),",
+            ),
+            (
+                'if self.kind in {"copy", "exchange"} and self.writes_device',
+                'if self.kind in {"move", "exchange"} and self.writes_device',
             ),
         ],
     ),
     (
         "executor/executor.py",
-        (*EXECUTOR, "executor/test_interrupts.py", "executor/test_legs.py", "repo/test_messages.py"),
+        (*EXECUTOR, "executor/test_interrupts.py", "executor/test_parts.py", "repo/test_messages.py"),
         [
             (
                 "        if ticket in self._steps or ticket in self._done:\n            raise",
                 "        if ticket in self._steps and ticket in self._done:\n            raise",
             ),
             (
-                "                room = room and not self._legs.full(part, self.staged_bytes)",
-                "                room = not self._legs.full(part, self.staged_bytes)",
+                "                room = room and not self._lacks_room(part)",
+                "                room = not self._lacks_room(part)",
+            ),
+            (
+                "        is_full = staged and staged + part.num_bytes > self._max_staging",
+                "        is_full = staged + part.num_bytes > self._max_staging",
             ),
             (
                 "            if all(part.ended for part in step.parts):",
@@ -287,10 +295,6 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "len(ids) and ids.max() > num_slots:",
             ),
             ("        step.failed = error\n", ""),
-            (
-                'part.kind in {"copy", "exchange"} and part.writes_device',
-                'part.kind in {"move", "exchange"} and part.writes_device',
-            ),
         ],
     ),
     (
@@ -298,7 +302,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         SIDE,
         [
             ("            self._repeated.add(batch.ticket)\n", ""),
-            ("            self._open.pop(batch.ticket, None)\n", ""),
+            ("        self._open.pop(batch.ticket, None)\n", ""),
             ("                and answer.ok.shape == (batch.count,)\n", ""),
             ("                return Answer(answer.ok.copy(), rows,", "                return Answer(answer.ok, rows,"),
             (
@@ -478,17 +482,17 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         TRACED,
         [
             ('            write.trace.end(written_blocks=0, miss_reason="closed")\n', "            pass\n"),
-            ("                write.trace.end(written_blocks=0, miss_reason=why)\n", ""),
+            ("            write.trace.end(written_blocks=0, miss_reason=why)\n", ""),
             ("            write.trace.end(written_blocks=write.num_blocks)\n", ""),
         ],
     ),
     (
-        "executor/legs.py",
+        "executor/parts.py",
         TRACED,
         [
-            ("            part.trace.end(error, lost_blocks=sum(map(len, gone)))\n", ""),
-            ("            part.trace.end_leg()\n", ""),
-            ("        part.trace.end_leg(answer.error)\n", ""),
+            ("        self.trace.end(error, lost_blocks=sum(map(len, gone)))\n", ""),
+            ("        self.trace.end_leg()\n", ""),
+            ("        self.trace.end_leg(answer.error)\n", ""),
         ],
     ),
     (
@@ -502,7 +506,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         [("idle.state.context.run(self._prefetch, self._hashed(idle))", "self._prefetch(self._hashed(idle))")],
     ),
     (
-        "engine/plans.py",
+        "engine/transfers.py",
         ("engine/test_ranges.py",),
         [
             ("        elif _NVTX:", "        elif not _NVTX:"),
@@ -511,7 +515,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
     ),
     ("prefix_store/loads.py", LINES, [("            self._log.note(answer.reasons)\n", "")]),
     ("prefix_store/writes.py", LINES, [("            self._log.note(answer.reasons)\n", "            pass\n")]),
-    ("executor/legs.py", LINES, [("            self._log.note(answer.reasons)\n", "            pass\n")]),
+    ("executor/parts.py", LINES, [("            self.tiers.log.note(answer.reasons)\n", "            pass\n")]),
 ]
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from random import Random
 
 import pytest
+from cache_rig import random_config
 from hypothesis import settings
 from random_cache_programs import failure, on_device, random_program, shrink
 
@@ -29,6 +32,14 @@ def test_whatever_features_work_together_no_byte_is_wrong_and_no_block_is_lost(p
             raise AssertionError(f"the program of seed {seed} fails, and so does\n{small}") from (
                 failure(small) or error
             )
+
+
+def test_after_real_signals_no_byte_is_wrong_and_nothing_is_stuck(programs: int):
+    for seed in range(programs // 8):
+        config = replace(random_config(Random(seed)), interrupts=0.5, signals=True)
+        error = failure(on_device(random_program(seed, LENGTH, config), "cpu"))
+        if error is not None:
+            raise AssertionError(f"the program of seed {seed} fails") from error
 
 
 @pytest.mark.parametrize("chunk", [0, 4096], ids=["simulated memory", "pages"])

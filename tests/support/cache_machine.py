@@ -12,7 +12,7 @@ import moody_store
 import numpy as np
 from cache_rig import MANY, Extra, Rig, Tracked, simulated
 from cache_world import FILES, SALTS, Interrupted, World
-from interrupts import CountedInterrupt
+from interrupts import CountedInterrupt, SignalInterrupt
 from late_store import MOODS
 from memory_stores import tenant_of
 
@@ -57,6 +57,8 @@ class Machine(World):
         if op.interrupt >= 0:
             self.error = MemoryError if op.seed & 1 else KeyboardInterrupt
             self.interrupt = CountedInterrupt(op.interrupt, FILES, self.error)
+            if self.config.signals:
+                self.error, self.interrupt = KeyboardInterrupt, SignalInterrupt(1e-6 * (op.interrupt + 1))
         if op.name not in self.without:
             with simulated(self.clock), suppress(Interrupted):
                 getattr(self, "do_" + op.name)(rig, op)

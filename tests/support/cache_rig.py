@@ -69,6 +69,7 @@ class Config:
     fail: float = 0.0  # share of the copies that fail
     faulty_stores: bool = False
     interrupts: float = 0.0
+    signals: bool = False  # whether interrupts are real signals, which come some time after a call begins
     scheduler: bool = False
     max_pinned: float = 0.5
     loop: bool = False  # whether the scheduler runs the cache's steps itself

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from cache_compute import Compute, cells_of
 from cache_rig import LAYERS, Cells, Clock, Config, Extra, Rig, Tracked, simulated
-from interrupts import CountedInterrupt
+from interrupts import CountedInterrupt, SignalInterrupt
 from memory_stores import Quotas, tenant_of
 from observed_cache import Recording
 
@@ -83,7 +83,7 @@ class World:
         self.weights = 1
         self.unknown = 0
         self.now = 0
-        self.interrupt: CountedInterrupt | None = None
+        self.interrupt: CountedInterrupt | SignalInterrupt | None = None
         self.unchecked: list[Compute] = []
         self.error: type[BaseException] = KeyboardInterrupt
         self.counts = {"hits": 0, "cells": 0, "lost": 0, "steps": 0, "interrupts": 0, "loads": 0}

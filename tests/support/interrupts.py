@@ -10,11 +10,13 @@ import dis
 import functools
 import gc
 import itertools
+import signal
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -22,6 +24,10 @@ from typing import Any, NamedTuple
 LOOKS = {"RESUME", "CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
 """Instructions after which CPython looks for signals."""
 LOOKS |= {"CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_METHOD", "JUMP_ABSOLUTE"}  # the names in 3.10
+
+
+_TESTS = str(Path(__file__).resolve().parents[1])
+_CALLERS = {"<lambda>", "risky"}
 
 
 class Place(NamedTuple):
@@ -185,6 +191,41 @@ class CountedInterrupt:
                 raise self._error
             self.passes.setdefault((id(code), offset), []).append(self.passed)
             self.passed += 1
+
+
+class SignalInterrupt:
+    """Raises `KeyboardInterrupt` by a real signal, some time after a call begins, wherever the library is then.
+
+    Args:
+        seconds: the time; nothing is raised if the call ends before, or while other code runs.
+
+    Attributes:
+        where: the place, once raised.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.where = ""
+        self._seconds = seconds
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Interrupt code that runs inside."""
+        before = signal.signal(signal.SIGALRM, self._handle)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def _handle(self, _number: int, frame: FrameType | None) -> None:
+        caller = frame
+        while caller is not None and not caller.f_code.co_filename.startswith(_TESTS):
+            caller = caller.f_back
+        # A store or stream of the tests is not written to be interrupted, and a result on its way to the test is lost.
+        if frame is not None and caller is not frame and caller is not None and caller.f_code.co_name in _CALLERS:
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            raise KeyboardInterrupt
 
 
 class Interrupt:
