@@ -555,7 +555,6 @@ class Scheduler:
             self._rows.leave(state)
         self._make_empty()
         for state in self._requests.values():
-            state.alive = state.error is None
             self._stop_tokens.add(state.stops)
             for idle in state.restart():
                 self._waiting.push(idle)
