@@ -28,7 +28,7 @@ SCHEDULER = (
     "scheduler/test_scheduler_resize.py",
     "scheduler/test_scheduler_loop.py",
     "property/test_scheduler_machine.py",
-    "scheduler/test_scheduler_interrupts.py",
+    "property/test_scheduler_machine.py",
 )
 LOOP = (
     "scheduler/test_scheduler_loop.py",

@@ -1,6 +1,7 @@
 """Transfers over a simulated device: when they end, what they hold until then, and what is refused meanwhile."""
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -38,7 +39,7 @@ def plan(
     stream: str, chosen: np.ndarray, num_bytes: int, pieces: list[Callable[[], object]], **more: object
 ) -> Transfer:
     mapping = Mapping(chosen, src_blocks=10, dst_blocks=10, rule="swap")
-    return Transfer("copy", *SIDES.get(stream, SIDES["copy"]), mapping, num_bytes, pieces, **more)
+    return Transfer("copy", *SIDES.get(stream, SIDES["copy"]), mapping, num_bytes, deque(pieces), **more)
 
 
 def start(

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from simulated_device import SimulatedStore
 
-from blockyard import BlockManager, KVCache, KVLayout
+from blockyard import BlockManager, KVCache, KVLayout, StepDecision
 from blockyard._core import HashedPrompt
 from blockyard.demo.executors import Wrapper
 from blockyard.errors import BlockyardError, InvalidArgumentError, InvariantError, StepOrderError
-from blockyard.executor.executor import Executor, StepDone
 from blockyard.scheduler import Request, Scheduler, Step
 
 BLOCK, LAYERS = 4, 2
@@ -292,40 +291,43 @@ def test_a_request_that_comes_after_idle_steps_is_served(cache: KVCache):
 
 
 class InterruptedExecutor(Wrapper):
-    """A plug-in with the default `collect`; it is interrupted once, after `poll` has reported a decision."""
+    """A plug-in that is interrupted as a submission ends, where the test says so."""
 
-    def __init__(self, inner: Executor) -> None:
-        super().__init__(inner)
-        self.has_polled = self.was_interrupted = False
+    interrupts = False
 
-    def poll(self) -> list[StepDone]:
-        ended = super().poll()
-        self.has_polled = bool(ended)
-        return ended
-
-    def is_awaited(self, ticket: int) -> bool:
-        if self.has_polled and not self.was_interrupted:
-            self.was_interrupted = True
+    def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
+        super().submit(decision, by_layer=by_layer)
+        if self.interrupts:
+            self.interrupts = False
             raise KeyboardInterrupt
-        return super().is_awaited(ticket)
 
 
 @pytest.mark.parametrize("then", ["drain", "poll", "step"])
-def test_an_interrupted_collect_of_a_plugged_in_executor_loses_no_report(cache: KVCache, then: str):
+def test_two_interrupts_in_two_calls_leave_no_unknown_ticket(
+    cache: KVCache, then: str, monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(_ticket: int) -> None:
+        raise KeyboardInterrupt
+
     scheduler = Scheduler(cache, executor=(executor := InterruptedExecutor(cache.executor)))
     scheduler.add(Request("a", [1] * 7, max_tokens=3))
-    with pytest.raises(KeyboardInterrupt), scheduler.step():
-        pass
-    assert len(cache.manager.stats().open_tickets) == 1
-    if then == "step":
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduler._swapping, "end", interrupted)
+        with pytest.raises(KeyboardInterrupt), scheduler.step():
+            pass
+    executor.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.step()
+    if then != "step":
+        getattr(scheduler, then)()
+        assert cache.manager.num_open_tickets == 0
+    while scheduler.num_unfinished:
         with scheduler.step() as step:
             sampled = compute(cache, step)
         scheduler.update(step, sampled)
-    else:
-        getattr(scheduler, then)()
-    assert executor.was_interrupted
-    assert cache.manager.stats().open_tickets == []
     scheduler.drain()
+    cache.manager.check()
+    assert (cache.manager.num_open_tickets, cache.manager.stats().sequences) == (0, 0)
 
 
 def test_a_scheduler_of_a_closed_cache_refuses_a_step(cache: KVCache):

@@ -1,4 +1,4 @@
-"""A scheduler whose calls raise at any place and are made again, for its machine."""
+"""A scheduler whose calls raise at any call, sometimes twice in a row, and are made again, for its machine."""
 
 import random
 import sys
@@ -50,16 +50,15 @@ class Interrupted:
         self.calls += 1
         is_calm = self.calls < self.calm_until or self.random.random() < 0.9
         place = sys.maxsize if is_calm else self.random.randrange(500)
+        interrupt = CountedInterrupt(place, FILES, again=self.random.choice((0, 1, 5, 25, 100)))
         while True:
-            interrupt = CountedInterrupt(place, FILES)
             try:
-                with interrupt.armed() if place < sys.maxsize else nullcontext():
+                with nullcontext() if is_calm else interrupt.armed():
                     return call()
-            except KeyboardInterrupt:
-                place = sys.maxsize
+            except KeyboardInterrupt:  # noqa: PERF203 (twice at most)
                 self.calm_until = self.calls + CALM_CALLS
             except StoreClientError:
-                place = sys.maxsize
+                is_calm = True
             except BlockyardError:
                 raise
             except (LookupError, TypeError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Final, Literal, TypeAlias
@@ -62,7 +63,7 @@ def moving(
             memory.host_pool.wait(end)
     runs, layers = memory.run_by_layer(src, dst) if by_layer else ([], [])
     if runs:
-        pieces = [partial(run, mapping) for run in runs]
+        pieces = deque(partial(run, mapping) for run in runs)
         return Transfer(kind, src, dst, mapping, num_bytes, pieces, layers=layers)
     # Within a tier use one piece, so that nothing comes between the steps of moves.
     return Transfer(
@@ -140,6 +141,6 @@ def _naming_tier(
     return error
 
 
-def _pieces(run: Run, mapping: Mapping, chunk: int | None) -> list[Work]:
+def _pieces(run: Run, mapping: Mapping, chunk: int | None) -> deque[Work]:
     """Split a transfer into pieces of whole blocks."""
-    return [partial(run, part) for part in (mapping.split(chunk) if chunk else [mapping])]
+    return deque(partial(run, part) for part in (mapping.split(chunk) if chunk else [mapping]))

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -46,6 +47,7 @@ _NVTX: Final = "NVTX_INJECTION64_PATH" in os.environ
 """Whether a tool that shows NVTX ranges has started this process, as Nsight Systems does."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Transfer:
     """A transfer of the copy engine, in flight or ended. Every call raises `CaptureError` inside a graph capture.
 
@@ -57,7 +59,7 @@ class Transfer:
         dst: the same.
         mapping: mapping of block ids; for a read or write one side is row numbers.
         num_bytes: bytes moved.
-        pieces: pieces of work, at least one.
+        pieces: pieces of work that are not launched yet, at least one; all run on one stream.
         layers: for each layer its piece, if pieces are in layer order; else empty.
         memory: the rows that a read fills or a write reads, to keep alive until the transfer has ended.
 
@@ -66,54 +68,29 @@ class Transfer:
         rows: the result of a read, uint8 `[n, bytes_per_block]`; None before it has ended, and for other transfers.
     """
 
-    __slots__ = (
-        "after",
-        "after_compute",
-        "began",
-        "dst",
-        "error",
-        "events",
-        "kind",
-        "layers",
-        "mapping",
-        "memory",
-        "num_bytes",
-        "number",
-        "owner",
-        "piece_bytes",
-        "pieces",
-        "prefetch",
-        "rows",
-        "src",
-        "stream",
-    )
+    kind: str
+    src: str
+    dst: str
+    mapping: Mapping
+    num_bytes: int
+    pieces: deque[Work]
+    layers: Sequence[int] = ()
+    memory: Tensor | None = None
+    error: Exception | None = field(default=None, init=False)
+    rows: NDArray[np.uint8] | None = field(default=None, init=False)
+    stream: StreamName = field(init=False)
+    piece_bytes: int = field(init=False)
+    events: list[Event] = field(default_factory=list, init=False)  # of the launched pieces
+    owner: Transfers | None = field(default=None, init=False)
+    number: int = field(default=0, init=False)
+    after: tuple[Transfer, ...] = field(default=(), init=False)
+    after_compute: Event | None = field(default=None, init=False)
+    prefetch: bool = field(default=False, init=False)
+    began: float = field(default=0.0, init=False)
 
-    def __init__(
-        self,
-        kind: str,
-        src: str,
-        dst: str,
-        mapping: Mapping,
-        num_bytes: int,
-        pieces: Iterable[Work],
-        *,
-        layers: Sequence[int] = (),
-        memory: Tensor | None = None,
-    ) -> None:
-        self.kind, self.src, self.dst, self.mapping, self.num_bytes = kind, src, dst, mapping, num_bytes
-        self.pieces = deque(pieces)  # not launched yet; all run on one stream, so the event of the last one fires last
-        self.piece_bytes = -(-num_bytes // len(self.pieces))
-        self.layers, self.memory = layers, memory
-        self.stream: StreamName = _STREAMS.get((src, dst), "host")
-        self.events: list[Event] = []
-        self.owner: Transfers | None = None
-        self.number = 0
-        self.after: tuple[Transfer, ...] = ()
-        self.after_compute: Event | None = None
-        self.prefetch = False
-        self.began = 0.0
-        self.error: Exception | None = None
-        self.rows: NDArray[np.uint8] | None = None
+    def __post_init__(self) -> None:
+        self.stream = _STREAMS.get((self.src, self.dst), "host")
+        self.piece_bytes = -(-self.num_bytes // len(self.pieces))
 
     def __repr__(self) -> str:
         return f"Transfer({'in flight' if self._owner.has_open(self) else self.error or 'landed'})"
