@@ -730,7 +730,7 @@ class StoreJobs:
     def give_up_all(self) -> None:
         """End all loads and writes: nothing has landed, and blocks that were being read may be written later.
 
-        Call it when no copy to or from their blocks runs any more.
+        Call it when no copy to or from their blocks is running.
         """
 
 @final

@@ -23,7 +23,7 @@ from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.memory import MAX_BLOCKS
 from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError, LayoutError
-from blockyard.executor.executor import StepExecutor
+from blockyard.executor.executor import Executor, StepExecutor
 from blockyard.executor.loop import StepEnd, StepLoop
 from blockyard.layout import GroupedLayout, KVLayout
 from blockyard.layout.kv import check_layout
@@ -206,7 +206,7 @@ class KVCache:
             # Others would end tickets whose bytes were never moved.
             self._steps = StepOwner(self.manager, instead="KVCache.step, or step of Scheduler(cache)")
             self.prefix_store = self._join(prefix_store, namespace, prefix_writes, prefetch_timeout_base, staging)
-            self._loop = StepLoop(self.manager, self._steps, self.executor, self.prefix_store)
+            self._loop = self._step_loop(None)
             self._unused = _unused(self.manager, self.prefix_store, prefix_caching)
         except BaseException:
             self._close_opened(swap_store, prefix_store)
@@ -384,6 +384,10 @@ class KVCache:
             self.elastic = ElasticCache(self.layout, num_blocks=blocks, max_blocks=max_blocks, device=device)
             self._closers.append(self.elastic.close)
         return self.elastic
+
+    def _step_loop(self, executor: Executor | None) -> StepLoop:
+        """Return a loop for a scheduler."""
+        return StepLoop(self.manager, self._steps, self.executor if executor is None else executor, self.prefix_store)
 
     def _refuse_others(self, call: str) -> None:
         self._process.check()

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -159,7 +160,8 @@ class CacheEngine:
         )
         self.counters: dict[tuple[str, str], Traffic] = {}
         self.seconds = {"read": Histogram(), "write": Histogram()}
-        ended = _Count(self.counters, self.seconds, self.memory.bytes_per_block)
+        # Not a method: a reference to the engine would keep it from being freed at once.
+        ended = partial(_count, self.counters, self.seconds, self.memory.bytes_per_block)
         self.transfers = Transfers(streams, max_outstanding=max_outstanding, max_ahead=max_ahead, on_end=ended)
         _alive.append(weakref.ref(self, _alive.remove))
 
@@ -424,21 +426,17 @@ class CacheEngine:
         return transfer
 
 
-class _Count(NamedTuple):
-    """Counts what has landed. Does not refer to the engine, which then would not be freed at once."""
-
-    counters: dict[tuple[str, str], Traffic]
-    seconds: dict[str, Histogram]
-    bytes_per_block: int
-
-    def __call__(self, transfer: Transfer) -> None:
-        src, dst = transfer.src, transfer.dst
-        if transfer.error is None and "rows" not in {src, dst}:
-            before = self.counters.get((src, dst), Traffic(0, 0))
-            blocks = transfer.num_bytes // self.bytes_per_block  # an exchange moves both blocks of a pair
-            self.counters[src, dst] = Traffic(before.blocks + blocks, before.num_bytes + transfer.num_bytes)
-            if {src, dst} == {"device", "host"}:
-                self.seconds["read" if src == "host" else "write"].observe(time.monotonic() - transfer.began)
+def _count(
+    counters: dict[tuple[str, str], Traffic], seconds: dict[str, Histogram], bytes_per_block: int, transfer: Transfer
+) -> None:
+    """Count what has landed."""
+    src, dst = transfer.src, transfer.dst
+    if transfer.error is None and "rows" not in {src, dst}:
+        before = counters.get((src, dst), Traffic(0, 0))
+        blocks = transfer.num_bytes // bytes_per_block  # an exchange moves both blocks of a pair
+        counters[src, dst] = Traffic(before.blocks + blocks, before.num_bytes + transfer.num_bytes)
+        if {src, dst} == {"device", "host"}:
+            seconds["read" if src == "host" else "write"].observe(time.monotonic() - transfer.began)
 
 
 def wait_for_engines(memory: Tensor, first: int) -> None:

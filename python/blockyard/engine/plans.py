@@ -63,7 +63,7 @@ def moving(
             memory.host_pool.wait(end)
     runs, layers = memory.run_by_layer(src, dst) if by_layer else ([], [])
     if runs:
-        pieces = deque(partial(run, mapping) for run in runs)
+        pieces: deque[Work] = deque(partial(run, mapping) for run in runs)
         return Transfer(kind, src, dst, mapping, num_bytes, pieces, layers=layers)
     # Within a tier use one piece, so that nothing comes between the steps of moves.
     return Transfer(

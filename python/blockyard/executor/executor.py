@@ -93,7 +93,7 @@ class Executor(ABC):
 
     @abstractmethod
     def give_up_all(self) -> None:
-        """Wait until no transfer touches a block any more, and count all running decisions as lost.
+        """Wait until transfers no longer touch any block, and count all running decisions as lost.
 
         Call it after an exception, such as `KeyboardInterrupt`, has ended another call. May be called again.
         """
@@ -315,7 +315,7 @@ class StepExecutor(Executor):
         self._unfinished = 0
 
     def give_up_all(self) -> None:
-        """Wait until nothing moves any more, and count all running decisions as completely lost; `poll` reports them.
+        """Wait until nothing moves, and count all running decisions as completely lost; `poll` reports them.
 
         Waits for the store at most until its deadline. May be called again after an exception.
         """

@@ -84,7 +84,7 @@ class RemoteExecutor(Executor):
         return done
 
     def give_up_all(self) -> None:
-        """Make the worker count all running decisions as lost, once nothing moves any more."""
+        """Make the worker count all running decisions as lost, once nothing moves."""
         self.begin("give_up_all")()
 
     def tell(self, message: object) -> None:

@@ -17,6 +17,7 @@ from blockyard.workers import RateLimit
 
 if TYPE_CHECKING:
     from blockyard.executor.executor import Executor
+    from blockyard.executor.loop import StepLoop
     from blockyard.prefix_store import PrefixStore
     from blockyard.scheduler.scheduler import Scheduler
     from blockyard.scheduler.step import Step
@@ -36,11 +37,9 @@ class Cache(Protocol):
 
     manager: BlockManager
     prefix_store: Any
-    _steps: Any  # for its scheduler
 
-    @property
-    def executor(self) -> Any:
-        """The executor of decisions."""
+    def _step_loop(self, executor: Executor | None) -> Any:
+        """Return a `StepLoop` over the cache; None means the cache's executor."""
 
     def give_back(self) -> object:
         """Return memory that a smaller device no longer uses."""
@@ -78,8 +77,6 @@ class CacheLoop:
         end_ticket: Callable[[int, NDArray[np.uint64]], object],
         count_loading: Callable[[], int],
     ) -> None:
-        from blockyard.executor.loop import StepLoop  # noqa: PLC0415 (needs torch; a scheduler of a manager does not)
-
         self.open: Step | None = None
         self._scheduler = scheduler
         self._cache = cache
@@ -87,7 +84,7 @@ class CacheLoop:
         self._change = change
         self._end_ticket = end_ticket
         self._count_loading = count_loading
-        self.steps = StepLoop(cache.manager, cache._steps, executor or cache.executor, cache.prefix_store)  # noqa: SLF001
+        self.steps: StepLoop = cache._step_loop(executor)  # noqa: SLF001 (the cache's own, for its scheduler)
         self._idle = 0.0  # steps in a row that did nothing; one that waited for a load counts a quarter
         self._limit = RateLimit()
 

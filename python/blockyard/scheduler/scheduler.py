@@ -131,8 +131,7 @@ class Scheduler:
         self._prefix_caching = manager.prefix.enabled
         self._loop: CacheLoop | None = None
         if isinstance(cache, Cache):
-            count_loading = lambda: self._admission.count_loading()  # noqa: E731, PLW0108 (replaced by a restart)
-            self._loop = CacheLoop(self, cache, executor, self._change, self._end_ticket, count_loading)
+            self._loop = CacheLoop(self, cache, executor, self._change, self._end_ticket, self._count_loading)
             overlap_io = True if overlap_io is None else overlap_io
             prefetch = cache.prefix_store.prefetch if prefetch is None and cache.prefix_store is not None else prefetch
         self._overlap_io = bool(overlap_io)
@@ -183,6 +182,9 @@ class Scheduler:
     def num_loading(self) -> int:
         """Number of waiting requests whose prompts are loading from a prefix store, as of the last step."""
         return self._admission.num_loading
+
+    def _count_loading(self) -> int:
+        return self._admission.count_loading()
 
     def stats(self) -> SchedulerStats:
         """Return a snapshot of the counters since the start."""

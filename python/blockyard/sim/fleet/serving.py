@@ -19,7 +19,8 @@ from blockyard import BlockManager, KVLayout, PrefixCaching, Request, Scheduler
 from blockyard._core import StepOwner
 from blockyard.engine import CacheEngine
 from blockyard.errors import StoreError
-from blockyard.executor import StepExecutor
+from blockyard.executor import Executor, StepExecutor
+from blockyard.executor.loop import StepLoop
 from blockyard.prefix_store import PrefixStore
 from blockyard.scheduler import Finished, Step
 from blockyard.sim.fleet.clock import EngineRuntime
@@ -80,6 +81,9 @@ class _Life:
         self.requests: dict[str, float] = {}  # arrival times of the open requests
         self.forgot_at = 0.0  # when it last called `forget` to begin an epoch; one that it joins may have older blocks
         self.confirmed_at = 0.0  # the same, of the calls that the store confirmed
+
+    def _step_loop(self, executor: Executor | None) -> StepLoop:
+        return StepLoop(self.manager, self._steps, self.executor if executor is None else executor, self.prefix_store)
 
     def give_back(self) -> None:
         """Release the memory that a smaller pool no longer uses."""

@@ -223,7 +223,7 @@ impl PyStoreJobs {
 
     /// End all loads and writes: nothing has landed, and blocks that were being read may be written later.
     ///
-    /// Call it when no copy to or from their blocks runs any more.
+    /// Call it when no copy to or from their blocks is running.
     fn give_up_all(&self) -> PyResult<()> {
         self.0.lock().give_up_store_jobs().map_err(to_py)
     }
