@@ -69,7 +69,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            if state.seats:\n                state.lost = True",
                 "            if not state.seats:\n                state.lost = True",
             ),
-            ("                self.manager.fail(ticket)\n", ""),
+            ("                self.manager.fail(ticket)\n", "                pass\n"),
             ("        self._capacity = sys.maxsize  # check", "        self._capacity = 0  # check"),
             ("        if self._capacity >= before:", "        if self._capacity <= before:"),
         ],

@@ -66,6 +66,15 @@ class Transfer:
     Attributes:
         error: the failure, after which no byte of its destinations is valid. None if all landed, and while in flight.
         rows: the result of a read, uint8 `[n, bytes_per_block]`; None before it has ended, and for other transfers.
+        stream: the stream that it runs on.
+        piece_bytes: bytes of a piece.
+        events: of the launched pieces; the last one fires last.
+        owner: where it was submitted; None before.
+        number: increases with each transfer submitted there.
+        after: transfers that must end before its first piece runs.
+        after_compute: an event that must fire before.
+        prefetch: whether it is a load that nothing waits for yet.
+        began: when it was submitted, on the monotonic clock.
     """
 
     kind: str
@@ -80,7 +89,7 @@ class Transfer:
     rows: NDArray[np.uint8] | None = field(default=None, init=False)
     stream: StreamName = field(init=False)
     piece_bytes: int = field(init=False)
-    events: list[Event] = field(default_factory=list, init=False)  # of the launched pieces
+    events: list[Event] = field(default_factory=list, init=False)
     owner: Transfers | None = field(default=None, init=False)
     number: int = field(default=0, init=False)
     after: tuple[Transfer, ...] = field(default=(), init=False)

@@ -318,17 +318,9 @@ def cut(
                 for piece in _pieces(pairs, chunk_blocks)
             ]
         elif kind == "swap_in":
-            loads.append(
-                Part(
-                    tiers,
-                    kind,
-                    pairs,
-                    after_compute,
-                    ordered_after=earlier_reads,
-                    by_layer=by_layer,
-                    prefetch=decision.prefetch,
-                )
-            )
+            part = Part(tiers, kind, pairs, after_compute, ordered_after=earlier_reads, by_layer=by_layer)
+            part.prefetch = decision.prefetch
+            loads.append(part)
         elif kind in _WITHIN:
             part = Part(
                 tiers,
