@@ -72,7 +72,6 @@ class Config:
     signals: bool = False  # whether interrupts are real signals, which come some time after a call begins
     scheduler: bool = False
     max_pinned: float = 0.5
-    loop: bool = False  # whether the scheduler runs the cache's steps itself
     mode: str = "auto"  # of preemption
     swap_cost: float = -1.0  # cost per block, relative to 1 per prompt token; negative: `mode` decides
     lookahead: int = 0
@@ -118,7 +117,6 @@ def random_config(random: Random) -> Config:
         interrupts=random.choice((0.0, 0.0, 0.1, 0.4)),
         max_pinned=random.choice((0.5, 0.9)),
         scheduler=random.random() < 0.3,
-        loop=random.random() < 0.7,
         mode=random.choice(("auto", "swap", "recompute")),
         swap_cost=random.choice((-1.0, 0.0, 3.0, NEVER)),
         lookahead=random.choice((0, 1, 3)),

@@ -15,11 +15,8 @@ from cache_world import Interrupted
 from observed_cache import Scrapes
 
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
-from blockyard.executor.executor import StepDone
 from blockyard.scheduler import Finished, PreemptionCosts, Request, Scheduler, Step
 
-PATIENCE = 300
-"""Maximum number of consecutive steps that do nothing."""
 VOCABULARY = 3
 CALM = Op("step", a=1, b=1, c=1, d=5)
 T = TypeVar("T")
@@ -47,7 +44,7 @@ class ScheduledMachine(Machine):
         costs = PreemptionCosts(swap_block=max(config.swap_cost, 0.0), prefill_token=1.0)
         with simulated(self.clock):
             self.scheduler = Scheduler(
-                rig.cache if config.loop else rig.manager,
+                rig.cache,
                 max_num_seqs=6,
                 max_num_batched_tokens=1 + config.device % 9,
                 preemption_mode=config.mode if config.swap_cost < 0 else costs,  # type: ignore[arg-type]
@@ -61,7 +58,7 @@ class ScheduledMachine(Machine):
         self.models: dict[tuple[str, int], Tracked] = {}
         self.requests: dict[str, Request] = {}
         self.taken: dict[str, int] = {}  # tokens of first sequences that the scheduler certainly has
-        self.number = self.idle = self.tokens = self.drafts = self.refusals = 0
+        self.number = self.tokens = self.drafts = self.refusals = 0
 
     def risky(self, rig: Rig, call: Callable[[], T]) -> T:
         """Make a call that may be interrupted; otherwise a later call of the operation may be."""
@@ -105,16 +102,13 @@ class ScheduledMachine(Machine):
         self.schedule(rig, op)
 
     def do_drain(self, rig: Rig, op: Op) -> None:
-        if self.config.loop and op.b % 2:
+        if op.b % 2:
             self.risky(rig, self.scheduler.drain)
         for number in range(op.a % 8):
             self.schedule(rig, CALM._replace(a=op.a + number))
 
     def do_poll(self, rig: Rig, op: Op) -> None:
-        if self.config.loop:
-            self.risky(rig, self.scheduler.poll)
-        else:
-            self.finish_tickets(rig, rig.cache.executor.poll())
+        self.risky(rig, self.scheduler.poll)
 
     def do_defragment(self, rig: Rig, op: Op) -> None:
         with suppress(InvalidArgumentError):
@@ -136,8 +130,7 @@ class ScheduledMachine(Machine):
         try:
             self.run_step(rig, op)
         except Interrupted:
-            if self.config.loop:
-                self.scheduler.give_up()
+            self.scheduler.give_up()
 
     def run_step(self, rig: Rig, op: Op) -> None:
         interrupts = self.counts["interrupts"]
@@ -167,36 +160,13 @@ class ScheduledMachine(Machine):
         """Decide a step, and start its transfers."""
         lookahead = op.a // 3 % (self.config.lookahead + 1) if op.a % 3 else None
         by_layer = op.b % 2 == 0
-        if not self.config.loop:
-            rig.cache.give_back()
-            step = self.risky(rig, lambda: self.scheduler.schedule(num_lookahead_tokens=lookahead))
-            rig.cache.executor.submit(step.decision, by_layer=by_layer)
-            rig.open.add(step.decision.ticket)
-            return step
         return self.risky(rig, lambda: self.scheduler.step(by_layer=by_layer, num_lookahead_tokens=lookahead))
 
     def end_step(self, rig: Rig, step: Step, *, fails: bool) -> bool:
         """End a step's transfers as far as its tokens need them. Returns whether they can be taken."""
-        if self.config.loop:
-            kind = ZeroDivisionError if fails else None
-            self.risky(rig, lambda: step.__exit__(kind, None, None))
-            return not fails
-        self.finish_tickets(rig, rig.cache.executor.collect(step.decision.ticket))
-        self.idle = 0 if step.rows else self.idle + 1
-        assert self.idle < PATIENCE or not self.requests, f"{len(self.requests)} requests wait, and nothing happens"
-        if rig.prefixes is not None:
-            rig.prefixes.poll()
+        kind = ZeroDivisionError if fails else None
+        self.risky(rig, lambda: step.__exit__(kind, None, None))
         return not fails
-
-    def finish_tickets(self, rig: Rig, ended: list[StepDone]) -> None:
-        for done in ended:
-            harmless = all(store.harmless for store in rig.stores())
-            assert rig.disturbed or not harmless or not done.lost, f"{done.lost} is lost, and nothing has failed"
-            rig.open.discard(done.ticket)
-            try:
-                self.risky(rig, lambda done=done: self.scheduler.complete(done.ticket, done.lost))  # type: ignore[misc]
-            except Interrupted:
-                self.scheduler.complete(done.ticket, done.lost)
 
     def fill_in(self, step: Step, op: Op) -> list[Tracked]:
         """Fill in draft tokens, some of them right; return the rows' tokens, including the step's."""
@@ -241,10 +211,8 @@ class ScheduledMachine(Machine):
                 found[row].append(cells[:, tables[row, at // size] * size + at % size])
 
         for layer in range(LAYERS):
-            if by_layer and self.config.loop:
+            if by_layer:
                 step.wait_for_layer(layer)
-            elif by_layer:
-                rig.cache.executor.wait_for_layer(step.decision.ticket, layer)
             rig.streams.compute(lambda layer=layer: run(layer))  # type: ignore[misc]
         rig.streams.fence().synchronize()
         return found
@@ -344,8 +312,7 @@ class ScheduledMachine(Machine):
             while self.requests or rig.open or rig.cache.executor.num_in_flight:
                 self.clock.seconds += 0.01
                 self.schedule(rig, CALM)
-            if self.config.loop:
-                self.scheduler.drain()
+            self.scheduler.drain()
         # The scheduler takes the decisions; `KVCache` is not involved in these.
         super().finish()
 

@@ -235,6 +235,7 @@ class Scheduler:
         self._refused = [other for other in self._refused if other is not state]
         self._release(state)
         self._close(state, generated)
+        del self._requests[request_id]  # last: an interrupted call has no effect
         self._change.begun = False
 
     # ---- a step ----
@@ -422,6 +423,7 @@ class Scheduler:
         try:
             for state in reported:
                 self._close(state, state.generated(0))
+                del self._requests[state.request.request_id]
             finished = [state.finished() for state in reported]
             self._dropped, self._change.begun = None, False
             return finished
@@ -609,7 +611,6 @@ class Scheduler:
         state.alive = False
         self._stop_tokens.remove(state.stops)
         self._recording.finish(state.request.request_id, generated)
-        del self._requests[state.request.request_id]
 
     # ---- a device that shrinks ----
 
