@@ -206,7 +206,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "executor/loop.py",
         ("executor/test_cache.py", "executor/test_interrupts.py", "scheduler/test_scheduler_loop.py"),
         [
-            ("            self._ended[ticket] = StepEnd(ticket, self._manager.lose(ticket), (error,))\n", ""),
+            ("            self._ended[ticket] = StepEnd(ticket, self._steps.lose(ticket), (error,))\n", ""),
             ("        self.executor.poll()  # these reports are among the tickets below\n", ""),
             ("            self.prefix_store.give_up_all()\n", "            pass\n"),
         ],
