@@ -10,7 +10,6 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
-from memory_stores import MemoryStore
 from ranks_world import Forgetful, World
 
 from blockyard import CacheEngine, KVLayout, Pairs, StepDecision, StepExecutor
@@ -118,10 +117,21 @@ def test_a_step_waits_for_all_ranks_once_one_is_known_to_have_lost_blocks():
     assert [pairs.ids.tolist() for pairs in ended[0].lost] == [[[2, 2]]]
 
 
+class Refusing(Wrapper):
+    """Refuses its first decision."""
+
+    refuses = True
+
+    def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
+        if self.refuses:
+            self.refuses = False
+            raise MappingError("block 5 is out of range")
+        super().submit(decision, by_layer=by_layer)
+
+
 def test_a_decision_that_a_rank_refuses_is_raised_and_ends():
-    small = StepExecutor(CacheEngine(LAYOUT, device_blocks=8, host_blocks=2))
-    executor = ParallelExecutor([small, own_executor()])
-    with pytest.raises(MappingError):
+    executor = ParallelExecutor([Refusing(own_executor()), own_executor()])
+    with pytest.raises(MappingError, match="out of range"):
         executor.submit(out(1, 5))
     with pytest.raises(UnknownTicketError, match="decision 1 is already in flight"):
         executor.submit(out(1, 5))
@@ -133,12 +143,9 @@ def test_a_decision_that_a_rank_refuses_is_raised_and_ends():
 
 @pytest.mark.parametrize("call", ["poll", "collect", "wait"])
 def test_a_decision_that_a_rank_did_not_start_ends_on_all_and_is_lost(call: str):
-    store = MemoryStore(bytes_per_block=LAYOUT.bytes_per_block)
-    store.num_slots = 8
-    with_store = StepExecutor(CacheEngine(LAYOUT, device_blocks=8), store)
-    executor = ParallelExecutor([with_store, own_executor()])
-    with pytest.raises(MappingError, match="name the external tier, but there is none"):
-        executor.submit(StepDecision(1, [("swap_out", Pairs("device", "external", [(5, 5)]))]))
+    executor = ParallelExecutor([own_executor(), Refusing(own_executor())])
+    with pytest.raises(MappingError, match="out of range"):
+        executor.submit(out(1, 5))
     ended: list[StepDone] = []
     calls = {"poll": executor.poll, "collect": lambda: executor.collect(1), "wait": lambda: [executor.wait(1)]}
     while not ended:

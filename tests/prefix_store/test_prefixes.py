@@ -509,7 +509,7 @@ def test_bad_arguments_are_refused(tmp_path: Path):
     bad = [
         ({"namespace": b""}, "namespace is b''"),
         ({"prefix_caching": False}, "prefix_caching is False, must be True"),
-        ({"prefix_writes": "sometimes"}, 'writes is "sometimes"'),
+        ({"prefix_writes": "sometimes"}, "prefix_writes is 'sometimes'"),
         ({"prefetch_timeout_base": 0}, "prefetch_timeout_base is 0, must be above 0"),
         ({"max_staging": WIDTH - 1}, f"max_staging is {WIDTH - 1}: .* hold no block of {WIDTH} bytes"),
     ]
