@@ -547,6 +547,23 @@ def test_tokens_of_a_request_that_lost_bytes_meanwhile_are_passed_over():
     assert engine.step()[0] == "a"
 
 
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_rows_of_a_request_aborted_before_its_loss_is_reported_are_void_too(lookahead: int):
+    engine = Engine(12, preemption_mode="swap", num_lookahead_tokens=lookahead)
+    engine.add("a", 5, 6, n=2)
+    engine.step()
+    step = engine.scheduler.schedule()
+    ((kind, pairs),) = step.decision.transfers()
+    assert kind == "copy"
+    engine.scheduler.abort("a")
+    assert engine.scheduler.complete(step.decision.ticket, [pairs]) == []
+    assert step.void is not None
+    assert step.void.all()
+    assert engine.scheduler.update(step, [1] * step.num_draws) == []
+    engine.manager.check()
+    assert engine.manager.pool().num_free == 12
+
+
 def test_the_memory_of_a_request_grows_with_its_tokens_and_not_with_max_tokens():
     def peak(max_tokens: int) -> int:
         manager = BlockManager(block_size=16, device_blocks=70_000, watermark=0)

@@ -580,7 +580,13 @@ class Scheduler:
         """Restart the requests of sequences that lost bytes; `update` frees their rows in flight, now void."""
         rows, step = self._rows, self._in_flight
         running = [rows.owner(row)[0] for row in rows.find_handles(handles).tolist()]
-        lost = [state for state in dict.fromkeys(running + self._swapping.holders(handles)) if state.alive]
+        states = dict.fromkeys(running + self._swapping.holders(handles))
+        for state in states:  # aborted ones, too, whose rows stay until `update`
+            if state.seats and step is not None:
+                step.void = np.zeros(step.rows, np.bool_) if step.void is None else step.void
+                found = rows.find(state.seats)
+                step.void[found[found < step.rows]] = True
+        lost = [state for state in states if state.alive]
         for state in lost:
             self._stats.lost += 1
             for idle in [idle for idle in state.idle if idle.status is not SequenceStatus.WAITING]:
@@ -588,10 +594,6 @@ class Scheduler:
             if state.seats:
                 state.lost = True
                 self._leaving.append(state)
-                if step is not None:
-                    step.void = np.zeros(step.rows, np.bool_) if step.void is None else step.void
-                    found = rows.find(state.seats)
-                    step.void[found[found < step.rows]] = True
         self._drop_leaving()
         return [state.request.request_id for state in lost]
 
