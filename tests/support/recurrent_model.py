@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from blockyard.scheduler import Step
-from blockyard.testing.machines.scheduler import draw_token
+from blockyard.testing.machines.scheduler import draw_token, seen
 
 
 class Recurrent:
@@ -24,7 +24,8 @@ class Recurrent:
             if step.void is None or not step.void[row]:
                 assert state is None or state >= 0, f"row {row} reads a block that holds no state: {state}"
             known = self.states[state] if state is not None and state >= 0 else []
-            texts.append(known + step.token_ids[first:end].tolist())
+            request, new = self.scheduled.get(step.owner(row)[0]), step.token_ids[first:end].tolist()
+            texts.append(known + (new if request is None else seen(request, new, start)))
         for row, (text, end) in enumerate(zip(texts, (step.start + step.lengths).tolist(), strict=True)):
             assert len(text) == end or (step.void is not None and step.void[row]), f"row {row} reads an older state"
             device[step.block_tables[row, (end - 1) // size]] = len(self.states)
