@@ -98,7 +98,8 @@ def test_tokens_are_the_same_with_and_without_a_prefix_cache_and_in_chunks(repor
     plain = make_report(replace(SMALL, prefix_caching=False))
     chunks = make_report(replace(SMALL, max_num_batched_tokens=24))
     assert [each.identical_requests for each in (report, plain, chunks)] == [12, 12, 12]
-    assert report.cached_prompt_tokens > 0
+    # What a preempted request finds again does not count.
+    assert chunks.cached_prompt_tokens > 0
     assert plain.cached_prompt_tokens == 0
     assert chunks.steps > report.steps
 

@@ -230,6 +230,7 @@ FREE = {
     ("Generator", "wrap_executor"): "a function",
     ("Prefetch", "load"): "made by PrefixStore.prefetch",
     ("Step", "loop"): "made by Scheduler.step",
+    ("Transfer", "memory"): "made by CacheEngine.submit",
 }
 NUMBERS = [
     (lambda w: prefix_with(w, prefetch_timeout_base=None), "prefetch_timeout_base is None, must be a number"),

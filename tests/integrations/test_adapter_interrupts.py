@@ -186,7 +186,9 @@ class LMCacheEngine(Caller):
     def __init__(self, interrupt: Interrupt, module: Any) -> None:
         super().__init__(interrupt)
         FaultyStore.media.clear()
-        self.connector = module.BlockyardConnector(url="faulty://lmcache", kv_dtype="float16", part="4KiB")
+        self.connector = module.BlockyardConnector(
+            url="faulty://lmcache", kv_dtype="float16", part="4KiB", revision="a"
+        )
         random = np.random.default_rng(0)
         self.data = [random.integers(0, 256, 9000, dtype=np.uint8) for _ in self.keys]
         self.begun: list[int] = []

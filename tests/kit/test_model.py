@@ -32,10 +32,12 @@ def calls(kind: type) -> set[str]:
 # needs one, nor any for pins or defragmentation.
 NOT_MODELLED = {
     "fail",
+    "free_all",
     "lose",
     "defrag",
     "mark_computed",
     "next_chunk",
+    "num_open_tickets",
     "pins",
     "prefix",
 }

@@ -369,7 +369,7 @@ LEFT_OUT = {
     r"\w*Stats|Histogram|Resized|Traffic|Draw|Finished|Step|\w*Step|Step(Done|End)|Output|TraceRequest": "results",
     r"DefragReport|Fragmentation|Residency|ResizeProgress|SlabReport": "results",
     r"(External|Threaded|Failing|Unruly)Store(\..*)?|PrefixStore(\..*)?": "in tests/stores/",
-    r"(Cache)?Step\..*|Scheduler\.(complete|update)|LateMemory\..*|Transfer\..*": "of a step in flight",
+    r"(Cache)?Step\..*|Scheduler\.(complete|update)|LateMemory\..*|Transfer(\..*)?": "of a step in flight",
     r"StepExecutor\.collect": "its answer depends on time",
     r"Generator(\..*)?|PagedModel(\..*)?": "they take a model, and pass numbers on",
     r"ReferenceManager\.(block_table|num_tokens|tier|complete)|SimulatedMemory\.store": "handles and rows",

@@ -161,7 +161,7 @@ class CacheEngine:
         self.counters: dict[tuple[str, str], Traffic] = {}
         self.seconds = {"read": Histogram(), "write": Histogram()}
         # Not a method: a reference to the engine would keep it from being freed at once.
-        ended = partial(_count, self.counters, self.seconds, self.memory.bytes_per_block)
+        ended = partial(_count, self.counters, self.seconds, layout.bytes_per_block)
         self.transfers = Transfers(streams, max_outstanding=max_outstanding, max_ahead=max_ahead, on_end=ended)
         _alive.append(weakref.ref(self, _alive.remove))
 
@@ -380,8 +380,8 @@ class CacheEngine:
             torch.AcceleratorError: the device has failed; the memory is released anyway.
         """
         if self.transfers.process.is_current:
-            self.transfers.check()
             try:
+                self.transfers.check()
                 self.transfers.synchronize()
                 self.streams.close()
             except torch.AcceleratorError:
