@@ -157,6 +157,9 @@ def serving_replica(folder: Path, node: Server) -> Iterator[Server]:
         while client.info("replication").get("master_link_status") != "up":
             assert time.monotonic() < until, "the replica has no copy"
             time.sleep(0.05)
+        while primary.info("replication").get("slave0", {}).get("state") != "online":
+            assert time.monotonic() < until, "the node does not count the replica"
+            time.sleep(0.05)
         yield replica
 
 
