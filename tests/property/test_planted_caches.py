@@ -21,7 +21,7 @@ from blockyard.scheduler.admission import Admission
 from blockyard.scheduler.request import IdleSequences
 
 PROGRAMS = 150
-BEGIN, CUT, ORDER = StepExecutor._begin, StepExecutor._cut, Transfers.order_compute
+BEGIN, CUT, ORDER = Part.begin, StepExecutor._cut, Transfers.order_compute
 ALLOCATE = Admission._allocate
 END_STEPS, STAGING, SUBMIT = StepExecutor._end_steps, Memory.staging, CacheEngine.submit
 
@@ -36,10 +36,10 @@ def ignores_after(self: StepExecutor, decision: StepDecision, *rest: Any, **argu
     return CUT(self, StepDecision(decision.ticket, decision.transfers()), *rest, **arguments)
 
 
-def ends_when_begun(self: StepExecutor, part: Part, *, kinds: Sequence[str]) -> None:
-    BEGIN(self, part)
-    if part.kind in kinds:
-        self._legs.end(part, [], None)
+def ends_when_begun(self: Part, *, kinds: Sequence[str]) -> None:
+    BEGIN(self)
+    if self.kind in kinds:
+        self.end([], None)
 
 
 def forgets_lost_moves(self: StepExecutor) -> None:
@@ -77,10 +77,10 @@ FAULTS: dict[str, tuple[type, str, Any, int]] = {
     "copies do not wait": (CacheEngine, "submit", copies_do_not_wait, 498),
     "the order between tickets is ignored": (StepExecutor, "_cut", ignores_after, 6),
     "swaps end when they begin": (
-        *(StepExecutor, "_begin", partialmethod(ends_when_begun, kinds=("swap_in", "swap_out"))),
+        *(Part, "begin", partialmethod(ends_when_begun, kinds=("swap_in", "swap_out"))),
         1,
     ),
-    "moves end when they begin": (StepExecutor, "_begin", partialmethod(ends_when_begun, kinds=("move",)), 24),
+    "moves end when they begin": (Part, "begin", partialmethod(ends_when_begun, kinds=("move",)), 24),
     "lost moves are not reported": (StepExecutor, "_end_steps", forgets_lost_moves, 455),
     "compute does not wait": (Transfers, "order_compute", lambda *_: None, 0),
     "compute waits for the layer before": (Transfers, "order_compute", orders_the_layer_before, 27),

@@ -186,11 +186,22 @@ class CountedInterrupt:
             if self._again == 0:
                 raise self._error
         else:
+            if self.passed == self._place and _is_finalizing(sys._getframe()):
+                self._place += 1  # Python drops what a finalizer raises
             if self.passed == self._place:
                 self.where = str(Place(code, offset, in_main=True))
                 raise self._error
             self.passes.setdefault((id(code), offset), []).append(self.passed)
             self.passed += 1
+
+
+def _is_finalizing(frame: FrameType | None) -> bool:
+    """Whether a frame runs within a finalizer or a callback of the collector, whose exceptions Python drops."""
+    while frame is not None:
+        if frame.f_code.co_name in {"__del__", "gc_callback"}:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class SignalInterrupt:
@@ -223,7 +234,8 @@ class SignalInterrupt:
         while caller is not None and not caller.f_code.co_filename.startswith(_TESTS):
             caller = caller.f_back
         # A store or stream of the tests is not written to be interrupted, and a result on its way to the test is lost.
-        if frame is not None and caller is not frame and caller is not None and caller.f_code.co_name in _CALLERS:
+        is_ours = frame is not None and caller is not frame and not _is_finalizing(frame)
+        if is_ours and caller is not None and caller.f_code.co_name in _CALLERS:
             self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             raise KeyboardInterrupt
 

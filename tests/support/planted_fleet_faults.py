@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from blockyard.errors import StoreError
+from blockyard.executor.loop import StepLoop
 from blockyard.prefix_store import PrefixStore
 from blockyard.prefix_store.loads import Loads
 from blockyard.prefix_store.writes import Writes
 from blockyard.scheduler.admission import Admission
-from blockyard.scheduler.loop import CacheLoop
 from blockyard.sim import FleetOptions
 from blockyard.sim.fleet.servers.redis_cluster import RedisClusterLink
 from blockyard.sim.fleet.servers.redis_server import RedisLink
@@ -276,15 +276,32 @@ def _loaded_though_failed(patch: pytest.MonkeyPatch) -> None:
 
 def _freed_while_read(patch: pytest.MonkeyPatch) -> None:
     """Mooncake #4153: the lease of blocks that are being read ends too early."""
-    advance, end = Writes.advance, Writes._end_job
+    advance = Writes.advance
 
     def early(self: Any) -> None:
         advance(self)
-        for job in list(self._jobs):
-            end(self, job)
+        if not isinstance(self._store_jobs, _EndsOnce):
+            self._store_jobs = _EndsOnce(self._store_jobs)
+        for write in self._reading:
+            self._store_jobs.end_write(write.job.job)
 
     patch.setattr(Writes, "advance", early)
-    patch.setattr(Writes, "_end_job", lambda self, job: job not in self._jobs or end(self, job))
+
+
+class _EndsOnce:
+    """Store jobs of which each may be ended again, without effect."""
+
+    def __init__(self, jobs: Any) -> None:
+        self._jobs, self._ended = jobs, set[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jobs, name)
+
+    def end_write(self, job: int) -> bool:
+        if job in self._ended:
+            return True
+        self._ended.add(job)
+        return bool(self._jobs.end_write(job))
 
 
 def _failed_loads_stay_leased(patch: pytest.MonkeyPatch) -> None:
@@ -352,12 +369,12 @@ def _no_transactions(patch: pytest.MonkeyPatch) -> None:
 
 
 def _failed_moves_land(patch: pytest.MonkeyPatch) -> None:
-    end = CacheLoop._end
+    end = StepLoop._end
 
-    def pretend(self: Any, ticket: int, lost: Any, errors: Any) -> None:
-        end(self, ticket, [pairs for pairs in lost if pairs.src != pairs.dst], errors)
+    def pretend(self: Any, done: Any) -> None:
+        end(self, done._replace(lost=tuple(pairs for pairs in done.lost if pairs.src != pairs.dst)))
 
-    patch.setattr(CacheLoop, "_end", pretend)
+    patch.setattr(StepLoop, "_end", pretend)
 
 
 def _given_back_in_use(patch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -46,6 +47,8 @@ class Unused:
 
     def look(self) -> None:
         """Log what the counters show, and forget checks that are decided."""
+        if sys.is_finalizing():
+            return  # a cache that a finalizer closes; nothing can be imported any more
         stats = self._manager.stats()
         self._checks = [check for check in self._checks if not check(stats)]
 
