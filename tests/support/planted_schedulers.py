@@ -545,7 +545,7 @@ FAULTS = [
     Fault("a freed sequence still run", RunsTheFreed, r"sequence \d+"),
     Fault("`append` without `can_append`", AppendsBlindly, r"append\("),
     Fault("`swap_out` without `can_swap_out`", SwapsOutBlindly, r"swap_out\("),
-    Fault("a preempted request restarted without its outputs", RestartsWithThePrompt, r"sequence \d+"),
+    Fault("a preempted request restarted without its outputs", RestartsWithThePrompt, r"sequence \d+|request '\w+'"),
     Fault("a copy engine that ignores `after`", WaitsForNoReads, r"sequence \d+.*block \d+"),
     Fault("a copy engine that drops a block of a swap-out", ForgetsTheLastPair, r"block \d+"),
     Fault("a copy engine that loads the next block", LoadsTheNextBlock, r"block \d+"),
