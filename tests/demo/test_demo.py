@@ -94,12 +94,17 @@ def test_tokens_are_identical_though_blocks_went_every_way(report: Report) -> No
     assert report.exit_code == 0
 
 
-def test_tokens_are_the_same_with_and_without_a_prefix_cache_and_in_chunks(report: Report) -> None:
+def test_tokens_are_the_same_with_and_without_a_prefix_cache_and_in_chunks(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = make_report(replace(SMALL, prefix_caching=False))
     chunks = make_report(replace(SMALL, max_num_batched_tokens=24))
-    assert [each.identical_requests for each in (report, plain, chunks)] == [12, 12, 12]
-    # What a preempted request finds again does not count.
-    assert chunks.cached_prompt_tokens > 0
+    for number in range(4):
+        (tmp_path / f"{number}.py").write_text(("x" * 39 + "\n") * 400)
+    monkeypatch.setattr(run, "StandardText", partial(StandardText, tmp_path))
+    alike = make_report(SMALL)
+    assert [each.identical_requests for each in (report, plain, chunks, alike)] == [12, 12, 12, 12]
+    assert alike.cached_prompt_tokens > 0
     assert plain.cached_prompt_tokens == 0
     assert chunks.steps > report.steps
 

@@ -184,7 +184,9 @@ class CountedInterrupt:
         if self.where:
             self._again -= 1
             if self._again == 0:
-                raise self._error
+                if not _is_finalizing(sys._getframe()):
+                    raise self._error
+                self._again = 1  # Python drops what a finalizer raises
         else:
             if self.passed == self._place and _is_finalizing(sys._getframe()):
                 self._place += 1  # Python drops what a finalizer raises
