@@ -275,16 +275,15 @@ class BatchStore(ExternalStore):
 
     def _serve(self) -> None:
         """Run batches; return after a while without any."""
-        batch = None
+        taken: list[Batch] = []
         while True:
             try:
-                batch = self._next()
-                if batch is None:
+                if not self._next(taken):
                     return
-                self._serve_one(batch)
-                batch = None  # a waiting thread must not keep the rows alive
-            except BaseException as error:  # noqa: BLE001, PERF203 (such as MemoryError: the batch is a miss)
-                self._recover_surely(batch, error)
+                self._serve_one(taken[0])
+            except BaseException as error:  # noqa: BLE001 (such as MemoryError: the batch is a miss)
+                self._recover_surely(taken[0] if taken else None, error)
+            taken.clear()  # a waiting thread must not keep the rows alive
 
     def _recover_surely(self, batch: Batch | None, error: BaseException) -> None:
         """Recover however long it takes to get the memory: without it, the store would lose a thread for good."""
@@ -303,8 +302,14 @@ class BatchStore(ExternalStore):
             self._note(error)
             self._changed.notify_all()
 
-    def _next(self) -> Batch | None:
-        """Wait for a batch. After a while without any, return None and count the thread as ended."""
+    def _next(self, taken: list[Batch]) -> bool:
+        """Wait for a batch, and append it to `taken`. After a while without any, count the thread as ended.
+
+        An exception as this returns leaves the batch in `taken`, so that its thread can end it.
+
+        Returns:
+            Whether there is a batch.
+        """
         with self._lock:
             if self._first_ready() is None and not self._closed:
                 self._idle += 1
@@ -316,10 +321,11 @@ class BatchStore(ExternalStore):
             if batch is None:
                 self._changed.notify_all()
                 self._num_threads -= 1
-                return None
+                return False
+            taken.append(batch)
             self._order.withdraw(batch)
             batch.running = True
-            return batch
+            return True
 
     def _first_ready(self) -> Batch | None:
         """Return the batch to run next; while the storage does not answer, only a lookup runs, as a probe."""
