@@ -48,7 +48,7 @@ class Unused:
     def look(self) -> None:
         """Log what the counters show, and forget checks that are decided."""
         if sys.is_finalizing():
-            return  # a cache that a finalizer closes; nothing can be imported any more
+            return  # a cache that a finalizer closes; modules can no longer be imported
         stats = self._manager.stats()
         self._checks = [check for check in self._checks if not check(stats)]
 
