@@ -110,6 +110,12 @@ def test_the_changelog_starts_with_what_comes_next_or_with_the_version(repo: Pat
     assert blockyard.__version__ in headings
 
 
+def test_the_first_release_lists_features_and_no_fixes(repo: Path):
+    first = (repo / "CHANGELOG.md").read_text(encoding="utf-8").rpartition("\n## ")[2]
+    assert first.startswith("0.1.0\n")
+    assert not find(r".*(?:no longer|\bBefore\b|\bbefore:|[Ff]ixed).*", first)
+
+
 def test_every_promised_python_is_tested(repo: Path, workflows: dict[str, str]):
     project = (repo / "pyproject.toml").read_text(encoding="utf-8")
     promised = find(r'"Programming Language :: Python :: (3\.\d+)"', project)
