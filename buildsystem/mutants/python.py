@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mutants.python_faults import Fault, all_faults
+from mutants.python_faults import PlantedFault, all_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 900
@@ -47,7 +47,7 @@ def run_tests(sources: Path, tests: tuple[str, ...]) -> int:
     return done.returncode
 
 
-def is_caught(sources: Path, fault: Fault) -> bool:
+def is_caught(sources: Path, fault: PlantedFault) -> bool:
     """Plant a fault, run its tests and remove it again."""
     path = sources / "blockyard" / fault.file
     text = path.read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from mutants.store_faults import STORE_FAULTS
 
 
-class Fault(NamedTuple):
+class PlantedFault(NamedTuple):
     """A fault: its file below `python/blockyard`, the original and the faulty text, the test files that catch it."""
 
     file: str
@@ -519,8 +519,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
 ]
 
 
-def all_faults() -> Iterator[Fault]:
+def all_faults() -> Iterator[PlantedFault]:
     """Yield every fault."""
     for file, tests, pairs in (*_FAULTS, *STORE_FAULTS):
         for original, faulty in pairs:
-            yield Fault(file, original, faulty, tests)
+            yield PlantedFault(file, original, faulty, tests)

@@ -55,7 +55,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class OpLibrary:
+class OpLibraryFile:
     """What is known about the op library without loading it.
 
     Attributes:
@@ -101,7 +101,7 @@ def run_doctor(view: Progress, package: Path = _PACKAGE) -> list[Check]:
     return [*checks, *devices, check_memory_lock(has_device=has_device), check_direct_io(Path(tempfile.gettempdir()))]
 
 
-def find_op_library(package: Path = _PACKAGE) -> OpLibrary:
+def find_op_library(package: Path = _PACKAGE) -> OpLibraryFile:
     """Find the op library and the build's record of it.
 
     Args:
@@ -115,16 +115,16 @@ def find_op_library(package: Path = _PACKAGE) -> OpLibrary:
         written = json.loads((package / "_ops.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         if path.is_file():
-            return OpLibrary(path)
-        return OpLibrary(None, f"_ops.so and the build's record are missing ({type(error).__name__}: {error})")
+            return OpLibraryFile(path)
+        return OpLibraryFile(None, f"_ops.so and the build's record are missing ({type(error).__name__}: {error})")
     if not written.get("built"):
-        return OpLibrary(None, f"built without the op library: {written.get('reason', 'unknown')}")
+        return OpLibraryFile(None, f"built without the op library: {written.get('reason', 'unknown')}")
     if not path.is_file():
-        return OpLibrary(None, f"it was built for CUDA {written['cuda']}, but {path} is gone")
-    return OpLibrary(path, "", written["torch"], written["cuda"], tuple(written["archs"]), written["compiler"])
+        return OpLibraryFile(None, f"it was built for CUDA {written['cuda']}, but {path} is gone")
+    return OpLibraryFile(path, "", written["torch"], written["cuda"], tuple(written["archs"]), written["compiler"])
 
 
-def check_op_library(library: OpLibrary) -> Check:
+def check_op_library(library: OpLibraryFile) -> Check:
     """Return what the op library was built for, or why it is missing."""
     if library.path is None:
         gone = library.reason.endswith("is gone")
@@ -247,7 +247,7 @@ def _describe_torch_build(torch: ModuleType) -> str:
     return f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
 
 
-def _try_loading(library: OpLibrary, torch: ModuleType | None) -> Check:
+def _try_loading(library: OpLibraryFile, torch: ModuleType | None) -> Check:
     name = "op_library_loads"
     if library.path is None:
         return Check(name, "ok", f"no, there is none; {_WITHOUT}")
@@ -264,7 +264,7 @@ def _try_loading(library: OpLibrary, torch: ModuleType | None) -> Check:
     return Check(name, "fail", f"no: {loading.reason}; {_WITHOUT}", advice)
 
 
-def _check_devices(library: OpLibrary, torch: ModuleType | None) -> list[Check]:
+def _check_devices(library: OpLibraryFile, torch: ModuleType | None) -> list[Check]:
     name = "cuda_device"
     if torch is None:
         return [Check(name, "ok", "not looked for, without torch")]

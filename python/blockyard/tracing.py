@@ -27,12 +27,12 @@ __all__ = ["instrument", "uninstrument"]
 Value: TypeAlias = str | int
 
 
-class Span:
+class TraceSpan:
     """A span that is not recorded, nor are the spans within it. `NO_SPAN` is the only instance."""
 
     __slots__ = ()
 
-    def begin(self, name: str, **attributes: Value) -> Span:  # noqa: ARG002 (nothing is recorded)
+    def begin(self, name: str, **attributes: Value) -> TraceSpan:  # noqa: ARG002 (nothing is recorded)
         """Begin a span within this one.
 
         Args:
@@ -50,7 +50,7 @@ class Span:
         """
 
 
-NO_SPAN = Span()
+NO_SPAN = TraceSpan()
 
 
 class _Tracer:
@@ -64,19 +64,19 @@ class _Tracer:
         self.api = trace
         self._tracer = trace.get_tracer("blockyard", __version__, provider)
 
-    def begin(self, name: str, context: Context | None, attributes: Mapping[str, Value]) -> Span:
+    def begin(self, name: str, context: Context | None, attributes: Mapping[str, Value]) -> TraceSpan:
         span = self._tracer.start_span(f"blockyard.{name}", context, attributes=_named(attributes))
-        return _Recorded(self, span) if span.is_recording() else NO_SPAN
+        return _RecordedSpan(self, span) if span.is_recording() else NO_SPAN
 
 
-class _Recorded(Span):
+class _RecordedSpan(TraceSpan):
     __slots__ = ("_span", "_tracer")
 
     def __init__(self, tracer: _Tracer, span: trace.Span) -> None:
         self._tracer = tracer
         self._span = span
 
-    def begin(self, name: str, **attributes: Value) -> Span:
+    def begin(self, name: str, **attributes: Value) -> TraceSpan:
         return self._tracer.begin(name, self._tracer.api.set_span_in_context(self._span), attributes)
 
     def end(self, error: Exception | None = None, **attributes: Value) -> None:
@@ -91,8 +91,8 @@ class _Recorded(Span):
 _tracer: _Tracer | None = None
 
 
-def begin(name: str, **attributes: Value) -> Span:
-    """Begin a span within the caller's current one; see `Span.begin`."""
+def begin(name: str, **attributes: Value) -> TraceSpan:
+    """Begin a span within the caller's current one; see `TraceSpan.begin`."""
     tracer = _tracer  # once: another thread may call `uninstrument`
     return NO_SPAN if tracer is None else tracer.begin(name, None, attributes)
 
@@ -103,10 +103,10 @@ class Trace:
     __slots__ = ("_spans",)
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []  # the whole, then its running legs
+        self._spans: list[TraceSpan] = []  # the whole, then its running legs
 
     def begin(self, name: str, **attributes: Value) -> None:
-        """Begin the span of the whole within the caller's current one; see `Span.begin`."""
+        """Begin the span of the whole within the caller's current one; see `TraceSpan.begin`."""
         if _tracer is not None:
             keep(self._spans, partial(begin, name, **attributes))
 
@@ -116,7 +116,7 @@ class Trace:
             keep(self._spans, partial(self._spans[0].begin, name, **attributes))
 
     def end_leg(self, error: Exception | None = None, **attributes: Value) -> None:
-        """End the span of the running leg; see `Span.end`. Idempotent."""
+        """End the span of the running leg; see `TraceSpan.end`. Idempotent."""
         for leg in self._spans[1:]:
             leg.end(error, **attributes)
         del self._spans[1:]

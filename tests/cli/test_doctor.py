@@ -202,7 +202,7 @@ def test_a_device_is_asked_to_be_calibrated_once(monkeypatch: pytest.MonkeyPatch
     from blockyard.engine.ops.strategy import StrategyTable, table_path
 
     fake_device(monkeypatch, tmp_path, (9, 0))
-    library = doctor.OpLibrary(tmp_path, archs=("sm_90",))
+    library = doctor.OpLibraryFile(tmp_path, archs=("sm_90",))
     device, copies = doctor._check_devices(library, sys.modules["torch"])
     assert (device.status, device.found) == (
         "ok",
@@ -221,7 +221,7 @@ def test_a_device_without_kernels_is_a_fault_unless_there_is_no_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, archs: tuple[str, ...], path: bool, status: str
 ):
     fake_device(monkeypatch, tmp_path, (7, 5))
-    library = doctor.OpLibrary(tmp_path if path else None, archs=archs)
+    library = doctor.OpLibraryFile(tmp_path if path else None, archs=archs)
     assert doctor._check_devices(library, sys.modules["torch"])[0].status == status
 
 
@@ -230,7 +230,7 @@ def test_a_driver_without_a_device_for_torch_is_a_fault(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys.modules["torch"].cuda, "is_available", lambda: False)
     for there, status in ((tmp_path, "fail"), (tmp_path / "absent", "ok")):
         monkeypatch.setattr(doctor, "_NVIDIA", there)
-        assert doctor._check_devices(doctor.OpLibrary(None), sys.modules["torch"])[0].status == status
+        assert doctor._check_devices(doctor.OpLibraryFile(None), sys.modules["torch"])[0].status == status
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from blockyard.demo.demo_model import demo_config, demo_model
-from blockyard.demo.history import History
-from blockyard.demo.serve import Faults, Served, serve
+from blockyard.demo.history import StepHistory
+from blockyard.demo.serve import Faults, PagedRun, serve
 from blockyard.demo.workload import StandardText, text_workload
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.progress import show_progress
@@ -17,7 +17,7 @@ from blockyard.timeline import Timeline
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, Faults, Timeline]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[PagedRun, Faults, Timeline]:
     config = demo_config(num_layers=1, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2)
     model, faults, timeline = demo_model(config), Faults(corrupt=3, seed=1), Timeline("step")
     items = text_workload(10, seed=0, prompt_tokens=(16, 60), output_tokens=(24, 60), text=StandardText())
@@ -28,10 +28,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, Faults, Timel
         ) as generator,
         show_progress("run", quiet=True) as view,
     ):
-        return serve(generator, items, faults, view, [History(generator, faults, timeline)]), faults, timeline
+        return serve(generator, items, faults, view, [StepHistory(generator, faults, timeline)]), faults, timeline
 
 
-def test_spans_count_each_transfer_preemption_and_fault(run: tuple[Served, Faults, Timeline]) -> None:
+def test_spans_count_each_transfer_preemption_and_fault(run: tuple[PagedRun, Faults, Timeline]) -> None:
     served, faults, timeline = run
     counts: Counts[tuple[str, str]] = Counts()
     for span in timeline.spans:
@@ -55,7 +55,7 @@ def test_spans_count_each_transfer_preemption_and_fault(run: tuple[Served, Fault
     assert list(timeline.lanes())[:2] == ["faults", "preemptions"]
 
 
-def test_counters_reach_the_peaks_and_end_where_the_run_ends(run: tuple[Served, Faults, Timeline]) -> None:
+def test_counters_reach_the_peaks_and_end_where_the_run_ends(run: tuple[PagedRun, Faults, Timeline]) -> None:
     served, _, timeline = run
     values: dict[tuple[str, str], list[float]] = {}
     for counter in timeline.counters:

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from blockyard.engine.ops import bind
 from blockyard.integrations.vllm import BlockyardSpec
-from blockyard.integrations.vllm.worker import BlockyardWorker, _Group, _rows
+from blockyard.integrations.vllm.worker import BlockyardWorker, _GroupCopies, _rows
 
 
 class PolicyOnCpu(CPUOffloadingSpec):
@@ -40,7 +40,7 @@ class TieringOnCpu(TieringOffloadingSpec):
             worker = BlockyardWorker(kv_caches, blocks_per_chunk=1, num_chunks=self.num_chunks)
             device = [_rows(cache.tensor, cache.page_size_bytes) for cache in kv_caches.tensors]
             host = [self._region.create_next_worker_view(rows.shape[1]).view(torch.uint8) for rows in device]
-            worker._groups = [_Group(bind(device, host), bind(host, device)) for _ in kv_caches.group_data_refs]
+            worker._groups = [_GroupCopies(bind(device, host), bind(host, device)) for _ in kv_caches.group_data_refs]
             self._worker = worker
         return self._worker
 
@@ -57,7 +57,7 @@ class UnevenRanks(BlockyardSpec):
         return worker
 
 
-def _hindered(group: _Group, what: str) -> _Group:
+def _hindered(group: _GroupCopies, what: str) -> _GroupCopies:
     def late(mapping: Any) -> None:
         time.sleep(0.1)
         if group.store is not None:

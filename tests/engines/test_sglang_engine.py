@@ -150,16 +150,16 @@ def test_a_damaged_page_ends_the_prefix_and_nothing_else(group: Any, tmp_path: P
 
 @pytest.mark.parametrize("sabotage", ["no-op", "wrong page"])
 def test_a_sabotaged_load_shows(group: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sabotage: str):
-    from blockyard.integrations.sglang.storage import _Pool
+    from blockyard.integrations.sglang.storage import _HostPages
 
     first = Engine(group, tmp_path, layout="layer_first", v1=True)
     wanted = first.store()
     first.close()
-    known = _Pool.write
+    known = _HostPages.write
     if sabotage == "no-op":
-        monkeypatch.setattr(_Pool, "write", lambda self, index, data: None)
+        monkeypatch.setattr(_HostPages, "write", lambda self, index, data: None)
     else:
-        monkeypatch.setattr(_Pool, "write", lambda self, index, data: known(self, index ^ PAGE, data))
+        monkeypatch.setattr(_HostPages, "write", lambda self, index, data: known(self, index ^ PAGE, data))
     again = Engine(group, tmp_path, layout="layer_first", v1=True, seed=1)
     assert not same(again.load(), wanted)
     again.close()

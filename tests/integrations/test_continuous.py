@@ -41,13 +41,13 @@ def model() -> Any:
 def pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The pools that caches make meanwhile; each recounts its state at the end."""
     made: list[Any] = []
-    known = continuous._Pool.set_blocks_per_sector
+    known = continuous._SectorPool.set_blocks_per_sector
 
     def note(self: Any, index: int, count: int) -> None:
         made.append(self)
         known(self, index, count)
 
-    monkeypatch.setattr(continuous._Pool, "set_blocks_per_sector", note)
+    monkeypatch.setattr(continuous._SectorPool, "set_blocks_per_sector", note)
     yield made
     for pool in made:
         pool.blocks.check()
@@ -143,4 +143,4 @@ def test_the_hooks_are_put_back_and_others_are_left_alone(monkeypatch: pytest.Mo
 
 def test_a_hybrid_model_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match="2 types of attention"):
-        continuous._Pool(8, 2)
+        continuous._SectorPool(8, 2)

@@ -13,7 +13,7 @@ from blockyard.testing import Config, LateMemory
 from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
 from blockyard.testing.machines.own_scheduler import Simulation
 from blockyard.testing.machines.scheduler import SchedulerMachine, draw_token
-from blockyard.testing.machines.watch import Watch
+from blockyard.testing.machines.watch import SequenceWatch
 
 KIT = Path(__file__).parents[2] / "examples" / "test_kit.py"
 spec = importlib.util.spec_from_file_location("test_kit", KIT)
@@ -133,7 +133,7 @@ def test_a_bug_is_noticed(bug: type, says: str | None):
 @pytest.fixture
 def simulation() -> Simulation:
     config = Config(block_size=2, device_blocks=4)
-    watch = Watch()
+    watch = SequenceWatch()
     watch.manager, watch.memory = BlockManager(**config.arguments()), LateMemory(config)
     watch.texts["a"] = [1, 2, 3, draw_token([1, 2, 3], 0)]
     return Simulation(watch, lambda decision: [])

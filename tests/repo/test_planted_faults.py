@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mutants.python_faults import Fault, all_faults
+from mutants.python_faults import PlantedFault, all_faults
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,7 +15,7 @@ EXPLAINED = (ROOT / "buildsystem" / "mutants" / "explained.txt").read_text(encod
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.file}-{fault.original.strip()[:40]}")
-def test_a_fault_changes_one_place_of_its_file_and_names_tests(fault: Fault):
+def test_a_fault_changes_one_place_of_its_file_and_names_tests(fault: PlantedFault):
     text = (ROOT / "python" / "blockyard" / fault.file).read_text(encoding="utf-8")
     assert text.count(fault.original) == 1
     assert fault.faulty != fault.original

@@ -41,13 +41,18 @@ def lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
 
 
-def python_functions(path: Path) -> Iterator[tuple[str, int]]:
+def statements(path: Path) -> Iterator[ast.AST]:
+    """The nodes of a module but its expressions, which are most."""
     nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     for node in nodes:
+        yield node
+        nodes += [inner for inner in ast.iter_child_nodes(node) if not isinstance(inner, ast.expr)]
+
+
+def python_functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in statements(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
-        # Expressions, which are most of the nodes, hold no functions.
-        nodes += [inner for inner in ast.iter_child_nodes(node) if not isinstance(inner, ast.expr)]
 
 
 def rust_functions(path: Path) -> Iterator[tuple[str, int]]:
@@ -96,6 +101,28 @@ def test_no_function_is_too_long():
         if length > LONGEST_FUNCTION
     ]
     assert not too_long
+
+
+def class_names(sources: list[Path]) -> dict[str, list[str]]:
+    """Where each class is defined, by its name without underscores."""
+    found: dict[str, list[str]] = {}
+    for path in sources:
+        for node in statements(path):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.strip("_"), []).append(f"{path}:{node.lineno}")
+    return found
+
+
+def test_a_class_name_means_one_class():
+    sources = [path for path in tree({".py"}) if path.relative_to(ROOT).parts[0] in {"python", "buildsystem"}]
+    assert not {name: places for name, places in class_names(sources).items() if len(places) > 1}
+
+
+def test_classes_of_one_name_are_found(tmp_path: Path):
+    (tmp_path / "a.py").write_text("class _Job:\n    class Part: ...\n")
+    (tmp_path / "b.py").write_text("def f():\n    class Job: ...\n")
+    found = class_names([tmp_path / "a.py", tmp_path / "b.py"])
+    assert found == {"Job": [f"{tmp_path / 'a.py'}:1", f"{tmp_path / 'b.py'}:2"], "Part": [f"{tmp_path / 'a.py'}:2"]}
 
 
 SAMPLES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockyard.demo.report import Peak, Report, SwapStoreCounters, Transfer
+from blockyard.demo.report import Peak, Report, SwapStoreCounters, TransferCount
 
 REPORT = Report(
     version="0.1.0",
@@ -22,10 +22,10 @@ REPORT = Report(
     preemptions={"swap_host": 4, "swap_external": 3, "recompute": 2},
     lost=0,
     transfers=[
-        Transfer("swap_out", "device", "host", 40, 40 * 2**20),
-        Transfer("swap_out", "device", "external", 30, 30 * 2**20),
-        Transfer("swap_out", "host", "external", 5, 5 * 2**20),
-        Transfer("copy", "device", "device", 7, 7 * 2**20),
+        TransferCount("swap_out", "device", "host", 40, 40 * 2**20),
+        TransferCount("swap_out", "device", "external", 30, 30 * 2**20),
+        TransferCount("swap_out", "host", "external", 5, 5 * 2**20),
+        TransferCount("copy", "device", "device", 7, 7 * 2**20),
     ],
     peak={"device": Peak(96, 96), "host": Peak(20, 24), "external": Peak(30, 512)},
     swap_store=SwapStoreCounters(written_blocks=35, written_bytes=35 * 2**20, read_blocks=35, read_bytes=35 * 2**20),

@@ -1,4 +1,4 @@
-"""`History`: a timeline of a demo run: tiers, transfers, preemptions and faults of each step."""
+"""`StepHistory`: a timeline of a demo run: tiers, transfers, preemptions and faults of each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from blockyard.demo.serve import Faults
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.timeline import Counter, Span, Timeline
 
-__all__ = ["History"]
+__all__ = ["StepHistory"]
 
 _TIERS: Final[tuple[Literal["device", "host", "external"], ...]] = ("device", "host", "external")
 _PREEMPTIONS: Final = {
@@ -19,7 +19,7 @@ _PREEMPTIONS: Final = {
 }
 
 
-class History:
+class StepHistory:
     """Adds each step to a timeline whose unit is the step.
 
     Args:

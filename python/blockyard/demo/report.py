@@ -17,7 +17,7 @@ SABOTAGE_KINDS = ("swap_in", "swap_out", "copy")
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TransferCount:
     """The blocks of one kind of transfer between two tiers.
 
     Attributes:
@@ -174,7 +174,7 @@ class Report:
     reference_seconds: float
     preemptions: dict[str, int]
     lost: int
-    transfers: list[Transfer]
+    transfers: list[TransferCount]
     peak: dict[str, Peak]
     swap_store: SwapStoreCounters
     damage: Damage | None
@@ -205,7 +205,7 @@ class Report:
         """Return the number of blocks of one kind of transfer.
 
         Args:
-            kind: as in `Transfer.kind`.
+            kind: as in `TransferCount.kind`.
             tier: count only blocks from or to this tier; all if None.
 
         Returns:

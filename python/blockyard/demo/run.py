@@ -23,7 +23,7 @@ from blockyard.demo.report import (
     Report,
     Sabotage,
     SwapStoreCounters,
-    Transfer,
+    TransferCount,
 )
 from blockyard.demo.workload import StandardText, WorkItem, text_workload, trace_workload
 from blockyard.errors import InvalidArgumentError
@@ -37,7 +37,7 @@ from blockyard.traces import read_trace, scale_lengths
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from blockyard.demo.serve import Faults, Outputs, Served
+    from blockyard.demo.serve import Faults, Outputs, PagedRun
 
 SPACE_OF_OWN_MODEL = "64MiB"
 SPACE_OF_OTHER_MODELS = "1GiB"
@@ -274,10 +274,10 @@ def _serve(
     *,
     quiet: bool,
     timeline: Timeline | None,
-) -> tuple[Served, PoolReport | None]:
-    from blockyard.demo.history import History  # noqa: PLC0415 - loads torch
+) -> tuple[PagedRun, PoolReport | None]:
+    from blockyard.demo.history import StepHistory  # noqa: PLC0415 - loads torch
     from blockyard.demo.models import bytes_per_block, name_of_weights, require_memory  # noqa: PLC0415 - loads torch
-    from blockyard.demo.serve import Watch, serve  # noqa: PLC0415 - loads torch
+    from blockyard.demo.serve import RunWatch, serve  # noqa: PLC0415 - loads torch
     from blockyard.demo.shrink import PoolWatch, defragmentation  # noqa: PLC0415 - loads torch
     from blockyard.integrations.transformers.generator import Generator  # noqa: PLC0415 - loads torch
 
@@ -310,9 +310,9 @@ def _serve(
         ) as generator,
         show_progress("paged run", quiet=quiet) as view,
     ):
-        watches = list[Watch]()
+        watches = list[RunWatch]()
         if timeline is not None:
-            watches.append(History(generator, faults, timeline))
+            watches.append(StepHistory(generator, faults, timeline))
         if not watched:
             return serve(generator, items, faults, view, watches), None
         pool = PoolWatch(generator, goal=options.defrag, shrink_to=options.shrink_to)
@@ -354,7 +354,7 @@ class _Run:
     model: str
     device: str
     items: Sequence[WorkItem]
-    served: Served
+    served: PagedRun
     faults: Faults
     pool: PoolReport | None
 
@@ -387,7 +387,7 @@ def _report(run: _Run, wanted: Outputs, ties: list[Difference], reference_second
         },
         lost=stats.lost,
         transfers=[
-            Transfer(kind, src, dst, count, count * served.bytes_per_block)
+            TransferCount(kind, src, dst, count, count * served.bytes_per_block)
             for (kind, src, dst), count in sorted(served.blocks.items())
         ],
         peak={name: Peak(used, served.totals[name]) for name, used in peaks.items()},
@@ -428,7 +428,7 @@ def _sabotage(faults: Faults) -> Sabotage | None:
     return Sabotage(faults.sabotaged.kind, faults.sabotaged.seen, faults.sabotaged.dropped)
 
 
-def _settings(options: DemoOptions, served: Served) -> dict[str, int | float | str | None]:
+def _settings(options: DemoOptions, served: PagedRun) -> dict[str, int | float | str | None]:
     given = {
         name: value if isinstance(value, int | float | None) else str(value) for name, value in asdict(options).items()
     }

@@ -24,7 +24,7 @@ Outputs = dict[str, list[list[int]]]
 
 
 @dataclass(frozen=True)
-class Served:
+class PagedRun:
     """Results and counters of a paged run.
 
     Attributes:
@@ -48,7 +48,7 @@ class Served:
     prefix_store: dict[str, Any] | None = None
 
 
-class Watch(Protocol):
+class RunWatch(Protocol):
     """Observes the steps of a run."""
 
     def after_step(self, done: int, total: int) -> None:
@@ -103,8 +103,8 @@ def serve(
     items: Sequence[WorkItem],
     faults: Faults,
     view: Progress,
-    watches: Sequence[Watch] = (),
-) -> Served:
+    watches: Sequence[RunWatch] = (),
+) -> PagedRun:
     """Serve a workload to its end.
 
     Time advances by one tick per step. All requests arrive within the steps of the longest answer, so memory is under
@@ -145,7 +145,7 @@ def serve(
     prefixes = generator.cache.prefix_store
     if prefixes is not None:
         prefixes.wait(10)
-    return Served(
+    return PagedRun(
         outputs=outputs,
         seconds=time.perf_counter() - started,
         stats=generator.scheduler.stats(),

@@ -17,7 +17,7 @@ from blockyard.executor.remote import RemoteExecutor
 __all__ = ["ParallelExecutor"]
 
 
-class _OpenDecision(NamedTuple):
+class _RankReports(NamedTuple):
     """A decision that not all ranks have reported, and the reports of those that have."""
 
     decision: StepDecision
@@ -68,7 +68,7 @@ class ParallelExecutor(Executor):
             raise InvalidArgumentError("executors is empty, must have one for each rank")
         _check(executors)
         self.executors = tuple(executors)
-        self._open: dict[int, _OpenDecision] = {}  # by ticket, until all ranks have reported
+        self._open: dict[int, _RankReports] = {}  # by ticket, until all ranks have reported
         self._is_changing = False  # if set when a call begins, an exception ended the last one
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class ParallelExecutor(Executor):
             raise UnknownTicketError(f"decision {decision.ticket} is already in flight")
         reports: dict[int, StepDone] = {}
         self._is_changing = True
-        self._open[decision.ticket] = _OpenDecision(decision, reports)
+        self._open[decision.ticket] = _RankReports(decision, reports)
         refused: dict[int, BlockyardError] = {}
         # Workers start first, so that they run concurrently with this process.
         for rank in sorted(range(len(self.executors)), key=lambda rank: not _is_remote(self.executors[rank])):

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from blockyard import BlockManager, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
-from blockyard.replay.link import Link
+from blockyard.replay.link import CopyLink
 from blockyard.replay.store_tier import StoreTier
 from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
 from blockyard.scheduler.step import Step
 from blockyard.stores.base import StoreStats
 from blockyard.traces import TraceRequest
 
-__all__ = ["EngineOptions", "StepTime", "Times", "Watch", "replay_times"]
+__all__ = ["EngineOptions", "ReplayWatch", "StepTime", "Times", "replay_times"]
 
 _MAX_STEPS: Final = 64
 """Maximum number of plain decoding steps that the scheduler decides at once, as if a step computed several tokens.
@@ -159,7 +159,7 @@ class StepTime(Protocol):
         """
 
 
-class Watch(Protocol):
+class ReplayWatch(Protocol):
     """Observes a replay."""
 
     def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:
@@ -229,7 +229,7 @@ def replay_times(
     options: EngineOptions,
     step_time: StepTime,
     *,
-    watch: Watch | None = None,
+    watch: ReplayWatch | None = None,
 ) -> Times:
     """Serve a trace in virtual time.
 
@@ -258,7 +258,7 @@ class _Replay:
         requests: Sequence[TraceRequest],
         options: EngineOptions,
         step_time: StepTime,
-        watch: Watch | None,
+        watch: ReplayWatch | None,
     ) -> None:
         sizes = {request.hash_tokens for request in requests if request.hash_tokens}
         if options.prefix_caching and any(size % options.block_size for size in sizes):
@@ -277,8 +277,8 @@ class _Replay:
             prefix_caching=caching if options.prefix_caching else False,
         )
         self._now = 0.0
-        self._to_device = Link(options.host_bandwidth, options.host_latency)
-        self._to_host = Link(options.host_bandwidth, options.host_latency)
+        self._to_device = CopyLink(options.host_bandwidth, options.host_latency)
+        self._to_host = CopyLink(options.host_bandwidth, options.host_latency)
         self._tier = self._open_store() if options.store_blocks else None
         self._scheduler = Scheduler(
             self._manager,
@@ -323,8 +323,8 @@ class _Replay:
             options.bytes_per_block,
             options.store_writes,
             storage=(
-                Link(options.store_read_bandwidth, options.store_latency),
-                Link(options.store_write_bandwidth, options.store_latency),
+                CopyLink(options.store_read_bandwidth, options.store_latency),
+                CopyLink(options.store_write_bandwidth, options.store_latency),
             ),
             copies=(self._to_device, self._to_host),
             clock=lambda: self._now,
@@ -450,7 +450,7 @@ class _Replay:
         fit = (until - self._now) / self._last_took + 1 if self._last_took else 1
         return int(max(1, min(_MAX_STEPS, fit, self._ends[0] - self._decoded if self._ends else 1)))
 
-    def _send(self, link: Link, way: str, blocks: int, size: int) -> float:
+    def _send(self, link: CopyLink, way: str, blocks: int, size: int) -> float:
         start = max(self._now, link.free_at)
         end = link.send(self._now, size)
         if self._watch is not None:

@@ -1,11 +1,11 @@
-"""`Link`: the time that copies between two memories take."""
+"""`CopyLink`: the time that copies between two memories take."""
 
 from __future__ import annotations
 
-__all__ = ["Link"]
+__all__ = ["CopyLink"]
 
 
-class Link:
+class CopyLink:
     """One direction between two memories, which carries one batch at a time.
 
     Attributes:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from blockyard import BlockManager
 from blockyard.prefix_store import PrefixStore
-from blockyard.replay.link import Link
+from blockyard.replay.link import CopyLink
 from blockyard.stores.base import Completion, ExternalStore, Keys, Owners, StoreStats
 from blockyard.stores.threaded.runtime import Runtime, use_runtime
 
@@ -46,7 +46,7 @@ class Alarms:
 
 
 @dataclass(slots=True, eq=False)
-class _Transfer:
+class _TimedCopy:
     """A copy between rows and blocks; it lands at `due`."""
 
     clock: Callable[[], float]
@@ -60,11 +60,15 @@ class _Transfer:
         return self.clock() >= self.due
 
 
-class _Engine:
+class _TimedEngine:
     """Copies between blocks and rows, as `CacheEngine` does."""
 
     def __init__(
-        self, bytes_per_block: int, links: tuple[Link, Link], clock: Callable[[], float], alarms: tuple[Alarms, Alarms]
+        self,
+        bytes_per_block: int,
+        links: tuple[CopyLink, CopyLink],
+        clock: Callable[[], float],
+        alarms: tuple[Alarms, Alarms],
     ) -> None:
         self._rows = np.empty((0, bytes_per_block), np.uint8)
         self.layout = SimpleNamespace(bytes_per_block=bytes_per_block)
@@ -91,19 +95,19 @@ class _Engine:
     def poll(self) -> None:
         """Do nothing: the clock ends transfers."""
 
-    def submit_write(self, tier: str, _blocks: object, rows: NDArray[np.uint8], **_: object) -> _Transfer:
+    def submit_write(self, tier: str, _blocks: object, rows: NDArray[np.uint8], **_: object) -> _TimedCopy:
         """Start copying rows to blocks."""
         return self._copy(self._to_device, self._loads, tier, rows)
 
-    def submit_read(self, tier: str, _blocks: object, rows: NDArray[np.uint8], **_: object) -> _Transfer:
+    def submit_read(self, tier: str, _blocks: object, rows: NDArray[np.uint8], **_: object) -> _TimedCopy:
         """Start copying blocks to rows."""
         return self._copy(self._to_host, self._writes, tier, rows)
 
-    def _copy(self, link: Link, alarms: Alarms, tier: str, rows: NDArray[np.uint8]) -> _Transfer:
+    def _copy(self, link: CopyLink, alarms: Alarms, tier: str, rows: NDArray[np.uint8]) -> _TimedCopy:
         due = self._clock()
         if tier == "device":
             due = alarms.add(link.send(due, rows.nbytes))
-        return _Transfer(self._clock, due, rows)
+        return _TimedCopy(self._clock, due, rows)
 
 
 class _Store(ExternalStore):
@@ -113,7 +117,7 @@ class _Store(ExternalStore):
         self,
         num_blocks: int,
         bytes_per_block: int,
-        links: tuple[Link, Link],
+        links: tuple[CopyLink, CopyLink],
         clock: Callable[[], float],
         alarms: tuple[Alarms, Alarms],
     ) -> None:
@@ -254,14 +258,14 @@ class StoreTier:
         bytes_per_block: int,
         writes: str,
         *,
-        storage: tuple[Link, Link],
-        copies: tuple[Link, Link],
+        storage: tuple[CopyLink, CopyLink],
+        copies: tuple[CopyLink, CopyLink],
         clock: Callable[[], float],
     ) -> None:
         self._clock, self._loads, self._writes = clock, Alarms(), Alarms()
         alarms = (self._loads, self._writes)
         self._store = _Store(num_blocks, bytes_per_block, storage, clock, alarms)
-        engine: Any = _Engine(bytes_per_block, copies, clock, alarms)
+        engine: Any = _TimedEngine(bytes_per_block, copies, clock, alarms)
         with use_runtime(_Clock(clock)):
             self.prefixes = PrefixStore(
                 manager, engine, self._store, writes=writes, max_staging=max(256 << 20, 4 * bytes_per_block)

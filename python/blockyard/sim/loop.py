@@ -25,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     raise missing("blockyard.sim", error) from None
 
-__all__ = ["Condition", "Event", "Lock", "Loop", "StuckError", "Task"]
+__all__ = ["Loop", "StuckError", "Task", "VirtualCondition", "VirtualEvent", "VirtualLock"]
 
 
 _ASIDE: Final = 0.25  # probability that another ready task runs before a lock is taken
@@ -54,7 +54,7 @@ class Task:
         self.waits = 0
         self.was_woken = False
         self._has_ended = False
-        self._ended = Event(loop)
+        self._ended = VirtualEvent(loop)
 
     def is_alive(self) -> bool:
         """Return whether the function has not returned."""
@@ -111,21 +111,21 @@ class Loop(Runtime):
         """Return random bytes of the seed."""
         return self.random.randbytes(count)
 
-    def lock(self) -> Lock:
+    def lock(self) -> VirtualLock:
         """Return a lock."""
-        return Lock(self)
+        return VirtualLock(self)
 
-    def rlock(self) -> Lock:
+    def rlock(self) -> VirtualLock:
         """Return a lock that its holder may take again."""
-        return Lock(self)
+        return VirtualLock(self)
 
-    def condition(self, lock: Lock) -> Condition:
+    def condition(self, lock: VirtualLock) -> VirtualCondition:
         """Return a condition."""
-        return Condition(self, lock)
+        return VirtualCondition(self, lock)
 
-    def event(self) -> Event:
+    def event(self) -> VirtualEvent:
         """Return a flag."""
-        return Event(self)
+        return VirtualEvent(self)
 
     # ---- tasks ----
 
@@ -228,7 +228,7 @@ class Loop(Runtime):
         return ready.pop()
 
 
-class Lock:
+class VirtualLock:
     """A reentrant lock. Another task may run before each acquisition."""
 
     __slots__ = ("_depth", "_holder", "_loop", "_waiting")
@@ -279,12 +279,12 @@ class Lock:
     __enter__, __exit__ = acquire, release
 
 
-class Condition:
+class VirtualCondition:
     """A condition over a lock."""
 
     __slots__ = ("_lock", "_loop", "_waiting")
 
-    def __init__(self, loop: Loop, lock: Lock) -> None:
+    def __init__(self, loop: Loop, lock: VirtualLock) -> None:
         self._loop, self._lock = loop, lock
         self._waiting: list[Task] = []
 
@@ -329,7 +329,7 @@ class Condition:
         self._lock.release()
 
 
-class Event:
+class VirtualEvent:
     """A flag to wait for."""
 
     __slots__ = ("_is_set", "_loop", "_waiting")

@@ -43,7 +43,7 @@ class _Share:
 
 
 @dataclass(slots=True)
-class _Batch:
+class _StripedBatch:
     count: int
     is_read: bool
     rows: Rows | None = None  # the caller's rows, for a read
@@ -73,7 +73,7 @@ class StripedStore(ExternalStore):
             check_store("a part", part, self.bytes_per_block, self.uses[0])
         self._process = Process("a store")
         self._lock = threading.Lock()
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, _StripedBatch] = {}
         self._owner: dict[_Report, int] = {}  # our tickets
         self._reports: list[_Report] = []  # not processed yet
         self._ended: dict[int, None] = {}  # not returned by `poll` yet
@@ -288,7 +288,7 @@ class StripedStore(ExternalStore):
     ) -> int:
         """Submit a batch; `call` returns the method and arguments that submit a disk's share."""
         self._process.check()
-        batch = _Batch(len(disks), is_read, rows)
+        batch = _StripedBatch(len(disks), is_read, rows)
         # Hold the lock while submitting, so that `poll` knows the owner of each ticket.
         with self._lock:
             ticket, self._next = self._next, self._next + 1
@@ -323,7 +323,7 @@ class StripedStore(ExternalStore):
         if not batch.open:
             self._ended[ticket] = None
 
-    def _disown(self, batch: _Batch) -> None:
+    def _disown(self, batch: _StripedBatch) -> None:
         for share in batch.shares:
             for ticket in share.tickets:
                 self._owner.pop((share.store, ticket), None)

@@ -129,7 +129,7 @@ class SimulatedMemory:
 
 
 @dataclass(slots=True)
-class _Transfer:
+class _LateTransfer:
     kind: str
     pairs: Pairs  # single blocks
     row: NDArray[np.int64] | None = None
@@ -145,7 +145,7 @@ class LateMemory(SimulatedMemory):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._running: dict[int, list[_Transfer]] = {}
+        self._running: dict[int, list[_LateTransfer]] = {}
 
     def submit(self, decision: StepDecision, needed: Collection[int] = (), lost: Sequence[Pairs] = ()) -> None:
         """Begin a decision. Copies, loads into `needed`, and reads that this step's writes depend on run now.
@@ -165,7 +165,7 @@ class LateMemory(SimulatedMemory):
         for kind, pairs in decision.transfers():
             self.refuse(pairs)
             if kind != "copy":
-                transfers += [_Transfer(kind, Pairs(pairs.src, pairs.dst, ids[None])) for ids in pairs.ids]
+                transfers += [_LateTransfer(kind, Pairs(pairs.src, pairs.dst, ids[None])) for ids in pairs.ids]
         self._running[decision.ticket] = transfers
         for ticket in decision.after:
             self._drain(ticket)
@@ -199,12 +199,12 @@ class LateMemory(SimulatedMemory):
             if transfer.pairs.src == "device":
                 self._read(transfer)
 
-    def _read(self, transfer: _Transfer) -> None:
+    def _read(self, transfer: _LateTransfer) -> None:
         if transfer.row is None:
             pairs = transfer.pairs
             transfer.row = self.tiers[pairs.src][int(pairs.ids[0, 0])].copy()
 
-    def _land(self, transfer: _Transfer) -> None:
+    def _land(self, transfer: _LateTransfer) -> None:
         self._read(transfer)
         if not transfer.landed and transfer.row is not None:
             self.store(transfer.kind, transfer.pairs, transfer.row[None])

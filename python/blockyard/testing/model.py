@@ -24,7 +24,7 @@ from blockyard.errors import (
 )
 from blockyard.layout.sizes import as_int
 from blockyard.testing.interfaces import Config, Counts, Handles, TierName
-from blockyard.testing.model_state import Block, ModelState, Row, Step
+from blockyard.testing.model_state import ModelBlock, ModelState, ModelStep, Row
 
 __all__ = ["ReferenceManager"]
 
@@ -208,13 +208,13 @@ class ReferenceManager:
             if row.length + count + lookahead > 0xFFFF_FFFF:
                 raise InvalidArgumentError(f"length with lookahead is {row.length + count + lookahead}")
             written = [row.table[i] for i in self._written(row, count + lookahead)]
-            shared = [block for block in written if self._state.refs(Block("device", block)) > 1]
+            shared = [block for block in written if self._state.refs(ModelBlock("device", block)) > 1]
             if shared and row.written == self._state.ticket:
                 raise SequenceStateError(f"sequence {handle} has tokens that this step is yet to write")
             writers.update(shared)
             new += max(0, self._state.count(row.length + count + lookahead) - len(row.table))
         # The last owner of a block writes in place.
-        return new, sum(min(n, self._state.refs(Block("device", block)) - 1) for block, n in writers.items())
+        return new, sum(min(n, self._state.refs(ModelBlock("device", block)) - 1) for block, n in writers.items())
 
     def append(self, sequences: Handles, num_tokens: Counts | None = None, *, lookahead: int = 0) -> NDArray[np.int64]:
         """Append tokens to a batch of sequences. Returns their slots."""
@@ -224,7 +224,7 @@ class ReferenceManager:
         for handle, count in zip(handles, _counts(handles, num_tokens), strict=True):
             row = self._state.sequences[handle]
             for i in self._written(row, count + lookahead):
-                block = Block("device", row.table[i])
+                block = ModelBlock("device", row.table[i])
                 if self._state.refs(block) > 1:
                     self._copy_on_write(row, i)
                     continue
@@ -293,7 +293,7 @@ class ReferenceManager:
     def take_decision(self) -> StepDecision:
         """End the step."""
         step, ticket = self._state.step, self._state.ticket
-        self._state.step, self._state.ticket = Step(), ticket + 1
+        self._state.step, self._state.ticket = ModelStep(), ticket + 1
         self._state.running[ticket] = step
         drains = [t for t, s in self._state.running.items() if any(lease.use == "drain" for lease in s.leases)]
         order = sorted(step.transfers, key=lambda k: (KINDS.index(k[0]), TIERS.index(k[1]), TIERS.index(k[2])))
@@ -306,7 +306,7 @@ class ReferenceManager:
             raise UnknownTicketError(f"ticket {ticket} is not open")
         step = self._state.running[ticket]
         written = {lease.block for lease in step.leases if lease.use == "write"}
-        gone = {Block(pairs.dst, int(to)) for pairs in lost for to in pairs.ids[:, 1]}
+        gone = {ModelBlock(pairs.dst, int(to)) for pairs in lost for to in pairs.ids[:, 1]}
         if not gone <= written:
             raise MappingError(f"ticket {ticket} does not write all of {sorted(gone)}")
         # Copies of lost blocks are lost too.
@@ -314,7 +314,7 @@ class ReferenceManager:
         gone |= {block for block, transfers in self._state.unlanded.items() if transfers & failed}
         for block in gone:
             self._state.unlink(block)
-        hit = [h for h, row in self._state.sequences.items() if any(Block(row.tier, b) in gone for b in row.table)]
+        hit = [h for h, row in self._state.sequences.items() if any(ModelBlock(row.tier, b) in gone for b in row.table)]
         for handle in hit:
             self._state.sequences[handle].lost = True
         del self._state.running[ticket]
@@ -371,7 +371,7 @@ class ReferenceManager:
             (own_id,) = self._state.take("device", 1)
             row.table[index] = own_id
             return
-        shared, own = Block("device", row.table[index]), Block("device", self._state.take("device", 1)[0])
+        shared, own = ModelBlock("device", row.table[index]), ModelBlock("device", self._state.take("device", 1)[0])
         self._state.transfer("copy", shared, own, "read")
         row.table[index] = own.id
         row.moving = row.moving and row.ticket == self._state.ticket
@@ -420,7 +420,7 @@ class ReferenceManager:
             if in_flight or any("write" in uses[block] for block in held):
                 raise _BusyError(f"sequence {handle} is still moving")
             all_held.update(held)
-        return sum(self._state.tier_copy(Block(origin, block), to) is None for block in all_held), len(all_held)
+        return sum(self._state.tier_copy(ModelBlock(origin, block), to) is None for block in all_held), len(all_held)
 
     def _room(self, to: TierName, count: Callable[[], tuple[int, int]]) -> Fit:
         try:
@@ -447,7 +447,7 @@ class ReferenceManager:
                 writers[row.table[held - 1]] += 1
         for block, count in writers.items():
             # The last owner of the block on the device then writes in place.
-            copy = self._state.tier_copy(Block(origin, block), "device")
+            copy = self._state.tier_copy(ModelBlock(origin, block), "device")
             others = users[block] + (0 if copy is None else self._state.refs(copy)) - 1
             wanted += min(count, others)
             least += min(count, users[block] - 1)
@@ -462,17 +462,17 @@ class ReferenceManager:
         kind = "swap_out" if TIERS.index(origin) < TIERS.index(to) else "swap_in"
         self._state.require(to, wanted, draining_too=(origin, to) == ("host", "device"))
         targets = self._state.take(to, wanted)
-        partial: list[Block] = []
+        partial: list[ModelBlock] = []
         for handle in handles:
             row = self._state.sequences[handle]
             while len(row.table) > self._state.count(row.length):
                 self._state.drop(row, -1)
             moved = []
             for i in range(len(row.table)):
-                source, full = Block(origin, row.table[0]), i < row.length // self.block_size
+                source, full = ModelBlock(origin, row.table[0]), i < row.length // self.block_size
                 target = self._state.tier_copy(source, to)
                 if target is None:
-                    target = Block(to, targets.pop(0))
+                    target = ModelBlock(to, targets.pop(0))
                     self._state.transfer(kind, source, target, "drain" if origin == "device" else "read")
                     if self._state.refs(source) > 1:
                         self._state.link(source, target)

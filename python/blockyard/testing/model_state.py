@@ -8,10 +8,10 @@ from typing import NamedTuple
 from blockyard.errors import OutOfBlocksError
 from blockyard.testing.interfaces import Config, TierName
 
-__all__ = ["Block", "Lease", "ModelState", "Row", "Step"]
+__all__ = ["Lease", "ModelBlock", "ModelState", "ModelStep", "Row"]
 
 
-class Block(NamedTuple):
+class ModelBlock(NamedTuple):
     """A block of a tier."""
 
     tier: TierName
@@ -21,7 +21,7 @@ class Block(NamedTuple):
 class Lease(NamedTuple):
     """`use` is "drain" (read on the device, ahead of the step's writes), "read" or "write"."""
 
-    block: Block
+    block: ModelBlock
     use: str
 
 
@@ -39,12 +39,12 @@ class Row:
 
 
 @dataclass(slots=True)
-class Step:
+class ModelStep:
     """The transfers of one step, until its ticket ends."""
 
     transfers: dict[tuple[str, TierName, TierName], list[tuple[int, int]]] = field(default_factory=dict)
     leases: list[Lease] = field(default_factory=list)
-    fresh: set[Block] = field(default_factory=set)  # blocks written in this step that others may share
+    fresh: set[ModelBlock] = field(default_factory=set)  # blocks written in this step that others may share
     reuses_drained: bool = False
 
 
@@ -60,17 +60,17 @@ class ModelState:
         self.blocks = config.blocks()
         self.sequences: dict[int, Row] = {}
         self.ticket = 1  # ticket of the open step
-        self.step = Step()
-        self.running: dict[int, Step] = {}
-        self.tier_copies: dict[Block, Block] = {}
+        self.step = ModelStep()
+        self.running: dict[int, ModelStep] = {}
+        self.tier_copies: dict[ModelBlock, ModelBlock] = {}
         # Unfinished transfers that a block's bytes depend on: if one fails, the bytes are lost.
-        self.unlanded: dict[Block, set[tuple[int, Block]]] = {}
+        self.unlanded: dict[ModelBlock, set[tuple[int, ModelBlock]]] = {}
 
     def count(self, tokens: int) -> int:
         """Return the number of blocks for `tokens` tokens."""
         return -(-tokens // self.block_size)
 
-    def refs(self, block: Block) -> int:
+    def refs(self, block: ModelBlock) -> int:
         """Count the tables that name a block."""
         return sum(row.table.count(block.id) for row in self.sequences.values() if row.tier == block.tier)
 
@@ -116,35 +116,35 @@ class ModelState:
             self.step.reuses_drained = True
             free += self.overlappable_blocks(tier)[: count - len(free)]
         for block in free:
-            self.unlanded.pop(Block(tier, block), None)
+            self.unlanded.pop(ModelBlock(tier, block), None)
         return free
 
     def drop(self, row: Row, index: int) -> None:
         """Remove a block from a table."""
-        block = Block(row.tier, row.table.pop(index))
+        block = ModelBlock(row.tier, row.table.pop(index))
         if self.refs(block) == 0:
             self.unlink(block)
 
-    def transfer(self, kind: str, source: Block, target: Block, use: str) -> None:
+    def transfer(self, kind: str, source: ModelBlock, target: ModelBlock, use: str) -> None:
         """Add a transfer to this step."""
         pairs = self.step.transfers.setdefault((kind, source.tier, target.tier), [])
         pairs.append((source.id, target.id))
         self.step.leases += [Lease(source, use), Lease(target, "write")]
         self.unlanded[target] = self.unlanded.get(source, set()) | {(self.ticket, target)}
 
-    def unlink(self, block: Block) -> None:
+    def unlink(self, block: ModelBlock) -> None:
         """Drop a block's link to the block of equal bytes."""
         tier_copy = self.tier_copies.pop(block, None)
         if tier_copy is not None:
             del self.tier_copies[tier_copy]
 
-    def link(self, a: Block, b: Block) -> None:
+    def link(self, a: ModelBlock, b: ModelBlock) -> None:
         """Record that exactly these two blocks hold the same bytes."""
         self.unlink(a)
         self.unlink(b)
         self.tier_copies[a], self.tier_copies[b] = b, a
 
-    def tier_copy(self, block: Block, to: TierName) -> Block | None:
+    def tier_copy(self, block: ModelBlock, to: TierName) -> ModelBlock | None:
         """Return the block of the other tier that holds the same bytes, or will after this step.
 
         A link outlives its call only between full blocks; a sequence truncated since then may share one, too.

@@ -67,8 +67,8 @@ class TraceRecorder:
         path: path of the file, which must not exist; it is compressed with gzip if its name ends in `.gz`.
         block_size: number of tokens in a block, at least 1.
         max_blocks: number of distinct blocks to remember, about 150 bytes each. At least the more recent half keep
-        their numbers and older ones count as new, so the trace shows all hits of caches with up to half as many
-        blocks.
+            their numbers and older ones count as new, so the trace shows all hits of caches with up to half as many
+            blocks.
         clock: function that returns the time in seconds.
 
     Raises:
@@ -106,8 +106,8 @@ class TraceRecorder:
         self._block_size, self._clock = block_size, clock
         self._start: float | None = None
         self._blocks, self._sessions = _Numbers(max_blocks), _Numbers(max_blocks)
-        self._order: deque[_Recorded] = deque()  # not yet written, oldest first
-        self._open: dict[Hashable, _Recorded] = {}  # not ended yet
+        self._order: deque[_RecordedRequest] = deque()  # not yet written, oldest first
+        self._open: dict[Hashable, _RecordedRequest] = {}  # not ended yet
         self._held_ids = 0
         self._lines: list[bytes] = []
         self._queued_bytes = 0
@@ -180,7 +180,7 @@ class TraceRecorder:
             if request is None or request.has_ended:
                 self._open.pop(request_id, None)
                 # One C call adds it to both, so an interrupt cannot come in between.
-                self._order.extend(map(self._open.setdefault, (request_id,), (_Recorded(request_id, fields),)))
+                self._order.extend(map(self._open.setdefault, (request_id,), (_RecordedRequest(request_id, fields),)))
                 self._held_ids += _REQUEST_IDS
             else:
                 self._held_ids -= len(request.fields["hash_ids"])
@@ -309,7 +309,7 @@ class TraceRecorder:
 
 
 @dataclass(slots=True, eq=False)
-class _Recorded:
+class _RecordedRequest:
     """A request that has not been written yet."""
 
     request_id: Hashable

@@ -27,13 +27,13 @@ from blockyard.layout.sizes import as_int
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ElasticCache", "Memory", "Resized", "Span", "plane_spans", "reserve"]
+__all__ = ["ElasticCache", "MemoryRange", "Resized", "Span", "plane_spans", "reserve"]
 
 # First byte or chunk, and one past the last.
 Span: TypeAlias = tuple[int, int]
 
 
-class Memory(Protocol):
+class MemoryRange(Protocol):
     """A range of addresses whose memory is added and removed in chunks; new memory is zeroed.
 
     Attributes:
@@ -115,7 +115,7 @@ class ElasticCache:
         max_blocks: int,
         device: str | torch.device = "cpu",
         chunk_bytes: int | None = None,
-        memory: Memory | None = None,
+        memory: MemoryRange | None = None,
     ) -> None:
         check_layout(layout)
         num_blocks, max_blocks = as_int("num_blocks", num_blocks), as_int("max_blocks", max_blocks)
@@ -276,7 +276,7 @@ def reserve(
     device: str | torch.device = "cpu",
     chunk_bytes: int | None = None,
     planes: int | None = None,
-) -> Memory:
+) -> MemoryRange:
     """Reserve addresses for tensors, each starting at a chunk boundary.
 
     Args:

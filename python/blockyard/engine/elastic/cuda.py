@@ -27,7 +27,7 @@ _KEPT: Final = 32
 
 
 class DeviceMemory:
-    """Addresses of one reservation on a CUDA device; see `Memory` in `elastic`.
+    """Addresses of one reservation on a CUDA device; see `MemoryRange` in `elastic`.
 
     Each chunk is a separate allocation, so that each can be freed alone. Its handle is released as soon as it is
     mapped: from then on only the mapping keeps the memory. The addresses are released with the last tensor over them.
@@ -54,7 +54,7 @@ class DeviceMemory:
         driver: ModuleType | None = None,
     ) -> None:
         device = torch.empty(0, device=device).device  # resolves `cuda` to the current device
-        calls = _Calls(driver or load_driver(), device)
+        calls = _DriverCalls(driver or load_driver(), device)
         unit = calls.granularity()
         self.chunk = choose_chunk(sizes, planes or len(sizes), unit) if chunk_bytes is None else chunk_bytes
         if self.chunk < 1 or self.chunk % unit:
@@ -113,7 +113,7 @@ def load_driver() -> ModuleType:
 class _Range:
     """Reserved addresses and the chunks mapped in them; all are released with the last reference."""
 
-    def __init__(self, calls: _Calls, address: int, size: int) -> None:
+    def __init__(self, calls: _DriverCalls, address: int, size: int) -> None:
         self.calls, self.address = calls, address
         self._mapped: dict[int, int] = {}
         weakref.finalize(self, _end, calls, address, size, self._mapped, Process("memory of a device"))
@@ -140,7 +140,7 @@ class _Range:
                 del self._mapped[self.address + place * chunk]
 
 
-def _end(calls: _Calls, address: int, size: int, mapped: dict[int, int], process: Process) -> None:
+def _end(calls: _DriverCalls, address: int, size: int, mapped: dict[int, int], process: Process) -> None:
     declare_region(address, 0, 1)
     if not process.is_current:  # CUDA does not work in a fork
         return
@@ -153,7 +153,7 @@ def _end(calls: _Calls, address: int, size: int, mapped: dict[int, int], process
         calls.call("cuStreamDestroy", calls.stream)
 
 
-class _Calls:
+class _DriverCalls:
     """Driver calls for one device; error codes are raised as exceptions."""
 
     def __init__(self, driver: ModuleType, device: torch.device) -> None:

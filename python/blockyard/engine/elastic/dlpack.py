@@ -20,14 +20,14 @@ _UNSIGNED: Final = 1
 _NAME: Final = b"dltensor"
 
 
-class _Device(ctypes.Structure):
+class _DLDevice(ctypes.Structure):
     _fields_ = (("kind", ctypes.c_int32), ("index", ctypes.c_int32))
 
 
 class _Tensor(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
-        ("device", _Device),
+        ("device", _DLDevice),
         ("ndim", ctypes.c_int32),
         ("code", ctypes.c_uint8),
         ("bits", ctypes.c_uint8),
@@ -84,7 +84,7 @@ def tensor_at(address: int, size: int, *, device: torch.device, owner: object) -
     shape = (ctypes.c_int64 * 1)(size)
     managed = _Managed()
     managed.tensor.data = address
-    managed.tensor.device = _Device(_DEVICES[device.type], device.index or 0)
+    managed.tensor.device = _DLDevice(_DEVICES[device.type], device.index or 0)
     managed.tensor.ndim = 1
     managed.tensor.code, managed.tensor.bits, managed.tensor.lanes = _UNSIGNED, 8, 1
     managed.tensor.shape = shape

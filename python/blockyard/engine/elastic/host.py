@@ -17,7 +17,7 @@ __all__ = ["HostMemory", "resident_bytes"]
 
 
 class HostMemory:
-    """Addresses of one anonymous mapping; see `Memory` in `elastic`.
+    """Addresses of one anonymous mapping; see `MemoryRange` in `elastic`.
 
     A page uses memory once it is touched, and none after it is released; it then reads as zeros again. The mapping
     lives as long as any tensor over it. Huge pages are disabled: touching the edge of one would bring back up to 2 MiB

@@ -38,7 +38,7 @@ _SHARDED: Final = {"mamba", "draft", "draft_swa"}
 """Pools that are sharded by rank even if the main pool is the same on all ranks."""
 
 
-class _Pool(NamedTuple):
+class _HostPages(NamedTuple):
     host: Any
     name: str
     blank: torch.Tensor
@@ -90,8 +90,8 @@ class BlockyardHiCache(HiCacheStorage):
         require_revision(self._revision, self._url or "", problem)
         self._objects: PrefixObjects | None = None
         self._recorder: QueryRecorder | None = None
-        self._main: _Pool | None = None
-        self._pools: dict[str, _Pool] = {}
+        self._main: _HostPages | None = None
+        self._pools: dict[str, _HostPages] = {}
 
     # ---- pools ----
 
@@ -234,7 +234,7 @@ class BlockyardHiCache(HiCacheStorage):
         }
 
     def _move(
-        self, pool: _Pool | None, keys: Sequence[str], host_indices: torch.Tensor | None, *, is_load: bool
+        self, pool: _HostPages | None, keys: Sequence[str], host_indices: torch.Tensor | None, *, is_load: bool
     ) -> list[bool]:
         page = 1 if pool is None else getattr(pool.host, "page_size", 1) or 1
         count = 0 if host_indices is None else host_indices.numel()
@@ -248,7 +248,7 @@ class BlockyardHiCache(HiCacheStorage):
 
     def _get(
         self,
-        pool: _Pool,
+        pool: _HostPages,
         keys: Sequence[str],
         take: Callable[[int, NDArray[np.uint8]], None],
         sizes: Sequence[int] | None = None,
@@ -259,7 +259,7 @@ class BlockyardHiCache(HiCacheStorage):
 
     def _put(
         self,
-        pool: _Pool,
+        pool: _HostPages,
         keys: Sequence[str],
         read: Callable[[int], NDArray[np.uint8]],
         sizes: Sequence[int] | None = None,
@@ -268,12 +268,12 @@ class BlockyardHiCache(HiCacheStorage):
             return [False] * len(keys)
         return self._objects.put([pool.key(key) for key in keys], sizes or [pool.page_bytes] * len(keys), read)
 
-    def _contains(self, pool: _Pool | None, keys: Sequence[str]) -> list[bool]:
+    def _contains(self, pool: _HostPages | None, keys: Sequence[str]) -> list[bool]:
         if pool is None or self._objects is None or not keys:
             return [False] * len(keys)
         return self._objects.contains([pool.key(key) for key in keys], [pool.page_bytes] * len(keys))
 
-    def _pool(self, host: Any, name: Any) -> _Pool:
+    def _pool(self, host: Any, name: Any) -> _HostPages:
         """Describe a pool: its page size, and everything that determines a page's bytes besides its key."""
         try:
             blank = torch.empty_like(host.get_dummy_flat_data_page())
@@ -291,7 +291,7 @@ class BlockyardHiCache(HiCacheStorage):
             *(config.tp_lcm_size, config.should_split_heads, config.logical_page_size),
             *self._rank(name),
         ]
-        return _Pool(host, f"{name} {fields}", blank)
+        return _HostPages(host, f"{name} {fields}", blank)
 
     def _rank(self, name: Any) -> list[int]:
         config = self._config

@@ -31,7 +31,7 @@ except ImportError as error:
 __all__ = ["blockyard_allocator"]
 
 
-class _Pool(CachePool):
+class _SectorPool(CachePool):
     """All sectors as blocks of the single allocator; cached blocks count as free."""
 
     def __init__(self, num_sectors: int, num_allocators: int, num_reserved_sectors: int = 2) -> None:
@@ -73,7 +73,7 @@ class _Pool(CachePool):
 class _Ledger(BlockLedger):
     """References to blocks of the pool; the allocator keeps their keys."""
 
-    def __init__(self, pool: _Pool) -> None:
+    def __init__(self, pool: _SectorPool) -> None:
         super().__init__()
         self._pool = pool
 
@@ -101,7 +101,7 @@ class _Allocator(FullAttentionCacheAllocator):
     ) -> None:
         super().register_cache_tensor(bytes_per_sector, non_trash_bytes, cache_tensor, pool)
         self.ledger = _Ledger(pool)
-        self._ours: _Pool = pool
+        self._ours: _SectorPool = pool
         self._keys: dict[str, list[bytes]] = {}
         self._matched: list[bytes] = []
 
@@ -142,7 +142,7 @@ class _Allocator(FullAttentionCacheAllocator):
 
 
 require_fit(_Allocator, FullAttentionCacheAllocator, _WHICH)
-require_fit(_Pool, CachePool, _WHICH)
+require_fit(_SectorPool, CachePool, _WHICH)
 require_fit(_Ledger, BlockLedger, _WHICH)
 
 
@@ -168,7 +168,7 @@ def blockyard_allocator() -> Iterator[None]:
     if table.get(kind) is not FullAttentionCacheAllocator or names.get("CachePool") is not CachePool:
         raise ImportError(f"{_WHICH} has no ATTN_TYPE_TO_ALLOCATOR and CachePool, or another has replaced them")
     warn_version("transformers", transformers.__version__, SUPPORTED)
-    table[kind], names["CachePool"] = _Allocator, _Pool
+    table[kind], names["CachePool"] = _Allocator, _SectorPool
     try:
         yield
     finally:

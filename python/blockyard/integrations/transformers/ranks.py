@@ -110,7 +110,7 @@ class _Start(NamedTuple):
     timeout: float
 
 
-class _Group:
+class _GlooGroup:
     """The ranks' process group: gloo over the loopback device, separate from torch's default group."""
 
     def __init__(self, meeting: str, rank: int, size: int, timeout: float) -> None:
@@ -181,7 +181,7 @@ class RankGroup:
         self._size = size
         self._timeout = ANSWER_SECONDS
         self._is_computing = False
-        self._group: _Group | None = None
+        self._group: _GlooGroup | None = None
         self._folder: str | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
@@ -198,7 +198,7 @@ class RankGroup:
             for answer in taken:
                 answer()
             with self._explaining():
-                self._group = group = _Group(meeting, 0, size, self._timeout)
+                self._group = group = _GlooGroup(meeting, 0, size, self._timeout)
                 self.model = PagedModel(
                     share, block_size=block_size, kind=kind, all_reduce=group.all_reduce, whole=model
                 )
@@ -325,7 +325,7 @@ class RankGroup:
 
 
 # What a fork must leave to its parent.
-_groups: weakref.WeakSet[_Group | RankGroup] = weakref.WeakSet()
+_groups: weakref.WeakSet[_GlooGroup | RankGroup] = weakref.WeakSet()
 
 
 def _disown_groups() -> None:
@@ -365,7 +365,7 @@ def _work(connection: Connection) -> None:
     del saved
     torch.set_num_threads(start.threads)
     connection.send(("result", None))
-    group = _Group(start.meeting, start.rank, start.size, start.timeout)
+    group = _GlooGroup(start.meeting, start.rank, start.size, start.timeout)
     model = PagedModel(share, block_size=start.block_size, kind=start.kind, all_reduce=group.all_reduce)
     _, options = connection.recv()
     with KVCache(model.layout, **options.of_rank(start.rank, start.size)) as cache:

@@ -46,7 +46,7 @@ Report = Callable[[list[OffloadKey], list[OffloadKey]], None]
 
 
 @dataclass(slots=True)
-class _Request:
+class _Lookups:
     """Keys that one request has looked up, each only once, so that no key makes it wait forever."""
 
     until: float
@@ -56,7 +56,7 @@ class _Request:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _ChunkJob:
     """A thread's job. Its host chunks are returned when it ends, or if that raises, by `_reap`."""
 
     keys: list[OffloadKey]
@@ -114,10 +114,10 @@ class ExternalTier:
         self.may_stage = True  # False while free chunks may still be in use by a transfer
         self._has_forgotten = True  # False from a reset until the store confirms it; until then unused
         self._state = threading.Lock()  # guards all below; taken after `lock`, never before
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _Lookups] = {}
         self._wanted: dict[OffloadKey, None] = {}
-        self._coming: dict[OffloadKey, _Job] = {}
-        self._jobs: list[_Job] = []
+        self._coming: dict[OffloadKey, _ChunkJob] = {}
+        self._jobs: list[_ChunkJob] = []
         # Loads never queue behind stores.
         self._work = StoreJobs(store, "blockyard-vllm-external", {"load": 2, "store": 1})
         self.counts = Counts()
@@ -136,7 +136,7 @@ class ExternalTier:
         with self._state:
             request = self._requests.get(context.req_id)
             if request is None:
-                request = self._requests[context.req_id] = _Request(now + self._timeout_base_of(context))
+                request = self._requests[context.req_id] = _Lookups(now + self._timeout_base_of(context))
             if now >= request.until:
                 return LookupResult.MISS
             if self._is_under_way(key):
@@ -172,7 +172,7 @@ class ExternalTier:
             keys, self._wanted = list(self._wanted), {}
             epoch, resets = self._epoch, self._resets
         for first in range(0, len(keys), self._batch):
-            job = self._add(_Job(keys[first : first + self._batch]))
+            job = self._add(_ChunkJob(keys[first : first + self._batch]))
             with self._state:
                 self._coming.update(dict.fromkeys(job.keys, job))
             self._submit("load", job, self._load(job, epoch, resets))
@@ -195,7 +195,7 @@ class ExternalTier:
             keys = keys[:room]
             epoch = self._epoch
         for first in range(0, len(keys), self._batch):
-            job = self._add(_Job(keys[first : first + self._batch]))
+            job = self._add(_ChunkJob(keys[first : first + self._batch]))
             chunks = keep(job.held, self._offload.prepare_load, job.keys)
             self._submit("store", job, self._put(job, chunks, epoch))
 
@@ -212,7 +212,7 @@ class ExternalTier:
             epoch = self._epoch
         if not keep:
             # An earlier write that has started ends first; the others write nothing.
-            self._submit("store", self._add(_Job([])), self._forget(epoch))
+            self._submit("store", self._add(_ChunkJob([])), self._forget(epoch))
 
     def close(self) -> None:
         """Wait a while for writes to end, then close the store. Idempotent."""
@@ -245,7 +245,7 @@ class ExternalTier:
         with self._state:
             self._has_forgotten = bool(has_forgotten) and epoch == self._epoch
 
-    def _load(self, job: _Job, epoch: bytes, resets: int) -> Steps[None]:
+    def _load(self, job: _ChunkJob, epoch: bytes, resets: int) -> Steps[None]:
         keys = job.keys
         staged: set[OffloadKey] = set()
         try:
@@ -261,7 +261,9 @@ class ExternalTier:
                     for key in keys:
                         self._coming.pop(key, None)
 
-    def _stage(self, job: _Job, keys: list[OffloadKey], rows: list[NDArray[np.uint8]], resets: int) -> set[OffloadKey]:
+    def _stage(
+        self, job: _ChunkJob, keys: list[OffloadKey], rows: list[NDArray[np.uint8]], resets: int
+    ) -> set[OffloadKey]:
         """Copy verified chunks to host memory, as many as get a chunk there; only then are they hits."""
         store = None
         deadline = int(time.monotonic() * 1000) + _STAGING_DEADLINE_MS
@@ -291,7 +293,7 @@ class ExternalTier:
             self._report(stored, [])
         return set(store.keys)
 
-    def _put(self, job: _Job, chunks: NDArray[np.int32], epoch: bytes) -> Steps[None]:
+    def _put(self, job: _ChunkJob, chunks: NDArray[np.int32], epoch: bytes) -> Steps[None]:
         keys = job.keys
         done, new = 0, np.arange(len(keys))
         try:
@@ -310,7 +312,7 @@ class ExternalTier:
                 self.counts.written += done
                 self.counts.not_written += len(new) - done
 
-    def _give_back(self, job: _Job) -> None:
+    def _give_back(self, job: _ChunkJob) -> None:
         """Release a job's host chunks."""
         if job.held:
             self._offload.complete_load(job.keys)
@@ -323,12 +325,12 @@ class ExternalTier:
 
     # ---- jobs ----
 
-    def _add(self, job: _Job) -> _Job:
+    def _add(self, job: _ChunkJob) -> _ChunkJob:
         with self._state:
             self._jobs.append(job)
         return job
 
-    def _submit(self, lane: str, job: _Job, steps: Steps[None]) -> None:
+    def _submit(self, lane: str, job: _ChunkJob, steps: Steps[None]) -> None:
         keep(job.futures, self._work.submit, lane, _logged(steps))
 
     def _reap(self) -> None:

@@ -44,7 +44,7 @@ class _Outcome(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _TierJob:
     """A job of the scheduler's thread. It ends with its future, so that an exception elsewhere cannot lose it."""
 
     job_id: int
@@ -133,8 +133,8 @@ class BlockyardTier(SecondaryTierManager):
         self._batch = max(1, _BATCH_BYTES // width)
         # Loads never queue behind stores.
         self._work = StoreJobs(self._store, "blockyard-vllm", {"load": 1, "store": 1})
-        self._jobs: list[_Job] = []  # not yet reported
-        self._storing: dict[OffloadKey, _Job] = {}  # latest job of each key
+        self._jobs: list[_TierJob] = []  # not yet reported
+        self._storing: dict[OffloadKey, _TierJob] = {}  # latest job of each key
         _LOG.info("Blockyard tier: chunks of %d bytes, %s", width, about_store(self._store, url, name))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -180,7 +180,7 @@ class BlockyardTier(SecondaryTierManager):
         keys, chunks = list(job.keys), np.array(job.chunk_ids, np.int64)
         if len(keys) != len(chunks):
             raise InvalidArgumentError(f"job {job.job_id} has {len(keys)} keys and {len(chunks)} chunk_ids")
-        made = _Job(job.job_id, keys, is_load, time.perf_counter())
+        made = _TierJob(job.job_id, keys, is_load, time.perf_counter())
         self._jobs.append(made)
         if not is_load:
             self._storing.update(dict.fromkeys(keys, made))

@@ -42,7 +42,7 @@ _LOG = engine_log("vLLM")
 _Run = Callable[[Mapping], None]
 
 
-class _Group(NamedTuple):
+class _GroupCopies(NamedTuple):
     """The copies of one cache group; None if the group has no tensors here."""
 
     store: _Run | None
@@ -50,7 +50,7 @@ class _Group(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Job:
+class _CopyJob:
     num_bytes: int
     events: list[Event] = field(default_factory=list)
     begun: Any = None
@@ -119,7 +119,7 @@ class BlockyardWorker(OffloadingWorker):
         if self._on_cuda:
             prepare_device(self._device)
         self._streams: Streams = CudaStreams(self._device) if self._on_cuda else WorkerStreams()
-        self._groups: list[_Group] = []
+        self._groups: list[_GroupCopies] = []
         self._block_bytes: list[int] = []
         self._device_blocks = min(rows.shape[0] for rows in device_rows)
         for refs in kv_caches.group_data_refs:
@@ -129,9 +129,11 @@ class BlockyardWorker(OffloadingWorker):
                 pages[ref.tensor_idx] = max(ref.page_size_bytes, pages.get(ref.tensor_idx, 0))
             device = [device_rows[index][:, :page] for index, page in pages.items()]
             host = [self._host.rows[:, starts[index] : starts[index] + page] for index, page in pages.items()]
-            self._groups.append(_Group(bind(device, host), bind(host, device)) if pages else _Group(None, None))
+            self._groups.append(
+                _GroupCopies(bind(device, host), bind(host, device)) if pages else _GroupCopies(None, None)
+            )
             self._block_bytes.append(sum(pages.values()))
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _CopyJob] = {}
 
     @property
     def _on_cuda(self) -> bool:
@@ -180,7 +182,7 @@ class BlockyardWorker(OffloadingWorker):
         refuse_capture(self._streams)
         self._streams.close()
         self._jobs.clear()
-        self._groups = [_Group(None, None)] * len(self._groups)
+        self._groups = [_GroupCopies(None, None)] * len(self._groups)
         self._host.close()
         if self._region is not None:
             self._region.close()
@@ -199,7 +201,7 @@ class BlockyardWorker(OffloadingWorker):
             raise InvalidArgumentError(f"job_id is {job_id}, which is already in flight")
         chunks = np.asarray(host.block_ids, np.int64)
         mappings = self._mappings(device, chunks, to)
-        job = _Job(sum(len(mapping) * self._block_bytes[group] for group, mapping in mappings))
+        job = _CopyJob(sum(len(mapping) * self._block_bytes[group] for group, mapping in mappings))
         if len(chunks):
             self._host.wait((int(chunks.max()) + 1) * self._per_chunk)
         works: list[Callable[[], None]] = [partial(self._begin, job)]
@@ -259,10 +261,10 @@ class BlockyardWorker(OffloadingWorker):
         limit = self._streams.chunk_bytes
         return [mapping] if limit is None else mapping.split(max(1, limit // max(1, block_bytes)))
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: _CopyJob) -> None:
         job.begun = self._mark()
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _CopyJob) -> None:
         job.ended = self._mark()
 
     def _mark(self) -> Any:
@@ -272,7 +274,7 @@ class BlockyardWorker(OffloadingWorker):
         event.record()
         return event
 
-    def _result(self, job_id: int, job: _Job) -> TransferResult:
+    def _result(self, job_id: int, job: _CopyJob) -> TransferResult:
         if job.error is not None:
             # vLLM stops the engine, rightly: if a copy within this machine fails, nothing can be relied on.
             _LOG.error("job %d failed: %s", job_id, job.error)

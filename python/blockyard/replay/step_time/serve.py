@@ -91,7 +91,7 @@ def serve(run: EngineRun, step_time: StepTime, limits: EngineLimits) -> ServedRu
 
 
 class _Log:
-    """Records the work and time of each step, as both the `StepTime` and the `Watch` of a replay.
+    """Records the work and time of each step, as both the `StepTime` and the `ReplayWatch` of a replay.
 
     Attributes:
         work: work of each step, as in `ServedRun`.

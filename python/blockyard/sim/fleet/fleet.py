@@ -150,7 +150,7 @@ def digest_of(lines: Iterable[str]) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
-class _Lines(logging.Handler):
+class _StoreLines(logging.Handler):
     """Appends the log lines of stores to a list, and drops others, whose rate depends on the machine's clock."""
 
     def __init__(self, lines: list[str]) -> None:
@@ -165,7 +165,7 @@ class _Lines(logging.Handler):
 @contextmanager
 def _logged(lines: list[str]) -> Iterator[None]:
     """Collect the log lines of a run."""
-    logger, handler = logging.getLogger("blockyard"), _Lines(lines)
+    logger, handler = logging.getLogger("blockyard"), _StoreLines(lines)
     before, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:

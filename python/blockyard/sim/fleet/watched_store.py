@@ -20,7 +20,7 @@ __all__ = ["WatchedStore"]
 
 
 @dataclass(eq=False)
-class _Batch:
+class _WatchedBatch:
     kind: str
     keys: list[bytes]
     weights: str
@@ -56,7 +56,7 @@ class WatchedStore(ExternalStore):
         self.broken: BrokenPromiseError | None = None
         self.is_forgotten = False
         self._loop, self._oracle, self._texts = loop, oracle, texts
-        self._open: dict[int, _Batch] = {}
+        self._open: dict[int, _WatchedBatch] = {}
 
     def __repr__(self) -> str:
         return repr(self.store)
@@ -165,7 +165,7 @@ class WatchedStore(ExternalStore):
         """Close the store."""
         return self.store.close(timeout)
 
-    def _check(self, row: NDArray[np.uint8], key: bytes, weights: str, found_by: _Batch | None = None) -> None:
+    def _check(self, row: NDArray[np.uint8], key: bytes, weights: str, found_by: _WatchedBatch | None = None) -> None:
         try:
             first = min(stamp.at for stamp in self._texts.check_block(row, key, weights))
             if found_by is not None:
@@ -174,5 +174,5 @@ class WatchedStore(ExternalStore):
             self.broken = self.broken or error
 
     def _note(self, kind: str, keys: list[bytes], ticket: int) -> int:
-        self._open[ticket] = _Batch(kind, keys, self.weights, self._loop.now, self._oracle.weights_changed_at)
+        self._open[ticket] = _WatchedBatch(kind, keys, self.weights, self._loop.now, self._oracle.weights_changed_at)
         return ticket

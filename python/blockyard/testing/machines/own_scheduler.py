@@ -22,7 +22,7 @@ from blockyard.testing.machines.scheduler import (
 )
 from blockyard.testing.machines.simulation import Simulation
 from blockyard.testing.machines.strategies import FollowUp, configs, follow_up, follow_ups, requests
-from blockyard.testing.machines.watch import Watch, common
+from blockyard.testing.machines.watch import SequenceWatch, common
 
 __all__ = ["OwnSchedulerMachine", "Simulation", "scheduler_machine"]
 
@@ -50,9 +50,9 @@ class OwnSchedulerMachine(SchedulerMachine):
     add_request: ClassVar[Callable[[Any, Request], object]]
     run_step: ClassVar[Callable[[Any, Simulation], Mapping[str, Sequence[int]]]]
     abort_request: ClassVar[Callable[[Any, str], object] | None] = None
-    make_record: ClassVar[Callable[[], Watch]] = Watch
+    make_record: ClassVar[Callable[[], SequenceWatch]] = SequenceWatch
     step_count = 30
-    record: Watch
+    record: SequenceWatch
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ _losses: st.SearchStrategy[list[int]] = st.builds(list) | st.builds(list) | st.l
 
 
 @dataclass(slots=True, eq=False)
-class _Tracked:
+class _PrefixSequence:
     """One sequence: its salt, extras and tokens, and the blocks that must be found while it holds them."""
 
     handle: int
@@ -77,9 +77,9 @@ class PrefixMachine(RecordingMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sequences: list[_Tracked] = []
+        self.sequences: list[_PrefixSequence] = []
         self.running: dict[int, tuple[StepDecision, list[Pairs]]] = {}
-        self.pending: dict[int, _Tracked] = {}  # by slot of this step's tokens
+        self.pending: dict[int, _PrefixSequence] = {}  # by slot of this step's tokens
         self.dirty: set[int] = set()  # handles whose tokens got slots in this step
         self.unknown = 0
         self.replay = EventReplay()
@@ -134,7 +134,7 @@ class PrefixMachine(RecordingMachine):
             table = self.manager.block_table(handle)[: hit // self.model.block_size].tolist()
             if self.replay.complete and not set(table) <= cached_blocks:
                 raise AssertionError(f"hit blocks {table}, the events say that {sorted(cached_blocks)} are cached")
-            tracked = _Tracked(handle, salt, list(extras), prompt, len(prompt), published=len(table))
+            tracked = _PrefixSequence(handle, salt, list(extras), prompt, len(prompt), published=len(table))
             self.sequences.append(tracked)
             self.write(tracked, hit)
 
@@ -213,7 +213,7 @@ class PrefixMachine(RecordingMachine):
             return
         for handle in handles.tolist():
             text = (parent.salt, parent.extras, list(parent.tokens))
-            self.sequences.append(_Tracked(handle, *text, parent.noted, parent.published))
+            self.sequences.append(_PrefixSequence(handle, *text, parent.noted, parent.published))
             if parent.handle in self.dirty:
                 self.dirty.add(handle)
 
@@ -376,7 +376,7 @@ class PrefixMachine(RecordingMachine):
         handles = [sequence.handle for sequence in self.sequences]
         return [(self.manager.tier(handle), self.manager.block_table(handle).tolist()) for handle in handles]
 
-    def chosen(self, picks: Sequence[int]) -> list[_Tracked]:
+    def chosen(self, picks: Sequence[int]) -> list[_PrefixSequence]:
         """Return distinct live sequences for some numbers."""
         return [self.sequences[at] for at in dict.fromkeys(pick % len(self.sequences) for pick in picks)]
 
@@ -390,13 +390,13 @@ class PrefixMachine(RecordingMachine):
         there = [s for s in self.sequences if self.manager.tier(s.handle) == tier]
         return {int(block) for s in there for block in self.manager.block_table(s.handle)}
 
-    def write(self, sequence: _Tracked, first: int) -> None:
+    def write(self, sequence: _PrefixSequence, first: int) -> None:
         """Record that this step computes the tokens of a sequence from `first` on."""
         slots = self.manager.slot_mapping(sequence.handle, first, len(sequence.tokens))
         self.pending.update(dict.fromkeys(slots.tolist(), sequence))
         self.dirty.add(sequence.handle)
 
-    def compute(self, sequence: _Tracked) -> None:
+    def compute(self, sequence: _PrefixSequence) -> None:
         """Write the tokens of a sequence that this step computes, each from the tokens before it."""
         size = self.model.block_size
         table = self.manager.block_table(sequence.handle).tolist()
@@ -434,7 +434,7 @@ class PrefixMachine(RecordingMachine):
         for sequence in self.sequences:
             sequence.lost = sequence.lost or sequence.handle in hit
 
-    def read_back(self, sequence: _Tracked) -> None:
+    def read_back(self, sequence: _PrefixSequence) -> None:
         """Check that every token of a sequence is where its table says."""
         table, tier = self.manager.block_table(sequence.handle), self.manager.tier(sequence.handle)
         found = self.memory.read(table, len(sequence.tokens), tier)

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from blockyard._core import BlockManager, Defrag, Pairs, Prefix, Sequence, StepDecision
 from blockyard.errors import BlockyardError
 
-__all__ = ["Record", "RecordingMachine", "named", "show"]
+__all__ = ["CallRecord", "RecordingMachine", "named", "show"]
 
 STEPS: Final = 10
 """Number of steps that a failure shows."""
@@ -35,7 +35,7 @@ CALLS: Final = frozenset(
 """Calls that change a manager; of other calls only errors are recorded."""
 
 
-class Record:
+class CallRecord:
     """Records the calls of each step; `watch` wraps a manager to record its calls.
 
     Attributes:
@@ -58,7 +58,7 @@ class Record:
 
     def watch(self, manager: Any) -> Any:
         """Wrap a manager to record the calls that change it; everything else passes through."""
-        return _Recorded(manager, self)
+        return _RecordedManager(manager, self)
 
     def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Make a manager call and record it."""
@@ -104,10 +104,10 @@ class Record:
         return f"The last {len(blocks)} of {self.step + 1} steps (step 0 is the start):\n" + "\n".join(blocks)
 
 
-class _Recorded:
-    """A manager, or one of its facets, whose mutating calls go to a `Record`."""
+class _RecordedManager:
+    """A manager, or one of its facets, whose mutating calls go to a `CallRecord`."""
 
-    def __init__(self, inner: Any, record: Record) -> None:
+    def __init__(self, inner: Any, record: CallRecord) -> None:
         self._inner, self._record = inner, record
 
     @property  # type: ignore[misc]
@@ -117,7 +117,7 @@ class _Recorded:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
         if name in ("prefix", "defrag"):
-            return _Recorded(value, self._record)
+            return _RecordedManager(value, self._record)
         if not callable(value) or name == "pool":
             return value
         return lambda *args, **options: self._record.call(name, value, args, options)
@@ -242,8 +242,8 @@ class RecordingMachine(RuleBasedStateMachine):
         step_count: default number of rules in an example.
     """
 
-    last: ClassVar[Record | None] = None
-    make_record: ClassVar[Callable[[], Record]] = Record
+    last: ClassVar[CallRecord | None] = None
+    make_record: ClassVar[Callable[[], CallRecord]] = CallRecord
     step_count: ClassVar[int] = 50
     TestCase = cast("Any", _TestCaseOf())
 

@@ -14,7 +14,7 @@ from blockyard._core import Pairs, StepDecision
 from blockyard.errors import BlockyardError, MappingError
 from blockyard.testing.machines.record import show
 from blockyard.testing.machines.scheduler import draw_token
-from blockyard.testing.machines.watch import Watch, common, holds
+from blockyard.testing.machines.watch import SequenceWatch, common, holds
 
 __all__ = ["Simulation"]
 
@@ -29,7 +29,7 @@ class Simulation:
         lose: picks the pairs of a decision to lose.
     """
 
-    def __init__(self, watch: Watch, lose: Callable[[StepDecision], list[Pairs]]) -> None:
+    def __init__(self, watch: SequenceWatch, lose: Callable[[StepDecision], list[Pairs]]) -> None:
         self.watch = watch
         self._lose = lose
         self.worked = False
@@ -84,7 +84,7 @@ class Simulation:
         )
         self.worked |= bool(tokens)
         rows = [
-            _Row(self.watch, i, first, tokens[first:end], slots[first:end], _ints(block_tables[i]), lengths[i])
+            _ForwardRow(self.watch, i, first, tokens[first:end], slots[first:end], _ints(block_tables[i]), lengths[i])
             for i, (first, end) in enumerate(pairwise(ends))
         ]
         self._refuse_shared_slots(rows, slots)
@@ -99,7 +99,7 @@ class Simulation:
         self.watch.note(f"forward -> {show(drawn)}")
         return drawn
 
-    def _refuse_shared_slots(self, rows: Sequence[_Row], slots: Sequence[int]) -> None:
+    def _refuse_shared_slots(self, rows: Sequence[_ForwardRow], slots: Sequence[int]) -> None:
         """Check that no two tokens of a step share a slot."""
         if len(set(slots)) == len(slots):
             return
@@ -112,10 +112,10 @@ class Simulation:
 
 
 @dataclass
-class _Row:
+class _ForwardRow:
     """One sequence of a step, as given to `forward`."""
 
-    watch: Watch
+    watch: SequenceWatch
     row: int
     first: int  # index of its first token in the arrays
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""`TicketWatch` and `Watch`: check a scheduler's manager calls against what it executes."""
+"""`TicketWatch` and `SequenceWatch`: check a scheduler's manager calls against what it executes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from blockyard._core import BlockManager, Pairs, StepDecision
 from blockyard.errors import BlockyardError
-from blockyard.testing.machines.record import Record, show
+from blockyard.testing.machines.record import CallRecord, show
 from blockyard.testing.machines.side_by_side import MAX_OPEN
 from blockyard.testing.memory import EMPTY, LOST, LateMemory
 
-__all__ = ["Followed", "Ticket", "TicketWatch", "Watch", "common", "holds"]
+__all__ = ["Followed", "SequenceWatch", "Ticket", "TicketWatch", "common", "holds"]
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Followed:
     table: tuple[int, ...] = ()  # last one seen
 
 
-class TicketWatch(Record):
+class TicketWatch(CallRecord):
     """Follows the tickets of a scheduler under test, and ends their transfers no sooner than the scheduler does.
 
     Attributes:
@@ -65,7 +65,7 @@ class TicketWatch(Record):
         elif name == "fail" and arguments["ticket"] in self.tickets:
             self._abandon(int(arguments["ticket"]), text)
 
-    def after(self, name: str, arguments: dict[str, Any], result: Any) -> None:  # noqa: ARG002 (for `Watch`)
+    def after(self, name: str, arguments: dict[str, Any], result: Any) -> None:  # noqa: ARG002 (for `SequenceWatch`)
         """Follow what a call has changed."""
         if name == "take_decision":
             self.tickets[result.ticket] = Ticket(result, self.step)
@@ -156,7 +156,7 @@ class TicketWatch(Record):
         )
 
 
-class Watch(TicketWatch):
+class SequenceWatch(TicketWatch):
     """Follows sequences as well as tickets.
 
     Attributes:

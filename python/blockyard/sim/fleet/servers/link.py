@@ -14,10 +14,10 @@ from functools import partial
 from math import log
 from typing import Any, Final, Protocol, TypeVar
 
-from blockyard.sim.loop import Event, Loop
+from blockyard.sim.loop import Loop, VirtualEvent
 from blockyard.stores.remote import RemoteStore
 
-__all__ = ["DEADLINE", "Link", "Request", "Server", "SilentError"]
+__all__ = ["DEADLINE", "Link", "SentRequest", "Server", "SilentError"]
 
 DEADLINE: Final = 3.0  # the stores' timeout for a batch, in seconds
 
@@ -65,12 +65,12 @@ class SilentError(Exception):
 
 
 @dataclass(eq=False)
-class Request:
+class SentRequest:
     """A request under way."""
 
     steps: tuple[Callable[[], Any], ...]
     sent_at: float
-    ended: Event
+    ended: VirtualEvent
     answers: list[Any] = field(default_factory=list)
     error: Exception | None = None
 
@@ -104,17 +104,17 @@ class Link(ABC):
         """Run steps on the server, and return their answers. Errors of the link's class are raised here."""
         return self.receive(self.send(steps), self._time_limit)
 
-    def send(self, steps: tuple[Callable[[], T], ...]) -> Request:
+    def send(self, steps: tuple[Callable[[], T], ...]) -> SentRequest:
         """Send a request."""
         loop = self._server.loop
         if self.is_dead:
             raise self._error("connection refused")
-        request = Request(steps, loop.now, loop.event())
+        request = SentRequest(steps, loop.now, loop.event())
         for _ in range(1 + (loop.draw() < self.repeats)):
             loop.call_later(self._delay(), partial(self._arrive, request))
         return request
 
-    def receive(self, request: Request, seconds: float) -> list[Any]:
+    def receive(self, request: SentRequest, seconds: float) -> list[Any]:
         """Wait for a request's answers."""
         if not request.ended.wait(seconds):
             raise self._error("the request timed out")
@@ -126,11 +126,11 @@ class Link(ABC):
         """End all faults of this link."""
         self.is_cut, self.slowness, self.loss, self.repeats = False, 1.0, 0.0, 0.0
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request: SentRequest) -> None:
         if not self._is_lost() and not request.ended.is_set():  # clients do not repeat an answered request
             self._serve(request, [])
 
-    def _serve(self, request: Request, answers: list[Any]) -> None:
+    def _serve(self, request: SentRequest, answers: list[Any]) -> None:
         """Run the remaining steps, and send the answer."""
         server, steps, error = self._server, request.steps, None
         server.caller = (self, request.sent_at)
@@ -149,7 +149,7 @@ class Link(ABC):
             error = raised
         server.loop.call_later(self._delay(), partial(self._answer, request, answers, error))
 
-    def _answer(self, request: Request, answers: list[Any], error: Exception | None) -> None:
+    def _answer(self, request: SentRequest, answers: list[Any], error: Exception | None) -> None:
         if not self._is_lost() and not request.ended.is_set():
             request.answers, request.error = answers, error
             request.ended.set()

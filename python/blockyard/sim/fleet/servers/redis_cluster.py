@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from blockyard.errors import StoreError
-from blockyard.sim.fleet.servers.link import DEADLINE, Link, Request, SilentError
+from blockyard.sim.fleet.servers.link import DEADLINE, Link, SentRequest, SilentError
 from blockyard.sim.fleet.servers.redis_data import RedisData
 from blockyard.sim.fleet.servers.redis_server import RedisLink, RedisServer, Unit, is_record
 from blockyard.sim.loop import Loop
@@ -349,12 +349,12 @@ class RedisClusterLink(RedisLink):
         self._is_current &= answer.kind == "ASK"
         return _Todo(one.unit, answer.address, answer.kind == "ASK")
 
-    def _send_to(self, address: int, part: Sequence[_Todo], units: list[Unit]) -> Request:
+    def _send_to(self, address: int, part: Sequence[_Todo], units: list[Unit]) -> SentRequest:
         run = self.cluster.run_unit
         acts = [partial(run, units[one.unit], is_asking=one.is_asking) for one in part]
         return self.send(tuple(partial(self.cluster.ask, address, act) for act in acts))
 
-    def _wait(self, address: int, request: Request, until: float) -> list[Any] | None:
+    def _wait(self, address: int, request: SentRequest, until: float) -> list[Any] | None:
         """Wait for a node. Returns its answers; None if it is lost."""
         try:
             return self.receive(request, max(until - self.cluster.loop.now, _NODE_SECONDS / 4))

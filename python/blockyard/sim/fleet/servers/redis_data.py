@@ -248,7 +248,7 @@ class RedisData:
                 self.drop(key)
 
 
-class _Scripts:
+class _LuaScripts:
     """The Lua interpreter and its compiled scripts. One script runs at a time.
 
     Attributes:
@@ -307,4 +307,4 @@ def _number(value: float) -> bytes:
     return b"%d" % value if value == int(value) else repr(float(value)).encode()
 
 
-_scripts: Final = _Scripts()
+_scripts: Final = _LuaScripts()
