@@ -233,7 +233,7 @@ def circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
     return {modules | {module} for module, modules in both.items() if modules}
 
 
-@pytest.mark.parametrize("crate", ["binding", "copy", "core", "store"])
+@pytest.mark.parametrize("crate", ["binding", "copy", "core", "redis", "store"])
 def test_no_rust_modules_import_one_another_in_a_circle(crate: str):
     assert not circles(rust_imports(ROOT / "rust" / crate / "src"))
 
@@ -255,6 +255,35 @@ def test_circles_of_imports_are_found(tmp_path: Path):
     assert not circles(imports)
     (tmp_path / "f.rs").write_text("use super::a;\n#[cfg(test)]\nmod tests {\nuse crate::b;\n}\n")
     assert circles(rust_imports(tmp_path)) == {frozenset({"a", "b", "b::c", "e", "f"}) - {"b"} | {"b"}}
+
+
+def python_imports(folder: Path) -> dict[str, set[str]]:
+    """Which other modules each module of a folder imports: anywhere in it, also for annotations alone."""
+    parts = {path: path.relative_to(folder).with_suffix("").parts for path in folder.rglob("*.py")}
+    files = {".".join(names[:-1] if names[-1] == "__init__" else names): path for path, names in parts.items()}
+    imports: dict[str, set[str]] = {}
+    for module, path in files.items():
+        nodes = list(statements(path))
+        named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= (inner & files.keys()) or {node.module}
+        imports[module] = (named & files.keys()) - {module}
+    return imports
+
+
+def test_no_python_modules_know_one_another_in_a_circle():
+    # lint-imports, which also holds the layers, does not count imports for annotations.
+    assert not circles(python_imports(ROOT / "python"))
+
+
+def test_circles_of_annotations_are_found(tmp_path: Path):
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "__init__.py").write_text("from p.a import A\n")
+    (tmp_path / "p" / "a.py").write_text("if TYPE_CHECKING:\n    from p import b\n")
+    (tmp_path / "p" / "b.py").write_text("def f():\n    from p.a import A\n")
+    assert circles(python_imports(tmp_path)) == {frozenset({"p.a", "p.b"})}
 
 
 def test_folders_are_small_and_modules_have_one_style():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, runtime_checka
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import BlockManager
+from blockyard._core import BlockManager, StepDecision
 from blockyard.errors import InvariantError, StepOrderError
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.workers import RateLimit
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from blockyard.executor.executor import Executor
     from blockyard.executor.loop import StepLoop
     from blockyard.prefix_store import PrefixStore
-    from blockyard.scheduler.scheduler import Scheduler
-    from blockyard.scheduler.step import Step
 
-__all__ = ["Cache", "CacheLoop", "Change"]
+__all__ = ["Cache", "CacheLoop", "Change", "LoopedScheduler", "LoopedStep"]
 
 _log = logging.getLogger("blockyard.scheduler")
 _IDLE_STEPS: Final = 2
@@ -43,6 +41,33 @@ class Cache(Protocol):
 
     def give_back(self) -> object:
         """Return memory that a smaller device no longer uses."""
+
+
+class LoopedStep(Protocol):
+    """What a loop reads of a `Step`."""
+
+    decision: StepDecision
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences in the step."""
+
+
+class LoopedScheduler(Protocol):
+    """What a loop asks of its `Scheduler`."""
+
+    manager: BlockManager
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that have not ended."""
+
+    @property
+    def num_loading(self) -> int:
+        """Number of waiting requests whose prompts are loading from a prefix store."""
+
+    def give_up(self) -> object:
+        """Give up the step in flight."""
 
 
 @dataclass(slots=True)
@@ -70,14 +95,14 @@ class CacheLoop:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: LoopedScheduler,
         cache: Cache,
         executor: Executor | None,
         change: Change,
         end_ticket: Callable[[int, NDArray[np.uint64]], object],
         count_loading: Callable[[], int],
     ) -> None:
-        self.open: Step | None = None
+        self.open: LoopedStep | None = None
         self._scheduler = scheduler
         self._cache = cache
         self._runtime = runtime()
@@ -88,7 +113,7 @@ class CacheLoop:
         self._idle = 0.0  # steps in a row that did nothing; one that waited for a load counts a quarter
         self._limit = RateLimit()
 
-    def refuse(self, in_flight: Step) -> NoReturn:
+    def refuse(self, in_flight: LoopedStep) -> NoReturn:
         """Refuse a step while another is in flight."""
         what = f"the step of ticket {in_flight.decision.ticket}"
         if self.open is not None:
@@ -116,7 +141,7 @@ class CacheLoop:
         """Make compute queued from now on wait for one layer of a step's loads."""
         self.steps.executor.wait_for_layer(ticket, layer)
 
-    def end(self, step: Step, *, failed: bool) -> None:
+    def end(self, step: LoopedStep, *, failed: bool) -> None:
         """Complete landed transfers at the end of a step's `with` block; give up the step if the block raised."""
         if self.open is not step:
             return  # given up inside its block
@@ -144,7 +169,7 @@ class CacheLoop:
         self.steps.give_up_all()
         self.steps.report()  # the scheduler starts all requests again
 
-    def _take_in(self, step: Step) -> None:
+    def _take_in(self, step: LoopedStep) -> None:
         """End finished tickets. Wait for this step's ticket if its computation depended on it."""
         self.steps.finish(step.decision.ticket)
         ended = self._end_tickets()

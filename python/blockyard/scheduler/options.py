@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, cast
+from typing import Final, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +14,11 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager, Pool
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError
 from blockyard.layout.sizes import as_float, as_int, set_ints
-from blockyard.scheduler.loop import Cache
+from blockyard.scheduler.loop import Cache, LoopedScheduler
 from blockyard.scheduler.request import RequestState
 from blockyard.scheduler.rows import LENGTH, SequenceRows
 from blockyard.types import DefragReport
 from blockyard.workers import Claims
-
-if TYPE_CHECKING:
-    from blockyard.scheduler.scheduler import Scheduler
 
 __all__ = [
     "PREEMPTION_MODES",
@@ -216,13 +213,13 @@ def _check_executor(executor: object, manager: BlockManager) -> None:
                 raise InvalidArgumentError(f"executor has {found} {tier} blocks, must have {wanted} as the cache")
 
 
-def take_over(scheduler: Scheduler, manager: BlockManager) -> None:
+def take_over(scheduler: LoopedScheduler, manager: BlockManager) -> None:
     """Make a scheduler its manager's only one.
 
     Raises:
         InvalidArgumentError: an earlier one has unfinished requests.
     """
-    other = cast("Scheduler | None", _schedulers.user(manager))
+    other = cast("LoopedScheduler | None", _schedulers.user(manager))
     if other is not None and other.num_unfinished:
         raise InvalidArgumentError(
             f"cache has a Scheduler with {other.num_unfinished} unfinished requests, must have one at a time"
@@ -230,7 +227,7 @@ def take_over(scheduler: Scheduler, manager: BlockManager) -> None:
     _schedulers.hand_over(manager, scheduler)
 
 
-def check_current(scheduler: Scheduler) -> None:
+def check_current(scheduler: LoopedScheduler) -> None:
     """Check that no other scheduler has taken over the manager.
 
     Raises:

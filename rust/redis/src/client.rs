@@ -3,8 +3,9 @@
 //! A connection whose call failed is not reused, as a late answer would be mistaken for that of the next call. One lock
 //! guards the idle connections; it is never held while waiting for a server.
 
-use crate::connection::{Command, Connection, Got, Group, Put, Ran, Server, Split};
+use crate::connection::{Connection, Got, Put, Ran, Server, Split};
 use crate::error::Result;
+use crate::message::{Command, Group};
 use crate::options::Options;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

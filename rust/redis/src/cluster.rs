@@ -6,7 +6,7 @@
 //! held while waiting for a server.
 
 use crate::error::{Error, Result};
-use crate::transaction::last_answer;
+use crate::message::{Unit, last_answer};
 use redis::cluster::NodeAddress;
 use redis::cluster_routing::Slot;
 use redis::{Arg, Client, Cmd, ConnectionAddr, ConnectionInfo, ConnectionLike, ErrorKind, RedisError, RedisResult};
@@ -57,19 +57,6 @@ struct Call {
     todo: Vec<Todo>,
     /// Why a unit has no answer.
     why: Option<String>,
-}
-
-/// Commands sent together to the node of one slot: a single one, or a transaction, whose last answer counts.
-pub(crate) struct Unit {
-    pub(crate) slot: Slot,
-    pub(crate) commands: Vec<Cmd>,
-}
-
-impl Unit {
-    /// One command.
-    pub(crate) fn of(slot: Slot, command: Cmd) -> Self {
-        Self { slot, commands: vec![command] }
-    }
 }
 
 /// A unit to send, by number; its new destination if its slot has moved, and whether the slot is still moving.

@@ -1,10 +1,11 @@
 //! A connection to a server or to all nodes of a cluster.
 
-use crate::cluster::{Cluster, Nodes, Unit};
+use crate::cluster::{Cluster, Nodes};
 use crate::error::Result;
-use crate::transaction::{Transaction, last_answer};
+use crate::message::{Answer, Command, Group, Unit, answer, command, known, last_answer, set};
+use crate::transaction::Transaction;
 use redis::cluster_routing::Slot;
-use redis::{Client, Cmd, RedisResult, Value, cmd};
+use redis::{Client, RedisResult, Value, cmd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,17 +15,11 @@ const AROUND: usize = 256;
 /// Destinations of a value's first bytes and of the rest.
 pub type Split<'a> = (&'a mut [u8], &'a mut [u8]);
 
-/// The words of a command, at least one.
-pub type Command = Vec<Vec<u8>>;
-
 /// Answers to the groups' commands, whether each value was stored, and why some nodes of a cluster did not answer.
 pub type Put = (Vec<Answer>, Vec<bool>, Option<String>);
 
 /// Answers to commands, and why some nodes of a cluster did not answer.
 pub type Ran = (Vec<Answer>, Option<String>);
-
-/// Number of values stored in one transaction, and the command that runs after them.
-pub type Group = (usize, Command);
 
 /// Answers to commands, whether each value exists, and why some nodes of a cluster did not answer.
 pub type Got = (Vec<Answer>, Vec<bool>, Option<String>);
@@ -39,21 +34,6 @@ pub(crate) enum Server {
 pub(crate) enum Connection {
     Single(Box<redis::Connection>),
     Cluster(Nodes),
-}
-
-/// A server's answer to a command.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Answer {
-    /// There is no value; or its cluster node does not answer, while others do.
-    Nil,
-    /// A number.
-    Int(i64),
-    /// Bytes, or a word such as `OK`.
-    Bytes(Vec<u8>),
-    /// Several.
-    List(Vec<Answer>),
-    /// The command was refused, and why.
-    Refused(String),
 }
 
 impl Server {
@@ -204,10 +184,6 @@ fn after(first: &[Command], make: impl Fn(usize) -> Unit) -> impl Fn(usize) -> U
     move |index| if index < first.len() { keyed(&first[index..]) } else { make(index - first.len()) }
 }
 
-pub(crate) fn known(value: Option<Value>) -> Answer {
-    value.map_or(Answer::Nil, answer)
-}
-
 /// Copies a value into a head and a row.
 fn place(value: Value, (head, row): &mut Split<'_>, varies: bool) -> RedisResult<bool> {
     let Value::BulkString(bytes) = value else { return value.extract_error().map(|_| false) };
@@ -219,36 +195,4 @@ fn place(value: Value, (head, row): &mut Split<'_>, varies: bool) -> RedisResult
         rest.fill(0);
     }
     Ok(true)
-}
-
-pub(crate) fn command(words: &Command) -> Cmd {
-    let mut command = Cmd::new();
-    for word in words {
-        command.arg(word);
-    }
-    command
-}
-
-pub(crate) fn set(name: &[u8], value: &[u8], ttl_ms: Option<u64>) -> Cmd {
-    let mut set = cmd("SET");
-    set.arg(name).arg(value);
-    if let Some(ttl) = ttl_ms {
-        set.arg("PX").arg(ttl);
-    }
-    set
-}
-
-pub(crate) fn answer(value: Value) -> Answer {
-    match value {
-        Value::Nil => Answer::Nil,
-        Value::Int(number) => Answer::Int(number),
-        Value::BulkString(bytes) => Answer::Bytes(bytes),
-        Value::Okay => Answer::Bytes(b"OK".to_vec()),
-        Value::SimpleString(text) => Answer::Bytes(text.into_bytes()),
-        Value::Array(values) => Answer::List(values.into_iter().map(answer).collect()),
-        other => match other.extract_error() {
-            Err(error) => Answer::Refused(error.to_string()),
-            Ok(_) => Answer::Refused("a RESP 3 answer to a RESP 2 command".to_owned()),
-        },
-    }
 }

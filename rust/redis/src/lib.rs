@@ -12,10 +12,12 @@ mod client;
 mod cluster;
 mod connection;
 mod error;
+mod message;
 mod options;
 mod transaction;
 
 pub use client::Client;
-pub use connection::{Answer, Command, Got, Group, Put, Ran, Split};
+pub use connection::{Got, Put, Ran, Split};
 pub use error::{Error, Result};
+pub use message::{Answer, Command, Group};
 pub use options::{Address, Options, Tls};

@@ -3,8 +3,7 @@
 //! The values are queued, without a copy, before the server runs anything. A client killed in between leaves nothing
 //! behind.
 
-use crate::cluster::Unit;
-use crate::connection::{Answer, Command, Group, answer, command, set};
+use crate::message::{Answer, Command, Group, Unit, command, known, set};
 use redis::cluster_routing::Slot;
 use redis::{Cmd, Value, cmd};
 
@@ -54,26 +53,14 @@ impl<'a> Transaction<'a> {
     pub(crate) fn take(&self, value: Option<Value>, stored: &mut Vec<bool>) -> Answer {
         match value {
             Some(Value::Array(mut values)) if values.len() == self.names.len() + 1 => {
-                let last = values.pop().map_or(Answer::Nil, answer);
+                let last = known(values.pop());
                 stored.extend(values.into_iter().map(|value| value == Value::Okay));
                 last
             }
             other => {
                 stored.extend(self.names.iter().map(|_| false));
-                other.map_or(Answer::Nil, answer)
+                known(other)
             }
         }
     }
-}
-
-/// Receives the answers of a transaction, or of one command: the first error counts, else the last answer.
-pub(crate) fn last_answer<E>(count: usize, mut receive: impl FnMut() -> Result<Value, E>) -> Result<Value, E> {
-    let mut found = receive()?;
-    for _ in 1..count {
-        let next = receive()?;
-        if !matches!(found, Value::ServerError(_)) {
-            found = next;
-        }
-    }
-    Ok(found)
 }
