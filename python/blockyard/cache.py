@@ -55,7 +55,7 @@ class Health:
 
     Attributes:
         ok: False once the cache is closed, in a fork, and while its steps fail repeatedly: the engine should restart. A
-        failing store costs hits but stops nothing, so `ok` stays True.
+            failing store costs hits but stops nothing, so `ok` stays True.
         reasons: problems, one line each, including those of stores; empty if there are none.
     """
 
@@ -79,14 +79,14 @@ class KVCache:
         device: device to allocate the tensors on, such as `"cuda:0"`.
         device_blocks: number of device blocks; None means as many as the tensors hold.
         max_device_blocks: maximum number of device blocks for `resize`. Memory then returns to the system
-        when the device shrinks. None means `device_blocks`, in ordinary memory.
+            when the device shrinks. None means `device_blocks`, in ordinary memory.
         host_blocks: number of blocks in host memory.
         host_bytes: size of host memory in bytes, instead of `host_blocks`: an int or text such as `"64GiB"`.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
         swap_store: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store that nothing else
             uses; `close` closes it.
         external_blocks: number of that store's slots to use; None, or more than it has, means all. Ranks of a
-        tensor-parallel model use as many slots as their smallest store has.
+            tensor-parallel model use as many slots as their smallest store has.
         swap_store_bytes: size of the store in bytes, instead of `size` in its URL: an int or text such as `"1TiB"`.
         prefix_caching: a bool or `PrefixCaching`, see `BlockManager`.
         prefix_store: URL of a store for cached blocks, such as `"file:///var/kv?size=1TiB"`, or a store opened
@@ -96,7 +96,7 @@ class KVCache:
         prefix_writes: which blocks are written to it: `"through"`, `"back"`, `"second_use"` or `"never"`, see
             `PrefixStore`.
         prefetch_timeout_base: minimum timeout in seconds for loading a prompt from the store; each 200 MB to load add a
-        second.
+            second.
         groups: cache groups, see `BlockManager`.
         watermark: see `BlockManager`.
         reuse_order: see `BlockManager`.

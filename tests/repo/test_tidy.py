@@ -368,6 +368,53 @@ def test_each_python_module_has_a_test_file():
     assert not untested
 
 
+FIELD = re.compile(r"    [\w*`., ]+(?: \(.*?\))?:(?: |$)")
+ITEM = re.compile(r" *(?:[-*]|\d+\.) +")
+
+
+def broken_fields(docstring: str) -> list[str]:
+    """Lines of a docstring's sections that neither begin a field nor are indented below one."""
+    found, is_section = [], False
+    for line in docstring.splitlines():
+        if line and not line.startswith(" "):
+            is_section = line in {"Args:", "Attributes:", "Raises:"}
+        elif is_section and re.match(r"    \S", line) and not FIELD.match(line):
+            found.append(line.strip())
+    return found
+
+
+def broken_items(document: str) -> list[str]:
+    """Lines of a list's items that are not indented below them."""
+    found, is_code, is_item = [], False, False
+    for line in document.splitlines():
+        is_code ^= line.lstrip().startswith("```")
+        if ITEM.match(line):
+            is_item = True
+        elif not line or line.startswith(("#", "|", ">", "`", "**")):
+            is_item = False
+        elif is_item and not is_code and not line.startswith(" "):
+            found.append(line)
+    return found
+
+
+def test_fields_of_docstrings_and_items_of_lists_keep_their_indents():
+    broken = {}
+    for path in tree({".py", ".pyi"}):
+        for node in statements(path):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                broken[path, node] = broken_fields(ast.get_docstring(node) or "")
+    for path in tree({".md"}):
+        broken[path, None] = broken_items(path.read_text(encoding="utf-8"))
+    assert not [f"{name(path)}: {line}" for (path, _), lines in broken.items() for line in lines]
+
+
+def test_lost_indents_are_found():
+    assert broken_fields("A.\n\nArgs:\n    a: what\n    it is.\n    *b: (`c`)\n        more.\n\nNot: this") == [
+        "it is."
+    ]
+    assert broken_items("Text.\n- one\n  more\nlost\n\nText\nmore.\n1. a\nb\n```\n- c\nd\n```\n") == ["lost", "b"]
+
+
 # Where a document's paths start.
 BASES = (ROOT, ROOT / "rust", ROOT / "rust" / "core" / "src", ROOT / "python" / "blockyard")
 

@@ -96,7 +96,7 @@ class KVLayout:
         dtype: torch's name for the element type, without `torch.`.
         itemsize: bytes per element; 0 looks it up by dtype.
         tensors_per_layer: 2 if keys and values are separate tensors, in the order K and V of layer 0, of layer 1, ...;
-        always 2 with `"|"`.
+            always 2 with `"|"`.
         split: number of dimensions after the block dimension that become separate views, which padding inside blocks
             requires. It changes the views, not the bytes of a row.
         x: size of dimension `"x"`, if the kind has one; 0 means as many elements as fit in 16 bytes.
@@ -176,7 +176,7 @@ class KVLayout:
         Args:
             tensors: tensors of one shape on any device; gaps between and inside blocks are allowed.
             kind: their layout, as in the attributes. None infers it from the position of the dimension of size 2,
-            for tensors of five dimensions. `probe_kind` infers it from an engine's attention backend.
+                for tensors of five dimensions. `probe_kind` infers it from an engine's attention backend.
             block_size: number of tokens in a block; needed if slots or blocks are flat.
             num_kv_heads: number of K heads, if heads and their elements share a dimension; None means a single head.
             tensors_per_layer: 2 for separate keys and values, see `interleave`.
@@ -186,7 +186,7 @@ class KVLayout:
 
         Raises:
             LayoutError: the tensors differ, do not have these dimensions or have blocks that share memory; or the kind
-            is ambiguous, for example with exactly two blocks.
+                is ambiguous, for example with exactly two blocks.
         """
         if not tensors:
             raise LayoutError("got 0 tensors, a layout needs at least one")
@@ -285,7 +285,7 @@ class KVLayout:
 
         Raises:
             LayoutError: number, shape, dtype, device or strides do not match, a tensor requires grad, or two share
-            memory; the message has the numbers.
+                memory; the message has the numbers.
         """
         self.views(tensors)
 

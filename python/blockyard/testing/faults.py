@@ -52,7 +52,7 @@ def corrupt_slots(
         seed: seed for positions and changes.
 
     Raises:
-        InvalidArgumentError: the store has no slab file, or there is `part` is not in `PARTS`.
+        InvalidArgumentError: the store has no slab file, or `part` is not in `PARTS`.
         MappingError: a slot is out of range.
         OSError: the file is gone or cannot be written.
 
@@ -254,7 +254,7 @@ class FailingStore(ExternalStore):
 
     Attributes:
         fault: fault of all later calls. `"lose"`: it claims to have a key, then misses. `"refuse"`: every read and
-        write raises StoreError. `"hang"`: reads and writes return misses at their deadline. Empty: none.
+            write raises StoreError. `"hang"`: reads and writes return misses at their deadline. Empty: none.
         faults: number of calls that failed.
 
     Example:

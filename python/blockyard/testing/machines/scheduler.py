@@ -240,7 +240,7 @@ class SchedulerMachine(RecordingMachine):
             pick: which request is aborted.
             again: request submitted under its id.
             drafts: the number of draft tokens, and how many of them are right, for each decoding row. If empty, each
-            token is computed in a separate pass.
+                token is computed in a separate pass.
             late: end the ticket after the model has run, unless it has losses.
         """
         self.record.next_step()
