@@ -12,7 +12,7 @@
 #       both with GPU_PYTHON=python3: with a wheel that this Python finds, without Rust (CONTRIBUTING.md)
 #   make dev | release             the extension in place, for tests | as in wheels, for figures
 #   make lint | fmt                check | repair style
-#   make docs                      the API page and the stub's docstrings, from the code, and the site: docs/_build/html
+#   make docs                      the API page, from the code, and the site: docs/_build/html
 #   make fuzz [FUZZ_SECONDS=180]   random operations, forged decisions and slabs, grown by libFuzzer; the
 #       targets share the time
 #   make mutants [N=200 SEED=0]    how many of N small changes to the Rust core and store their tests catch
@@ -228,7 +228,6 @@ fmt: setup
 
 docs: dev
 	$(BIN)/python buildsystem/write_api.py
-	$(BIN)/ruff format --quiet python/blockyard/_core.pyi
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
 wheel: setup
@@ -242,7 +241,7 @@ pins: setup
 
 clean:
 	rm -rf target dist docs/_build .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
-	rm -f python/blockyard/_core.*.so python/blockyard/_ops.so python/blockyard/_ops.json
+	rm -f python/blockyard/_core.*.so python/blockyard/_core.pyi python/blockyard/_ops.so python/blockyard/_ops.json
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean

@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-PARTS = ("blockyard/_ops.so", "blockyard/_ops.json", "blockyard/py.typed")
+PARTS = ("blockyard/_ops.so", "blockyard/_ops.json", "blockyard/_core.pyi", "blockyard/py.typed")
 FROM_TORCH = {"libtorch.so"}
 """Libraries that the op library finds in the process, because torch is imported first."""
 

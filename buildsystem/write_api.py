@@ -1,7 +1,4 @@
-"""Writes the files generated from docstrings: the stub `_core.pyi`, with the Rust core's docstrings, and the API page.
-
-Without arguments it writes both. With `--check` it reports which is out of date, and exits with 1 if one is.
-"""
+"""Writes the API page from docstrings. With `--check` it reports if the page is out of date, and exits with 1."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from textwrap import indent, wrap
+from textwrap import wrap
 
 ROOT = Path(__file__).resolve().parent.parent
 STUB = ROOT / "python" / "blockyard" / "_core.pyi"
@@ -68,53 +65,6 @@ HEAD = """# API
 and an example. `help(name)` shows the rest: shapes, dtypes, errors.
 """
 FIELD = re.compile(r"^    (\w+): (.*(?:\n     .*)*)", re.MULTILINE)
-
-
-def documented_stub() -> str:
-    """Return the stub with the core's run-time docstrings."""
-    core = import_module("blockyard._core")
-    text = STUB.read_text(encoding="utf-8")
-    lines = text.splitlines(keepends=True)
-    edits = []
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            target = getattr(core, node.name)
-            edits.append((node, target))
-        if isinstance(node, ast.ClassDef):
-            members = [member for member in node.body if isinstance(member, ast.FunctionDef)]
-            edits += [(member, vars(target).get(member.name)) for member in members if is_documented(member, members)]
-    for node, target in sorted(edits, key=lambda edit: edit[0].lineno, reverse=True):
-        replace_docstring(lines, node, target)
-    return "".join(lines)
-
-
-def is_documented(member: ast.FunctionDef, members: list[ast.FunctionDef]) -> bool:
-    """Return whether a member shows its docstring: it is public, and the first of its overloads."""
-    return not member.name.startswith("_") and member is next(m for m in members if m.name == member.name)
-
-
-def replace_docstring(lines: list[str], node: ast.ClassDef | ast.FunctionDef, target: object) -> None:
-    """Insert the docstring of a core object into the stub."""
-    first = node.body[0]
-    is_old = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and first.value.value is not ...
-    doc = docstring(target)
-    if not doc:
-        return
-    column = " " * (node.col_offset + 4)
-    new = column + '"""' + doc.replace("\\", "\\\\").replace("\n", "\n" + column) + '"""\n'
-    if "\n" in doc:
-        new = new[:-4] + "\n" + column + '"""\n'
-    new = re.sub(r"^ +$", "", new, flags=re.MULTILINE)
-    start = min([first.lineno, *(decorator.lineno for decorator in getattr(first, "decorator_list", []))]) - 1
-    end = first.end_lineno or first.lineno
-    if is_old:
-        lines[start:end] = [new]
-    elif isinstance(node, ast.ClassDef):
-        lines.insert(start, new + "\n")
-    else:
-        # `def f(self) -> int: ...`, perhaps over several lines: its body is the last thing in it.
-        lines[end - 1] = re.sub(r" *\.\.\.\n$", "\n", lines[end - 1])
-        lines.insert(end, new)
 
 
 def api_page() -> str:
@@ -369,19 +319,17 @@ def docstring(target: object) -> str:
 
 
 def main() -> int:
-    """Write, or check, both files."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Write, or check, the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
-    stale = []
-    for path, text in ((STUB, documented_stub()), (PAGE, api_page())):
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            stale.append(str(path.relative_to(ROOT)))
-            if not check:
-                path.write_text(text, encoding="utf-8")
+    text = api_page()
+    stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
     if check and stale:
-        sys.stderr.write(indent("\n".join(stale), "out of date, run `make docs`: ") + "\n")
-    return int(check and bool(stale))
+        sys.stderr.write(f"out of date, run `make docs`: {PAGE.relative_to(ROOT)}\n")
+    elif stale:
+        PAGE.write_text(text, encoding="utf-8")
+    return int(check and stale)
 
 
 if __name__ == "__main__":

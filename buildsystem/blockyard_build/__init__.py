@@ -1,4 +1,4 @@
-"""The build backend (PEP 517 and 660): compiles the op library with nvcc and g++, then hands over to maturin.
+"""The build backend (PEP 517 and 660): writes the stub, compiles the op library, then hands over to maturin.
 
 Settings, as environment variables:
     BLOCKYARD_CUDA: `auto` (default: build the op library if possible), `require`, `off`.
@@ -16,6 +16,8 @@ import maturin
 from blockyard_build.audit import check_sdist, check_wheel
 from blockyard_build.oplibrary import SOURCES, build_op_library
 from blockyard_build.settings import read_settings
+from blockyard_build.stub import SOURCE as STUB_SOURCE
+from blockyard_build.stub import write_stub
 from blockyard_build.toolchain import NVCC_REQUIREMENT, MissingError, find_cuda_home, find_torch
 
 __all__ = [
@@ -50,7 +52,8 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 def build_wheel(
     wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
 ) -> str:
-    """Build the op library and the wheel, and check the wheel's contents."""
+    """Write the stub, build the op library and the wheel, and check the wheel's contents."""
+    write_stub(Path())
     manifest = build_op_library(Path(), os.environ)
     name: str = maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
     check_wheel(Path(wheel_directory) / name, Path(), with_library=manifest["built"])
@@ -60,7 +63,8 @@ def build_wheel(
 def build_editable(
     wheel_directory: str, config_settings: ConfigSettings = None, metadata_directory: str | None = None
 ) -> str:
-    """Build the op library and `_core` in place, next to each other, and the wheel that points to them."""
+    """Write the stub, build the op library and `_core`, all in place, and the wheel that points to them."""
+    write_stub(Path())
     with ThreadPoolExecutor(1) as pool:
         library = pool.submit(build_op_library, Path(), os.environ)
         name: str = maturin.build_editable(wheel_directory, config_settings, metadata_directory)
@@ -69,10 +73,10 @@ def build_editable(
 
 
 def build_sdist(sdist_directory: str, config_settings: ConfigSettings = None) -> str:
-    """Build the source archive, and check that it contains the op library's sources and this backend."""
+    """Build the source archive, and check that it contains the sources of op library and stub, and this backend."""
     name: str = maturin.build_sdist(sdist_directory, config_settings)
     backend = Path(__file__).resolve().parent.relative_to(Path.cwd().resolve())
-    check_sdist(Path(sdist_directory) / name, [*SOURCES.iterdir(), *backend.glob("*.py")])
+    check_sdist(Path(sdist_directory) / name, [*SOURCES.iterdir(), *backend.glob("*.py"), STUB_SOURCE])
     return name
 
 

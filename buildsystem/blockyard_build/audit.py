@@ -12,10 +12,11 @@ from pathlib import Path
 
 from blockyard_build.oplibrary import LIBRARY, MANIFEST
 from blockyard_build.settings import BuildError
+from blockyard_build.stub import STUB
 
 
 def check_wheel(wheel: Path, root: Path, *, with_library: bool) -> None:
-    """Check that a wheel contains the manifest, and the op library iff it was built, and that its tag fits the library.
+    """Check that a wheel contains stub and manifest, and the op library iff it was built, and that its tag fits.
 
     Args:
         wheel: path of the wheel.
@@ -27,7 +28,9 @@ def check_wheel(wheel: Path, root: Path, *, with_library: bool) -> None:
     """
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
-    library, manifest = (str(path.relative_to("python")) for path in (LIBRARY, MANIFEST))
+    library, manifest, stub = (str(path.relative_to("python")) for path in (LIBRARY, MANIFEST, STUB))
+    if stub not in inside:
+        raise BuildError(f"{wheel.name} lacks {stub}: see include in [tool.maturin]")
     if manifest not in inside or (library in inside) != with_library:
         raise BuildError(f"{wheel.name}: {library} is packed: {library in inside}, was built: {with_library}")
     promised = re.search(r"manylinux_(\d+)_(\d+)", wheel.name)

@@ -18,6 +18,7 @@ from blockyard import _core
 from blockyard_build import audit, oplibrary, toolchain
 from blockyard_build.oplibrary import LIBRARY, MANIFEST, build_op_library
 from blockyard_build.settings import BuildError, read_settings
+from blockyard_build.stub import STUB, documented_stub, read_docs, write_stub
 from blockyard_build.toolchain import NVCC_REQUIREMENT, MissingError, Toolchain
 
 SCRIPT = Path(__file__).resolve().parents[2] / "buildsystem" / "check_prerequisites.sh"
@@ -196,9 +197,11 @@ def test_off_removes_an_earlier_library_and_says_so(build: FakeBuild):
 
 def test_the_library_is_built_without_maturin_too(repo: Path, tmp_path: Path):
     (tmp_path / MANIFEST).parent.mkdir(parents=True)
+    (tmp_path / "rust").symlink_to(repo / "rust")
     environ = {**os.environ, "PYTHONPATH": str(repo / "buildsystem"), "BLOCKYARD_CUDA": "off"}
     subprocess.run([sys.executable, "-m", "blockyard_build"], check=True, cwd=tmp_path, env=environ)
     assert not json.loads((tmp_path / MANIFEST).read_text())["built"]
+    assert (tmp_path / STUB).read_text() == documented_stub(repo)
 
 
 def test_auto_builds_without_the_library_where_torch_is_missing(
@@ -277,13 +280,113 @@ def test_nvcc_without_torch_is_required_only_on_demand(monkeypatch: pytest.Monke
     assert NVCC_REQUIREMENT in blockyard_build.get_requires_for_build_wheel()
 
 
+# ---- the stub ----
+
+CLASS = """\
+/// A class.
+///
+/// Example:
+///     1
+#[pyclass(
+    frozen,
+    name = "Box",
+)]
+struct PyBox {
+    /// Its size.
+    #[pyo3(get)]
+    size: u32,
+}
+/// A function.
+#[pyfunction]
+pub(crate) fn open_box() {}
+/// Not exported.
+pub(crate) fn unused() {}
+"""
+METHODS = """\
+#[pymethods]
+impl PyBox {
+    /// Moves it.
+    fn r#move(&self) {}
+    /// Its \\ lid.
+    #[getter(lid)]
+    const fn lid_of(&self) {}
+    fn bare(&self) {}
+}
+
+impl PyBox {
+    /// Not exported.
+    fn lid(&self) {}
+}
+"""
+PLAIN = """\
+def open_box(
+    size: int,
+) -> Box: ...
+
+class Box:
+    size: int
+    @property
+    def lid(self) -> str: ...
+    @overload
+    def move(self) -> None: ...
+    @overload
+    def move(self, by: int) -> None: ...
+    def bare(self) -> None: ...
+"""
+DOCUMENTED = '''\
+def open_box(
+    size: int,
+) -> Box:
+    """A function."""
+
+class Box:
+    """A class.
+
+    Example:
+        1
+    """
+
+    size: int
+    @property
+    def lid(self) -> str:
+        """Its \\\\ lid."""
+    @overload
+    def move(self) -> None:
+        """Moves it."""
+    @overload
+    def move(self, by: int) -> None: ...
+    def bare(self) -> None: ...
+'''
+
+
+def test_doc_comments_of_what_python_sees_are_read():
+    found = {"Box": "A class.\n\nExample:\n    1", "Box.size": "Its size."}
+    found |= {"open_box": "A function.", "Box.move": "Moves it.", "Box.lid": "Its \\ lid."}
+    assert read_docs([CLASS, METHODS]) == found == read_docs([METHODS, CLASS])
+
+
+def test_the_stub_gets_docstrings_where_it_has_none(tmp_path: Path):
+    (tmp_path / "rust/binding/src").mkdir(parents=True)
+    (tmp_path / "python/blockyard").mkdir(parents=True)
+    (tmp_path / "rust/binding/_core.pyi").write_text(PLAIN)
+    for number, text in enumerate((CLASS, METHODS)):
+        (tmp_path / f"rust/binding/src/{number}.rs").write_text(text)
+    write_stub(tmp_path)
+    head, _, rest = (tmp_path / STUB).read_text().partition("\n")
+    assert head.startswith("# Generated")
+    assert rest == DOCUMENTED
+    before = (tmp_path / STUB).stat().st_mtime_ns
+    write_stub(tmp_path)
+    assert (tmp_path / STUB).stat().st_mtime_ns == before
+
+
 # ---- archives ----
 
 
 def write_wheel(folder: Path, *names: str, tag: str = "linux_x86_64") -> Path:
     path = folder / f"blockyard-0.1.0-cp310-abi3-{tag}.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        for name in names:
+        for name in ("_core.pyi", *names):
             archive.writestr(f"blockyard/{name}", "")
     return path
 
@@ -292,6 +395,12 @@ def test_a_wheel_that_lost_the_library_is_refused(tmp_path: Path):
     wheel = write_wheel(tmp_path, "_ops.json")
     with pytest.raises(BuildError, match=r"_ops\.so is packed: False, was built: True"):
         audit.check_wheel(wheel, tmp_path, with_library=True)
+
+
+def test_a_wheel_without_stub_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(audit, "STUB", Path("python/blockyard/_other.pyi"))
+    with pytest.raises(BuildError, match=r"lacks blockyard/_other\.pyi: see include"):
+        audit.check_wheel(write_wheel(tmp_path, "_ops.json"), tmp_path, with_library=False)
 
 
 def test_a_wheel_with_a_stale_library_is_refused(tmp_path: Path):

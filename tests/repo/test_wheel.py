@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from blockyard_build.stub import documented_stub
+
 UV = Path(sys.executable).parent / "uv"
 AUDIT = Path("buildsystem/audit_wheel.py")
 
@@ -91,10 +93,11 @@ def test_the_wheel_serves_every_python_from_3_10(wheel: Path):
     assert re.fullmatch(r"blockyard-[\d.]+-cp310-abi3-linux_\w+\.whl", wheel.name)
 
 
-def test_the_wheel_holds_the_license_and_the_types(wheel: Path):
-    names = zipfile.ZipFile(wheel).namelist()
+def test_the_wheel_holds_the_license_and_the_types(wheel: Path, repo: Path):
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
     assert "blockyard/py.typed" in names
-    assert "blockyard/_core.pyi" in names
+    assert archive.read("blockyard/_core.pyi").decode() == documented_stub(repo)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
