@@ -151,7 +151,9 @@ def test_every_token_is_right_with_recurrent_states(mode: PreemptionMode, tokens
 
 @pytest.mark.parametrize("kind", ["plain", "cached", "window", "recurrent"])
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
-def test_no_request_waits_for_what_one_of_a_lower_priority_holds(mode: PreemptionMode, kind: str, steps: int):
+def test_no_request_waits_for_lower_priorities_or_too_many_that_overtake_it(
+    mode: PreemptionMode, kind: str, steps: int
+):
     def factory(manager: BlockManager, config: Config) -> Scheduler:
         options = {"max_num_seqs": 4, "max_num_batched_tokens": 20, "max_overtakes": config.host_blocks % 3}
         return Scheduler(manager, preemption_mode=mode, **options)
@@ -404,8 +406,24 @@ class PreemptsNobody(Scheduler):
         self._precedence.make_way = lambda: False  # type: ignore[method-assign]
 
 
-def test_a_scheduler_that_preempts_nobody_for_a_higher_priority_is_noticed():
-    machine = scheduler_machine(lambda manager, _: PreemptsNobody(manager, preemption_mode="swap", max_num_seqs=4))
+class LetsAllOvertake(Scheduler):
+    """Starts any number of requests before one that does not fit."""
+
+    def _make_empty(self) -> None:
+        super()._make_empty()
+        self._admission._max_overtakes = 1000
+
+
+class OvertakesHigherPriorities(Scheduler):
+    def _make_empty(self) -> None:
+        super()._make_empty()
+        self._admission._may_start = lambda head: True  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("buggy", [PreemptsNobody, LetsAllOvertake, OvertakesHigherPriorities])
+def test_a_scheduler_that_breaks_the_precedence_of_requests_is_noticed(buggy: type[Scheduler]):
+    options: dict[str, Any] = {"preemption_mode": "swap", "max_num_seqs": 4, "max_overtakes": 1}
+    machine = scheduler_machine(lambda manager, _: buggy(manager, **options))
     assert_noticed(type(machine.__name__, (PrecedenceWatch, machine), {}))
 
 

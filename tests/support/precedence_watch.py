@@ -1,4 +1,4 @@
-"""Watches that no request waits while those of a lower priority hold the blocks or seats that it lacks."""
+"""Watches that no request waits while those of a lower priority hold what it lacks, nor while too many overtake it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,39 @@ class PrecedenceWatch:
     scheduler: Scheduler
     waited = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: dict[str, Request] = {}
+        self.overtaken: dict[str, tuple[Request, int]] = {}  # requests that wait for their first step, and how often
+
     def check_shape(self: Any, step: Step) -> None:
         super().check_shape(step)  # type: ignore[misc]
+        self.check_overtakes(step)
         # Only what is held at rest counts: not what transfers lease, and tokens that a prompt's chunk takes.
         others = [ticket for ticket in self.manager.stats().open_tickets if ticket != step.decision.ticket]
         is_quiet = not (len(step.decision) or others or step.samples < step.rows or len(step.token_ids) >= 20)
         self.waited = self.waited + 1 if is_quiet and self.is_kept_waiting(step) else 0
         if self.waited > PATIENCE:
             raise AssertionError(f"a request has waited {self.waited} steps for what one of a lower priority holds")
+
+    def check_overtakes(self: Any, step: Step) -> None:
+        """Check that few requests have started before one ahead of them, and none of a lower priority."""
+        runs = {step.owner(row)[0] for row in range(step.rows)}
+        waiting = [each for each in self.scheduled.values() if self.started.get(each.request_id) is not each]
+        waiting.sort(key=lambda each: (each.priority, each.arrival))  # the earliest added first
+        overtaken = {}
+        for place, ahead in enumerate(waiting):
+            name = ahead.request_id
+            if name in runs:
+                self.started[name] = ahead
+                continue
+            request, count = self.overtaken.get(name, (None, 0))
+            starts = [behind for behind in waiting[place + 1 :] if behind.request_id in runs]
+            count = (count if request is ahead else 0) + len(starts)
+            if count > self.scheduler._overtakes or any(behind.priority > ahead.priority for behind in starts):
+                raise AssertionError(f"request {name!r} waits and {count} have overtaken it, at last {starts}")
+            overtaken[name] = (ahead, count)
+        self.overtaken = overtaken
 
     def is_kept_waiting(self: Any, step: Step) -> bool:
         """Whether the first idle sequences would fit if all requests of a lower priority left."""

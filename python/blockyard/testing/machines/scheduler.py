@@ -144,7 +144,6 @@ class SchedulerMachine(RecordingMachine):
     Attributes:
         make_scheduler: makes the scheduler under test over a manager; `scheduler_machine` sets it.
         make_memory: makes the memory; override it to inject a fault.
-        max_num_seqs: maximum number of sequences in a step, used by the scheduler and checked.
     """
 
     make_scheduler: ClassVar[Callable[[BlockManager, Config], SchedulerLike]]
