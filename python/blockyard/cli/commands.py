@@ -141,7 +141,7 @@ def simulate(options: argparse.Namespace) -> Result:
             "faults": ", ".join(map(str, report.faults)) or "none",
             "log digest": report.digest,
         }
-        files = pictures.files_of(options, f"Fleet of seed {report.seed}", sim.fleet_timeline(report), facts)
+        files = pictures.files_of(options, f"Fleet of seed {report.seed}", report.timeline, facts)
     return Result(found.as_dict(), show, EXIT_OK if found.failure is None else EXIT_WRONG, files=files)
 
 

@@ -6,7 +6,6 @@ A seed determines the whole run: the calls and their order, the faults, the log.
 from blockyard.sim.fleet.campaign import Campaign, run_campaign
 from blockyard.sim.fleet.faults import FAULTS, Fault, read_faults
 from blockyard.sim.fleet.fleet import FleetOptions, FleetReport, simulate_fleet
-from blockyard.sim.fleet.timeline import fleet_timeline
 
 __all__ = [
     "FAULTS",
@@ -14,7 +13,6 @@ __all__ = [
     "Fault",
     "FleetOptions",
     "FleetReport",
-    "fleet_timeline",
     "read_faults",
     "run_campaign",
     "simulate_fleet",

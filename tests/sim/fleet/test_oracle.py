@@ -8,6 +8,7 @@ import pytest
 
 from blockyard.sim import FleetOptions, read_faults, simulate_fleet
 from blockyard.sim.fleet.engine import SimulatedEngine
+from blockyard.sim.fleet.log import FleetLog
 from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.sim.fleet.servers.object_server import RECORD_BYTES
 from blockyard.sim.fleet.servers.redis_server import RedisServer
@@ -26,7 +27,7 @@ class Scene:
         self.server = RedisServer(self.loop, self._see, capacity=100)
         self.began = 0.0
         self.engines = [
-            SimulatedEngine(self.loop, self.server, self.oracle, number, lambda _: None, (0.0, 0.0))
+            SimulatedEngine(self.loop, self.server, self.oracle, number, FleetLog(self.loop, 3), (0.0, 0.0))
             for number in range(3)
         ]
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from blockyard.sim.fleet.faults import FAULTS, Fault
 from blockyard.sim.fleet.fleet import FleetOptions, FleetReport, digest_of, simulate_fleet
+from blockyard.timeline import Timeline
 from blockyard.workers import interrupts_blocked
 
 __all__ = ["Campaign", "run_campaign", "shrink"]
@@ -116,7 +117,8 @@ def run_campaign(
 def _run(seed: int, options: FleetOptions, faults: list[Fault] | None) -> FleetReport:
     report = simulate_fleet(seed, options, faults)
     if not report.broken:
-        report.log.clear()  # it is not needed, and would be most of the data that a process sends
+        # They are not needed, and would be most of the data that a process sends.
+        report.log, report.timeline = [], Timeline()
     return report
 
 

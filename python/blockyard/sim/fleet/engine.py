@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
 from blockyard.sim.fleet.clock import EngineRuntime
+from blockyard.sim.fleet.log import FleetLog
 from blockyard.sim.fleet.oracle import BLOCK_BYTES, BrokenPromiseError, Oracle, Put
 from blockyard.sim.fleet.servers.link import DEADLINE, Server
 from blockyard.sim.loop import Loop
@@ -60,7 +61,7 @@ class SimulatedEngine:
         server: shared by all engines.
         oracle: records what all engines do.
         number: number of this engine.
-        log: called with a line for each call and answer.
+        log: gets each call and answer.
         shares: shares of its calls that are deletions, and `forget`.
         has_tenants: whether blocks have tenants, whose quotas change.
 
@@ -78,7 +79,7 @@ class SimulatedEngine:
         server: Server,
         oracle: Oracle,
         number: int,
-        log: Callable[[str], None],
+        log: FleetLog,
         shares: tuple[float, float],
         *,
         has_tenants: bool = False,
@@ -89,7 +90,7 @@ class SimulatedEngine:
         self.called_at: float | None = None
         self.num_operations = 0
         self.reasons: Counter[str] = Counter()
-        self._log, self._shares = log, shares
+        self._log, self._who, self._shares = log, f"engine {number}", shares
         self._pending: list[_Pending] = []
         self._counted: Counter[str] = Counter()
         self._ok_at = inf  # first success since it opened the store or forgot; from then on it has an epoch
@@ -206,6 +207,7 @@ class SimulatedEngine:
             self.oracle.check_forgot(name, began_at, begins=revision is None)
         self.oracle.unsettle(-1, self.loop.now)
         self._say(f"forget {revision!r}: {said}")
+        self._log.mark(self._who, "forget")
         return said == "ok"
 
     def lift_quotas(self) -> bool:
@@ -245,6 +247,7 @@ class SimulatedEngine:
             said = str(error)
         self.called_at = None
         self._say(f"quota {tenant} {most}: {said}")
+        self._log.mark(self._who, "quota")
         return said == "ok"
 
     def _act(self) -> None:
@@ -291,6 +294,7 @@ class SimulatedEngine:
         self.reasons.update(done.reasons)
         self._counted.update(done.reasons)
         self._say(f"{batch.ticket}: {','.join(reason or 'ok' for reason in done.reasons)}")
+        self._log.add_batch(self._who, batch.kind, batch.at, done.reasons)
         self._judge(batch, done)
         if batch.rows is not None and not set(done.reasons) & {"timeout", "closed"}:
             batch.rows[:] = 7  # the caller may reuse its rows now
@@ -332,4 +336,4 @@ class SimulatedEngine:
             self._failed_at[key] = self.loop.now
 
     def _say(self, text: str) -> None:
-        self._log(f"{self.loop.now:9.4f} engine {self.number} {text}")
+        self._log.say(self._who, text)

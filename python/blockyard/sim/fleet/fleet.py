@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.sim.fleet.engine import CLOCK_STEP, NEW_KEYS, NUM_KEYS, WEIGHTS, SimulatedEngine
 from blockyard.sim.fleet.faults import FAULTS, OF_CLUSTER, OF_REDIS, OF_SERVING, Fault, draw_faults
+from blockyard.sim.fleet.log import FleetLog
 from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.sim.fleet.servers.link import Link, Server
 from blockyard.sim.fleet.servers.object_server import CAPACITY, RECORD_BYTES, ObjectServer
@@ -29,6 +30,7 @@ from blockyard.sim.fleet.texts import Texts
 from blockyard.sim.loop import Loop
 from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.stores.value import HEADER
+from blockyard.timeline import Timeline
 
 __all__ = ["FleetOptions", "FleetReport", "digest_of", "simulate_fleet"]
 
@@ -105,6 +107,7 @@ class FleetReport:
         reasons: the reasons of all blocks read or written, "" for success.
         digest: digest of the log; equal runs have equal digests.
         log: a line for each call, answer and fault.
+        timeline: what `log` says, as spans, marks and counters; see `FleetLog`.
     """
 
     seed: int
@@ -114,6 +117,7 @@ class FleetReport:
     reasons: Counter[str] = field(default_factory=Counter)
     digest: str = ""
     log: list[str] = field(default_factory=list)
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 def simulate_fleet(
@@ -137,10 +141,11 @@ def simulate_fleet(
         faults = draw_faults(
             seed, kinds=kinds, engines=options.engines, count=options.num_faults, until=options.seconds
         )
-    report = FleetReport(seed, list(faults))
     loop = Loop(seed)
+    log = FleetLog(loop, options.engines)
+    report = FleetReport(seed, list(faults), log=log.lines, timeline=log.timeline)
     with use_runtime(loop), _logged(report.log):
-        _Fleet(loop, options, report).run()
+        _Fleet(loop, options, report, log).run()
     report.digest = digest_of(report.log)
     return report
 
@@ -228,8 +233,8 @@ class Engine(Protocol):
 class _Fleet:
     """One run."""
 
-    def __init__(self, loop: Loop, options: FleetOptions, report: FleetReport) -> None:
-        self.loop, self.options, self.report = loop, options, report
+    def __init__(self, loop: Loop, options: FleetOptions, report: FleetReport, log: FleetLog) -> None:
+        self.loop, self.options, self.report, self.log = loop, options, report, log
         self.oracle = Oracle()
         self.server: Server = ObjectServer(loop, self._see)
         self._has_tenants, self._texts = False, Texts()
@@ -257,6 +262,8 @@ class _Fleet:
         except BlockyardError as error:  # a broken promise, or an error that no call may raise here
             report.broken = str(error)
             report.log.append(report.broken)
+            self.log.mark("faults", "broken promise")
+        self.log.end_faults()
         report.num_operations = sum(engine.num_operations for engine in self.engines)
         for engine in self.engines:
             report.reasons.update(engine.reasons)
@@ -292,7 +299,7 @@ class _Fleet:
 
     def _engine(self, number: int, shares: tuple[float, float]) -> Engine:
         loop, server, oracle = self.loop, self.server, self.oracle
-        log, tenants = self.report.log.append, self._has_tenants
+        log, tenants = self.log, self._has_tenants
         if self.options.work_of(self.report.seed) == "calls":
             return SimulatedEngine(loop, server, oracle, number, log, shares, has_tenants=tenants)
         serving = importlib.import_module("blockyard.sim.fleet.serving")  # it needs torch
@@ -316,17 +323,23 @@ class _Fleet:
 
     def _suffer(self, fault: Fault) -> None:
         """Begin a fault at its time, and end it."""
-        loop, server = self.loop, self.server
-        loop.sleep(fault.at)
+        self.loop.sleep(fault.at)
         engine = self.engines[fault.engine] if 0 <= fault.engine < len(self.engines) else None
-        self._say(f"{fault.kind} begins", fault.engine)
-        if fault.kind == "crash" and engine is not None:
-            if not engine.link.is_dead:
-                engine.crash()
-                loop.sleep(fault.seconds)
-                engine.restart()
-                loop.start("engine", partial(engine.run, self.options.seconds)).join()
+        begun = self.log.begin_fault(fault.kind, _name_of(fault.engine))
+        if fault.kind != "crash":
+            self._afflict(fault, engine)
+        elif engine is not None and not engine.link.is_dead:
+            engine.crash()
+            self.loop.sleep(fault.seconds)
+            engine.restart()
+            self.log.end_fault(begun)
+            self.loop.start("engine", partial(engine.run, self.options.seconds)).join()
             return
+        self.log.end_fault(begun)
+
+    def _afflict(self, fault: Fault, engine: Engine | None) -> None:
+        """Let a fault other than a crash begin and end."""
+        loop, server = self.loop, self.server
         if fault.kind in {"node_loss", "record_loss", "damage", "torn", "server_clock"}:
             self._spoil(fault.kind)
             return
@@ -456,4 +469,8 @@ class _Fleet:
         self.loop.sleep(0.5)
 
     def _say(self, text: str, engine: int) -> None:
-        self.report.log.append(f"{self.loop.now:9.4f} {'server' if engine < 0 else f'engine {engine}'} {text}")
+        self.log.say(_name_of(engine), text)
+
+
+def _name_of(engine: int) -> str:
+    return "server" if engine < 0 else f"engine {engine}"

@@ -25,6 +25,7 @@ from blockyard.prefix_store import PrefixStore
 from blockyard.scheduler import Finished, Step
 from blockyard.sim.fleet.clock import EngineRuntime
 from blockyard.sim.fleet.engine import WEIGHTS
+from blockyard.sim.fleet.log import FleetLog
 from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.sim.fleet.servers.link import Link, Server
 from blockyard.sim.fleet.streams import SimulatedStreams
@@ -99,7 +100,7 @@ class ServingEngine:
         oracle: records what all engines do.
         texts: what their models compute.
         number: number of this engine.
-        log: called with a line for each event.
+        log: gets each event.
         forgets: how often it calls `forget`.
         has_tenants: whether tenants have quotas, which change.
 
@@ -118,7 +119,7 @@ class ServingEngine:
         oracle: Oracle,
         texts: Texts,
         number: int,
-        log: Callable[[str], None],
+        log: FleetLog,
         *,
         forgets: float,
         has_tenants: bool,
@@ -129,7 +130,8 @@ class ServingEngine:
         self.called_at: float | None = None
         self.num_operations = 0
         self.reasons: Counter[str] = Counter()
-        self._texts, self._log, self._forgets, self._has_tenants = texts, log, forgets, has_tenants
+        self._texts, self._log, self._who = texts, log, f"engine {number}"
+        self._forgets, self._has_tenants = forgets, has_tenants
         self._writes = loop.random.choice(("through", "through", "back", "second_use"))
         self._lives = 0
         self.runtime = EngineRuntime(loop)
@@ -340,6 +342,8 @@ class ServingEngine:
         if list(outputs) != [self._texts.next_token(digest) for digest in digests[prompt - 1 : -1]]:
             raise BrokenPromiseError(f"engine {self.number}: request {request.request_id} has other tokens")
         self._say(f"request {request.request_id} took {self.loop.now - began:.3f} s")
+        lengths = {"prompt": prompt, "tokens": request.max_tokens}
+        self._log.add_request(self._who, request.request_id, began, **lengths)
 
     def _be_idle(self, life: _Life) -> None:
         """Serve until no request is open and nothing is in flight."""
@@ -403,6 +407,7 @@ class ServingEngine:
             life.forgot_at = life.confirmed_at = forgot_at
             self.oracle.check_forgot(name, began_at, begins=revision is None)
         self._say(f"forget {revision!r}: {said}")
+        self._log.mark(self._who, "forget")
         return said == "ok"
 
     def _set_quota(self, life: _Life, num_blocks: int | None) -> bool:
@@ -414,7 +419,8 @@ class ServingEngine:
             said = str(error)
         self.called_at = None
         self._say(f"quotas of {num_blocks} blocks: {said}")
+        self._log.mark(self._who, "quota")
         return said == "ok"
 
     def _say(self, text: str) -> None:
-        self._log(f"{self.loop.now:9.4f} engine {self.number} {text}")
+        self._log.say(self._who, text)
