@@ -26,8 +26,8 @@ STORE_FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ),
             ("                    row += count\n", ""),
             (
-                "            if parts and (parts + count) * self._width > _BATCH_BYTES:",
-                "            if (parts + count) * self._width > _BATCH_BYTES:",
+                "            if parts and (parts + count) * self._width > BATCH_BYTES:",
+                "            if (parts + count) * self._width > BATCH_BYTES:",
             ),
             (
                 "                    if ok.all() and _is_one(data, sizes[index]):",

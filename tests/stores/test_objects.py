@@ -38,7 +38,7 @@ def test_an_object_of_another_length_is_a_miss(tmp_path: Path):
 def test_an_object_that_is_larger_than_a_batch_is_one_and_no_batch_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(objects, "_BATCH_BYTES", 300)
+    monkeypatch.setattr(objects, "BATCH_BYTES", 300)
     store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
     assert list(store._batches([1000, 1000, 100, 100, 100])) == [(0, 1, 10), (1, 2, 10), (2, 4, 2), (4, 5, 1)]
     store.close()
@@ -48,7 +48,7 @@ def test_an_object_that_is_larger_than_a_batch_is_one_and_no_batch_is_empty(
 def test_objects_of_many_lengths_come_back_from_any_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
 ):
-    monkeypatch.setattr(objects, "_BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(objects, "BATCH_BYTES", batch_bytes)
     store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={"model": "one"})
     sizes = [0, 1, 92, 99, 100, 101, 207, 208, 209, 1000]
     random = np.random.default_rng(0)

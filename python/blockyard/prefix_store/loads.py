@@ -31,6 +31,7 @@ __all__ = ["Load", "Loads", "Prefetch"]
 
 PROBED: Final = 4
 """Number of blocks to read speculatively if the store does not know yet whether it has them."""
+_BYTES_PER_SECOND: Final = 200e6  # deadlines assume at least this rate
 
 
 @dataclass(slots=True, eq=False)
@@ -343,7 +344,7 @@ class Loads:
 
     def _allow(self, load: Load, num_blocks: int) -> None:
         """Extend the deadline by the time for the blocks that it does not allow for yet."""
-        load.until += max(0, num_blocks - load.allowed) * self._size / 200e6
+        load.until += max(0, num_blocks - load.allowed) * self._size / _BYTES_PER_SECOND
         load.allowed = max(num_blocks, load.allowed)
 
     def _give_up(self, load: Load) -> None:

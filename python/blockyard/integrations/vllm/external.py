@@ -30,7 +30,7 @@ _LOG = engine_log("vLLM")
 TIMEOUT_BASE_SECONDS: Final = 5.0
 _BYTES_PER_SECOND: Final = 16_000_000  # slower storage causes misses
 _WINDOW: Final = 64  # keys of one request looked up before the first answer is known
-_BATCH_BYTES: Final = 32 << 20
+_JOB_BYTES: Final = 32 << 20  # a job holds its host chunks until it ends
 _STAGING_DEADLINE_MS: Final = 60_000
 _CLOSE_SECONDS: Final = 10.0
 _END_SECONDS: Final = 1.0
@@ -107,7 +107,7 @@ class ExternalTier:
         self._store, self._region, self._offload = store, region, offload
         self._lock, self._report, self._timeout_base = lock, report, timeout_base
         self._parts = region.rows(offload.num_chunks)
-        self._batch = max(1, _BATCH_BYTES // store.bytes_per_block)
+        self._batch = max(1, _JOB_BYTES // store.bytes_per_block)
         self._max_writing = max(1, offload.num_chunks // 2)
         self._epoch = b""
         self._resets = 0

@@ -21,7 +21,7 @@ from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.stores import open_store
 from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
-from blockyard.stores.adapters.objects import about_store, check_place, store_url
+from blockyard.stores.adapters.objects import BATCH_BYTES, about_store, check_place, store_url
 from blockyard.stores.adapters.options import read_text, refuse_unknown
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
@@ -31,8 +31,6 @@ __all__ = ["BlockyardTier", "namespace"]
 _LOG = engine_log("vLLM")
 _OPTIONS: Final = ("type", "module_path", "root_dir", "size", "url", "revision", "backpressure")
 _DOMAIN: Final = b"blockyard vllm tier 2"
-_BATCH_BYTES: Final = 64 << 20
-"""Bytes of one job in the store at a time, so that the store's memory for blocks in flight is never exhausted."""
 _UNSEEN: Final = "vLLM tells a tier the model's name, not its weights and settings"
 _PARALLEL: Final = ("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 
@@ -130,7 +128,7 @@ class BlockyardTier(SecondaryTierManager):
         width = int(self._rows.shape[1])
         name = namespace(offloading_spec, width, revision)
         self._store = open_store(url, bytes_per_block=width, namespace=name, use="prefix")
-        self._batch = max(1, _BATCH_BYTES // width)
+        self._batch = max(1, BATCH_BYTES // width)
         # Loads never queue behind stores.
         self._work = StoreJobs(self._store, "blockyard-vllm", {"load": 1, "store": 1})
         self._jobs: list[_TierJob] = []  # not yet reported

@@ -32,14 +32,14 @@ from blockyard.stores.base import check_url
 from blockyard.stores.url import public_url
 from blockyard.stores.value import is_damage
 
-__all__ = ["PrefixObjects", "about_store", "check_place", "store_url"]
+__all__ = ["BATCH_BYTES", "PrefixObjects", "about_store", "check_place", "store_url"]
 
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard objects 2"
 _LENGTH_BYTES: Final = 8
 _HEADER: Final = _LENGTH_BYTES + 16
-_BATCH_BYTES: Final = 64 << 20
-"""Bytes of one batch in the store at a time, so that the store's memory for blocks in flight is never exhausted."""
+BATCH_BYTES: Final = 64 << 20
+"""Bytes of one job in the store at a time, so that the store's memory for blocks in flight is never exhausted."""
 _ASK_SECONDS: Final = 0.05
 """How long `contains` waits for a server's answer about keys that are new to this process."""
 
@@ -294,7 +294,7 @@ class PrefixObjects:
         first, parts = 0, 0
         for index, size in enumerate(sizes):
             count = self._parts(size)
-            if parts and (parts + count) * self._width > _BATCH_BYTES:
+            if parts and (parts + count) * self._width > BATCH_BYTES:
                 yield first, index, parts
                 first, parts = index, 0
             parts += count
