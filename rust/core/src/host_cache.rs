@@ -10,6 +10,7 @@ use crate::decision::Kind;
 use crate::hash::Key;
 use crate::id::{BlockId, TicketId, Tier};
 use crate::prefix::CachedIdentity;
+use crate::prefix::evict::Rank;
 use crate::transfer::{OpenStep, PendingPublish, View};
 use std::collections::HashSet;
 
@@ -58,10 +59,12 @@ impl View<'_> {
 }
 
 impl OpenStep<'_> {
-    /// Appends found blocks to a new table: device blocks, which have been claimed, and host copies, which are loaded.
-    /// Returns how many loads this starts.
+    /// Appends found blocks to a new table: device blocks and host copies, all of which have been claimed; the copies are
+    /// loaded. Returns how many loads this starts.
     pub(crate) fn load(&mut self, tail: &[Found], keys: &[Key], tenant: u16, table: &mut Vec<BlockId>) -> u64 {
-        let mut loaded = 0;
+        let mut targets = Vec::new();
+        self.take(Tier::Device, self.view().blocks_to_load(tail.iter()), true, &mut targets);
+        let mut next = targets.iter();
         for found in tail {
             let at = table.len();
             match *found {
@@ -70,16 +73,15 @@ impl OpenStep<'_> {
                     if let Some(block) = self.view().loading(copy) {
                         self.tiers.share((Tier::Device, block), 1);
                         table.push(block);
-                    } else {
-                        self.take(Tier::Device, 1, true, table);
-                        let identity = CachedIdentity { key: keys[at], depth: depth(at), tenant };
-                        self.load_block(copy, table[at], identity);
-                        loaded += 1;
+                    } else if let Some(&block) = next.next() {
+                        table.push(block);
+                        self.load_block(copy, block, CachedIdentity { key: keys[at], depth: depth(at), tenant });
                     }
+                    self.tiers.release((Tier::Host, copy));
                 }
             }
         }
-        loaded
+        targets.len() as u64
     }
 
     fn load_block(&mut self, copy: BlockId, target: BlockId, identity: CachedIdentity) {
@@ -87,7 +89,7 @@ impl OpenStep<'_> {
         self.transfer_cached(Kind::SwapIn, from, to, LeaseKind::Read);
         self.tiers.link(from, to);
         self.transfers.add_fresh(to);
-        self.publish_later(from, to, identity, false);
+        self.publish_later(from, to, identity, None);
     }
 
     /// If the open step swaps a published block out to the host, publishes the copy once it has landed.
@@ -95,47 +97,68 @@ impl OpenStep<'_> {
     pub(crate) fn publish_copy_later(&mut self, from: TierBlock, to: TierBlock, at: usize) {
         if (from.0, to.0) == (Tier::Device, Tier::Host) && self.tiers.keeps_host_copies() {
             if let Some(key) = self.tiers.device().key(from.1) {
-                self.publish_later(from, to, CachedIdentity { key, depth: depth(at), tenant: 0 }, false);
+                self.publish_later(from, to, CachedIdentity { key, depth: depth(at), tenant: 0 }, None);
             }
         }
     }
 
-    fn publish_later(&mut self, from: TierBlock, to: TierBlock, identity: CachedIdentity, demotes: bool) {
+    fn publish_later(&mut self, from: TierBlock, to: TierBlock, identity: CachedIdentity, rank: Option<Rank>) {
         let event = self.tiers.published_event(from);
-        self.transfers.publish(PendingPublish { from, to, identity, demotes, event });
+        let demotes = rank.is_some();
+        let on_host = (from.0 == Tier::Host).then(|| Rank { ring: self.tiers.host_ring(from.1), stamp: 0 });
+        let rank = rank.or(on_host);
+        self.transfers.publish(PendingPublish { from, to, identity, demotes, rank, event });
     }
 
-    /// Offloads the next `count` device blocks to be evicted: copies those without a host copy, and frees the others.
-    /// Returns how many are copied.
+    /// Evicts as many device blocks to the host as are missing to `count` empty ones.
+    #[inline]
+    pub(crate) fn make_room(&mut self, count: usize) {
+        let device = self.tiers.device();
+        let empty = device.available().saturating_sub(device.evictable());
+        if empty < count && device.evictable() > 0 {
+            self.evict(count - empty, self.tiers.host_copies_left());
+        }
+    }
+
+    /// Offloads the next `count` device blocks to be evicted: copies those without a host copy, as far as there is room,
+    /// and frees the others. Returns how many are copied.
     pub(crate) fn offload_cached(&mut self, count: usize) -> usize {
-        let blocks = self.tiers.pop_evictable(count.min(self.tiers.host().free()));
-        let (device, host) = (self.tiers.device(), self.tiers.host());
-        let (mut sources, mut copied) = (Vec::new(), Vec::new());
-        for block in blocks {
-            let Some(key) = device.key(block) else { continue };
-            match host.find(&key) {
-                Some(copy) => copied.push((block, copy)),
-                None => sources.push((block, key)),
+        let count = count.min(self.tiers.host().free());
+        self.evict(count, count)
+    }
+
+    /// Takes `count` blocks out of the device's eviction order. Those without a host copy are copied, at most `most`;
+    /// the ends of chains come first, so of more than these the first are dropped. Returns how many are copied.
+    fn evict(&mut self, count: usize, most: usize) -> usize {
+        let mut sources = Vec::with_capacity(count);
+        while sources.len() < count {
+            let Some((block, rank)) = self.tiers.pop_ranked() else { break };
+            let Some(key) = self.tiers.device().key(block) else { continue };
+            sources.push((block, key, rank));
+        }
+        let has_copy = |(_, key, _): &&(BlockId, Key, Rank)| self.tiers.host().find(key).is_some();
+        let mut dropped = (sources.len() - sources.iter().filter(has_copy).count()).saturating_sub(most);
+        let (mut copied, mut target) = (0, Vec::with_capacity(1));
+        for (block, key, rank) in sources {
+            // Looked up now: an earlier one of these may have taken its place.
+            if let Some(copy) = self.tiers.host().find(&key) {
+                self.tiers.set_rank(copy, rank);
+                self.tiers.drop_popped(block, true);
+            } else if dropped > 0 || !self.tiers.has_host_room(rank) {
+                dropped = dropped.saturating_sub(1);
+                self.tiers.drop_popped(block, false);
+            } else {
+                self.take(Tier::Host, 1, true, &mut target);
+                let Some(to) = target.pop() else { continue };
+                self.transfer_popped(block, to);
+                self.tiers.release((Tier::Host, to));
+                let identity = CachedIdentity { key, depth: 0, tenant: 0 };
+                self.publish_later((Tier::Device, block), (Tier::Host, to), identity, Some(rank));
+                copied += 1;
             }
         }
-        // Claimed until the targets are taken, so that none of these copies becomes a target. Releasing them then makes
-        // them the last to be evicted.
-        for &(block, copy) in &copied {
-            self.tiers.claim((Tier::Host, copy));
-            self.tiers.drop_popped(block);
-        }
-        let mut targets = Vec::with_capacity(sources.len());
-        self.take(Tier::Host, sources.len(), true, &mut targets);
-        for (&(source, key), &target) in sources.iter().zip(&targets) {
-            let (from, to) = ((Tier::Device, source), (Tier::Host, target));
-            self.transfer_popped(Kind::SwapOut, from, to);
-            self.tiers.release(to);
-            self.publish_later(from, to, CachedIdentity { key, depth: 0, tenant: 0 }, true);
-        }
-        for &(_, copy) in &copied {
-            self.tiers.release((Tier::Host, copy));
-        }
-        sources.len()
+        self.tiers.note_host_copies(copied);
+        copied
     }
 
     /// Offloads enough blocks for the next step to evict none without a copy.
@@ -143,7 +166,8 @@ impl OpenStep<'_> {
         let (device, wanted) = (self.tiers.device(), self.tiers.blocks_ahead());
         let empty = device.free().saturating_sub(device.evictable());
         if empty < wanted && device.evictable() > 0 {
-            self.offload_cached(wanted.saturating_sub(empty + self.transfers.num_demoting()));
+            let missing = wanted.saturating_sub(empty + self.transfers.num_demoting());
+            self.evict(missing.min(self.tiers.host().free()), self.tiers.host_copies_left());
         }
     }
 
@@ -160,7 +184,7 @@ impl OpenStep<'_> {
     /// in favor of their host copies.
     pub(crate) fn publish_landed(&mut self, landed: &[PendingPublish]) -> Vec<(BlockId, Key)> {
         let mut demoted = Vec::new();
-        for &PendingPublish { from, to, identity, demotes, event } in landed {
+        for &PendingPublish { from, to, identity, demotes, rank, event } in landed {
             if demotes {
                 demoted.push((from.1, identity.key));
             }
@@ -168,7 +192,7 @@ impl OpenStep<'_> {
                 self.tiers.block(to).tier_copy() == Some(from) && self.tiers.host().key(from.1) == Some(identity.key)
             };
             if to.0 != Tier::Device || is_linked() {
-                self.tiers.publish_copy(to, identity, event);
+                self.tiers.publish_copy(to, identity, event, rank);
             }
         }
         demoted

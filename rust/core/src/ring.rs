@@ -205,6 +205,19 @@ impl Rings {
         }
     }
 
+    /// Puts a block that is in no ring at the end of one, with a stamp that other rings gave it; see
+    /// [`Rings::set_clock`].
+    pub(crate) fn push_stamped(&mut self, ring: usize, block: BlockId, stamp: u32) {
+        let now = std::mem::replace(&mut self.clock, stamp.wrapping_sub(1));
+        self.push(ring, block);
+        self.clock = now;
+    }
+
+    /// Continues at the stamp that other rings gave last. No two insertions of a block may have the same stamp.
+    pub(crate) fn set_clock(&mut self, clock: u32) {
+        self.clock = clock;
+    }
+
     /// Takes a block out; returns whether it was in a ring.
     #[inline]
     pub(crate) fn remove(&mut self, block: BlockId) -> bool {
@@ -395,7 +408,7 @@ mod tests {
             rings.remove(block);
             rings.push((i % 3 == 0).into(), block);
             most = most.max(rings.entries);
-            assert_eq!(rings.entries, rings.each.iter().map(|r| r.swept.iter().count() + r.rest.iter().count()).sum());
+            assert_eq!(rings.entries, rings.each.iter().map(|r| r.swept.iter().count() + r.rest.iter().count()).sum::<usize>());
         }
         assert!(most < 5000 * 7 / 4, "{most} entries");
     }

@@ -218,7 +218,7 @@ impl Defrag {
             // If a block is not overwritten after all, the move that would have saved its contents is not needed.
             let unwritten = all.rehomes.iter().position(|rehome| rehome.from.0 == to);
             if let Some(rehome) = unwritten.map(|at| all.rehomes.swap_remove(at)) {
-                tiers.publish_copy((Tier::Device, rehome.from), rehome.identity, rehome.event);
+                tiers.publish_copy((Tier::Device, rehome.from), rehome.identity, rehome.event, None);
                 tiers.give_back(rehome.to);
             }
             tiers.give_back(BlockId(to));
@@ -265,7 +265,7 @@ impl Defrag {
     /// Finishes the moves of a ticket whose bytes have landed.
     pub(crate) fn finish(&mut self, sequences: &mut Sequences, tiers: &mut Tiers, all: &PendingMoves) {
         for rehome in &all.rehomes {
-            let is_found = tiers.publish_copy((Tier::Device, rehome.to), rehome.identity, rehome.event);
+            let is_found = tiers.publish_copy((Tier::Device, rehome.to), rehome.identity, rehome.event, None);
             tiers.give_back(rehome.to);
             let count = if is_found { &mut self.stats.done } else { &mut self.stats.cancelled };
             *count += 1;

@@ -6,7 +6,7 @@ use crate::block::{LeaseKind, TierBlock};
 use crate::decision::{Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId};
-use crate::transfer::{Held, HeldRuns, OpenStep, Ticket};
+use crate::transfer::{Held, HeldRuns, OpenStep, Ticket, evicted};
 use std::collections::HashSet;
 
 impl Manager {
@@ -29,6 +29,7 @@ impl Manager {
         if sequences.finds_on_host() {
             step.offload_ahead();
         }
+        step.tiers.end_host_copies();
         defrag.decide(&mut step);
         self.sequences.end_step();
         self.transfers.submit(self.tiers.device(), prefetch)
@@ -68,6 +69,15 @@ impl Manager {
                         self.tiers.end_leases(*from, run.src..run.src + run.len, *reads);
                         self.tiers.end_leases(*to, run.dst..run.dst + run.len, LeaseKind::Write);
                     }
+                }
+                Held::Evicted(..) => {}
+            }
+        }
+        // In the order in which they were evicted, so that the host evicts them in that order, too.
+        for held in ended.held() {
+            if let Held::Evicted(from, to) = held {
+                for lease in evicted(*from, *to) {
+                    self.tiers.end_lease((lease.tier, lease.block), lease.kind);
                 }
             }
         }

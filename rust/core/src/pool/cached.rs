@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::hash::Key;
 use crate::id::BlockId;
 use crate::memory;
-use crate::prefix::evict::Eviction;
+use crate::prefix::evict::{HostOrder, Rank};
 use crate::prefix::{CachedIdentity, PrefixCache, Published, Reason, Removals, Residency};
 use std::time::Duration;
 
@@ -14,11 +14,50 @@ use std::time::Duration;
 const LOOK_AHEAD: usize = 128;
 
 impl Pool {
-    /// Turns caching on; the least recently used block is evicted first.
-    pub(crate) fn start_caching(&mut self) -> Result<()> {
+    /// Turns caching on in the host's pool, whose eviction order continues that of the device.
+    pub(crate) fn start_caching(&mut self, device: &mut Self) -> Result<()> {
         memory::require(self.len.saturating_mul(PrefixCache::BYTES))?;
-        self.cache = Some(PrefixCache::new(self.len, Eviction::Lru));
+        self.cache = Some(PrefixCache::of_host(self.len));
+        if let Some(cache) = &mut device.cache {
+            cache.extend(self.len);
+        }
         Ok(())
+    }
+
+    /// Lets the host's eviction order follow the device's, before the host's blocks change; see [`Pool::report`].
+    #[inline]
+    pub(crate) fn follow(&mut self, device: &Self) {
+        let guide = device.cache.as_ref().and_then(PrefixCache::guide);
+        if let (Some(guide), Some(order)) = (guide, self.cache.as_mut().and_then(PrefixCache::host_order)) {
+            order.follow(guide);
+        }
+    }
+
+    /// Lets the device's eviction order follow the host's, after the host's blocks have changed.
+    #[inline]
+    pub(crate) fn report(&mut self, device: &mut Self) {
+        let order = self.cache.as_mut().and_then(PrefixCache::host_order);
+        if let (Some(order), Some(cache)) = (order, &mut device.cache) {
+            cache.follow_host(order.report());
+        }
+    }
+
+    /// Removes the first device block of the eviction order, with the rank that its copy on the host will have.
+    pub(crate) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
+        self.cache.as_mut()?.pop_ranked()
+    }
+
+    /// The host's eviction order.
+    #[inline]
+    pub(crate) fn host_order(&mut self) -> Option<&mut HostOrder> {
+        self.cache.as_mut()?.host_order()
+    }
+
+    /// Notes that a published block was loaded from the host, where it had this segment or level.
+    pub(crate) fn restore(&mut self, block: BlockId, ring: u8) {
+        if let Some(cache) = &mut self.cache {
+            cache.restore(block, ring);
+        }
     }
 
     /// Whether the pool keeps keys.
@@ -189,16 +228,6 @@ impl Pool {
         Some(identity)
     }
 
-    /// Removes up to `count` blocks from the head of the eviction order.
-    pub(crate) fn pop_evictable(&mut self, count: usize) -> Vec<BlockId> {
-        let mut out = Vec::new();
-        let Some(cache) = &mut self.cache else { return out };
-        cache.pop_into(count, &mut out);
-        let tags: Vec<u32> = out.iter().map(|block| self.blocks[block.index()].tag()).collect();
-        cache.begin_eviction(&tags);
-        out
-    }
-
     /// Takes an overlappable lease on a block that was removed from the eviction order.
     pub(crate) fn lease_popped(&mut self, block: BlockId) {
         self.blocks[block.index()].add_lease(LeaseKind::OverlappableRead);
@@ -235,6 +264,15 @@ impl Pool {
         let before = self.block(block);
         self.evict_bytes(block);
         self.moved(block, before);
+    }
+
+    /// Like [`Pool::drop_bytes`]; `is_copied` tells whether another tier has the bytes.
+    pub(crate) fn drop_popped(&mut self, block: BlockId, is_copied: bool) {
+        let tag = self.block(block).tag();
+        if let (Some(cache), false) = (&mut self.cache, is_copied) {
+            cache.begin_eviction(&[tag]);
+        }
+        self.drop_bytes(block);
     }
 
     /// Records that the bytes of a block, evictable or not, are gone.
@@ -357,6 +395,7 @@ mod tests {
     use crate::hash::{Chain, KeySpec};
     use crate::id::Tier;
     use crate::pool::Policies;
+    use crate::prefix::evict::Eviction;
 
     fn key(n: u32) -> Key {
         Chain::new(&KeySpec::default(), 1, 0).block(&[n], &[]).unwrap()

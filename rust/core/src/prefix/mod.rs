@@ -15,7 +15,7 @@ pub use residency::{Histogram, RESIDENCY_SECONDS, Residency};
 
 use crate::hash::Key;
 use crate::id::BlockId;
-use evict::{Departure, Eviction, Policy, Quotas};
+use evict::{Departure, Eviction, Guide, HostOrder, Policy, Quotas, Rank};
 use index::PrefixIndex;
 use std::hint::black_box;
 
@@ -58,6 +58,57 @@ impl PrefixCache {
 
     pub(crate) fn new(blocks: usize, eviction: Eviction) -> Self {
         Self { index: PrefixIndex::new(blocks), order: Policy::new(eviction, blocks), removals: None, residency: None }
+    }
+
+    /// The cache of the host, whose eviction order continues the device's.
+    pub(crate) fn of_host(blocks: usize) -> Self {
+        let order = Policy::Host(Box::new(HostOrder::new(blocks)));
+        Self { index: PrefixIndex::new(blocks), order, removals: None, residency: None }
+    }
+
+    /// The host's order; `None` on the device.
+    #[inline]
+    pub(crate) fn host_order(&mut self) -> Option<&mut HostOrder> {
+        self.order.host_mut()
+    }
+
+    /// See [`Policy::guide`].
+    #[inline]
+    pub(crate) fn guide(&self) -> Option<Guide> {
+        self.order.guide()
+    }
+
+    /// Takes over what has happened to the host's copies: the stamp given last, and the tags of those evicted.
+    #[inline]
+    pub(crate) fn follow_host(&mut self, (clock, evicted): (u32, Vec<u32>)) {
+        self.order.set_clock(clock);
+        if !evicted.is_empty() {
+            self.order.evicted(&evicted);
+        }
+    }
+
+    /// Counts the blocks of the tier that evicted blocks are copied to.
+    pub(crate) fn extend(&mut self, below: usize) {
+        self.order.extend(below);
+    }
+
+    /// See [`Policy::restore`].
+    pub(crate) fn restore(&mut self, block: BlockId, ring: u8) {
+        self.order.restore(block, ring);
+    }
+
+    /// Removes the first block of the eviction order, with its rank.
+    pub(crate) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
+        self.order.pop_ranked()
+    }
+
+    /// Makes a block evictable that may have a copy in another tier.
+    #[inline]
+    pub(crate) fn park_with(&mut self, block: BlockId, has_copy: bool) {
+        match self.order.host_mut() {
+            Some(order) if has_copy => order.insert_copy(block),
+            _ => self.order.insert(block),
+        }
     }
 
     /// Blocks that can be evicted.
@@ -171,12 +222,6 @@ impl PrefixCache {
         if let Some(residency) = &mut self.residency {
             residency.removed(from);
         }
-    }
-
-    /// Makes a block evictable.
-    #[inline]
-    pub(crate) fn park(&mut self, block: BlockId) {
-        self.order.insert(block);
     }
 
     /// Records that a block is used again.

@@ -211,7 +211,15 @@ pub(super) struct Match<'a> {
 impl Match<'_> {
     /// Number of found blocks that are not on the device.
     pub(super) fn num_on_host(&self) -> usize {
-        self.tail.iter().filter(|found| matches!(found, Found::Host(_))).count()
+        self.copies().count()
+    }
+
+    /// Found blocks that only the host has.
+    pub(super) fn copies(&self) -> impl Iterator<Item = BlockId> {
+        self.tail.iter().filter_map(|found| match found {
+            Found::Device(_) => None,
+            Found::Host(copy) => Some(*copy),
+        })
     }
 
     pub(super) fn blocks(&self) -> impl Iterator<Item = &BlockId> {
@@ -257,6 +265,10 @@ impl Sequences {
         )?;
         for block in matches.iter().flat_map(Match::blocks) {
             step.tiers.claim((Tier::Device, *block));
+        }
+        // Host copies, too: what the prompts take evicts blocks to the host, and must not evict these from there.
+        for copy in matches.iter().flat_map(Match::copies) {
+            step.tiers.claim((Tier::Host, copy));
         }
         if let Some(write_queue) = step.tiers.write_queue_mut() {
             matches.iter().flat_map(|found| &found.keys.keys[..found.hits]).for_each(|key| write_queue.note_hit(*key));

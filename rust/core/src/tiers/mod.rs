@@ -18,6 +18,7 @@ use crate::id::{BlockId, Tier};
 use crate::memory;
 use crate::placement::{BlockMap, Tracker};
 use crate::pool::{Policies, Pool};
+use crate::prefix::evict::Rank;
 use crate::prefix::{CachedIdentity, Published};
 use quota::Tenants;
 use std::ops::Range;
@@ -31,8 +32,10 @@ pub(crate) struct Tiers {
     /// With a prefix store: blocks to write to it.
     write_queue: Option<Box<StoreWriteQueue>>,
     tenants: Tenants,
-    /// Maximum number of cached device blocks that a step copies to the host on its own.
+    /// Maximum number of evicted device blocks that a step copies to the host.
     host_copies_per_step: u32,
+    /// How many the open step copies.
+    host_copies: u32,
     /// Token slots in a block.
     block_size: u32,
     /// Whether block 0 of each tier is the null block.
@@ -66,6 +69,7 @@ impl Tiers {
             write_queue: None,
             tenants: Tenants::default(),
             host_copies_per_step: 0,
+            host_copies: 0,
             block_size,
             null,
         })
@@ -105,9 +109,22 @@ impl Tiers {
         self.pool(tier).block(block)
     }
 
+    /// Changes the blocks of a tier. The host's eviction order continues the device's, so each follows the other.
+    #[inline]
+    fn at<R>(&mut self, tier: Tier, change: impl FnOnce(&mut Pool) -> R) -> R {
+        let [device, host, _] = &mut self.pools;
+        if tier != Tier::Host || !host.is_caching() {
+            return change(&mut self.pools[tier.index()]);
+        }
+        host.follow(device);
+        let result = change(host);
+        host.report(device);
+        result
+    }
+
     /// Takes blocks, which must be available; see [`Pool::take`]. Returns whether a ticket still reads one of them.
     pub(crate) fn take(&mut self, tier: Tier, count: usize, filling: bool, out: &mut Vec<BlockId>) -> bool {
-        let overlapped = self.pools[tier.index()].take(count, filling, out);
+        let overlapped = self.at(tier, |pool| pool.take(count, filling, out));
         self.unlink_orphans(tier);
         overlapped
     }
@@ -121,19 +138,19 @@ impl Tiers {
     /// Takes a reference to a block that is in use or cached.
     #[inline]
     pub(crate) fn claim(&mut self, (tier, block): TierBlock) {
-        self.pools[tier.index()].claim(block);
+        self.at(tier, |pool| pool.claim(block));
     }
 
     /// Drops one reference.
     #[inline]
     pub(crate) fn release(&mut self, (tier, block): TierBlock) {
-        self.pools[tier.index()].release(block);
+        self.at(tier, |pool| pool.release(block));
         self.unlink_orphans(tier);
     }
 
     /// Drops one reference to each block, to the last one first.
     pub(crate) fn release_all(&mut self, tier: Tier, blocks: &[BlockId]) {
-        self.pools[tier.index()].release_all(blocks);
+        self.at(tier, |pool| pool.release_all(blocks));
         self.unlink_orphans(tier);
     }
 
@@ -149,29 +166,29 @@ impl Tiers {
 
     /// Takes a lease, for which there is room.
     pub(crate) fn lease(&mut self, (tier, block): TierBlock, kind: LeaseKind) {
-        self.pools[tier.index()].lease(block, kind);
+        self.at(tier, |pool| pool.lease(block, kind));
     }
 
     /// Takes a lease on a cached block; see [`Pool::lease_cached`].
     pub(crate) fn lease_cached(&mut self, (tier, block): TierBlock, kind: LeaseKind) {
-        self.pools[tier.index()].lease_cached(block, kind);
+        self.at(tier, |pool| pool.lease_cached(block, kind));
     }
 
     /// Ends a lease.
     pub(crate) fn end_lease(&mut self, (tier, block): TierBlock, kind: LeaseKind) {
-        self.pools[tier.index()].end_lease(block, kind);
+        self.at(tier, |pool| pool.end_lease(block, kind));
     }
 
     /// Ends a lease on each of some neighbours, on the last one first.
     #[inline]
     pub(crate) fn end_leases(&mut self, tier: Tier, run: Range<u32>, kind: LeaseKind) {
-        self.pools[tier.index()].end_leases(run, kind);
+        self.at(tier, |pool| pool.end_leases(run, kind));
     }
 
     /// Puts leases in place of the references to private neighbours; see [`Pool::depart`].
     #[inline]
     pub(crate) fn depart(&mut self, tier: Tier, run: Range<u32>, reads: LeaseKind) {
-        self.pools[tier.index()].depart(run, reads);
+        self.at(tier, |pool| pool.depart(run, reads));
     }
 
     /// Links two blocks that hold the same bytes as copies of each other, and of no others.
@@ -191,7 +208,7 @@ impl Tiers {
     }
 
     fn set_copy(&mut self, (tier, block): TierBlock, copy: Option<TierBlock>) -> Option<TierBlock> {
-        self.pools[tier.index()].set_tier_copy(block, copy)
+        self.at(tier, |pool| pool.set_tier_copy(block, copy))
     }
 
     /// Unlinks the copies of blocks whose bytes are gone.
@@ -278,8 +295,14 @@ impl Tiers {
         at: TierBlock,
         identity: CachedIdentity,
         event: Option<PublishedEvent>,
+        rank: Option<Rank>,
     ) -> bool {
         let is_published = self.publish_silently(at, identity) == Published::Now;
+        match (at, rank.filter(|_| is_published)) {
+            ((Tier::Host, copy), Some(rank)) => self.set_rank(copy, rank),
+            ((_, block), Some(rank)) => self.restore(block, rank.ring),
+            (_, None) => {}
+        }
         if let (true, Some(events), Some(event)) = (is_published, &mut self.events, event) {
             events.copied(&mut self.pools, at, event, self.block_size);
         }
@@ -287,7 +310,7 @@ impl Tiers {
     }
 
     fn publish_silently(&mut self, (tier, block): TierBlock, identity: CachedIdentity) -> Published {
-        let published = self.pools[tier.index()].publish(block, identity.key, identity.depth);
+        let published = self.at(tier, |pool| pool.publish(block, identity.key, identity.depth));
         if published == Published::Now {
             if tier == Tier::Device && identity.tenant != 0 {
                 self.pools[0].assign(block, identity.tenant);
@@ -329,7 +352,8 @@ impl Tiers {
                 "at least 1, none in use, with prefix caching on, before events are recorded, and only once".to_owned();
             return Err(invalid("host blocks of a prefix cache", host.len() as i128, must));
         }
-        self.pools[1].start_caching()?;
+        let [device, host, _] = &mut self.pools;
+        host.start_caching(device)?;
         self.host_copies_per_step = per_step;
         Ok(())
     }
@@ -367,9 +391,49 @@ impl Tiers {
         true
     }
 
-    /// Removes up to `count` device blocks from the head of the eviction order; the caller must lease or drop each.
-    pub(crate) fn pop_evictable(&mut self, count: usize) -> Vec<BlockId> {
-        self.pools[0].pop_evictable(count)
+    /// Removes the first device block from the eviction order, with its rank; the caller must lease or drop it.
+    pub(crate) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
+        self.pools[0].pop_ranked()
+    }
+
+    /// Gives a host block the rank that its bytes have, or had, on the device.
+    pub(crate) fn set_rank(&mut self, copy: BlockId, rank: Rank) {
+        self.at(Tier::Host, |host| host.host_order().map(|order| order.set_rank(copy, rank)));
+    }
+
+    /// The segment or level of a host block.
+    pub(crate) fn host_ring(&mut self, copy: BlockId) -> u8 {
+        self.pools[1].host_order().map_or(0, |order| order.ring(copy))
+    }
+
+    /// Notes that a device block was loaded from the host, where it had this segment or level.
+    pub(crate) fn restore(&mut self, block: BlockId, ring: u8) {
+        self.pools[0].restore(block, ring);
+    }
+
+    /// Whether there is a host block for a device block of this rank: an empty one, or one that would be evicted first
+    /// if both tiers were one pool.
+    pub(crate) fn has_host_room(&mut self, rank: Rank) -> bool {
+        let host = self.host();
+        if host.uncached() > 0 || host.evictable() == 0 {
+            return host.uncached() > 0;
+        }
+        self.at(Tier::Host, |host| host.host_order().is_some_and(|order| !order.is_first(rank)))
+    }
+
+    /// How many more evicted blocks the open step may copy.
+    pub(crate) fn host_copies_left(&self) -> usize {
+        self.host_copies_per_step.saturating_sub(self.host_copies) as usize
+    }
+
+    /// Counts copied blocks; the next step counts anew.
+    pub(crate) fn note_host_copies(&mut self, count: usize) {
+        self.host_copies = self.host_copies.saturating_add(u32::try_from(count).unwrap_or(u32::MAX));
+    }
+
+    /// Ends the count.
+    pub(crate) fn end_host_copies(&mut self) {
+        self.host_copies = 0;
     }
 
     /// Leases a popped block to device work.
@@ -377,9 +441,9 @@ impl Tiers {
         self.pools[0].lease_popped(block);
     }
 
-    /// Frees a popped block.
-    pub(crate) fn drop_popped(&mut self, block: BlockId) {
-        self.pools[0].drop_bytes(block);
+    /// Frees a popped block. Unless the host has its bytes, they are gone, and its policy is told.
+    pub(crate) fn drop_popped(&mut self, block: BlockId, is_copied: bool) {
+        self.pools[0].drop_popped(block, is_copied);
         self.unlink_orphans(Tier::Device);
     }
 
@@ -391,7 +455,7 @@ impl Tiers {
 
     /// Frees an evictable block, if it is one.
     pub(crate) fn drop_cached(&mut self, (tier, block): TierBlock) {
-        self.pools[tier.index()].drop_cached(block);
+        self.at(tier, |pool| pool.drop_cached(block));
         self.unlink_orphans(tier);
     }
 

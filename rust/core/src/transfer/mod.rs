@@ -16,7 +16,7 @@ pub use runs::{Run, merge_runs};
 pub use span::Span;
 pub use store_jobs::StoreJob;
 pub(crate) use store_jobs::{Missing, StoreJobs, Wanted};
-pub(crate) use ticket::{Held, HeldRuns, Lease, PendingMoves, PendingPublish, PendingRehome, Ticket};
+pub(crate) use ticket::{Held, HeldRuns, Lease, evicted, PendingMoves, PendingPublish, PendingRehome, Ticket};
 
 use crate::block::{BlockVersion, LeaseKind, TierBlock};
 use crate::decision::{Kind, Pairs, StepDecision};

@@ -34,6 +34,9 @@ impl OpenStep<'_> {
         if self.jobs.are_writing() {
             self.jobs.give_up_writes(self.tiers, tier, count);
         }
+        if tier == Tier::Device && self.tiers.keeps_host_copies() {
+            self.make_room(count);
+        }
         let overlapped = self.tiers.take(tier, count, filling, out);
         self.transfers.note_overlap(overlapped);
     }
@@ -50,10 +53,11 @@ impl OpenStep<'_> {
         self.add(kind, from, to, reads);
     }
 
-    /// Like [`OpenStep::transfer`], from a device block popped from the eviction order.
-    pub(crate) fn transfer_popped(&mut self, kind: Kind, from: TierBlock, to: TierBlock) {
-        self.tiers.lease_popped(from.1);
-        self.add(kind, from, to, LeaseKind::OverlappableRead);
+    /// Like [`OpenStep::transfer`], from a device block popped from the eviction order to the host.
+    pub(crate) fn transfer_popped(&mut self, from: BlockId, to: BlockId) {
+        self.tiers.lease_popped(from);
+        self.transfers.step.lease_evicted(from, to);
+        self.transfers.pairs(Kind::SwapOut, Tier::Device, Tier::Host).push([from.0, to.0]);
     }
 
     fn add(&mut self, kind: Kind, from: TierBlock, to: TierBlock, reads: LeaseKind) {

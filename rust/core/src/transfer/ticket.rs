@@ -4,6 +4,7 @@ use crate::block::{BlockVersion, LeaseKind, TierBlock};
 use crate::event::PublishedEvent;
 use crate::id::{BlockId, Tier};
 use crate::prefix::CachedIdentity;
+use crate::prefix::evict::Rank;
 use crate::transfer::Run;
 
 /// One block held by one ticket or pin.
@@ -22,6 +23,8 @@ pub(crate) struct Lease {
 pub(crate) enum Held {
     One(Lease),
     Runs(HeldRuns),
+    /// A device block that was evicted, and the host block that it is copied to.
+    Evicted(BlockId, BlockId),
 }
 
 /// Leases on all blocks of some runs: those read, and those written.
@@ -42,6 +45,8 @@ pub(crate) struct PendingPublish {
     pub(crate) identity: CachedIdentity,
     /// Whether the unused source is freed in favor of its copy.
     pub(crate) demotes: bool,
+    /// Its place in the eviction order of both tiers, if it has one.
+    pub(crate) rank: Option<Rank>,
     /// The event that published the source, with events on.
     pub(crate) event: Option<PublishedEvent>,
 }
@@ -102,6 +107,11 @@ impl Ticket {
     /// Notes a lease.
     pub(super) fn lease(&mut self, lease: Lease) {
         self.leases.push(Held::One(lease));
+    }
+
+    /// Notes leases on an evicted block and on its copy.
+    pub(super) fn lease_evicted(&mut self, from: BlockId, to: BlockId) {
+        self.leases.push(Held::Evicted(from, to));
     }
 
     /// Notes leases on all blocks of a run.
@@ -190,20 +200,28 @@ impl Ticket {
 
 impl Held {
     fn leases(&self) -> impl Iterator<Item = Lease> {
-        let (one, held) = match self {
-            Self::One(lease) => (Some(*lease), None),
-            Self::Runs(held) => (None, Some(held)),
+        let (pair, held) = match self {
+            Self::One(lease) => ([Some(*lease), None], None),
+            Self::Runs(held) => ([None, None], Some(held)),
+            Self::Evicted(from, to) => (evicted(*from, *to).map(Some), None),
         };
         let of_runs = held.into_iter().flat_map(|held| held.runs.iter().flat_map(|run| held.of(*run)));
-        one.into_iter().chain(of_runs)
+        pair.into_iter().flatten().chain(of_runs)
     }
 
     fn is_overlappable(&self) -> bool {
         match self {
             Self::One(lease) => lease.kind == LeaseKind::OverlappableRead,
             Self::Runs(held) => held.reads == LeaseKind::OverlappableRead,
+            Self::Evicted(..) => true,
         }
     }
+}
+
+/// The leases on an evicted block and on its copy.
+pub(crate) fn evicted(from: BlockId, to: BlockId) -> [Lease; 2] {
+    let read = Lease { tier: Tier::Device, kind: LeaseKind::OverlappableRead, block: from };
+    [read, Lease { tier: Tier::Host, kind: LeaseKind::Write, block: to }]
 }
 
 impl HeldRuns {

@@ -1,6 +1,7 @@
 //! Picks the eviction rule with the most current hits, measured by miniature caches.
 
 use super::ghosts::Sample;
+use super::host::Guide;
 use super::miniature::{Miniatures, SampledChain};
 use super::segments::{EvictionRule, Segments};
 use super::{Departure, Evictor};
@@ -84,6 +85,8 @@ pub(crate) struct Adaptive {
     miniatures: Box<Miniatures<{ RULES.len() }>>,
     /// Size of the pool that the miniatures model.
     modelled: usize,
+    /// Blocks of the tier that evicted blocks are copied to.
+    below: usize,
     scores: Box<Scores>,
     /// One block in `one_in` is sampled: those with the lowest tags.
     one_in: u32,
@@ -111,6 +114,7 @@ impl Adaptive {
             segments: Segments::new(blocks, RULES[0], Sample::of_pool(blocks)),
             miniatures,
             modelled: blocks,
+            below: 0,
             scores: Box::default(),
             one_in,
             highest: u32::MAX / one_in,
@@ -133,6 +137,32 @@ impl Adaptive {
         self.segments.set_rule(RULES[self.current]);
         self.scores.fade();
         self.between_choices = (self.modelled / self.one_in as usize / CHOICES).max(1);
+    }
+
+    /// The blocks under the current rule.
+    pub(super) fn segments(&mut self) -> &mut Segments {
+        &mut self.segments
+    }
+
+    /// How the host continues this order.
+    pub(super) fn guide(&self) -> Guide {
+        self.segments.guide()
+    }
+
+    /// Counts the blocks of the tier that evicted blocks are copied to: the miniatures model both tiers as one pool.
+    pub(super) fn extend(&mut self, below: usize) {
+        self.segments.extend(below);
+        self.below = below;
+        self.model(self.modelled + below);
+    }
+
+    /// Restarts the miniatures for a pool of `blocks` blocks.
+    fn model(&mut self, blocks: usize) {
+        (self.miniatures, self.one_in) = miniatures(blocks);
+        self.highest = u32::MAX / self.one_in;
+        (self.modelled, self.scores) = (blocks, Box::default());
+        self.tags.clear();
+        self.chains.clear();
     }
 
     /// Records a released block, if it is sampled.
@@ -206,12 +236,9 @@ impl Evictor for Adaptive {
     /// Restarts the miniatures if the pool's size has changed a lot.
     fn resize(&mut self, blocks: usize) {
         self.segments.resize(blocks);
+        let blocks = blocks + self.below;
         if blocks.abs_diff(self.modelled) > self.modelled / 8 {
-            (self.miniatures, self.one_in) = miniatures(blocks);
-            self.highest = u32::MAX / self.one_in;
-            (self.modelled, self.scores) = (blocks, Box::default());
-            self.tags.clear();
-            self.chains.clear();
+            self.model(blocks);
         }
     }
 

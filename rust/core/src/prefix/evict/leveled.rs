@@ -4,6 +4,7 @@
 //! Along a chain no block is evicted before one that depends on it: chains are released from their ends, and a block's
 //! deadline is never before those of the blocks after it.
 
+use super::host::{Guide, Rank, Rule};
 use crate::id::BlockId;
 use crate::ring::Rings;
 
@@ -21,20 +22,22 @@ pub(crate) struct Leveled {
     /// Insertions so far.
     now: u32,
     levels: u32,
-    /// Insertions that one level is worth.
+    /// Insertions that one level is worth: a turnover of the pool and of the tier that it copies to.
     credit: u32,
+    /// Blocks of that tier.
+    below: usize,
 }
 
 impl Leveled {
     pub(crate) fn new(blocks: usize, levels: u32) -> Self {
         let credit = Self::credit(blocks);
         let rings = Rings::new(blocks, levels as usize);
-        Self { rings, deadlines: vec![0; blocks], floor: 0, now: 0, levels, credit }
+        Self { rings, deadlines: vec![0; blocks], floor: 0, now: 0, levels, credit, below: 0 }
     }
 
     /// Follows a resize of the pool to `blocks` blocks.
     pub(crate) fn resize(&mut self, blocks: usize) {
-        self.credit = Self::credit(blocks);
+        self.credit = Self::credit(blocks + self.below);
         if blocks > self.deadlines.len() {
             self.rings.make_room(blocks);
             self.deadlines.resize(blocks, self.now);
@@ -91,21 +94,49 @@ impl Leveled {
 
     /// Takes out the block with the earliest deadline.
     pub(crate) fn pop(&mut self) -> Option<BlockId> {
-        let mut first: Option<(i64, usize)> = None;
-        for level in 0..self.levels {
-            let ring = level as usize;
+        self.pop_ranked().map(|(block, _)| block)
+    }
+
+    /// Like [`Leveled::pop`], with the block's rank.
+    pub(crate) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
+        let mut first: Option<(u64, usize, u32)> = None;
+        for ring in 0..self.levels as usize {
             if let Some(age) = self.rings.age(ring) {
-                let overdue = i64::from(age) - i64::from(level) * i64::from(self.credit);
+                let overdue = overdue(ring, u64::from(age), u64::from(self.credit), self.levels as usize);
                 // Of two with equal deadlines, the one of the higher level was inserted first.
-                if first.is_none_or(|(most, _)| overdue >= most) {
-                    first = Some((overdue, ring));
+                if first.is_none_or(|(most, ..)| overdue >= most) {
+                    first = Some((overdue, ring, age));
                 }
             }
         }
-        let block = self.rings.pop(first?.1)?;
+        let (_, ring, age) = first?;
+        let stamp = self.rings.clock().wrapping_sub(age);
+        let block = self.rings.pop(ring)?;
         self.forget(block);
-        Some(block)
+        Some((block, Rank { ring: u8::try_from(ring).unwrap_or(u8::MAX), stamp }))
     }
+
+    /// How the host continues this order. The credit is that of both tiers.
+    pub(crate) fn guide(&self) -> Guide {
+        Guide { rule: Rule::Levels { credit: u64::from(self.credit) }, clock: self.rings.clock() }
+    }
+
+    /// Continues at a stamp of the host's order.
+    pub(crate) fn set_clock(&mut self, clock: u32) {
+        self.rings.set_clock(clock);
+        self.now = clock;
+    }
+
+    /// Counts the blocks of the tier that evicted blocks are copied to.
+    pub(crate) fn extend(&mut self, below: usize) {
+        self.credit = Self::credit(self.deadlines.len() + below);
+        self.below = below;
+    }
+}
+
+/// How long ago a block of a level passed its deadline, plus the credit of all higher levels: never negative.
+pub(super) fn overdue(level: usize, age: u64, credit: u64, levels: usize) -> u64 {
+    age + credit * (levels - 1 - level) as u64
 }
 
 /// Insertions until a deadline; 0 once it has passed.

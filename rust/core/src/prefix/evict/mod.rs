@@ -6,6 +6,7 @@
 
 mod adaptive;
 mod ghosts;
+mod host;
 mod leveled;
 mod miniature;
 #[cfg(test)]
@@ -16,6 +17,7 @@ mod segments;
 
 use crate::id::BlockId;
 use adaptive::Adaptive;
+pub(crate) use host::{Guide, HostOrder, Rank};
 use policy::{Lru, Priority};
 pub(crate) use quota::Quotas;
 use std::fmt;
@@ -180,6 +182,8 @@ pub(crate) enum Policy {
     Custom(Box<dyn Evictor>),
     /// Another policy under quotas.
     Quotas(Box<Quotas>),
+    /// The host's, which continues the device's.
+    Host(Box<HostOrder>),
 }
 
 /// Dispatches a method call to the policy.
@@ -191,6 +195,7 @@ macro_rules! dispatch {
             Policy::Priority($inner) => $call,
             Policy::Custom($inner) => $call,
             Policy::Quotas($inner) => $call,
+            Policy::Host($inner) => $call,
         }
     };
 }
@@ -234,6 +239,70 @@ impl Policy {
                 self.clone().pop_into(count, &mut first);
                 first
             }
+        }
+    }
+
+    /// Takes out the block that goes first, with the rank that its host copy will have.
+    pub(crate) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
+        match self {
+            Self::Lru(policy) => policy.pop_ranked(),
+            Self::Adaptive(policy) => policy.segments().pop_ranked(),
+            Self::Priority(policy) => policy.levels.pop_ranked(),
+            Self::Quotas(policy) => policy.pop_ranked(),
+            // It says nothing of their order: on the host the first to come goes first.
+            Self::Custom(policy) => policy.pop().map(|block| (block, Rank { ring: 0, stamp: 0 })),
+            Self::Host(policy) => policy.pop().map(|block| (block, Rank { ring: 0, stamp: 0 })),
+        }
+    }
+
+    /// What the host's order takes over from this one; `None` for a policy that has no stamps.
+    pub(crate) fn guide(&self) -> Option<Guide> {
+        match self {
+            Self::Lru(policy) => Some(policy.guide()),
+            Self::Adaptive(policy) => Some(policy.guide()),
+            Self::Priority(policy) => Some(policy.levels.guide()),
+            Self::Quotas(policy) => policy.inner.guide(),
+            Self::Custom(_) | Self::Host(_) => None,
+        }
+    }
+
+    /// Continues at a stamp of the host's order.
+    pub(crate) fn set_clock(&mut self, clock: u32) {
+        match self {
+            Self::Lru(policy) => policy.set_clock(clock),
+            Self::Adaptive(policy) => policy.segments().set_clock(clock),
+            Self::Priority(policy) => policy.levels.set_clock(clock),
+            Self::Quotas(policy) => policy.inner.set_clock(clock),
+            Self::Custom(_) | Self::Host(_) => {}
+        }
+    }
+
+    /// Counts the blocks of the tier that evicted blocks are copied to.
+    pub(crate) fn extend(&mut self, below: usize) {
+        match self {
+            Self::Adaptive(policy) => policy.extend(below),
+            Self::Priority(policy) => policy.levels.extend(below),
+            Self::Quotas(policy) => policy.inner.extend(below),
+            Self::Lru(_) | Self::Custom(_) | Self::Host(_) => {}
+        }
+    }
+
+    /// Notes that a published block was loaded from the host, where it was in this segment or level.
+    pub(crate) fn restore(&mut self, block: BlockId, ring: u8) {
+        match self {
+            Self::Adaptive(policy) => policy.segments().restore(block, ring),
+            Self::Priority(policy) => policy.prioritise(block, ring),
+            Self::Quotas(policy) => policy.inner.restore(block, ring),
+            Self::Lru(_) | Self::Custom(_) | Self::Host(_) => {}
+        }
+    }
+
+    /// The host's order, if this is it.
+    #[inline]
+    pub(crate) fn host_mut(&mut self) -> Option<&mut HostOrder> {
+        match self {
+            Self::Host(policy) => Some(policy),
+            _ => None,
         }
     }
 

@@ -1,5 +1,6 @@
 //! The named eviction policies.
 
+use super::host::{Guide, Rank, Rule};
 use super::leveled::Leveled;
 use super::{Departure, Evictor, MAX_PRIORITY};
 use crate::id::BlockId;
@@ -12,6 +13,22 @@ pub(crate) struct Lru(Rings);
 impl Lru {
     pub(crate) fn new(blocks: usize) -> Self {
         Self(Rings::new(blocks, 1))
+    }
+
+    /// Takes out the block that goes first, with its rank.
+    pub(super) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
+        let stamp = self.0.clock().wrapping_sub(self.0.age(0)?);
+        Some((self.0.pop(0)?, Rank { ring: 0, stamp }))
+    }
+
+    /// How the host continues this order.
+    pub(super) fn guide(&self) -> Guide {
+        Guide { rule: Rule::Oldest, clock: self.0.clock() }
+    }
+
+    /// Continues at a stamp of the host's order.
+    pub(super) fn set_clock(&mut self, clock: u32) {
+        self.0.set_clock(clock);
     }
 
     /// Blocks in their order.
@@ -64,7 +81,7 @@ impl Evictor for Lru {
 /// The caller's priorities, as decaying levels.
 #[derive(Debug, Clone)]
 pub(crate) struct Priority {
-    levels: Leveled,
+    pub(super) levels: Leveled,
     /// Highest priority that a user of the block has asked for since it was last evictable.
     wanted: Vec<u8>,
 }

@@ -1,6 +1,6 @@
 //! A policy under quotas: blocks beyond a tenant's quota are evicted before all others, least recently used first.
 
-use super::{Departure, Evictor, Policy};
+use super::{Departure, Evictor, Policy, Rank};
 use crate::id::BlockId;
 use crate::ring::Rings;
 use std::collections::BTreeSet;
@@ -72,6 +72,17 @@ impl Quotas {
         self.count(tenant, false);
         self.inner.remove(block, Departure::Gone);
         Some(block)
+    }
+
+    /// Takes out the block that goes first, with its rank.
+    pub(super) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
+        // A block over a quota has no rank: its copy is as old as its arrival on the host.
+        if let Some(block) = self.pop_over() {
+            return Some((block, Rank { ring: 0, stamp: 0 }));
+        }
+        let first = self.inner.pop_ranked()?;
+        self.left(first.0);
+        Some(first)
     }
 
     fn count(&mut self, tenant: u16, more: bool) {

@@ -7,12 +7,13 @@
 //! segment has an older block.
 
 use super::ghosts::Sample;
+use super::host::{Guide, Rank, Rule};
 use crate::id::BlockId;
 use crate::ring::Rings;
 
 const SEGMENTS: usize = 5;
 const PROBATION: u32 = 0;
-const ONCE: u32 = 1;
+pub(super) const ONCE: u32 = 1;
 /// Segment of the blocks used again once; further uses lead to the next ones.
 const AGAIN: u32 = 2;
 const LAST_SEGMENT: u32 = 4;
@@ -32,7 +33,7 @@ const PROBATION_CHAINS: usize = 2;
 
 /// Which block goes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum EvictionRule {
+pub(crate) enum EvictionRule {
     /// Evicts the oldest of the blocks used once, while these are more than this share, in 1024ths; then the oldest of
     /// all.
     Once(u16),
@@ -60,6 +61,8 @@ pub(super) struct Segments {
     lens: [usize; SEGMENTS],
     ghosts: Sample,
     blocks: usize,
+    /// Blocks of the tier that evicted blocks are copied to.
+    below: usize,
     /// Lowest segment for the remaining blocks of the chain that is being released.
     floor: u32,
     /// [`ENDS_CHAIN`] until a block of that chain is released.
@@ -85,6 +88,7 @@ impl Segments {
             lens: [0; SEGMENTS],
             ghosts,
             blocks,
+            below: 0,
             floor: ONCE,
             ends: ENDS_CHAIN,
             last: PROBATION,
@@ -108,7 +112,8 @@ impl Segments {
         let inserted = self.rings.clock().wrapping_sub(self.started) as usize;
         self.started = self.rings.clock();
         self.longest = inserted.max(self.longest - self.longest.div_ceil(16));
-        let room = (self.blocks / PROBATION_SHARE).max((self.longest * PROBATION_CHAINS).min(self.blocks / 2));
+        let blocks = self.blocks + self.below;
+        let room = (blocks / PROBATION_SHARE).max((self.longest * PROBATION_CHAINS).min(blocks / 2));
         let is_kept = self.chains % KEPT_CHAINS == 0 || self.lens[PROBATION as usize] > room;
         self.floor = if self.rule == EvictionRule::Keep && !is_kept { PROBATION } else { ONCE };
         self.ends = ENDS_CHAIN;
@@ -215,50 +220,42 @@ impl Segments {
 
     /// The blocks to evict first.
     fn first(&mut self) -> Option<Victims> {
-        let all = |segment: u32, most| Some(Victims { segment: segment as usize, most, least_age: 0 });
-        let [probation, once, again @ ..] = self.lens;
-        // Also under other rules, which put nothing there: the rule may have changed since.
-        if probation > 0 {
-            return all(PROBATION, probation);
-        }
-        if once > 0 && again == [0; 3] {
-            return all(ONCE, once);
-        }
-        let (share, credit) = match self.rule {
-            EvictionRule::Once(share) => (share, 0),
-            EvictionRule::Leveled(share) => (share, self.blocks),
-            EvictionRule::Keep => (1024, 0),
-        };
-        let kept = (self.blocks * usize::from(share)) >> 10;
-        if once > kept {
-            return all(ONCE, once - kept);
-        }
-        self.oldest(credit as u64)
+        let Self { rule, rings, lens, blocks, .. } = self;
+        first(*rule, *blocks, lens, |segment| rings.age(segment))
     }
 
-    /// The oldest blocks not on probation, where a block of each segment counts as `credit` younger than those before.
-    fn oldest(&mut self, credit: u64) -> Option<Victims> {
-        // Ages plus the credit that is missing to the last segment: adding to the earlier ones orders them as subtracting
-        // from the later ones would, and cannot underflow.
-        let (mut first, mut second) = (None::<(u64, u32, u32)>, 0);
-        for segment in ONCE..=LAST_SEGMENT {
-            if self.lens[segment as usize] == 0 {
-                continue;
-            }
-            let age = self.rings.age(segment as usize)?;
-            let rank = u64::from(age) + credit * u64::from(LAST_SEGMENT - segment);
-            match first {
-                Some((best, ..)) if best >= rank => second = rank.max(second),
-                _ => {
-                    second = first.map_or(0, |(best, ..)| best);
-                    first = Some((rank, segment, age));
-                }
-            }
-        }
-        let (rank, segment, age) = first?;
-        // Down to the next segment's oldest block; of equally old ones the earlier segment's goes first.
-        let least_age = age.saturating_sub(u32::try_from(rank - second).unwrap_or(u32::MAX).saturating_sub(1));
-        Some(Victims { segment: segment as usize, most: self.lens[segment as usize], least_age })
+    /// How the host continues this order; see [`super::host`].
+    pub(super) fn guide(&self) -> Guide {
+        let blocks = self.blocks + self.below;
+        let rule = Rule::Segments { rule: self.rule, blocks, once: self.lens[ONCE as usize] };
+        Guide { rule, clock: self.rings.clock() }
+    }
+
+    /// Continues at a stamp of the host's order.
+    pub(super) fn set_clock(&mut self, clock: u32) {
+        self.rings.set_clock(clock);
+    }
+
+    /// Takes out the block that goes first, with its rank.
+    pub(super) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
+        let segment = self.first()?.segment;
+        let stamp = self.rings.clock().wrapping_sub(self.rings.age(segment)?);
+        let block = self.rings.pop(segment)?;
+        self.lens[segment] -= 1;
+        Some((block, Rank { ring: segment as u8, stamp }))
+    }
+
+    /// Notes that a published block was loaded from the host, where it was in this segment: a hit like any other.
+    pub(super) fn restore(&mut self, block: BlockId, segment: u8) {
+        let note = &mut self.notes[block.index()];
+        let segment = (u32::from(segment).max(ONCE) + 1).min(LAST_SEGMENT).max(*note & SEGMENT);
+        *note = (*note & !SEGMENT) | segment;
+    }
+
+    /// Counts the blocks of the tier that evicted blocks are copied to.
+    pub(super) fn extend(&mut self, below: usize) {
+        self.below = below;
+        self.ghosts = Sample::of_pool(self.blocks + below);
     }
 
     /// Makes room for blocks with numbers up to this one.
@@ -273,7 +270,7 @@ impl Segments {
         if blocks > self.notes.len() {
             self.make_room(blocks);
             // A tag's slot depends on the table size.
-            self.ghosts = Sample::of_pool(blocks);
+            self.ghosts = Sample::of_pool(blocks + self.below);
         }
         self.blocks = blocks;
     }
@@ -282,4 +279,68 @@ impl Segments {
         self.rings.rename(from, to);
         self.notes[to.index()] = std::mem::take(&mut self.notes[from.index()]);
     }
+}
+
+/// The segment of the block that goes first, of those whose oldest block has an age; `lens` may count more blocks.
+pub(super) fn goes_first(
+    rule: EvictionRule,
+    blocks: usize,
+    lens: [usize; SEGMENTS],
+    ages: [Option<u32>; SEGMENTS],
+) -> Option<usize> {
+    let all = std::array::from_fn(|segment| if ages[segment].is_some() { lens[segment] } else { 0 });
+    first(rule, blocks, &all, |segment| ages[segment]).map(|victims| victims.segment)
+}
+
+/// The blocks to evict first, in a pool of `blocks` blocks: `lens` are those in each segment, `age` that of the oldest.
+fn first(
+    rule: EvictionRule,
+    blocks: usize,
+    lens: &[usize; SEGMENTS],
+    age: impl FnMut(usize) -> Option<u32>,
+) -> Option<Victims> {
+    let all = |segment: u32, most| Some(Victims { segment: segment as usize, most, least_age: 0 });
+    let [probation, once, again @ ..] = *lens;
+    // Also under other rules, which put nothing there: the rule may have changed since.
+    if probation > 0 {
+        return all(PROBATION, probation);
+    }
+    if once > 0 && again == [0; 3] {
+        return all(ONCE, once);
+    }
+    let (share, credit) = match rule {
+        EvictionRule::Once(share) => (share, 0),
+        EvictionRule::Leveled(share) => (share, blocks),
+        EvictionRule::Keep => (1024, 0),
+    };
+    let kept = (blocks * usize::from(share)) >> 10;
+    if once > kept {
+        return all(ONCE, once - kept);
+    }
+    oldest(lens, credit as u64, age)
+}
+
+/// The oldest blocks not on probation, where a block of each segment counts as `credit` younger than those before.
+fn oldest(lens: &[usize; SEGMENTS], credit: u64, mut age: impl FnMut(usize) -> Option<u32>) -> Option<Victims> {
+    // Ages plus the credit that is missing to the last segment: adding to the earlier ones orders them as subtracting
+    // from the later ones would, and cannot underflow.
+    let (mut first, mut second) = (None::<(u64, u32, u32)>, 0);
+    for segment in ONCE..=LAST_SEGMENT {
+        if lens[segment as usize] == 0 {
+            continue;
+        }
+        let age = age(segment as usize)?;
+        let rank = u64::from(age) + credit * u64::from(LAST_SEGMENT - segment);
+        match first {
+            Some((best, ..)) if best >= rank => second = rank.max(second),
+            _ => {
+                second = first.map_or(0, |(best, ..)| best);
+                first = Some((rank, segment, age));
+            }
+        }
+    }
+    let (rank, segment, age) = first?;
+    // Down to the next segment's oldest block; of equally old ones the earlier segment's goes first.
+    let least_age = age.saturating_sub(u32::try_from(rank - second).unwrap_or(u32::MAX).saturating_sub(1));
+    Some(Victims { segment: segment as usize, most: lens[segment as usize], least_age })
 }

@@ -1,0 +1,220 @@
+//! The eviction order of the host's copies, which continues the device's: one order spans both tiers.
+//!
+//! A block that the device evicts keeps its rank: its segment or level, and the stamp of its last release. The device's
+//! policy also picks the host's victim, as if both tiers were one pool. A copy of a block that the device still has goes
+//! before all others: it is worth nothing until the device evicts that block.
+
+use super::leveled;
+use super::segments::{self, EvictionRule};
+use super::{Departure, Evictor};
+use crate::id::BlockId;
+use crate::ring::Rings;
+
+/// Rings for the segments or levels of any policy, and one more.
+const RANKS: usize = 16;
+/// Ring of the copies of blocks that the device has, too.
+const COPIES: usize = RANKS;
+/// Bit of a rank: the block is in that ring.
+const IS_COPY: u8 = 1 << 7;
+
+/// Place of an evictable block in its policy's order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Rank {
+    /// Its segment or level.
+    pub(crate) ring: u8,
+    /// When it became evictable.
+    pub(crate) stamp: u32,
+}
+
+/// How the device's policy compares the heads of its rings.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Rule {
+    /// The oldest goes first.
+    Oldest,
+    /// By levels, each worth `credit` insertions.
+    Levels { credit: u64 },
+    /// By segments; `once` is the number of the device's blocks that were used once.
+    Segments { rule: EvictionRule, blocks: usize, once: usize },
+}
+
+/// What the host's order takes over from the device's policy.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Guide {
+    pub(crate) rule: Rule,
+    /// Stamp of the device's last insertion.
+    pub(crate) clock: u32,
+}
+
+impl Rule {
+    /// The ring of a block that did not come from the device.
+    fn newcomers(self) -> u8 {
+        if matches!(self, Self::Segments { .. }) { segments::ONCE as u8 } else { 0 }
+    }
+
+    /// The ring whose head goes first: `lens` are the numbers of blocks, `ages` those of the heads.
+    fn first(self, lens: &[usize; RANKS], ages: &[Option<u32>; RANKS]) -> Option<usize> {
+        let held = |ring: usize| ages[ring].map(|age| (ring, u64::from(age)));
+        let oldest = |rank: &dyn Fn(usize, u64) -> u64| {
+            // Of equal ranks, that of the higher ring was inserted first.
+            (0..RANKS).filter_map(held).max_by_key(|&(ring, age)| (rank(ring, age), ring)).map(|(ring, _)| ring)
+        };
+        match self {
+            Self::Oldest => oldest(&|_, age| age),
+            Self::Levels { credit } => oldest(&|ring, age| leveled::overdue(ring, age, credit, RANKS)),
+            Self::Segments { rule, blocks, once } => {
+                let lens = [lens[0], lens[1] + once, lens[2], lens[3], lens[4]];
+                segments::goes_first(rule, blocks, lens, [ages[0], ages[1], ages[2], ages[3], ages[4]])
+            }
+        }
+    }
+}
+
+/// The host's copies in the order in which they are evicted.
+#[derive(Debug, Clone)]
+pub(crate) struct HostOrder {
+    rings: Rings,
+    /// Ring of each block, also of one that is in none now.
+    ranks: Vec<u8>,
+    /// Stamps of blocks that will keep the rank that they had on the device; 0 for others.
+    stamps: Vec<u32>,
+    lens: [usize; RANKS],
+    rule: Rule,
+    /// Tags of the copies evicted since the device's policy last heard of them.
+    evicted: Vec<u32>,
+}
+
+impl HostOrder {
+    pub(crate) fn new(blocks: usize) -> Self {
+        Self {
+            rings: Rings::new(blocks, RANKS + 1),
+            ranks: vec![0; blocks],
+            stamps: vec![0; blocks],
+            lens: [0; RANKS],
+            rule: Rule::Oldest,
+            evicted: Vec::new(),
+        }
+    }
+
+    /// Follows the device's policy.
+    #[inline]
+    pub(crate) fn follow(&mut self, guide: Guide) {
+        self.rule = guide.rule;
+        self.rings.set_clock(guide.clock);
+    }
+
+    /// Stamp of the last insertion, and the tags of the copies evicted since the last call.
+    #[inline]
+    pub(crate) fn report(&mut self) -> (u32, Vec<u32>) {
+        (self.rings.clock(), std::mem::take(&mut self.evicted))
+    }
+
+    /// Gives a block the rank that its bytes have on the device, now or when it becomes evictable.
+    pub(crate) fn set_rank(&mut self, block: BlockId, rank: Rank) {
+        let was_here = self.take_out(block);
+        self.ranks[block.index()] = rank.ring;
+        self.stamps[block.index()] = rank.stamp;
+        if was_here {
+            self.insert(block);
+        }
+    }
+
+    /// The segment or level of a block.
+    pub(crate) fn ring(&self, block: BlockId) -> u8 {
+        self.ranks[block.index()] & !IS_COPY
+    }
+
+    /// Adds a copy of a block that the device has, too.
+    pub(crate) fn insert_copy(&mut self, block: BlockId) {
+        self.stamps[block.index()] = 0;
+        self.ranks[block.index()] |= IS_COPY;
+        self.rings.push(COPIES, block);
+    }
+
+    /// Notes that the device has, or no longer has, the bytes of an evictable copy.
+    pub(crate) fn set_copied(&mut self, block: BlockId, is_copied: bool) {
+        let is_here = self.rings.contains(block) && (self.ranks[block.index()] & IS_COPY != 0) != is_copied;
+        if is_here && self.take_out(block) {
+            if is_copied {
+                self.insert_copy(block);
+            } else {
+                self.insert(block);
+            }
+        }
+    }
+
+    /// Whether a block of this rank would be evicted before every copy.
+    pub(crate) fn is_first(&mut self, rank: Rank) -> bool {
+        if rank.stamp == 0 || self.rings.age(COPIES).is_some() {
+            return false;
+        }
+        let (mut lens, mut ages) = (self.lens, self.ages());
+        let (ring, age) = (usize::from(rank.ring), self.rings.clock().wrapping_sub(rank.stamp));
+        let goes_before = ages[ring].is_none_or(|head| head <= age);
+        lens[ring] += 1;
+        ages[ring] = ages[ring].max(Some(age));
+        goes_before && self.rule.first(&lens, &ages) == Some(ring)
+    }
+
+    fn ages(&mut self) -> [Option<u32>; RANKS] {
+        std::array::from_fn(|ring| if self.lens[ring] > 0 { self.rings.age(ring) } else { None })
+    }
+
+    /// Takes a block out; returns whether it was evictable.
+    fn take_out(&mut self, block: BlockId) -> bool {
+        let was = self.rings.remove(block);
+        let rank = &mut self.ranks[block.index()];
+        if was && *rank & IS_COPY == 0 {
+            self.lens[usize::from(*rank)] -= 1;
+        }
+        *rank &= !IS_COPY;
+        was
+    }
+}
+
+impl Evictor for HostOrder {
+    fn len(&self) -> usize {
+        self.rings.len()
+    }
+
+    fn contains(&self, block: BlockId) -> bool {
+        self.rings.contains(block)
+    }
+
+    fn insert(&mut self, block: BlockId) {
+        let ring = usize::from(self.ranks[block.index()]);
+        self.lens[ring] += 1;
+        match std::mem::take(&mut self.stamps[block.index()]) {
+            0 => self.rings.push(ring, block),
+            stamp => self.rings.push_stamped(ring, block, stamp),
+        }
+    }
+
+    fn remove(&mut self, block: BlockId, _: Departure) -> bool {
+        self.take_out(block)
+    }
+
+    fn pop(&mut self) -> Option<BlockId> {
+        let block = if let Some(copy) = self.rings.pop(COPIES) {
+            copy
+        } else {
+            let ages = self.ages();
+            let ring = self.rule.first(&self.lens, &ages)?;
+            self.lens[ring] -= 1;
+            self.rings.pop(ring)?
+        };
+        self.ranks[block.index()] &= !IS_COPY;
+        Some(block)
+    }
+
+    fn evicted(&mut self, tags: &[u32]) {
+        self.evicted.extend_from_slice(tags);
+    }
+
+    fn publish(&mut self, block: BlockId, _: u32, _: u32) {
+        (self.ranks[block.index()], self.stamps[block.index()]) = (self.rule.newcomers(), 0);
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Evictor> {
+        Box::new(self.clone())
+    }
+}
