@@ -161,13 +161,13 @@ impl OpenStep<'_> {
         copied
     }
 
-    /// Offloads enough blocks for the next step to evict none without a copy.
-    pub(crate) fn offload_ahead(&mut self) {
-        let (device, wanted) = (self.tiers.device(), self.tiers.blocks_ahead());
-        let empty = device.free().saturating_sub(device.evictable());
+    /// Empties blocks for the next step, so that it need not wait for its copies to the host: `wanted`, and a reserve for
+    /// prompts that no one can foresee.
+    pub(crate) fn offload_ahead(&mut self, wanted: usize) {
+        let (device, wanted) = (self.tiers.device(), wanted.max(self.tiers.reserve()));
+        let empty = device.available().saturating_sub(device.evictable());
         if empty < wanted && device.evictable() > 0 {
-            let missing = wanted.saturating_sub(empty + self.transfers.num_demoting());
-            self.evict(missing.min(self.tiers.host().free()), self.tiers.host_copies_left());
+            self.evict(wanted - empty, self.tiers.host_copies_left());
         }
     }
 

@@ -262,14 +262,15 @@ impl Manager {
         }
     }
 
-    /// Starts keeping host copies of published blocks, evicted least recently used first. Each step copies up to
-    /// `per_step` of the blocks that would be evicted next, as many as the next step may need, at most an eighth of
-    /// either tier; with 0, only explicit calls copy.
+    /// Starts keeping host copies of published blocks. What the device evicts is copied, at most `per_step` blocks a
+    /// step: those that a step takes, and ahead of time those that the next one will. One eviction order spans both
+    /// tiers. With 0, or with several groups or a window, only explicit calls copy.
     ///
     /// # Errors
     /// The prefix cache is off, there are no host blocks, some of them are in use, or events are already recorded or
     /// copies already kept.
     pub fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
+        let per_step = if self.sequences.finds_on_host() { per_step } else { 0 };
         self.tiers.keep_host_copies(per_step)
     }
 

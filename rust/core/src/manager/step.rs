@@ -26,8 +26,8 @@ impl Manager {
         self.tiers.enforce_quotas();
         let Self { tiers, transfers, defrag, jobs, sequences, .. } = self;
         let mut step = OpenStep { tiers, transfers, jobs };
-        if sequences.finds_on_host() {
-            step.offload_ahead();
+        if step.tiers.keeps_host_copies() {
+            step.offload_ahead(sequences.blocks_of_next_chunks());
         }
         step.tiers.end_host_copies();
         defrag.decide(&mut step);

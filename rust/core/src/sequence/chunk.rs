@@ -13,6 +13,21 @@ impl Sequences {
         Ok(self.chunk_end(view, row.len, known, budget) - row.len)
     }
 
+    /// Device blocks that the prompts computed in chunks will take in the next step, if their chunks are as long as in
+    /// the current one.
+    pub(crate) fn blocks_of_next_chunks(&mut self) -> usize {
+        let (mut blocks, size) = (0, self.block_size);
+        let rows = &self.rows;
+        self.prefilling.retain_mut(|(sequence, before)| {
+            let Ok(row) = rows.get(*sequence) else { return false };
+            let rest = if row.keys.is_some() { row.known.saturating_sub(row.len) } else { 0 };
+            let added = row.len.saturating_sub(std::mem::replace(before, row.len));
+            blocks += added.min(rest).div_ceil(size) as usize;
+            rest > 0
+        });
+        blocks * self.groups.growing().len()
+    }
+
     /// End of a chunk of at most `budget` tokens that begins after the first `start` of `length`.
     pub(super) fn chunk_end(&self, view: View<'_>, start: u32, length: u32, budget: u32) -> u32 {
         let end = length.min(start.saturating_add(budget));

@@ -48,6 +48,8 @@ pub(crate) struct Sequences {
     /// Rows of recurrent groups that began the block of their last token in the open step, which has yet to write the
     /// state there.
     begun: HashSet<SequenceId>,
+    /// Prompts that are computed in chunks, and their lengths at the end of the last step.
+    prefilling: Vec<(SequenceId, u32)>,
     owners: Owners,
     stats: PrefixStats,
     scratch: Vec<BlockId>,
@@ -62,6 +64,7 @@ impl Sequences {
             watermark,
             rows: SequenceRows::new(block_size),
             begun: HashSet::new(),
+            prefilling: Vec::new(),
             owners: Owners::default(),
             stats: PrefixStats::default(),
             scratch: Vec::new(),

@@ -469,6 +469,9 @@ impl Sequences {
             self.stats.loaded += loaded;
         }
         let sequence = self.open_row(step, 0, cached, length, found);
+        if (length as usize) < prompt.tokens.len() {
+            self.prefilling.push((sequence, cached));
+        }
         let open = step.transfers.open();
         self.rows.follow(sequence, keys, prompt.tokens);
         let row = self.rows.at_mut(sequence);

@@ -24,6 +24,9 @@ use quota::Tenants;
 use std::ops::Range;
 use std::time::Duration;
 
+/// Steps keep one block in this many, of both tiers, ready to be taken.
+const RESERVE: usize = 64;
+
 /// The pools of the three tiers.
 #[derive(Debug, Clone)]
 pub(crate) struct Tiers {
@@ -358,11 +361,12 @@ impl Tiers {
         Ok(())
     }
 
-    /// Number of empty device blocks that a step prepares for the next by copying to the host, at most an eighth of a
-    /// small tier.
-    #[inline]
-    pub(crate) fn blocks_ahead(&self) -> usize {
-        (self.host_copies_per_step as usize).min(self.device().len().div_ceil(8)).min(self.host().len().div_ceil(8))
+    /// Device blocks that steps keep empty, or are copying to the host. Emptying them early costs hits once the host is
+    /// full, so it is a small part of both tiers then.
+    pub(crate) fn reserve(&self) -> usize {
+        let (device, host) = (self.device(), self.host());
+        let part = (device.len() + host.len()) / RESERVE;
+        part.max(host.uncached()).min(device.len() / 8)
     }
 
     /// Whether prompts find host copies.

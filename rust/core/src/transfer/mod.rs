@@ -210,11 +210,6 @@ impl Transfers {
         self.submitted.get_mut(&ticket)?.publishes_mut()
     }
 
-    /// Number of device blocks that become free once open tickets have copied them.
-    pub(crate) fn num_demoting(&self) -> usize {
-        self.all().flat_map(|(_, ticket)| ticket.publishes()).filter(|pending| pending.demotes).count()
-    }
-
     /// Closes a submitted ticket.
     pub(crate) fn close(&mut self, ticket: TicketId, device: &Pool) -> Result<Ticket> {
         self.get(ticket)?;
