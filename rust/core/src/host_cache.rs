@@ -21,6 +21,11 @@ pub(crate) enum Found {
     Host(BlockId),
 }
 
+/// Tag of the key before one of a prompt's; 0 for the first.
+pub(crate) fn parent_of(keys: &[Key], at: usize) -> u32 {
+    at.checked_sub(1).map_or(0, |before| keys[before].tag())
+}
+
 fn depth(at: usize) -> u32 {
     u32::try_from(at).unwrap_or(u32::MAX)
 }
@@ -51,6 +56,11 @@ impl View<'_> {
         copies.len()
     }
 
+    /// Cached blocks that no prompt can find; see [`Tiers::unfindable`](crate::tiers::Tiers::unfindable).
+    pub(crate) fn unfindable(self) -> Vec<TierBlock> {
+        self.tiers.unfindable(self.transfers.promised().chain(self.jobs.promised()))
+    }
+
     /// The device block that the open step loads a host copy into.
     fn loading(self, copy: BlockId) -> Option<BlockId> {
         let target = self.tiers.host().block(copy).tier_copy()?;
@@ -75,7 +85,7 @@ impl OpenStep<'_> {
                         table.push(block);
                     } else if let Some(&block) = next.next() {
                         table.push(block);
-                        self.load_block(copy, block, CachedIdentity { key: keys[at], depth: depth(at), tenant });
+                        self.load_block(copy, block, CachedIdentity { key: keys[at], depth: depth(at), parent: parent_of(keys, at), tenant });
                     }
                     self.tiers.release((Tier::Host, copy));
                 }
@@ -97,7 +107,8 @@ impl OpenStep<'_> {
     pub(crate) fn publish_copy_later(&mut self, from: TierBlock, to: TierBlock, at: usize) {
         if (from.0, to.0) == (Tier::Device, Tier::Host) && self.tiers.keeps_host_copies() {
             if let Some(key) = self.tiers.device().key(from.1) {
-                self.publish_later(from, to, CachedIdentity { key, depth: depth(at), tenant: 0 }, None);
+                let parent = self.tiers.parent(from);
+                self.publish_later(from, to, CachedIdentity { key, depth: depth(at), parent, tenant: 0 }, None);
             }
         }
     }
@@ -145,6 +156,7 @@ impl OpenStep<'_> {
                 self.tiers.set_rank(copy, rank);
                 self.tiers.drop_popped(block, true);
             } else if dropped > 0 || !self.tiers.has_host_room(rank) {
+                self.tiers.note_uncopied(dropped > 0);
                 dropped = dropped.saturating_sub(1);
                 self.tiers.drop_popped(block, false);
             } else {
@@ -152,7 +164,8 @@ impl OpenStep<'_> {
                 let Some(to) = target.pop() else { continue };
                 self.transfer_popped(block, to);
                 self.tiers.release((Tier::Host, to));
-                let identity = CachedIdentity { key, depth: 0, tenant: 0 };
+                let parent = self.tiers.parent((Tier::Device, block));
+                let identity = CachedIdentity { key, depth: 0, parent, tenant: 0 };
                 self.publish_later((Tier::Device, block), (Tier::Host, to), identity, Some(rank));
                 copied += 1;
             }
@@ -169,6 +182,11 @@ impl OpenStep<'_> {
         if empty < wanted && device.evictable() > 0 {
             self.evict(wanted - empty, self.tiers.host_copies_left());
         }
+    }
+
+    /// Frees cached blocks that no prompt can find; see [`Tiers::cut_off`](crate::tiers::Tiers::cut_off).
+    pub(crate) fn cut_off(&mut self) {
+        self.tiers.cut_off(self.transfers.promised().chain(self.jobs.promised()));
     }
 
     /// Forgets device blocks whose bytes are now on the host, if only the copy that is ending holds them.

@@ -48,6 +48,17 @@ impl Queue {
         self.back.push(entry);
     }
 
+    /// Inserts an entry behind older ones, as far as they are in the last chunk: nearly all come in their order.
+    fn insert(&mut self, entry: StampedBlock, clock: u32) {
+        let age = |stamp: u32| clock.wrapping_sub(stamp);
+        let older = self.back.iter().rposition(|&(_, stamp)| age(stamp) >= age(entry.1)).map_or(0, |at| at + 1);
+        if older == self.back.len() {
+            self.push(entry);
+        } else {
+            self.back.insert(older, entry);
+        }
+    }
+
     #[cold]
     fn next_chunk(&mut self) {
         let mut fresh = std::mem::take(&mut self.spare);
@@ -198,6 +209,11 @@ impl Rings {
         self.clock = self.clock.wrapping_add(1).max(1);
         self.stamps[block.index()] = self.clock;
         self.each[ring].rest.push((block, self.clock));
+        self.count_entry();
+    }
+
+    #[inline]
+    fn count_entry(&mut self) {
         self.len += 1;
         self.entries += 1;
         if self.entries > self.len + self.len / 2 + 64 {
@@ -205,12 +221,13 @@ impl Rings {
         }
     }
 
-    /// Puts a block that is in no ring at the end of one, with a stamp that other rings gave it; see
-    /// [`Rings::set_clock`].
+    /// Puts a block that is in no ring into one, with a stamp that other rings gave it, see [`Rings::set_clock`]: behind
+    /// the blocks that have older ones.
     pub(crate) fn push_stamped(&mut self, ring: usize, block: BlockId, stamp: u32) {
-        let now = std::mem::replace(&mut self.clock, stamp.wrapping_sub(1));
-        self.push(ring, block);
-        self.clock = now;
+        debug_assert!(!self.contains(block), "a block in two rings");
+        self.stamps[block.index()] = stamp;
+        self.each[ring].rest.insert((block, stamp), self.clock);
+        self.count_entry();
     }
 
     /// Continues at the stamp that other rings gave last. No two insertions of a block may have the same stamp.

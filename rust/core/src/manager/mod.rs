@@ -258,6 +258,8 @@ impl Manager {
             prefix: self.sequences.stats(),
             moves: self.defrag.stats(),
             tiers,
+            unfindable: if self.tiers.may_be_broken() { self.view().unfindable().len() } else { 0 },
+            uncopied: self.tiers.uncopied(),
             decided: self.transfers.num_decided(),
         }
     }

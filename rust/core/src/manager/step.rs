@@ -30,6 +30,9 @@ impl Manager {
             step.offload_ahead(sequences.blocks_of_next_chunks());
         }
         step.tiers.end_host_copies();
+        if step.tiers.may_be_broken() {
+            step.cut_off();
+        }
         defrag.decide(&mut step);
         self.sequences.end_step();
         self.transfers.submit(self.tiers.device(), prefetch)
@@ -76,9 +79,7 @@ impl Manager {
         // In the order in which they were evicted, so that the host evicts them in that order, too.
         for held in ended.held() {
             if let Held::Evicted(from, to) = held {
-                for lease in evicted(*from, *to) {
-                    self.tiers.end_lease((lease.tier, lease.block), lease.kind);
-                }
+                self.tiers.end_eviction(evicted(*from, *to));
             }
         }
         let moves = ended.take_moves();

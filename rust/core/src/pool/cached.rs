@@ -215,7 +215,7 @@ impl Pool {
     /// is its index in tables.
     pub(crate) fn detach_cached(&mut self, id: BlockId, depth: u32) -> Option<CachedIdentity> {
         let key = self.key(id).filter(|_| self.is_evictable(id))?;
-        let identity = CachedIdentity { key, depth, tenant: self.tenant(id) };
+        let identity = CachedIdentity { key, depth, parent: 0, tenant: self.tenant(id) };
         let before = self.blocks[id.index()];
         let tag = self.blocks[id.index()].take_tag();
         let copy = self.blocks[id.index()].set_tier_copy(None);

@@ -25,6 +25,8 @@ pub(crate) struct CachedIdentity {
     pub(crate) key: Key,
     /// Number of blocks before it in its prompt, if known.
     pub(crate) depth: u32,
+    /// Tag of the key of the block before it, 0 for the first block.
+    pub(crate) parent: u32,
     /// Tenant with a quota that it belongs to, 0 for none.
     pub(crate) tenant: u16,
 }

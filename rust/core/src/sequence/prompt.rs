@@ -10,7 +10,7 @@ use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
 use crate::group::{Group, NULL_BLOCK};
 use crate::hash::{Chain, ExportedKey, Key, KeySpec, has_reserved, refuse_reserved};
-use crate::host_cache::Found;
+use crate::host_cache::{Found, parent_of};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::memory;
 use crate::prefix::{CachedIdentity, Published};
@@ -579,7 +579,8 @@ impl Sequences {
             if step.tiers.device().block(block).is_filling() {
                 break;
             }
-            let identity = CachedIdentity { key, depth: u32::try_from(at).unwrap_or(u32::MAX), tenant: keys.tenant };
+            let depth = u32::try_from(at).unwrap_or(u32::MAX);
+            let identity = CachedIdentity { key, depth, parent: parent_of(&keys.keys, at), tenant: keys.tenant };
             let publication = || publication(keys, at, block, group, self.block_size);
             match step.tiers.publish((Tier::Device, block), identity, publication) {
                 Published::Now | Published::Before | Published::Beyond => {}

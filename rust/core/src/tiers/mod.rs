@@ -4,6 +4,7 @@
 //! published by an event. No other component has mutable access to a pool.
 
 mod check;
+mod findable;
 mod quota;
 mod store_write_queue;
 
@@ -20,6 +21,8 @@ use crate::placement::{BlockMap, Tracker};
 use crate::pool::{Policies, Pool};
 use crate::prefix::evict::Rank;
 use crate::prefix::{CachedIdentity, Published};
+use findable::Chains;
+use crate::transfer::Lease;
 use quota::Tenants;
 use std::ops::Range;
 use std::time::Duration;
@@ -39,6 +42,10 @@ pub(crate) struct Tiers {
     host_copies_per_step: u32,
     /// How many the open step copies.
     host_copies: u32,
+    /// Evicted blocks that are being copied.
+    arriving: usize,
+    /// Which blocks prompts can find.
+    chains: Chains,
     /// Token slots in a block.
     block_size: u32,
     /// Whether block 0 of each tier is the null block.
@@ -73,6 +80,8 @@ impl Tiers {
             tenants: Tenants::default(),
             host_copies_per_step: 0,
             host_copies: 0,
+            arriving: 0,
+            chains: Chains::default(),
             block_size,
             null,
         })
@@ -127,7 +136,11 @@ impl Tiers {
 
     /// Takes blocks, which must be available; see [`Pool::take`]. Returns whether a ticket still reads one of them.
     pub(crate) fn take(&mut self, tier: Tier, count: usize, filling: bool, out: &mut Vec<BlockId>) -> bool {
+        let evictions = self.device().evictions();
         let overlapped = self.at(tier, |pool| pool.take(count, filling, out));
+        if self.device().evictions() != evictions && self.keeps_host_copies() {
+            self.chains.note_break();
+        }
         self.unlink_orphans(tier);
         overlapped
     }
@@ -313,8 +326,12 @@ impl Tiers {
     }
 
     fn publish_silently(&mut self, (tier, block): TierBlock, identity: CachedIdentity) -> Published {
+        let was_published = self.block((tier, block)).is_published();
         let published = self.at(tier, |pool| pool.publish(block, identity.key, identity.depth));
         if published == Published::Now {
+            if self.keeps_host_copies() {
+                self.chains.set(tier, block, identity.parent, was_published);
+            }
             if tier == Tier::Device && identity.tenant != 0 {
                 self.pools[0].assign(block, identity.tenant);
             }
@@ -342,6 +359,7 @@ impl Tiers {
 
     /// Forgets a block whose bytes did not land.
     pub(crate) fn lose(&mut self, block: TierBlock) {
+        self.chains.note_break();
         self.unlink(block);
         self.pools[block.0.index()].unpublish(block.1);
     }
@@ -422,6 +440,10 @@ impl Tiers {
         if host.uncached() > 0 || host.evictable() == 0 {
             return host.uncached() > 0;
         }
+        // What is on its way to the host was evicted earlier, so it would go first, if it could.
+        if self.arriving > 0 {
+            return true;
+        }
         self.at(Tier::Host, |host| host.host_order().is_some_and(|order| !order.is_first(rank)))
     }
 
@@ -440,8 +462,15 @@ impl Tiers {
         self.host_copies = 0;
     }
 
-    /// Leases a popped block to device work.
+    /// Ends the leases on an evicted block and on its copy, which has arrived or is lost.
+    pub(crate) fn end_eviction(&mut self, leases: [Lease; 2]) {
+        leases.into_iter().for_each(|lease| self.end_lease((lease.tier, lease.block), lease.kind));
+        self.arriving -= 1;
+    }
+
+    /// Leases a popped block to device work that copies it to the host.
     pub(crate) fn lease_popped(&mut self, block: BlockId) {
+        self.arriving += 1;
         self.pools[0].lease_popped(block);
     }
 
@@ -459,6 +488,7 @@ impl Tiers {
 
     /// Frees an evictable block, if it is one.
     pub(crate) fn drop_cached(&mut self, (tier, block): TierBlock) {
+        self.chains.note_break();
         self.at(tier, |pool| pool.drop_cached(block));
         self.unlink_orphans(tier);
     }
@@ -499,6 +529,7 @@ impl Tiers {
         if self.events.is_some() {
             memory::require_items::<PublishedEvent>(blocks.saturating_mul(2))?;
         }
+        self.chains.note_break();
         self.pools[0].resize(blocks);
         self.unlink_orphans(Tier::Device);
         if let Some(events) = &mut self.events {
@@ -547,6 +578,7 @@ impl Tiers {
     /// Finishes a valid move: the target takes over the source's state.
     pub(crate) fn finish_move(&mut self, from: BlockId, to: BlockId) {
         let event = self.published_event((Tier::Device, from)).filter(|_| self.device().block(from).is_published());
+        self.chains.rename(from, to);
         if let Some(copy) = self.pools[0].finish_move(from, to) {
             self.link((Tier::Device, to), copy);
         }
@@ -558,10 +590,11 @@ impl Tiers {
     /// Detaches a cached block's contents before another block moves in, and takes a hole for them. `depth` is its
     /// index in tables.
     pub(crate) fn detach_cached(&mut self, from: BlockId, to: BlockId, depth: u32) -> Option<CachedIdentity> {
+        let parent = self.parent((Tier::Device, from));
         let identity = self.pools[0].detach_cached(from, depth)?;
         self.unlink_orphans(Tier::Device);
         self.pools[0].take_target(to);
-        Some(identity)
+        Some(CachedIdentity { parent, ..identity })
     }
 }
 

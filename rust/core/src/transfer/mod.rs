@@ -210,6 +210,12 @@ impl Transfers {
         self.submitted.get_mut(&ticket)?.publishes_mut()
     }
 
+    /// Tags of the keys that open tickets will publish, and of those before them.
+    pub(crate) fn promised(&self) -> impl Iterator<Item = (u32, u32)> {
+        let pending = self.all().flat_map(|(_, ticket)| ticket.publishes()).map(|pending| pending.identity);
+        pending.map(|identity| (identity.key.tag(), identity.parent))
+    }
+
     /// Closes a submitted ticket.
     pub(crate) fn close(&mut self, ticket: TicketId, device: &Pool) -> Result<Ticket> {
         self.get(ticket)?;

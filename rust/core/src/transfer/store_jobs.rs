@@ -92,6 +92,12 @@ impl StoreJobs {
         self.loading.contains(key)
     }
 
+    /// Tags of the keys that loads are bringing, and of those before them.
+    pub(crate) fn promised(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+        let missing = self.loads.values().flat_map(|load| load.targets.iter().map(|(_, missing)| missing));
+        missing.map(|missing| (missing.chain.key().tag(), missing.parent.map_or(0, |parent| parent.key().tag())))
+    }
+
     fn next(&mut self) -> JobId {
         self.last += 1;
         JobId(self.last)
@@ -156,7 +162,8 @@ impl StoreJobs {
             let Missing { chain, parent, depth, tenant, salt, lora_id } = missing;
             self.loading.remove(&chain.key());
             if landed {
-                let identity = CachedIdentity { key: chain.key(), depth, tenant };
+                let before = parent.map_or(0, |parent| parent.key().tag());
+                let identity = CachedIdentity { key: chain.key(), depth, parent: before, tenant };
                 let publication = Publication { block, key: chain, parent, tokens, salt, lora_id, group: 0 };
                 published += usize::from(tiers.publish_loaded((tier, block), identity, publication));
             }
