@@ -78,6 +78,10 @@ class ManagerStats:
         cached_blocks: for each tier, number of blocks that can be found by key.
         evicted_blocks: for each tier, number of cached blocks evicted.
         pinned_blocks: for each tier, number of pinned blocks.
+        uncopied_blocks: number of evicted device blocks that did not go to the host: it had no room for them, or
+            `host_copies_per_step` was reached. 0 without host copies.
+        unfindable_blocks: number of cached blocks that no prompt can find, since a block before them was lost or dropped;
+            the next ones to go. 0 without host copies. Counting them takes time that grows with device and host.
     """
 
     sequences: int
@@ -103,6 +107,8 @@ class ManagerStats:
     cached_blocks: dict[str, int]
     evicted_blocks: dict[str, int]
     pinned_blocks: dict[str, int]
+    uncopied_blocks: int
+    unfindable_blocks: int
 
     @property
     def hit_rate(self) -> float:

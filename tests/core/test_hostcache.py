@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 from managers import make_manager
 from prompts import allocate_prompts
@@ -14,7 +17,7 @@ SIZE = 4
 PROMPT = list(range(100, 113))
 
 
-def new_manager(device: int = 4, host: int = 8, **options: int) -> BlockManager:
+def new_manager(device: int = 4, host: int = 8, **options: Any) -> BlockManager:
     options = {"host_copies_per_step": 0, **options}
     return make_manager(block_size=SIZE, device_blocks=device, host_blocks=host, watermark=0.0, host=True, **options)
 
@@ -150,15 +153,15 @@ def test_offloaded_blocks_leave_the_device_for_the_host() -> None:
     assert manager.prefix.offload(0) == 0
 
 
-def test_what_the_next_step_may_evict_is_on_the_host_first() -> None:
-    manager = new_manager(device=16, host=64, host_copies_per_step=2)
-    prompts = [[at, *range(100, 111)] for at in range(20)]
-    for prompt in prompts:  # 3 blocks each: 60 in all, of which 16 fit
-        manager.free([run(manager, prompt)])
-    # A decision copies two: one of the three blocks that each prompt evicts is not on the host.
-    stats = manager.stats()
-    assert 0 < stats.cached_blocks["host"] == stats.swapped_out_blocks["host"] <= 2 * len(prompts)
-    assert all(manager.prefix.lookup([*prompt, 7]).tokens < 12 for prompt in prompts[:3])
+def test_beyond_the_bound_the_ends_of_prompts_are_dropped_and_counted() -> None:
+    manager = new_manager(device=16, host=64, host_copies_per_step=4)
+    prompt = list(range(100, 100 + 16 * SIZE))
+    manager.free([run(manager, prompt)])
+    assert [len(pairs) for pairs in step(manager).swap_out] == [2], "the reserve, an eighth of the device"
+    manager.allocate(counts=[8 * SIZE])
+    assert [len(pairs) for pairs in step(manager).swap_out] == [4]
+    assert manager.stats().uncopied_blocks == 2
+    assert manager.prefix.lookup([*prompt, 7]).tokens == 12 * SIZE, "the end is gone, and the rest is found"
 
 
 def test_a_step_that_takes_no_more_than_is_copied_ahead_loses_nothing() -> None:
@@ -178,10 +181,14 @@ def test_blocks_that_are_being_copied_can_be_taken() -> None:
     assert [len(pairs) for pairs in decision.swap_out] == [2], "an eighth of the device"
     assert manager.can_allocate(16 * SIZE)
     manager.allocate(counts=[16 * SIZE])
-    assert list(manager.take_decision().after) == [decision.ticket]
-    manager.complete(decision.ticket)
-    manager.check()
-    assert manager.prefix.lookup(list(range(100, 100 + 16 * SIZE))).tokens == 0, "what has no copy is gone"
+    later = manager.take_decision()
+    assert list(later.after) == [decision.ticket, later.ticket], "it takes blocks that it copies itself, too"
+    assert [len(pairs) for pairs in later.swap_out] == [8]
+    for ticket in (decision.ticket, later.ticket):
+        manager.complete(ticket)
+        manager.check()
+    assert manager.prefix.lookup(list(range(100, 100 + 16 * SIZE))).tokens == 8 * SIZE, "the end has no copy"
+    assert manager.stats().unfindable_blocks == 2, "copied ahead, before the bound was reached"
 
 
 def test_nothing_is_copied_where_prompts_do_not_look_on_the_host() -> None:
@@ -259,3 +266,47 @@ def test_offload_needs_copies_that_are_kept(caching: bool) -> None:
     for blocks in (0, 3):
         with pytest.raises(InvalidArgumentError, match=f"max_blocks is {blocks}, but .*PrefixCaching.host=True"):
             manager.prefix.offload(blocks)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "adaptive", "priority"])
+@pytest.mark.parametrize("host", [1, 4])
+def test_device_and_host_hit_as_one_pool_and_hold_nothing_that_cannot_be_found(eviction: str, host: int) -> None:
+    rng = random.Random(host)
+    prompts = [[at * 1000 + token for token in range(rng.randint(2, 8) * SIZE + 1)] for at in range(40)]
+    order = [prompts[min(int(rng.expovariate(0.1)), 39)] for _ in range(400)]
+    pools = [new_manager(device=30, host=30 * host, eviction=eviction, host_copies_per_step=99)]
+    options = PrefixCaching(eviction=eviction)
+    pools.append(BlockManager(block_size=SIZE, device_blocks=30 + 30 * host, watermark=0.0, prefix_caching=options))
+    for prompt in order:
+        for manager in pools:
+            manager.free([run(manager, prompt)])
+        assert pools[0].stats().unfindable_blocks == 0
+    two, one = (manager.stats().hit_blocks for manager in pools)
+    assert two >= 0.9 * one > 0
+
+
+def test_a_loop_that_fits_both_tiers_is_found_whole_whatever_a_step_takes() -> None:
+    prompts = [[at * 1000 + token for token in range(20 * SIZE + 1)] for at in range(7)]
+    manager = new_manager(device=32, host=160, host_copies_per_step=999)
+    for turn in range(3):
+        for prompt in prompts:
+            assert manager.prefix.lookup(prompt).tokens == (20 * SIZE if turn else 0)
+            manager.free([run(manager, prompt)])
+
+
+def test_what_a_failed_copy_leaves_behind_is_cut_off() -> None:
+    manager = new_manager(device=8, host=32, host_copies_per_step=99)
+    manager.free([run(manager, list(range(8 * SIZE)))])
+    step(manager)
+    manager.prefix.offload(2)  # after the reserve of one block, the end of the prompt
+    step(manager)
+    handles = manager.allocate(counts=[8 * SIZE])
+    decision = manager.take_decision()
+    assert [len(pairs) for pairs in decision.swap_out] == [5], "its beginning, evicted by what was allocated"
+    manager.fail(decision.ticket)
+    manager.check()
+    manager.free(handles)
+    assert manager.stats().unfindable_blocks == 3
+    for at in range(1, 12):  # each eviction pays for a look at two blocks
+        manager.free([run(manager, [at * 1000 + token for token in range(6 * SIZE)])])
+    assert manager.stats().unfindable_blocks == 0

@@ -174,6 +174,11 @@ impl Block {
         decode(self.tier_copy)
     }
 
+    /// The copy of its bytes on the device.
+    pub(crate) fn copy_on_device(self) -> Option<BlockId> {
+        self.tier_copy().filter(|(tier, _)| *tier == Tier::Device).map(|(_, block)| block)
+    }
+
     /// Whether tables refer to the block.
     pub(crate) fn is_used(self) -> bool {
         self.refs > 0

@@ -56,9 +56,9 @@ impl View<'_> {
         copies.len()
     }
 
-    /// Cached blocks that no prompt can find; see [`Tiers::unfindable`](crate::tiers::Tiers::unfindable).
-    pub(crate) fn unfindable(self) -> Vec<TierBlock> {
-        self.tiers.unfindable(self.transfers.promised().chain(self.jobs.promised()))
+    /// Number of cached blocks that no prompt can find; see [`Tiers::num_unfindable`](crate::tiers::Tiers).
+    pub(crate) fn num_unfindable(self) -> usize {
+        self.tiers.num_unfindable(self.transfers.promised().chain(self.jobs.promised()))
     }
 
     /// The device block that the open step loads a host copy into.
@@ -85,7 +85,11 @@ impl OpenStep<'_> {
                         table.push(block);
                     } else if let Some(&block) = next.next() {
                         table.push(block);
-                        self.load_block(copy, block, CachedIdentity { key: keys[at], depth: depth(at), parent: parent_of(keys, at), tenant });
+                        self.load_block(
+                            copy,
+                            block,
+                            CachedIdentity { key: keys[at], depth: depth(at), parent: parent_of(keys, at), tenant },
+                        );
                     }
                     self.tiers.release((Tier::Host, copy));
                 }
@@ -149,20 +153,25 @@ impl OpenStep<'_> {
         }
         let has_copy = |(_, key, _): &&(BlockId, Key, Rank)| self.tiers.host().find(key).is_some();
         let mut dropped = (sources.len() - sources.iter().filter(has_copy).count()).saturating_sub(most);
+        // First those that have copies: they take their places in the host's order before others push it on.
+        for (_, key, rank) in &sources {
+            if let Some(copy) = self.tiers.host().find(key) {
+                self.tiers.set_rank(copy, *rank);
+            }
+        }
         let (mut copied, mut target) = (0, Vec::with_capacity(1));
         for (block, key, rank) in sources {
             // Looked up now: an earlier one of these may have taken its place.
-            if let Some(copy) = self.tiers.host().find(&key) {
-                self.tiers.set_rank(copy, rank);
+            if self.tiers.host().find(&key).is_some() {
                 self.tiers.drop_popped(block, true);
             } else if dropped > 0 || !self.tiers.has_host_room(rank) {
-                self.tiers.note_uncopied(dropped > 0);
+                self.tiers.note_uncopied();
                 dropped = dropped.saturating_sub(1);
                 self.tiers.drop_popped(block, false);
             } else {
                 self.take(Tier::Host, 1, true, &mut target);
                 let Some(to) = target.pop() else { continue };
-                self.transfer_popped(block, to);
+                self.transfer_popped(block, to, rank.ring);
                 self.tiers.release((Tier::Host, to));
                 let parent = self.tiers.parent((Tier::Device, block));
                 let identity = CachedIdentity { key, depth: 0, parent, tenant: 0 };
@@ -179,14 +188,17 @@ impl OpenStep<'_> {
     pub(crate) fn offload_ahead(&mut self, wanted: usize) {
         let (device, wanted) = (self.tiers.device(), wanted.max(self.tiers.reserve()));
         let empty = device.available().saturating_sub(device.evictable());
-        if empty < wanted && device.evictable() > 0 {
-            self.evict(wanted - empty, self.tiers.host_copies_left());
+        let (missing, left) = (wanted.saturating_sub(empty), self.tiers.host_copies_left());
+        // Not a part of it: the ends of prompts would be copied, and what the next step evicts beyond the bound dropped.
+        if missing > 0 && missing <= left && device.evictable() > 0 {
+            self.evict(missing, left);
         }
     }
 
     /// Frees cached blocks that no prompt can find; see [`Tiers::cut_off`](crate::tiers::Tiers::cut_off).
     pub(crate) fn cut_off(&mut self) {
-        self.tiers.cut_off(self.transfers.promised().chain(self.jobs.promised()));
+        let Self { tiers, transfers, jobs } = self;
+        tiers.cut_off(|parent| transfers.promised().chain(jobs.promised()).any(|(tag, _)| tag == parent));
     }
 
     /// Forgets device blocks whose bytes are now on the host, if only the copy that is ending holds them.

@@ -48,15 +48,11 @@ impl Queue {
         self.back.push(entry);
     }
 
-    /// Inserts an entry behind older ones, as far as they are in the last chunk: nearly all come in their order.
-    fn insert(&mut self, entry: StampedBlock, clock: u32) {
-        let age = |stamp: u32| clock.wrapping_sub(stamp);
-        let older = self.back.iter().rposition(|&(_, stamp)| age(stamp) >= age(entry.1)).map_or(0, |at| at + 1);
-        if older == self.back.len() {
-            self.push(entry);
-        } else {
-            self.back.insert(older, entry);
-        }
+    /// Chunks of entries that have not been read, last one first.
+    fn chunks_mut(&mut self) -> impl Iterator<Item = (usize, &mut Vec<StampedBlock>)> {
+        let Self { front, at, full, back, .. } = self;
+        let rest = std::iter::once(back).chain(full.iter_mut().rev()).map(|chunk| (0, chunk));
+        rest.chain(std::iter::once((*at, front)))
     }
 
     #[cold]
@@ -126,6 +122,37 @@ impl Ring {
     fn new(blocks: usize) -> Self {
         let chunk = (blocks / CHUNKS).clamp(SMALL_CHUNK, CHUNK);
         Self { swept: Queue::new(chunk), rest: Queue::new(chunk) }
+    }
+}
+
+impl Ring {
+    /// Inserts an entry behind those that are at least as old. Nearly all come in their order.
+    fn insert(&mut self, entry: StampedBlock, clock: u32) {
+        let is_older = |&(_, stamp): &StampedBlock| clock.wrapping_sub(stamp) >= clock.wrapping_sub(entry.1);
+        let chunks = self.rest.chunks_mut().chain(self.swept.chunks_mut());
+        let mut last = true;
+        for (first, chunk) in chunks {
+            if let Some(before) = chunk[first..].iter().rposition(is_older) {
+                if last && first + before + 1 == chunk.len() {
+                    break;
+                }
+                chunk.insert(first + before + 1, entry);
+                return;
+            }
+            last &= chunk.len() == first;
+        }
+        if last {
+            self.rest.push(entry);
+        } else {
+            self.insert_first(entry);
+        }
+    }
+
+    /// Inserts an entry before all others.
+    fn insert_first(&mut self, entry: StampedBlock) {
+        let queue = if self.swept.first().is_some() { &mut self.swept } else { &mut self.rest };
+        let _ = queue.first();
+        queue.front.insert(queue.at, entry);
     }
 }
 
@@ -226,7 +253,7 @@ impl Rings {
     pub(crate) fn push_stamped(&mut self, ring: usize, block: BlockId, stamp: u32) {
         debug_assert!(!self.contains(block), "a block in two rings");
         self.stamps[block.index()] = stamp;
-        self.each[ring].rest.insert((block, stamp), self.clock);
+        self.each[ring].insert((block, stamp), self.clock);
         self.count_entry();
     }
 
@@ -315,6 +342,14 @@ impl Rings {
             queue.pop();
             self.entries -= 1;
         }
+    }
+
+    /// The first block of a ring.
+    pub(crate) fn peek(&mut self, ring: usize) -> Option<BlockId> {
+        let stamp = self.clock.wrapping_sub(self.age(ring)?);
+        let Ring { swept, rest } = &mut self.each[ring];
+        let (block, _) = swept.first().or_else(|| rest.first())?;
+        if self.stamps[block.index()] == stamp { Some(block) } else { self.renamed.get(&stamp).copied() }
     }
 
     /// Drops some stale entries.
@@ -425,7 +460,10 @@ mod tests {
             rings.remove(block);
             rings.push((i % 3 == 0).into(), block);
             most = most.max(rings.entries);
-            assert_eq!(rings.entries, rings.each.iter().map(|r| r.swept.iter().count() + r.rest.iter().count()).sum::<usize>());
+            assert_eq!(
+                rings.entries,
+                rings.each.iter().map(|r| r.swept.iter().count() + r.rest.iter().count()).sum::<usize>()
+            );
         }
         assert!(most < 5000 * 7 / 4, "{most} entries");
     }

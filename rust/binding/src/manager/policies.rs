@@ -14,12 +14,12 @@ use std::fmt::Display;
 ///         current hits, found by simulating each rule on a sample of the blocks. Its hit rate is rarely far below the
 ///         best fixed policy's, and it takes 10 % more time per request than `"lru"`. `"lru"`: the least recently used
 ///         block. `"priority"`: by `prefix.set_priority`. All evict a prompt's blocks from its end.
-///     host: whether the host is a second level of the cache. The step's decision copies blocks there before they would
-///         be evicted from the device (`swap_out`), and loads hits from there (`swap_in`). The least recently used copy
-///         is evicted first. Prompts with several cache groups or a window do not use host copies yet.
-///     host_copies_per_step: with `host=True`, the maximum number of blocks that one decision copies before they are
-///         evicted; never more than an eighth of the device or the host. Steps that take more new blocks than this
-///         evict the others without a copy. 0 copies only swapped blocks and those of `prefix.offload`.
+///     host: whether the host is a second level of the cache. What the device evicts goes there (`swap_out` of the step's
+///         decision), and hits are loaded from there (`swap_in`). One eviction order spans both, as if they were one pool.
+///         Prompts with several cache groups or a window do not use host copies yet.
+///     host_copies_per_step: with `host=True`, the maximum number of evicted blocks that one decision copies. Of a step
+///         that evicts more, the ends of prompts are dropped. 0 copies only swapped blocks and those of
+///         `prefix.offload`.
 ///     max_events: maximum number of events that wait for `prefix.take_events`; 0 records none.
 ///     max_pinned: fraction of the device blocks that pins may hold, 0 to below 1.
 /// Raises:
@@ -36,7 +36,7 @@ pub(crate) struct PyPrefixCaching {
     eviction: String,
     /// Whether the host is a second level of the cache.
     host: bool,
-    /// Maximum number of blocks that a decision copies to the host before they are evicted.
+    /// Maximum number of evicted blocks that a decision copies to the host.
     host_copies_per_step: u32,
     /// Maximum number of waiting events.
     max_events: u32,

@@ -34,6 +34,8 @@ pub(crate) fn manager_stats<'py>(py: Python<'py>, stats: &Stats, open: &[TicketI
         cached_blocks: by_tier(|tier| tier.cached as u64),
         evicted_blocks: by_tier(|tier| tier.evicted),
         pinned_blocks: by_tier(|tier| tier.pinned as u64),
+        uncopied_blocks: stats.uncopied,
+        unfindable_blocks: stats.unfindable,
     })
 }
 

@@ -27,11 +27,6 @@ impl Manager {
             }
             self.tiers.check_tier(tier, self.sequences.references(tier), leases)?;
         }
-        if !self.tiers.may_be_broken() {
-            if let Some((tier, block)) = self.view().unfindable().first() {
-                return Err(format!("{tier} block {block} is cached, and a block before it in its prompt is not"));
-            }
-        }
         self.transfers.check()?;
         self.pins.check()?;
         self.jobs.check(&self.tiers)?;

@@ -258,7 +258,7 @@ impl Manager {
             prefix: self.sequences.stats(),
             moves: self.defrag.stats(),
             tiers,
-            unfindable: if self.tiers.may_be_broken() { self.view().unfindable().len() } else { 0 },
+            unfindable: self.view().num_unfindable(),
             uncopied: self.tiers.uncopied(),
             decided: self.transfers.num_decided(),
         }
@@ -272,8 +272,7 @@ impl Manager {
     /// The prefix cache is off, there are no host blocks, some of them are in use, or events are already recorded or
     /// copies already kept.
     pub fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
-        let per_step = if self.sequences.finds_on_host() { per_step } else { 0 };
-        self.tiers.keep_host_copies(per_step)
+        self.tiers.keep_host_copies(per_step, self.sequences.finds_on_host())
     }
 
     /// Whether host copies are kept.

@@ -30,9 +30,7 @@ impl Manager {
             step.offload_ahead(sequences.blocks_of_next_chunks());
         }
         step.tiers.end_host_copies();
-        if step.tiers.may_be_broken() {
-            step.cut_off();
-        }
+        step.cut_off();
         defrag.decide(&mut step);
         self.sequences.end_step();
         self.transfers.submit(self.tiers.device(), prefetch)
@@ -78,8 +76,8 @@ impl Manager {
         }
         // In the order in which they were evicted, so that the host evicts them in that order, too.
         for held in ended.held() {
-            if let Held::Evicted(from, to) = held {
-                self.tiers.end_eviction(evicted(*from, *to));
+            if let Held::Evicted(from, to, ring) = held {
+                self.tiers.end_eviction(evicted(*from, *to), *ring);
             }
         }
         let moves = ended.take_moves();

@@ -111,6 +111,11 @@ impl Pool {
         self.cache.as_ref().and_then(|cache| cache.find(key))
     }
 
+    /// A block with a key of this tag.
+    pub(crate) fn find_tag(&self, tag: u32) -> Option<BlockId> {
+        self.cache.as_ref().and_then(|cache| cache.find_tag(tag))
+    }
+
     /// Prefetches the memory that publishing under a key will need.
     #[inline]
     pub(crate) fn look_ahead(&self, key: &Key) {

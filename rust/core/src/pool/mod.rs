@@ -198,7 +198,7 @@ impl Pool {
     /// Sets or clears the copy of a block's bytes in another tier; returns the one before.
     pub(crate) fn set_tier_copy(&mut self, block: BlockId, copy: Option<TierBlock>) -> Option<TierBlock> {
         if let Some(order) = self.cache.as_mut().and_then(PrefixCache::host_order) {
-            order.set_copied(block, copy.is_some());
+            order.set_copied(block, copy.is_some_and(|(tier, _)| tier == Tier::Device));
         }
         self.blocks[block.index()].set_tier_copy(copy)
     }
@@ -320,7 +320,7 @@ impl Pool {
                 }
                 match (to, &mut self.cache) {
                     (Membership::Free, _) => self.free.insert(id),
-                    (Membership::Evictable, Some(cache)) => cache.park_with(id, now.tier_copy().is_some()),
+                    (Membership::Evictable, Some(cache)) => cache.park_with(id, now.copy_on_device().is_some()),
                     (Membership::Overlappable, _) => {
                         self.overlappable.insert(id);
                     }

@@ -80,6 +80,22 @@ impl PrefixIndex {
         }
     }
 
+    /// A block whose key has this tag; nearly always there is at most one.
+    pub(crate) fn find_tag(&self, tag: u32) -> Option<BlockId> {
+        let mut at = self.home(tag);
+        loop {
+            let bucket = self.bucket(at);
+            let alike = with_tag(bucket, tag);
+            if alike != 0 {
+                return Some(block_of(bucket[alike.trailing_zeros() as usize]));
+            }
+            if bucket[SLOTS] == 0 {
+                return None;
+            }
+            at = self.next(at);
+        }
+    }
+
     /// Adds a block under a key that no block has.
     #[inline]
     pub(crate) fn add(&mut self, block: BlockId, key: Key) {

@@ -150,6 +150,11 @@ impl PrefixCache {
         self.index.find(key)
     }
 
+    /// A block with a key of this tag.
+    pub(crate) fn find_tag(&self, tag: u32) -> Option<BlockId> {
+        self.index.find_tag(tag)
+    }
+
     /// Whether a block is found by its key.
     pub(crate) fn finds(&self, block: BlockId) -> bool {
         self.index.key(block).and_then(|key| self.index.find(key)) == Some(block)

@@ -1,51 +1,54 @@
 //! Held means findable: which cached blocks a prompt can find, and what becomes of the others.
 //!
 //! A block is worth nothing without those before it in its prompt. Eviction takes the ends of chains first, so a chain
-//! breaks only where bytes are lost or dropped out of order. What then hangs in the air is cut off: freed by a sweep,
-//! at most one for every few blocks evicted, so that it costs O(1) for each.
+//! breaks only where bytes are lost, or dropped out of order. What then hangs in the air is cut off: each eviction pays
+//! for a look at a few blocks, all of them in turn. A block whose predecessor is gone is freed, and so the next turn
+//! frees the one after it.
 
 use super::Tiers;
-use crate::block::TierBlock;
+use crate::block::{BlockState, TierBlock};
 use crate::id::{BlockId, Tier};
 use std::collections::HashMap;
 
-/// A sweep of all cached blocks is due once one in this many has been evicted since the last one.
-const SWEPT: u64 = 16;
+/// Blocks looked at for each evicted one.
+const LOOKS: u64 = 2;
 
 /// The chains of the cached blocks of device and host.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Chains {
+    /// Whether they are followed: prompts find host copies.
+    are_followed: bool,
     /// By tier and block: the tag of the key of the block before it, 0 for the first of a prompt.
     parents: [Vec<u32>; 2],
-    /// Whether a block may have been removed before those after it.
-    is_broken: bool,
-    /// Evictions up to the last sweep.
-    swept: u64,
+    /// The block to be looked at next: those of the device come before those of the host.
+    next: usize,
+    /// Evictions that have been paid for.
+    evictions: u64,
     /// Blocks that the device evicted and did not copy.
     uncopied: u64,
 }
 
 impl Chains {
-    /// Notes that a block may be gone before those after it.
-    pub(super) fn note_break(&mut self) {
-        self.is_broken = true;
+    /// Starts to follow chains, while nothing is cached.
+    pub(super) fn follow(&mut self) {
+        self.are_followed = true;
     }
 
-    /// Notes the block before a published one, which may have replaced another.
-    pub(super) fn set(&mut self, tier: Tier, block: BlockId, parent: u32, replaces: bool) {
-        self.is_broken |= replaces;
-        let parents = &mut self.parents[tier.index()];
-        if block.index() >= parents.len() {
-            parents.resize(crate::prefix::grown(block, parents.capacity()), 0);
+    /// Notes the block before a published one.
+    pub(super) fn set(&mut self, tier: Tier, block: BlockId, parent: u32) {
+        if self.are_followed {
+            let parents = &mut self.parents[tier.index()];
+            if block.index() >= parents.len() {
+                parents.resize(crate::prefix::grown(block, parents.capacity()), 0);
+            }
+            parents[block.index()] = parent;
         }
-        parents[block.index()] = parent;
     }
 
     /// Follows a move within the device.
     pub(super) fn rename(&mut self, from: BlockId, to: BlockId) {
-        let parent = self.parents[0].get(from.index()).copied();
-        if let Some(parent) = parent.filter(|&parent| parent != 0 || to.index() < self.parents[0].len()) {
-            self.set(Tier::Device, to, parent, false);
+        if let Some(&parent) = self.parents[0].get(from.index()) {
+            self.set(Tier::Device, to, parent);
         }
     }
 }
@@ -56,10 +59,9 @@ impl Tiers {
         self.chains.parents.get(tier.index()).and_then(|parents| parents.get(block.index())).copied().unwrap_or(0)
     }
 
-    /// Counts a block that the device evicted without a copy; `out_of_order` if those after it may be on the host.
-    pub(crate) fn note_uncopied(&mut self, out_of_order: bool) {
+    /// Counts a block that the device evicted without a copy.
+    pub(crate) fn note_uncopied(&mut self) {
         self.chains.uncopied += 1;
-        self.chains.is_broken |= out_of_order;
     }
 
     /// Blocks that the device evicted and did not copy.
@@ -67,16 +69,53 @@ impl Tiers {
         self.chains.uncopied
     }
 
-    /// Whether a chain may be broken; if not, every cached block can be found.
-    pub(crate) fn may_be_broken(&self) -> bool {
-        self.keeps_host_copies() && self.chains.is_broken
+    /// The blocks of device and host that have a key of this tag.
+    fn find_tag(&self, tag: u32) -> impl Iterator<Item = TierBlock> + use<> {
+        let found = [Tier::Device, Tier::Host].map(|tier| self.pool(tier).find_tag(tag).map(|block| (tier, block)));
+        found.into_iter().flatten()
     }
 
-    /// Cached blocks of device and host whose chain is broken: a block before them is neither cached nor promised.
-    /// `promised` are the tags of keys on their way, and of those before them. The time grows with the tiers.
-    pub(crate) fn unfindable(&self, promised: impl Iterator<Item = (u32, u32)>) -> Vec<TierBlock> {
-        if !self.keeps_host_copies() {
-            return Vec::new();
+    /// Makes the blocks before one of a prompt the last to be evicted, its first one the very last: what comes from a
+    /// store is younger than those, and depends on them. `parent` is the tag of the last of them.
+    pub(crate) fn touch_chain(&mut self, mut parent: u32) {
+        let mut ring = 0;
+        while parent != 0 {
+            let (tag, mut next) = (parent, 0);
+            for block in self.find_tag(tag) {
+                next = self.parent(block);
+                ring = self.touch(block, ring);
+            }
+            parent = next;
+        }
+    }
+
+    /// Frees some of the cached blocks that no prompt can find, see above; `is_promised` tells of the tag of a key
+    /// whether its bytes are on their way.
+    pub(crate) fn cut_off(&mut self, is_promised: impl Fn(u32) -> bool) {
+        let evictions = self.device().evictions() + self.host().evictions();
+        let looks = (evictions - std::mem::replace(&mut self.chains.evictions, evictions)) * LOOKS;
+        let known = [self.device().known(), self.host().known()];
+        if !self.chains.are_followed {
+            return;
+        }
+        for _ in 0..looks.min((known[0] + known[1]) as u64) {
+            let at = self.chains.next;
+            self.chains.next = if at + 1 < known[0] + known[1] { at + 1 } else { 0 };
+            let (tier, id) = if at < known[0] { (Tier::Device, at) } else { (Tier::Host, at - known[0]) };
+            let block = (tier, BlockId(u32::try_from(id).unwrap_or(u32::MAX)));
+            let parent = self.parent(block);
+            let is_cached = parent != 0 && self.block(block).state() == BlockState::Cached;
+            if is_cached && self.find_tag(parent).next().is_none() && !is_promised(parent) {
+                self.drop_cached(block);
+            }
+        }
+    }
+
+    /// Number of cached blocks of device and host that no prompt can find: a block before them is neither cached nor
+    /// promised. `promised` are the tags of keys on their way, and of those before them. The time grows with the tiers.
+    pub(crate) fn num_unfindable(&self, promised: impl Iterator<Item = (u32, u32)>) -> usize {
+        if !self.chains.are_followed {
+            return 0;
         }
         let published = || {
             [Tier::Device, Tier::Host].into_iter().flat_map(move |tier| {
@@ -86,42 +125,20 @@ impl Tiers {
         };
         let mut parents: HashMap<u32, u32> = promised.collect();
         parents.extend(published().map(|block| (self.block(block).tag(), self.parent(block))));
-        let mut found: HashMap<u32, bool> = HashMap::new();
+        let mut found = HashMap::from([(0, true)]);
         let mut path = Vec::new();
-        let mut is_found = |first: u32| {
-            let mut tag = first;
-            let whole = loop {
-                match (found.get(&tag), parents.get(&tag)) {
-                    (Some(&whole), _) => break whole,
-                    (None, None) => break false,
-                    // Tags may coincide, and so lead in a circle; such a block counts as found.
-                    (None, Some(&parent)) if parent == 0 || path.len() > parents.len() => {
-                        path.push(tag);
-                        break true;
-                    }
-                    (None, Some(&parent)) => {
-                        path.push(tag);
-                        tag = parent;
-                    }
-                }
-            };
-            found.extend(path.drain(..).map(|tag| (tag, whole)));
-            whole
+        let mut is_found = |mut tag: u32| {
+            // Tags may coincide, and so lead in a circle; such a block counts as found.
+            while !found.contains_key(&tag) && parents.contains_key(&tag) && path.len() <= parents.len() {
+                path.push(tag);
+                tag = parents[&tag];
+            }
+            let is_whole = found.get(&tag).copied().unwrap_or(path.len() > parents.len());
+            found.extend(path.drain(..).map(|tag| (tag, is_whole)));
+            is_whole
         };
-        published().filter(|&block| !is_found(self.block(block).tag())).collect()
-    }
-
-    /// Frees the cached blocks that no prompt can find, if there may be some and enough has happened since last time.
-    pub(crate) fn cut_off(&mut self, promised: impl Iterator<Item = (u32, u32)>) {
-        let evictions = self.device().evictions() + self.host().evictions();
-        let published = (self.device().published() + self.host().published()) as u64;
-        if !self.may_be_broken() || evictions - self.chains.swept < published / SWEPT {
-            return;
-        }
-        self.chains.swept = evictions;
-        let blocks = self.unfindable(promised);
-        blocks.iter().for_each(|&block| self.drop_cached(block));
-        // What is in use or leased stays for now.
-        self.chains.is_broken = blocks.iter().any(|&block| self.block(block).is_published());
+        published()
+            .filter(|&block| self.block(block).state() == BlockState::Cached && !is_found(self.block(block).tag()))
+            .count()
     }
 }

@@ -11,7 +11,7 @@ mod store_write_queue;
 pub(crate) use store_write_queue::StoreWriteQueue;
 pub use store_write_queue::StoreWrites;
 
-use crate::block::{Block, LeaseKind, TierBlock};
+use crate::block::{Block, BlockState, LeaseKind, TierBlock};
 use crate::error::{Result, invalid};
 use crate::event::{EventBatch, Events, Publication, PublishedEvent};
 use crate::hash::Key;
@@ -19,10 +19,10 @@ use crate::id::{BlockId, Tier};
 use crate::memory;
 use crate::placement::{BlockMap, Tracker};
 use crate::pool::{Policies, Pool};
-use crate::prefix::evict::Rank;
+use crate::prefix::evict::{RANKS, Rank};
 use crate::prefix::{CachedIdentity, Published};
-use findable::Chains;
 use crate::transfer::Lease;
+use findable::Chains;
 use quota::Tenants;
 use std::ops::Range;
 use std::time::Duration;
@@ -42,8 +42,8 @@ pub(crate) struct Tiers {
     host_copies_per_step: u32,
     /// How many the open step copies.
     host_copies: u32,
-    /// Evicted blocks that are being copied.
-    arriving: usize,
+    /// Evicted blocks that are being copied, by segment or level.
+    arriving: [usize; RANKS],
     /// Which blocks prompts can find.
     chains: Chains,
     /// Token slots in a block.
@@ -80,7 +80,7 @@ impl Tiers {
             tenants: Tenants::default(),
             host_copies_per_step: 0,
             host_copies: 0,
-            arriving: 0,
+            arriving: [0; RANKS],
             chains: Chains::default(),
             block_size,
             null,
@@ -136,11 +136,7 @@ impl Tiers {
 
     /// Takes blocks, which must be available; see [`Pool::take`]. Returns whether a ticket still reads one of them.
     pub(crate) fn take(&mut self, tier: Tier, count: usize, filling: bool, out: &mut Vec<BlockId>) -> bool {
-        let evictions = self.device().evictions();
         let overlapped = self.at(tier, |pool| pool.take(count, filling, out));
-        if self.device().evictions() != evictions && self.keeps_host_copies() {
-            self.chains.note_break();
-        }
         self.unlink_orphans(tier);
         overlapped
     }
@@ -326,12 +322,9 @@ impl Tiers {
     }
 
     fn publish_silently(&mut self, (tier, block): TierBlock, identity: CachedIdentity) -> Published {
-        let was_published = self.block((tier, block)).is_published();
         let published = self.at(tier, |pool| pool.publish(block, identity.key, identity.depth));
         if published == Published::Now {
-            if self.keeps_host_copies() {
-                self.chains.set(tier, block, identity.parent, was_published);
-            }
+            self.chains.set(tier, block, identity.parent);
             if tier == Tier::Device && identity.tenant != 0 {
                 self.pools[0].assign(block, identity.tenant);
             }
@@ -359,13 +352,12 @@ impl Tiers {
 
     /// Forgets a block whose bytes did not land.
     pub(crate) fn lose(&mut self, block: TierBlock) {
-        self.chains.note_break();
         self.unlink(block);
         self.pools[block.0.index()].unpublish(block.1);
     }
 
     /// Starts keeping host copies of published blocks; a step copies at most `per_step` on its own.
-    pub(crate) fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
+    pub(crate) fn keep_host_copies(&mut self, per_step: u32, are_found: bool) -> Result<()> {
         let (device, host, null) = (self.device(), self.host(), usize::from(self.null));
         let fits = device.is_caching() && host.len() > null && host.free() + null == host.len();
         if !fits || self.events.is_some() || self.keeps_host_copies() {
@@ -375,7 +367,10 @@ impl Tiers {
         }
         let [device, host, _] = &mut self.pools;
         host.start_caching(device)?;
-        self.host_copies_per_step = per_step;
+        if are_found {
+            self.host_copies_per_step = per_step;
+            self.chains.follow();
+        }
         Ok(())
     }
 
@@ -423,6 +418,21 @@ impl Tiers {
         self.at(Tier::Host, |host| host.host_order().map(|order| order.set_rank(copy, rank)));
     }
 
+    /// Makes a cached block the last to be evicted, on the host of its segment or level, which is at least `ring`;
+    /// returns that.
+    pub(crate) fn touch(&mut self, (tier, block): TierBlock, ring: u8) -> u8 {
+        if tier == Tier::Host {
+            let rank = Rank { ring: self.host_ring(block).max(ring), stamp: 0 };
+            self.set_rank(block, rank);
+            return rank.ring;
+        }
+        if self.block((tier, block)).state() == BlockState::Cached {
+            self.claim((tier, block));
+            self.release((tier, block));
+        }
+        ring
+    }
+
     /// The segment or level of a host block.
     pub(crate) fn host_ring(&mut self, copy: BlockId) -> u8 {
         self.pools[1].host_order().map_or(0, |order| order.ring(copy))
@@ -433,15 +443,16 @@ impl Tiers {
         self.pools[0].restore(block, ring);
     }
 
-    /// Whether there is a host block for a device block of this rank: an empty one, or one that would be evicted first
-    /// if both tiers were one pool.
+    /// Whether a device block of this rank is copied to the host: there is an empty block, or one that would be evicted
+    /// first if both tiers were one pool.
     pub(crate) fn has_host_room(&mut self, rank: Rank) -> bool {
         let host = self.host();
-        if host.uncached() > 0 || host.evictable() == 0 {
-            return host.uncached() > 0;
+        if host.free() == 0 {
+            return false;
         }
-        // What is on its way to the host was evicted earlier, so it would go first, if it could.
-        if self.arriving > 0 {
+        // What is on its way to the host cannot be evicted. It may come after this block in its prompt, unless it is of a
+        // later segment.
+        if host.uncached() > 0 || self.arriving[..=usize::from(rank.ring)].iter().any(|&count| count > 0) {
             return true;
         }
         self.at(Tier::Host, |host| host.host_order().is_some_and(|order| !order.is_first(rank)))
@@ -463,14 +474,16 @@ impl Tiers {
     }
 
     /// Ends the leases on an evicted block and on its copy, which has arrived or is lost.
-    pub(crate) fn end_eviction(&mut self, leases: [Lease; 2]) {
-        leases.into_iter().for_each(|lease| self.end_lease((lease.tier, lease.block), lease.kind));
-        self.arriving -= 1;
+    pub(crate) fn end_eviction(&mut self, leases: [Lease; 2], ring: u8) {
+        for lease in leases {
+            self.end_lease((lease.tier, lease.block), lease.kind);
+        }
+        self.arriving[usize::from(ring)] -= 1;
     }
 
     /// Leases a popped block to device work that copies it to the host.
-    pub(crate) fn lease_popped(&mut self, block: BlockId) {
-        self.arriving += 1;
+    pub(crate) fn lease_popped(&mut self, block: BlockId, ring: u8) {
+        self.arriving[usize::from(ring)] += 1;
         self.pools[0].lease_popped(block);
     }
 
@@ -488,7 +501,6 @@ impl Tiers {
 
     /// Frees an evictable block, if it is one.
     pub(crate) fn drop_cached(&mut self, (tier, block): TierBlock) {
-        self.chains.note_break();
         self.at(tier, |pool| pool.drop_cached(block));
         self.unlink_orphans(tier);
     }
@@ -529,7 +541,6 @@ impl Tiers {
         if self.events.is_some() {
             memory::require_items::<PublishedEvent>(blocks.saturating_mul(2))?;
         }
-        self.chains.note_break();
         self.pools[0].resize(blocks);
         self.unlink_orphans(Tier::Device);
         if let Some(events) = &mut self.events {

@@ -76,7 +76,6 @@ impl Tiers {
     #[inline]
     pub(crate) fn enforce_quotas(&mut self) {
         if !self.tenants.quotas.is_empty() {
-            self.chains.note_break();
             self.pools[0].drop_beyond_quotas();
             self.unlink_orphans(Tier::Device);
         }

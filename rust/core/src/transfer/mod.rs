@@ -16,7 +16,7 @@ pub use runs::{Run, merge_runs};
 pub use span::Span;
 pub use store_jobs::StoreJob;
 pub(crate) use store_jobs::{Missing, StoreJobs, Wanted};
-pub(crate) use ticket::{Held, HeldRuns, Lease, evicted, PendingMoves, PendingPublish, PendingRehome, Ticket};
+pub(crate) use ticket::{Held, HeldRuns, Lease, PendingMoves, PendingPublish, PendingRehome, Ticket, evicted};
 
 use crate::block::{BlockVersion, LeaseKind, TierBlock};
 use crate::decision::{Kind, Pairs, StepDecision};
@@ -213,7 +213,8 @@ impl Transfers {
     /// Tags of the keys that open tickets will publish, and of those before them.
     pub(crate) fn promised(&self) -> impl Iterator<Item = (u32, u32)> {
         let pending = self.all().flat_map(|(_, ticket)| ticket.publishes()).map(|pending| pending.identity);
-        pending.map(|identity| (identity.key.tag(), identity.parent))
+        let moved = self.all().flat_map(|(_, ticket)| ticket.rehomes()).map(|rehome| rehome.identity);
+        pending.chain(moved).map(|identity| (identity.key.tag(), identity.parent))
     }
 
     /// Closes a submitted ticket.

@@ -54,9 +54,9 @@ impl OpenStep<'_> {
     }
 
     /// Like [`OpenStep::transfer`], from a device block popped from the eviction order to the host.
-    pub(crate) fn transfer_popped(&mut self, from: BlockId, to: BlockId) {
-        self.tiers.lease_popped(from);
-        self.transfers.step.lease_evicted(from, to);
+    pub(crate) fn transfer_popped(&mut self, from: BlockId, to: BlockId, ring: u8) {
+        self.tiers.lease_popped(from, ring);
+        self.transfers.step.lease_evicted(from, to, ring);
         self.transfers.pairs(Kind::SwapOut, Tier::Device, Tier::Host).push([from.0, to.0]);
     }
 

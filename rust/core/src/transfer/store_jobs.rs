@@ -174,6 +174,9 @@ impl StoreJobs {
         end_leases(tiers, Tier::Host, &kept, LeaseKind::Read);
         let used = lease_unused(tiers, &on_device);
         end_leases(tiers, Tier::Device, &used, LeaseKind::Read);
+        if let Some(last) = targets.last() {
+            tiers.touch_chain(last.1.parent.map_or(0, |parent| parent.key().tag()));
+        }
         Ok(published)
     }
 

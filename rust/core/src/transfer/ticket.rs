@@ -23,8 +23,8 @@ pub(crate) struct Lease {
 pub(crate) enum Held {
     One(Lease),
     Runs(HeldRuns),
-    /// A device block that was evicted, and the host block that it is copied to.
-    Evicted(BlockId, BlockId),
+    /// A device block that was evicted, the host block that it is copied to, and its segment or level.
+    Evicted(BlockId, BlockId, u8),
 }
 
 /// Leases on all blocks of some runs: those read, and those written.
@@ -110,8 +110,8 @@ impl Ticket {
     }
 
     /// Notes leases on an evicted block and on its copy.
-    pub(super) fn lease_evicted(&mut self, from: BlockId, to: BlockId) {
-        self.leases.push(Held::Evicted(from, to));
+    pub(super) fn lease_evicted(&mut self, from: BlockId, to: BlockId, ring: u8) {
+        self.leases.push(Held::Evicted(from, to, ring));
     }
 
     /// Notes leases on all blocks of a run.
@@ -161,6 +161,11 @@ impl Ticket {
         self.rare.iter().flat_map(|rare| rare.moves.pairs())
     }
 
+    /// Cached contents that its moves bring to other blocks.
+    pub(super) fn rehomes(&self) -> impl Iterator<Item = &PendingRehome> {
+        self.rare.iter().flat_map(|rare| &rare.moves.rehomes)
+    }
+
     /// Takes the moves.
     pub(crate) fn take_moves(&mut self) -> PendingMoves {
         self.rare.as_mut().map(|rare| std::mem::take(&mut rare.moves)).unwrap_or_default()
@@ -203,7 +208,7 @@ impl Held {
         let (pair, held) = match self {
             Self::One(lease) => ([Some(*lease), None], None),
             Self::Runs(held) => ([None, None], Some(held)),
-            Self::Evicted(from, to) => (evicted(*from, *to).map(Some), None),
+            Self::Evicted(from, to, _) => (evicted(*from, *to).map(Some), None),
         };
         let of_runs = held.into_iter().flat_map(|held| held.runs.iter().flat_map(|run| held.of(*run)));
         pair.into_iter().flatten().chain(of_runs)

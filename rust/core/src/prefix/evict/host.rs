@@ -11,11 +11,15 @@ use crate::id::BlockId;
 use crate::ring::Rings;
 
 /// Rings for the segments or levels of any policy, and one more.
-const RANKS: usize = 16;
+pub(crate) const RANKS: usize = 16;
 /// Ring of the copies of blocks that the device has, too.
 const COPIES: usize = RANKS;
 /// Bit of a rank: the block is in that ring.
 const IS_COPY: u8 = 1 << 7;
+/// Bit of a rank: something uses or leases the block. It keeps its place, since that is no use of its bytes: the device
+/// has those of a hit.
+const IS_HELD: u8 = 1 << 6;
+const RING: u8 = !(IS_COPY | IS_HELD);
 
 /// Place of an evictable block in its policy's order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,9 +50,9 @@ pub(crate) struct Guide {
 }
 
 impl Rule {
-    /// The ring of a block that did not come from the device.
+    /// The ring of a block that did not come from the device: of segments, the one of blocks used once.
     fn newcomers(self) -> u8 {
-        if matches!(self, Self::Segments { .. }) { segments::ONCE as u8 } else { 0 }
+        u8::from(matches!(self, Self::Segments { .. }))
     }
 
     /// The ring whose head goes first: `lens` are the numbers of blocks, `ages` those of the heads.
@@ -77,7 +81,10 @@ pub(crate) struct HostOrder {
     ranks: Vec<u8>,
     /// Stamps of blocks that will keep the rank that they had on the device; 0 for others.
     stamps: Vec<u32>,
+    /// Evictable blocks in each ring; held ones do not count.
     lens: [usize; RANKS],
+    /// Number of held blocks that are in a ring.
+    held: usize,
     rule: Rule,
     /// Tags of the copies evicted since the device's policy last heard of them.
     evicted: Vec<u32>,
@@ -90,6 +97,7 @@ impl HostOrder {
             ranks: vec![0; blocks],
             stamps: vec![0; blocks],
             lens: [0; RANKS],
+            held: 0,
             rule: Rule::Oldest,
             evicted: Vec::new(),
         }
@@ -111,8 +119,7 @@ impl HostOrder {
     /// Gives a block the rank that its bytes have on the device, now or when it becomes evictable.
     pub(crate) fn set_rank(&mut self, block: BlockId, rank: Rank) {
         let was_here = self.take_out(block);
-        self.ranks[block.index()] = rank.ring;
-        self.stamps[block.index()] = rank.stamp;
+        (self.ranks[block.index()], self.stamps[block.index()]) = (rank.ring, rank.stamp);
         if was_here {
             self.insert(block);
         }
@@ -120,11 +127,12 @@ impl HostOrder {
 
     /// The segment or level of a block.
     pub(crate) fn ring(&self, block: BlockId) -> u8 {
-        self.ranks[block.index()] & !IS_COPY
+        self.ranks[block.index()] & RING
     }
 
     /// Adds a copy of a block that the device has, too.
     pub(crate) fn insert_copy(&mut self, block: BlockId) {
+        self.take_out(block);
         self.stamps[block.index()] = 0;
         self.ranks[block.index()] |= IS_COPY;
         self.rings.push(COPIES, block);
@@ -132,7 +140,7 @@ impl HostOrder {
 
     /// Notes that the device has, or no longer has, the bytes of an evictable copy.
     pub(crate) fn set_copied(&mut self, block: BlockId, is_copied: bool) {
-        let is_here = self.rings.contains(block) && (self.ranks[block.index()] & IS_COPY != 0) != is_copied;
+        let is_here = self.contains(block) && (self.ranks[block.index()] & IS_COPY != 0) != is_copied;
         if is_here && self.take_out(block) {
             if is_copied {
                 self.insert_copy(block);
@@ -156,54 +164,81 @@ impl HostOrder {
     }
 
     fn ages(&mut self) -> [Option<u32>; RANKS] {
-        std::array::from_fn(|ring| if self.lens[ring] > 0 { self.rings.age(ring) } else { None })
+        std::array::from_fn(|ring| if self.lens[ring] > 0 { self.age(ring) } else { None })
+    }
+
+    /// Age of the first block of a ring that is not held.
+    fn age(&mut self, ring: usize) -> Option<u32> {
+        loop {
+            let age = self.rings.age(ring)?;
+            let first = self.rings.peek(ring)?;
+            if self.ranks[first.index()] & IS_HELD == 0 {
+                return Some(age);
+            }
+            self.stamps[first.index()] = self.rings.clock().wrapping_sub(age);
+            self.rings.remove(first);
+            self.held -= 1;
+        }
     }
 
     /// Takes a block out; returns whether it was evictable.
     fn take_out(&mut self, block: BlockId) -> bool {
-        let was = self.rings.remove(block);
-        let rank = &mut self.ranks[block.index()];
-        if was && *rank & IS_COPY == 0 {
-            self.lens[usize::from(*rank)] -= 1;
+        let was_in = self.rings.remove(block);
+        let rank = self.ranks[block.index()];
+        self.ranks[block.index()] &= RING;
+        if was_in && rank & IS_HELD != 0 {
+            self.held -= 1;
+        } else if was_in && rank & IS_COPY == 0 {
+            self.lens[usize::from(rank)] -= 1;
         }
-        *rank &= !IS_COPY;
-        was
+        was_in && rank & IS_HELD == 0
     }
 }
 
 impl Evictor for HostOrder {
     fn len(&self) -> usize {
-        self.rings.len()
+        self.rings.len() - self.held
     }
 
     fn contains(&self, block: BlockId) -> bool {
-        self.rings.contains(block)
+        self.rings.contains(block) && self.ranks[block.index()] & IS_HELD == 0
     }
 
     fn insert(&mut self, block: BlockId) {
-        let ring = usize::from(self.ranks[block.index()]);
+        let rank = &mut self.ranks[block.index()];
+        *rank &= RING;
+        let ring = usize::from(*rank);
         self.lens[ring] += 1;
+        if self.rings.contains(block) {
+            self.held -= 1;
+            return;
+        }
         match std::mem::take(&mut self.stamps[block.index()]) {
             0 => self.rings.push(ring, block),
             stamp => self.rings.push_stamped(ring, block, stamp),
         }
     }
 
-    fn remove(&mut self, block: BlockId, _: Departure) -> bool {
-        self.take_out(block)
+    fn remove(&mut self, block: BlockId, departure: Departure) -> bool {
+        let rank = self.ranks[block.index()];
+        if departure == Departure::Gone || rank & IS_COPY != 0 || !self.contains(block) {
+            return self.take_out(block);
+        }
+        self.ranks[block.index()] |= IS_HELD;
+        self.lens[usize::from(rank)] -= 1;
+        self.held += 1;
+        true
     }
 
     fn pop(&mut self) -> Option<BlockId> {
-        let block = if let Some(copy) = self.rings.pop(COPIES) {
-            copy
-        } else {
-            let ages = self.ages();
-            let ring = self.rule.first(&self.lens, &ages)?;
-            self.lens[ring] -= 1;
-            self.rings.pop(ring)?
-        };
-        self.ranks[block.index()] &= !IS_COPY;
-        Some(block)
+        if let Some(copy) = self.rings.pop(COPIES) {
+            self.ranks[copy.index()] &= RING;
+            return Some(copy);
+        }
+        let ages = self.ages();
+        let ring = self.rule.first(&self.lens, &ages)?;
+        self.lens[ring] -= 1;
+        self.rings.pop(ring)
     }
 
     fn evicted(&mut self, tags: &[u32]) {

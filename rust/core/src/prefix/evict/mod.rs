@@ -17,7 +17,7 @@ mod segments;
 
 use crate::id::BlockId;
 use adaptive::Adaptive;
-pub(crate) use host::{Guide, HostOrder, Rank};
+pub(crate) use host::{Guide, HostOrder, RANKS, Rank};
 use policy::{Lru, Priority};
 pub(crate) use quota::Quotas;
 use std::fmt;

@@ -13,7 +13,7 @@ use crate::ring::Rings;
 
 const SEGMENTS: usize = 5;
 const PROBATION: u32 = 0;
-pub(super) const ONCE: u32 = 1;
+const ONCE: u32 = 1;
 /// Segment of the blocks used again once; further uses lead to the next ones.
 const AGAIN: u32 = 2;
 const LAST_SEGMENT: u32 = 4;
@@ -242,7 +242,7 @@ impl Segments {
         let stamp = self.rings.clock().wrapping_sub(self.rings.age(segment)?);
         let block = self.rings.pop(segment)?;
         self.lens[segment] -= 1;
-        Some((block, Rank { ring: segment as u8, stamp }))
+        Some((block, Rank { ring: u8::try_from(segment).unwrap_or(u8::MAX), stamp }))
     }
 
     /// Notes that a published block was loaded from the host, where it was in this segment: a hit like any other.
