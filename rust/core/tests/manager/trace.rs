@@ -14,7 +14,7 @@ const RUNS: usize = 300;
 const OPS: usize = 100;
 
 /// Change it only when decisions are meant to change, or when the strategies change.
-const EXPECTED: &str = "0eeaa4575f723532e91cd4f22a9396f3ab135d62ed54b746176dff386056a65d";
+const EXPECTED: &str = "24a79959e218a2f21998ad95db1c1afccc05850c17c1ffa79cf1df2b0e71c0b8";
 
 /// Digest of all decisions of a run so far. The standard hash of a value does not depend on the names of its fields.
 #[derive(Default)]
