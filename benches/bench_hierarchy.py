@@ -1,0 +1,202 @@
+"""Hits of a device and its host, compared with those of one pool that is as large as both.
+
+    python benches/bench_hierarchy.py [--all] [--workload loop,zipf] [--device 2000] [--host 2] [--policy lru]
+        [--tokens 8192] [--store] [--manager] [--jobs 2]
+
+The same prompts, in the same order and as many at a time, are served by a `KVCache` of small blocks with `--host` times
+as many host blocks as device blocks, and by one pool. Each prompt fits the device, `--tokens` is the tokens of a step,
+and more requests always wait. The bytes of each prompt are compared with its tokens. Columns, in blocks:
+
+- hits: those found on the device, and those that only the host had.
+- ratio: both over the hits of one pool.
+- findable: share of the blocks held at the end that a prompt finds. The others fill the tiers for nothing.
+- used: with `--store`, the share of the blocks loaded from a file store that a prompt then hits. The store holds all
+  blocks of three times as much traffic, and the one pool is as large as all three.
+
+It prints all rows, then fails if one misses a goal. Without options it serves a selection in minutes; `--all` serves
+every combination in hours. Other options replace values of one case: 2,000 device blocks, twice as many on the host,
+8,192 tokens, all workloads and policies. `--manager` leaves out the bytes: transfers land at once. A workload is left
+out if its trace is not in the folder that BLOCKYARD_TRACES names (../shared/traces). With BENCH_JSON=FILE it also adds
+the worst figures to the flat JSON object in FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from policies import fitting
+from policies.server import OUTPUT, SIZE, Server
+
+from blockyard.replay.packed import PackedTrace
+from blockyard.replay.sweep import open_executor
+from blockyard.traces import TraceRequest
+
+SLOT = 8192
+"""Bytes that a file store needs for a block."""
+GOALS = {"ratio": 0.97, "findable": 0.999, "used": 0.95}
+SMALL_HOST = 0.93
+"""Goal of the ratio with a host of less than twice the device."""
+WORKLOADS: dict[str, tuple[Callable[[int, int], fitting.Prompts], int]] = {
+    "loop": (fitting.loop, 1),
+    "zipf": (fitting.zipf, 4),
+    "agents": (fitting.agents, 4),
+    "chat": (fitting.chat, 8),
+    "mooncake": (fitting.mooncake, 4),
+}
+"""How to make the prompts, and how many requests run at a time."""
+COLUMNS = ("workload", "device", "host", "policy", "tokens", "store", "device hits", "host hits", "hits of one pool")
+EVERY: dict[str, tuple[Any, ...]] = {
+    "workload": tuple(WORKLOADS),
+    "device": (200, 2000, 20_000),
+    "host": (1.0, 2.0, 4.0, 16.0),
+    "policy": ("lru", "adaptive"),
+    "tokens": (512, 2048, 8192, 16_384),
+    "store": (False, True),
+}
+MAIN = EVERY | {"device": (2000,), "host": (2.0,), "tokens": (8192,), "store": (False,)}
+SELECTION: tuple[dict[str, tuple[Any, ...]], ...] = (
+    {},
+    {"device": (200,), "host": (1.0, 2.0), "tokens": (512,)},
+    {"workload": ("loop", "zipf", "chat", "mooncake"), "host": (1.0, 16.0), "policy": ("lru",)},
+    {"tokens": (512,), "policy": ("lru",)},
+    {"device": (20_000,), "tokens": (16_384,), "policy": ("lru",)},
+    {"workload": ("loop", "zipf", "chat"), "store": (True,)},
+)
+"""What the cases of minutes have instead of the values of MAIN."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is served over which tiers; `host` is in devices."""
+
+    workload: str = "loop"
+    device: int = 2000
+    host: float = 2
+    policy: str = "lru"
+    tokens: int = 8192
+    store: bool = False
+    manager: bool = False
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks on the host."""
+        return round(self.device * self.host)
+
+    @property
+    def users(self) -> int:
+        """Requests that run at a time."""
+        return WORKLOADS[self.workload][1]
+
+    def trace(self) -> PackedTrace:
+        """Make its requests."""
+        total = (self.device + self.host_blocks) * (3 if self.store else 1)
+        prompts = WORKLOADS[self.workload][0](total, self.device * 9 // 10 // self.users - 1)
+        return PackedTrace.of([TraceRequest(0.0, len(ids) * SIZE + 1, OUTPUT, ids, SIZE) for ids in prompts])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case's hits in blocks, and its figures by the names of their goals."""
+
+    case: Case
+    device_hits: int
+    host_hits: int
+    pool_hits: int
+    figures: dict[str, float]
+    seconds: float
+
+    def missed(self) -> list[str]:
+        """Return the goals that it misses."""
+        goals = GOALS if self.case.host >= 2 else GOALS | {"ratio": SMALL_HOST}
+        return [f"{name} {it:.3f} is below {goals[name]}" for name, it in self.figures.items() if it < goals[name]]
+
+    def __str__(self) -> str:
+        case = self.case
+        cells: list[object] = [case.workload, case.device, f"{case.host:g} x", case.policy, case.tokens]
+        cells += ["yes" if case.store else "", self.device_hits, self.host_hits, self.pool_hits]
+        cells += [f"{self.figures[name]:.3f}" if name in self.figures else "" for name in GOALS]
+        return "| " + " | ".join(map(str, [*cells, f"{self.seconds:.1f}"])) + " |"
+
+
+def measure(case: Case) -> Row:
+    """Serve a case's requests with all its tiers, and with one pool."""
+    trace, begin = case.trace(), time.perf_counter()
+    blocks = case.device + case.host_blocks
+    slots = trace.num_distinct * 5 // 4 if case.store else 0
+    limits: dict[str, Any] = {"policy": case.policy, "tokens": case.tokens, "users": case.users}
+    pool = Server(trace, blocks + slots, 0, has_bytes=False, **limits)
+    pool.serve()
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"file://{folder}/kv?size={slots * SLOT}" if case.store else None
+        tiers = Server(trace, case.device, case.host_blocks, url=url, has_bytes=not case.manager, **limits)
+        with nullcontext() if tiers.cache is None else tiers.cache:
+            tiers.serve()
+            stats, best = tiers.manager.stats(), pool.manager.stats().hit_blocks
+            assert best, f"{case} has no hits at all: it measures nothing"
+            figures = {"ratio": stats.hit_blocks / best, "findable": tiers.findable()}
+            if tiers.cache is not None and tiers.cache.prefix_store is not None:
+                figures["used"] = tiers.used / max(1, tiers.cache.prefix_store.stats().hit_blocks)
+    hits = (stats.hit_blocks - stats.loaded_blocks, stats.loaded_blocks, best)
+    return Row(case, *hits, figures, time.perf_counter() - begin)
+
+
+def combined(values: dict[str, tuple[Any, ...]]) -> list[Case]:
+    """Return all cases of these values whose steps take at most half of the device, and whose store is not huge."""
+    found = [Case(**dict(zip(values, each, strict=True))) for each in product(*values.values())]
+    return [case for case in found if case.tokens <= case.device * SIZE // 2 and (not case.store or case.host <= 4)]
+
+
+def chosen_cases() -> tuple[list[Case], int | None]:
+    """Read the options. Returns the cases, and how many to measure at a time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every combination")
+    for name, values in EVERY.items():
+        if name == "store":
+            parser.add_argument("--store", action="store_true", help="with a file store")
+        else:
+            parser.add_argument(f"--{name}", help=f"some of, or others than, {','.join(map(str, values))}")
+    parser.add_argument("--manager", action="store_true", help="without bytes: transfers land at once")
+    parser.add_argument("--jobs", type=int, help="cases at a time; as many as cores by default")
+    chosen = parser.parse_args()
+    given: dict[str, tuple[Any, ...]] = {"store": (True,)} if chosen.store else {}
+    for name in ("workload", "device", "host", "policy", "tokens"):
+        if text := getattr(chosen, name):
+            given[name] = tuple(map(type(EVERY[name][0]), text.split(",")))
+    parts = [EVERY | given] if chosen.all else [MAIN | given] if given else [MAIN | part for part in SELECTION]
+    found = [case for part in parts for case in combined(part) if fitting.has_trace(case.workload)]
+    if chosen.manager:
+        found = [replace(case, manager=True) for case in found if not case.store]
+    return found, chosen.jobs
+
+
+def main() -> None:
+    """Print the table; fail if a goal is missed."""
+    todo, jobs = chosen_cases()
+    names = [*COLUMNS, *GOALS, "seconds"]
+    print("|", " | ".join(names), "|")
+    print("|" + "---|" * len(names), flush=True)
+    worst, missed = dict.fromkeys(GOALS, 1.0), []
+    with open_executor(jobs, None) as executor:
+        for row in map(measure, todo) if executor is None else executor.map(measure, todo):
+            print(row, flush=True)
+            worst |= {name: min(worst[name], figure) for name, figure in row.figures.items()}
+            missed += [f"{row.case}: {why}" for why in row.missed()]
+    if "BENCH_JSON" in os.environ:
+        from figures import keep  # noqa: PLC0415 (it refuses debug builds, whose hits are the same)
+
+        keep({f"hierarchy_{name}_worst": figure for name, figure in worst.items()})
+    if missed:
+        sys.exit("\n".join([f"{len(missed)} goals are missed:", *missed]))
+
+
+if __name__ == "__main__":
+    main()
