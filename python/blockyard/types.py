@@ -80,8 +80,8 @@ class ManagerStats:
         pinned_blocks: for each tier, number of pinned blocks.
         uncopied_blocks: number of evicted device blocks that did not go to the host: it had no room for them, or
             `host_copies_per_step` was reached. 0 without host copies.
-        unfindable_blocks: number of cached blocks that no prompt can find, since a block before them was lost or dropped;
-            the next ones to go. 0 without host copies. Counting them takes time that grows with device and host.
+        unfindable_blocks: number of cached blocks that no prompt can find, since a block before them was lost or
+            dropped. They are soon freed. 0 without host copies. Counting takes time that grows with both tiers.
     """
 
     sequences: int

@@ -1,4 +1,4 @@
-//! Held means findable: which cached blocks a prompt can find, and what becomes of the others.
+//! Held means findable: which cached blocks a prompt can find, and how the others are freed.
 //!
 //! A block is worth nothing without those before it in its prompt. Eviction takes the ends of chains first, so a chain
 //! breaks only where bytes are lost, or dropped out of order. What then hangs in the air is cut off: each eviction pays

@@ -463,12 +463,12 @@ impl Tiers {
         self.host_copies_per_step.saturating_sub(self.host_copies) as usize
     }
 
-    /// Counts copied blocks; the next step counts anew.
+    /// Counts copied blocks of the open step.
     pub(crate) fn note_host_copies(&mut self, count: usize) {
         self.host_copies = self.host_copies.saturating_add(u32::try_from(count).unwrap_or(u32::MAX));
     }
 
-    /// Ends the count.
+    /// Counts those of the next step from 0.
     pub(crate) fn end_host_copies(&mut self) {
         self.host_copies = 0;
     }
@@ -487,7 +487,7 @@ impl Tiers {
         self.pools[0].lease_popped(block);
     }
 
-    /// Frees a popped block. Unless the host has its bytes, they are gone, and its policy is told.
+    /// Frees a popped block. Unless the host has its bytes, they are gone, which its policy learns.
     pub(crate) fn drop_popped(&mut self, block: BlockId, is_copied: bool) {
         self.pools[0].drop_popped(block, is_copied);
         self.unlink_orphans(Tier::Device);

@@ -16,8 +16,8 @@ pub(crate) const RANKS: usize = 16;
 const COPIES: usize = RANKS;
 /// Bit of a rank: the block is in that ring.
 const IS_COPY: u8 = 1 << 7;
-/// Bit of a rank: something uses or leases the block. It keeps its place, since that is no use of its bytes: the device
-/// has those of a hit.
+/// Bit of a rank: something uses or leases the block. It keeps its place: a hit counts where its bytes are used, on the
+/// device.
 const IS_HELD: u8 = 1 << 6;
 const RING: u8 = !(IS_COPY | IS_HELD);
 
