@@ -1,9 +1,9 @@
 //! Picks the eviction rule with the most current hits, measured by miniature caches.
 
 use super::ghosts::Sample;
-use super::host::Guide;
 use super::miniature::{Miniatures, SampledChain};
-use super::segments::{EvictionRule, Segments};
+use super::rank::{EvictionRule, Guide};
+use super::segments::Segments;
 use super::{Departure, Evictor};
 use crate::id::BlockId;
 

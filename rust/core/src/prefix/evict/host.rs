@@ -5,13 +5,12 @@
 //! before all others: it is worth nothing until the device evicts that block.
 
 use super::leveled;
-use super::segments::{self, EvictionRule};
+use super::rank::{Guide, RANKS, Rank, Rule};
+use super::segments;
 use super::{Departure, Evictor};
 use crate::id::BlockId;
 use crate::ring::Rings;
 
-/// Rings for the segments or levels of any policy, and one more.
-pub(crate) const RANKS: usize = 16;
 /// Ring of the copies of blocks that the device has, too.
 const COPIES: usize = RANKS;
 /// Bit of a rank: the block is in that ring.
@@ -20,34 +19,6 @@ const IS_COPY: u8 = 1 << 7;
 /// device.
 const IS_HELD: u8 = 1 << 6;
 const RING: u8 = !(IS_COPY | IS_HELD);
-
-/// Place of an evictable block in its policy's order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Rank {
-    /// Its segment or level.
-    pub(crate) ring: u8,
-    /// When it became evictable.
-    pub(crate) stamp: u32,
-}
-
-/// How the device's policy compares the heads of its rings.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Rule {
-    /// The oldest goes first.
-    Oldest,
-    /// By levels, each worth `credit` insertions.
-    Levels { credit: u64 },
-    /// By segments; `once` is the number of the device's blocks that were used once.
-    Segments { rule: EvictionRule, blocks: usize, once: usize },
-}
-
-/// What the host's order takes over from the device's policy.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Guide {
-    pub(crate) rule: Rule,
-    /// Stamp of the device's last insertion.
-    pub(crate) clock: u32,
-}
 
 impl Rule {
     /// The ring of a block that did not come from the device: of segments, the one of blocks used once.

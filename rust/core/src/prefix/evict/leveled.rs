@@ -4,7 +4,7 @@
 //! Along a chain no block is evicted before one that depends on it: chains are released from their ends, and a block's
 //! deadline is never before those of the blocks after it.
 
-use super::host::{Guide, Rank, Rule};
+use super::rank::{Guide, Rank, Rule};
 use crate::id::BlockId;
 use crate::ring::Rings;
 

@@ -5,7 +5,8 @@
 //! USENIX ATC 2017.
 
 use super::ghosts::Sample;
-use super::segments::{EvictionRule, Segments};
+use super::rank::EvictionRule;
+use super::segments::Segments;
 use crate::id::BlockId;
 use rustc_hash::FxHashMap;
 

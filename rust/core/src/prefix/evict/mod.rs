@@ -13,13 +13,15 @@ mod miniature;
 mod models;
 mod policy;
 mod quota;
+mod rank;
 mod segments;
 
 use crate::id::BlockId;
 use adaptive::Adaptive;
-pub(crate) use host::{Guide, HostOrder, RANKS, Rank};
+pub(crate) use host::HostOrder;
 use policy::{Lru, Priority};
 pub(crate) use quota::Quotas;
+pub(crate) use rank::{Guide, RANKS, Rank};
 use std::fmt;
 
 /// Highest priority that a block can have.

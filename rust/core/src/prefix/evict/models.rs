@@ -2,7 +2,8 @@
 
 use super::ghosts::Sample;
 use super::miniature::{Miniatures, SampledChain};
-use super::segments::{EvictionRule, Segments};
+use super::rank::EvictionRule;
+use super::segments::Segments;
 use crate::id::BlockId;
 use proptest::prelude::*;
 use std::collections::HashMap;

@@ -1,7 +1,7 @@
 //! The named eviction policies.
 
-use super::host::{Guide, Rank, Rule};
 use super::leveled::Leveled;
+use super::rank::{Guide, Rank, Rule};
 use super::{Departure, Evictor, MAX_PRIORITY};
 use crate::id::BlockId;
 use crate::ring::Rings;

@@ -7,7 +7,7 @@
 //! segment has an older block.
 
 use super::ghosts::Sample;
-use super::host::{Guide, Rank, Rule};
+use super::rank::{EvictionRule, Guide, Rank, Rule};
 use crate::id::BlockId;
 use crate::ring::Rings;
 
@@ -30,19 +30,6 @@ const KEPT_CHAINS: u32 = 256;
 const PROBATION_SHARE: usize = 16;
 /// ... but at least twice the length of the longest recent chain, up to half of the pool.
 const PROBATION_CHAINS: usize = 2;
-
-/// Which block goes first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum EvictionRule {
-    /// Evicts the oldest of the blocks used once, while these are more than this share, in 1024ths; then the oldest of
-    /// all.
-    Once(u16),
-    /// Like `Once`, but each further use of a block makes it count as one turnover of the pool younger.
-    Leveled(u16),
-    /// Evicts new blocks, except for one chain in [`KEPT_CHAINS`]: existing blocks stay, even if prompts repeat in a
-    /// loop longer than the pool.
-    Keep,
-}
 
 /// The blocks to evict first: up to `most` of this segment that are at least of this age.
 struct Victims {

@@ -1,0 +1,45 @@
+//! The place of a block in the order of a policy, and how policies compare places: what the host's order takes over from
+//! the device's.
+
+/// Rings for the segments or levels of any policy.
+pub(crate) const RANKS: usize = 16;
+/// Which block goes first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EvictionRule {
+    /// Evicts the oldest of the blocks used once, while these are more than this share, in 1024ths; then the oldest of
+    /// all.
+    Once(u16),
+    /// Like `Once`, but each further use of a block makes it count as one turnover of the pool younger.
+    Leveled(u16),
+    /// Evicts new blocks, except for one chain in [`KEPT_CHAINS`]: existing blocks stay, even if prompts repeat in a
+    /// loop longer than the pool.
+    Keep,
+}
+
+/// Place of an evictable block in its policy's order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Rank {
+    /// Its segment or level.
+    pub(crate) ring: u8,
+    /// When it became evictable.
+    pub(crate) stamp: u32,
+}
+
+/// How the device's policy compares the heads of its rings.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Rule {
+    /// The oldest goes first.
+    Oldest,
+    /// By levels, each worth `credit` insertions.
+    Levels { credit: u64 },
+    /// By segments; `once` is the number of the device's blocks that were used once.
+    Segments { rule: EvictionRule, blocks: usize, once: usize },
+}
+
+/// What the host's order takes over from the device's policy.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Guide {
+    pub(crate) rule: Rule,
+    /// Stamp of the device's last insertion.
+    pub(crate) clock: u32,
+}
