@@ -1,13 +1,18 @@
-//! Which slot holds which key, and in which order slots are reused: least recently used first.
+//! Which slot holds which key, and in which order slots are reused.
+//!
+//! Slots without a block come first, then the least recently used *leaf*: a block that no stored block names as its
+//! parent. So of a prompt the end goes before the beginning, and a prompt as recent as its most recent leaf.
 //!
 //! Invariants:
 //! - `slots` has one entry for each live key, and the entry's slot has that key;
 //! - a slot is live if its generation is at least `floor`; so raising the floor forgets every key in O(1);
-//! - the reuse order links every slot once.
+//! - the list links every slot once, by last use; slots without a rank are older than all live ones;
+//! - every live slot has a rank, in the whole store and, under a quota, among its tenant's.
 
 pub(crate) use crate::header::Key;
 use crate::header::Owner;
-use crate::quotas::{Ledger, Quotas, Verdict};
+use crate::quotas::{Ledger, Quotas};
+use crate::ranks::{Rank, Ranks, Verdict};
 use std::collections::HashMap;
 
 /// No slot, at the ends of the reuse order.
@@ -49,6 +54,8 @@ struct IndexEntry {
     key: Key,
     /// Generation of the write that put the key here; 0 without a key.
     generation: u64,
+    /// When the slot was last used, on a counter of all uses.
+    used: i64,
     newer: u32,
     older: u32,
 }
@@ -71,7 +78,11 @@ pub(crate) struct Index {
     floor: u64,
     live: u32,
     evicted: u64,
+    ranks: Ranks,
     quotas: Quotas,
+    last_use: i64,
+    /// Counts down, for blocks that no lookup reaches.
+    first_use: i64,
 }
 
 impl Index {
@@ -80,6 +91,7 @@ impl Index {
         let entry = |slot: u32| IndexEntry {
             key: [0; 32],
             generation: 0,
+            used: 0,
             newer: if slot + 1 < slots { slot + 1 } else { NONE },
             older: slot.checked_sub(1).unwrap_or(NONE),
         };
@@ -91,7 +103,10 @@ impl Index {
             floor: floor.max(1),
             live: 0,
             evicted: 0,
+            ranks: Ranks::default(),
             quotas: Quotas::default(),
+            last_use: 0,
+            first_use: 0,
         }
     }
 
@@ -117,18 +132,32 @@ impl Index {
         (generation >= self.floor).then_some((slot, generation))
     }
 
-    /// Makes the slot of a key, if it has one, the last to be reused.
+    /// Records the use of a key's block, if it has one.
     pub(crate) fn touch(&mut self, key: &Key) {
         if let Some((slot, _)) = self.find(key) {
-            self.unlink(slot);
-            self.link_newest(slot);
-            self.quotas.touch(slot, key);
+            self.unrank(slot);
+            self.rank_newest(slot);
         }
     }
 
-    /// Returns whether a new block fits its owner's quota.
-    pub(crate) fn judge(&self, key: &Key, owner: &Owner) -> Verdict {
-        self.quotas.judge(key, owner, self.parent(owner.parent))
+    /// Records the use of some blocks, of the last one first: if they have no owners, the beginning goes last.
+    pub(crate) fn touch_all(&mut self, keys: &[Key]) {
+        keys.iter().rev().for_each(|key| self.touch(key));
+    }
+
+    /// Returns what happens to a new block, as if it were added and excess blocks were then dropped: beyond its
+    /// tenant's quota, or else beyond the store's slots.
+    pub(crate) fn judge(&self, key: &Key, owner: Option<&Owner>) -> Verdict {
+        let parent = owner.and_then(|owner| self.parent(owner.parent));
+        let is_orphan = parent.is_none() && owner.is_some_and(Owner::has_parent);
+        let has_children = self.ranks.has_children(key) || owner.is_some_and(|owner| owner.parent == *key);
+        let new = (has_children, if is_orphan { i64::MIN } else { i64::MAX });
+        let parent = parent.map(|slot| self.rank(slot));
+        let within_quota = owner.map_or(Verdict::Fits, |owner| self.quotas.judge(&owner.tenant, new, parent));
+        if within_quota == Verdict::Fits && self.is_live(self.oldest) {
+            return self.ranks.judge(new, parent);
+        }
+        within_quota
     }
 
     /// Makes a slot the first to be reused.
@@ -137,8 +166,8 @@ impl Index {
         self.link_oldest(slot);
     }
 
-    /// Gives a key the next slot in the reuse order. Returns the slot, and the key that was evicted from it. `None`
-    /// if there are no slots.
+    /// Gives a key the oldest slot of the list. Returns the slot, and the key that was evicted from it. `None` if there
+    /// are no slots.
     pub(crate) fn claim(&mut self, key: Key, generation: u64, owner: Option<Owner>) -> Option<(u32, Option<Key>)> {
         let slot = self.oldest;
         let entry = *self.entries.get(slot as usize)?;
@@ -154,8 +183,7 @@ impl Index {
         if block.generation > 0 {
             self.set(block, false);
         } else {
-            self.unlink(block.slot);
-            self.link_newest(block.slot);
+            self.rank_newest(block.slot);
         }
     }
 
@@ -175,17 +203,70 @@ impl Index {
         self.find(&key).filter(|_| key != [0; 32]).map(|(slot, _)| slot)
     }
 
+    fn is_live(&self, slot: u32) -> bool {
+        self.entries.get(slot as usize).is_some_and(|entry| entry.generation >= self.floor)
+    }
+
+    /// Adds a block. A new one whose parent is not stored counts as the least recently used: no lookup reaches it.
     fn set(&mut self, block: StoredBlock, is_new: bool) {
         let StoredBlock { slot, key, generation, owner, .. } = block;
         // Looked up before the key is added: no block is its own parent.
         let parent = owner.and_then(|owner| self.parent(owner.parent));
-        self.quotas.add((slot, self.entries.len()), &key, owner, parent, is_new);
+        self.quotas.add((slot, self.entries.len()), owner);
         let entry = &mut self.entries[slot as usize];
         (entry.key, entry.generation) = (key, generation);
         self.slots.insert(key, slot);
         self.live += u32::from(generation >= self.floor);
+        if let Some(owner) = owner.filter(Owner::has_parent) {
+            let before = parent.map(|parent| self.rank(parent));
+            if self.ranks.add_child(owner.parent) {
+                self.rank_again(before);
+            }
+        }
+        self.rank_newest(slot);
+        if is_new && parent.is_none() && owner.is_some_and(|owner| owner.has_parent()) {
+            self.unrank(slot);
+            self.first_use -= 1;
+            self.entries[slot as usize].used = self.first_use;
+            self.insert_rank(slot);
+        }
+    }
+
+    /// The place of a slot in the order in which blocks are dropped.
+    fn rank(&self, slot: u32) -> Rank {
+        let IndexEntry { key, generation, used, .. } = self.entries[slot as usize];
+        (generation >= self.floor && self.ranks.has_children(&key), used, slot)
+    }
+
+    fn insert_rank(&mut self, slot: u32) {
+        let rank = self.rank(slot);
+        self.ranks.insert(rank);
+        self.quotas.insert(rank);
+    }
+
+    /// Ranks a slot, which has no rank, as the most recently used.
+    fn rank_newest(&mut self, slot: u32) {
         self.unlink(slot);
         self.link_newest(slot);
+        self.last_use += 1;
+        self.entries[slot as usize].used = self.last_use;
+        self.insert_rank(slot);
+    }
+
+    /// Removes the rank of a slot, if it has one.
+    fn unrank(&mut self, slot: u32) {
+        let rank = self.rank(slot);
+        self.ranks.remove(rank);
+        self.quotas.withdraw(rank);
+    }
+
+    /// Updates the rank of a block that got its first child or lost its last one.
+    fn rank_again(&mut self, before: Option<Rank>) {
+        if let Some(before) = before {
+            self.ranks.remove(before);
+            self.quotas.withdraw(before);
+            self.insert_rank(before.2);
+        }
     }
 
     /// Forgets the key that the write of this generation put into a slot, if it is still there; returns whether it
@@ -196,25 +277,27 @@ impl Index {
             return false;
         }
         self.clear(slot);
-        self.unlink(slot);
         match reuse {
-            Reuse::First => self.link_oldest(slot),
-            Reuse::Last => self.link_newest(slot),
+            Reuse::First => self.yield_first(slot),
+            Reuse::Last => self.rank_newest(slot),
         }
         true
     }
 
     /// Forgets every key whose generation is below the new floor, which must be above all of them. Returns the old
     /// structures: dropping them can take time.
-    pub(crate) fn forget(&mut self, floor: u64) -> Ledger {
+    pub(crate) fn forget(&mut self, floor: u64) -> (Ledger, Ranks) {
         self.floor = floor;
         self.live = 0;
-        self.quotas.forget()
+        (self.quotas.forget(), std::mem::take(&mut self.ranks))
     }
 
     /// Sets the quota of a tenant; call [`Index::drop_beyond`] next, until there is nothing to drop.
     pub(crate) fn set_quota(&mut self, tenant: [u8; 32], most: Option<u32>) {
-        self.quotas.limit(tenant, most, |slot| self.entries[slot as usize].key);
+        if let Some(slots) = self.quotas.limit(tenant, most) {
+            let ranks = slots.into_iter().map(|slot| self.rank(slot)).collect();
+            self.quotas.rank(&tenant, ranks);
+        }
     }
 
     /// Forgets one key of a tenant beyond its quota; returns slot, key and generation.
@@ -229,13 +312,22 @@ impl Index {
         self.quotas.quota(tenant)
     }
 
-    /// Checks the counts of all tenants.
+    /// Checks the ranks, and the counts of all tenants.
     ///
     /// # Errors
     /// What is wrong, in words.
     pub(crate) fn check(&self) -> Result<(), String> {
-        let live = self.blocks().filter(|block| block.generation > 0);
-        self.quotas.check(&live.map(|block| (block.slot, block.key)).collect::<Vec<_>>())
+        let live: Vec<StoredBlock> = self.blocks().filter(|block| block.generation > 0).collect();
+        self.ranks.check(live.iter().filter_map(|block| block.owner).map(|owner| owner.parent))?;
+        if let Some(block) = live.iter().find(|block| !self.ranks.has(self.rank(block.slot))) {
+            return Err(format!("slot {} has no rank", block.slot));
+        }
+        let is_free = |&&(_, _, slot): &&Rank| self.entries[slot as usize].generation == 0;
+        let free = self.ranks.iter().filter(is_free).count();
+        if self.ranks.iter().count() != live.len() + free {
+            return Err(format!("{} slots have ranks, {} blocks are live", self.ranks.iter().count(), live.len()));
+        }
+        self.quotas.check(&live.iter().map(|block| self.rank(block.slot)).collect::<Vec<_>>())
     }
 
     /// The first valid generation.
@@ -262,12 +354,19 @@ impl Index {
     fn clear(&mut self, slot: u32) {
         let entry = self.entries[slot as usize];
         if entry.generation == 0 {
+            self.unrank(slot);
             return;
         }
         if entry.generation >= self.floor {
+            self.unrank(slot);
             self.live -= 1;
-            let parent = self.quotas.ranked_parent(slot).and_then(|parent| self.parent(parent));
-            self.quotas.remove(slot, &entry.key, parent);
+            if let Some(owner) = self.quotas.owner(slot).filter(Owner::has_parent) {
+                let before = self.parent(owner.parent).filter(|&parent| parent != slot).map(|parent| self.rank(parent));
+                if self.ranks.remove_child(owner.parent) {
+                    self.rank_again(before);
+                }
+            }
+            self.quotas.remove(slot);
         }
         self.entries[slot as usize].generation = 0;
         // A dead key may already have another slot.

@@ -1,7 +1,7 @@
 //! I/O of the external tiers: of all crates, only this one accesses the file system.
 //!
 //! ```text
-//! geometry, buffer, header -> device -> slab; quotas -> index; index, ticket -> queue -> store
+//! geometry, buffer, header -> device -> slab; ranks, quotas -> index; index, ticket -> queue -> store
 //! ```
 //!
 //! A [`SlabStore`] keeps blocks in the slots of one preallocated file: swap space that is addressed by slot and dies
@@ -19,6 +19,7 @@ mod index;
 mod miss;
 mod queue;
 mod quotas;
+mod ranks;
 mod slab;
 mod store;
 mod sync;

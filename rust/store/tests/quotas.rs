@@ -106,6 +106,43 @@ fn a_block_whose_parent_is_not_stored_is_the_first_to_go() {
 }
 
 #[test]
+fn of_a_prompt_longer_than_the_store_the_beginning_stays_however_it_is_cut() {
+    for piece in [1, 7, 80] {
+        let (disk, options) = of_slots(90);
+        let store = SlabStore::open_keyed(disk.device(), options).unwrap();
+        put_chain(&store, 2, 500..520);
+        for round in 0..2 {
+            for blocks in chain(1, 0..100).chunks(piece) {
+                put_owned(&store, blocks, 0);
+            }
+            assert_eq!(held(&store, 0..100), (0..90).collect::<Vec<_>>(), "in pieces of {piece}");
+            assert_eq!(held(&store, 500..520), [], "an older prompt makes room");
+            assert_eq!(store.stats().unwrap().evicted_blocks, 20, "round {round} replaces nothing of its own prompt");
+        }
+        store.check().unwrap();
+    }
+}
+
+#[test]
+fn six_prompts_that_do_not_fit_are_found_as_often_as_whole_prompts_would_be() {
+    let (disk, options) = of_slots(250);
+    let store = SlabStore::open_keyed(disk.device(), options).unwrap();
+    let (mut found, mut state) = (0, 1u64);
+    for _ in 0..120 {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let first = (state >> 33) % 6 * 1000;
+        let hits =
+            contains(&store, &(first..first + 100).collect::<Vec<_>>()).into_iter().take_while(|hit| *hit).count();
+        get(&store, &(first..first + hits as u64).collect::<Vec<_>>());
+        for blocks in chain(1, first..first + 100)[hits..].chunks(16) {
+            put_owned(&store, blocks, 0);
+        }
+        found += hits;
+    }
+    assert!(found > 4_800, "{found} of 12000; 250 slots hold 2.5 of 6 prompts");
+}
+
+#[test]
 fn a_quota_of_nothing_stores_nothing_and_a_smaller_one_drops_at_once() {
     let disk = disk();
     let store = open(&disk);
@@ -228,14 +265,16 @@ const IDS: u64 = 12;
 
 fn actions() -> impl Strategy<Value = Vec<Action>> {
     let (id, of) = (0..IDS, 0u8..2);
-    let any_of = prop::option::of((of.clone(), prop::option::of(id.clone())));
+    // As keys are hashes of chains, no block is among its own ancestors.
+    let any_of = (id.clone(), prop::option::of((of.clone(), prop::option::of(id.clone()))));
+    let any_of = any_of.prop_map(|(n, of)| (n, of.map(|(of, parent)| (of, parent.filter(|&parent| parent < n)))));
     let chain = (of.clone(), id.clone(), 1..9u64).prop_map(|(of, first, len)| {
         let chain = chain(of, first..IDS.min(first + len));
         chain.into_iter().map(|(n, of)| (n, Some(of))).collect::<Vec<_>>()
     });
     let action = prop_oneof![
         5 => chain.prop_map(Action::Put),
-        3 => prop::collection::vec((id.clone(), any_of), 0..6).prop_map(Action::Put),
+        3 => prop::collection::vec(any_of, 0..6).prop_map(Action::Put),
         4 => prop::collection::vec(id.clone(), 0..6).prop_map(Action::Get),
         2 => id.prop_map(Action::Delete),
         3 => (of, prop::option::weighted(0.8, 0..7u32)).prop_map(|(of, most)| Action::Quota(of, most)),
@@ -249,9 +288,9 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
 #[derive(Clone, Copy, Debug)]
 struct ModelBlock {
     of: Option<Of>,
-    /// Last use, for eviction from the whole store.
+    /// Last use, which the next opener finds.
     used: i64,
-    /// Last use, for the quota.
+    /// Last use, or below all if its parent was not stored.
     rank: i64,
     written: i64,
     proven: bool,
@@ -282,12 +321,19 @@ impl Model {
         self.blocks.values().filter(|block| block.of.is_some_and(|(tenant, _)| tenant == of)).count()
     }
 
-    /// The block of a tenant that is dropped first.
-    fn first(&self, of: u8) -> Option<u64> {
-        let is_of = |block: &&ModelBlock| block.of.is_some_and(|(tenant, _)| tenant == of);
-        let is_parent = |n: u64| self.blocks.values().filter(is_of).any(|block| block.of.unwrap().1 == Some(n));
-        let own = self.blocks.iter().filter(|(_, block)| is_of(block));
-        own.min_by_key(|&(&n, block)| (is_parent(n), block.rank)).map(|(&n, _)| n)
+    fn touch_all(&mut self, ids: &[u64]) {
+        ids.iter().rev().for_each(|&n| self.touch(n));
+    }
+
+    /// The block, of a tenant or of all, that is dropped first.
+    fn first(&self, of: Option<u8>) -> Option<u64> {
+        let is_of = |block: &ModelBlock| of.is_none_or(|of| block.of.is_some_and(|(tenant, _)| tenant == of));
+        let all = self.blocks.iter().filter(|(_, block)| is_of(block));
+        all.min_by_key(|&(&n, block)| (self.is_parent(n), block.rank)).map(|(&n, _)| n)
+    }
+
+    fn is_parent(&self, n: u64) -> bool {
+        self.blocks.values().any(|block| block.of.is_some_and(|of| of.1 == Some(n)))
     }
 
     /// A block that was stored when the batch arrived has no buffer. If the batch itself then evicts it, it is not
@@ -304,19 +350,20 @@ impl Model {
         let rank = |model: &Self| if parent.is_none_or(|n| model.blocks.contains_key(&n)) { now } else { -now };
         let block = |rank| ModelBlock { of, used: now, rank, written: now, proven: true };
         let quota = of.and_then(|(of, _)| self.most.get(&of).map(|&most| (of, most)));
-        if let Some((of, _)) = quota.filter(|&(of, most)| self.held(of) >= most as usize) {
+        let full_quota = quota.filter(|&(of, most)| self.held(of) >= most as usize).map(|(of, _)| of);
+        if full_quota.is_some() || self.blocks.len() == SLOTS as usize {
+            // Blocks that are all followed by others, of other tenants, make room, too.
+            let held = self.first(full_quota).filter(|&held| self.is_parent(held));
             self.blocks.insert(n, block(rank(self)));
-            let first = self.first(of).unwrap();
+            let first = held.or(self.first(full_quota)).unwrap();
             self.blocks.remove(&n);
-            if first == n || !has_buffer {
-                return Err(if first == n { Miss::Refused } else { Miss::QueueFull });
+            let is_refused = first == n || held.is_none() && Some(first) == parent;
+            if is_refused || !has_buffer {
+                return Err(if is_refused { Miss::Refused } else { Miss::QueueFull });
             }
             self.blocks.remove(&first);
         } else if !has_buffer {
             return Err(Miss::QueueFull);
-        } else if self.blocks.len() == SLOTS as usize {
-            let oldest = self.blocks.iter().min_by_key(|(_, block)| block.used).map(|(&n, _)| n);
-            self.blocks.remove(&oldest.unwrap());
         }
         // The dropped block may be its parent.
         self.blocks.insert(n, block(rank(self)));
@@ -329,7 +376,7 @@ impl Model {
             Some(most) => drop(self.most.insert(of, most)),
         }
         while most.is_some_and(|most| self.held(of) > most as usize) {
-            let first = self.first(of).unwrap();
+            let first = self.first(Some(of)).unwrap();
             self.blocks.remove(&first);
         }
     }
@@ -359,16 +406,16 @@ impl Pair {
             let batch: Vec<_> = blocks.iter().copied().filter(|(_, of)| of.is_some() == is_owned).collect();
             let has_buffer = |&(n, _): &(u64, _)| self.model.blocks.get(&n).is_none_or(|block| !block.proven);
             let has_buffer: Vec<bool> = batch.iter().map(has_buffer).collect();
-            for &(n, _) in &batch {
-                self.model.touch(n);
-            }
+            let ids: Vec<u64> = batch.iter().map(|&(n, _)| n).collect();
+            self.model.touch_all(&ids);
             let expected = |(&(n, of), has_buffer)| self.model.put(n, of, has_buffer);
             let expected: Vec<_> = batch.iter().zip(has_buffer).map(expected).collect();
             let done = if is_owned {
                 let owned: Vec<_> = batch.iter().map(|&(n, of)| (n, of.unwrap())).collect();
                 put_owned(&self.store, &owned, self.epoch)
             } else {
-                put(&self.store, &batch.iter().map(|&(n, _)| n).collect::<Vec<_>>(), self.epoch)
+                self.model.touch_all(&ids);
+                put(&self.store, &ids, self.epoch)
             };
             assert_eq!(done, expected);
         }
@@ -376,8 +423,8 @@ impl Pair {
 
     fn get(&mut self, ids: &[u64]) {
         let mut expected = Vec::new();
+        self.model.touch_all(ids);
         for &n in ids {
-            self.model.touch(n);
             expected.push(match self.model.blocks.get_mut(&n) {
                 Some(block) => {
                     block.proven = true;
@@ -444,8 +491,80 @@ impl Pair {
     }
 }
 
+/// Prompts that share the beginning of the first: where each leaves it, and its length.
+const PROMPTS: [(u64, u64); 4] = [(0, 20), (0, 14), (3, 20), (6, 9)];
+
+/// The blocks of a prompt.
+fn prompt(n: usize) -> Vec<(u64, Of)> {
+    let (shared, len) = PROMPTS[n];
+    let of = u8::from(shared > 0 || n == 0);
+    let id = |at: u64| if at < shared { at } else { n as u64 * 100 + at };
+    (0..len).map(|at| (id(at), (of, (at > 0).then(|| id(at - 1))))).collect()
+}
+
+#[derive(Clone, Debug)]
+enum Use {
+    /// The first blocks of a prompt that are not stored, in batches of a length.
+    Put(usize, usize, usize),
+    /// The first blocks of a prompt that are stored.
+    Get(usize, usize),
+    Quota(u8, Option<u32>),
+    Reopen(bool),
+    Kill,
+}
+
+fn uses() -> impl Strategy<Value = Vec<Use>> {
+    let (prompt, count) = (0..PROMPTS.len(), 1..21usize);
+    let action = prop_oneof![
+        6 => (prompt.clone(), count.clone(), 1..9usize).prop_map(|(n, count, batch)| Use::Put(n, count, batch)),
+        4 => (prompt, count).prop_map(|(n, count)| Use::Get(n, count)),
+        1 => (0u8..2, prop::option::of(0..12u32)).prop_map(|(of, most)| Use::Quota(of, most)),
+        1 => any::<bool>().prop_map(Use::Reopen),
+        1 => Just(Use::Kill),
+    ];
+    prop::collection::vec(action, 1..30)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn what_is_found_of_a_prompt_is_its_beginning(uses in uses(), slots in 1..40u32) {
+        let (mut disk, options) = of_slots(slots);
+        let mut store = SlabStore::open_keyed(disk.device(), options.clone()).unwrap();
+        for action in uses {
+            match action {
+                Use::Put(n, count, batch) => {
+                    let new: Vec<_> = prompt(n).into_iter().filter(|&(id, _)| !contains(&store, &[id])[0]).collect();
+                    for blocks in new[..count.min(new.len())].chunks(batch) {
+                        put_owned(&store, blocks, 0);
+                    }
+                }
+                Use::Get(n, count) => {
+                    let ids: Vec<u64> = prompt(n).into_iter().map(|(id, _)| id).take(count).collect();
+                    let hits = contains(&store, &ids).into_iter().take_while(|hit| *hit).count();
+                    prop_assert!(get(&store, &ids[..hits]).iter().all(Result::is_ok));
+                }
+                Use::Quota(of, most) => store.set_quota(tenant(of), most).unwrap(),
+                Use::Reopen(with_checkpoint) => {
+                    assert!(store.close(LONG));
+                    if !with_checkpoint {
+                        disk.drop_checkpoint();
+                    }
+                    store = SlabStore::open_keyed(disk.device(), options.clone()).unwrap();
+                }
+                Use::Kill => {
+                    disk = disk.killed();
+                    store = SlabStore::open_keyed(disk.device(), options.clone()).unwrap();
+                }
+            }
+            store.check().unwrap();
+            for n in 0..PROMPTS.len() {
+                let held = contains(&store, &prompt(n).into_iter().map(|(id, _)| id).collect::<Vec<_>>());
+                prop_assert!(held.is_sorted_by(|before, after| before >= after), "prompt {}: {:?}", n, held);
+            }
+        }
+    }
 
     #[test]
     fn a_random_history_gives_what_the_rules_say(actions in actions()) {

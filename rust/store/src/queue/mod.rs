@@ -11,6 +11,7 @@ use crate::error::Result;
 use crate::index::{Index, Key, Landed, Reuse, StoredBlock};
 use crate::miss::Miss;
 use crate::quotas::Ledger;
+use crate::ranks::Ranks;
 use crate::ticket::{Outcome, Outcomes, Place, Tickets};
 use std::collections::hash_map::{Entry, HashMap};
 use std::collections::{HashSet, VecDeque};
@@ -194,7 +195,7 @@ impl Queue {
 
     /// Forgets every key, including those being written; returns the first valid generation from now on, and what
     /// the caller must drop after releasing the lock.
-    pub(crate) fn forget(&mut self) -> (u64, Ledger) {
+    pub(crate) fn forget(&mut self) -> (u64, (Ledger, Ranks)) {
         let floor = self.take_generation();
         let counted = self.index.forget(floor);
         self.forgetting = Some(floor);
@@ -206,7 +207,7 @@ impl Queue {
         self.index.quota(tenant)
     }
 
-    /// Checks the counts of all tenants.
+    /// Checks the order of the blocks, and the counts of all tenants.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         self.index.check()
     }

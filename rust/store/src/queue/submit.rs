@@ -7,7 +7,7 @@ use crate::geometry::PAGE;
 use crate::header::Owner;
 use crate::index::{Key, Reuse};
 use crate::miss::Miss;
-use crate::quotas::Verdict;
+use crate::ranks::Verdict;
 use crate::ticket::{Place, deadline};
 use std::time::Instant;
 
@@ -61,8 +61,8 @@ impl Queue {
     }
 
     /// Submits a batch of puts, each with a buffer if there was memory. Keys that have a slot are only confirmed.
-    /// Others evict the least recently used blocks; without a buffer they are refused, `QueueFull`; beyond their
-    /// tenant's quota, too, `Refused`.
+    /// Others evict the least recently used ends of prompts; without a buffer they are refused, `QueueFull`. A block that
+    /// would be dropped first itself is refused, too, `Refused`: then the others are its own prompt's beginning.
     pub(crate) fn submit_puts(
         &mut self,
         keys: &[Key],
@@ -80,12 +80,13 @@ impl Queue {
         }
         let ticket = self.open_ticket(false, keys.len(), keys.len(), Miss::QueueFull, now);
         // The batch must not evict its own keys.
-        for key in keys {
-            self.index.touch(key);
-        }
+        self.index.touch_all(keys);
         for (index, (&key, buffer)) in keys.iter().zip(buffers).enumerate() {
             let owner = owners.and_then(|owners| owners.get(index)).copied();
             self.put(Place { ticket, index, slot: 0, key, generation: 0, owner }, buffer);
+        }
+        if owners.is_none() {
+            self.index.touch_all(keys);
         }
         Ok(ticket)
     }
@@ -110,10 +111,9 @@ impl Queue {
         }
     }
 
-    /// Puts a key that has no slot, if its tenant's quota allows. If it replaces a block of the tenant, it takes
-    /// that block's slot.
+    /// Puts a key that has no slot, if it is not refused. If it replaces a block, it takes that block's slot.
     fn put_new(&mut self, place: Place, buffer: Option<Buffer>) {
-        let verdict = place.owner.map_or(Verdict::Fits, |owner| self.index.judge(&place.key, &owner));
+        let verdict = self.index.judge(&place.key, place.owner.as_ref());
         let buffer = match (verdict, buffer) {
             (Verdict::Refused, buffer) => {
                 if buffer.is_some() {
@@ -167,6 +167,7 @@ impl Queue {
             return Ok(self.open_ticket(true, keys.len(), 0, Miss::Timeout, now));
         }
         let ticket = self.open_ticket(true, keys.len(), keys.len(), Miss::QueueFull, now);
+        self.index.touch_all(keys);
         let mut rows = rows.map(Vec::into_iter);
         for (index, &key) in keys.iter().enumerate() {
             let row = rows.as_mut().and_then(Iterator::next);
@@ -177,7 +178,6 @@ impl Queue {
             } else if self.memory.reserve(1) == 0 {
                 self.settle(place, Err(Miss::QueueFull));
             } else {
-                self.index.touch(&key);
                 self.tickets.remember(place);
                 self.enqueue(slot, Op::Read(place, row));
             }

@@ -1,4 +1,4 @@
-//! Blocks under keys: a store that evicts the least recently used blocks, and finds its blocks again when reopened.
+//! Blocks under keys: a store that evicts the least recently used ends of prompts, and finds its blocks again when reopened.
 
 use super::{MAX_WAIT, STORE, SlabStore, StoreOptions, StoreState};
 use crate::buffer::{Buffer, LentRow};
@@ -30,9 +30,10 @@ impl SlabStore {
     /// Stores blocks under their keys: `rows` holds one payload per key, back to back. The bytes are copied before
     /// this returns. A key that already has a block keeps it; equal keys must mean equal bytes.
     ///
-    /// Other keys are evicted, least recently used first. Blocks beyond the memory limit are refused (`QueueFull`), and
-    /// those beyond the quota of their owner (`Refused`), see [`SlabStore::set_quota`]. `owners` has one entry per key;
-    /// without it the blocks count towards no quota.
+    /// Other keys are evicted: the least recently used one that no stored block names as its parent. If that is the new
+    /// block itself, since the store or its owner's quota holds only what comes before it, it is refused (`Refused`), see
+    /// [`SlabStore::set_quota`]. Blocks beyond the memory limit are refused, too (`QueueFull`). `owners` has one entry per
+    /// key; without it the blocks count towards no quota, and the last keys of a batch are evicted first.
     ///
     /// # Errors
     /// `WrongLength`, `WrongOwners`, `NotKeyed`, `Closed`, `Forked`; nothing was submitted.
@@ -170,7 +171,7 @@ impl SlabStore {
     }
 
     /// Limits the blocks of one tenant until this store is closed, and drops excess blocks at once: the least
-    /// recently used of those that no stored block of the tenant names as its parent. All puts obey it. `None` means no
+    /// recently used of those that no stored block names as its parent. All puts obey it. `None` means no
     /// limit.
     ///
     /// Waits until no later opener can find the dropped blocks.
