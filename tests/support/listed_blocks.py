@@ -11,6 +11,7 @@ class ListedBlocks:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.uses: dict[bytes, tuple[int, int]] = {}
+        self.parents: dict[bytes, bytes] = {}  # the preceding block of each, if it has one
         self.quotas: dict[bytes, int] = {}
         self.was_set = False  # whether a quota was ever set
         self.owners: dict[bytes, tuple[bytes, bytes]] = {}  # of blocks that count: tenant and preceding block
@@ -19,7 +20,8 @@ class ListedBlocks:
 
     def order(self) -> list[bytes]:
         """All blocks, in eviction order."""
-        return sorted(self.uses, key=lambda name: (self.uses[name], name))
+        parents = set(self.parents.values())
+        return sorted(self.uses, key=lambda name: (name in parents, self.uses[name], name))
 
     def held(self, tenant: bytes) -> set[bytes]:
         """Blocks that count towards a tenant's quota."""
@@ -33,7 +35,9 @@ class ListedBlocks:
 
     def settle(self, names: list[bytes], owners: list[tuple[bytes, bytes]] | None) -> list[int]:
         """Put a batch of blocks. Returns the ones that were not kept."""
+        late = self._follow(names, owners or [])
         self._use(names)
+        self.uses.update(dict.fromkeys(late, NEVER))
         for name, (tenant, parent) in zip(names, owners or (), strict=False):
             if tenant in self.quotas and name in self.uses:  # an earlier block of the batch may have evicted it
                 self._own(name, tenant, parent)
@@ -52,6 +56,7 @@ class ListedBlocks:
         self.uses.pop(name, None)
         self.late.discard(name)
         self.owners.pop(name, None)
+        self.parents.pop(name, None)
 
     def set_quota(self, tenant: bytes, quota: int | None) -> None:
         """Set a tenant's quota."""
@@ -66,6 +71,19 @@ class ListedBlocks:
         for name in names:
             self.uses.setdefault(name, NEVER)
         self._drop_beyond()
+
+    def _follow(self, names: list[bytes], owners: list[tuple[bytes, bytes]]) -> list[bytes]:
+        """Record the blocks before these. Returns new blocks whose preceding block is missing."""
+        late, there = [], set(self.uses)
+        if not there:
+            self.parents.clear()
+        for name, (_, parent) in zip(names, owners, strict=False):
+            if parent and parent not in there and name not in there:
+                late.append(name)
+            if parent:
+                self.parents.setdefault(name, parent)
+            there.add(name)
+        return late
 
     def _use(self, names: list[bytes]) -> None:
         self._batch += 1
@@ -87,5 +105,5 @@ class ListedBlocks:
             self.drop(self.leaves(tenant)[0])
 
     def _drop_beyond(self) -> None:
-        for name in self.order()[: max(0, len(self.uses) - self.capacity)]:
-            self.drop(name)
+        while len(self.uses) > self.capacity:
+            self.drop(self.order()[0])

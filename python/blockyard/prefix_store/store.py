@@ -52,8 +52,9 @@ class PrefixStore:
         manager: the manager of the blocks, with prefix caching, one cache group and no window.
         engine: owner of the device and host blocks.
         store: a store opened with `use="prefix"`. Only this object may use it; `close` closes it.
-        writes: which blocks are written to the store. `"through"`: each once it is computed; `"back"`: blocks about to
-            be evicted that no other tier has; `"second_use"`: blocks computed or hit a second time; `"never"`.
+        writes: which blocks are written to the store, each prompt from its beginning. `"through"`: each block once it
+            is computed; `"back"`: the same, but only once blocks that are not written yet outnumber the free ones, and
+            in `close`; `"second_use"`: blocks computed or hit a second time; `"never"`.
         prefetch_timeout_base: minimum timeout in seconds for loading a prompt, plus one for every 200 MB to load.
         max_staging: maximum bytes in flight from the store, and the same to it; an int or text. At most half of what
             the store can have in flight, see `ExternalStore.max_blocks_in_flight`.
@@ -192,7 +193,7 @@ class PrefixStore:
         self._is_changing = False
 
     def wait(self, timeout: float | None = None, *, until: Callable[[], bool] | None = None) -> bool:
-        """Wait until all blocks queued for writing are in the store or were refused.
+        """Wait until all blocks that are due for writing are in the store or were refused.
 
         Args:
             timeout: seconds to wait; None waits forever.
@@ -283,6 +284,7 @@ class PrefixStore:
         if not self._process.is_current:
             return self.store.close(timeout)
         until = self._runtime.monotonic() + timeout
+        self._manager.prefix.store_jobs.flush()
         # Late in the interpreter's shutdown, torch aborts the process if it has to allocate.
         has_written = not sys.is_finalizing() and self.wait(timeout * CLOSING_PART)
         if not has_written and self.waiting_blocks:

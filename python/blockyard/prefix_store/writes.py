@@ -85,8 +85,9 @@ class Writes:
 
     def advance(self) -> None:
         """Advance all writes as far as possible, and start others; never waits."""
-        if self._reading:
-            self._reading = [write for write in self._reading if not (write.transfer.done and self._hand_over(write))]
+        # In order: a store takes a block whose parent it lacks for useless.
+        while self._reading and self._reading[0].transfer.done and self._hand_over(self._reading[0]):
+            del self._reading[0]
         # A hanging store has thousands of batches and no answers.
         answers = self._store.num_answers
         if self._num_answers != answers:
@@ -118,9 +119,9 @@ class Writes:
             self._reading.append(write)
             self._begin_trace(write.trace, job, num_blocks)
             self.num_blocks += num_blocks
-            if transfer.done:
+            if transfer.done and len(self._reading) == 1:
                 self._hand_over(write)
-                del self._reading[-1]
+                del self._reading[0]
 
     def wait_for_engine(self) -> None:
         """Wait until the engine has read the blocks of all started writes."""

@@ -5,7 +5,8 @@ blocks, and no client's clock matters.
 
 | key, after the prefix of a segment | content |
 |---|---|
-| `order` | sorted set: names of blocks by their last use, numbered by the server |
+| `order` | sorted set: names of blocks by their last use, numbered by the server, plus `_INNER` if a block follows it |
+| `parents`, `children` | hashes: the preceding block of a block, and how many blocks follow a block |
 | `listed` | exists once a sweep has listed every block; a block that arrives while `order` is empty deletes it |
 | `sweeper` | the sweep that is under way, and the server that carries it out |
 | `quotas`, `held` | hashes: the quota of each tenant, and the number of blocks it has |
@@ -13,8 +14,9 @@ blocks, and no client's clock matters.
 | `kids` | hash: how many of a tenant's blocks follow a block, by tenant and block |
 | `leaves:TENANT` | sorted set: the tenant's blocks that none of its blocks follows, by their last use |
 
-One transaction stores a batch of blocks and runs the script `_SETTLE`, which lists them and drops excess blocks. A
-client killed at any point leaves no unlisted block and no block beyond the limits.
+One transaction stores a batch of blocks and runs the script `_SETTLE`, which lists them and drops excess blocks: the
+least recently used of those that no other block follows. So prompts lose their ends first, and a prompt that does not
+fit keeps its beginning. A client killed at any point leaves no unlisted block and no block beyond the limits.
 
 A sweep lists the blocks that no list has, in steps. The server refuses further steps once a replica has taken its place
 or the list is gone, since earlier steps may be lost, deletions undone, and cursors of `SCAN` mean nothing to another
@@ -32,6 +34,7 @@ __all__ = ["SEGMENTS", "Lists"]
 
 SEGMENTS: Final = 64
 _SPAN: Final = 4096  # use numbers reserved for one batch; its first block gets the highest, so it is evicted last
+_INNER: Final = 1 << 52  # above all uses; a score can hold twice as much exactly
 _AT_ONCE: Final = 1000  # blocks that one script drops or adopts
 _SWEEP_SECONDS: Final = 60  # how long a sweeper that died keeps others from sweeping
 _SCANNED: Final = 1000  # names per step of a sweep
@@ -41,17 +44,69 @@ _MAX_IN_SLOT: Final = 1 << 22
 _USE: Final = """
 local order, prefix = KEYS[1], string.sub(KEYS[1], 1, -6)
 
-local function newest(list) return tonumber(redis.call('ZREVRANGE', list, 0, 0, 'WITHSCORES')[2]) end
+local function newest(list, below)
+  return tonumber(redis.call('ZREVRANGEBYSCORE', list, below, '-inf', 'WITHSCORES', 'LIMIT', 0, 1)[2])
+end
 local function use_after(last) return (math.floor((last or 0) / SPAN) + 2) * SPAN end
 
-local last = newest(order)
+local last, inner = newest(order, '(INNER'), newest(order, '+inf')
+if inner and inner >= INNER then last = math.max(last or 0, inner - INNER) end
 local use = use_after(last)
-""".replace("SPAN", str(_SPAN))
+""".replace("SPAN", str(_SPAN)).replace("INNER", str(_INNER))
 
 _NOBODYS: Final = """
+local function add_inner() end
 local function touch_leaves() end
 local function disown() end
 """
+
+_PARENTS: Final = """
+local parents, children = prefix .. 'parents', prefix .. 'children'
+
+local function use_of(name)
+  local score = tonumber(redis.call('ZSCORE', order, name))
+  return score and score % INNER
+end
+
+local function set_inner(name, amount)
+  local found = use_of(name)
+  if found then redis.call('ZADD', order, found + amount, name) end
+end
+
+local function add_inner(uses, names)
+  for i, count in ipairs(redis.call('HMGET', children, unpack(names))) do
+    if count then uses[2 * i - 1] = uses[2 * i - 1] + INNER end
+  end
+end
+
+-- Before the blocks are listed. A new block whose parent is not there counts as the least recently used.
+local function follow(names, owners, uses)
+  local known, scores = redis.call('HMGET', parents, unpack(names)), redis.call('ZMSCORE', order, unpack(names))
+  local added, in_batch = {}, {}
+  for i, name in ipairs(names) do
+    local parent = string.sub(owners[i], 17)
+    if parent ~= '' then
+      local is_there = in_batch[parent] or redis.call('ZSCORE', order, parent)
+      if not is_there and not scores[i] and not in_batch[name] then uses[2 * i - 1] = 0 end
+      if not known[i] and not added[name] then
+        added[name] = parent
+        redis.call('HSET', parents, name, parent)
+        if redis.call('HINCRBY', children, parent, 1) == 1 and not in_batch[parent] then set_inner(parent, INNER) end
+      end
+    end
+    in_batch[name] = true
+  end
+end
+
+local function unfollow(name)
+  local parent = redis.call('HGET', parents, name)
+  if not parent then return end
+  redis.call('HDEL', parents, name)
+  if redis.call('HINCRBY', children, parent, -1) > 0 then return end
+  redis.call('HDEL', children, parent)
+  set_inner(parent, 0)
+end
+""".replace("INNER", str(_INNER))
 
 _OWNERS: Final = """
 local owners, kids, held, quotas = prefix .. 'owners', prefix .. 'kids', prefix .. 'held', prefix .. 'quotas'
@@ -61,7 +116,7 @@ local function leaves(tenant) return prefix .. 'leaves:' .. tenant end
 if not last then  -- it may have been lost, and leaves keep the numbers of their uses
   local latest = 0
   for _, tenant in ipairs(redis.call('HKEYS', held)) do
-    latest = math.max(latest, newest(leaves(tenant)) or 0)
+    latest = math.max(latest, newest(leaves(tenant), '+inf') or 0)
   end
   use = use_after(latest)
 end
@@ -74,6 +129,7 @@ local function touch_leaves(names)
 end
 
 local function disown(name)
+  unfollow(name)
   local owner = redis.call('HGET', owners, name)
   if not owner then return end
   local tenant, parent = string.sub(owner, 1, 16), string.sub(owner, 17)
@@ -83,7 +139,7 @@ local function disown(name)
   if parent == '' or redis.call('HINCRBY', kids, owner, -1) > 0 then return end
   redis.call('HDEL', kids, owner)
   if string.sub(redis.call('HGET', owners, parent) or '', 1, 16) == tenant then
-    redis.call('ZADD', leaves(tenant), redis.call('ZSCORE', order, parent) or 0, parent)
+    redis.call('ZADD', leaves(tenant), use_of(parent) or 0, parent)
   end
 end
 """
@@ -99,14 +155,11 @@ local function drop(name)
 end
 
 local function drop_beyond(capacity)
-  local extra = redis.call('ZCARD', order) - capacity
-  while extra > 0 do
-    local oldest = redis.call('ZRANGE', order, 0, math.min(extra, AT_ONCE) - 1)
-    for _, name in ipairs(oldest) do drop(name) end
-    extra = extra - #oldest
+  for _ = 1, redis.call('ZCARD', order) - capacity do
+    drop(redis.call('ZRANGE', order, 0, 0)[1])  -- the block before it may be the next
   end
 end
-""".replace("AT_ONCE", str(_AT_ONCE))
+"""
 
 _DROPPING_OF: Final = """
 local function drop_of(tenant, quota, most)
@@ -144,18 +197,21 @@ end
 # is due, whether quotas exist, and the indexes of the blocks that were not kept.
 _SETTLE: Final = """
 if not last then
-  redis.call('DEL', prefix .. 'listed', prefix .. 'sweeper')  -- the sweeper may have filled the list that was lost
+  -- The sweeper may have filled the list that was lost.
+  redis.call('DEL', prefix .. 'listed', prefix .. 'sweeper', prefix .. 'parents', prefix .. 'children')
 end
 local count, uses, names = tonumber(ARGV[2]), {}, {}
 for i = 1, count do
   names[i] = ARGV[2 + i]
   uses[2 * i - 1], uses[2 * i] = use - i, names[i]
 end
+local whose = {unpack(ARGV, 3 + count)}
+if #whose > 0 then follow(names, whose, uses) end
+add_inner(uses, names)
 redis.call('ZADD', order, unpack(uses))
 touch_leaves(names)
-for i = 1, #ARGV - 2 - count do
-  local owner = ARGV[2 + count + i]
-  own(ARGV[2 + i], use - i, string.sub(owner, 1, 16), string.sub(owner, 17))
+for i, owner in ipairs(whose) do
+  own(names[i], use_of(names[i]), string.sub(owner, 1, 16), string.sub(owner, 17))
 end
 drop_beyond(tonumber(ARGV[1]))
 local function is_there(key)
@@ -173,6 +229,7 @@ return answer
 _TOUCH: Final = """
 local uses = {}
 for i = 1, #ARGV do uses[2 * i - 1], uses[2 * i] = use - i, ARGV[i] end
+add_inner(uses, ARGV)
 redis.call('ZADD', order, 'XX', unpack(uses))
 touch_leaves(ARGV)
 """
@@ -213,7 +270,11 @@ return redis.call('SCAN', ARGV[2], 'MATCH', prefix .. '*', 'COUNT', SCANNED)
 _ADOPT: Final = """
 redis.call('EXPIRE', prefix .. 'sweeper', SECONDS)
 for i = 3, #ARGV do
-  if redis.call('EXISTS', prefix .. ARGV[i]) == 1 then redis.call('ZADD', order, 'NX', 0, ARGV[i]) end
+  if redis.call('EXISTS', prefix .. ARGV[i]) == 1 then
+    local uses = {0, ARGV[i]}
+    add_inner(uses, {ARGV[i]})
+    redis.call('ZADD', order, 'NX', unpack(uses))
+  end
 end
 drop_beyond(tonumber(ARGV[2]))
 return 1
@@ -263,7 +324,7 @@ class _Scripts(NamedTuple):
 
 def _scripts(*, has_quotas: bool) -> _Scripts:
     """Return the scripts of a segment. Each call sends its script, so those without quotas are short."""
-    whose = _OWNERS if has_quotas else _NOBODYS
+    whose = _PARENTS + _OWNERS if has_quotas else _NOBODYS
     dropping = _USE + whose + _DROPPING + (_DROPPING_OF if has_quotas else "")
     scripts = (
         dropping + (_OWNING if has_quotas else "") + _SETTLE,

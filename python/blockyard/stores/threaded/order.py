@@ -1,4 +1,7 @@
-"""`BatchOrder`: decides which batch may run. Batches of the same slot or key run in the order of submission."""
+"""`BatchOrder`: decides which batch may run. Batches of the same slot or key run in the order of submission.
+
+So does a put of blocks behind that of the blocks before them.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -57,7 +60,12 @@ class BatchOrder:
 
     def add(self, batch: Batch) -> None:
         """Add a batch behind the earlier ones of its slots and keys. If there are none, the caller makes it ready."""
-        for earlier in {id(last): last for name in batch.names if (last := self._last.get(name))}.values():
+        found = {id(last): last for name in batch.names if (last := self._last.get(name))}
+        # A block whose parent is not stored yet would be the first that the store drops.
+        for parent in () if batch.owners is None else batch.owners.parents:
+            if (last := self._last.get(parent.tobytes())) is not None and last.kind == "put":
+                found[id(last)] = last
+        for earlier in found.values():
             earlier.followers.append(batch)
             batch.before += 1
         self._last.update(dict.fromkeys(batch.names, batch))

@@ -56,6 +56,13 @@ impl Manager {
         Ok(published)
     }
 
+    /// Lets all queued blocks be written now: the process is about to end.
+    pub fn flush_to_store(&mut self) {
+        if let Some(write_queue) = self.tiers.write_queue_mut() {
+            write_queue.flush();
+        }
+    }
+
     /// Number of blocks queued for writing to the store, including those whose bytes are gone by now.
     #[must_use]
     pub fn waiting_for_store(&self) -> usize {

@@ -77,11 +77,6 @@ impl Pool {
         self.cache.as_ref().map_or_else(Vec::new, PrefixCache::order)
     }
 
-    /// The first `count` blocks to be evicted.
-    pub(crate) fn eviction_candidates(&self, count: usize) -> Vec<BlockId> {
-        self.cache.as_ref().map_or_else(Vec::new, |cache| cache.candidates(count))
-    }
-
     /// Blocks that can be found by their keys.
     #[must_use]
     pub fn published(&self) -> usize {
@@ -512,7 +507,7 @@ mod tests {
         pool.drop_cached(BlockId(6));
         pool.drop_cached(BlockId(8));
         assert_eq!((pool.held_by(1), pool.published()), (3, 9));
-        assert_eq!(pool.eviction_candidates(3), [BlockId(0), BlockId(1), BlockId(2)]);
+        assert_eq!(pool.evictable_blocks()[..3], [BlockId(0), BlockId(1), BlockId(2)]);
         pool.set_quota(1, 0);
         pool.drop_beyond_quotas();
         assert_eq!((pool.held_by(1), pool.published()), (0, 6));

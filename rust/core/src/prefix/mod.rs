@@ -129,11 +129,6 @@ impl PrefixCache {
         self.order.order()
     }
 
-    /// The first `count` of them; for policies other than `lru`, the time grows with the pool.
-    pub(crate) fn candidates(&self, count: usize) -> Vec<BlockId> {
-        self.order.candidates(count)
-    }
-
     /// Blocks that can be found.
     pub(crate) fn published(&self) -> usize {
         self.index.len()

@@ -2,6 +2,10 @@
 //!
 //! A key is recorded when its block is published on the device. Once neither device nor host has the block, its record
 //! is dropped, a few at a time as new ones are added. So there are never many more records than blocks.
+//!
+//! Blocks are queued in the order in which they are computed, so a block follows its parent, and the store gets a prompt
+//! from its beginning. A block that was evicted before its turn is *lost*, and so are the queued blocks that follow it:
+//! without it, nothing would find them in the store. A prompt that computes or hits them again queues them again.
 
 use crate::event::Publication;
 use crate::hash::{Chain, ExportedKey, Key};
@@ -16,7 +20,7 @@ pub enum StoreWrites {
     /// As soon as it is computed.
     #[default]
     Through,
-    /// When it is among the next to be evicted, and no other copy is on device or host.
+    /// Later, in the same order: while blocks that are not written yet outnumber the free ones.
     Back,
     /// When it is computed or hit a second time.
     SecondUse,
@@ -52,6 +56,8 @@ enum WriteState {
     Queued,
     /// It was given to the store, or came from there.
     Stored,
+    /// It was evicted before it was written, or a block before it was.
+    Lost,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -93,45 +99,56 @@ pub(crate) struct StoreWriteQueue {
     order: VecDeque<Key>,
     /// Keys to write, oldest first; those without a record are skipped.
     queue: VecDeque<Key>,
+    /// Whether all queued blocks are written now.
+    is_flushing: bool,
 }
 
 impl StoreWriteQueue {
     /// An empty queue for pools of `blocks` blocks in total.
     pub(crate) fn new(writes: StoreWrites, blocks: usize) -> Self {
         let (notes, order, queue) = (HashMap::new(), VecDeque::new(), VecDeque::new());
-        Self { writes, capacity: blocks.saturating_mul(2).max(64), notes, order, queue }
+        Self { writes, capacity: blocks.saturating_mul(2).max(64), notes, order, queue, is_flushing: false }
     }
 
-    pub(crate) fn writes(&self) -> StoreWrites {
-        self.writes
+    /// Lets all queued blocks be written now, whatever room there is.
+    pub(crate) fn flush(&mut self) {
+        self.is_flushing = true;
+    }
+
+    /// Number of queued blocks that may be written now, while `free` blocks are free and `reserve` of them may be taken
+    /// at once.
+    pub(crate) fn due(&self, free: usize, reserve: usize) -> usize {
+        match self.writes {
+            StoreWrites::Never => 0,
+            StoreWrites::Back if !self.is_flushing => (self.queue.len() + reserve).saturating_sub(free),
+            StoreWrites::Through | StoreWrites::SecondUse | StoreWrites::Back => self.queue.len(),
+        }
     }
 
     /// Records a computed block; `is_cached` tells whether device or host have a key.
     pub(crate) fn note_computed(&mut self, publication: &Publication, is_cached: impl Fn(&Key) -> bool) {
         let key = publication.key.key();
-        let Some(known) = self.notes.get(&key).map(|note| note.state) else {
-            self.insert(key, Note::new(publication, WriteState::Published), is_cached);
-            if self.writes == StoreWrites::Through {
-                self.enqueue(key);
-            }
-            return;
-        };
-        match (self.writes, known) {
+        let known = self.notes.get(&key).map(|note| note.state);
+        if known.is_none() {
+            self.insert(key, Note::new(publication, WriteState::Published), &is_cached);
+        }
+        let is_due = match (self.writes, known) {
+            (StoreWrites::Never, _) | (_, Some(WriteState::Queued)) => false,
             // Recomputed: it was evicted here, and the store did not have it either.
-            (StoreWrites::Through | StoreWrites::SecondUse, WriteState::Published | WriteState::Stored) => {
-                self.enqueue(key);
-            }
-            (StoreWrites::Back, WriteState::Stored) => self.set(key, WriteState::Published),
-            _ => {}
+            (_, Some(_)) => true,
+            (writes, None) => writes != StoreWrites::SecondUse,
+        };
+        if is_due {
+            self.enqueue(key, Some(&is_cached));
         }
     }
 
     /// Records that a prompt found a cached block.
     pub(crate) fn note_hit(&mut self, key: Key) {
-        if self.writes == StoreWrites::SecondUse
-            && self.notes.get(&key).is_some_and(|note| note.state == WriteState::Published)
-        {
-            self.enqueue(key);
+        let state = self.notes.get(&key).map(|note| note.state);
+        let is_second_use = self.writes == StoreWrites::SecondUse && state == Some(WriteState::Published);
+        if is_second_use || state == Some(WriteState::Lost) {
+            self.enqueue(key, None);
         }
     }
 
@@ -150,36 +167,29 @@ impl StoreWriteQueue {
         self.queue.len()
     }
 
-    /// Pops the next key of the queue, which then counts as stored.
+    /// Pops the next key of the queue whose parent is not lost; it then counts as stored.
     pub(crate) fn pop(&mut self) -> Option<Key> {
         while let Some(key) = self.queue.pop_front() {
-            if self.notes.get(&key).is_some_and(|note| note.state == WriteState::Queued) {
-                self.set(key, WriteState::Stored);
+            let Some(note) = self.notes.get(&key).filter(|note| note.state == WriteState::Queued) else { continue };
+            let is_cut_off = self.notes.get(&note.parent).is_some_and(|parent| parent.state == WriteState::Lost);
+            self.set(key, if is_cut_off { WriteState::Lost } else { WriteState::Stored });
+            if !is_cut_off {
                 return Some(key);
             }
         }
         None
     }
 
+    /// Notes that the block of a popped key is gone.
+    pub(crate) fn lose(&mut self, key: Key) {
+        self.set(key, WriteState::Lost);
+    }
+
     /// Puts a popped key back at the front: it was not written.
     pub(crate) fn push_back_in(&mut self, key: Key) {
-        self.set(key, WriteState::Queued);
-        self.queue.push_front(key);
-    }
-
-    /// Marks a published block as stored. Returns false if it was already stored or queued.
-    pub(crate) fn claim(&mut self, key: &Key) -> bool {
-        let is_new = self.notes.get(key).is_some_and(|note| note.state == WriteState::Published);
-        if is_new {
-            self.set(*key, WriteState::Stored);
-        }
-        is_new
-    }
-
-    /// Reverts a claim, for a block that was not written.
-    pub(crate) fn unclaim(&mut self, key: &Key) {
-        if self.notes.get(key).is_some_and(|note| note.state == WriteState::Stored) {
-            self.set(*key, WriteState::Published);
+        if self.notes.contains_key(&key) {
+            self.set(key, WriteState::Queued);
+            self.queue.push_front(key);
         }
     }
 
@@ -218,12 +228,20 @@ impl StoreWriteQueue {
         self.order.push_back(key);
     }
 
-    fn enqueue(&mut self, key: Key) {
+    fn enqueue(&mut self, key: Key, is_cached: Option<&dyn Fn(&Key) -> bool>) {
         self.set(key, WriteState::Queued);
         self.queue.push_back(key);
-        // Blocks evicted before they were written leave only their keys.
-        if self.queue.len() > self.capacity {
-            self.queue.pop_front();
+        // Blocks evicted before they were written leave only their keys: more than half of those in a full queue.
+        if let Some(is_cached) = is_cached.filter(|_| self.queue.len() > self.capacity) {
+            for key in std::mem::take(&mut self.queue) {
+                if is_cached(&key) {
+                    self.queue.push_back(key);
+                } else {
+                    self.set(key, WriteState::Lost);
+                }
+            }
+            // The pools may have grown.
+            self.capacity = self.capacity.max(self.queue.len() * 2);
         }
     }
 
@@ -284,13 +302,36 @@ mod tests {
             let mut write_queue = StoreWriteQueue::new(writes, 4);
             write_queue.note_loaded(&published(1), |_| true);
             write_queue.note_hit(chain(1).key());
-            assert_eq!(
-                (taken(&mut write_queue), write_queue.claim(&chain(1).key())),
-                (vec![], false),
-                "{}",
-                writes.name()
-            );
+            assert_eq!(taken(&mut write_queue), [], "{}", writes.name());
         }
+    }
+
+    #[test]
+    fn what_follows_a_lost_block_is_lost_until_a_prompt_has_it_again() {
+        for writes in [StoreWrites::Through, StoreWrites::Back] {
+            let mut write_queue = StoreWriteQueue::new(writes, 4);
+            let after = |token: u32, parent| Publication { parent: Some(chain(parent)), ..published(token) };
+            let prompt = [published(1), after(2, 1), after(3, 2)];
+            prompt.iter().for_each(|block| write_queue.note_computed(block, |_| true));
+            write_queue.note_computed(&published(9), |_| true);
+            assert_eq!(write_queue.pop(), Some(chain(1).key()));
+            write_queue.lose(chain(1).key());
+            assert_eq!(taken(&mut write_queue), [chain(9).key()], "{}", writes.name());
+            write_queue.note_computed(&prompt[0], |_| true);
+            write_queue.note_hit(chain(2).key());
+            write_queue.note_computed(&prompt[2], |_| true);
+            assert_eq!(taken(&mut write_queue), [1, 2, 3].map(|token| chain(token).key()));
+        }
+    }
+
+    #[test]
+    fn writing_back_keeps_as_many_blocks_unwritten_as_are_free() {
+        let mut write_queue = StoreWriteQueue::new(StoreWrites::Back, 40);
+        (0..10).for_each(|token| write_queue.note_computed(&published(token), |_| true));
+        assert_eq!([20, 13, 12, 5, 0].map(|free| write_queue.due(free, 3)), [0, 0, 1, 8, 13]);
+        write_queue.flush();
+        assert_eq!(write_queue.due(20, 3), 10);
+        assert_eq!(StoreWriteQueue::new(StoreWrites::Never, 40).due(0, 3), 0);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use crate::hash::{Chain, ExportedKey, Key};
 use crate::id::{BlockId, JobId, Tier};
 use crate::pool::Pool;
 use crate::prefix::CachedIdentity;
-use crate::tiers::{StoreWriteQueue, StoreWrites, Tiers};
+use crate::tiers::{StoreWriteQueue, Tiers};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// A load or a write: which block of `tier` has, or will have, the bytes of which key.
@@ -180,16 +180,16 @@ impl StoreJobs {
         Ok(published)
     }
 
-    /// Begins to write at most `most` queued blocks. A block follows its parent. Writes hold at most a quarter of the
-    /// device's blocks.
+    /// Begins to write at most `most` queued blocks, as many as are due. A block follows its parent. Writes hold at most a
+    /// quarter of the device's blocks.
     pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize) -> StoreJob {
         let reading: usize = self.writes.values().map(|(_, blocks)| blocks.len()).sum();
-        let most = most.min(tiers.device().len().div_ceil(4).saturating_sub(reading));
-        let (tier, mut found) = match tiers.write_queue().map(StoreWriteQueue::writes) {
-            Some(StoreWrites::Back) => before_eviction(tiers, most, reading),
-            Some(StoreWrites::Through | StoreWrites::SecondUse) => queued(tiers, most),
-            Some(StoreWrites::Never) | None => (Tier::Device, Vec::new()),
-        };
+        let quarter = tiers.device().len().div_ceil(4);
+        let host = if tiers.keeps_host_copies() { tiers.host().uncached() } else { 0 };
+        let free = tiers.device().uncached() + host;
+        let due = tiers.write_queue().map_or(0, |write_queue| write_queue.due(free, quarter));
+        let most = most.min(due).min(quarter.saturating_sub(reading));
+        let (tier, mut found) = queued(tiers, most);
         found.sort_by_key(|(key, _)| tiers.write_queue().map_or(0, |write_queue| write_queue.frames(key)));
         let mut job = StoreJob::empty(self.next(), tier);
         for (key, block) in found {
@@ -200,6 +200,8 @@ impl StoreJobs {
                 job.tenants.push(exported.salt);
                 job.parents.push(exported.parent);
                 job.blocks.push(block);
+            } else if let Some(write_queue) = tiers.write_queue_mut() {
+                write_queue.lose(key);
             }
         }
         if !job.blocks.is_empty() {
@@ -239,15 +241,13 @@ impl StoreJobs {
         }
     }
 
-    /// Cancels a write: its blocks may be written later.
+    /// Cancels a write: its blocks are queued again, before the blocks that follow them.
     fn cancel_write(&mut self, tiers: &mut Tiers, job: JobId) {
         let Some((tier, blocks)) = self.writes.remove(&job) else { return };
         let keys: Vec<Key> = blocks.iter().filter_map(|&block| tiers.pool(tier).key(block)).collect();
         end_leases(tiers, tier, &blocks, LeaseKind::Read);
         if let Some(write_queue) = tiers.write_queue_mut() {
-            for key in &keys {
-                write_queue.unclaim(key);
-            }
+            keys.iter().rev().for_each(|key| write_queue.push_back_in(*key));
         }
     }
 
@@ -264,19 +264,14 @@ impl StoreJobs {
         Ok(())
     }
 
-    /// Ends a write: its blocks have been read. Those that were next to be evicted become free, as they would otherwise
-    /// be evicted last. Returns false if it was cancelled: the bytes read may belong to other blocks.
+    /// Ends a write: its blocks have been read. Returns false if it was cancelled: the bytes read may belong to other
+    /// blocks.
     pub(crate) fn end_write(&mut self, tiers: &mut Tiers, job: JobId) -> Result<bool> {
         if self.given_up.remove(&job) {
             return Ok(false);
         }
         let (tier, blocks) = self.writes.remove(&job).ok_or(Error::UnknownJob { job })?;
         end_leases(tiers, tier, &blocks, LeaseKind::Read);
-        if tiers.write_queue().is_some_and(|write_queue| write_queue.writes() == StoreWrites::Back) {
-            for &block in &blocks {
-                tiers.drop_cached((tier, block));
-            }
-        }
         Ok(true)
     }
 
@@ -329,46 +324,25 @@ fn end_leases(tiers: &mut Tiers, tier: Tier, blocks: &[BlockId], kind: LeaseKind
     }
 }
 
-/// The next queued blocks that one tier has; device blocks first.
+/// The next queued blocks, up to the first that another tier has: so no block is written before its parent.
 fn queued(tiers: &mut Tiers, most: usize) -> (Tier, Vec<(Key, BlockId)>) {
-    let (mut device, mut host) = (Vec::new(), Vec::new());
-    while device.len() < most && host.len() < most {
+    let (mut tier, mut found) = (Tier::Device, Vec::new());
+    while found.len() < most {
         let Some(key) = tiers.write_queue_mut().and_then(StoreWriteQueue::pop) else { break };
-        if let Some(block) = tiers.device().find(&key) {
-            device.push((key, block));
-        } else if let Some(block) = tiers.host().find(&key) {
-            host.push((key, block));
+        let on_device = tiers.device().find(&key).map(|block| (Tier::Device, block));
+        let at = on_device.or_else(|| tiers.host().find(&key).map(|block| (Tier::Host, block)));
+        let Some(write_queue) = tiers.write_queue_mut() else { break };
+        match at {
+            Some((of, block)) if found.is_empty() || of == tier => {
+                tier = of;
+                found.push((key, block));
+            }
+            Some(_) => {
+                write_queue.push_back_in(key);
+                break;
+            }
+            None => write_queue.lose(key),
         }
-    }
-    let (tier, found, others) =
-        if device.is_empty() { (Tier::Host, host, device) } else { (Tier::Device, device, host) };
-    if let Some(write_queue) = tiers.write_queue_mut() {
-        others.iter().rev().for_each(|(key, _)| write_queue.push_back_in(*key));
     }
     (tier, found)
-}
-
-/// Blocks in the next eighth of a tier to be evicted, once few are free, that no other tier has; `reading` are already
-/// being read.
-fn before_eviction(tiers: &mut Tiers, most: usize, reading: usize) -> (Tier, Vec<(Key, BlockId)>) {
-    for tier in [Tier::Device, Tier::Host] {
-        let pool = tiers.pool(tier);
-        let eighth = pool.len().div_ceil(8);
-        let most = most.min(eighth.saturating_sub(reading));
-        if most == 0 || pool.evictable() == 0 || pool.uncached() >= eighth {
-            continue;
-        }
-        let candidates = pool.eviction_candidates(most);
-        let of_key = |&block: &BlockId| pool.key(block).map(|key| (key, block));
-        let other = tiers.pool(if tier == Tier::Device { Tier::Host } else { Tier::Device });
-        let has_no_copy = |(key, _): &(Key, BlockId)| other.find(key).is_none();
-        let mut found: Vec<_> = candidates.iter().filter_map(of_key).filter(has_no_copy).collect();
-        if let Some(write_queue) = tiers.write_queue_mut() {
-            found.retain(|(key, _)| write_queue.claim(key));
-        }
-        if !found.is_empty() {
-            return (tier, found);
-        }
-    }
-    (Tier::Device, Vec::new())
 }

@@ -96,9 +96,9 @@ impl PyStoreJobs {
     /// Start to collect blocks to write to the store.
     ///
     /// Args:
-    ///     writes: which blocks. `"through"`: each block once it is computed. `"back"`: blocks about to be evicted that
-    ///         have no copy in another tier. `"second_use"`: blocks that are computed or hit a second time. `"never"`:
-    ///         none.
+    ///     writes: which blocks. `"through"`: each block once it is computed. `"back"`: the same, but only once blocks
+    ///         that are not written yet outnumber the free ones, or after `flush`. `"second_use"`: blocks that are
+    ///         computed or hit a second time. `"never"`: none.
     /// Raises:
     ///     InvalidArgumentError: the name is unknown, blocks are cached already, or the manager has no prefix caching,
     ///         several cache groups or a window.
@@ -185,6 +185,11 @@ impl PyStoreJobs {
         self.0.lock().end_load(JobId(job), &landed).map_err(to_py)
     }
 
+    /// With `"back"`: let all blocks be written now, because the process is about to end.
+    fn flush(&self) {
+        self.0.lock().flush_to_store();
+    }
+
     /// Number of blocks waiting for `begin_write`; a block evicted while waiting counts until its turn comes.
     #[getter]
     fn num_waiting(&self) -> usize {
@@ -209,7 +214,7 @@ impl PyStoreJobs {
         PyStoreJob::new(py, &job)
     }
 
-    /// End a write once its blocks have been read. With `"back"`, they are freed unless they are in use again.
+    /// End a write once its blocks have been read.
     ///
     /// Args:
     ///     job: number of the job.

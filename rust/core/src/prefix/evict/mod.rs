@@ -231,18 +231,6 @@ impl Policy {
         order
     }
 
-    /// The first blocks in eviction order; for policies other than `lru`, the time grows with the pool.
-    pub(crate) fn candidates(&self, count: usize) -> Vec<BlockId> {
-        match self {
-            Self::Lru(policy) => policy.iter().take(count).collect(),
-            Self::Quotas(policy) => policy.inner.candidates(count),
-            _ => {
-                let mut first = Vec::new();
-                self.clone().pop_into(count, &mut first);
-                first
-            }
-        }
-    }
 
     /// Takes out the block that goes first, with the rank that its host copy will have.
     pub(crate) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
