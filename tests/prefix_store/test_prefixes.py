@@ -349,7 +349,7 @@ def test_each_write_policy_writes_after_the_right_use(writes: str, after_one: in
         assert counts == [after_one, after_two]
 
 
-def test_blocks_about_to_be_evicted_are_written_back_and_come_again():
+def test_with_write_back_blocks_are_written_before_they_are_evicted_and_come_again():
     with checked(keyed(), device=32, host=0, prefix_writes="back") as cache:
         cache.serve(tokens(0, 9))
         assert cache.prefixes.wait(60)
@@ -363,6 +363,33 @@ def test_blocks_about_to_be_evicted_are_written_back_and_come_again():
         assert cache.prefixes.stats().written_blocks
         assert cache.fetch(tokens(0, 9)).tokens == 8
         assert cache.serve(tokens(0, 9)) == 8
+
+
+def found(medium: Medium, prompt: list[int]) -> list[bool]:
+    """Return which blocks of a prompt a store holds."""
+    with checked(keyed(medium), prefix_writes="never") as cache:
+        keys, _ = cache.manager.prefix.store_jobs.missing(prompt, 100)
+        assert len(keys) == len(prompt) // 4
+        store = cache.prefixes.store
+        return list(store.wait(store.submit_get(keys)).ok.tolist())
+
+
+@pytest.mark.parametrize("host", [16, 0])
+@pytest.mark.parametrize("writes", ["through", "back"])
+def test_a_store_holds_the_beginning_of_each_prompt_and_after_close_all_of_it(writes: str, host: int):
+    medium: Medium = {}
+    with checked(keyed(medium), device=32, host=host, prefix_writes=writes) as cache:
+        prompts = [tokens(stream, 4 * length + 1) for stream, length in enumerate((7, 3, 9, 1, 8, 5))]
+        for prompt in prompts:
+            cache.serve(prompt)
+            cache.prefixes.poll()
+            killed = dict(medium)
+            for other in prompts:
+                held = found(killed, other)
+                assert held == sorted(held, reverse=True), "a block is stored without those before it"
+            assert cache.prefixes.wait(60)
+    if writes == "through" or not host:  # otherwise a burst evicts blocks that the host has room for, uncopied
+        assert all(all(found(medium, prompt)) for prompt in prompts)
 
 
 def test_forget_empties_cache_and_store(tmp_path: Path):

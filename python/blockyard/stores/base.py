@@ -72,7 +72,7 @@ class ExternalStore(ABC):
     write submitted before it. Submitting never waits for the storage. Blocks beyond `max_blocks_in_flight` are misses,
     `"queue_full"`.
 
-    A prefix store evicts the least recently used blocks when it needs room. It finds its blocks again when it is opened
+    A prefix store that needs room evicts the least recently used blocks that no other block follows. It finds its blocks again when it is opened
     under the same namespace. Swap space raises `StoreError` from the methods that take keys.
 
     Attributes:

@@ -19,8 +19,9 @@ User and password may be percent-encoded; no message shows them. The client is t
 
 - Swap space: keys of this store alone, deleted when it is closed, or after `ttl`.
 - Prefix store: shared by every process with this namespace. A full store drops the least recently used blocks that no
-  other follows, so prompts lose their ends first; in a cluster, each batch its last blocks first. The server itself counts, atomically with each put (`blockyard.stores.redis.lists`). A value is fully checked before it is
-  a hit; a damaged one is deleted.
+  other follows, so prompts lose their ends first; in a cluster, each batch its last blocks first. The server itself
+  counts, atomically with each put (`blockyard.stores.redis.lists`). A value is fully checked before it is a hit; a
+  damaged one is deleted.
 - A single server supports quotas for tenants; a cluster does not.
 - Set the server's `maxmemory` to `size` plus about 550 bytes per block. Otherwise the server evicts keys itself,
   perhaps a list that this store needs to enforce its limits.

@@ -56,6 +56,7 @@ local use = use_after(last)
 
 _NOBODYS: Final = """
 local function add_inner() end
+local function note_children() end
 local function touch_leaves() end
 local function disown() end
 """
@@ -71,6 +72,10 @@ end
 local function set_inner(name, amount)
   local found = use_of(name)
   if found then redis.call('ZADD', order, found + amount, name) end
+end
+
+local function note_children(name)
+  if redis.call('HEXISTS', children, name) == 1 then set_inner(name, INNER) end
 end
 
 local function add_inner(uses, names)
@@ -270,11 +275,8 @@ return redis.call('SCAN', ARGV[2], 'MATCH', prefix .. '*', 'COUNT', SCANNED)
 _ADOPT: Final = """
 redis.call('EXPIRE', prefix .. 'sweeper', SECONDS)
 for i = 3, #ARGV do
-  if redis.call('EXISTS', prefix .. ARGV[i]) == 1 then
-    local uses = {0, ARGV[i]}
-    add_inner(uses, {ARGV[i]})
-    redis.call('ZADD', order, 'NX', unpack(uses))
-  end
+  if redis.call('EXISTS', prefix .. ARGV[i]) == 1 then redis.call('ZADD', order, 'NX', 0, ARGV[i]) end
+  note_children(ARGV[i])
 end
 drop_beyond(tonumber(ARGV[2]))
 return 1

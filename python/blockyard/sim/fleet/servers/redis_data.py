@@ -230,9 +230,14 @@ class RedisData:
         there = self._hash(key)
         return sorted(there, key=lambda member: (there[member], member))[int(start) : int(stop) + 1]
 
-    def _zrevrange(self, key: bytes, _start: bytes, _stop: bytes, _with: bytes) -> list[bytes]:
-        there = self._hash(key)
-        last = max(there, key=lambda member: (there[member], member), default=None)
+    def _zmscore(self, key: bytes, *members: bytes) -> list[bytes | None]:
+        return [self._zscore(key, member) for member in members]
+
+    def _zrevrangebyscore(self, key: bytes, most: bytes, *_: bytes) -> list[bytes]:
+        """Return the last member, with its score, below a score or of all."""
+        there, below = self._hash(key), float(most.lstrip(b"("))
+        found = (member for member in there if there[member] < below)
+        last = max(found, key=lambda member: (there[member], member), default=None)
         return [] if last is None else [last, _number(there[last])]
 
     # ---- helpers ----
