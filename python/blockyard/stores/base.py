@@ -72,8 +72,9 @@ class ExternalStore(ABC):
     write submitted before it. Submitting never waits for the storage. Blocks beyond `max_blocks_in_flight` are misses,
     `"queue_full"`.
 
-    A prefix store that needs room evicts the least recently used blocks that no other block follows. It finds its blocks again when it is opened
-    under the same namespace. Swap space raises `StoreError` from the methods that take keys.
+    A prefix store that needs room evicts the least recently used blocks that no other block follows. It finds its
+    blocks again when it is opened under the same namespace. Swap space raises `StoreError` from the methods that take
+    keys.
 
     Attributes:
         keeps_quotas: whether `set_quota` works. If not, nothing passes `owners` to the store.
