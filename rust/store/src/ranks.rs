@@ -100,3 +100,30 @@ impl Ranks {
         if self.children == expected.children { Ok(()) } else { Err("the counts of children are wrong".to_owned()) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NEW: (bool, i64) = (false, i64::MAX);
+
+    #[test]
+    fn a_new_block_takes_the_place_of_the_oldest_leaf_but_never_of_its_own_prompt() {
+        let order = BTreeSet::from([(true, 1, 10), (true, 2, 11), (false, 3, 12), (false, 9, 13)]);
+        assert_eq!(judge(&order, NEW, None), Verdict::InPlaceOf(12));
+        assert_eq!(judge(&order, NEW, Some((false, 3, 12))), Verdict::InPlaceOf(13));
+        let own = BTreeSet::from([(true, 1, 10), (true, 2, 11), (false, 3, 12)]);
+        assert_eq!(judge(&own, NEW, Some((false, 3, 12))), Verdict::Refused);
+        assert_eq!(judge(&order, (false, i64::MIN), None), Verdict::Refused, "its parent is not stored");
+        assert_eq!(judge(&BTreeSet::from([(true, 5, 1), (true, 4, 2)]), NEW, None), Verdict::InPlaceOf(2), "a circle");
+    }
+
+    #[test]
+    fn a_block_is_a_leaf_until_it_has_a_child_and_again_after_the_last() {
+        let (mut ranks, key) = (Ranks::default(), [7; 32]);
+        assert_eq!((ranks.add_child(key), ranks.add_child(key), ranks.has_children(&key)), (true, false, true));
+        assert!(ranks.check([key, [0; 32], key].into_iter()).is_ok() && ranks.check([key].into_iter()).is_err());
+        assert_eq!((ranks.remove_child(key), ranks.remove_child(key), ranks.remove_child(key)), (false, true, false));
+        assert!(!ranks.has_children(&key));
+    }
+}

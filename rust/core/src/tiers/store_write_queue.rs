@@ -312,7 +312,9 @@ mod tests {
             let mut write_queue = StoreWriteQueue::new(writes, 4);
             let after = |token: u32, parent| Publication { parent: Some(chain(parent)), ..published(token) };
             let prompt = [published(1), after(2, 1), after(3, 2)];
-            prompt.iter().for_each(|block| write_queue.note_computed(block, |_| true));
+            for block in &prompt {
+                write_queue.note_computed(block, |_| true);
+            }
             write_queue.note_computed(&published(9), |_| true);
             assert_eq!(write_queue.pop(), Some(chain(1).key()));
             write_queue.lose(chain(1).key());

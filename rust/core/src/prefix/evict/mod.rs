@@ -231,7 +231,6 @@ impl Policy {
         order
     }
 
-
     /// Takes out the block that goes first, with the rank that its host copy will have.
     pub(crate) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
         match self {
