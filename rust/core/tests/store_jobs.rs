@@ -2,7 +2,8 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
 use blockyard_core::{
-    BlockId, Config, Error, ExportedKey, KeySpec, Kind, Manager, Prompt, SequenceId, StoreJob, StoreWrites, Tier,
+    BlockId, Config, Error, ExportedKey, KeySpec, Kind, LeaseShare, Manager, Prompt, SequenceId, StoreJob, StoreWrites,
+    Tier,
 };
 use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
@@ -71,6 +72,84 @@ fn a_loaded_block_is_found_only_once_its_bytes_have_landed() {
 }
 
 #[test]
+fn what_lands_for_a_leased_prompt_stays_until_its_lease_ends() {
+    for host in [16, 0] {
+        for is_leased in [true, false] {
+            let (mut manager, asked) = (manager(host, StoreWrites::Never), tokens(1, 17));
+            let lease = is_leased.then(|| manager.lease_prompt(&prompt(&asked), LeaseShare::Half).unwrap().unwrap());
+            assert_eq!(manager.num_promised(), if is_leased { 4 } else { 0 });
+            let job = load(&mut manager, &asked);
+            manager.end_load(job.job, &[true, true, false, false]).unwrap();
+            manager.check().unwrap();
+            assert_eq!(manager.num_promised(), if is_leased { 2 } else { 0 });
+            for other in 2..8 {
+                let job = load(&mut manager, &tokens(other, 33));
+                if !job.blocks.is_empty() {
+                    manager.end_load(job.job, &vec![true; job.blocks.len()]).unwrap();
+                }
+            }
+            assert_eq!(hit(&manager, &asked), if is_leased { 8 } else { 0 }, "{host}");
+            if let Some(lease) = lease {
+                manager.settle_lease(lease).unwrap();
+                assert_eq!(manager.num_promised(), 0);
+                manager.end_lease(lease).unwrap();
+                manager.end_lease(lease).unwrap();
+            }
+            manager.check().unwrap();
+            assert_eq!(manager.num_leases(), 0);
+            assert_eq!(manager.pool(Tier::Device).free() + manager.pool(Tier::Host).free(), 12 + host);
+        }
+    }
+}
+
+#[test]
+fn leases_share_half_of_the_blocks_that_no_sequence_has() {
+    let (mut manager, mut leases) = (manager(0, StoreWrites::Never), Vec::new());
+    let mut lease = |manager: &mut Manager, stream, share| {
+        let lease = manager.lease_prompt(&prompt(&tokens(stream, 13)), share).unwrap();
+        leases.extend(lease);
+        manager.check().unwrap();
+        lease.is_some()
+    };
+    let (running, _) = admit(&mut manager, &tokens(9, 4));
+    assert!(lease(&mut manager, 1, LeaseShare::Half), "3 of 11 blocks");
+    assert!(lease(&mut manager, 1, LeaseShare::Half), "the same 3");
+    assert!(!lease(&mut manager, 2, LeaseShare::Half), "6 of 11");
+    assert!(lease(&mut manager, 2, LeaseShare::Free), "6 of 11");
+    assert!(lease(&mut manager, 3, LeaseShare::Free), "9 of 11");
+    assert!(!lease(&mut manager, 4, LeaseShare::Free), "12 of 11");
+    assert!(lease(&mut manager, 4, LeaseShare::Any));
+    assert_eq!((manager.num_leases(), manager.num_promised()), (5, 12));
+    manager.end_leases();
+    assert_eq!((manager.num_leases(), manager.num_promised()), (0, 0));
+    manager.check().unwrap();
+    assert!(!lease(&mut manager, 5, LeaseShare::Half) || manager.num_leases() == 1);
+    compute(&mut manager, running);
+    assert!(manager.end_lease(blockyard_core::LeaseId(99)).is_err(), "there was never such a lease");
+}
+
+#[test]
+fn a_reset_and_a_smaller_device_end_all_leases() {
+    let (mut manager, asked) = (manager(0, StoreWrites::Never), tokens(1, 17));
+    for end in [
+        |manager: &mut Manager| assert!(manager.reset_prefix_cache()),
+        |manager: &mut Manager| {
+            manager.resize_device(8).unwrap();
+        },
+    ] {
+        let job = load(&mut manager, &asked);
+        manager.end_load(job.job, &vec![true; job.blocks.len()]).unwrap();
+        let lease = manager.lease_prompt(&prompt(&asked), LeaseShare::Half).unwrap().unwrap();
+        assert_eq!(manager.num_leased_idle(), 4);
+        end(&mut manager);
+        assert_eq!((manager.num_leases(), manager.num_leased_idle()), (0, 0));
+        manager.end_lease(lease).unwrap();
+        manager.settle_lease(lease).unwrap();
+        manager.check().unwrap();
+    }
+}
+
+#[test]
 fn a_wrong_number_of_results_changes_nothing() {
     let (mut manager, asked) = (manager(8, StoreWrites::Through), tokens(1, 9));
     let job = load(&mut manager, &asked);
@@ -81,18 +160,20 @@ fn a_wrong_number_of_results_changes_nothing() {
 }
 
 #[test]
-fn loads_leave_half_of_the_host_and_then_take_a_quarter_of_the_device() {
-    let (mut manager, asked) = (manager(8, StoreWrites::Through), tokens(1, 60));
+fn loads_leave_half_of_the_host_and_then_take_what_is_free_on_the_device() {
+    let (mut manager, asked) = (manager(8, StoreWrites::Through), tokens(1, 90));
+    assert_eq!(manager.room_to_load(&prompt(&asked)), Ok(16));
     let job = load(&mut manager, &asked);
     assert_eq!((job.tier, job.blocks.len()), (Tier::Host, 4));
     let (missing, num_loading) = manager.missing_blocks(&prompt(&asked), 9).unwrap();
     assert_eq!((missing.len(), num_loading), (9, 4));
     let rest = load(&mut manager, &asked);
-    assert_eq!((rest.tier, rest.blocks.len()), (Tier::Device, 3));
+    assert_eq!((rest.tier, rest.blocks.len()), (Tier::Device, 12));
+    assert_eq!(manager.room_to_load(&prompt(&asked)), Ok(0));
     assert_eq!(load(&mut manager, &asked).blocks.len(), 0);
-    manager.end_load(rest.job, &[true; 3]).unwrap();
+    manager.end_load(rest.job, &[true; 12]).unwrap();
     manager.end_load(job.job, &[true; 4]).unwrap();
-    assert_eq!(hit(&manager, &asked), 28);
+    assert_eq!(hit(&manager, &asked), 64);
 }
 
 #[test]

@@ -37,9 +37,10 @@ pub(crate) fn to_py(error: Error) -> PyErr {
         | Error::EarlierInFlight { .. }
         | Error::Unwritten { .. }
         | Error::Lost { .. } => classes::SequenceStateError::new_err(message),
-        Error::UnknownTicket { .. } | Error::UnknownPin { .. } | Error::UnknownJob { .. } => {
-            classes::UnknownTicketError::new_err(message)
-        }
+        Error::UnknownTicket { .. }
+        | Error::UnknownPin { .. }
+        | Error::UnknownJob { .. }
+        | Error::UnknownLease { .. } => classes::UnknownTicketError::new_err(message),
         Error::NotInTicket { .. } | Error::BadMapping { .. } | Error::BadDecision { .. } => {
             classes::MappingError::new_err(message)
         }

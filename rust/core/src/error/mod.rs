@@ -3,7 +3,7 @@
 #[doc(hidden)]
 pub mod fault;
 
-use crate::id::{BlockId, JobId, PinId, SequenceId, TicketId, Tier};
+use crate::id::{BlockId, JobId, LeaseId, PinId, SequenceId, TicketId, Tier};
 
 /// Result of a call.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -141,6 +141,12 @@ pub enum Error {
     UnknownJob {
         /// The job.
         job: JobId,
+    },
+    /// There was never such a lease of a prompt.
+    #[error("lease {lease} was never taken")]
+    UnknownLease {
+        /// The lease.
+        lease: LeaseId,
     },
     /// A call releases more references to a block than it has.
     #[error("{tier} block {block} has {refs} references, the call names {wanted}")]

@@ -3,10 +3,10 @@
 use super::Manager;
 use crate::error::{Result, invalid};
 use crate::hash::ExportedKey;
-use crate::id::JobId;
+use crate::id::{JobId, LeaseId, Tier};
 use crate::sequence::Prompt;
 use crate::tiers::{StoreWriteQueue, StoreWrites};
-use crate::transfer::StoreJob;
+use crate::transfer::{LeaseShare, StoreJob, Wanted};
 
 impl Manager {
     /// Starts recording which blocks to write to a prefix store.
@@ -30,7 +30,77 @@ impl Manager {
     /// A token has the reserved id.
     pub fn missing_blocks(&self, prompt: &Prompt<'_>, most: usize) -> Result<(Vec<ExportedKey>, usize)> {
         let wanted = self.sequences.missing_blocks(self.view(), prompt, most)?;
-        Ok((wanted.missing.iter().map(|missing| missing.chain.export()).collect(), wanted.awaited))
+        Ok((
+            wanted.missing.iter().map(|missing| missing.chain.export()).collect(),
+            wanted.lacking.len() - wanted.missing.len(),
+        ))
+    }
+
+    /// Number of blocks that the next loads of a prompt may take, one on the host and one on the device.
+    ///
+    /// # Errors
+    /// A token has the reserved id.
+    pub fn room_to_load(&self, prompt: &Prompt<'_>) -> Result<usize> {
+        let wanted = self.sequences.missing_blocks(self.view(), prompt, usize::MAX)?;
+        Ok(self.jobs.room(&self.tiers, &wanted, self.watermark_blocks()).iter().map(|(_, room)| room).sum())
+    }
+
+    /// Leases the blocks of a prompt that waits: those that device and host have, and those that loads bring. Until
+    /// [`Manager::end_lease`], they are neither evicted nor moved. Returns `None`, without leasing anything, if that is
+    /// more than its share.
+    ///
+    /// # Errors
+    /// A token has the reserved id.
+    pub fn lease_prompt(&mut self, prompt: &Prompt<'_>, share: LeaseShare) -> Result<Option<LeaseId>> {
+        let wanted = if self.is_caching() {
+            self.sequences.missing_blocks(self.view(), prompt, usize::MAX)?
+        } else {
+            Wanted::default()
+        };
+        let kept_free = self.watermark_blocks();
+        Ok(self.jobs.lease(&mut self.tiers, &wanted, share, kept_free))
+    }
+
+    /// Takes no more blocks into a lease than have been loaded by now.
+    ///
+    /// # Errors
+    /// There was never such a lease.
+    pub fn settle_lease(&mut self, lease: LeaseId) -> Result<()> {
+        self.jobs.prompt_leases_mut().settle(&mut self.tiers, lease)
+    }
+
+    /// Ends a prompt's lease, if it has not ended.
+    ///
+    /// # Errors
+    /// There was never such a lease.
+    pub fn end_lease(&mut self, lease: LeaseId) -> Result<()> {
+        self.jobs.prompt_leases_mut().end(&mut self.tiers, lease)?;
+        self.tiers.enforce_quotas();
+        Ok(())
+    }
+
+    /// Ends the leases of all prompts.
+    pub fn end_leases(&mut self) {
+        self.jobs.prompt_leases_mut().end_all(&mut self.tiers);
+        self.tiers.enforce_quotas();
+    }
+
+    /// Number of leases of prompts.
+    #[must_use]
+    pub fn num_leases(&self) -> usize {
+        self.jobs.prompt_leases().len()
+    }
+
+    /// Number of distinct blocks that prompts with a lease are still to get.
+    #[must_use]
+    pub fn num_promised(&self) -> usize {
+        self.jobs.prompt_leases().num_promised()
+    }
+
+    /// Number of device blocks that only leases of prompts, or transfers of them, hold.
+    #[must_use]
+    pub fn num_leased_idle(&self) -> usize {
+        self.jobs.prompt_leases().num_idle(&self.tiers, Tier::Device)
     }
 
     /// Begins to load the first of those blocks, at most `most` and as room permits, to the host, or to the device if

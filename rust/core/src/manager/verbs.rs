@@ -258,6 +258,7 @@ impl Manager {
 
     /// Clears the cache, host copies included, unless a block is in use; returns whether it did.
     pub fn reset_prefix_cache(&mut self) -> bool {
+        self.end_leases();
         self.tiers.reset_cache()
     }
 
@@ -442,7 +443,11 @@ impl Manager {
             return Err(invalid("device_blocks", blocks as i128, format!("at least {least}: {kept}")));
         }
         self.sequences.require_growth(blocks)?;
+        let shrinks = blocks < self.tiers.device().len();
         self.tiers.resize_device(blocks)?;
+        if shrinks {
+            self.end_leases(); // what they hold beyond the end can no longer be found
+        }
         self.sequences.resize_device(blocks);
         self.pins.limit_mut().resize(blocks);
         Ok(self.resize_progress())

@@ -77,7 +77,7 @@ impl Sequences {
             } else if let Some(block) = view.tiers.host().find(key) {
                 on_host.push(block);
             } else if view.jobs.is_loading(key) {
-                wanted.awaited += 1;
+                wanted.lacking.push(*key);
             } else {
                 if wanted.missing.len() == most {
                     break;
@@ -86,6 +86,7 @@ impl Sequences {
                 let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, self.block_size));
                 let (depth, tenant) = (u32::try_from(at).unwrap_or(u32::MAX), view.tiers.tenant_of(&prompt.spec));
                 let (salt, lora_id) = (keys.salt, keys.lora_id);
+                wanted.lacking.push(*key);
                 wanted.missing.push(Missing { chain, parent, depth, tenant, salt, lora_id });
             }
         }

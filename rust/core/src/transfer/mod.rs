@@ -4,6 +4,7 @@
 //! block is not freed, moved or reallocated until the transfer that reads or writes it has finished.
 
 mod open_step;
+mod prompt_leases;
 mod request;
 mod runs;
 mod span;
@@ -11,6 +12,8 @@ mod store_jobs;
 mod ticket;
 
 pub(crate) use open_step::{OpenStep, View};
+pub use prompt_leases::LeaseShare;
+pub(crate) use prompt_leases::PromptLeases;
 pub(crate) use request::Request;
 pub use runs::{Run, merge_runs};
 pub use span::Span;

@@ -6,12 +6,12 @@
 //! There is one exception: a write is cancelled if a call needs its blocks. The bytes read for it must then not reach
 //! the store.
 
-use super::Lease;
+use super::{Lease, LeaseShare, PromptLeases};
 use crate::block::LeaseKind;
 use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
 use crate::hash::{Chain, ExportedKey, Key};
-use crate::id::{BlockId, JobId, Tier};
+use crate::id::{BlockId, JobId, LeaseId, Tier};
 use crate::pool::Pool;
 use crate::prefix::CachedIdentity;
 use crate::tiers::{StoreWriteQueue, Tiers};
@@ -60,8 +60,16 @@ pub(crate) struct Wanted {
     /// Host copies before missing blocks that the device does not have.
     pub(crate) on_host: Vec<BlockId>,
     pub(crate) missing: Vec<Missing>,
-    /// Blocks that a load is bringing.
-    pub(crate) awaited: usize,
+    /// Keys of the blocks that neither tier has: missing ones, and those that a load is bringing.
+    pub(crate) lacking: Vec<Key>,
+}
+
+impl Wanted {
+    /// Number of the prompt's blocks on device and host that could be evicted.
+    pub(crate) fn num_evictable(&self, tiers: &Tiers) -> [usize; 2] {
+        let on_device = self.on_device.iter().filter(|(_, block)| tiers.device().costs(*block, false)).count();
+        [on_device, self.on_host.iter().filter(|&&block| tiers.host().costs(block, false)).count()]
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -84,6 +92,8 @@ pub(crate) struct StoreJobs {
     given_up: BTreeSet<JobId>,
     /// Keys that loads are bringing.
     loading: HashSet<Key>,
+    /// What is kept for prompts that wait.
+    leases: PromptLeases,
 }
 
 impl StoreJobs {
@@ -103,18 +113,55 @@ impl StoreJobs {
         JobId(self.last)
     }
 
-    /// Blocks of `tier` that loads may take now: half of the host, a quarter of the device, and never blocks that a
-    /// transfer still reads. `kept_free` blocks stay free.
-    fn room(&self, tiers: &Tiers, tier: Tier, kept_free: usize) -> usize {
-        let pool = tiers.pool(tier);
-        let held: usize = self.loads.values().filter(|load| load.tier == tier).map(|load| load.targets.len()).sum();
-        let most = pool.len() / if tier == Tier::Host { 2 } else { 4 };
-        let free = if pool.available() > pool.free() { pool.uncached() } else { pool.free() };
-        most.saturating_sub(held).min(free.saturating_sub(kept_free))
+    /// The leases of prompts that wait.
+    pub(crate) fn prompt_leases(&self) -> &PromptLeases {
+        &self.leases
+    }
+
+    /// Like [`StoreJobs::prompt_leases`], mutable.
+    pub(crate) fn prompt_leases_mut(&mut self) -> &mut PromptLeases {
+        &mut self.leases
+    }
+
+    /// Leases a prompt's blocks; see [`PromptLeases::lease`].
+    pub(crate) fn lease(
+        &mut self,
+        tiers: &mut Tiers,
+        wanted: &Wanted,
+        share: LeaseShare,
+        kept_free: usize,
+    ) -> Option<LeaseId> {
+        let targets = [Tier::Device, Tier::Host].map(|tier| self.num_targets(tier));
+        self.leases.lease(tiers, wanted, share, targets, kept_free)
+    }
+
+    /// Number of blocks that loads are filling.
+    fn num_targets(&self, tier: Tier) -> usize {
+        self.loads.values().filter(|load| load.tier == tier).map(|load| load.targets.len()).sum()
+    }
+
+    /// Number of blocks that a prompt's next loads may take on host and device: neither the prompt's own blocks nor those
+    /// that a transfer still reads. On the host, loads and leases of prompts that wait hold at most half of the blocks
+    /// that no table has. On the device, `kept_free` stay free.
+    pub(crate) fn room(&self, tiers: &Tiers, wanted: &Wanted, kept_free: usize) -> [(Tier, usize); 2] {
+        let room = |pool: &Pool, own: usize| {
+            let free = if pool.available() > pool.free() { pool.uncached() } else { pool.free() };
+            pool.free().saturating_sub(own).min(free)
+        };
+        let ([own, copies], host) = (wanted.num_evictable(tiers), tiers.host());
+        let on_host = if tiers.keeps_host_copies() {
+            let held = self.leases.num_idle(tiers, Tier::Host) + self.num_targets(Tier::Host);
+            room(host, copies).min(usize::midpoint(host.free(), held).saturating_sub(held))
+        } else {
+            0
+        };
+        [(Tier::Host, on_host), (Tier::Device, room(tiers.device(), own).saturating_sub(kept_free))]
     }
 
     /// Begins to load missing blocks, as room permits.
     pub(crate) fn begin_load(&mut self, tiers: &mut Tiers, wanted: Wanted, kept_free: usize) -> StoreJob {
+        let [host, device] = self.room(tiers, &wanted, kept_free);
+        let (tier, room) = if host.1 > 0 { host } else { device };
         let Wanted { on_device, on_host: mut kept, mut missing, .. } = wanted;
         kept.retain(|&block| !missing.is_empty() && tiers.host().block(block).lease_room(LeaseKind::Read) > 0);
         for &block in &kept {
@@ -122,11 +169,6 @@ impl StoreJobs {
         }
         // A prompt longer than the free blocks must not evict its own beginning.
         let spared = lease_unused(tiers, &on_device);
-        let on_host = if tiers.keeps_host_copies() { self.room(tiers, Tier::Host, 0) } else { 0 };
-        let (tier, room) = match on_host {
-            0 => (Tier::Device, self.room(tiers, Tier::Device, kept_free)),
-            _ => (Tier::Host, on_host),
-        };
         missing.truncate(room);
         let (mut blocks, job) = (Vec::with_capacity(missing.len()), self.next());
         tiers.take(tier, missing.len(), true, &mut blocks);
@@ -177,6 +219,7 @@ impl StoreJobs {
         if let Some(last) = targets.last() {
             tiers.touch_chain(last.1.parent.map_or(0, |parent| parent.key().tag()));
         }
+        self.leases.advance(tiers);
         Ok(published)
     }
 
@@ -275,7 +318,7 @@ impl StoreJobs {
         Ok(true)
     }
 
-    /// Leases that jobs hold.
+    /// Leases that jobs and prompts that wait hold.
     pub(crate) fn leases(&self) -> impl Iterator<Item = Lease> + '_ {
         let targets = self.loads.values().flat_map(|load| {
             let targets = load.targets.iter().map(|(block, _)| (load.tier, LeaseKind::Write, *block));
@@ -283,7 +326,8 @@ impl StoreJobs {
         });
         let reads = self.writes.values();
         let reads = reads.flat_map(|(tier, blocks)| blocks.iter().map(|&block| (*tier, LeaseKind::Read, block)));
-        targets.chain(reads).map(|(tier, kind, block)| Lease { tier, kind, block })
+        let jobs = targets.chain(reads).map(|(tier, kind, block)| Lease { tier, kind, block });
+        jobs.chain(self.leases.leases())
     }
 
     /// Checks the jobs.
@@ -301,6 +345,7 @@ impl StoreJobs {
         if targets().count() != self.loading.len() {
             return Err(format!("{} blocks are loaded, {} keys", targets().count(), self.loading.len()));
         }
+        self.leases.check()?;
         tiers.write_queue().map_or(Ok(()), StoreWriteQueue::check)
     }
 }

@@ -248,6 +248,7 @@ impl ReachedState {
 }
 
 fn end_jobs(manager: &mut Manager, loads: &[StoreJob], writes: &[StoreJob]) {
+    manager.end_leases();
     for job in loads {
         manager.end_load(job.job, &vec![false; job.blocks.len()]).unwrap();
     }

@@ -121,10 +121,12 @@ impl World {
         self.tickets.keys().copied().nth(n % self.tickets.len().max(1))
     }
 
-    /// Both tiers of the prefix cache must be unused for it to forget everything.
+    /// Both tiers of the prefix cache must be unused for it to forget everything; leases of prompts that wait are no use.
     pub(crate) fn reset(&mut self) {
+        let mut without = self.manager.clone();
+        without.end_leases();
         let idle = |tier| {
-            let pool = self.manager.pool(tier);
+            let pool = without.pool(tier);
             pool.free() + self.null_blocks(tier) == pool.len()
         };
         let idle = idle(Tier::Device) && (idle(Tier::Host) || !self.manager.keeps_host_copies());

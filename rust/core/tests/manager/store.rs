@@ -3,7 +3,7 @@
 
 use super::{BLOCK, Bytes, GARBAGE, World, keep, values};
 use blockyard_core::hash::Chain;
-use blockyard_core::{BlockState, Error, JobId, Prompt, StoreJob, StoreWrites, Tier};
+use blockyard_core::{BlockState, Error, JobId, LeaseId, LeaseShare, Prompt, StoreJob, StoreWrites, Tier};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -17,6 +17,15 @@ pub(crate) enum Op {
     },
     /// A load ends, perhaps without one of its blocks.
     EndLoad(usize, Option<usize>),
+    /// A prompt waits, with a share of the blocks.
+    Lease {
+        tokens: u32,
+        family: u32,
+        share: usize,
+    },
+    /// It is loaded, or starts.
+    Settle(usize),
+    EndLease(usize),
     Write(usize),
     EndWrite(usize),
     /// The device shrinks while a prompt is loaded beyond its new end, and may grow again; then the prompt is admitted.
@@ -40,6 +49,10 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         4 => (tokens.clone(), family.clone(), 1usize..8)
             .prop_map(|(tokens, family, most)| Op::Load { tokens, family, most }),
         3 => (0usize..8, prop::option::weighted(0.3, 0usize..8)).prop_map(|(n, lost)| Op::EndLoad(n, lost)),
+        3 => (tokens.clone(), family.clone(), 0usize..3)
+            .prop_map(|(tokens, family, share)| Op::Lease { tokens, family, share }),
+        1 => (0usize..8).prop_map(Op::Settle),
+        2 => (0usize..8).prop_map(Op::EndLease),
         4 => (1usize..6).prop_map(Op::Write),
         2 => (0usize..8).prop_map(Op::EndWrite),
         1 => (tokens.clone(), family.clone(), prop::option::weighted(0.3, 1usize..12))
@@ -60,6 +73,7 @@ pub(crate) struct Jobs {
     loads: Vec<(StoreJob, Vec<Bytes>)>,
     writes: Vec<(StoreJob, Vec<Bytes>)>,
     stored: BTreeMap<[u8; 32], Bytes>,
+    leases: Vec<LeaseId>,
 }
 
 impl Jobs {
@@ -98,6 +112,19 @@ impl World {
             Op::EndLoad(n, lost) => {
                 if !self.jobs.loads.is_empty() {
                     self.end_load(n % self.jobs.loads.len(), lost);
+                }
+            }
+            Op::Lease { tokens, family, share } => {
+                self.lease(&family_ids(tokens, family), LeaseShare::ALL[share]);
+            }
+            Op::Settle(n) => {
+                if let Some(&lease) = self.jobs.leases.get(n) {
+                    self.manager.settle_lease(lease).unwrap();
+                }
+            }
+            Op::EndLease(n) => {
+                if n < self.jobs.leases.len() {
+                    self.manager.end_lease(self.jobs.leases.remove(n)).unwrap();
                 }
             }
             Op::Write(most) => self.begin_write(most),
@@ -144,6 +171,14 @@ impl World {
                 self.begin_write(4);
             }
         }
+    }
+
+    fn lease(&mut self, ids: &[u32], share: LeaseShare) {
+        let prompt = Prompt { tokens: ids, spec: keep::spec(ids), extras: &[], hashed: None };
+        let before = self.manager.num_leases();
+        let lease = self.manager.lease_prompt(&prompt, share).unwrap();
+        assert_eq!(self.manager.num_leases(), before + usize::from(lease.is_some()));
+        self.jobs.leases.extend(lease);
     }
 
     fn begin_load(&mut self, ids: &[u32], most: usize) {
@@ -208,6 +243,8 @@ impl World {
     }
 
     pub(crate) fn end_jobs(&mut self) {
+        self.manager.end_leases();
+        assert_eq!((self.manager.num_promised(), self.manager.num_leased_idle()), (0, 0));
         while !self.jobs.loads.is_empty() {
             self.end_load(0, None);
         }

@@ -6,7 +6,7 @@ use crate::convert::memory;
 use crate::convert::values::{TierName, picklable};
 use crate::manager::prompts::{self, Extras, KeySpecs, TokenIds};
 use crate::manager::shared::Shared;
-use blockyard_core::{ExportedKey, JobId, StoreJob, StoreWrites};
+use blockyard_core::{ExportedKey, JobId, LeaseId, LeaseShare, StoreJob, StoreWrites};
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -140,8 +140,8 @@ impl PyStoreJobs {
 
     /// Begin to load the first of those blocks, as many as fit.
     ///
-    /// Loads take at most half of the host's blocks, or a quarter of the device's if the host has no room or keeps no
-    /// copies (`PrefixCaching(host=True)`).
+    /// They go to the host until loads hold half of what no sequence has there; else to the device, which keeps its
+    /// watermark free. See `room`.
     ///
     /// Args:
     ///     prompt: as for `missing`.
@@ -188,6 +188,105 @@ impl PyStoreJobs {
     /// With `"back"`: let all blocks be written now, because the process is about to end.
     fn flush(&self) {
         self.0.lock().flush_to_store();
+    }
+
+    /// Return the number of blocks that the next loads of a prompt may take, one on the host and one on the device.
+    ///
+    /// Args:
+    ///     prompt: as for `missing`.
+    ///     salt: salt of its tenant, bytes.
+    ///     lora_id: its adapter; 0 for none.
+    /// Raises:
+    ///     InvalidArgumentError: a token id is out of range.
+    #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
+    fn room(
+        &self,
+        prompt: &Bound<'_, PyAny>,
+        salt: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+    ) -> PyResult<usize> {
+        let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
+        let room = self.0.with(|manager| {
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.room_to_load(&prompts[0]))
+        })?;
+        room.map_err(to_py)
+    }
+
+    /// Lease the blocks of a prompt that waits: those that device and host have, and those that loads bring for it.
+    ///
+    /// Leased blocks are neither evicted nor moved. Whoever takes a lease ends it when the prompt is admitted or
+    /// dropped, or when something that runs needs the blocks. `prefix.reset` and a smaller device end all leases.
+    ///
+    /// Args:
+    ///     prompt: as for `missing`.
+    ///     share: what all leases together may hold, with the blocks that they are still to get. `"half"`: half of the
+    ///         blocks that no sequence has, in each tier. `"free"`: all of them on the device except the watermark, and
+    ///         half on the host. `"any"`: no limit.
+    ///     salt: salt of its tenant, bytes.
+    ///     lora_id: its adapter; 0 for none.
+    /// Returns:
+    ///     The number of the lease; None, without leasing anything, if the prompt would exceed the share.
+    /// Raises:
+    ///     InvalidArgumentError: a token id is out of range, or the share is unknown.
+    #[pyo3(signature = (prompt, *, share = "half", salt = None, lora_id = 0))]
+    fn lease(
+        &self,
+        prompt: &Bound<'_, PyAny>,
+        share: &str,
+        salt: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+    ) -> PyResult<Option<u64>> {
+        let names = LeaseShare::ALL.map(LeaseShare::name).join(", ");
+        let share = LeaseShare::from_name(share)
+            .ok_or_else(|| invalid(format!("share is \"{share}\", must be one of {names}")))?;
+        let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
+        let lease = self.0.with(|manager| {
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.lease_prompt(&prompts[0], share))
+        })?;
+        Ok(lease.map_err(to_py)?.map(|lease| lease.0))
+    }
+
+    /// Add to a lease what has been loaded by now, and nothing later: the load of its prompt has ended.
+    ///
+    /// Args:
+    ///     lease: its number.
+    /// Raises:
+    ///     UnknownTicketError: there was never such a lease.
+    fn settle_lease(&self, #[pyo3(from_py_with = args::lease)] lease: u64) -> PyResult<()> {
+        self.0.lock().settle_lease(LeaseId(lease)).map_err(to_py)
+    }
+
+    /// End a lease. Does nothing if it has ended.
+    ///
+    /// Args:
+    ///     lease: its number; None for all leases.
+    /// Raises:
+    ///     UnknownTicketError: there was never such a lease.
+    fn end_lease(&self, #[pyo3(from_py_with = args::lease)] lease: Option<u64>) -> PyResult<()> {
+        let mut manager = self.0.lock();
+        if let Some(lease) = lease {
+            return manager.end_lease(LeaseId(lease)).map_err(to_py);
+        }
+        manager.end_leases();
+        Ok(())
+    }
+
+    /// Number of leases that have not ended.
+    #[getter]
+    fn num_leases(&self) -> usize {
+        self.0.lock().num_leases()
+    }
+
+    /// Number of blocks that leased prompts are still to get.
+    #[getter]
+    fn num_promised(&self) -> usize {
+        self.0.lock().num_promised()
+    }
+
+    /// Number of leased device blocks that no sequence has.
+    #[getter]
+    fn num_leased(&self) -> usize {
+        self.0.lock().num_leased_idle()
     }
 
     /// Number of blocks waiting for `begin_write`; a block evicted while waiting counts until its turn comes.

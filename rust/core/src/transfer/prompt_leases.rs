@@ -1,0 +1,241 @@
+//! Leases of prompts that wait: what was loaded ahead for a prompt stays until it is admitted, or until its owner ends
+//! the lease because something that runs needs the blocks.
+//!
+//! Invariant: each leased block has one lease of the pool, however many prompts lease it.
+
+use super::{Lease, Wanted};
+use crate::block::{LeaseKind, TierBlock};
+use crate::error::{Error, Result};
+use crate::hash::Key;
+use crate::id::{LeaseId, Tier};
+use crate::tiers::Tiers;
+use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
+
+/// What the leases of waiting prompts may hold together, the new one included.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeaseShare {
+    /// Half of the blocks that no table has, in each tier.
+    Half,
+    /// All of them on the device except the watermark, and half of them on the host.
+    Free,
+    /// As much as there is, even if not all of the prompt's blocks fit.
+    Any,
+}
+
+impl LeaseShare {
+    /// All shares.
+    pub const ALL: [Self; 3] = [Self::Half, Self::Free, Self::Any];
+
+    /// The share's name in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Half => "half",
+            Self::Free => "free",
+            Self::Any => "any",
+        }
+    }
+
+    /// The share of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|share| share.name() == name)
+    }
+}
+
+/// One prompt's lease.
+#[derive(Debug, Clone)]
+struct PromptLease {
+    /// In the order of their tokens.
+    blocks: Vec<TierBlock>,
+    /// Keys of the blocks that it is still to get, last one first.
+    promised: Vec<Key>,
+}
+
+/// The leases of all waiting prompts.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct PromptLeases {
+    last: u64,
+    leases: BTreeMap<LeaseId, PromptLease>,
+    /// Prompts that lease each block.
+    blocks: HashMap<TierBlock, usize>,
+    /// Prompts that are promised each key.
+    promised: HashMap<Key, usize>,
+}
+
+impl PromptLeases {
+    /// Number of leases.
+    pub(crate) fn len(&self) -> usize {
+        self.leases.len()
+    }
+
+    /// Number of distinct blocks that are promised.
+    pub(crate) fn num_promised(&self) -> usize {
+        self.promised.len()
+    }
+
+    /// Number of leased blocks of a tier that no table has.
+    pub(crate) fn num_idle(&self, tiers: &Tiers, tier: Tier) -> usize {
+        let pool = tiers.pool(tier);
+        self.blocks.keys().filter(|(of, block)| *of == tier && pool.refs(*block) == 0).count()
+    }
+
+    /// Leases the blocks of a prompt that the tiers have, and promises it the missing ones, unless that is more than
+    /// its share. `targets` are the blocks of device and host that loads are filling, `kept_free` stay free.
+    pub(crate) fn lease(
+        &mut self,
+        tiers: &mut Tiers,
+        wanted: &Wanted,
+        share: LeaseShare,
+        targets: [usize; 2],
+        kept_free: usize,
+    ) -> Option<LeaseId> {
+        if share != LeaseShare::Any && !self.fits(tiers, wanted, share, targets, kept_free) {
+            return None;
+        }
+        self.last += 1;
+        let id = LeaseId(self.last);
+        let found = wanted.on_device.iter().map(|(_, block)| (Tier::Device, *block));
+        let found = found.chain(wanted.on_host.iter().map(|block| (Tier::Host, *block)));
+        let mut lease = PromptLease { blocks: Vec::new(), promised: wanted.lacking.iter().rev().copied().collect() };
+        for block in found {
+            self.take(tiers, &mut lease.blocks, block);
+        }
+        lease.promised.iter().for_each(|key| *self.promised.entry(*key).or_default() += 1);
+        self.leases.insert(id, lease);
+        Some(id)
+    }
+
+    fn fits(&self, tiers: &Tiers, wanted: &Wanted, share: LeaseShare, targets: [usize; 2], kept_free: usize) -> bool {
+        let [on_device, on_host] = wanted.num_evictable(tiers);
+        let rest = |tier: Tier, found: usize| {
+            let (free, held) = (tiers.pool(tier).free(), self.num_idle(tiers, tier) + targets[tier.index()]);
+            usize::midpoint(free, held).checked_sub(held + found)
+        };
+        let device = match share {
+            LeaseShare::Half => rest(Tier::Device, on_device),
+            LeaseShare::Free | LeaseShare::Any => tiers.device().free().checked_sub(on_device + kept_free),
+        };
+        let host = if tiers.keeps_host_copies() { rest(Tier::Host, on_host) } else { Some(0) };
+        let host = if share == LeaseShare::Half { host } else { Some(host.unwrap_or(0)) };
+        let new = wanted.lacking.iter().filter(|key| !self.promised.contains_key(key)).count();
+        // Blocks that loads are filling are promised to prompts, too.
+        let promised = self.promised.len().saturating_sub(targets[0] + targets[1]);
+        matches!((device, host), (Some(device), Some(host)) if new + promised <= device + host)
+    }
+
+    /// Leases a block, if the pool can count one lease more of it.
+    fn take(&mut self, tiers: &mut Tiers, blocks: &mut Vec<TierBlock>, block: TierBlock) {
+        let count = self.blocks.get(&block).copied().unwrap_or(0);
+        if count == 0 {
+            if tiers.block(block).lease_room(LeaseKind::Read) == 0 {
+                return;
+            }
+            tiers.lease(block, LeaseKind::Read);
+        }
+        self.blocks.insert(block, count + 1);
+        blocks.push(block);
+    }
+
+    /// Leases promised blocks that the tiers have now, up to the first that they do not have.
+    pub(crate) fn advance(&mut self, tiers: &mut Tiers) {
+        let waiting: Vec<LeaseId> =
+            self.leases.iter().filter(|(_, lease)| !lease.promised.is_empty()).map(|(id, _)| *id).collect();
+        for id in waiting {
+            self.advance_one(tiers, id);
+        }
+    }
+
+    fn advance_one(&mut self, tiers: &mut Tiers, id: LeaseId) {
+        let Some(mut lease) = self.leases.remove(&id) else { return };
+        while let Some(key) = lease.promised.last() {
+            let on_device = tiers.device().find(key).map(|block| (Tier::Device, block));
+            let Some(block) = on_device.or_else(|| tiers.host().find(key).map(|block| (Tier::Host, block))) else {
+                break;
+            };
+            drop_one(&mut self.promised, key);
+            lease.promised.pop();
+            self.take(tiers, &mut lease.blocks, block);
+        }
+        self.leases.insert(id, lease);
+    }
+
+    /// Promises a prompt nothing more: its load has ended.
+    ///
+    /// # Errors
+    /// There was never such a lease.
+    pub(crate) fn settle(&mut self, tiers: &mut Tiers, id: LeaseId) -> Result<()> {
+        self.require(id)?;
+        self.advance_one(tiers, id);
+        if let Some(lease) = self.leases.get_mut(&id) {
+            lease.promised.drain(..).for_each(|key| _ = drop_one(&mut self.promised, &key));
+        }
+        Ok(())
+    }
+
+    /// Ends a lease, if it has not ended.
+    ///
+    /// # Errors
+    /// There was never such a lease.
+    pub(crate) fn end(&mut self, tiers: &mut Tiers, id: LeaseId) -> Result<()> {
+        self.require(id)?;
+        let Some(lease) = self.leases.remove(&id) else { return Ok(()) };
+        for key in &lease.promised {
+            drop_one(&mut self.promised, key);
+        }
+        // In reverse, so that a chain is evicted from its end.
+        for block in lease.blocks.iter().rev() {
+            if drop_one(&mut self.blocks, block) {
+                tiers.end_lease(*block, LeaseKind::Read);
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends all leases, the newest first.
+    pub(crate) fn end_all(&mut self, tiers: &mut Tiers) {
+        while let Some(id) = self.leases.last_key_value().map(|(id, _)| *id) {
+            _ = self.end(tiers, id);
+        }
+    }
+
+    fn require(&self, lease: LeaseId) -> Result<()> {
+        if lease.0 == 0 || lease.0 > self.last { Err(Error::UnknownLease { lease }) } else { Ok(()) }
+    }
+
+    /// Leases that the pools count.
+    pub(crate) fn leases(&self) -> impl Iterator<Item = Lease> + '_ {
+        self.blocks.keys().map(|&(tier, block)| Lease { tier, kind: LeaseKind::Read, block })
+    }
+
+    /// Checks the counts.
+    pub(crate) fn check(&self) -> std::result::Result<(), String> {
+        let (mut blocks, mut promised) = (HashMap::new(), HashMap::new());
+        for lease in self.leases.values() {
+            lease.blocks.iter().for_each(|block| *blocks.entry(*block).or_default() += 1);
+            lease.promised.iter().for_each(|key| *promised.entry(*key).or_default() += 1);
+        }
+        if blocks == self.blocks && promised == self.promised {
+            return Ok(());
+        }
+        let (held, named) = (self.blocks.len(), self.promised.len());
+        Err(format!(
+            "prompts lease {held} and are promised {named} blocks, counted {} and {}",
+            blocks.len(),
+            promised.len()
+        ))
+    }
+}
+
+/// Counts one less; returns whether it was the last.
+fn drop_one<K: Eq + Hash>(counts: &mut HashMap<K, usize>, key: &K) -> bool {
+    match counts.get_mut(key) {
+        Some(count) if *count > 1 => {
+            *count -= 1;
+            false
+        }
+        Some(_) => counts.remove(key).is_some(),
+        None => false,
+    }
+}
