@@ -38,12 +38,13 @@ _BYTES_PER_SECOND: Final = 200e6  # deadlines assume at least this rate
 class Read:
     """A store read: the blocks of these keys, uint8 `[n, 32]`, into staging rows.
 
-    The store owns the rows until the batch has an answer.
+    The store owns the rows until the batch has an answer. `num_placed` of them have been copied to blocks.
     """
 
     keys: NDArray[np.uint8]
     batch: PendingBatch
     rows: NDArray[np.uint8] | None
+    num_placed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -254,10 +255,12 @@ class Loads:
             return self._end(load)
         if self._store.lacks(load.keys[:1])[0]:  # what the store lacks does not wait for room below
             return self._end(load, "absent")
-        room = self._max_blocks - sum(len(read.keys) for read in reads + self._abandoned)
-        if room < min(len(load.keys), self._max_blocks // 4 or 1):
+        staging = self._max_blocks - sum(len(read.keys) for read in reads + self._abandoned)
+        if staging < min(len(load.keys), self._max_blocks // 4 or 1):
             return False
-        return self._read(load, load.keys[:room])
+        # What the store sends without a place to go would be read again.
+        room = self._store_jobs.room(load.prompt) - sum(len(read.keys) for read in reads)
+        return self._read(load, load.keys[: min(staging, room)]) if room > 0 else self._end(load, "no_room")
 
     def _read(self, load: Load, keys: NDArray[np.uint8]) -> bool:
         """Let the store read blocks, up to the first that it lacks."""
@@ -292,7 +295,7 @@ class Loads:
         if not count:
             self._drop_read(load)
             return self._end(load)
-        job = self._store_jobs.begin_load(load.prompt, count)
+        job = self._store_jobs.begin_load(load.prompt, count - read.num_placed)
         if not len(job):
             self._find_missing(load)
             return self._end(load, "no_room" if len(load.keys) else "")  # with its rows, if it waits
@@ -318,7 +321,6 @@ class Loads:
         load.trace.end_leg(copy.transfer.error)
         found = self._end_job(copy.job, copy.landed & has_landed)
         load.copy = None
-        self._drop_read(load)
         if not has_landed:
             return self._finish(load, "copy_failed")
         self._stats.hit_blocks += found
@@ -326,12 +328,26 @@ class Loads:
         load.tokens += found * self._manager.block_size
         load.brought.update(key.tobytes() for key in copy.job.keys[copy.landed])
         self._find_missing(load)
+        if self._has_more(load, int(copy.landed.sum())):
+            return True
+        self._drop_read(load)
         if copy.is_last or not len(load.keys):
             return self._end(load)
         if load.keys[0].tobytes() in load.brought:  # evicted in the meantime, for this prompt or another
             return self._finish(load, "no_room")
         self._allow(load, load.tokens // self._manager.block_size + len(load.keys) + load.num_loading)
         return True
+
+    def _has_more(self, load: Load, num_placed: int) -> bool:
+        """Whether the read has rows left that the prompt still misses: those had no room in the first tier."""
+        read = load.read
+        if read is None or read.batch.answer is None:
+            return False
+        read.num_placed += num_placed
+        arrived = read.keys[: _leading(read.batch.answer.ok)]
+        if read.num_placed >= len(arrived) or not len(load.keys) or load.keys[0].tobytes() in load.brought:
+            return False
+        return bool((arrived == load.keys[0]).all(axis=1).any())
 
     def _end(self, load: Load, miss: str = "") -> bool:
         """End a load that brings no more blocks, once no other is bringing blocks of its prompt."""

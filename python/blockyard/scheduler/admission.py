@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import AllocStatus, BlockManager, HashedPrompt
+from blockyard.scheduler.loading_ahead import LOOKED_AT, LoadingAhead, place_of
+from blockyard.scheduler.loop import Change
 from blockyard.scheduler.options import BlockNeeds
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, IdleSequences, RequestState, SequenceStatus
@@ -19,8 +21,6 @@ from blockyard.scheduler.swapping import Swapping
 
 __all__ = ["Admission", "Precedence"]
 
-LOADED_AHEAD: Final = 8
-"""How many waiting sequences, from the head, load their prompts from a prefix store."""
 HELD: Final = 2
 """In `Pool.uses`: only transfers or pins hold the block."""
 PASSED: Final = 16
@@ -38,7 +38,11 @@ class Admission:
         stats: counts the tokens found in the prefix cache.
         needs: counts the blocks that a sequence needs.
         prefetch: starts loading the beginning of a prompt from a prefix store; None without a store.
+        change: of the scheduler.
         max_overtakes: maximum number of requests that may start before one ahead of them.
+
+    Attributes:
+        ahead: loads their prompts before they start.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Admission:
         *,
         needs: BlockNeeds,
         prefetch: Callable[[HashedPrompt], Fetch] | None,
+        change: Change,
         max_overtakes: int,
     ) -> None:
         self._manager = manager
@@ -61,42 +66,24 @@ class Admission:
         self._needs = needs
         self._prefix_caching = manager.prefix.enabled
         (self._group,) = manager.pool().groups
-        self._prefetch = prefetch
-        self._loading: list[IdleSequences] = []  # prompts still loading, found by `load_ahead`
+        most, in_order = rows.seats_left + LOOKED_AT, not max_overtakes
+        self.ahead = LoadingAhead(manager, waiting, self._hashed, prefetch, change, most=most, in_order=in_order)
         self._aside: list[IdleSequences] = []  # those taken out of the queue until `admit` ends
         self._max_overtakes = max_overtakes
         self._behind: IdleSequences | None = None  # the first swapped-out sequences, in `admit`
         self._passed: list[IdleSequences] = []  # those set aside because they do not fit
 
-    @property
-    def num_loading(self) -> int:
-        """Number of waiting sequences whose prompts are loading, as of the last step. Thread-safe."""
-        return len(self._loading)
-
     def count_loading(self) -> int:
-        """Count those of them that are still loading; polls the prefix store."""
-        return sum(idle.is_loading() for idle in self._loading)
-
-    def load_ahead(self) -> None:
-        """Start loading the prompts near the head of the queue, and check which have loaded.
-
-        All calls into user objects happen here, before a step changes anything, because they may raise.
-        """
-        if self._prefetch is None:
-            return
-        for idle in self._waiting.first(LOADED_AHEAD):
-            if idle.fetch is None:
-                idle.fetch = idle.state.context.run(self._prefetch, self._hashed(idle))
-                self._loading.append(idle)
-        self._loading = [p for p in self._loading if p.status is SequenceStatus.WAITING and p.is_loading()]
+        """Count the waiting sequences whose prompts are still loading; polls the prefix store."""
+        return sum(idle.is_loading() for idle in self.ahead.loading)
 
     def first(self) -> IdleSequences | None:
         """Return the first whose prompt is not loading, without removing it."""
-        head = self._waiting.head()
-        if head is None or head not in self._loading:
+        head, loading = self._waiting.head(), self.ahead.loading
+        if head is None or head not in loading:
             return head
-        near = self._waiting.first(len(self._loading) + 1)
-        return next((idle for idle in near if idle not in self._loading), None)
+        near = self._waiting.first(len(loading) + 1)
+        return next((idle for idle in near if idle not in loading), None)
 
     def admit(self, *, behind: IdleSequences | None = None) -> None:
         """Start what fits into this step.
@@ -141,9 +128,11 @@ class Admission:
                 if batch or self._rows.find(state.seats)[-1] >= self._rows.decodes:
                     break
                 share = None if self._prefix_caching else self._shared_with(state, head.tokens[0])
-            need = self._fit(head, share, blocks, room)
+            has_asked = self.ahead.may_start(head) or self._is_idle(batch)
+            need = self._fit(head, share, blocks, room) if has_asked else None
             if need is None:
-                if batch or not self._pass_over(head):
+                ended = has_asked and self._end_lease_behind(head, blocks, room)
+                if not ended and (batch or not self._pass_over(head)):
                     break
                 room = self._room(blocks)
                 continue
@@ -166,6 +155,19 @@ class Admission:
         if taken + need > room and self._prefix_caching and self._needs.is_full:
             need = self._blocks_with_hits(head, room)
         return need if taken + need <= room else None
+
+    def _is_idle(self, batch: list[IdleSequences]) -> bool:
+        """Whether nothing runs or loads, nor starts in this step: then a prompt need not ask the prefix store first."""
+        return not (batch or self._builder.tokens or self._rows.count or self.ahead.loading)
+
+    def _end_lease_behind(self, head: IdleSequences, taken: int, room: int) -> bool:
+        """End the lease of the last sequences behind `head`, if `head` lacks only blocks that leases hold."""
+        if not self.ahead.has_leases or 1 + head.forks > self._rows.seats_left:
+            return False
+        need = self._needs.peak(len(head.tokens[0]))
+        if self._prefix_caching and self._needs.is_full:
+            need = self._blocks_with_hits(head, room)
+        return self.ahead.give_up_last(place_of(head), taken + need - room)
 
     def _may_start(self, head: IdleSequences) -> bool:
         """Whether `head` may overtake those ahead of it that have not started."""
@@ -205,7 +207,7 @@ class Admission:
 
     def _head(self) -> IdleSequences | None:
         """Return the first whose prompt is not loading; set aside those before it."""
-        while (head := self._waiting.head()) is not None and head in self._loading:
+        while (head := self._waiting.head()) is not None and head in self.ahead.loading:
             self._aside.append(self._waiting.pop())
         return head
 
@@ -218,12 +220,15 @@ class Admission:
         return sum(map(self._needs.rest, lengths, builder.ends))
 
     def _room(self, owed: int) -> int:
-        """Blocks for new prompts. If the head needs more than are free, those held only by writes to a store count."""
+        """Blocks for new prompts, except those that loads will take for prompts ahead of the head.
+
+        If the head needs more than are free, those held only by writes to a store count.
+        """
         head = self._head()
         if head is None:
             return 0
         blocks = owed + self._needs.peak(len(head.tokens[0]))
-        return self._manager.can_allocate(blocks * self._manager.block_size).free
+        return self._manager.can_allocate(blocks * self._manager.block_size).free - self.ahead.num_promised(self._aside)
 
     def _blocks_with_hits(self, idle: IdleSequences, room: int) -> int:
         """Blocks of `room` that a prompt takes. Hits held only by writes count: new blocks cannot take their place."""
@@ -276,6 +281,8 @@ class Admission:
         else:
             counts = [min(len(tokens), left) for tokens in prompts]
             handles = manager.allocate(counts=counts)
+        for idle in batch:
+            self.ahead.end(idle)  # the sequences have the blocks now
         states = [idle.state for idle in batch]
         most = max([state.request.max_tokens for state in states])
         rows.make_room(max([state.limit for state in states]), max(map(len, prompts)), most)
@@ -355,6 +362,9 @@ class Precedence:
         if first is None or rows.lowest_priority() <= first.rank[0]:
             return False
         blocks, seats = self._lacking(first)
+        place = place_of(first) if first.status is SequenceStatus.WAITING else first.rank[:1]
+        while blocks > 0 and self._admission.ahead.give_up_last(place):
+            blocks, seats = self._lacking(first)
         if (blocks > 0 or seats > 0) and self._is_enough(first, blocks, seats):
             while (blocks > self._leased() or seats > 0) and rows.lowest_priority() > first.rank[0]:
                 self._preempt(rows.worst())
@@ -376,7 +386,8 @@ class Precedence:
     def _leased(self) -> int:
         """Blocks that become free once transfers have landed."""
         held = int(np.count_nonzero(self._manager.pool().uses() == HELD))
-        return max(0, held - self._manager.stats().pinned_blocks["device"]) if held else 0
+        kept = self._manager.stats().pinned_blocks["device"] + self._manager.prefix.store_jobs.num_leased if held else 0
+        return max(0, held - kept)
 
     def _is_enough(self, first: IdleSequences, blocks: int, seats: int) -> bool:
         """Whether the running requests of lower priority hold what sequences lack."""

@@ -239,12 +239,25 @@ class IdleSequences:
         forks: sequences that will fork off at the end of the prompt.
         hashed: its tokens with their prefix-cache keys, once computed.
         fetch: the load of its beginning from a prefix store, once started.
+        lease: number of the lease of its blocks, while it waits; see `LoadingAhead`.
         overtaken: requests behind it that started before it.
         status: whether they wait, are swapped out, or are returning.
         rank: their position in a queue.
     """
 
-    __slots__ = ("fetch", "forks", "handles", "hashed", "indices", "overtaken", "rank", "state", "status", "tokens")
+    __slots__ = (
+        "fetch",
+        "forks",
+        "handles",
+        "hashed",
+        "indices",
+        "lease",
+        "overtaken",
+        "rank",
+        "state",
+        "status",
+        "tokens",
+    )
 
     def __init__(
         self,
@@ -262,6 +275,7 @@ class IdleSequences:
         self.forks = forks
         self.hashed: HashedPrompt | None = None
         self.fetch: Fetch | None = None
+        self.lease: int | None = None
         self.overtaken = 0
         self.status = SequenceStatus.WAITING if handles is None else SequenceStatus.SWAPPED
         self.rank = state.rank

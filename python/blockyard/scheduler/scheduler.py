@@ -75,8 +75,8 @@ class Scheduler:
         defragment: block moves on the device to decide in every step, after everything else has its blocks; none by
             default. The executor must support `move`.
         prefetch: starts loading the beginning of a prompt from a prefix store: `PrefixStore.prefetch`. It is called for
-            the prompts near the head of the queue. While a prompt loads, others go first. None: the cache's, if it has
-            a prefix store.
+            waiting prompts in order, as many as fit, and again if a prompt's blocks are gone. While a prompt loads,
+            others go first. None: the cache's, if it has a prefix store.
         executor: carries out decisions instead of the cache's `executor`; for example a `ParallelExecutor`.
         recorder: writes the requests to a trace. None: to the file that `BLOCKYARD_RECORD` names, if that is set.
         max_overtakes: how many requests may start before an earlier one of their priority that does not fit yet.
@@ -146,6 +146,7 @@ class Scheduler:
         self._recording = TokenRecorder(recorder, manager.block_size)
         self._make_empty()
         options.take_over(self, manager)
+        manager.prefix.store_jobs.end_lease(None)  # of a scheduler that was dropped
 
     def _make_empty(self) -> None:
         """Set up empty queues, rows and counts."""
@@ -154,8 +155,14 @@ class Scheduler:
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue(SequenceStatus.WAITING)
         parts = (self.manager, self._rows, self._builder, self._waiting, self._stats)
-        self._admission = Admission(*parts, needs=self._needs, prefetch=self._prefetch, max_overtakes=self._overtakes)
-        self._swapping = Swapping(*parts, overlap_io=self._overlap_io)
+        self._admission = Admission(
+            *parts,
+            needs=self._needs,
+            prefetch=self._prefetch,
+            change=self._change,
+            max_overtakes=self._overtakes,
+        )
+        self._swapping = Swapping(*parts, overlap_io=self._overlap_io, give_up_lease=self._admission.ahead.give_up_last)
         self._precedence = Precedence(self.manager, self._rows, self._admission, self._swapping, self._preempt)
         self._acceptance = Acceptance(self.manager, self._rows, self._builder, self._stop_tokens, self._stats)
         self._leaving: list[RequestState] = []  # their rows are freed once no step is in flight
@@ -181,7 +188,7 @@ class Scheduler:
     @property
     def num_loading(self) -> int:
         """Number of waiting requests whose prompts are loading from a prefix store, as of the last step."""
-        return self._admission.num_loading
+        return len(self._admission.ahead.loading)
 
     def _count_loading(self) -> int:
         return self._admission.count_loading()
@@ -324,7 +331,8 @@ class Scheduler:
         """Decide a step; the caller ends the change."""
         self.give_up()
         if self._waiting:
-            self._admission.load_ahead()  # may raise, so before anything changes
+            is_idle = not (self._rows.count or self._swapping)
+            self._admission.ahead.advance(is_idle=is_idle)  # may raise, so before anything changes
         self._begin()
         self._dropped = None
         return self._decide(lookahead, by_layer=by_layer)
@@ -446,6 +454,8 @@ class Scheduler:
             try:
                 self._append(lookahead)
             except OutOfBlocksError:
+                if self._admission.ahead.give_up_last():
+                    continue
                 if not lookahead:
                     self._preempt(self._rows.worst())
                     preempted = True
@@ -555,6 +565,7 @@ class Scheduler:
         if self._in_flight is not None:
             self._dropped = self._in_flight
         self.manager.free_all()
+        self.manager.prefix.store_jobs.end_lease(None)
         for state in self._requests.values():
             self._rows.leave(state)
         self._make_empty()
@@ -602,6 +613,7 @@ class Scheduler:
         for idle in tuple(state.idle):
             if idle.status is SequenceStatus.WAITING:
                 self._waiting.discard(idle)
+                self._admission.ahead.end(idle)
             else:
                 self._swapping.drop(idle)
         state.alive = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, BlockManager
+from blockyard._core import AllocStatus, BlockManager, Fit
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import IdleSequences, RequestState, SequenceStatus
 from blockyard.scheduler.rows import Seated, SequenceRows
@@ -24,6 +26,7 @@ class Swapping:
         waiting: queue for sequences that lose their blocks.
         stats: counts swaps.
         overlap_io: whether sequences from the external tier are left out of steps until they have arrived.
+        give_up_lease: ends a waiting prompt's lease, see `LoadingAhead.give_up_last`.
 
     Attributes:
         swapped: queue of swapped-out sequences.
@@ -38,6 +41,7 @@ class Swapping:
         stats: SchedulerStats,
         *,
         overlap_io: bool,
+        give_up_lease: Callable[[tuple[float, ...], int], bool],
     ) -> None:
         self.swapped = RankedQueue(SequenceStatus.SWAPPED)
         self._manager = manager
@@ -45,7 +49,7 @@ class Swapping:
         self._builder = builder
         self._waiting = waiting
         self._stats = stats
-        self._overlap_io = overlap_io
+        self._overlap_io, self._give_up_lease = overlap_io, give_up_lease
         self._prefix_caching = manager.prefix.enabled
         self._away: dict[IdleSequences, None] = {}  # ordered, so runs are reproducible
         self._returning: list[IdleSequences] = []  # from the external tier, in the step being built
@@ -118,8 +122,11 @@ class Swapping:
             mixed = computed if apart else bool(self._returning)
             if mixed or len(idle.indices) > self._rows.seats_left:
                 break
-            status = self._bring_back(idle.handles)
+            fit = self._bring_back(idle.handles)
+            status = fit.status
             if status == AllocStatus.LATER:
+                if fit.blocks and self._give_up_lease(idle.rank[:1], fit.blocks - fit.free):
+                    continue  # those that wait come after it
                 break
             if status == AllocStatus.NEVER:  # its room is gone for good, but it can be recomputed
                 self.recompute(idle)
@@ -143,7 +150,7 @@ class Swapping:
         self._manager.append(idle.handles, token_ids=ids, out=builder.slots[new])
         self._seat(self._return(idle))
 
-    def _bring_back(self, handles: NDArray[np.uint64]) -> AllocStatus:
+    def _bring_back(self, handles: NDArray[np.uint64]) -> Fit:
         """Swap sequences in, if they fit now."""
         fit = self._manager.can_swap_in(handles)
         if fit:
@@ -151,7 +158,7 @@ class Swapping:
             self._manager.swap_in(handles)
             self._stats.resumed_swap_external += is_external
             self._stats.resumed_swap_host += not is_external
-        return fit.status
+        return fit
 
     def recompute(self, idle: IdleSequences) -> None:
         """Free the blocks of swapped-out sequences; they wait for recompute from their tokens."""

@@ -1,0 +1,172 @@
+"""Loading ahead: waiting prompts are loaded from a prefix store, in order, as many as fit.
+
+A prompt *leases* its blocks on device and host, those that it finds and those that land, until it starts. So prompts of
+a queue do not evict each other's blocks. The leases hold at most half of the blocks that no sequence has; the first
+prompt may take all of them, as it does when it starts. Leases never stop what runs: the last prompt's is ended before a
+running sequence is preempted, or an earlier prompt waits. Such a prompt asks the store again before it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Literal
+
+from blockyard._core import BlockManager, HashedPrompt
+from blockyard.scheduler.loop import Change
+from blockyard.scheduler.ranked_queue import RankedQueue
+from blockyard.scheduler.request import Fetch, IdleSequences, SequenceStatus
+
+__all__ = ["LOOKED_AT", "LoadingAhead", "place_of"]
+
+Share = Literal["half", "free", "any"]
+
+LOOKED_AT: Final = 8
+"""How many sequences behind those with a lease are looked at first, and may load ahead beyond those that can run."""
+
+
+class LoadingAhead:
+    """The waiting sequences whose prompts are loaded before they start.
+
+    Args:
+        manager: the scheduler's manager.
+        waiting: the queue.
+        hashed: returns a prompt with its keys.
+        prefetch: starts loading the beginning of a prompt from a prefix store; None without a store.
+        change: of the scheduler.
+        most: maximum number of sequences to load ahead.
+        in_order: whether a sequence that does not fit stops those behind it.
+
+    Attributes:
+        loading: those whose prompts are loading, as of the last step.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        waiting: RankedQueue,
+        hashed: Callable[[IdleSequences], HashedPrompt],
+        prefetch: Callable[[HashedPrompt], Fetch] | None,
+        change: Change,
+        *,
+        most: int,
+        in_order: bool,
+    ) -> None:
+        self.loading: dict[IdleSequences, None] = {}
+        self._jobs = manager.prefix.store_jobs
+        self._pools = (manager.pool("device"), manager.pool("host"))
+        self._waiting, self._hashed, self._prefetch, self._change = waiting, hashed, prefetch, change
+        self._most, self._in_order = most, in_order
+        self._leased: list[IdleSequences] = []  # those with a lease, in the order of the queue
+        self._refused: tuple[IdleSequences, Share, list[int]] | None = None  # and the free blocks of each tier then
+
+    def advance(self, *, is_idle: bool) -> None:
+        """Load the next prompts that fit, and check which have loaded.
+
+        All calls into user objects happen here, before a step changes anything, because they may raise.
+
+        Args:
+            is_idle: whether no sequence runs or is swapped out, so that nothing else can use the blocks.
+        """
+        if self._prefetch is None:
+            return
+        waiting = SequenceStatus.WAITING
+        for idle in [idle for idle in self.loading if idle.status is not waiting or not idle.is_loading()]:
+            self._settle(idle)
+        self._leased = [idle for idle in self._leased if idle.lease is not None]
+        if self._jobs.num_leases != len(self._leased):
+            self._end_from(0)  # a reset or a smaller device has ended them
+        count, at = len(self._leased) + LOOKED_AT, 0
+        goes_on = True
+        while goes_on and at < self._most:
+            near = self._waiting.first(min(count, self._most))
+            goes_on = len(near) == count
+            for place, idle in enumerate(near[at:], at):
+                share: Share = "half" if place else "any" if is_idle else "free"
+                if not self._load(idle, share) and self._in_order:
+                    return
+            at, count = len(near), 2 * count
+
+    def _load(self, idle: IdleSequences, share: Share) -> bool:
+        """Lease a prompt's blocks and start its load, unless that has been done. Returns False if it does not fit."""
+        if idle.lease is None and not self._lease(idle, share):
+            return False
+        if idle.fetch is None and self._prefetch is not None:
+            idle.fetch = idle.state.context.run(self._prefetch, self._hashed(idle))
+            self.loading[idle] = None
+            if not idle.is_loading():
+                self._settle(idle)
+        return True
+
+    def _lease(self, idle: IdleSequences, share: Share) -> bool:
+        self._end_from(next((at for at, other in enumerate(self._leased) if place_of(other) > place_of(idle)), None))
+        free = [pool.num_free for pool in self._pools]
+        *last, then = self._refused or (None, share, free)
+        if last == [idle, share] and free[0] <= then[0] and free[1] <= then[1]:
+            return False
+        hashed = self._hashed(idle)
+        self._change.begun = True
+        idle.lease = self._jobs.lease(hashed, share=share)
+        if idle.lease is not None:
+            self._leased.append(idle)
+        self._refused = (idle, share, free) if idle.lease is None else None
+        self._change.begun = False
+        return idle.lease is not None
+
+    def _settle(self, idle: IdleSequences) -> None:
+        """Promise a prompt nothing more, whose load has ended."""
+        if idle.lease is not None:
+            self._jobs.settle_lease(idle.lease)
+        self.loading.pop(idle, None)
+        self._refused = None
+
+    def _end_from(self, at: int | None) -> None:
+        """End the leases of the sequences from a place on, the last first."""
+        for idle in reversed(self._leased[at:] if at is not None else []):
+            self.end(idle)
+            self._leased.pop()
+
+    def end(self, idle: IdleSequences) -> None:
+        """End the lease of sequences that start, are dropped, or give it up; if they wait, they will ask again."""
+        if idle.lease is not None:
+            self._jobs.end_lease(idle.lease)
+            idle.lease = self._refused = None
+        idle.fetch = None
+        self.loading.pop(idle, None)
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether any sequences have a lease."""
+        return bool(self._leased)
+
+    def give_up_last(self, place: tuple[float, ...] = (), lacking: int = 0) -> bool:
+        """End the lease of the last sequences, if they are behind a place in the queue and it helps.
+
+        Args:
+            place: of sequences, see `place_of`, or a beginning of it: of all that have it.
+            lacking: number of device blocks that whoever is in that place lacks.
+
+        Returns:
+            Whether a lease has ended.
+        """
+        while self._leased and self._leased[-1].lease is None:
+            self._leased.pop()
+        if not self._leased or place_of(self._leased[-1]) <= place or lacking > self._jobs.num_leased:
+            return False
+        self.end(self._leased.pop())
+        return True
+
+    def may_start(self, idle: IdleSequences) -> bool:
+        """Whether sequences have asked the store, or lack nothing that it could have."""
+        if self._prefetch is None or idle.lease is not None:
+            return True
+        keys, num_loading = self._jobs.missing(self._hashed(idle), 1)
+        return not len(keys) and not num_loading
+
+    def num_promised(self, ahead: list[IdleSequences]) -> int:
+        """Number of blocks that loads will take for any of these sequences."""
+        return self._jobs.num_promised if self.loading and any(idle in self.loading for idle in ahead) else 0
+
+
+def place_of(idle: IdleSequences) -> tuple[float, ...]:
+    """Return the place of sequences in their queue: priority, arrival, number, index."""
+    return (*idle.rank, idle.indices[0])
