@@ -101,6 +101,13 @@ def test_an_answer_is_found_by_the_next_turn_where_the_trace_tells_it():
     assert [prefill for prefill, _ in run(unknown)[1].calls if prefill] == [[(0, 17)], [(16, 25)]]
 
 
+def test_a_prompt_with_a_known_answer_is_computed_in_chunks():
+    answered = TraceRequest(0.0, 64, 17, tuple(range(8)), 8.0, output_hash_ids=(8, 9))
+    times, steps = run([answered])
+    assert [prefill for prefill, _ in steps.calls if prefill] == [[(0, 32)], [(32, 32)]]
+    assert len(times.latency) == 1
+
+
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=6))
 def test_answers_change_no_time_where_nobody_finds_them(rows: list[tuple[int, int, int]]):

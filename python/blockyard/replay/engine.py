@@ -500,15 +500,15 @@ class _Replay:
                 step.set_draft_token_ids([np.zeros(count - 1, np.uint32)] * decodes)
             return np.zeros(step.num_draws, np.uint32)
         zeros = np.zeros(count, np.uint32)
-        parts = []
+        parts = [zeros[:0]]  # a step may sample nothing
         for row, (start, length) in enumerate(zip(step.start.tolist(), step.lengths.tolist(), strict=True)):
             text = self._answers.get(int(step.owner(row)[0]))
             first = start + 1 if row < decodes else start + length
             more = count if row < decodes else 1
             parts.append(zeros[:more] if text is None else text[first : first + more])
         if step.num_draft_tokens:
-            step.set_draft_token_ids([part[:-1] for part in parts[:decodes]])
-        return np.concatenate(parts[: step.samples])
+            step.set_draft_token_ids([part[:-1] for part in parts[1 : decodes + 1]])
+        return np.concatenate(parts[: step.samples + 1])
 
     def _model_steps(self, step: Step, begin: float) -> tuple[int, float, float]:
         """Return how many model steps a decided step stands for, and when the last one begins and ends."""
