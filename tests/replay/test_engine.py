@@ -101,6 +101,12 @@ def test_an_answer_is_found_by_the_next_turn_where_the_trace_tells_it():
     assert [prefill for prefill, _ in run(unknown)[1].calls if prefill] == [[(0, 17)], [(16, 25)]]
 
 
+def test_an_answer_that_the_trace_does_not_tell_is_no_prompts_block():
+    rows = [TraceRequest(0.0, 8, 9, (1,), 8.0), TraceRequest(100.0, 17, 1, (1, 0), 8.0)]
+    _, steps = run(rows)
+    assert [prefill for prefill, _ in steps.calls if prefill] == [[(0, 8)], [(8, 9)]]
+
+
 def test_a_prompt_with_a_known_answer_is_computed_in_chunks():
     answered = TraceRequest(0.0, 64, 17, tuple(range(8)), 8.0, output_hash_ids=(8, 9))
     times, steps = run([answered])

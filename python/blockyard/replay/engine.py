@@ -35,6 +35,8 @@ _IDLE_SECONDS: Final = 0.01
 """Time between polls of loads while there is nothing to compute, as in engines."""
 _OWN_TOKENS: Final = 2**31
 """Token ids from here on are unique to one request."""
+_ANSWER_TOKEN: Final = _OWN_TOKENS - 1
+"""Token id of answers that the trace does not tell, and of no prompt."""
 
 
 @dataclass(frozen=True)
@@ -493,19 +495,18 @@ class _Replay:
         self._last_rows = step.rows
 
     def _sample(self, step: Step, count: int) -> NDArray[np.uint32]:
-        """Return the tokens that `count` steps generate: the trace's answers where it has them, otherwise zeros."""
-        decodes = step.decodes
+        """Return the tokens that `count` steps generate: the trace's answers where it has them."""
+        decodes, unknown = step.decodes, np.full(count, _ANSWER_TOKEN, np.uint32)
         if not self._answers:
             if step.num_draft_tokens != decodes * (count - 1):
-                step.set_draft_token_ids([np.zeros(count - 1, np.uint32)] * decodes)
-            return np.zeros(step.num_draws, np.uint32)
-        zeros = np.zeros(count, np.uint32)
-        parts = [zeros[:0]]  # a step may sample nothing
+                step.set_draft_token_ids([unknown[1:]] * decodes)
+            return np.full(step.num_draws, _ANSWER_TOKEN, np.uint32)
+        parts = [unknown[:0]]  # a step may sample nothing
         for row, (start, length) in enumerate(zip(step.start.tolist(), step.lengths.tolist(), strict=True)):
             text = self._answers.get(int(step.owner(row)[0]))
             first = start + 1 if row < decodes else start + length
             more = count if row < decodes else 1
-            parts.append(zeros[:more] if text is None else text[first : first + more])
+            parts.append(unknown[:more] if text is None else text[first : first + more])
         if step.num_draft_tokens:
             step.set_draft_token_ids([part[:-1] for part in parts[1 : decodes + 1]])
         return np.concatenate(parts[: step.samples + 1])
@@ -553,6 +554,7 @@ def _counts(stats: StoreStats) -> dict[str, int]:
 def _text(row: TraceRequest, number: int) -> NDArray[np.uint32]:
     """Return the token ids of a prompt and its answer: equal for equal hash ids, otherwise unique to the request."""
     text = np.full(row.input_tokens + row.output_tokens, _OWN_TOKENS + number, np.uint32)
+    text[row.input_tokens :] = _ANSWER_TOKEN
     if size := int(row.hash_tokens):
         whole = row.input_tokens // size
         ids: Any = np.asarray(row.hash_ids[:whole], np.int64)
