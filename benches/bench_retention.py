@@ -48,7 +48,7 @@ class Retaining(engine._Replay):  # noqa: SLF001 (what no engine offers)
         if self._ttl and number in self._goes_on:
             try:
                 row = self._requests[number]
-                pin, _ = self._manager.pins.pin_prompt(engine._text(row, number)[: row.input_tokens])  # noqa: SLF001
+                pin, _ = self._manager.pins.pin_prompt(self._text(number)[: row.input_tokens])
                 heapq.heappush(self._pins, (now + self._ttl, pin))
             except BlockyardError:  # half of the device is already pinned
                 self.refused += 1

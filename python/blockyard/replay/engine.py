@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count as counting
 from math import inf
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from blockyard import BlockManager, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
 from blockyard.replay.link import CopyLink
+from blockyard.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
 from blockyard.replay.store_tier import StoreTier
 from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
 from blockyard.scheduler.step import Step
@@ -33,10 +34,6 @@ another order, since their last use is counted in decided steps.
 """
 _IDLE_SECONDS: Final = 0.01
 """Time between polls of loads while there is nothing to compute, as in engines."""
-_OWN_TOKENS: Final = 2**31
-"""Token ids from here on are unique to one request."""
-_ANSWER_TOKEN: Final = _OWN_TOKENS - 1
-"""Token id of answers that the trace does not tell, and of no prompt."""
 
 
 @dataclass(frozen=True)
@@ -268,6 +265,8 @@ class _Replay:
                 f"block_size is {options.block_size}, must divide the tokens of a hash id, {sorted(sizes)}"
             )
         self._requests, self._options, self._step_time, self._watch = requests, options, step_time, watch
+        has_ids = any(len(request.hash_ids) for request in requests)
+        self._trace = PackedTrace.of(requests) if has_ids and options.prefix_caching else None
         self._decode_seconds: Callable[[NDArray[np.int64]], Iterator[float]]
         self._decode_seconds = getattr(step_time, "decode_seconds", partial(_one_by_one, step_time))
         caching = PrefixCaching(eviction=options.eviction, host=options.host_blocks > 0)
@@ -388,7 +387,7 @@ class _Replay:
             self._refuse(number)  # before its text takes memory
             return
         try:
-            text = _text(row, number)
+            text = self._text(number)
             prompt = text[: row.input_tokens]
             self._scheduler.add(Request(str(number), prompt, max_tokens=row.output_tokens, arrival=self._now))
             self._seats += 1
@@ -396,6 +395,17 @@ class _Replay:
                 self._answers[number] = text
         except OutOfBlocksError:
             self._refuse(number)
+
+    def _text(self, number: int) -> NDArray[np.uint32]:
+        """Return the token ids of a prompt and its answer: the trace's blocks by their numbers."""
+        row, trace = self._requests[number], self._trace
+        text = np.full(row.input_tokens + row.output_tokens, OWN_TOKENS + number, np.uint32)
+        text[row.input_tokens :] = ANSWER_TOKEN
+        if trace is not None:
+            blocks = trace.blocks[trace.starts[number] : trace.starts[number + 1]]
+            named = np.repeat(blocks, trace.block_tokens)[: len(text)]
+            text[: len(named)] = named
+        return text
 
     def _refuse(self, number: int) -> None:
         self._refused += 1
@@ -496,12 +506,12 @@ class _Replay:
 
     def _sample(self, step: Step, count: int) -> NDArray[np.uint32]:
         """Return the tokens that `count` steps generate: the trace's answers where it has them."""
-        decodes, unknown = step.decodes, np.full(count, _ANSWER_TOKEN, np.uint32)
+        decodes, unknown = step.decodes, np.full(count, ANSWER_TOKEN, np.uint32)
         if not self._answers:
             if step.num_draft_tokens != decodes * (count - 1):
                 step.set_draft_token_ids([unknown[1:]] * decodes)
-            return np.full(step.num_draws, _ANSWER_TOKEN, np.uint32)
-        parts = [unknown[:0]]  # a step may sample nothing
+            return np.full(step.num_draws, ANSWER_TOKEN, np.uint32)
+        parts = [unknown[:0]]
         for row, (start, length) in enumerate(zip(step.start.tolist(), step.lengths.tolist(), strict=True)):
             text = self._answers.get(int(step.owner(row)[0]))
             first = start + 1 if row < decodes else start + length
@@ -549,17 +559,3 @@ def _one_by_one(step_time: StepTime, decode_context: NDArray[np.int64]) -> Itera
 def _counts(stats: StoreStats) -> dict[str, int]:
     names = ("read_blocks", "written_blocks", "evicted_blocks", "cached_blocks")
     return {name: getattr(stats, name) for name in names}
-
-
-def _text(row: TraceRequest, number: int) -> NDArray[np.uint32]:
-    """Return the token ids of a prompt and its answer: equal for equal hash ids, otherwise unique to the request."""
-    text = np.full(row.input_tokens + row.output_tokens, _OWN_TOKENS + number, np.uint32)
-    text[row.input_tokens :] = _ANSWER_TOKEN
-    if size := int(row.hash_tokens):
-        whole = row.input_tokens // size
-        ids: Any = np.asarray(row.hash_ids[:whole], np.int64)
-        if len(ids) == whole:
-            ids = np.append(ids, np.asarray(row.output_hash_ids, np.int64))
-        named = np.repeat(ids, size)[: len(text)]
-        text[: len(named)] = named
-    return text

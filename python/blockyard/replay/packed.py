@@ -12,10 +12,14 @@ from numpy.typing import NDArray
 from blockyard.errors import InvalidArgumentError
 from blockyard.traces import TraceRequest
 
-__all__ = ["NEVER", "PackedTrace"]
+__all__ = ["ANSWER_TOKEN", "NEVER", "OWN_TOKENS", "PackedTrace"]
 
 NEVER: Final = np.iinfo(np.int64).max
 """Next use of a block that is never used again."""
+OWN_TOKENS: Final = 2**31
+"""Token ids from here on are unique to one prompt; those of named blocks are the blocks' numbers."""
+ANSWER_TOKEN: Final = OWN_TOKENS - 1
+"""Token id of answers that the trace does not name, and of no prompt."""
 
 
 @dataclass(frozen=True, eq=False)
