@@ -45,7 +45,8 @@ def requests_of(count: int) -> PackedTrace:
     starts = np.arange(count + 1) * BLOCKS
     lengths = np.full(count, BLOCKS * 16 + 1)
     distinct = BEGINNINGS * SHARED + count * own
-    return PackedTrace(16, blocks.reshape(-1), starts, lengths, distinct, np.zeros(count, np.int64))
+    none, one = np.zeros(count, np.int64), np.ones(count, np.int64)
+    return PackedTrace(16, blocks.reshape(-1), starts, lengths, distinct, none, one)
 
 
 def main() -> None:

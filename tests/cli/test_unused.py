@@ -19,7 +19,6 @@ VALUES = {
     "block_size": "8",
     "bytes_per_token": "4",
     "host_bandwidth": "2",
-    "max_num_batched_tokens": "64",
     "max_num_seqs": "2",
     "model_config": "CONFIG",
     "preemption_modes": "swap",
@@ -31,7 +30,7 @@ VALUES = {
 }
 """Values other than the defaults, for options that a command does not read."""
 CASES = {
-    "replay, hits": (["replay", "TRACE", *SMALL], 10),
+    "replay, hits": (["replay", "TRACE", *SMALL], 9),
     "replay, times": (["replay", "TRACE", *SMALL, *STEP], 1),
     "replay, times and bytes": (["replay", "TRACE", *SMALL, *STEP, "--bytes-per-token", "1048576"], 2),
     "plan": (["plan", "TRACE", *SMALL, *STEP], 0),

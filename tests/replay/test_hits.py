@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from policies.evictor import Optimal, chains, replay
 
+from blockyard import Scheduler
 from blockyard.errors import InvalidArgumentError
+from blockyard.replay import engine
+from blockyard.replay.engine import EngineOptions, replay_times
 from blockyard.replay.hits import replay_hits
 from blockyard.replay.optimal import optimal_hits
 from blockyard.replay.packed import NEVER, PackedTrace
+from blockyard.scheduler import Step
 from blockyard.traces import TraceRequest, read_trace
 
 SIZE = 4
@@ -148,6 +156,81 @@ def test_a_host_tier_finds_what_the_device_evicted(traces: Path):
     assert alone.device.sum() < (both.device + both.host).sum() <= larger.device.sum()
 
 
+class Watched:
+    """A step takes a millisecond. Notes how many blocks each request finds, and how many the host had."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.found: dict[int, int] = {}
+        self.loaded = 0
+
+    def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
+        return 0.001
+
+    def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:
+        for row in range(step.decodes, step.rows):
+            self.found.setdefault(int(step.owner(row)[0]), int(step.start[row]) // self._block_size)
+
+    def copies(self, start: float, end: float, way: str, blocks: int) -> None:
+        pass
+
+
+def hits_of_an_engine(requests: list[TraceRequest], policy: str, device: int, host: int, budget: int) -> Watched:
+    """Serve one request at a time, with copies that take no time."""
+    apart = [replace(request, arrival=1000.0 * number) for number, request in enumerate(requests)]
+    options = EngineOptions(
+        device,
+        host,
+        block_size=int(requests[0].hash_tokens),
+        max_num_batched_tokens=budget,
+        eviction=policy,
+        watermark=0.0,
+        host_bandwidth=1e30,
+        host_latency=0.0,
+    )
+    watched = Watched(options.block_size)
+    watched.loaded = replay_times(apart, options, watched, watch=watched).loaded_blocks
+    return watched
+
+
+def conversations(rng: random.Random, turns: int, size: int) -> list[TraceRequest]:
+    """Turns whose prompts repeat others; the trace tells the blocks of some answers."""
+    texts = [[rng.randrange(1000) for _ in range(rng.randint(1, 12))] for _ in range(rng.randint(3, 30))]
+    requests = []
+    for _ in range(turns):
+        ids = (rng.choice(texts) + rng.choice(texts))[: rng.randint(1, 20)]
+        more, output = rng.randrange(3 * size), rng.choice((1, 1, 5, 100))
+        answer = []
+        if more < size and rng.random() < 0.5:
+            answer = [rng.randrange(1000) for _ in range((more + output - 1) // size)]
+        texts[rng.randrange(len(texts))] = ids + answer  # it goes on from there
+        prompt = (len(ids) * size + more, output, ids, float(size))
+        requests.append(TraceRequest(0.0, *prompt, output_hash_ids=answer))
+    return requests
+
+
+# With blocks of more than 16 tokens, `adaptive` samples other blocks, and a step must end with a block.
+@pytest.mark.parametrize(("policy", "size"), [("lru", 4), ("lru", 32), ("adaptive", 4), ("adaptive", 16)])
+@pytest.mark.parametrize("host", [0, 0.3, 1, 4])
+def test_an_engine_with_one_request_at_a_time_finds_the_same_blocks(
+    monkeypatch: pytest.MonkeyPatch, policy: str, size: int, host: float
+):
+    monkeypatch.setattr(engine, "_MAX_STEPS", 1)  # each step of decoding is decided by itself
+    for seed in range(2):
+        rng = random.Random(seed)
+        requests = conversations(rng, 100, size)
+        packed = PackedTrace.of(requests)
+        # One block more than the longest request: the engine refuses one that fills the device to the last token.
+        device, budget = int(packed.needed.max()) + rng.randint(1, 60), rng.choice((size, 6 * size, 8192))
+        budget += (size <= 16) * rng.randrange(3)
+        hits = replay_hits(packed, policy, device, host_blocks=round(host * device), max_num_batched_tokens=budget)
+        watched = hits_of_an_engine(requests, policy, device, round(host * device), budget)
+        assert [watched.found[number] for number in range(len(requests))] == (hits.device + hits.host).tolist()
+        assert watched.loaded == hits.host.sum()
+        assert host or hits.device.sum() <= optimal_hits(packed, device).sum()
+        assert hits.device.any()
+
+
 @pytest.mark.parametrize(
     ("policy", "device", "host", "message"),
     [
@@ -160,6 +243,8 @@ def test_a_host_tier_finds_what_the_device_evicted(traces: Path):
 def test_bad_arguments_are_named(policy: str, device: int, host: int, message: str):
     with pytest.raises(InvalidArgumentError, match=message):
         replay_hits(PackedTrace.of(requests_of([])), policy, device, host_blocks=host)
+    with pytest.raises(InvalidArgumentError, match="max_num_batched_tokens is 0, must be at least 1"):
+        replay_hits(PackedTrace.of(requests_of([])), "lru", 5, max_num_batched_tokens=0)
 
 
 def test_a_trace_without_blocks_of_one_size_is_refused():

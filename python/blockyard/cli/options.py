@@ -373,6 +373,7 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `replay` and `plan`: where engines run, and what they are like."""
     command.add_argument("--jobs", type=_count(1), metavar="N", help="number of processes (default: one per core)")
     command.add_argument("--executor", metavar="URL", help="run on a Dask cluster instead: dask://HOST:PORT")
+    command.add_argument("--max-num-batched-tokens", type=_count(1), default=8192, metavar="N", help="tokens per step")
     group = command.add_argument_group(
         "times",
         "With --step-time, --fit or --system, whole engines with the real scheduler serve the trace in virtual time.",
@@ -396,7 +397,6 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
     group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens per block of the engine")
     group.add_argument("--max-num-seqs", type=_count(1), default=256, metavar="N", help="sequences per step")
-    group.add_argument("--max-num-batched-tokens", type=_count(1), default=8192, metavar="N", help="tokens per step")
     group.add_argument("--preemption-modes", default="auto", metavar="NAMES", help="swap, recompute, auto")
     group.add_argument(
         "--prefix-caching",

@@ -90,8 +90,15 @@ def _hits(
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{path}: {error}") from None
         caches = _caches(options, trace.num_distinct)
-        first, show_done = int(len(trace) * options.window), partial(view.step, total=len(caches), note="caches")
-        reports.append((path, trace, sweep(trace, caches, first=first, executor=executor, show=show_done)))
+        points = sweep(
+            trace,
+            caches,
+            first=int(len(trace) * options.window),
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            executor=executor,
+            show=partial(view.step, total=len(caches), note="caches"),
+        )
+        reports.append((path, trace, points))
 
     def show(stream: TextIO) -> None:
         for path, trace, points in reports:

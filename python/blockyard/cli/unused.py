@@ -23,7 +23,7 @@ _CONFIG: Final = (
 )
 _OF_TIMES: Final = (
     *("trace_events", "model_config", "sessions", "bytes_per_token", "block_size", "max_num_seqs"),
-    *("max_num_batched_tokens", "preemption_modes", "prefix_caching", "host_bandwidth"),
+    *("preemption_modes", "prefix_caching", "host_bandwidth"),
 )
 _RULES: Final[dict[str, tuple[tuple[tuple[str, ...], Callable[[argparse.Namespace], bool], str], ...]]] = {
     "replay": (

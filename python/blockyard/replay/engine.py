@@ -511,7 +511,7 @@ class _Replay:
             if step.num_draft_tokens != decodes * (count - 1):
                 step.set_draft_token_ids([unknown[1:]] * decodes)
             return np.full(step.num_draws, ANSWER_TOKEN, np.uint32)
-        parts = [unknown[:0]]
+        parts = [unknown[:0]]  # a step may sample nothing
         for row, (start, length) in enumerate(zip(step.start.tolist(), step.lengths.tolist(), strict=True)):
             text = self._answers.get(int(step.owner(row)[0]))
             first = start + 1 if row < decodes else start + length

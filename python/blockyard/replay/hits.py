@@ -1,4 +1,4 @@
-"""Counts the hits of a cache of one size and policy: sends one prompt at a time through a real `BlockManager`."""
+"""Counts the hits of a cache of one size and policy: sends one request at a time through a real `BlockManager`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 from blockyard import BlockManager, PrefixCaching
 from blockyard.errors import InvalidArgumentError
 from blockyard.replay.optimal import optimal_hits
-from blockyard.replay.packed import PackedTrace
+from blockyard.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
+from blockyard.types import HashedPrompt, Sequence
 
 __all__ = ["OPTIMAL", "POLICIES", "Hits", "replay_hits"]
 
 POLICIES: Final = ("lru", "adaptive")
 OPTIMAL: Final = "optimal"
-_TOKENS: Final = 2
-"""Tokens of a block in the manager: the block's number and a zero, so that a tail of one token fills no block."""
+_MAX_TOKENS: Final = 16
+"""Longest blocks that are replayed with all their tokens, and so with the engine's keys: they take one hash."""
+_FEW_TOKENS: Final = 2
+"""Tokens of a longer block in the manager: enough to tell a part of a block from the whole."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,17 +45,24 @@ class Hits:
     too_long: int
 
 
-def replay_hits(trace: PackedTrace, policy: str, device_blocks: int, *, host_blocks: int = 0) -> Hits:
-    """Send every prompt through a pool. Each is looked up, computed and freed before the next one comes.
+def replay_hits(
+    trace: PackedTrace, policy: str, device_blocks: int, *, host_blocks: int = 0, max_num_batched_tokens: int = 8192
+) -> Hits:
+    """Send every request through a pool. Each is looked up, computed and freed before the next one comes.
 
-    Blocks that the device evicts move to the host, if there is one. Answers are cached if the trace identifies them, as
-    recordings do; otherwise they enter the cache with the next turn's prompt.
+    Blocks that the device evicts move to the host, if there is one. An answer takes blocks, too; a later prompt finds
+    them if the trace identifies them, as recordings do.
+
+    `replay_times` finds the same blocks if requests come one at a time, no copy takes time, its `block_size` is the
+    trace's, and its watermark is 0. It differs a little with a host, as it decides up to 64 steps of decoding at once,
+    and if a block has more than 16 tokens, as `"adaptive"` then follows another sample of blocks.
 
     Args:
         trace: the requests.
         policy: `"lru"`, `"adaptive"`, or `"optimal"`, which knows the future and has no host tier.
         device_blocks: size of the pool, at least 1.
         host_blocks: size of the host tier.
+        max_num_batched_tokens: maximum number of tokens in a step, at least 1; longer prompts are computed in chunks.
 
     Raises:
         InvalidArgumentError: the policy is unknown, a size is out of range, or `"optimal"` has a host tier.
@@ -63,6 +73,8 @@ def replay_hits(trace: PackedTrace, policy: str, device_blocks: int, *, host_blo
         raise InvalidArgumentError(
             f"device_blocks is {device_blocks}, host_blocks {host_blocks}, must be at least 1 and 0"
         )
+    if max_num_batched_tokens < 1:
+        raise InvalidArgumentError(f"max_num_batched_tokens is {max_num_batched_tokens}, must be at least 1")
     if policy == OPTIMAL and host_blocks:
         raise InvalidArgumentError(f"host_blocks is {host_blocks}, must be 0 with policy 'optimal'")
     too_long = int((trace.needed > device_blocks).sum())
@@ -71,63 +83,93 @@ def replay_hits(trace: PackedTrace, policy: str, device_blocks: int, *, host_blo
         return Hits(policy, device_blocks, 0, optimal_hits(trace, device_blocks), none, too_long)
     caching = PrefixCaching(eviction=policy, host=host_blocks > 0)
     manager = BlockManager(
-        block_size=_TOKENS,
+        block_size=trace.block_tokens if trace.block_tokens <= _MAX_TOKENS else _FEW_TOKENS,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
         watermark=0.0,
         prefix_caching=caching,
     )
-    device, host = _replay(trace, manager, device_blocks)
+    device, host = _RequestServer(trace, manager, max_num_batched_tokens, policy).serve_all()
     return Hits(policy, device_blocks, host_blocks, device, host, too_long)
 
 
-def _replay(
-    trace: PackedTrace, manager: BlockManager, device_blocks: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    tokens = np.zeros(_TOKENS * len(trace.blocks), np.uint32)
-    tokens[::_TOKENS] = trace.blocks
-    needed, starts = trace.needed.tolist(), (trace.starts * _TOKENS).tolist()
-    ends = ((trace.starts[:-1] + trace.prompt_blocks) * _TOKENS).tolist()
-    rest = -(-(trace.input_tokens - trace.prompt_blocks * trace.block_tokens) // trace.block_tokens)
-    tails = (rest * _TOKENS - trace.has_tail).tolist()
-    device, host = np.zeros(len(trace), np.int64), np.zeros(len(trace), np.int64)
-    with_host = bool(manager.pool("host").num_blocks)
-    allocate, take, complete, computed, free = (
-        manager.allocate,
-        manager.take_decision,
-        manager.complete,
-        manager.mark_computed,
-        manager.free,
-    )
-    for number, (start, end, tail) in enumerate(zip(starts[:-1], ends, tails, strict=True)):
-        if needed[number] > device_blocks:
-            continue
-        prompt, answer = tokens[start:end], tokens[end : starts[number + 1]]
-        if len(answer):  # the prompt's tail is the beginning of the answer's first block
-            prompt, answer = np.append(prompt, answer[:tail]), answer[tail:]
-        elif tail:
-            prompt = np.append(prompt, np.zeros(tail, np.uint32))
-        if with_host:
-            host[number] = _make_room(manager, prompt, needed[number], device_blocks)
-        sequence = allocate(prompt)
-        complete(take().ticket)
-        computed(sequence)
-        if len(answer):
-            manager.append(sequence, len(answer), token_ids=answer)
-            complete(take().ticket)
-            computed(sequence)
-        free(sequence)
-        device[number] = sequence.cached_tokens // _TOKENS
-    return device - host, host
+class _RequestServer:
+    """Serves requests one at a time, in the steps of an engine."""
+
+    def __init__(self, trace: PackedTrace, manager: BlockManager, budget: int, policy: str) -> None:
+        self._manager, self._trace = manager, trace
+        self._size, self._block_tokens = manager.block_size, trace.block_tokens
+        self._with_host = bool(manager.pool("host").num_blocks)
+        # What stays cached depends on what one step evicts, except in a device pool that evicts by LRU. There one step
+        # computes all. A step of decoding takes at most one block.
+        self._by_block = self._with_host or policy != "lru"
+        self._budget = budget if self._by_block else OWN_TOKENS
+
+    def serve_all(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Serve all requests that fit. Returns the blocks that each one finds on the device, and on the host alone."""
+        trace, manager, size, scaled = self._trace, self._manager, self._size, self._scaled
+        parts, starts = _parts(trace)
+        named = np.maximum(trace.input_tokens, trace.num_blocks * trace.block_tokens)
+        ends = np.maximum(trace.input_tokens + trace.output_tokens - 1, named).tolist()
+        inputs, named, fits = trace.input_tokens.tolist(), named.tolist(), trace.needed <= manager.pool().num_blocks
+        found, host = np.zeros(len(trace), np.int64), np.zeros(len(trace), np.int64)
+        for number in np.flatnonzero(fits).tolist():
+            text = np.repeat(parts[starts[number] : starts[number + 1]], size)
+            text[scaled(named[number]) :] = ANSWER_TOKEN
+            prompt: NDArray[np.uint32] | HashedPrompt = text[: scaled(inputs[number])]
+            if self._with_host:
+                prompt = manager.prefix.hash(text[: scaled(inputs[number])])
+                host[number] = manager.prefix.lookup(prompt).host_blocks
+            sequence = manager.allocate(prompt, chunk_tokens=scaled(self._budget))
+            self._compute(sequence)
+            found[number] = sequence.cached_tokens // size
+            done = int(found[number]) * self._block_tokens + self._budget
+            if done < inputs[number]:
+                self._prefill(sequence, done, inputs[number])
+            if inputs[number] < ends[number]:
+                self._decode(sequence, inputs[number], ends[number], text)
+            manager.free(sequence)
+        return found - host, host
+
+    def _prefill(self, sequence: Sequence, done: int, end: int) -> None:
+        """Compute the rest of a prompt in chunks."""
+        while done < end:
+            upto = min(end, done + self._budget)
+            if more := self._scaled(upto) - self._scaled(done):
+                self._manager.append(sequence, more)
+                self._compute(sequence)
+            done = upto
+
+    def _decode(self, sequence: Sequence, done: int, end: int, text: NDArray[np.uint32]) -> None:
+        while done < end:
+            upto = min(end, (done // self._block_tokens + 1) * self._block_tokens) if self._by_block else end
+            begin, stop = self._scaled(done), self._scaled(upto)
+            if begin < stop:
+                self._manager.append(sequence, stop - begin, token_ids=text[begin:stop])
+            if begin < stop or self._with_host:
+                self._compute(sequence, upto - done)
+            done = upto
+
+    def _compute(self, sequence: Sequence, steps: int = 1) -> None:
+        """Take the decisions of some steps, until one moves no block, and publish the blocks that they fill."""
+        for _ in range(steps if self._with_host else 1):
+            decision = self._manager.take_decision()
+            self._manager.complete(decision.ticket)
+            if not decision:
+                break
+        self._manager.mark_computed(sequence)
+
+    def _scaled(self, tokens: int) -> int:
+        """Convert tokens of the trace to those of the manager; a part of a block stays a part."""
+        blocks, rest = divmod(tokens, self._block_tokens)
+        return blocks * self._size + min(rest, self._size - 1)
 
 
-def _make_room(manager: BlockManager, prompt: NDArray[np.uint32], needed: int, device_blocks: int) -> int:
-    """Copy to the host the blocks that the prompt will evict, as an engine's steps would. Returns its host hits."""
-    hit = manager.prefix.lookup(prompt)
-    empty = device_blocks - manager.stats().cached_blocks["device"]
-    ahead = needed - (hit.tokens // _TOKENS - hit.host_blocks) - empty
-    if ahead > 0:
-        manager.prefix.offload(ahead)
-        manager.complete(manager.take_decision().ticket)
-        hit = manager.prefix.lookup(prompt)
-    return hit.host_blocks
+def _parts(trace: PackedTrace) -> tuple[NDArray[np.uint32], list[int]]:
+    """Return all blocks of every request, which number its own differently from any other, and where each begins."""
+    starts = np.zeros(len(trace) + 1, np.int64)
+    np.cumsum(trace.needed, out=starts[1:])
+    parts = np.repeat(OWN_TOKENS + np.arange(len(trace)), trace.needed).astype(np.uint32)
+    is_named = np.arange(len(parts)) < np.repeat(starts[:-1] + trace.num_blocks, trace.needed)
+    parts[is_named] = trace.blocks
+    return parts, starts.tolist()

@@ -33,6 +33,7 @@ class PackedTrace:
         input_tokens: prompt lengths, int64 `[r]`.
         num_distinct: number of distinct blocks.
         answer_blocks: how many of each request's last blocks end in its answer, int64 `[r]`.
+        output_tokens: answer lengths, int64 `[r]`.
     """
 
     block_tokens: int
@@ -41,6 +42,7 @@ class PackedTrace:
     input_tokens: NDArray[np.int64]
     num_distinct: int
     answer_blocks: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
 
     @classmethod
     def of(cls, requests: Sequence[TraceRequest]) -> PackedTrace:
@@ -72,7 +74,8 @@ class PackedTrace:
             own[: counts[number]] = np.asarray(request.hash_ids, np.int64)[: counts[number]]
             own[counts[number] :] = np.asarray(request.output_hash_ids, np.int64)[: answers[number]]
         blocks, num_distinct = _number(ids, starts)
-        return cls(block_tokens, blocks, starts, input_tokens, num_distinct, answers.astype(np.int64))
+        output_tokens = np.array([request.output_tokens for request in requests], np.int64)
+        return cls(block_tokens, blocks, starts, input_tokens, num_distinct, answers.astype(np.int64), output_tokens)
 
     def __len__(self) -> int:
         """Number of requests."""
@@ -95,9 +98,10 @@ class PackedTrace:
 
     @property
     def needed(self) -> NDArray[np.int64]:
-        """Total blocks that each request needs, int64 `[r]`."""
-        rest = self.input_tokens - self.prompt_blocks * self.block_tokens
-        return np.maximum(self.prompt_blocks + -(-rest // self.block_tokens), self.num_blocks)
+        """Total blocks that each request needs, int64 `[r]`. The last token of its answer is not computed."""
+        tokens = self.input_tokens + self.output_tokens - 1
+        needed: NDArray[np.int64] = np.maximum(-(-tokens // self.block_tokens), self.num_blocks)
+        return needed
 
     @property
     def hittable(self) -> NDArray[np.int64]:

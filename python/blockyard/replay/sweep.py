@@ -59,6 +59,7 @@ def sweep(
     caches: Sequence[tuple[str, int, int]],
     *,
     first: int = 0,
+    max_num_batched_tokens: int = 8192,
     executor: Executor | None = None,
     show: Callable[[int], object] = bool,
 ) -> list[Point]:
@@ -68,6 +69,7 @@ def sweep(
         trace: the requests.
         caches: policy, device blocks and host blocks of each cache.
         first: the first request of the window; earlier ones only fill the cache.
+        max_num_batched_tokens: maximum number of tokens in a step.
         executor: runs the replays; None for this thread.
         show: called with the number of caches that are done.
 
@@ -77,7 +79,7 @@ def sweep(
     Raises:
         InvalidArgumentError: a policy is unknown, or a size out of range.
     """
-    return run_all([partial(_measure, trace, cache, first) for cache in caches], executor, show)
+    return run_all([partial(_measure, trace, cache, first, max_num_batched_tokens) for cache in caches], executor, show)
 
 
 def run_all(calls: Sequence[Callable[[], T]], executor: Executor | None, show: Callable[[int], object]) -> list[T]:
@@ -98,9 +100,11 @@ def run_all(calls: Sequence[Callable[[], T]], executor: Executor | None, show: C
     return [future.result() for future in futures]
 
 
-def _measure(trace: PackedTrace, cache: tuple[str, int, int], first: int) -> Point:
+def _measure(trace: PackedTrace, cache: tuple[str, int, int], first: int, max_num_batched_tokens: int) -> Point:
     policy, device_blocks, host_blocks = cache
-    found = replay_hits(trace, policy, device_blocks, host_blocks=host_blocks)
+    found = replay_hits(
+        trace, policy, device_blocks, host_blocks=host_blocks, max_num_batched_tokens=max_num_batched_tokens
+    )
     host = int(found.host[first:].sum()) * trace.block_tokens
     return Point(
         policy=policy,
