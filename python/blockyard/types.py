@@ -80,8 +80,6 @@ class ManagerStats:
         pinned_blocks: for each tier, number of pinned blocks.
         uncopied_blocks: number of evicted device blocks that did not go to the host: it had no room for them, or
             `host_copies_per_step` was reached. 0 without host copies.
-        unfindable_blocks: number of cached blocks that no prompt can find, since a block before them was lost or
-            dropped. They are soon freed. 0 without host copies. Counting takes time that grows with both tiers.
     """
 
     sequences: int
@@ -108,7 +106,6 @@ class ManagerStats:
     evicted_blocks: dict[str, int]
     pinned_blocks: dict[str, int]
     uncopied_blocks: int
-    unfindable_blocks: int
 
     @property
     def hit_rate(self) -> float:

@@ -188,7 +188,7 @@ def test_blocks_that_are_being_copied_can_be_taken() -> None:
         manager.complete(ticket)
         manager.check()
     assert manager.prefix.lookup(list(range(100, 100 + 16 * SIZE))).tokens == 8 * SIZE, "the end has no copy"
-    assert manager.stats().unfindable_blocks == 2, "copied ahead, before the bound was reached"
+    assert manager.prefix.count_unfindable() == 2, "copied ahead, before the bound was reached"
 
 
 def test_nothing_is_copied_where_prompts_do_not_look_on_the_host() -> None:
@@ -280,7 +280,7 @@ def test_device_and_host_hit_as_one_pool_and_hold_nothing_that_cannot_be_found(e
     for prompt in order:
         for manager in pools:
             manager.free([run(manager, prompt)])
-        assert pools[0].stats().unfindable_blocks == 0
+        assert pools[0].prefix.count_unfindable() == 0
     two, one = (manager.stats().hit_blocks for manager in pools)
     assert two >= 0.9 * one > 0
 
@@ -306,7 +306,7 @@ def test_what_a_failed_copy_leaves_behind_is_cut_off() -> None:
     manager.fail(decision.ticket)
     manager.check()
     manager.free(handles)
-    assert manager.stats().unfindable_blocks == 3
+    assert manager.prefix.count_unfindable() == 3
     for at in range(1, 12):  # each eviction pays for a look at two blocks
         manager.free([run(manager, [at * 1000 + token for token in range(6 * SIZE)])])
-    assert manager.stats().unfindable_blocks == 0
+    assert manager.prefix.count_unfindable() == 0

@@ -47,7 +47,7 @@ pub(crate) struct PyPrefixCaching {
 #[pymethods]
 impl PyPrefixCaching {
     #[new]
-    #[pyo3(signature = (*, eviction = "adaptive", host = false, host_copies_per_step = 4096, max_events = 0, max_pinned = 0.5))]
+    #[pyo3(signature = (*, eviction = "adaptive", host = false, host_copies_per_step = 65536, max_events = 0, max_pinned = 0.5))]
     fn new(
         eviction: &str,
         host: bool,

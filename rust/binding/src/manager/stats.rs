@@ -35,7 +35,6 @@ pub(crate) fn manager_stats<'py>(py: Python<'py>, stats: &Stats, open: &[TicketI
         evicted_blocks: by_tier(|tier| tier.evicted),
         pinned_blocks: by_tier(|tier| tier.pinned as u64),
         uncopied_blocks: stats.uncopied,
-        unfindable_blocks: stats.unfindable,
     })
 }
 

@@ -258,7 +258,6 @@ impl Manager {
             prefix: self.sequences.stats(),
             moves: self.defrag.stats(),
             tiers,
-            unfindable: self.view().num_unfindable(),
             uncopied: self.tiers.uncopied(),
             decided: self.transfers.num_decided(),
         }
@@ -292,6 +291,13 @@ impl Manager {
             return Err(invalid("blocks to offload", count as i128, "0 unless host copies are kept".to_owned()));
         }
         Ok(self.step().offload_cached(count))
+    }
+
+    /// Number of cached blocks that no prompt can find, since one before them was lost or dropped; 0 without host copies.
+    /// The time grows with both tiers.
+    #[must_use]
+    pub fn num_unfindable(&self) -> usize {
+        self.view().num_unfindable()
     }
 
     /// The parts needed to decide a transfer.

@@ -39,8 +39,6 @@ pub struct Stats {
     pub moves: MoveStats,
     /// Device, host, external.
     pub tiers: [TierUse; 3],
-    /// Cached blocks that no prompt can find, since one before them was lost or dropped; of managers with host copies.
-    pub unfindable: usize,
     /// Blocks that the device evicted and did not copy to the host.
     pub uncopied: u64,
     pub(super) decided: [[u64; 3]; 5],

@@ -180,6 +180,16 @@ impl PyPrefix {
         self.0.lock().reset_prefix_cache()
     }
 
+    /// Count the cached blocks that no prompt can find, since a block before them was lost or dropped; 0 without host copies.
+    ///
+    /// They are freed as others are evicted. Counting takes time that grows with device and host.
+    ///
+    /// Returns:
+    ///     Their number.
+    fn count_unfindable(&self) -> usize {
+        self.0.lock().num_unfindable()
+    }
+
     /// Copy the blocks that would be evicted next to the host, by this step's decision (`swap_out`).
     ///
     /// Each step does this automatically for as many blocks as the next one may take, see `PrefixCaching`. Until the
