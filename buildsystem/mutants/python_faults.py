@@ -501,7 +501,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         [('            part.trace.end(miss_reason="closed")', "            pass")],
     ),
     (
-        "scheduler/admission.py",
+        "scheduler/loading_ahead.py",
         TRACED,
         [("idle.state.context.run(self._prefetch, self._hashed(idle))", "self._prefetch(self._hashed(idle))")],
     ),

@@ -63,11 +63,12 @@ def test_a_prompt_larger_than_the_staging_loads_whole_although_each_part_has_its
 
 
 def test_a_prompt_that_loads_holds_up_no_other():
-    alone = run([*ROWS, TraceRequest(400.0, 20, 1)])
-    times = run([*ROWS, TraceRequest(200.2, 20, 1)])
-    assert times.ttft[2] > 1.0  # it loads from 200 to 201
-    assert times.first_token[3] < times.first_token[2]
-    assert times.ttft[3] == pytest.approx(alone.ttft[3], abs=0.02)
+    rows = [*(prompt(number, 50.0 * number) for number in range(4)), prompt(0, 200.0)]
+    alone = run([*rows, TraceRequest(400.0, 20, 1)], device_blocks=3000)
+    times = run([*rows, TraceRequest(200.2, 20, 1)], device_blocks=3000)
+    assert times.ttft[4] > 1.0  # it loads from 200 to 201
+    assert times.first_token[5] < times.first_token[4]
+    assert times.ttft[5] == pytest.approx(alone.ttft[5], abs=0.02)
 
 
 def test_storage_slower_than_the_deadline_is_given_up_and_the_prompt_computed():
@@ -80,9 +81,10 @@ def test_storage_keeps_what_was_used_last():
     rows = [*ROWS[:2], replace(ROWS[0], arrival=200.0), prompt(2, 300.0), replace(ROWS[0], arrival=400.0)]
     times = run(rows, store_blocks=2000)
     assert times.store is not None
-    assert (times.store["evicted_blocks"], times.store["cached_blocks"]) == (1000, 2000)
+    assert times.store["evicted_blocks"] == pytest.approx(1000, rel=0.02)
+    assert times.store["cached_blocks"] == 2000
     assert times.store["read_blocks"] == pytest.approx(
-        2000, rel=0.02
+        2000, rel=0.03
     )  # the first prompt, twice: the second one was evicted
 
 

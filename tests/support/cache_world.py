@@ -37,6 +37,7 @@ FILES = (
     "engine/transfers.py",
     "scheduler/acceptance.py",
     "scheduler/admission.py",
+    "scheduler/loading_ahead.py",
     "scheduler/loop.py",
     "scheduler/options.py",
     "scheduler/ranked_queue.py",

@@ -13,6 +13,7 @@ from blockyard.prefix_store import PrefixStore
 from blockyard.prefix_store.loads import Loads
 from blockyard.prefix_store.writes import Writes
 from blockyard.scheduler.admission import Admission
+from blockyard.scheduler.loading_ahead import LoadingAhead
 from blockyard.sim import FleetOptions
 from blockyard.sim.fleet.servers.redis_cluster import RedisClusterLink
 from blockyard.sim.fleet.servers.redis_server import RedisLink
@@ -250,7 +251,7 @@ def _empty_for_missing(patch: pytest.MonkeyPatch) -> None:
 
 def _loads_again_for_ever(patch: pytest.MonkeyPatch) -> None:
     """vLLM #49176: a request whose load failed loads again, and its blocks stay marked as failed."""
-    load_ahead, finish = Admission.load_ahead, Loads._finish
+    advance, finish = LoadingAhead.advance, Loads._finish
     failed: dict[int, Any] = {}  # prompts by id; kept, or another prompt could get the same id
 
     def note(self: Any, load: Any, miss: str = "") -> bool:
@@ -258,14 +259,14 @@ def _loads_again_for_ever(patch: pytest.MonkeyPatch) -> None:
             failed[id(load.prompt)] = load.prompt
         return finish(self, load, miss)
 
-    def again(self: Any) -> None:
+    def again(self: Any, *, is_idle: bool) -> None:
         for idle in self._waiting.first(4):
             if idle.fetch is not None and idle.fetch.done and id(idle.fetch.prompt) in failed:
                 idle.fetch = None
-        load_ahead(self)
+        advance(self, is_idle=is_idle)
 
     patch.setattr(Loads, "_finish", note)
-    patch.setattr(Admission, "load_ahead", again)
+    patch.setattr(LoadingAhead, "advance", again)
 
 
 def _loaded_though_failed(patch: pytest.MonkeyPatch) -> None:

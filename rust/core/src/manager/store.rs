@@ -91,10 +91,10 @@ impl Manager {
         self.jobs.prompt_leases().len()
     }
 
-    /// Number of distinct blocks that prompts with a lease are still to get.
+    /// Number of distinct blocks that loads have still to take for prompts with a lease.
     #[must_use]
     pub fn num_promised(&self) -> usize {
-        self.jobs.prompt_leases().num_promised()
+        self.jobs.num_promised()
     }
 
     /// Number of device blocks that only leases of prompts, or transfers of them, hold.

@@ -70,9 +70,9 @@ impl PromptLeases {
         self.leases.len()
     }
 
-    /// Number of distinct blocks that are promised.
-    pub(crate) fn num_promised(&self) -> usize {
-        self.promised.len()
+    /// Number of distinct blocks that are promised and that loads do not bring yet.
+    pub(crate) fn num_promised(&self, is_loading: impl Fn(&Key) -> bool) -> usize {
+        self.promised.keys().filter(|key| !is_loading(key)).count()
     }
 
     /// Number of leased blocks of a tier that no table has.

@@ -108,6 +108,11 @@ impl StoreJobs {
         missing.map(|missing| (missing.chain.key().tag(), missing.parent.map_or(0, |parent| parent.key().tag())))
     }
 
+    /// Number of blocks promised to waiting prompts that no load has taken yet.
+    pub(crate) fn num_promised(&self) -> usize {
+        self.leases.num_promised(|key| self.loading.contains(key))
+    }
+
     fn next(&mut self) -> JobId {
         self.last += 1;
         JobId(self.last)

@@ -277,7 +277,7 @@ impl PyStoreJobs {
         self.0.lock().num_leases()
     }
 
-    /// Number of blocks that leased prompts are still to get.
+    /// Number of blocks that loads have still to take for leased prompts.
     #[getter]
     fn num_promised(&self) -> usize {
         self.0.lock().num_promised()
