@@ -170,7 +170,7 @@ class Admission:
         return self.ahead.give_up_last(place_of(head), taken + need - room)
 
     def _end_own_lease(self, head: IdleSequences, batch: list[IdleSequences]) -> bool:
-        """End the lease of `head` if it does not fit although nothing runs: its load ended early, and has left a gap."""
+        """End the lease of `head` if it does not fit though nothing runs: its load ended early, and has left a gap."""
         if head.lease is None or not self._is_idle(batch):
             return False
         self.ahead.end(head)
