@@ -353,7 +353,9 @@ class ServingEngine:
             self._step(life)
             if not life.requests:
                 life.scheduler.drain()
-                if not life.prefix_store.num_open and not life.prefix_store.waiting_blocks:
+                # With "back", blocks that are not due yet stay queued.
+                is_written = self._writes == "back" or not life.prefix_store.waiting_blocks
+                if is_written and not life.prefix_store.num_open and life.prefix_store.wait(0.0):
                     return
             if self.loop.now > until:
                 raise BrokenPromiseError(f"engine {self.number}: blocks wait for the store, but it accepts none")
