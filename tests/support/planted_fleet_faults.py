@@ -13,7 +13,6 @@ from blockyard.prefix_store import PrefixStore
 from blockyard.prefix_store.loads import Loads
 from blockyard.prefix_store.writes import Writes
 from blockyard.scheduler.admission import Admission
-from blockyard.scheduler.loading_ahead import LoadingAhead
 from blockyard.sim import FleetOptions
 from blockyard.sim.fleet.servers.redis_cluster import RedisClusterLink
 from blockyard.sim.fleet.servers.redis_server import RedisLink
@@ -249,26 +248,6 @@ def _empty_for_missing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(batches.BatchStore, "wait", fill)
 
 
-def _loads_again_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """vLLM #49176: a request whose load failed loads again, and its blocks stay marked as failed."""
-    advance, finish = LoadingAhead.advance, Loads._finish
-    failed: dict[int, Any] = {}  # prompts by id; kept, or another prompt could get the same id
-
-    def note(self: Any, load: Any, miss: str = "") -> bool:
-        if {miss, load.miss} & {"timeout", "error", "copy_failed"}:
-            failed[id(load.prompt)] = load.prompt
-        return finish(self, load, miss)
-
-    def again(self: Any, *, is_idle: bool) -> None:
-        for idle in self._waiting.first(4):
-            if idle.fetch is not None and idle.fetch.done and id(idle.fetch.prompt) in failed:
-                idle.fetch = None
-        advance(self, is_idle=is_idle)
-
-    patch.setattr(Loads, "_finish", note)
-    patch.setattr(LoadingAhead, "advance", again)
-
-
 def _loaded_though_failed(patch: pytest.MonkeyPatch) -> None:
     """vLLM #49250: tokens count as computed although their blocks did not arrive."""
     end = Loads._end_job
@@ -387,7 +366,6 @@ def _given_back_in_use(patch: pytest.MonkeyPatch) -> None:
 
 _SERVING: dict[str, tuple[int, Patch]] = {
     "an empty block is given for one that is missing": (20, _empty_for_missing),
-    "a failed load begins again for ever": (40, _loads_again_for_ever),
     "blocks count as loaded whose copy failed": (40, _loaded_though_failed),
     "blocks are reused while a write reads them": (20, _freed_while_read),
     "blocks of a failed load stay leased": (40, _failed_loads_stay_leased),
@@ -501,7 +479,6 @@ _FOUND_BY = {
     "a server that takes over confirms a forget": 5,
     "a server that may not write tells the epoch": 48,
     "a put is no transaction": 12,
-    "a failed load begins again for ever": 30,
     "blocks of a failed write stay leased": 3,
     "prompts are hashed without their salt": 1,
     "memory is given back while blocks use it": 1,
