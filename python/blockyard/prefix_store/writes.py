@@ -106,6 +106,8 @@ class Writes:
             job = self._store_jobs.begin_write(min(room, self._blocks_at_once))
             num_blocks = len(job)
             if not num_blocks:
+                # The next one may be on its way to the host.
+                self._waits_for_engine = bool(self._store_jobs.num_waiting and self._engine.transfers.open())
                 return
             try:
                 rows, fence = self._buffers.take(num_blocks, self._size), self._engine.fence()

@@ -141,7 +141,8 @@ impl Manager {
 
     /// Begins to read blocks for the store, at most `most`, all of one tier. A job without blocks has already ended.
     pub fn begin_write(&mut self, most: usize) -> StoreJob {
-        self.jobs.begin_write(&mut self.tiers, most)
+        let Self { jobs, tiers, transfers, .. } = self;
+        jobs.begin_write(tiers, most, |key| transfers.promised().any(|(tag, _)| tag == key.tag()))
     }
 
     /// Ends reading blocks for the store. Returns false if a call took some of them in the meantime; then the bytes

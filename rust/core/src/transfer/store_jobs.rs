@@ -229,15 +229,16 @@ impl StoreJobs {
     }
 
     /// Begins to write at most `most` queued blocks, as many as are due. A block follows its parent. Writes hold at most a
-    /// quarter of the device's blocks.
-    pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize) -> StoreJob {
+    /// quarter of the device's blocks. A block for which `is_coming` is true, because it is on its way to the host, and
+    /// those after it wait.
+    pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize, is_coming: impl Fn(&Key) -> bool) -> StoreJob {
         let reading: usize = self.writes.values().map(|(_, blocks)| blocks.len()).sum();
         let quarter = tiers.device().len().div_ceil(4);
         let host = if tiers.keeps_host_copies() { tiers.host().uncached() } else { 0 };
         let free = tiers.device().uncached() + host;
         let due = tiers.write_queue().map_or(0, |write_queue| write_queue.due(free, quarter));
         let most = most.min(due).min(quarter.saturating_sub(reading));
-        let (tier, mut found) = queued(tiers, most);
+        let (tier, mut found) = queued(tiers, most, is_coming);
         found.sort_by_key(|(key, _)| tiers.write_queue().map_or(0, |write_queue| write_queue.frames(key)));
         let mut job = StoreJob::empty(self.next(), tier);
         for (key, block) in found {
@@ -374,8 +375,9 @@ fn end_leases(tiers: &mut Tiers, tier: Tier, blocks: &[BlockId], kind: LeaseKind
     }
 }
 
-/// The next queued blocks, up to the first that another tier has: so no block is written before its parent.
-fn queued(tiers: &mut Tiers, most: usize) -> (Tier, Vec<(Key, BlockId)>) {
+/// The next queued blocks, up to the first that is coming or that another tier has: so no block is written before its
+/// parent.
+fn queued(tiers: &mut Tiers, most: usize, is_coming: impl Fn(&Key) -> bool) -> (Tier, Vec<(Key, BlockId)>) {
     let (mut tier, mut found) = (Tier::Device, Vec::new());
     while found.len() < most {
         let Some(key) = tiers.write_queue_mut().and_then(StoreWriteQueue::pop) else { break };
@@ -387,11 +389,11 @@ fn queued(tiers: &mut Tiers, most: usize) -> (Tier, Vec<(Key, BlockId)>) {
                 tier = of;
                 found.push((key, block));
             }
-            Some(_) => {
+            None if !is_coming(&key) => write_queue.lose(key),
+            Some(_) | None => {
                 write_queue.push_back_in(key);
                 break;
             }
-            None => write_queue.lose(key),
         }
     }
     (tier, found)
