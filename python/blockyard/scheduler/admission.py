@@ -131,7 +131,7 @@ class Admission:
             has_asked = self.ahead.may_start(head) or self._is_idle(batch)
             need = self._fit(head, share, blocks, room) if has_asked else None
             if need is None:
-                ended = has_asked and (self._end_lease_behind(head, blocks, room) or self._end_own_lease(head, batch))
+                ended = has_asked and self._end_lease_behind(head, blocks, room)
                 if not ended and (batch or not self._pass_over(head)):
                     break
                 room = self._room(blocks)
@@ -168,13 +168,6 @@ class Admission:
         if self._prefix_caching and self._needs.is_full:
             need = self._blocks_with_hits(head, room)
         return self.ahead.give_up_last(place_of(head), taken + need - room)
-
-    def _end_own_lease(self, head: IdleSequences, batch: list[IdleSequences]) -> bool:
-        """End the lease of `head` if it does not fit though nothing runs: its load ended early, and has left a gap."""
-        if head.lease is None or not self._is_idle(batch):
-            return False
-        self.ahead.end(head)
-        return True
 
     def _may_start(self, head: IdleSequences) -> bool:
         """Whether `head` may overtake those ahead of it that have not started."""

@@ -117,7 +117,7 @@ fn of_a_prompt_longer_than_the_store_the_beginning_stays_however_it_is_cut() {
             }
             assert_eq!(held(&store, 0..100), (0..90).collect::<Vec<_>>(), "in pieces of {piece}");
             assert_eq!(held(&store, 500..520), [], "an older prompt makes room");
-            assert_eq!(store.stats().unwrap().evicted_blocks, 20, "round {round} replaces nothing of its own prompt");
+            assert_eq!(store.stats().unwrap().evicted_blocks, 20, "blocks evicted by round {round}");
         }
         store.check().unwrap();
     }

@@ -16,7 +16,9 @@ const LOOK_AHEAD: usize = 128;
 impl Pool {
     /// Turns caching on in the host's pool, whose eviction order continues that of the device.
     pub(crate) fn start_caching(&mut self, device: &mut Self) -> Result<()> {
-        memory::require(self.len.saturating_mul(PrefixCache::BYTES))?;
+        // Besides what a cached block takes: rank and stamps on the host, the tag of the block before it in both tiers.
+        let both = self.len.saturating_add(device.len).saturating_mul(size_of::<u32>());
+        memory::require(self.len.saturating_mul(PrefixCache::BYTES + 13).saturating_add(both))?;
         self.cache = Some(PrefixCache::of_host(self.len));
         if let Some(cache) = &mut device.cache {
             cache.extend(self.len);

@@ -72,21 +72,23 @@ impl Sequences {
         }
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
         for (at, key) in keys.keys[..limit].iter().enumerate() {
+            let depth = u32::try_from(at).unwrap_or(u32::MAX);
             if let Some(block) = view.tiers.device().find(key) {
                 wanted.on_device.push((*key, block));
+                wanted.found.push((depth, (Tier::Device, block)));
             } else if let Some(block) = view.tiers.host().find(key) {
                 on_host.push(block);
+                wanted.found.push((depth, (Tier::Host, block)));
             } else if view.jobs.is_loading(key) {
-                wanted.lacking.push(*key);
+                wanted.lacking.push((depth, *key));
             } else {
                 if wanted.missing.len() == most {
                     break;
                 }
                 let Some(chain) = keys.chain_at(at, self.block_size) else { break };
                 let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, self.block_size));
-                let (depth, tenant) = (u32::try_from(at).unwrap_or(u32::MAX), view.tiers.tenant_of(&prompt.spec));
-                let (salt, lora_id) = (keys.salt, keys.lora_id);
-                wanted.lacking.push(*key);
+                let (tenant, salt, lora_id) = (view.tiers.tenant_of(&prompt.spec), keys.salt, keys.lora_id);
+                wanted.lacking.push((depth, *key));
                 wanted.missing.push(Missing { chain, parent, depth, tenant, salt, lora_id });
             }
         }

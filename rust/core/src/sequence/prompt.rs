@@ -469,7 +469,8 @@ impl Sequences {
             self.stats.loaded += loaded;
         }
         let sequence = self.open_row(step, 0, cached, length, found);
-        if (length as usize) < prompt.tokens.len() {
+        // Only with host copies does anyone ask what the next chunks take.
+        if (length as usize) < prompt.tokens.len() && step.tiers.keeps_host_copies() {
             self.prefilling.push((sequence, cached));
         }
         let open = step.transfers.open();

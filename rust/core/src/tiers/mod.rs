@@ -541,6 +541,9 @@ impl Tiers {
         if self.events.is_some() {
             memory::require_items::<PublishedEvent>(blocks.saturating_mul(2))?;
         }
+        if self.keeps_host_copies() {
+            memory::require_items::<u32>(blocks.saturating_mul(2))?; // the tag of the block before each
+        }
         self.pools[0].resize(blocks);
         self.unlink_orphans(Tier::Device);
         if let Some(events) = &mut self.events {

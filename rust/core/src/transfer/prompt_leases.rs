@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::hash::Key;
 use crate::id::{LeaseId, Tier};
 use crate::tiers::Tiers;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 
@@ -47,10 +48,10 @@ impl LeaseShare {
 /// One prompt's lease.
 #[derive(Debug, Clone)]
 struct PromptLease {
-    /// In the order of their tokens.
-    blocks: Vec<TierBlock>,
-    /// Keys of the blocks that it is still to get, last one first.
-    promised: Vec<Key>,
+    /// Its blocks, and their places in the prompt.
+    blocks: Vec<(u32, TierBlock)>,
+    /// Keys of the blocks that it is still to get, and their places; last one first.
+    promised: Vec<(u32, Key)>,
 }
 
 /// The leases of all waiting prompts.
@@ -70,9 +71,14 @@ impl PromptLeases {
         self.leases.len()
     }
 
-    /// Number of distinct blocks that are promised and that loads do not bring yet.
-    pub(crate) fn num_promised(&self, is_loading: impl Fn(&Key) -> bool) -> usize {
-        self.promised.keys().filter(|key| !is_loading(key)).count()
+    /// Number of distinct blocks that are promised.
+    pub(crate) fn num_promised(&self) -> usize {
+        self.promised.len()
+    }
+
+    /// Whether some prompt is promised a key.
+    pub(crate) fn is_promised(&self, key: &Key) -> bool {
+        self.promised.contains_key(key)
     }
 
     /// Number of leased blocks of a tier that no table has.
@@ -96,13 +102,11 @@ impl PromptLeases {
         }
         self.last += 1;
         let id = LeaseId(self.last);
-        let found = wanted.on_device.iter().map(|(_, block)| (Tier::Device, *block));
-        let found = found.chain(wanted.on_host.iter().map(|block| (Tier::Host, *block)));
         let mut lease = PromptLease { blocks: Vec::new(), promised: wanted.lacking.iter().rev().copied().collect() };
-        for block in found {
-            self.take(tiers, &mut lease.blocks, block);
+        for &(place, block) in &wanted.found {
+            self.take(tiers, &mut lease.blocks, place, block);
         }
-        lease.promised.iter().for_each(|key| *self.promised.entry(*key).or_default() += 1);
+        lease.promised.iter().for_each(|(_, key)| *self.promised.entry(*key).or_default() += 1);
         self.leases.insert(id, lease);
         Some(id)
     }
@@ -119,14 +123,14 @@ impl PromptLeases {
         };
         let host = if tiers.keeps_host_copies() { rest(Tier::Host, on_host) } else { Some(0) };
         let host = if share == LeaseShare::Half { host } else { Some(host.unwrap_or(0)) };
-        let new = wanted.lacking.iter().filter(|key| !self.promised.contains_key(key)).count();
+        let new = wanted.lacking.iter().filter(|(_, key)| !self.promised.contains_key(key)).count();
         // Blocks that loads are filling are promised to prompts, too.
         let promised = self.promised.len().saturating_sub(targets[0] + targets[1]);
         matches!((device, host), (Some(device), Some(host)) if new + promised <= device + host)
     }
 
     /// Leases a block, if the pool can count one lease more of it.
-    fn take(&mut self, tiers: &mut Tiers, blocks: &mut Vec<TierBlock>, block: TierBlock) {
+    fn take(&mut self, tiers: &mut Tiers, blocks: &mut Vec<(u32, TierBlock)>, place: u32, block: TierBlock) {
         let count = self.blocks.get(&block).copied().unwrap_or(0);
         if count == 0 {
             if tiers.block(block).lease_room(LeaseKind::Read) == 0 {
@@ -135,7 +139,7 @@ impl PromptLeases {
             tiers.lease(block, LeaseKind::Read);
         }
         self.blocks.insert(block, count + 1);
-        blocks.push(block);
+        blocks.push((place, block));
     }
 
     /// Leases promised blocks that the tiers have now, up to the first that they do not have.
@@ -149,28 +153,33 @@ impl PromptLeases {
 
     fn advance_one(&mut self, tiers: &mut Tiers, id: LeaseId) {
         let Some(mut lease) = self.leases.remove(&id) else { return };
-        while let Some(key) = lease.promised.last() {
+        while let Some((place, key)) = lease.promised.last() {
             let on_device = tiers.device().find(key).map(|block| (Tier::Device, block));
             let Some(block) = on_device.or_else(|| tiers.host().find(key).map(|block| (Tier::Host, block))) else {
                 break;
             };
+            let place = *place;
             drop_one(&mut self.promised, key);
             lease.promised.pop();
-            self.take(tiers, &mut lease.blocks, block);
+            self.take(tiers, &mut lease.blocks, place, block);
         }
         self.leases.insert(id, lease);
     }
 
-    /// Promises a prompt nothing more: its load has ended.
+    /// Promises a prompt nothing more: its load has ended. Lets go of the blocks behind the first that did not arrive,
+    /// since it cannot use them.
     ///
     /// # Errors
     /// There was never such a lease.
     pub(crate) fn settle(&mut self, tiers: &mut Tiers, id: LeaseId) -> Result<()> {
         self.require(id)?;
         self.advance_one(tiers, id);
-        if let Some(lease) = self.leases.get_mut(&id) {
-            lease.promised.drain(..).for_each(|key| _ = drop_one(&mut self.promised, &key));
-        }
+        let Some(lease) = self.leases.get_mut(&id) else { return Ok(()) };
+        let gap = lease.promised.last().map_or(u32::MAX, |(place, _)| *place);
+        lease.promised.drain(..).for_each(|(_, key)| _ = drop_one(&mut self.promised, &key));
+        let (kept, behind) = std::mem::take(&mut lease.blocks).into_iter().partition(|(place, _)| *place < gap);
+        lease.blocks = kept;
+        self.let_go(tiers, behind);
         Ok(())
     }
 
@@ -181,16 +190,21 @@ impl PromptLeases {
     pub(crate) fn end(&mut self, tiers: &mut Tiers, id: LeaseId) -> Result<()> {
         self.require(id)?;
         let Some(lease) = self.leases.remove(&id) else { return Ok(()) };
-        for key in &lease.promised {
+        for (_, key) in &lease.promised {
             drop_one(&mut self.promised, key);
         }
-        // In reverse, so that a chain is evicted from its end.
-        for block in lease.blocks.iter().rev() {
+        self.let_go(tiers, lease.blocks);
+        Ok(())
+    }
+
+    /// Ends the leases on blocks of a prompt, on the last one first, so that a chain is evicted from its end.
+    fn let_go(&mut self, tiers: &mut Tiers, mut blocks: Vec<(u32, TierBlock)>) {
+        blocks.sort_unstable_by_key(|(place, _)| Reverse(*place));
+        for (_, block) in &blocks {
             if drop_one(&mut self.blocks, block) {
                 tiers.end_lease(*block, LeaseKind::Read);
             }
         }
-        Ok(())
     }
 
     /// Ends all leases, the newest first.
@@ -213,8 +227,8 @@ impl PromptLeases {
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         let (mut blocks, mut promised) = (HashMap::new(), HashMap::new());
         for lease in self.leases.values() {
-            lease.blocks.iter().for_each(|block| *blocks.entry(*block).or_default() += 1);
-            lease.promised.iter().for_each(|key| *promised.entry(*key).or_default() += 1);
+            lease.blocks.iter().for_each(|(_, block)| *blocks.entry(*block).or_default() += 1);
+            lease.promised.iter().for_each(|(_, key)| *promised.entry(*key).or_default() += 1);
         }
         if blocks == self.blocks && promised == self.promised {
             return Ok(());

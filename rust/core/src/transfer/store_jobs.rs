@@ -7,7 +7,7 @@
 //! the store.
 
 use super::{Lease, LeaseShare, PromptLeases};
-use crate::block::LeaseKind;
+use crate::block::{LeaseKind, TierBlock};
 use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
 use crate::hash::{Chain, ExportedKey, Key};
@@ -59,9 +59,11 @@ pub(crate) struct Wanted {
     pub(crate) on_device: Vec<(Key, BlockId)>,
     /// Host copies before missing blocks that the device does not have.
     pub(crate) on_host: Vec<BlockId>,
+    /// All blocks that device and host have, and their places in the prompt.
+    pub(crate) found: Vec<(u32, TierBlock)>,
     pub(crate) missing: Vec<Missing>,
     /// Keys of the blocks that neither tier has: missing ones, and those that a load is bringing.
-    pub(crate) lacking: Vec<Key>,
+    pub(crate) lacking: Vec<(u32, Key)>,
 }
 
 impl Wanted {
@@ -110,7 +112,8 @@ impl StoreJobs {
 
     /// Number of blocks promised to waiting prompts that no load has taken yet.
     pub(crate) fn num_promised(&self) -> usize {
-        self.leases.num_promised(|key| self.loading.contains(key))
+        // There are far fewer loads in flight than promises.
+        self.leases.num_promised() - self.loading.iter().filter(|key| self.leases.is_promised(key)).count()
     }
 
     fn next(&mut self) -> JobId {

@@ -217,6 +217,7 @@ impl Evictor for HostOrder {
     }
 
     fn publish(&mut self, block: BlockId, _: u32, _: u32) {
+        self.take_out(block);
         (self.ranks[block.index()], self.stamps[block.index()]) = (self.rule.newcomers(), 0);
     }
 
