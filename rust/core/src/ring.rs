@@ -330,26 +330,25 @@ impl Rings {
     /// Insertions since the first block of a ring was put there.
     #[inline]
     pub(crate) fn age(&mut self, ring: usize) -> Option<u32> {
+        self.first(ring).map(|(_, age)| age)
+    }
+
+    /// The first block of a ring, and the insertions since it was put there.
+    #[inline]
+    pub(crate) fn first(&mut self, ring: usize) -> Option<(BlockId, u32)> {
         let ring = &mut self.each[ring];
         loop {
             let queue = if ring.swept.first().is_some() { &mut ring.swept } else { &mut ring.rest };
-            let (block, stamp) = queue.first()?;
-            let renamed = || self.renamed.get(&stamp).is_some_and(|block| self.stamps[block.index()] == stamp);
-            if self.stamps[block.index()] == stamp || renamed() {
-                return Some(self.clock.wrapping_sub(stamp));
+            let (entry, stamp) = queue.first()?;
+            let is_current = |block: &BlockId| self.stamps[block.index()] == stamp;
+            let block = Some(entry).filter(is_current).or_else(|| self.renamed.get(&stamp).copied().filter(is_current));
+            if let Some(block) = block {
+                return Some((block, self.clock.wrapping_sub(stamp)));
             }
             self.renamed.remove(&stamp);
             queue.pop();
             self.entries -= 1;
         }
-    }
-
-    /// The first block of a ring.
-    pub(crate) fn peek(&mut self, ring: usize) -> Option<BlockId> {
-        let stamp = self.clock.wrapping_sub(self.age(ring)?);
-        let Ring { swept, rest } = &mut self.each[ring];
-        let (block, _) = swept.first().or_else(|| rest.first())?;
-        if self.stamps[block.index()] == stamp { Some(block) } else { self.renamed.get(&stamp).copied() }
     }
 
     /// Drops some stale entries.
@@ -475,5 +474,44 @@ mod tests {
             queue.push(StampedBlock::default());
         }
         assert_eq!((queue.full.len(), queue.back.len()), (2, 1));
+    }
+
+    proptest! {
+        #[test]
+        fn a_block_with_a_stamp_of_other_rings_goes_behind_older_ones(
+            ops in prop::collection::vec((0u8..5, any::<prop::sample::Index>()), 0..600),
+        ) {
+            let mut rings = Rings::new(700, 2);
+            // The stamps that are in the ring, in order, and those that other rings have.
+            let (mut held, mut others) = (Vec::<(u32, u32)>::new(), Vec::new());
+            for (block, (op, pick)) in (0u32..).zip(ops) {
+                match op {
+                    0 | 1 => {
+                        rings.push(0, BlockId(block));
+                        held.push((rings.clock(), block));
+                    }
+                    2 => {
+                        rings.set_clock(rings.clock() + 1);
+                        others.push(rings.clock());
+                    }
+                    3 if !others.is_empty() => {
+                        let stamp = others.swap_remove(pick.index(others.len()));
+                        rings.push_stamped(0, BlockId(block), stamp);
+                        held.insert(held.partition_point(|&(other, _)| other < stamp), (stamp, block));
+                    }
+                    4 if !held.is_empty() => {
+                        // From the front or from anywhere.
+                        let (_, gone) = held.remove(if block % 2 == 0 { 0 } else { pick.index(held.len()) });
+                        prop_assert!(rings.remove(BlockId(gone)));
+                    }
+                    _ => {}
+                }
+                let first = held.first().map(|&(stamp, block)| (BlockId(block), rings.clock() - stamp));
+                prop_assert_eq!(rings.first(0), first);
+                prop_assert_eq!(rings.len(), held.len());
+            }
+            let order: Vec<_> = std::iter::from_fn(|| rings.pop(0)).map(|block| block.0).collect();
+            prop_assert_eq!(order, held.iter().map(|&(_, block)| block).collect::<Vec<_>>());
+        }
     }
 }

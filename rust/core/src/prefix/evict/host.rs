@@ -141,8 +141,7 @@ impl HostOrder {
     /// Age of the first block of a ring that is not held.
     fn age(&mut self, ring: usize) -> Option<u32> {
         loop {
-            let age = self.rings.age(ring)?;
-            let first = self.rings.peek(ring)?;
+            let (first, age) = self.rings.first(ring)?;
             if self.ranks[first.index()] & IS_HELD == 0 {
                 return Some(age);
             }
@@ -223,5 +222,101 @@ impl Evictor for HostOrder {
 
     fn boxed_clone(&self) -> Box<dyn Evictor> {
         Box::new(self.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const BLOCKS: u32 = 24;
+
+    /// What a host block is, for a device that evicts the least recently used block first.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Model {
+        Unknown,
+        /// Evictable, with its stamp.
+        Alone(u32),
+        /// Evictable, as a copy of a block that the device has.
+        Copy,
+        /// Held, with the stamp that it will have again; 0 for a new one.
+        Held(u32),
+    }
+
+    proptest! {
+        #[test]
+        fn copies_go_first_and_then_what_the_device_evicted_first(
+            ops in prop::collection::vec((0u8..7, 0..BLOCKS, any::<bool>()), 0..500),
+        ) {
+            let mut order = HostOrder::new(BLOCKS as usize);
+            let (mut model, mut clock) = ([Model::Unknown; BLOCKS as usize], 0);
+            for (op, number, flag) in ops {
+                let (block, at) = (BlockId(number), number as usize);
+                clock += 1;
+                order.follow(Guide { rule: Rule::Oldest, clock });
+                match (op, model[at]) {
+                    // A copy arrives, with the rank of the device's block or as the youngest.
+                    (0 | 1, Model::Unknown) => {
+                        order.publish(block, 0, 1);
+                        if flag {
+                            order.set_rank(block, Rank { ring: 0, stamp: clock });
+                        }
+                        model[at] = Model::Held(if flag { clock } else { 0 });
+                    }
+                    (2, Model::Held(stamp)) => {
+                        if flag {
+                            order.insert_copy(block);
+                            model[at] = Model::Copy;
+                        } else {
+                            order.insert(block);
+                            model[at] = Model::Alone(if stamp == 0 { order.rings.clock() } else { stamp });
+                        }
+                    }
+                    (3, Model::Alone(stamp)) => {
+                        prop_assert!(order.remove(block, Departure::Hit));
+                        model[at] = Model::Held(stamp);
+                    }
+                    (3, Model::Copy) => {
+                        prop_assert!(order.remove(block, Departure::Hit));
+                        model[at] = Model::Held(0);
+                    }
+                    (4, Model::Alone(_) | Model::Copy) => {
+                        order.set_copied(block, flag);
+                        if flag {
+                            model[at] = Model::Copy;
+                        } else if model[at] == Model::Copy {
+                            model[at] = Model::Alone(order.rings.clock());
+                        }
+                    }
+                    (5, _) => {
+                        order.remove(block, Departure::Gone);
+                        model[at] = Model::Unknown;
+                    }
+                    (6, _) => {
+                        let popped = order.pop().map(|block| block.index());
+                        let has_copies = model.contains(&Model::Copy);
+                        let oldest = (0..model.len()).filter_map(|at| match model[at] {
+                            Model::Alone(stamp) => Some((stamp, at)),
+                            _ => None,
+                        });
+                        match popped {
+                            Some(at) if has_copies => prop_assert_eq!(model[at], Model::Copy),
+                            _ => prop_assert_eq!(popped, oldest.min().map(|(_, at)| at)),
+                        }
+                        if let Some(at) = popped {
+                            model[at] = Model::Unknown;
+                        }
+                    }
+                    _ => {}
+                }
+                clock = order.report().0;
+                let is_evictable = |model: &Model| matches!(model, Model::Alone(_) | Model::Copy);
+                prop_assert_eq!(order.len(), model.iter().filter(|model| is_evictable(model)).count());
+                for (at, model) in (0..).zip(&model) {
+                    prop_assert_eq!(order.contains(BlockId(at)), is_evictable(model));
+                }
+            }
+        }
     }
 }
