@@ -6,6 +6,7 @@ back. `KeyboardInterrupt` comes in the main thread; any other exception comes in
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import gc
@@ -232,11 +233,13 @@ class SignalInterrupt:
             signal.signal(signal.SIGALRM, before)
 
     def _handle(self, _number: int, frame: FrameType | None) -> None:
-        caller = frame
+        caller, called = frame, frame
         while caller is not None and not caller.f_code.co_filename.startswith(_TESTS):
-            caller = caller.f_back
-        # A store or stream of the tests is not written to be interrupted, and a result on its way to the test is lost.
+            caller, called = caller.f_back, caller
+        # A store or stream of the tests is not written to be interrupted, and a result on its way to the test is lost:
+        # so it would be at the end of `armed`, after the call.
         is_ours = frame is not None and caller is not frame and not _is_finalizing(frame)
+        is_ours = is_ours and called is not None and called.f_code.co_filename != contextlib.__file__
         if is_ours and caller is not None and caller.f_code.co_name in _CALLERS:
             self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             raise KeyboardInterrupt

@@ -166,7 +166,7 @@ impl PromptLeases {
         self.leases.insert(id, lease);
     }
 
-    /// Promises a prompt nothing more: its load has ended. Lets go of the blocks behind the first that did not arrive,
+    /// Promises a prompt nothing more: its load has ended. Frees the blocks behind the first that did not arrive,
     /// since it cannot use them.
     ///
     /// # Errors

@@ -294,7 +294,7 @@ mod tests {
                         model[at] = Model::Unknown;
                     }
                     (6, _) => {
-                        let popped = order.pop().map(|block| block.index());
+                        let popped = order.pop().map(BlockId::index);
                         let has_copies = model.contains(&Model::Copy);
                         let oldest = (0..model.len()).filter_map(|at| match model[at] {
                             Model::Alone(stamp) => Some((stamp, at)),
