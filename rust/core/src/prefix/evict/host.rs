@@ -244,78 +244,95 @@ mod tests {
         Held(u32),
     }
 
+    /// The host's order, and what its blocks are.
+    struct World {
+        order: HostOrder,
+        blocks: [Model; BLOCKS as usize],
+    }
+
+    impl World {
+        /// A copy arrives, with the rank of the device's block or as the youngest.
+        fn arrive(&mut self, block: BlockId, stamp: u32) {
+            self.order.publish(block, 0, 1);
+            if stamp != 0 {
+                self.order.set_rank(block, Rank { ring: 0, stamp });
+            }
+            self.blocks[block.index()] = Model::Held(stamp);
+        }
+
+        /// Nothing holds a block any longer.
+        fn park(&mut self, block: BlockId, stamp: u32, is_copy: bool) {
+            if is_copy {
+                self.order.insert_copy(block);
+                self.blocks[block.index()] = Model::Copy;
+            } else {
+                self.order.insert(block);
+                let stamp = if stamp == 0 { self.order.rings.clock() } else { stamp };
+                self.blocks[block.index()] = Model::Alone(stamp);
+            }
+        }
+
+        /// The device gets or loses the bytes of a copy.
+        fn set_copied(&mut self, block: BlockId, is_copied: bool) {
+            let was = self.blocks[block.index()];
+            self.order.set_copied(block, is_copied);
+            self.blocks[block.index()] = match was {
+                _ if is_copied => Model::Copy,
+                Model::Copy => Model::Alone(self.order.rings.clock()),
+                other => other,
+            };
+        }
+
+        fn pop(&mut self) {
+            let popped = self.order.pop().map(BlockId::index);
+            let stamp = |at: usize| if let Model::Alone(stamp) = self.blocks[at] { Some((stamp, at)) } else { None };
+            match popped {
+                Some(at) if self.blocks.contains(&Model::Copy) => assert_eq!(self.blocks[at], Model::Copy),
+                _ => assert_eq!(popped, (0..self.blocks.len()).filter_map(stamp).min().map(|(_, at)| at)),
+            }
+            if let Some(at) = popped {
+                self.blocks[at] = Model::Unknown;
+            }
+        }
+
+        fn check(&self) {
+            let is_evictable = |model: &Model| matches!(model, Model::Alone(_) | Model::Copy);
+            assert_eq!(self.order.len(), self.blocks.iter().filter(|model| is_evictable(model)).count());
+            for (at, model) in (0..).zip(&self.blocks) {
+                assert_eq!(self.order.contains(BlockId(at)), is_evictable(model), "block {at}: {model:?}");
+            }
+        }
+    }
+
     proptest! {
         #[test]
         fn copies_go_first_and_then_what_the_device_evicted_first(
             ops in prop::collection::vec((0u8..7, 0..BLOCKS, any::<bool>()), 0..500),
         ) {
-            let mut order = HostOrder::new(BLOCKS as usize);
-            let (mut model, mut clock) = ([Model::Unknown; BLOCKS as usize], 0);
+            let blocks = [Model::Unknown; BLOCKS as usize];
+            let (mut world, mut clock) = (World { order: HostOrder::new(blocks.len()), blocks }, 0);
             for (op, number, flag) in ops {
-                let (block, at) = (BlockId(number), number as usize);
+                let block = BlockId(number);
                 clock += 1;
-                order.follow(Guide { rule: Rule::Oldest, clock });
-                match (op, model[at]) {
-                    // A copy arrives, with the rank of the device's block or as the youngest.
-                    (0 | 1, Model::Unknown) => {
-                        order.publish(block, 0, 1);
-                        if flag {
-                            order.set_rank(block, Rank { ring: 0, stamp: clock });
-                        }
-                        model[at] = Model::Held(if flag { clock } else { 0 });
+                world.order.follow(Guide { rule: Rule::Oldest, clock });
+                match (op, world.blocks[block.index()]) {
+                    (0 | 1, Model::Unknown) => world.arrive(block, if flag { clock } else { 0 }),
+                    (2, Model::Held(stamp)) => world.park(block, stamp, flag),
+                    (3, held @ (Model::Alone(_) | Model::Copy)) => {
+                        assert!(world.order.remove(block, Departure::Hit));
+                        let stamp = if let Model::Alone(stamp) = held { stamp } else { 0 };
+                        world.blocks[block.index()] = Model::Held(stamp);
                     }
-                    (2, Model::Held(stamp)) => {
-                        if flag {
-                            order.insert_copy(block);
-                            model[at] = Model::Copy;
-                        } else {
-                            order.insert(block);
-                            model[at] = Model::Alone(if stamp == 0 { order.rings.clock() } else { stamp });
-                        }
-                    }
-                    (3, Model::Alone(stamp)) => {
-                        prop_assert!(order.remove(block, Departure::Hit));
-                        model[at] = Model::Held(stamp);
-                    }
-                    (3, Model::Copy) => {
-                        prop_assert!(order.remove(block, Departure::Hit));
-                        model[at] = Model::Held(0);
-                    }
-                    (4, Model::Alone(_) | Model::Copy) => {
-                        order.set_copied(block, flag);
-                        if flag {
-                            model[at] = Model::Copy;
-                        } else if model[at] == Model::Copy {
-                            model[at] = Model::Alone(order.rings.clock());
-                        }
-                    }
+                    (4, Model::Alone(_) | Model::Copy) => world.set_copied(block, flag),
                     (5, _) => {
-                        order.remove(block, Departure::Gone);
-                        model[at] = Model::Unknown;
+                        world.order.remove(block, Departure::Gone);
+                        world.blocks[block.index()] = Model::Unknown;
                     }
-                    (6, _) => {
-                        let popped = order.pop().map(BlockId::index);
-                        let has_copies = model.contains(&Model::Copy);
-                        let oldest = (0..model.len()).filter_map(|at| match model[at] {
-                            Model::Alone(stamp) => Some((stamp, at)),
-                            _ => None,
-                        });
-                        match popped {
-                            Some(at) if has_copies => prop_assert_eq!(model[at], Model::Copy),
-                            _ => prop_assert_eq!(popped, oldest.min().map(|(_, at)| at)),
-                        }
-                        if let Some(at) = popped {
-                            model[at] = Model::Unknown;
-                        }
-                    }
+                    (6, _) => world.pop(),
                     _ => {}
                 }
-                clock = order.report().0;
-                let is_evictable = |model: &Model| matches!(model, Model::Alone(_) | Model::Copy);
-                prop_assert_eq!(order.len(), model.iter().filter(|model| is_evictable(model)).count());
-                for (at, model) in (0..).zip(&model) {
-                    prop_assert_eq!(order.contains(BlockId(at)), is_evictable(model));
-                }
+                clock = world.order.report().0;
+                world.check();
             }
         }
     }
