@@ -46,6 +46,14 @@ impl Group {
         (first / block_size) as usize
     }
 
+    /// The blocks that a token after the first `tokens` needs, and with them everything that a prompt which continues
+    /// there, a fork or a truncated sequence has to have.
+    #[inline]
+    pub(crate) fn needs(self, tokens: u32, block_size: u32) -> Range<usize> {
+        let end = tokens.div_ceil(block_size) as usize;
+        self.unneeded(tokens, block_size).min(end)..end
+    }
+
     /// Number of new table entries that stay empty when `count` tokens follow the first `len`, in a table of `held`
     /// blocks: those whose states a recurrent group passes over.
     #[inline]
@@ -97,7 +105,16 @@ pub(crate) struct Groups {
     all: Box<[Group]>,
     growing: usize,
     null: bool,
+    /// The group whose blocks have the keys that prompts look for: the first that keeps every block, else the first.
+    anchor: usize,
+    /// The other groups that keep every block.
+    companions: Box<[usize]>,
+    /// The groups that leave blocks behind.
+    leaving: Box<[usize]>,
 }
+
+/// How far apart resume points lie at least: their tails take at most one part in this many of the blocks between them.
+const TAIL_SHARE: usize = 20;
 
 impl Groups {
     /// # Errors
@@ -116,7 +133,40 @@ impl Groups {
             return Err(Error::InvalidArgument { what: "window", found: 0, must: "at least 1".to_owned() });
         }
         let null = groups.iter().any(|group| group.leaves_nulls());
-        Ok(Self { all: groups.into(), growing, null })
+        let (leaving, keeping): (Vec<usize>, _) = (0..growing).partition(|&at| groups[at].leaves_nulls());
+        let anchor = keeping.first().copied().unwrap_or(0);
+        let companions = keeping.into_iter().skip(1).collect();
+        Ok(Self { all: groups.into(), growing, null, anchor, companions, leaving: leaving.into() })
+    }
+
+    /// The group whose blocks have the keys that prompts look for.
+    #[inline]
+    pub(crate) fn anchor(&self) -> usize {
+        self.anchor
+    }
+
+    /// The other groups that keep every block.
+    pub(crate) fn companions(&self) -> &[usize] {
+        &self.companions
+    }
+
+    /// The groups that leave blocks behind.
+    pub(crate) fn leaving(&self) -> &[usize] {
+        &self.leaving
+    }
+
+    /// Whether a group keeps every block.
+    pub(crate) fn keeps_all(&self) -> bool {
+        self.leaving.len() < self.growing
+    }
+
+    /// Tokens between the resume points of a long prompt, whole blocks; 0 if no group keeps what lies between.
+    pub(crate) fn interval(&self, block_size: u32) -> u32 {
+        let keeping = self.growing - self.leaving.len();
+        let far = u32::MAX / block_size * block_size;
+        let tail: usize = self.leaving.iter().map(|&at| self.all[at].needs(far, block_size).len()).sum();
+        let blocks = if keeping == 0 { 0 } else { (tail * TAIL_SHARE).div_ceil(keeping) };
+        u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(block_size) / block_size * block_size
     }
 
     pub(crate) fn all(&self) -> &[Group] {

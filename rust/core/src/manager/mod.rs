@@ -96,7 +96,10 @@ impl Manager {
             return Err(invalid("prefix_caching with groups", groups.all().len() as i128, must));
         }
         let watermark = Share::new("watermark", watermark, blocks[0])?;
-        let tiers = Tiers::new(blocks, block_size, prefix_caching, groups.has_nulls(), policies)?;
+        let mut tiers = Tiers::new(blocks, block_size, prefix_caching, groups.has_nulls(), policies)?;
+        if prefix_caching && (groups.has_nulls() || !groups.companions().is_empty()) {
+            tiers.use_points(groups.companions().len(), groups.leaving().is_empty())?;
+        }
         Ok(Self {
             tiers,
             transfers: Transfers::new(),

@@ -7,11 +7,14 @@ use crate::hash::Key;
 use crate::id::BlockId;
 use crate::memory;
 use crate::prefix::evict::{HostOrder, Rank};
-use crate::prefix::{CachedIdentity, PrefixCache, Published, Reason, Removals, Residency};
+use crate::prefix::{CachedIdentity, Points, PrefixCache, Published, Reason, Removals, Residency};
 use std::time::Duration;
 
 /// Blocks evicted at a time: their memory is read before the first of them changes, so that cache misses overlap.
 const LOOK_AHEAD: usize = 128;
+
+/// The tag of blocks that are published without a key.
+const NO_KEY: u32 = 1;
 
 impl Pool {
     /// Turns caching on in the host's pool, whose eviction order continues that of the device.
@@ -99,7 +102,72 @@ impl Pool {
 
     /// Key of a published block.
     pub(crate) fn key(&self, block: BlockId) -> Option<Key> {
-        self.cache.as_ref().filter(|_| self.block(block).is_published())?.key(block)
+        self.cache.as_ref().filter(|cache| self.block(block).is_published() && !cache.is_keyless(block))?.key(block)
+    }
+
+    /// Starts to keep resume points, with `companions` blocks of other groups at each block with a key; `is_dense`: each
+    /// of these is a point without a tail.
+    pub(crate) fn use_points(&mut self, companions: usize, is_dense: bool) -> Result<()> {
+        let Some(cache) = &mut self.cache else { return Ok(()) };
+        memory::require(self.len.saturating_mul(Points::BYTES))?;
+        cache.use_points(Points::new(self.len, companions, is_dense));
+        Ok(())
+    }
+
+    /// The resume points, if the groups have any.
+    #[inline]
+    pub(crate) fn points(&self) -> Option<&Points> {
+        self.cache.as_ref().and_then(PrefixCache::points)
+    }
+
+    /// The tag of the key of the block before one with a key; 0 for the first, and without points.
+    pub(crate) fn parent(&self, anchor: BlockId) -> u32 {
+        self.cache.as_ref().map_or(0, |cache| cache.parent(anchor))
+    }
+
+    /// Notes the tag of the key of the block before a published one.
+    #[inline]
+    pub(crate) fn set_parent(&mut self, anchor: BlockId, parent: u32) {
+        if let Some(cache) = &mut self.cache {
+            cache.set_parent(anchor, parent);
+        }
+    }
+
+    /// Publishes a block in use without a key; returns whether it was not published before.
+    pub(crate) fn add_keyless(&mut self, block: BlockId) -> bool {
+        if self.block(block).is_published() || self.is_stranded(block) {
+            return false;
+        }
+        let Some(cache) = &mut self.cache else { return false };
+        cache.add_keyless(block);
+        self.blocks[block.index()].set_tag(NO_KEY);
+        true
+    }
+
+    /// Hangs the blocks of the other groups on a newly published block.
+    pub(crate) fn add_companions(&mut self, anchor: BlockId, companions: &[BlockId]) {
+        if let Some(cache) = &mut self.cache {
+            cache.add_companions(anchor, companions);
+        }
+    }
+
+    /// Makes a resume point of published blocks in use.
+    pub(crate) fn add_point(&mut self, anchor: BlockId, tail: &[BlockId]) {
+        if let Some(cache) = &mut self.cache {
+            cache.add_point(anchor, tail);
+        }
+    }
+
+    /// Drops the resume point of a block, if it has one.
+    pub(crate) fn drop_point(&mut self, anchor: BlockId) {
+        if let Some(cache) = &mut self.cache {
+            cache.drop_point(anchor);
+        }
+    }
+
+    /// Checks the resume points.
+    pub(crate) fn check_points(&self) -> Option<String> {
+        self.cache.clone().and_then(|mut cache| cache.check_points())
     }
 
     /// The block that holds the bytes of a key.
@@ -189,11 +257,14 @@ impl Pool {
             if out.len() == first {
                 return;
             }
-            let mut tags = [0; LOOK_AHEAD];
-            for (tag, block) in tags.iter_mut().zip(&out[first..]) {
-                *tag = self.blocks[block.index()].tag();
+            let (mut tags, mut keyed) = ([0; LOOK_AHEAD], 0);
+            for &block in &out[first..] {
+                if !cache.is_keyless(block) {
+                    tags[keyed] = self.blocks[block.index()].tag();
+                    keyed += 1;
+                }
             }
-            cache.begin_eviction(&tags[..out.len() - first]);
+            cache.begin_eviction(&tags[..keyed]);
             for &block in &out[first..] {
                 self.evict_bytes(block);
                 self.blocks[block.index()].take(filling);

@@ -4,10 +4,12 @@
 
 pub mod evict;
 mod index;
+mod points;
 mod removal;
 mod residency;
 
 pub(crate) use index::grown;
+pub(crate) use points::Points;
 pub use removal::Reason;
 pub(crate) use removal::{Removal, Removals, Ring};
 pub(crate) use residency::ResidencySample;
@@ -48,6 +50,8 @@ pub(crate) enum Published {
 pub(crate) struct PrefixCache {
     index: PrefixIndex,
     order: Policy,
+    /// With several groups, or one that leaves blocks behind.
+    points: Option<Box<Points>>,
     /// With events on: removals that no event reports yet.
     removals: Option<Box<Removals>>,
     /// Set once residency is sampled.
@@ -59,13 +63,13 @@ impl PrefixCache {
     pub(crate) const BYTES: usize = 24 + size_of::<Key>() + 16;
 
     pub(crate) fn new(blocks: usize, eviction: Eviction) -> Self {
-        Self { index: PrefixIndex::new(blocks), order: Policy::new(eviction, blocks), removals: None, residency: None }
+        Self { index: PrefixIndex::new(blocks), order: Policy::new(eviction, blocks), points: None, removals: None, residency: None }
     }
 
     /// The cache of the host, whose eviction order continues the device's.
     pub(crate) fn of_host(blocks: usize) -> Self {
         let order = Policy::Host(Box::new(HostOrder::new(blocks)));
-        Self { index: PrefixIndex::new(blocks), order, removals: None, residency: None }
+        Self { index: PrefixIndex::new(blocks), order, points: None, removals: None, residency: None }
     }
 
     /// The host's order; `None` on the device.
@@ -109,29 +113,34 @@ impl PrefixCache {
     pub(crate) fn park_with(&mut self, block: BlockId, has_copy: bool) {
         match self.order.host_mut() {
             Some(order) if has_copy => order.insert_copy(block),
-            _ => self.order.insert(block),
+            _ => self.enqueue(block),
         }
     }
 
     /// Blocks that can be evicted.
     #[inline]
     pub(crate) fn evictable(&self) -> usize {
-        self.order.len()
+        self.order.len() + self.num_outside()
     }
 
     /// Whether a block can be evicted.
     pub(crate) fn is_evictable(&self, block: BlockId) -> bool {
-        self.order.contains(block)
+        self.order.contains(block) || self.is_outside(block)
     }
 
     /// Evictable blocks in eviction order.
     pub(crate) fn order(&self) -> Vec<BlockId> {
-        self.order.order()
+        if self.points.is_none() {
+            return self.order.order();
+        }
+        let mut order = Vec::with_capacity(self.evictable());
+        self.clone().pop_points(self.evictable(), &mut order);
+        order
     }
 
     /// Blocks that can be found.
     pub(crate) fn published(&self) -> usize {
-        self.index.len()
+        self.index.len() + self.num_keyless()
     }
 
     /// The key of a published block.
@@ -150,9 +159,9 @@ impl PrefixCache {
         self.index.find_tag(tag)
     }
 
-    /// Whether a block is found by its key.
+    /// Whether a block is found, by its key or with its point.
     pub(crate) fn finds(&self, block: BlockId) -> bool {
-        self.index.key(block).and_then(|key| self.index.find(key)) == Some(block)
+        self.is_keyless(block) || self.index.key(block).and_then(|key| self.index.find(key)) == Some(block)
     }
 
     /// Prefetches the memory that a change under these tags will need, so that cache misses overlap.
@@ -168,7 +177,9 @@ impl PrefixCache {
             return if other == block { Published::Before } else { Published::As(other) };
         }
         if former != 0 {
-            self.index.remove(block, former);
+            if !self.take_keyless(block) {
+                self.index.remove(block, former);
+            }
             self.note_removal(block, Reason::Replaced, false);
         }
         self.add(block, key, depth);
@@ -192,8 +203,10 @@ impl PrefixCache {
 
     /// Forgets the key of a block and removes it from the eviction order; `tag` is its key's tag.
     pub(crate) fn remove(&mut self, block: BlockId, tag: u32) {
-        self.index.remove(block, tag);
-        self.order.remove(block, Departure::Gone);
+        if !self.is_keyless(block) {
+            self.index.remove(block, tag);
+        }
+        self.leave(block);
         if let Some(residency) = &mut self.residency {
             residency.removed(block);
         }
@@ -209,7 +222,10 @@ impl PrefixCache {
     /// Forgets the key of a popped block that is being reallocated.
     #[inline]
     pub(crate) fn remove_evicted(&mut self, block: BlockId, tag: u32, has_copy: bool) {
-        self.index.remove(block, tag);
+        if !self.is_keyless(block) {
+            self.index.remove(block, tag);
+        }
+        self.forget_popped(block);
         self.note_removal(block, Reason::Evicted, has_copy);
         if let Some(residency) = &mut self.residency {
             residency.evicted(block);
@@ -218,8 +234,11 @@ impl PrefixCache {
 
     /// Replaces a block by another without a key.
     pub(crate) fn rename(&mut self, from: BlockId, to: BlockId, tag: u32, has_copy: bool) {
-        self.index.rename(from, to, tag);
+        if !self.is_keyless(from) {
+            self.index.rename(from, to, tag);
+        }
         self.order.relocate(from, to);
+        self.rename_points(from, to);
         self.note_removal(from, Reason::Moved, has_copy);
         if let Some(residency) = &mut self.residency {
             residency.removed(from);
@@ -229,19 +248,24 @@ impl PrefixCache {
     /// Records that a block is used again.
     #[inline]
     pub(crate) fn unpark(&mut self, block: BlockId) {
-        self.order.remove(block, Departure::Hit);
+        self.dequeue(block);
     }
 
     /// Records that the bytes of a block, evictable or not, are gone.
     #[inline]
     pub(crate) fn retire(&mut self, block: BlockId) {
         self.order.remove(block, Departure::Gone);
+        self.take_outside(block);
     }
 
     /// Removes up to `count` blocks from the head of the eviction order.
     #[inline]
     pub(crate) fn pop_into(&mut self, count: usize, out: &mut Vec<BlockId>) {
-        self.order.pop_into(count, out);
+        if self.points.is_some() {
+            self.pop_points(count, out);
+        } else {
+            self.order.pop_into(count, out);
+        }
     }
 
     /// Begins the release of a sequence's blocks, last one first.
@@ -264,6 +288,7 @@ impl PrefixCache {
     pub(crate) fn resize(&mut self, blocks: usize) {
         self.index.grow(blocks);
         self.order.resize(blocks);
+        self.resize_points(blocks);
     }
 
     /// Sets the quota of a tenant, in a pool of `blocks` blocks; tenants are numbered from 1.
@@ -295,7 +320,9 @@ impl PrefixCache {
 
     /// Removes a block of a tenant over its quota from the eviction order.
     pub(crate) fn pop_over_quota(&mut self) -> Option<BlockId> {
-        self.order.quotas_mut().and_then(Quotas::pop_over)
+        let block = self.order.quotas_mut().and_then(Quotas::pop_over)?;
+        self.pass_popped(block);
+        Some(block)
     }
 
     /// Checks the quotas.

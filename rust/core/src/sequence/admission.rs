@@ -17,10 +17,11 @@ impl Sequences {
         lookahead: u32,
     ) -> Result<Fit> {
         self.require_chunks(chunk)?;
+        self.require_states(view, prompt.tokens.len(), chunk)?;
         let found = [self.find_prefix(view, prompt, 1)?];
         // The larger of two needs: the whole prompt at once, and one chunk of it at a time.
         let blocks = |hits| {
-            let missing = |chunk| self.missing(view, prompt, hits, chunk);
+            let missing = |chunk| self.missing(view, prompt, (hits, found[0].run), chunk);
             missing(u32::MAX).max(missing(chunk)) + self.ahead(prompt, lookahead)
         };
         let request = Self::request_prompts(view, &found, blocks(found[0].hits));

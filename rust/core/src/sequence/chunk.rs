@@ -2,7 +2,6 @@
 
 use super::Sequences;
 use crate::error::Result;
-use crate::group::Group;
 use crate::id::SequenceId;
 use crate::transfer::View;
 
@@ -10,7 +9,8 @@ impl Sequences {
     pub(crate) fn next_chunk(&self, view: View<'_>, sequence: SequenceId, budget: u32) -> Result<u32> {
         let row = self.rows.get(sequence)?;
         let known = if row.keys.is_some() { row.known.max(row.len) } else { row.len };
-        Ok(self.chunk_end(view, row.len, known, budget) - row.len)
+        let due = row.keys.as_ref().map_or(&[][..], |keys| &keys.due);
+        Ok(self.chunk_end(view, (row.len, known), budget, due) - row.len)
     }
 
     /// Device blocks that the prompts computed in chunks will take in the next step, if their chunks are as long as in
@@ -28,12 +28,12 @@ impl Sequences {
         blocks * self.groups.growing().len()
     }
 
-    /// End of a chunk of at most `budget` tokens that begins after the first `start` of `length`.
-    pub(super) fn chunk_end(&self, view: View<'_>, start: u32, length: u32, budget: u32) -> u32 {
+    /// End of a chunk of at most `budget` tokens that begins after the first of two lengths and ends at the second: at
+    /// the first point that is due, if states are kept there.
+    pub(super) fn chunk_end(&self, view: View<'_>, (start, length): (u32, u32), budget: u32, due: &[u32]) -> u32 {
         let end = length.min(start.saturating_add(budget));
-        let last = end / self.block_size * self.block_size;
-        let states = view.tiers.device().is_caching() && self.groups.growing().contains(&Group::Recurrent);
-        if states && last > start && budget != u32::MAX { last } else { end }
+        let point = due.iter().find(|&&at| at > start).filter(|&&at| at < end && self.keeps_states(view));
+        point.copied().unwrap_or(end)
     }
 }
 
@@ -79,13 +79,14 @@ mod tests {
     }
 
     #[test]
-    fn states_are_cached_where_a_chunk_ends_with_a_block() {
+    fn a_chunk_ends_where_a_state_is_kept_and_nowhere_else() {
         let mut manager = manager(&[Group::Full, Group::Recurrent]);
         let tokens: Vec<u32> = (0..18).collect();
-        assert_eq!(run(&mut manager, &tokens, 7), (0, vec![4, 8, 12, 16, 18]));
+        assert_eq!(run(&mut manager, &tokens, 7), (0, vec![7, 14, 16, 18]));
         assert_eq!(run(&mut manager, &tokens, 100), (16, vec![18]));
-        // All groups must serve a hit: the state after the first 12 tokens is there, that after 13 is not.
-        assert_eq!(run(&mut manager, &tokens[..14], 100).0, 12);
+        // Three full blocks are cached, and no state behind them; this prompt keeps one.
+        assert_eq!(run(&mut manager, &tokens[..14], 100), (0, vec![12, 14]));
+        assert_eq!(run(&mut manager, &tokens[..14], 100), (12, vec![14]));
     }
 
     #[test]
@@ -97,7 +98,7 @@ mod tests {
             let mut manager = Manager::with_groups(config, Policies::default(), &[Group::Recurrent]).unwrap();
             let mut out = Vec::new();
             // These chunks are not aligned: 6 tokens, then 3.
-            manager.allocate_prompts(&[Prompt { tokens: &tokens[..6], ..prompt }], &mut out).unwrap();
+            manager.allocate_chunks(&[prompt], 6, &mut out).unwrap();
             let sequence = out[0].0;
             let step = |manager: &mut Manager| {
                 let ticket = manager.take_decision().ticket;
@@ -113,6 +114,8 @@ mod tests {
                 step(&mut manager);
             }
             manager.mark_computed(&[sequence]).unwrap();
+            assert_eq!(manager.lookup(&prompt).unwrap().tokens, 0, "swapped {swapped}");
+            manager.free(&[sequence]).unwrap();
             assert_eq!(manager.lookup(&prompt).unwrap().tokens, 0, "swapped {swapped}");
         }
     }
@@ -138,6 +141,8 @@ mod tests {
         }
         let last = manager.table_of(sequence, groups.len() - 1).unwrap();
         let used = manager.block_table(last).unwrap().iter().map(|block| block.0.min(1)).collect();
+        manager.free(&[sequence]).unwrap();
+        manager.check().unwrap();
         let cached = (1..=10).map(|blocks| {
             let more = [&tokens[..blocks * 4], &[99]].concat();
             manager.lookup(&Prompt { tokens: &more, ..prompt }).unwrap().tokens
@@ -160,7 +165,7 @@ mod tests {
             }
         }
         // The state that an earlier step wrote is kept, even before lookahead slots.
-        assert_eq!(published(&[&[4], &[4, 4]], &[Group::Recurrent], 9).0[..4], [4, 4, 12, 12]);
+        assert_eq!(published(&[&[4], &[4, 4]], &[Group::Recurrent], 9).0[..4], [0, 0, 12, 12]);
     }
 
     #[test]

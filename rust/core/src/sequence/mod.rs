@@ -11,6 +11,7 @@ mod extras;
 mod fork;
 mod groups;
 mod owners;
+mod points;
 mod prompt;
 mod relocate;
 mod retention;
@@ -207,6 +208,12 @@ impl Sequences {
         self.rows.begin_batch();
         for &sequence in sequences {
             self.rows.next_in_batch(sequence)?;
+        }
+        if self.groups.has_nulls() && step.tiers.device().is_caching() {
+            let firsts = sequences.iter().filter(|&&sequence| self.rows.at(sequence).group == 0).copied();
+            for sequence in firsts.collect::<Vec<_>>() {
+                self.make_last_point(step, sequence);
+            }
         }
         for &sequence in sequences {
             let tier = self.rows.at(sequence).tier;

@@ -4,16 +4,17 @@
 //! landed.
 
 use super::extras::{Extras, PromptExtra};
+use super::points::Start;
 use super::table::RowKeys;
 use super::{Batch, Sequences, blocks_for};
 use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
-use crate::group::{Group, NULL_BLOCK};
+use crate::group::Group;
 use crate::hash::{Chain, ExportedKey, Key, KeySpec, has_reserved, refuse_reserved};
-use crate::host_cache::{Found, parent_of};
+use crate::host_cache::Found;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::memory;
-use crate::prefix::{CachedIdentity, Published};
+use crate::prefix::Published;
 use crate::transfer::{OpenStep, View};
 use std::borrow::Cow;
 
@@ -106,7 +107,8 @@ fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)
 fn new_keys(prompt: &Prompt<'_>, block_size: u32, keys: Vec<Key>) -> RowKeys {
     let (KeySpec { salt, lora_id }, chain) = (prompt.spec, Chain::new(&prompt.spec, block_size, 0));
     let (extras, surplus) = (Extras::default(), Vec::new());
-    RowKeys { chain, keys, lora_id, salt, tenant: 0, extras, surplus, before_last: None }
+    let due = Vec::new();
+    RowKeys { chain, keys, lora_id, salt, tenant: 0, extras, surplus, before_last: None, due, computed: 0 }
 }
 
 /// Returns the keys of a prompt's full blocks for other processes.
@@ -201,6 +203,8 @@ pub(super) struct Match<'a> {
     tenant: u16,
     /// First blocks of the prompt that all groups can serve.
     pub(super) hits: usize,
+    /// First blocks that are cached, without regard to where a prompt can continue.
+    pub(super) run: usize,
     /// The first group's table, and those of the others.
     found: Vec<BlockId>,
     /// The found blocks after `found`, starting with the first that only the host has.
@@ -247,6 +251,9 @@ impl Sequences {
         out: &mut Vec<(SequenceId, u32)>,
     ) -> Result<()> {
         self.require_chunks(chunk)?;
+        for prompt in prompts {
+            self.require_states(step.view(), prompt.tokens.len(), chunk)?;
+        }
         let rows = prompts.len().saturating_mul(self.groups.all().len());
         self.rows.require(rows)?;
         self.rows.require_followed(rows)?;
@@ -256,7 +263,7 @@ impl Sequences {
             .collect::<Result<Vec<_>>>()?;
         let view = step.view();
         let new =
-            prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(view, prompt, found.hits, chunk)).sum();
+            prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(view, prompt, (found.hits, found.run), chunk)).sum();
         let request = Self::request_prompts(view, &matches, new);
         view.require(request, || Self::idle_blocks(view, &matches))?;
         self.require_nulls(
@@ -324,14 +331,19 @@ impl Sequences {
         }
         for (i, &sequence) in sequences.iter().enumerate() {
             let computed = computed.map_or(self.rows.at(sequence).len, |computed| computed[i]);
-            let keys = self.rows.at_mut(sequence).keys.take();
-            for group in 0..self.groups.growing().len() {
-                let group_tables = self.rows.at(sequence).group_tables.as_deref();
-                let member = group_tables.map_or(sequence, |group_tables| group_tables[group]);
-                if let Some(keys) = &keys {
-                    self.publish_row(step, member, keys, computed);
+            let mut keys = self.rows.at_mut(sequence).keys.take();
+            let mut needed = computed;
+            match &mut keys {
+                Some(keys) if step.tiers.device().points().is_some() => {
+                    self.publish_groups(step, sequence, keys, computed);
+                    // The last boundary may become a point yet.
+                    needed = computed / self.block_size * self.block_size;
                 }
-                self.leave_window(step, member, computed);
+                Some(keys) => self.publish_row(step, sequence, keys, computed),
+                None => {}
+            }
+            for group in 0..self.groups.growing().len() {
+                self.leave_window(step, self.member(sequence, group), needed);
             }
             self.rows.at_mut(sequence).keys = keys;
         }
@@ -410,30 +422,40 @@ impl Sequences {
                 }
             })?),
         };
-        let (hits, others) = if alone {
+        let (hits, run, others) = if alone {
             // Hashing already looked up each block except the last, up to the first missing one.
             let end = if prompt.hashed.is_some() || found.len() + 1 == limit { limit } else { found.len() };
             let rest = found.len()..end;
             found.extend(keys.keys[rest].iter().map_while(|key| view.tiers.device().find(key)));
-            (found.len(), Vec::new())
+            (found.len(), found.len(), Vec::new())
         } else {
-            self.find_groups(view, &keys.keys[..limit], &mut found)
+            let Start { hits, run, mut tables } = self.find_groups(view, &keys.keys[..limit]);
+            let others = tables.split_off(1);
+            found.extend(tables.into_iter().flatten());
+            (hits, run, others)
         };
         let keeps_copies = alone && view.tiers.keeps_host_copies();
         let tail = if keeps_copies { view.find_on_host(&keys.keys[hits..limit], batch) } else { Vec::new() };
-        Ok(Match { keys, tenant: view.tiers.tenant_of(&prompt.spec), hits: hits + tail.len(), found, tail, others })
+        Ok(Match { keys, tenant: view.tiers.tenant_of(&prompt.spec), hits: hits + tail.len(), run, found, tail, others })
     }
 
     /// Number of tokens in a prompt's sequence once it is opened, if its first `hits` blocks are cached.
-    fn opened(&self, view: View<'_>, prompt: &Prompt<'_>, hits: usize, chunk: u32) -> (u32, u32) {
+    fn opened(&self, view: View<'_>, prompt: &Prompt<'_>, (hits, run): (usize, usize), chunk: u32) -> (u32, u32) {
         let length = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
         let cached = u32::try_from(hits).unwrap_or(u32::MAX) * self.block_size;
-        (cached, self.chunk_end(view, cached, length, chunk))
+        let due = if self.keeps_states(view) { self.due_points(cached, run, length) } else { Vec::new() };
+        (cached, self.chunk_end(view, (cached, length), chunk, &due))
     }
 
     /// Number of blocks that a prompt takes beyond the first `hits`, which were found.
-    pub(super) fn missing(&self, view: View<'_>, prompt: &Prompt<'_>, hits: usize, chunk: u32) -> usize {
-        let (cached, length) = self.opened(view, prompt, hits, chunk);
+    pub(super) fn missing(
+        &self,
+        view: View<'_>,
+        prompt: &Prompt<'_>,
+        (hits, run): (usize, usize),
+        chunk: u32,
+    ) -> usize {
+        let (cached, length) = self.opened(view, prompt, (hits, run), chunk);
         let entries = blocks_for(u64::from(length), self.block_size) - hits;
         let skipped = |group: &Group| group.skipped(cached, length - cached, hits, self.block_size);
         self.groups.growing().iter().map(|group| entries - skipped(group)).sum()
@@ -441,7 +463,7 @@ impl Sequences {
 
     /// Maximum number of null entries in a prompt's tables.
     pub(super) fn passed(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match<'_>, chunk: u32) -> usize {
-        let (_, length) = self.opened(view, prompt, found.hits, chunk);
+        let (_, length) = self.opened(view, prompt, (found.hits, found.run), chunk);
         let leaving = self.groups.growing().iter().filter(|group| group.leaves_nulls()).count();
         blocks_for(u64::from(length), self.block_size) * leaving
     }
@@ -455,9 +477,11 @@ impl Sequences {
         chunk: u32,
         count: Count,
     ) -> (SequenceId, u32) {
-        let (cached, length) = self.opened(step.view(), prompt, found.hits, chunk);
-        let Match { keys, tenant, hits, mut found, tail, others } = found;
-        let keys = RowKeys { tenant, ..keys.into_owned() };
+        let (cached, length) = self.opened(step.view(), prompt, (found.hits, found.run), chunk);
+        let Match { keys, tenant, hits, run, mut found, tail, others } = found;
+        let due = self.due_points(cached, run, u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX));
+        let computed = cached / self.block_size;
+        let keys = RowKeys { tenant, due, computed, ..keys.into_owned() };
         let published = u32::try_from(hits - tail.len()).unwrap_or(u32::MAX);
         let loaded = step.load(&tail, &keys.keys, keys.tenant, &mut found);
         if count == Count::First {
@@ -557,40 +581,33 @@ impl Sequences {
         Ok(())
     }
 
-    /// Publishes the blocks of one row on the device that have landed and are computed.
-    fn publish_row(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, computed: u32) {
-        let row = self.rows.at_mut(sequence);
+    /// Publishes the blocks with keys of a sequence on the device that have landed and are computed.
+    pub(super) fn publish_row(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, computed: u32) {
+        let (anchor, group) = (self.groups.anchor(), u8::try_from(self.groups.anchor()).unwrap_or(u8::MAX));
+        let member = self.member(sequence, anchor);
+        let row = self.rows.at(member);
         // The sources of its blocks may still turn out to be lost, and with them everything computed from them.
         if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {
             return;
         }
-        let (group, null) = (row.group, self.groups.has_nulls());
         let end = keys.keys.len().min((computed / self.block_size) as usize);
-        let mut at = row.published.max(row.null_prefix) as usize;
+        let mut at = row.published as usize;
         let has_new = at < end;
         if has_new {
             step.tiers.continue_chain(at.checked_sub(1).map(|before| row.table[before]));
         }
         while at < end {
-            let (key, block) = (keys.keys[at].of_group(group), row.table[at]);
-            if null && block == NULL_BLOCK {
-                at += 1;
-                continue;
-            }
+            let block = self.rows.at(member).table[at];
             if step.tiers.device().block(block).is_filling() {
                 break;
             }
-            let depth = u32::try_from(at).unwrap_or(u32::MAX);
-            let identity = CachedIdentity { key, depth, parent: parent_of(&keys.keys, at), tenant: keys.tenant };
             let publication = || publication(keys, at, block, group, self.block_size);
-            match step.tiers.publish((Tier::Device, block), identity, publication) {
-                Published::Now | Published::Before | Published::Beyond => {}
+            match step.tiers.publish((Tier::Device, block), Self::identity(keys, at, group), publication) {
+                Published::Now => self.publish_companions(step, sequence, (keys, at), block),
+                Published::Before | Published::Beyond => {}
                 Published::As(canonical) => {
-                    step.tiers.claim((Tier::Device, canonical));
-                    row.table.replace(at, canonical);
-                    step.tiers.release((Tier::Device, block));
-                    // If others still use the replaced block, one more block is in use.
-                    step.tiers.note_peak();
+                    self.merge(step, member, at, canonical);
+                    self.merge_companions(step, sequence, at, canonical);
                     self.stats.merged += 1;
                 }
             }
@@ -599,12 +616,13 @@ impl Sequences {
         if has_new {
             step.tiers.continue_chain(None);
         }
+        let row = self.rows.at_mut(member);
         row.published = row.published.max(u32::try_from(at).unwrap_or(u32::MAX));
     }
 }
 
 /// The event data of a block that a row publishes.
-fn publication(keys: &RowKeys, at: usize, block: BlockId, group: u8, block_size: u32) -> Option<Publication> {
+pub(super) fn publication(keys: &RowKeys, at: usize, block: BlockId, group: u8, block_size: u32) -> Option<Publication> {
     let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, block_size));
     let key = keys.chain_at(at, block_size)?;
     let (salt, lora_id) = (keys.salt, keys.lora_id);

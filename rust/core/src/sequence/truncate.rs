@@ -69,6 +69,7 @@ fn cut_keys(row: &mut Row, tokens: u32, size: u32) {
     if full < keys.keys.len() && (full + 1 < keys.keys.len() || !keys.reopen_last()) {
         return row.unfollow();
     }
+    keys.computed = keys.computed.min(tokens / size);
     // Tokens after the keys may not have known ids yet.
     row.known = row.known.min(tokens);
 }

@@ -34,7 +34,7 @@ impl Tiers {
                 }
             }
         }
-        if let Some(what) = pool.check_totals() {
+        if let Some(what) = pool.check_totals().or_else(|| pool.check_points()) {
             return Err(what);
         }
         let null = pool.block(NULL_BLOCK);

@@ -325,6 +325,9 @@ impl Tiers {
         let published = self.at(tier, |pool| pool.publish(block, identity.key, identity.depth));
         if published == Published::Now {
             self.chains.set(tier, block, identity.parent);
+            if tier == Tier::Device {
+                self.pools[0].set_parent(block, identity.parent);
+            }
             if tier == Tier::Device && identity.tenant != 0 {
                 self.pools[0].assign(block, identity.tenant);
             }
@@ -333,6 +336,49 @@ impl Tiers {
             }
         }
         published
+    }
+
+    /// Starts to keep resume points on the device; see [`Pool::use_points`].
+    pub(crate) fn use_points(&mut self, companions: usize, is_dense: bool) -> Result<()> {
+        self.pools[0].use_points(companions, is_dense)
+    }
+
+    /// Publishes device blocks in use that are found with others, with events if events are on.
+    fn publish_keyless(&mut self, blocks: &[BlockId], publication: impl Fn(usize) -> Option<Publication>) {
+        for (at, &block) in blocks.iter().enumerate() {
+            if self.pools[0].add_keyless(block) {
+                if let (Some(events), Some(publication)) = (&mut self.events, publication(at)) {
+                    events.stored(&mut self.pools, Tier::Device, publication);
+                }
+            }
+        }
+    }
+
+    /// Hangs the blocks of the other groups on a newly published device block.
+    pub(crate) fn add_companions(
+        &mut self,
+        anchor: BlockId,
+        companions: &[BlockId],
+        publication: impl Fn(usize) -> Option<Publication>,
+    ) {
+        self.publish_keyless(companions, publication);
+        self.pools[0].add_companions(anchor, companions);
+    }
+
+    /// Makes a resume point of device blocks in use, behind a published one.
+    pub(crate) fn add_point(
+        &mut self,
+        anchor: BlockId,
+        tail: &[BlockId],
+        publication: impl Fn(usize) -> Option<Publication>,
+    ) {
+        self.publish_keyless(tail, publication);
+        self.pools[0].add_point(anchor, tail);
+    }
+
+    /// Drops the resume point of a device block, if it has one.
+    pub(crate) fn drop_point(&mut self, anchor: BlockId) {
+        self.pools[0].drop_point(anchor);
     }
 
     /// Links the device and host blocks of a key, if both exist and neither is linked.
@@ -604,8 +650,12 @@ impl Tiers {
     /// Detaches a cached block's contents before another block moves in, and takes a hole for them. `depth` is its
     /// index in tables.
     pub(crate) fn detach_cached(&mut self, from: BlockId, to: BlockId, depth: u32) -> Option<CachedIdentity> {
-        let parent = self.parent((Tier::Device, from));
-        let identity = self.pools[0].detach_cached(from, depth)?;
+        let parent = self.parent((Tier::Device, from)).max(self.device().parent(from));
+        let Some(identity) = self.pools[0].detach_cached(from, depth) else {
+            // It has no key, and goes with what it hangs on.
+            self.drop_cached((Tier::Device, from));
+            return None;
+        };
         self.unlink_orphans(Tier::Device);
         self.pools[0].take_target(to);
         Some(CachedIdentity { parent, ..identity })

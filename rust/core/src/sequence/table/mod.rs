@@ -218,6 +218,10 @@ pub(crate) struct RowKeys {
     pub(crate) surplus: Vec<(u32, u32)>,
     /// The chain before the last full block, to reopen that block; `None` if it was already reopened.
     pub(crate) before_last: Option<Chain>,
+    /// Tokens after which resume points are yet to be made, rising.
+    pub(crate) due: Vec<u32>,
+    /// Full blocks that are known to be computed, with resume points.
+    pub(crate) computed: u32,
 }
 
 impl RowKeys {

@@ -1,0 +1,668 @@
+//! Resume points: the positions where a later prompt can continue, in models whose layers do not all keep every block.
+//!
+//! A *point* is a position in a chain. It hangs on its *anchor*, the block with a key that ends there, and has a *tail*:
+//! the blocks of windows and states that a token at this position needs. Tails have no keys: they are found with their
+//! point and evicted with it. Where several groups keep every block, those of the other groups are the anchor's
+//! *companions*, and share its fate.
+//!
+//! Invariant: an anchor counts the points behind it. An unused block that leads to no point goes first of all; so what
+//! is cached can be found, or is the next to be evicted.
+
+use super::PrefixCache;
+use super::evict::{Departure, Policy};
+use super::index::{PrefixIndex, grown};
+use crate::hash::Key;
+use crate::id::BlockId;
+use crate::reuse::BlockSet;
+use crate::ring::Rings;
+use std::collections::{HashMap, HashSet};
+
+/// Bit of an anchor's reasons: it has a point itself. The others count the next anchors that lead to one.
+const POINT: u32 = 1 << 31;
+
+/// The blocks that hang on an anchor.
+#[derive(Debug, Clone, Default)]
+struct Bundle {
+    companions: Box<[BlockId]>,
+    /// A companion was lost, so the anchor can no longer be used.
+    is_broken: bool,
+    tail: Option<Box<[BlockId]>>,
+}
+
+impl Bundle {
+    fn blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
+        self.companions.iter().chain(self.tail.iter().flatten()).copied()
+    }
+}
+
+/// The points of one tier.
+#[derive(Debug, Clone)]
+pub(crate) struct Points {
+    /// Blocks of other groups that each anchor needs.
+    companions: usize,
+    /// Every anchor is a point without a tail: no group leaves blocks behind.
+    is_dense: bool,
+    /// By anchor: the tag of the key of the one before it, 0 for the first.
+    parents: Vec<u32>,
+    /// By anchor: why it is kept.
+    reasons: Vec<u32>,
+    /// By block: the points and anchors that it hangs on.
+    owners: Vec<u32>,
+    bundles: HashMap<BlockId, Bundle>,
+    /// Blocks that are published without a key.
+    keyless: BlockSet,
+    /// Those of them that can be evicted, together with what they hang on.
+    idle: BlockSet,
+    /// Evictable blocks that lead to no point.
+    dead: Rings,
+    /// An anchor that others depend on is gone, since the last sweep.
+    is_broken: bool,
+    /// By block without a key: the anchors it hangs on. Computed when it is needed.
+    hangs_on: Option<HashMap<BlockId, Vec<BlockId>>>,
+}
+
+impl Points {
+    /// `companions`: how many other groups keep every block; `is_dense`: the groups that do not are none.
+    pub(crate) fn new(blocks: usize, companions: usize, is_dense: bool) -> Self {
+        Self {
+            companions,
+            is_dense,
+            parents: Vec::new(),
+            reasons: Vec::new(),
+            owners: Vec::new(),
+            bundles: HashMap::new(),
+            keyless: BlockSet::empty(blocks),
+            idle: BlockSet::empty(blocks),
+            dead: Rings::new(blocks, 1),
+            is_broken: false,
+            hangs_on: None,
+        }
+    }
+
+    /// Memory of one block.
+    pub(crate) const BYTES: usize = 4 * size_of::<u32>() + 8;
+
+    fn reasons(&self, block: BlockId) -> u32 {
+        self.reasons.get(block.index()).copied().unwrap_or(0)
+    }
+
+    fn is_owned(&self, block: BlockId) -> bool {
+        self.owners.get(block.index()).is_some_and(|&owners| owners > 0)
+    }
+
+    /// Whether an anchor leads to a point.
+    fn is_live(&self, anchor: BlockId) -> bool {
+        self.is_dense || self.reasons(anchor) > 0
+    }
+
+    /// Whether a prompt can continue behind an anchor.
+    pub(crate) fn has_point(&self, anchor: BlockId) -> bool {
+        self.is_dense || self.reasons(anchor) & POINT != 0
+    }
+
+    /// The blocks of a point, group by group.
+    pub(crate) fn tail(&self, anchor: BlockId) -> &[BlockId] {
+        self.bundles.get(&anchor).and_then(|bundle| bundle.tail.as_deref()).unwrap_or_default()
+    }
+
+    /// The blocks of the other groups that keep every block; `None` if they are not all there.
+    pub(crate) fn companions(&self, anchor: BlockId) -> Option<&[BlockId]> {
+        if self.companions == 0 {
+            return Some(&[]);
+        }
+        self.bundles.get(&anchor).filter(|bundle| !bundle.is_broken).map(|bundle| &*bundle.companions)
+    }
+
+    /// Makes room for a block in the lists.
+    fn know(&mut self, block: BlockId) {
+        if block.index() >= self.owners.len() {
+            let len = grown(block, self.owners.capacity());
+            self.owners.resize(len, 0);
+            self.reasons.resize(len, 0);
+            self.parents.resize(len, 0);
+        }
+    }
+
+    fn own(&mut self, blocks: &[BlockId]) {
+        for &block in blocks {
+            self.know(block);
+            self.owners[block.index()] += 1;
+        }
+        self.hangs_on = None;
+    }
+
+    /// Lets go of blocks; those that hang on nothing else go first of all from now on.
+    fn disown(&mut self, blocks: &[BlockId]) {
+        for &block in blocks {
+            let owners = &mut self.owners[block.index()];
+            *owners -= 1;
+            if *owners == 0 && self.idle.remove(block) {
+                self.dead.push(0, block);
+            }
+        }
+        self.hangs_on = None;
+    }
+
+    /// The anchors that a block hangs on, first to last.
+    fn hung_on(&mut self, block: BlockId) -> Vec<BlockId> {
+        let bundles = &self.bundles;
+        let all = self.hangs_on.get_or_insert_with(|| {
+            let mut all: HashMap<_, Vec<_>> = HashMap::new();
+            for (&anchor, bundle) in bundles {
+                bundle.blocks().for_each(|block| all.entry(block).or_default().push(anchor));
+            }
+            all
+        });
+        let mut anchors = all.get(&block).cloned().unwrap_or_default();
+        anchors.sort_unstable();
+        anchors
+    }
+}
+
+/// What the keys and the eviction order need to know of each other.
+struct Both<'a> {
+    points: &'a mut Points,
+    index: &'a PrefixIndex,
+    order: &'a mut Policy,
+}
+
+impl Both<'_> {
+    /// The anchor before one in its chain; `Err` if it is gone.
+    fn parent(&self, anchor: BlockId) -> Result<Option<BlockId>, ()> {
+        match self.points.parents[anchor.index()] {
+            0 => Ok(None),
+            tag => self.index.find_tag(tag).map(Some).ok_or(()),
+        }
+    }
+
+    /// An anchor has become live: so are those before it.
+    fn enliven(&mut self, mut anchor: BlockId) {
+        loop {
+            if self.points.dead.remove(anchor) {
+                self.order.insert(anchor);
+            }
+            match self.parent(anchor) {
+                Ok(Some(parent)) => {
+                    self.points.know(parent);
+                    let reasons = &mut self.points.reasons[parent.index()];
+                    *reasons += 1;
+                    if *reasons != 1 {
+                        return;
+                    }
+                    anchor = parent;
+                }
+                Ok(None) => return,
+                Err(()) => {
+                    self.points.is_broken = true;
+                    return;
+                }
+            }
+        }
+    }
+
+    /// An anchor has lost a reason: if it was the last, it is dead, and counts no longer for the one before it.
+    fn settle(&mut self, mut anchor: BlockId) {
+        while !self.points.is_live(anchor) {
+            if self.order.remove(anchor, Departure::Gone) {
+                self.bury(anchor);
+            }
+            let Ok(Some(parent)) = self.parent(anchor) else { return };
+            let reasons = &mut self.points.reasons[parent.index()];
+            *reasons = reasons.saturating_sub(1);
+            anchor = parent;
+        }
+    }
+
+    /// Puts an unused anchor that is in no order among the dead, behind its companions; it may be a tail's block, too.
+    fn bury(&mut self, anchor: BlockId) {
+        let points = &mut *self.points;
+        if points.is_owned(anchor) {
+            points.idle.insert(anchor);
+            return;
+        }
+        if let Some(bundle) = points.bundles.get(&anchor) {
+            for &block in &bundle.companions {
+                if points.idle.remove(block) {
+                    points.dead.push(0, block);
+                }
+            }
+        }
+        points.dead.push(0, anchor);
+    }
+
+    /// Takes the point of an anchor away; returns whether it had one.
+    fn take_point(&mut self, anchor: BlockId) -> bool {
+        let points = &mut *self.points;
+        if points.is_dense || points.reasons(anchor) & POINT == 0 {
+            return false;
+        }
+        points.reasons[anchor.index()] &= !POINT;
+        if let Some(tail) = points.bundles.get_mut(&anchor).and_then(|bundle| bundle.tail.take()) {
+            points.disown(&tail);
+        }
+        if points.companions == 0 {
+            points.bundles.remove(&anchor);
+        }
+        true
+    }
+
+    /// Drops the point of an anchor, if it has one.
+    fn drop_point(&mut self, anchor: BlockId) {
+        if self.take_point(anchor) {
+            self.settle(anchor);
+        }
+    }
+
+    /// An anchor was popped from the order: its point goes, then it, then all that only led to it.
+    fn pass(&mut self, anchor: BlockId) {
+        let had_point = self.take_point(anchor);
+        self.bury(anchor);
+        if self.points.reasons(anchor) > 0 {
+            self.points.is_broken = true;
+        } else if had_point {
+            self.settle(anchor);
+        }
+        if self.points.idle.contains(anchor) {
+            self.drop_owners(anchor);
+        }
+    }
+
+    /// A block without a key is gone, or about to go: so are the points that it belongs to.
+    fn drop_owners(&mut self, block: BlockId) {
+        for anchor in self.points.hung_on(block) {
+            let Some(bundle) = self.points.bundles.get_mut(&anchor) else { continue };
+            if bundle.companions.contains(&block) {
+                bundle.is_broken = true;
+                let companions = std::mem::take(&mut bundle.companions);
+                self.points.is_broken = true;
+                self.points.disown(&companions);
+            }
+            self.drop_point(anchor);
+        }
+    }
+
+    /// The bytes of a block are gone.
+    fn forget(&mut self, block: BlockId) {
+        let points = &mut *self.points;
+        points.keyless.remove(block);
+        points.dead.remove(block);
+        points.idle.remove(block);
+        if block.index() >= points.owners.len() {
+            return;
+        }
+        self.drop_point(block);
+        if self.points.reasons(block) > 0 {
+            // Those behind it are cut off; the one before it counts it no longer.
+            self.points.is_broken = true;
+            self.points.reasons[block.index()] = 0;
+            self.settle(block);
+        }
+        if self.points.is_owned(block) {
+            self.drop_owners(block);
+        }
+        let points = &mut *self.points;
+        if points.companions > 0 {
+            if let Some(bundle) = points.bundles.remove(&block) {
+                points.disown(&bundle.companions);
+            }
+        }
+        points.parents[block.index()] = 0;
+    }
+
+    /// Buries what cannot be found because an anchor before it is gone.
+    fn sweep(&mut self) {
+        if !std::mem::take(&mut self.points.is_broken) || self.points.is_dense {
+            return;
+        }
+        for anchor in self.unfindable() {
+            let points = &mut *self.points;
+            points.reasons[anchor.index()] = 0;
+            if let Some(tail) = points.bundles.get_mut(&anchor).and_then(|bundle| bundle.tail.take()) {
+                points.disown(&tail);
+            }
+            if points.companions == 0 {
+                points.bundles.remove(&anchor);
+            }
+            if self.order.remove(anchor, Departure::Gone) {
+                self.bury(anchor);
+            }
+        }
+        // An anchor before them that is still there has lost a reason; counting all again is simplest.
+        self.recount();
+    }
+
+    /// Live anchors that no prompt can reach, by number.
+    fn unfindable(&self) -> Vec<BlockId> {
+        let mut reached: HashMap<BlockId, bool> = HashMap::new();
+        let mut lost = Vec::new();
+        for block in (0..).map(BlockId).take(self.points.reasons.len()) {
+            if self.points.reasons(block) == 0 {
+                continue;
+            }
+            let (mut path, mut at) = (Vec::new(), block);
+            let is_reached = loop {
+                if let Some(&known) = reached.get(&at) {
+                    break known;
+                }
+                path.push(at);
+                // Tags may coincide, and so lead in a circle.
+                if path.len() > self.points.reasons.len() || self.points.companions(at).is_none() {
+                    break false;
+                }
+                match self.parent(at) {
+                    Ok(Some(parent)) => at = parent,
+                    Ok(None) => break true,
+                    Err(()) => break false,
+                }
+            };
+            reached.extend(path.into_iter().map(|at| (at, is_reached)));
+            if !is_reached {
+                lost.push(block);
+            }
+        }
+        lost
+    }
+
+    /// Counts the reasons of all anchors anew.
+    fn recount(&mut self) {
+        let counted = self.counted();
+        let all = (0..).map(BlockId).take(self.points.reasons.len());
+        for block in all {
+            let (now, before) = (counted.get(&block).copied().unwrap_or(0), self.points.reasons(block));
+            self.points.reasons[block.index()] = now;
+            if now == 0 && before > 0 && self.order.remove(block, Departure::Gone) {
+                self.bury(block);
+            } else if now > 0 && self.points.dead.remove(block) {
+                self.order.insert(block);
+            }
+        }
+    }
+
+    /// The reasons of all live anchors, counted from their points.
+    fn counted(&self) -> HashMap<BlockId, u32> {
+        let mut counted = HashMap::new();
+        for anchor in (0..).map(BlockId).take(self.points.reasons.len()) {
+            if self.points.reasons(anchor) & POINT == 0 {
+                continue;
+            }
+            let reasons: &mut u32 = counted.entry(anchor).or_default();
+            let was_live = *reasons > 0;
+            *reasons |= POINT;
+            let mut at = anchor;
+            let mut is_new = !was_live;
+            while is_new {
+                let Ok(Some(parent)) = self.parent(at) else { break };
+                let reasons: &mut u32 = counted.entry(parent).or_default();
+                is_new = *reasons == 0;
+                *reasons += 1;
+                at = parent;
+            }
+        }
+        counted
+    }
+}
+
+/// The order of a cache with points. Without points, each is one call of the policy.
+impl PrefixCache {
+    /// Starts to keep points, while nothing is cached.
+    pub(crate) fn use_points(&mut self, points: Points) {
+        self.points = Some(Box::new(points));
+    }
+
+    /// The points, if the groups have any.
+    #[inline]
+    pub(crate) fn points(&self) -> Option<&Points> {
+        self.points.as_deref()
+    }
+
+    fn both(&mut self) -> Option<Both<'_>> {
+        let Self { index, order, points, .. } = self;
+        Some(Both { points: points.as_deref_mut()?, index, order })
+    }
+
+    /// Notes the tag of the key of the block before a published one, 0 for the first.
+    #[inline]
+    pub(crate) fn set_parent(&mut self, anchor: BlockId, parent: u32) {
+        if let Some(points) = self.points.as_deref_mut() {
+            points.know(anchor);
+            points.parents[anchor.index()] = parent;
+        }
+    }
+
+    /// The tag of the key of the block before one; 0 for the first, and without points.
+    pub(crate) fn parent(&self, anchor: BlockId) -> u32 {
+        self.points().and_then(|points| points.parents.get(anchor.index())).copied().unwrap_or(0)
+    }
+
+    /// Hangs the blocks of the other groups on a newly published block.
+    pub(crate) fn add_companions(&mut self, anchor: BlockId, companions: &[BlockId]) {
+        if let Some(points) = self.points.as_deref_mut().filter(|points| points.companions > 0) {
+            points.own(companions);
+            points.bundles.insert(anchor, Bundle { companions: companions.into(), ..Bundle::default() });
+        }
+    }
+
+    /// Makes a point of blocks that are in use.
+    pub(crate) fn add_point(&mut self, anchor: BlockId, tail: &[BlockId]) {
+        let Some(mut both) = self.both() else { return };
+        let points = &mut *both.points;
+        points.own(tail);
+        points.know(anchor);
+        if !tail.is_empty() {
+            points.bundles.entry(anchor).or_default().tail = Some(tail.into());
+        }
+        let was_live = points.reasons(anchor) > 0;
+        points.reasons[anchor.index()] |= POINT;
+        if !was_live {
+            both.enliven(anchor);
+        }
+    }
+
+    /// Publishes a block without a key; returns whether it was not published before.
+    pub(crate) fn add_keyless(&mut self, block: BlockId) -> bool {
+        self.points.as_deref_mut().is_some_and(|points| points.keyless.insert(block))
+    }
+
+    /// Whether a block is published without a key.
+    #[inline]
+    pub(crate) fn is_keyless(&self, block: BlockId) -> bool {
+        self.points.as_deref().is_some_and(|points| points.keyless.contains(block))
+    }
+
+    /// A block without a key is about to get one; returns whether it had none.
+    pub(super) fn take_keyless(&mut self, block: BlockId) -> bool {
+        self.points.as_deref_mut().is_some_and(|points| points.keyless.remove(block))
+    }
+
+    /// Takes a block out that is evictable, and not in the policy's order.
+    pub(super) fn take_outside(&mut self, block: BlockId) {
+        if let Some(points) = self.points.as_deref_mut() {
+            points.idle.remove(block);
+            points.dead.remove(block);
+        }
+    }
+
+    /// Number of blocks published without a key.
+    pub(super) fn num_keyless(&self) -> usize {
+        self.points.as_deref().map_or(0, |points| points.keyless.len())
+    }
+
+    /// Drops the point of an anchor: a later one takes its place.
+    pub(crate) fn drop_point(&mut self, anchor: BlockId) {
+        if let Some(mut both) = self.both() {
+            both.drop_point(anchor);
+        }
+    }
+
+    /// Makes a block evictable.
+    #[inline]
+    pub(super) fn enqueue(&mut self, block: BlockId) {
+        match self.points.as_deref_mut() {
+            None => self.order.insert(block),
+            Some(points) if !points.keyless.contains(block) && points.is_live(block) => self.order.insert(block),
+            Some(points) if points.is_owned(block) => {
+                points.idle.insert(block);
+            }
+            Some(points) => points.dead.push(0, block),
+        }
+    }
+
+    /// A block can no longer be evicted: it is used again.
+    #[inline]
+    pub(super) fn dequeue(&mut self, block: BlockId) {
+        if let Some(points) = self.points.as_deref_mut() {
+            if points.idle.remove(block) || points.dead.remove(block) {
+                return;
+            }
+        }
+        self.order.remove(block, Departure::Hit);
+    }
+
+    /// The bytes of a block, evictable or not, are gone.
+    #[inline]
+    pub(super) fn leave(&mut self, block: BlockId) {
+        self.order.remove(block, Departure::Gone);
+        if let Some(mut both) = self.both() {
+            both.forget(block);
+        }
+    }
+
+    /// The bytes of a popped block are gone.
+    #[inline]
+    pub(super) fn forget_popped(&mut self, block: BlockId) {
+        if let Some(mut both) = self.both() {
+            both.forget(block);
+        }
+    }
+
+    /// Takes out up to `count` blocks that go first.
+    pub(super) fn pop_points(&mut self, count: usize, out: &mut Vec<BlockId>) {
+        let end = out.len() + count;
+        let Some(mut both) = self.both() else { return };
+        both.sweep();
+        while out.len() < end {
+            if let Some(block) = both.points.dead.pop(0) {
+                out.push(block);
+                continue;
+            }
+            let mut next = Vec::with_capacity(1);
+            both.order.pop_into(1, &mut next);
+            if let Some(&anchor) = next.first() {
+                both.pass(anchor);
+                continue;
+            }
+            // What hangs on blocks in use goes last.
+            let first = both.points.idle.iter().next();
+            let Some(block) = first else { return };
+            both.drop_owners(block);
+            debug_assert!(both.points.dead.contains(block), "an idle block that hangs on nothing");
+        }
+    }
+
+    /// After a block was popped out of order: what hangs on it goes first from now on.
+    pub(super) fn pass_popped(&mut self, anchor: BlockId) {
+        if let Some(mut both) = self.both() {
+            both.pass(anchor);
+            both.points.dead.remove(anchor);
+        }
+    }
+
+    /// Evictable blocks that are not in the policy's order.
+    #[inline]
+    pub(super) fn num_outside(&self) -> usize {
+        self.points.as_deref().map_or(0, |points| points.idle.len() + points.dead.len())
+    }
+
+    /// Whether a block is evictable, and not in the policy's order.
+    pub(super) fn is_outside(&self, block: BlockId) -> bool {
+        self.points.as_deref().is_some_and(|points| points.idle.contains(block) || points.dead.contains(block))
+    }
+
+    /// Replaces a block by another that has nothing.
+    pub(super) fn rename_points(&mut self, from: BlockId, to: BlockId) {
+        let Some(points) = self.points.as_deref_mut() else { return };
+        points.know(from);
+        points.know(to);
+        let (from_at, to_at) = (from.index(), to.index());
+        if points.owners[from_at] > 0 {
+            for anchor in points.hung_on(from) {
+                let Some(bundle) = points.bundles.get_mut(&anchor) else { continue };
+                let named = bundle.companions.iter_mut().chain(bundle.tail.iter_mut().flatten());
+                named.filter(|block| **block == from).for_each(|block| *block = to);
+            }
+            if let Some(all) = &mut points.hangs_on {
+                if let Some(anchors) = all.remove(&from) {
+                    all.insert(to, anchors);
+                }
+            }
+        }
+        if let Some(bundle) = points.bundles.remove(&from) {
+            if let Some(all) = &mut points.hangs_on {
+                for block in bundle.blocks() {
+                    all.entry(block).or_default().iter_mut().filter(|at| **at == from).for_each(|at| *at = to);
+                }
+            }
+            points.bundles.insert(to, bundle);
+        }
+        for list in [&mut points.parents, &mut points.reasons, &mut points.owners] {
+            list[to_at] = std::mem::take(&mut list[from_at]);
+        }
+        for set in [&mut points.idle, &mut points.keyless] {
+            if set.remove(from) {
+                set.insert(to);
+            }
+        }
+        points.dead.rename(from, to);
+    }
+
+    /// Makes room for a pool of `blocks` blocks.
+    pub(super) fn resize_points(&mut self, blocks: usize) {
+        if let Some(points) = self.points.as_deref_mut() {
+            points.keyless.grow(blocks);
+            points.idle.grow(blocks);
+            points.dead.make_room(blocks);
+        }
+    }
+
+    /// Describes a contradiction among the points; `None` if there is none.
+    pub(crate) fn check_points(&mut self) -> Option<String> {
+        let both = self.both()?;
+        let points = &*both.points;
+        let mut owners: HashMap<BlockId, u32> = HashMap::new();
+        points.bundles.values().flat_map(Bundle::blocks).for_each(|block| *owners.entry(block).or_default() += 1);
+        for block in (0..).map(BlockId).take(points.owners.len()) {
+            let found = owners.get(&block).copied().unwrap_or(0);
+            if points.owners[block.index()] != found {
+                return Some(format!("block {block} hangs on {} points, counted {found}", points.owners[block.index()]));
+            }
+        }
+        if let Some(block) = owners.keys().find(|block| !points.keyless.contains(**block) && !both.has_key(**block)) {
+            return Some(format!("block {block} hangs on a point and is not published"));
+        }
+        if points.is_dense {
+            return None;
+        }
+        let anchors: HashSet<_> = both.order.order().into_iter().collect();
+        if let Some(anchor) = anchors.iter().find(|anchor| points.reasons(**anchor) == 0) {
+            return Some(format!("block {anchor} leads to no point, and is not the next to go"));
+        }
+        if points.is_broken {
+            return None; // the next eviction sweeps
+        }
+        if let Some(anchor) = both.unfindable().first() {
+            return Some(format!("block {anchor} has a point behind it that no prompt can find"));
+        }
+        let counted = both.counted();
+        let wrong = (0..).map(BlockId).take(points.reasons.len()).find(|block| {
+            points.reasons(*block) != counted.get(block).copied().unwrap_or(0)
+        });
+        wrong.map(|block| format!("block {block} has reasons {:#x}, counted {:?}", points.reasons(block), counted.get(&block)))
+    }
+}
+
+impl Both<'_> {
+    fn has_key(&self, block: BlockId) -> bool {
+        let key: Option<&Key> = self.index.key(block);
+        key.and_then(|key| self.index.find(key)) == Some(block)
+    }
+}

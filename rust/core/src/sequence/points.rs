@@ -1,0 +1,296 @@
+//! Resume points of models whose groups do not all keep every block: where prompts continue, and where sequences make
+//! points for later ones. See [`crate::prefix`] for how they are kept.
+
+use super::table::RowKeys;
+use super::{Sequences, prompt};
+use crate::error::{Result, invalid};
+use crate::group::{Group, NULL_BLOCK};
+use crate::hash::Key;
+use crate::id::{BlockId, SequenceId, Tier};
+use crate::prefix::{CachedIdentity, Published};
+use crate::transfer::{OpenStep, View};
+
+/// What the groups have of a prompt's start.
+#[derive(Debug, Default)]
+pub(super) struct Start {
+    /// Its blocks up to the point where the prompt continues.
+    pub(super) hits: usize,
+    /// Its blocks that are cached in the groups that keep every block; a point can be made behind the last of them.
+    pub(super) run: usize,
+    /// The groups' tables of the first `hits`.
+    pub(super) tables: Vec<Vec<BlockId>>,
+}
+
+impl Sequences {
+    /// The deepest point of a prompt that all groups can serve, at most `keys.len()` blocks into it.
+    pub(super) fn find_groups(&self, view: View<'_>, keys: &[Key]) -> Start {
+        let (device, anchor) = (view.tiers.device(), self.groups.anchor());
+        let Some(points) = device.points() else { return self.nothing() };
+        let number = u8::try_from(anchor).unwrap_or(u8::MAX);
+        let find = |key: &Key| device.find(&key.of_group(number));
+        let (mut run, mut hits) = (Vec::new(), 0);
+        if self.groups.keeps_all() {
+            for block in keys.iter().map_while(find) {
+                if points.companions(block).is_none() {
+                    break;
+                }
+                run.push(block);
+                if points.has_point(block) {
+                    hits = run.len();
+                }
+            }
+        } else {
+            let found = (1..=keys.len()).rev().find_map(|at| {
+                find(&keys[at - 1]).filter(|&block| points.has_point(block)).map(|block| (at, block))
+            });
+            if let Some((at, block)) = found {
+                hits = at;
+                run = vec![NULL_BLOCK; at - 1];
+                run.push(block);
+            }
+        }
+        let Some(&last) = hits.checked_sub(1).and_then(|last| run.get(last)) else {
+            return Start { run: run.len(), ..self.nothing() };
+        };
+        let (mut tail, mut tables) = (points.tail(last), Vec::with_capacity(self.groups.growing().len()));
+        for group in 0..self.groups.growing().len() {
+            if let Some(at) = self.groups.companions().iter().position(|&other| other == group) {
+                let companion = |block: &BlockId| points.companions(*block).map_or(NULL_BLOCK, |all| all[at]);
+                tables.push(run[..hits].iter().map(companion).collect());
+            } else if group == anchor && self.groups.keeps_all() {
+                tables.push(run[..hits].to_vec());
+            } else {
+                let needed = self.tail_of(group, hits);
+                let (own, rest) = tail.split_at(needed.len());
+                tail = rest;
+                let mut table = vec![NULL_BLOCK; needed.start];
+                table.extend_from_slice(own);
+                if group == anchor {
+                    table.push(last);
+                }
+                tables.push(table);
+            }
+        }
+        Start { hits, run: run.len(), tables }
+    }
+
+    fn nothing(&self) -> Start {
+        Start { tables: vec![Vec::new(); self.groups.growing().len()], ..Start::default() }
+    }
+
+    /// Indices of a group's blocks in the tail of a point behind `at` blocks.
+    fn tail_of(&self, group: usize, at: usize) -> std::ops::Range<usize> {
+        let tokens = u32::try_from(at).unwrap_or(u32::MAX).saturating_mul(self.block_size);
+        let needed = self.groups.all()[group].needs(tokens, self.block_size);
+        // Its last block is the anchor itself, if no group keeps every block.
+        if group == self.groups.anchor() { needed.start..needed.end - 1 } else { needed }
+    }
+
+    /// Where a prompt of `length` tokens makes points, if the first `cached` are found and the first `run` blocks are
+    /// cached: at its last boundary, where a longer run than its point was found, and far apart before it.
+    pub(super) fn due_points(&self, cached: u32, run: usize, length: u32) -> Vec<u32> {
+        if !self.groups.has_nulls() {
+            return Vec::new();
+        }
+        let (size, interval) = (self.block_size, self.groups.interval(self.block_size));
+        let end = length.saturating_sub(1) / size * size;
+        let junction = u32::try_from(run).unwrap_or(u32::MAX).saturating_mul(size);
+        let mut due = Vec::new();
+        if interval > 0 {
+            let last = end / interval;
+            due.extend((cached / interval + 1..=last).filter(|at| is_kept(*at, last)).map(|at| at * interval));
+        }
+        due.extend([junction, end]);
+        due.retain(|&at| cached < at && at <= end);
+        due.sort_unstable();
+        due.dedup();
+        due
+    }
+
+    /// Fails for a prompt whose states at its points would be passed over: it is to be computed in chunks.
+    pub(super) fn require_states(&self, view: View<'_>, tokens: usize, chunk: u32) -> Result<()> {
+        let is_passed = chunk == u32::MAX && self.keeps_states(view) && tokens > self.block_size as usize;
+        if !is_passed {
+            return Ok(());
+        }
+        let must = format!(
+            "at most {} at once in a recurrent group with prefix caching: give chunk_tokens, so that a step ends where \
+             its state is kept",
+            self.block_size
+        );
+        Err(invalid("number of tokens", tokens as i128, must))
+    }
+
+    /// Whether steps have to end at points, for the states there.
+    pub(super) fn keeps_states(&self, view: View<'_>) -> bool {
+        view.tiers.device().is_caching() && self.groups.growing().contains(&Group::Recurrent)
+    }
+
+    /// Publishes what a sequence has computed of its first `computed` tokens: blocks with keys, and points that are due.
+    pub(super) fn publish_groups(
+        &mut self,
+        step: &mut OpenStep<'_>,
+        sequence: SequenceId,
+        keys: &mut RowKeys,
+        computed: u32,
+    ) {
+        for group in 0..self.groups.growing().len() {
+            let row = self.rows.at(self.member(sequence, group));
+            // The sources of its blocks may still turn out to be lost, and with them everything computed from them.
+            if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {
+                return;
+            }
+        }
+        let end = (computed / self.block_size).min(u32::try_from(keys.keys.len()).unwrap_or(u32::MAX));
+        if self.groups.keeps_all() {
+            self.publish_row(step, sequence, keys, computed);
+        }
+        keys.computed = keys.computed.max(end);
+        let ready = keys.due.partition_point(|&at| at <= end * self.block_size);
+        for at in keys.due.drain(..ready).collect::<Vec<_>>() {
+            self.make_point(step, sequence, keys, (at / self.block_size) as usize);
+        }
+    }
+
+    /// Makes a point where a sequence that is about to leave stands.
+    pub(super) fn make_last_point(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId) {
+        let row = self.rows.at_mut(sequence);
+        if row.tier != Tier::Device || row.lost {
+            return;
+        }
+        let Some(keys) = row.keys.take() else { return };
+        let at = keys.computed.min(row.len / self.block_size) as usize;
+        if at > 0 {
+            self.make_point(step, sequence, &keys, at);
+        }
+        self.rows.at_mut(sequence).keys = Some(keys);
+    }
+
+    /// Makes a point behind the first `at` blocks of a sequence, if it still has what a token there needs.
+    fn make_point(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, at: usize) {
+        let (size, anchor_group) = (self.block_size, self.groups.anchor());
+        let anchor_row = self.member(sequence, anchor_group);
+        let Some((&key, &block)) = keys.keys.get(at - 1).zip(self.rows.at(anchor_row).table.get(at - 1)) else { return };
+        let key = key.of_group(u8::try_from(anchor_group).unwrap_or(u8::MAX));
+        let device = step.tiers.device();
+        let found = device.find(&key);
+        let has_point = found.is_some_and(|found| device.points().is_some_and(|points| points.has_point(found)));
+        let is_known = !self.groups.keeps_all() || found == Some(block);
+        if has_point || !is_known || self.is_null(block) || device.block(block).is_filling() {
+            return;
+        }
+        let Some(tail) = self.collect_tail(step.view(), sequence, at) else { return };
+        let mut anchor = block;
+        if !self.groups.keeps_all() {
+            let depth = u32::try_from(at - 1).unwrap_or(u32::MAX);
+            // Only points have keys here, so there is no chain to follow.
+            let identity = CachedIdentity { key, depth, parent: 0, tenant: keys.tenant };
+            let group = u8::try_from(anchor_group).unwrap_or(u8::MAX);
+            let publication = || prompt::publication(keys, at - 1, block, group, size);
+            match step.tiers.publish((Tier::Device, block), identity, publication) {
+                Published::Beyond => return,
+                Published::As(canonical) => {
+                    self.merge(step, anchor_row, at - 1, canonical);
+                    anchor = canonical;
+                }
+                Published::Now | Published::Before => {}
+            }
+        }
+        step.tiers.add_point(anchor, &tail, |index| {
+            let (group, place) = self.place_in_tail(at, index)?;
+            prompt::publication(keys, place, tail[index], group, size)
+        });
+    }
+
+    /// The blocks of a point behind the first `at` blocks of a sequence; `None` if some are gone.
+    fn collect_tail(&mut self, view: View<'_>, sequence: SequenceId, at: usize) -> Option<Vec<BlockId>> {
+        let mut tail = Vec::new();
+        for index in 0..self.groups.leaving().len() {
+            let group = self.groups.leaving()[index];
+            let (needed, row) = (self.tail_of(group, at), self.rows.at(self.member(sequence, group)));
+            // A state that an earlier step wrote in the middle of a block is not that of its last token.
+            let is_passed = self.groups.all()[group] == Group::Recurrent && row.published as usize >= at;
+            let blocks = row.table.get(needed)?;
+            let lacks = |&block: &BlockId| self.is_null(block) || view.tiers.device().block(block).is_filling();
+            if is_passed || blocks.iter().any(lacks) {
+                return None;
+            }
+            tail.extend_from_slice(blocks);
+        }
+        Some(tail)
+    }
+
+    /// Group and index in its table of a block in the tail of a point behind `at` blocks.
+    fn place_in_tail(&self, at: usize, mut index: usize) -> Option<(u8, usize)> {
+        for &group in self.groups.leaving() {
+            let needed = self.tail_of(group, at);
+            if index < needed.len() {
+                return Some((u8::try_from(group).ok()?, needed.start + index));
+            }
+            index -= needed.len();
+        }
+        None
+    }
+
+    /// Hangs the blocks of the other groups that keep every block on a newly published one.
+    pub(super) fn publish_companions(
+        &mut self,
+        step: &mut OpenStep<'_>,
+        sequence: SequenceId,
+        (keys, at): (&RowKeys, usize),
+        anchor: BlockId,
+    ) {
+        if self.groups.companions().is_empty() {
+            return;
+        }
+        let groups = self.groups.companions();
+        let blocks: Vec<_> =
+            groups.iter().map(|&group| self.rows.at(self.member(sequence, group)).table[at]).collect();
+        step.tiers.add_companions(anchor, &blocks, |index| {
+            let group = u8::try_from(groups[index]).ok()?;
+            prompt::publication(keys, at, blocks[index], group, self.block_size)
+        });
+    }
+
+    /// Replaces the blocks of the other groups by those that hang on the one that was published first.
+    pub(super) fn merge_companions(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, at: usize, anchor: BlockId) {
+        let found = step.tiers.device().points().and_then(|points| points.companions(anchor)).unwrap_or_default();
+        let found = found.to_vec();
+        for (index, canonical) in found.into_iter().enumerate() {
+            let member = self.member(sequence, self.groups.companions()[index]);
+            self.merge(step, member, at, canonical);
+        }
+    }
+
+    /// Replaces a block of a row by another one with the same bytes.
+    pub(super) fn merge(&mut self, step: &mut OpenStep<'_>, row: SequenceId, at: usize, canonical: BlockId) {
+        let row = self.rows.at_mut(row);
+        let block = row.table[at];
+        if block == canonical {
+            return;
+        }
+        step.tiers.claim((Tier::Device, canonical));
+        row.table.replace(at, canonical);
+        step.tiers.release((Tier::Device, block));
+        // If others still use the replaced block, one more block is in use.
+        step.tiers.note_peak();
+    }
+
+    /// The row of a sequence in a group.
+    pub(super) fn member(&self, sequence: SequenceId, group: usize) -> SequenceId {
+        self.rows.at(sequence).group_tables.as_deref().map_or(sequence, |tables| tables[group])
+    }
+
+    /// The identity of a block of a chain.
+    pub(super) fn identity(keys: &RowKeys, at: usize, group: u8) -> CachedIdentity {
+        let depth = u32::try_from(at).unwrap_or(u32::MAX);
+        let parent = at.checked_sub(1).map_or(0, |before| keys.keys[before].of_group(group).tag());
+        CachedIdentity { key: keys.keys[at].of_group(group), depth, parent, tenant: keys.tenant }
+    }
+}
+
+/// Whether a long prompt whose last interval ends at `last` keeps the point behind interval `at`: the further back, the
+/// rarer.
+fn is_kept(at: u32, last: u32) -> bool {
+    last - at < 2 << at.trailing_zeros()
+}
