@@ -179,6 +179,7 @@ impl PrefixCache {
         if former != 0 {
             if !self.take_keyless(block) {
                 self.index.remove(block, former);
+                self.forget_popped(block);
             }
             self.note_removal(block, Reason::Replaced, false);
         }

@@ -207,8 +207,12 @@ impl Both<'_> {
                 self.bury(anchor);
             }
             let Ok(Some(parent)) = self.parent(anchor) else { return };
+            // After a loss a parent may be back that does not count this one yet: the next sweep counts all again.
             let reasons = &mut self.points.reasons[parent.index()];
-            *reasons = reasons.saturating_sub(1);
+            if *reasons & !POINT == 0 {
+                return;
+            }
+            *reasons -= 1;
             anchor = parent;
         }
     }
