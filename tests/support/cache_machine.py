@@ -95,6 +95,8 @@ class Machine(World):
     def do_allocate(self, rig: Rig, op: Op) -> None:
         prompt, salt, extras = self.prompt(op)
         chunk = 1 + op.d // 8 % 4 if op.d % 8 == 0 else None
+        if any(kind == "recurrent" for _, kind, _ in rig.groups) and len(prompt) > self.config.block_size:
+            chunk = chunk or len(prompt)
         given, key = self.hashed(rig, prompt, salt, extras)
         fit = rig.manager.can_allocate(*given, **key, chunk_tokens=chunk)
         if op.b % 2:

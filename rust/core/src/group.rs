@@ -46,6 +46,16 @@ impl Group {
         (first / block_size) as usize
     }
 
+    /// How many of `computed` tokens a running sequence may leave behind for, so that it can still make a resume point at
+    /// its last boundary. A window of whole blocks takes no more blocks for it than at its peak.
+    pub(crate) fn last_boundary(self, computed: u32, block_size: u32) -> u32 {
+        let boundary = computed / block_size * block_size;
+        match self {
+            Self::SlidingWindow { window } if window % block_size != 0 => computed,
+            _ => boundary,
+        }
+    }
+
     /// The blocks that a token after the first `tokens` needs, and with them everything that a prompt which continues
     /// there, a fork or a truncated sequence has to have.
     #[inline]

@@ -332,18 +332,15 @@ impl Sequences {
         for (i, &sequence) in sequences.iter().enumerate() {
             let computed = computed.map_or(self.rows.at(sequence).len, |computed| computed[i]);
             let mut keys = self.rows.at_mut(sequence).keys.take();
-            let mut needed = computed;
+            let has_points = keys.is_some() && step.tiers.device().points().is_some();
             match &mut keys {
-                Some(keys) if step.tiers.device().points().is_some() => {
-                    self.publish_groups(step, sequence, keys, computed);
-                    // The last boundary may become a point yet.
-                    needed = computed / self.block_size * self.block_size;
-                }
+                Some(keys) if has_points => self.publish_groups(step, sequence, keys, computed),
                 Some(keys) => self.publish_row(step, sequence, keys, computed),
                 None => {}
             }
             for group in 0..self.groups.growing().len() {
-                self.leave_window(step, self.member(sequence, group), needed);
+                let last = self.groups.all()[group].last_boundary(computed, self.block_size);
+                self.leave_window(step, self.member(sequence, group), if has_points { last } else { computed });
             }
             self.rows.at_mut(sequence).keys = keys;
         }
