@@ -46,16 +46,6 @@ impl Group {
         (first / block_size) as usize
     }
 
-    /// How many of `computed` tokens a running sequence may leave behind for, so that it can still make a resume point at
-    /// its last boundary. A window of whole blocks takes no more blocks for it than at its peak.
-    pub(crate) fn last_boundary(self, computed: u32, block_size: u32) -> u32 {
-        let boundary = computed / block_size * block_size;
-        match self {
-            Self::SlidingWindow { window } if window % block_size != 0 => computed,
-            _ => boundary,
-        }
-    }
-
     /// The blocks that a token after the first `tokens` needs, and with them everything that a prompt which continues
     /// there, a fork or a truncated sequence has to have.
     #[inline]
@@ -100,6 +90,21 @@ impl Group {
             Self::SlidingWindow { window } => whole.min(blocks(u64::from(window) - 1 + step) + 1),
             Self::Recurrent if chunk >= tokens => whole.min(1 + blocks(u64::from(lookahead))),
             Self::Recurrent => whole.min(2 + blocks(u64::from(lookahead))),
+        }
+    }
+
+    /// Blocks that a sequence holds while a step adds its tokens from `start` to `end`, and `lookahead` slots.
+    pub(crate) fn held(self, start: u32, end: u32, lookahead: u32, block_size: u32) -> usize {
+        let blocks = |tokens: u64| usize::try_from(tokens.div_ceil(u64::from(block_size))).unwrap_or(usize::MAX);
+        let whole = blocks(u64::from(end) + u64::from(lookahead));
+        let first = self.unneeded(start, block_size);
+        match self {
+            // The states between the first and the last block are passed over.
+            Self::Recurrent if end > start => {
+                let last = (end - 1) / block_size;
+                whole - blocks(u64::from(end)) + 1 + usize::from(start > 0 && first < last as usize)
+            }
+            _ => whole.saturating_sub(first),
         }
     }
 
@@ -168,6 +173,15 @@ impl Groups {
     /// Whether a group keeps every block.
     pub(crate) fn keeps_all(&self) -> bool {
         self.leaving.len() < self.growing
+    }
+
+    /// Steps of equal length after which the numbers of held blocks repeat, or only grow.
+    pub(crate) fn period(&self, chunk: u32, block_size: u32) -> u32 {
+        let keeping = self.growing - self.leaving.len();
+        // Each leaving group's number changes by one block at most, while the others' only grow.
+        let blocks = self.leaving.len().checked_div(keeping).map_or(1, |more| more + 3);
+        let tokens = u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(block_size);
+        if keeping == 0 { block_size + 2 } else { tokens / chunk + 2 }
     }
 
     /// Tokens between the resume points of a long prompt, whole blocks; 0 if no group keeps what lies between.

@@ -217,7 +217,7 @@ impl World {
         let chunk = if passes && chunk == u32::MAX && tokens % 8 != 0 { tokens } else { chunk };
         let cached = self.manager.lookup(&prompt).unwrap().tokens;
         let (available, before) = (self.manager.pool(Tier::Device).available(), self.room());
-        let fit = self.manager.can_admit_prompt(&prompt, chunk, 0);
+        let fit = self.manager.can_admit_prompt(&prompt, chunk, 0, 0);
         let wanted = fit.as_ref().map_or(0, |fit| fit.blocks);
         let mut out = Vec::new();
         let result = self.manager.allocate_chunks(&[prompt], chunk, &mut out);

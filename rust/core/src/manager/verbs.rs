@@ -103,15 +103,16 @@ impl Manager {
         state.allocate_chunks(&mut step, prompts, chunk, Count::Again, out)
     }
 
-    /// Whether a prompt may be admitted above the watermark: the whole prompt, even if [`Manager::allocate_chunks`]
-    /// takes blocks only for its first chunk, and `lookahead` more slots. New blocks count, blocks to load into, and
+    /// Whether a prompt may be admitted above the watermark, and computed to its last token, even if
+    /// [`Manager::allocate_chunks`] takes blocks only for its first chunk: with the blocks that it holds at most at one
+    /// time, `lookahead` slots beyond its last token, and as many tokens of an answer, one at a time. New blocks count, blocks to load into, and
     /// cached blocks that nothing uses or holds. Blocks that other sequences, pins or transfers already have cost
     /// nothing.
     ///
     /// # Errors
     /// A token has the reserved id; `chunk` is 0; a group wants an encoder's tokens.
-    pub fn can_admit_prompt(&self, prompt: &Prompt<'_>, chunk: u32, lookahead: u32) -> Result<Fit> {
-        self.sequences.can_admit_prompt(self.view(), prompt, chunk, lookahead)
+    pub fn can_admit_prompt(&self, prompt: &Prompt<'_>, chunk: u32, lookahead: u32, answer: u32) -> Result<Fit> {
+        self.sequences.can_admit_prompt(self.view(), prompt, (chunk, lookahead, answer))
     }
 
     /// The cached part of a prompt's start; takes no references.

@@ -2,36 +2,99 @@
 //! store.
 
 use super::prompt::{Match, Prompt};
-use super::{Sequences, blocks_for};
+use super::Sequences;
 use crate::error::Result;
 use crate::fit::{AllocStatus, Fit};
+use crate::group::Group;
 use crate::id::{BlockId, Tier};
 use crate::transfer::{Missing, Request, View, Wanted};
+
+/// How a sequence grows: its prompt by chunks, then its answer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Run {
+    /// Tokens that it begins with.
+    pub(super) start: u32,
+    pub(super) prompt: u32,
+    /// Tokens after the prompt, one at a time.
+    pub(super) answer: u32,
+    pub(super) chunk: u32,
+    /// Slots beyond the prompt's last token, and beyond each of the answer.
+    pub(super) lookahead: u32,
+}
 
 impl Sequences {
     pub(crate) fn can_admit_prompt(
         &self,
         view: View<'_>,
         prompt: &Prompt<'_>,
-        chunk: u32,
-        lookahead: u32,
+        (chunk, lookahead, answer): (u32, u32, u32),
     ) -> Result<Fit> {
         self.require_chunks(chunk)?;
         self.require_states(view, prompt.tokens.len(), chunk)?;
-        let found = [self.find_prefix(view, prompt, 1)?];
-        // The larger of two needs: the whole prompt at once, and one chunk of it at a time.
-        let blocks = |hits| {
-            let missing = |chunk| self.missing(view, prompt, (hits, found[0].run), chunk);
-            missing(u32::MAX).max(missing(chunk)) + self.ahead(prompt, lookahead)
+        let matches = [self.find_prefix(view, prompt, 1)?];
+        let found = &matches[0];
+        let length = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
+        let run = |hits: usize| {
+            let start = u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
+            Run { start, prompt: length, answer, chunk, lookahead }
         };
-        let request = Self::request_prompts(view, &found, blocks(found[0].hits));
+        let due = |hits, run: Run| if self.keeps_states(view) { self.due_points(run.start, hits, length) } else { Vec::new() };
+        let alone = |hits: usize| self.peak(run(hits), &due(found.run, run(hits)), |_, _| 0);
+        let blocks = if self.groups.leaving().is_empty() {
+            let new = alone(0) - found.hits * self.groups.growing().len();
+            Self::request_prompts(view, &matches, new).blocks
+        } else {
+            let device = view.tiers.device();
+            let is_shared = |block: &&BlockId| !self.is_null(**block) && !device.costs(**block, true);
+            self.peak(run(found.hits), &due(found.run, run(found.hits)), |group, first| {
+                let table = found.table(group);
+                table[first.min(table.len())..].iter().filter(is_shared).count()
+            })
+        };
         // Whether it can ever fit: either without the cached blocks, which may be evicted by then, or with them, since
         // a window then needs less.
-        let held = found[0].blocks().filter(|&&block| !self.is_null(block)).count() + found[0].num_on_host();
-        let request = Request { least: blocks(0).min(blocks(found[0].hits) + held), ..request };
-        let fit = view.fit(request, self.watermark.blocks(), || Self::idle_blocks(view, &found));
-        let passes = self.require_nulls(view, [self.passed(view, prompt, &found[0], chunk)].into_iter()).is_err();
+        let least = alone(0).min(alone(found.hits));
+        let request = Request { least, ..Request::device(blocks) };
+        let fit = view.fit(request, self.watermark.blocks(), || Self::idle_blocks(view, &matches));
+        let passes = self.require_nulls(view, [self.passed(view, prompt, found, chunk)].into_iter()).is_err();
         Ok(if passes { Fit { status: AllocStatus::Never, ..fit } } else { fit })
+    }
+
+    /// The maximum number of blocks that a sequence holds at once, without those of its first ones that `shared` counts:
+    /// by group, from a block on.
+    pub(super) fn peak(&self, run: Run, due: &[u32], shared: impl Fn(usize, usize) -> usize) -> usize {
+        let Run { start, prompt, answer, chunk, lookahead } = run;
+        let (size, mut most) = (self.block_size, 0);
+        let mut hold = |from: u32, to: u32| {
+            let ahead = if to >= prompt { lookahead } else { 0 };
+            let group = |(number, group): (usize, &Group)| {
+                let held = group.held(from, to, ahead, size);
+                held.saturating_sub(shared(number, group.unneeded(from, size)))
+            };
+            most = most.max(self.groups.growing().iter().enumerate().map(group).fold(0, usize::saturating_add));
+        };
+        if self.groups.leaving().is_empty() {
+            hold(start, prompt.saturating_add(answer));
+            return most;
+        }
+        let mut grow = |mut from: u32, to: u32, chunk: u32| {
+            let steps = (to - from).div_ceil(chunk);
+            from += chunk * steps.saturating_sub(self.groups.period(chunk, size));
+            while from < to {
+                let end = to.min(from.saturating_add(chunk));
+                hold(from, end);
+                from = end;
+            }
+        };
+        let mut from = start;
+        for &at in due.iter().chain([&prompt]) {
+            if (from..=prompt).contains(&at) {
+                grow(from, at, chunk.max(1));
+                from = at;
+            }
+        }
+        grow(prompt, prompt.saturating_add(answer), 1);
+        most
     }
 
     /// What a batch of prompts takes of the device: `new` blocks, blocks to load into, and found blocks that are
@@ -54,13 +117,6 @@ impl Sequences {
         let mut blocks: Vec<BlockId> = matches.iter().flat_map(Match::blocks).filter(idle).copied().collect();
         blocks.sort_unstable();
         blocks
-    }
-
-    /// Blocks for lookahead slots after a prompt.
-    fn ahead(&self, prompt: &Prompt<'_>, lookahead: u32) -> usize {
-        let tokens = prompt.tokens.len() as u64;
-        let ahead = blocks_for(tokens + u64::from(lookahead), self.block_size) - blocks_for(tokens, self.block_size);
-        ahead * self.groups.growing().len()
     }
 
     /// Blocks of a prompt that neither device nor host has, up to `most`. None with several cache groups or a window,

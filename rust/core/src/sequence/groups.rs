@@ -1,6 +1,7 @@
 //! Sequences with a block table in each cache group. Each table is a separate row; the first group's row represents the
 //! sequence, and callers' handles refer to it.
 
+use super::admission::Run;
 use super::{Counts, Sequences, blocks_for};
 use crate::error::{Error, Result, invalid};
 use crate::fit::{AllocStatus, Fit};
@@ -21,6 +22,8 @@ pub struct Demand {
     pub encoder_tokens: u32,
     /// Maximum tokens added at a time, if the prompt is computed in chunks; 0 for all at once.
     pub chunk: u32,
+    /// Tokens that follow the prompt one at a time.
+    pub answer: u32,
 }
 
 impl Sequences {
@@ -38,17 +41,11 @@ impl Sequences {
     }
 
     pub(crate) fn can_admit(&self, view: View<'_>, demand: &Demand) -> Fit {
-        let Demand { tokens, lookahead, encoder_tokens, chunk } = *demand;
+        let Demand { tokens, lookahead, encoder_tokens, chunk, answer } = *demand;
         let chunk = if chunk == 0 { tokens } else { chunk };
-        let peak = |&group: &Group| match group {
-            Group::CrossAttention => blocks_for(u64::from(encoder_tokens), self.block_size),
-            group if chunk >= tokens => {
-                let whole = blocks_for(u64::from(tokens) + u64::from(lookahead), self.block_size);
-                whole - group.skipped(0, tokens, 0, self.block_size)
-            }
-            group => group.peak_blocks(tokens, lookahead, chunk, self.block_size),
-        };
-        let wanted = self.groups.all().iter().map(peak).fold(0, usize::saturating_add);
+        let run = Run { start: 0, prompt: tokens, answer, chunk, lookahead };
+        let encoder = if self.groups.cross() { blocks_for(u64::from(encoder_tokens), self.block_size) } else { 0 };
+        let wanted = self.peak(run, &[], |_, _| 0).saturating_add(encoder);
         let passes = |group: &Group| group.skipped(0, chunk.min(tokens), 0, self.block_size) > MAX_PASSED;
         let fit = view.fit(Request::device(wanted), self.watermark.blocks(), Vec::new);
         if self.groups.growing().iter().any(passes) { Fit { status: AllocStatus::Never, ..fit } } else { fit }

@@ -213,17 +213,17 @@ pub(super) struct Match<'a> {
 }
 
 impl Match<'_> {
-    /// Number of found blocks that are not on the device.
-    pub(super) fn num_on_host(&self) -> usize {
-        self.copies().count()
-    }
-
     /// Found blocks that only the host has.
     pub(super) fn copies(&self) -> impl Iterator<Item = BlockId> {
         self.tail.iter().filter_map(|found| match found {
             Found::Device(_) => None,
             Found::Host(copy) => Some(*copy),
         })
+    }
+
+    /// One group's table of the found blocks.
+    pub(super) fn table(&self, group: usize) -> &[BlockId] {
+        group.checked_sub(1).map_or(&self.found, |other| &self.others[other])
     }
 
     pub(super) fn blocks(&self) -> impl Iterator<Item = &BlockId> {
@@ -339,8 +339,9 @@ impl Sequences {
                 None => {}
             }
             for group in 0..self.groups.growing().len() {
-                let last = self.groups.all()[group].last_boundary(computed, self.block_size);
-                self.leave_window(step, self.member(sequence, group), if has_points { last } else { computed });
+                // The last boundary may become a point yet.
+                let needed = if has_points { computed / self.block_size * self.block_size } else { computed };
+                self.leave_window(step, self.member(sequence, group), needed);
             }
             self.rows.at_mut(sequence).keys = keys;
         }

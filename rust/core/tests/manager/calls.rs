@@ -155,7 +155,7 @@ impl ReachedState {
             Verb::AllocateEncoded => {
                 Ok(manager.can_admit(&Demand { tokens, encoder_tokens: more, ..Demand::default() }))
             }
-            Verb::Prompt => manager.can_admit_prompt(&prompt(&family_ids(tokens, more)), u32::MAX, 0),
+            Verb::Prompt => manager.can_admit_prompt(&prompt(&family_ids(tokens, more)), u32::MAX, 0, 0),
             Verb::Append => manager.can_append(&named, Counts::All(tokens), more),
             Verb::Swap(to) if leads_away && to != Tier::Device => manager.can_swap_out(&named, to),
             Verb::Swap(to) => manager.can_swap_in(&named, to, more),

@@ -34,7 +34,8 @@ impl PyBlockManager {
 impl PyBlockManager {
     /// Return whether a new sequence can be admitted while keeping the watermark free, without taking blocks.
     ///
-    /// The whole prompt counts, even if `chunk_tokens` adds it step by step.
+    /// It counts the blocks that the sequence holds at most at one time, until its prompt's last token, or its answer's,
+    /// is computed. A prompt that fits runs to its end if it is alone.
     ///
     /// Args:
     ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or a token count, an int, which
@@ -44,11 +45,13 @@ impl PyBlockManager {
     ///     lookahead: number of slots beyond the prompt.
     ///     encoder_tokens: tokens of its encoder, if there is a group with cross attention.
     ///     chunk_tokens: maximum tokens added at a time; a sliding window then needs fewer blocks at once.
+    ///     max_tokens: maximum tokens of its answer, which are added one at a time.
     /// Returns:
     ///     `Fit`, true if the sequence fits now.
     /// Raises:
     ///     InvalidArgumentError: a number or a token id is out of range.
-    #[pyo3(signature = (prompt, *, salt = None, lora_id = 0, lookahead = 0, encoder_tokens = 0, chunk_tokens = None))]
+    #[pyo3(signature = (prompt, *, salt = None, lora_id = 0, lookahead = 0, encoder_tokens = 0, chunk_tokens = None, max_tokens = 0))]
+    #[expect(clippy::too_many_arguments, reason = "keywords")]
     fn can_allocate(
         &self,
         prompt: &Bound<'_, PyAny>,
@@ -57,13 +60,15 @@ impl PyBlockManager {
         #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
         #[pyo3(from_py_with = args::encoder_tokens)] encoder_tokens: u32,
         #[pyo3(from_py_with = args::chunk_tokens)] chunk_tokens: Option<u32>,
+        #[pyo3(from_py_with = args::max_tokens)] max_tokens: u32,
     ) -> PyResult<PyFit> {
         if chunk_tokens == Some(0) {
             return Err(invalid("chunk_tokens is 0, must be at least 1".to_owned()));
         }
         match PromptLike::new(prompt, &"prompt")? {
             PromptLike::Count(tokens) => {
-                let demand = Demand { tokens, lookahead, encoder_tokens, chunk: chunk_tokens.unwrap_or(0) };
+                let chunk = chunk_tokens.unwrap_or(0);
+                let demand = Demand { tokens, lookahead, encoder_tokens, chunk, answer: max_tokens };
                 Ok(self.lock().can_admit(&demand).into())
             }
             PromptLike::Tokens(_) if encoder_tokens > 0 => Err(invalid(format!(
@@ -73,7 +78,7 @@ impl PyBlockManager {
                 let (specs, chunk) = (KeySpecs::one(salt, lora_id)?, chunk_tokens.unwrap_or(u32::MAX));
                 let fit = self.shared.with(|manager| {
                     prompts::lend(&[tokens], &specs, &Extras::default(), |prompts| {
-                        manager.can_admit_prompt(&prompts[0], chunk, lookahead)
+                        manager.can_admit_prompt(&prompts[0], chunk, lookahead, max_tokens)
                     })
                 })?;
                 fit.map(Into::into).map_err(to_py)

@@ -75,7 +75,7 @@ impl Sequences {
         let (mut members, mut spread) = (Vec::new(), Vec::new());
         let (sequences, counts) = (self.growing(sequences, &mut members)?, self.spread(counts, &mut spread));
         self.rows.begin_batch();
-        let (mut new, mut held, mut shared) = (0, 0, std::mem::take(&mut self.scratch));
+        let (mut new, mut freed, mut held, mut shared) = (0, 0, 0, std::mem::take(&mut self.scratch));
         shared.clear();
         let mut result = Ok(());
         for (i, &sequence) in sequences.iter().enumerate() {
@@ -85,6 +85,7 @@ impl Sequences {
                 Ok(_) => match self.need(view, sequence, count, lookahead, &mut shared) {
                     Ok(need) => {
                         new += need.blocks;
+                        freed += self.freed(view, sequence, need);
                         held = held.max(self.rows.at(sequence).table.len());
                     }
                     Err(error) => result = Err(error),
@@ -100,7 +101,7 @@ impl Sequences {
         // Copies are only needed while the sharing sequences exist, even those for which a shrinking device no longer
         // has room.
         let held = if new == 0 || self.groups.has_nulls() { 0 } else { held };
-        Ok(Request { least: new + held, ..Request::device(new + copies?) })
+        Ok(Request { least: new + held, ..Request::device((new + copies?).saturating_sub(freed)) })
     }
 
     pub(crate) fn can_append(
@@ -174,7 +175,7 @@ impl Sequences {
         blocks.clear();
         let result = self.slow_needs(step.view(), batch, work, &mut blocks).and_then(|new| {
             let copies = if blocks.is_empty() { 0 } else { copies(step.view(), &mut blocks)? };
-            step.view().require(Request::device(new + copies), Vec::new)?;
+            step.view().require(Request::device((new + copies).saturating_sub(work.freed)), Vec::new)?;
             // From here on nothing fails: every check is above, so the call succeeds whole or changes nothing.
             if self.groups.has_nulls() {
                 for &Slow { index, .. } in &work.slow {
@@ -204,7 +205,7 @@ impl Sequences {
         work: &mut Work,
         shared: &mut Vec<BlockId>,
     ) -> Result<usize> {
-        let (mut new, mut ended, mut passed) = (0, 0, 0);
+        let (mut new, mut ended, mut passed, mut freed) = (0, 0, 0, 0);
         for &Slow { index, .. } in &work.slow {
             let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
             let row = self.rows.get(sequence)?;
@@ -218,12 +219,13 @@ impl Sequences {
                 tables.require_width(sequence, self.rows.at(sequence).table.len() + need.entries)?;
             }
             new += need.blocks;
+            freed += self.freed(view, sequence, need);
             passed += need.entries - need.blocks;
         }
         if passed > 0 {
             self.require_nulls(view, std::iter::once(passed))?;
         }
-        work.ended = ended;
+        (work.ended, work.freed) = (ended, freed);
         Ok(new)
     }
 
@@ -333,6 +335,24 @@ impl Sequences {
             self.require_nulls(view, std::iter::once(skipped))?;
         }
         Ok(Need { blocks: entries - skipped, entries })
+    }
+
+    /// Blocks that become available once a row that takes new ones leaves behind what no new token needs.
+    fn freed(&self, view: View<'_>, sequence: SequenceId, need: Need) -> usize {
+        if !self.groups.has_nulls() || need.blocks == 0 {
+            return 0;
+        }
+        let row = self.rows.at(sequence);
+        let is_left = row.written != view.transfers.open() && view.transfers.is_settled(row.ticket);
+        let end = self.groups.get(row.group).unneeded(row.len, self.block_size).min(row.table.len());
+        let left = row.null_prefix as usize..end;
+        let blocks = if is_left { row.table.get(left).unwrap_or_default() } else { &[] };
+        let device = view.tiers.device();
+        let is_freed = |&&block: &&BlockId| {
+            let now = device.block(block);
+            !self.is_null(block) && now.refs() == 1 && !now.is_leased() && !device.is_beyond(block)
+        };
+        blocks.iter().filter(is_freed).count()
     }
 
     /// Whether another sequence shares the block for the state after a row's last token, and appending `count` tokens

@@ -31,6 +31,8 @@ pub(in crate::sequence) struct Work {
     pub(in crate::sequence) slow: Vec<Slow>,
     /// How many of these rows get one token and have just filled their last block.
     pub(in crate::sequence) ended: usize,
+    /// How many blocks these rows leave behind for others.
+    pub(in crate::sequence) freed: usize,
     /// Rows of a moving batch whose blocks nothing else uses.
     pub(in crate::sequence) private: Vec<bool>,
 }
