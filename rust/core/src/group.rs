@@ -27,6 +27,11 @@ pub enum Group {
         /// Tokens that one query sees, itself included.
         window: u32,
     },
+    /// Those since the last multiple of `chunk`, in Llama 4's chunked attention; earlier blocks are freed.
+    Chunked {
+        /// Tokens of a chunk.
+        chunk: u32,
+    },
     /// One state per block: the state after the block's last token. A step reads the state from the previous token's
     /// block, and writes only the state after its own last token, to that token's block.
     Recurrent,
@@ -41,6 +46,7 @@ impl Group {
         let first = match self {
             Self::Full | Self::CrossAttention => 0,
             Self::SlidingWindow { window } => computed.saturating_add(1).saturating_sub(window),
+            Self::Chunked { chunk } => computed - computed % chunk,
             Self::Recurrent => computed.saturating_sub(1),
         };
         (first / block_size) as usize
@@ -87,7 +93,9 @@ impl Group {
         let step = u64::from(chunk.min(tokens)) + u64::from(lookahead);
         match self {
             Self::Full | Self::CrossAttention => whole,
-            Self::SlidingWindow { window } => whole.min(blocks(u64::from(window) - 1 + step) + 1),
+            Self::SlidingWindow { window } | Self::Chunked { chunk: window } => {
+                whole.min(blocks(u64::from(window) - 1 + step) + 1)
+            }
             Self::Recurrent if chunk >= tokens => whole.min(1 + blocks(u64::from(lookahead))),
             Self::Recurrent => whole.min(2 + blocks(u64::from(lookahead))),
         }
@@ -110,7 +118,17 @@ impl Group {
 
     /// Whether table entries become the null block.
     pub(crate) fn leaves_nulls(self) -> bool {
-        matches!(self, Self::SlidingWindow { .. } | Self::Recurrent)
+        matches!(self, Self::SlidingWindow { .. } | Self::Chunked { .. } | Self::Recurrent)
+    }
+
+    /// Blocks that a group which leaves blocks behind keeps for a resume point, at most.
+    fn max_tail(self, block_size: u32) -> usize {
+        match self {
+            Self::SlidingWindow { window } | Self::Chunked { chunk: window } => {
+                (window - 1).div_ceil(block_size) as usize
+            }
+            _ => 1,
+        }
     }
 }
 
@@ -128,8 +146,8 @@ pub(crate) struct Groups {
     leaving: Box<[usize]>,
 }
 
-/// How far apart resume points lie at least: their tails take at most one part in this many of the blocks between them.
-const TAIL_SHARE: usize = 20;
+/// How far apart resume points lie at least: a tail takes at most one part in this many of the blocks between two.
+const TAIL_SHARE: usize = 5;
 
 impl Groups {
     /// # Errors
@@ -144,8 +162,10 @@ impl Groups {
                 must: format!("1 to {MAX_GROUPS}, at most one of them cross attention, after at least one other"),
             });
         }
-        if groups.contains(&Group::SlidingWindow { window: 0 }) {
-            return Err(Error::InvalidArgument { what: "window", found: 0, must: "at least 1".to_owned() });
+        for (what, empty) in [("window", Group::SlidingWindow { window: 0 }), ("chunk", Group::Chunked { chunk: 0 })] {
+            if groups.contains(&empty) {
+                return Err(Error::InvalidArgument { what, found: 0, must: "at least 1".to_owned() });
+            }
         }
         let null = groups.iter().any(|group| group.leaves_nulls());
         let (leaving, keeping): (Vec<usize>, _) = (0..growing).partition(|&at| groups[at].leaves_nulls());
@@ -184,13 +204,11 @@ impl Groups {
         if keeping == 0 { block_size + 2 } else { tokens / chunk + 2 }
     }
 
-    /// Tokens between the resume points of a long prompt, whole blocks; 0 if no group keeps what lies between.
-    pub(crate) fn interval(&self, block_size: u32) -> u32 {
+    /// Least number of blocks between the resume points of a long prompt; 0 if no group keeps what lies between.
+    pub(crate) fn interval(&self, block_size: u32) -> usize {
         let keeping = self.growing - self.leaving.len();
-        let far = u32::MAX / block_size * block_size;
-        let tail: usize = self.leaving.iter().map(|&at| self.all[at].needs(far, block_size).len()).sum();
-        let blocks = if keeping == 0 { 0 } else { (tail * TAIL_SHARE).div_ceil(keeping) };
-        u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(block_size) / block_size * block_size
+        let tail: usize = self.leaving.iter().map(|&at| self.all[at].max_tail(block_size)).sum();
+        if keeping == 0 { 0 } else { (tail * TAIL_SHARE).div_ceil(keeping) }
     }
 
     pub(crate) fn all(&self) -> &[Group] {
@@ -239,6 +257,13 @@ mod tests {
     }
 
     #[test]
+    fn a_chunk_needs_nothing_at_its_start() {
+        let group = Group::Chunked { chunk: 8 };
+        assert_eq!([7, 8, 9, 15, 16].map(|tokens| group.needs(tokens, 4)), [0..2, 2..2, 2..3, 2..4, 4..4]);
+        assert_eq!((group.held(4, 12, 0, 4), group.held(9, 10, 0, 4)), (3, 1));
+    }
+
+    #[test]
     fn a_state_is_read_at_the_previous_token_and_written_after_the_last() {
         assert_eq!((Group::Recurrent.unneeded(8, 4), Group::Recurrent.unneeded(9, 4)), (1, 2));
         assert_eq!(Group::Recurrent.skipped(0, 9, 0, 4), 2);
@@ -281,6 +306,7 @@ mod tests {
             assert!(Groups::new(groups).is_err(), "{groups:?}");
         }
         assert!(Groups::new(&[Group::SlidingWindow { window: 0 }]).is_err());
+        assert!(Groups::new(&[Group::Full, Group::Chunked { chunk: 0 }]).is_err());
     }
 
     #[test]

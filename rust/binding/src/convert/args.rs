@@ -30,7 +30,7 @@ macro_rules! named {
 }
 
 named! {
-    after block block_bytes block_size blocks budget bytes_per_block cache_group cached_tokens chunk_tokens commands
+    after block block_bytes block_size blocks budget bytes_per_block cache_group cached_tokens chunk chunk_tokens commands
     connect_timeout count db deadline depth depths device_blocks dst_blocks encoder_tokens external_blocks extras
     first free goals group groups handle head_bytes host_blocks host_copies_per_step hot ids job keys last lease
     lengths limit lookahead lora_id lost max_blocks max_bytes max_events max_moves max_open_tickets max_pinned max_tokens

@@ -46,6 +46,12 @@ impl PyCacheGroup {
         Self(Group::SlidingWindow { window })
     }
 
+    /// The tokens since the last multiple of `chunk`, as in Llama 4; earlier blocks are freed.
+    #[staticmethod]
+    fn chunked_attention(#[pyo3(from_py_with = args::chunk)] chunk: u32) -> Self {
+        Self(Group::Chunked { chunk })
+    }
+
     /// One state, stored in a block: the state after the block's last token.
     ///
     /// A step reads the state from the previous token's block and writes it to the block of its own last token. Blocks
@@ -61,22 +67,23 @@ impl PyCacheGroup {
         Self(Group::CrossAttention)
     }
 
-    /// `"full_attention"`, `"sliding_window"`, `"recurrent"` or `"cross_attention"`.
+    /// `"full_attention"`, `"sliding_window"`, `"chunked_attention"`, `"recurrent"` or `"cross_attention"`.
     #[getter]
     fn kind(&self) -> &'static str {
         match self.0 {
             Group::Full => "full_attention",
             Group::SlidingWindow { .. } => "sliding_window",
+            Group::Chunked { .. } => "chunked_attention",
             Group::Recurrent => "recurrent",
             Group::CrossAttention => "cross_attention",
         }
     }
 
-    /// Tokens of the window; None for other kinds.
+    /// Tokens of the window or chunk; None for other kinds.
     #[getter]
     fn window(&self) -> Option<u32> {
         match self.0 {
-            Group::SlidingWindow { window } => Some(window),
+            Group::SlidingWindow { window } | Group::Chunked { chunk: window } => Some(window),
             _ => None,
         }
     }

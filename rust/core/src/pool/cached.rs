@@ -144,7 +144,7 @@ impl Pool {
         true
     }
 
-    /// Hangs the blocks of the other groups on a newly published block.
+    /// Hangs the blocks of the other groups on a published block that lacks them.
     pub(crate) fn add_companions(&mut self, anchor: BlockId, companions: &[BlockId]) {
         if let Some(cache) = &mut self.cache {
             cache.add_companions(anchor, companions);
@@ -152,9 +152,9 @@ impl Pool {
     }
 
     /// Makes a resume point of published blocks in use.
-    pub(crate) fn add_point(&mut self, anchor: BlockId, tail: &[BlockId]) {
+    pub(crate) fn add_point(&mut self, anchor: BlockId, tail: &[BlockId], is_junction: bool) {
         if let Some(cache) = &mut self.cache {
-            cache.add_point(anchor, tail);
+            cache.add_point(anchor, tail, is_junction);
         }
     }
 

@@ -63,7 +63,13 @@ impl PrefixCache {
     pub(crate) const BYTES: usize = 24 + size_of::<Key>() + 16;
 
     pub(crate) fn new(blocks: usize, eviction: Eviction) -> Self {
-        Self { index: PrefixIndex::new(blocks), order: Policy::new(eviction, blocks), points: None, removals: None, residency: None }
+        Self {
+            index: PrefixIndex::new(blocks),
+            order: Policy::new(eviction, blocks),
+            points: None,
+            removals: None,
+            residency: None,
+        }
     }
 
     /// The cache of the host, whose eviction order continues the device's.

@@ -27,6 +27,8 @@ struct Bundle {
     /// A companion was lost, so the anchor can no longer be used.
     is_broken: bool,
     tail: Option<Box<[BlockId]>>,
+    /// Prompts part behind the point.
+    is_junction: bool,
 }
 
 impl Bundle {
@@ -103,6 +105,16 @@ impl Points {
     /// The blocks of a point, group by group.
     pub(crate) fn tail(&self, anchor: BlockId) -> &[BlockId] {
         self.bundles.get(&anchor).and_then(|bundle| bundle.tail.as_deref()).unwrap_or_default()
+    }
+
+    /// Whether the point of an anchor, if it has one, takes blocks of its own.
+    pub(crate) fn has_tail(&self, anchor: BlockId) -> bool {
+        self.has_point(anchor) && self.bundles.get(&anchor).is_some_and(|bundle| bundle.tail.is_some())
+    }
+
+    /// Whether prompts part behind the point of an anchor.
+    pub(crate) fn is_junction(&self, anchor: BlockId) -> bool {
+        self.bundles.get(&anchor).is_some_and(|bundle| bundle.is_junction)
     }
 
     /// The blocks of the other groups that keep every block; `None` if they are not all there.
@@ -438,22 +450,24 @@ impl PrefixCache {
         self.points().and_then(|points| points.parents.get(anchor.index())).copied().unwrap_or(0)
     }
 
-    /// Hangs the blocks of the other groups on a newly published block.
+    /// Hangs the blocks of the other groups on a published block that lacks them.
     pub(crate) fn add_companions(&mut self, anchor: BlockId, companions: &[BlockId]) {
         if let Some(points) = self.points.as_deref_mut().filter(|points| points.companions > 0) {
             points.own(companions);
-            points.bundles.insert(anchor, Bundle { companions: companions.into(), ..Bundle::default() });
+            let bundle = points.bundles.entry(anchor).or_default();
+            (bundle.companions, bundle.is_broken) = (companions.into(), false);
         }
     }
 
     /// Makes a point of blocks that are in use.
-    pub(crate) fn add_point(&mut self, anchor: BlockId, tail: &[BlockId]) {
+    pub(crate) fn add_point(&mut self, anchor: BlockId, tail: &[BlockId], is_junction: bool) {
         let Some(mut both) = self.both() else { return };
         let points = &mut *both.points;
         points.own(tail);
         points.know(anchor);
         if !tail.is_empty() {
-            points.bundles.entry(anchor).or_default().tail = Some(tail.into());
+            let bundle = points.bundles.entry(anchor).or_default();
+            (bundle.tail, bundle.is_junction) = (Some(tail.into()), is_junction);
         }
         let was_live = points.reasons(anchor) > 0;
         points.reasons[anchor.index()] |= POINT;
@@ -637,7 +651,10 @@ impl PrefixCache {
         for block in (0..).map(BlockId).take(points.owners.len()) {
             let found = owners.get(&block).copied().unwrap_or(0);
             if points.owners[block.index()] != found {
-                return Some(format!("block {block} hangs on {} points, counted {found}", points.owners[block.index()]));
+                return Some(format!(
+                    "block {block} hangs on {} points, counted {found}",
+                    points.owners[block.index()]
+                ));
             }
         }
         if let Some(block) = owners.keys().find(|block| !points.keyless.contains(**block) && !both.has_key(**block)) {
@@ -657,10 +674,13 @@ impl PrefixCache {
             return Some(format!("block {anchor} has a point behind it that no prompt can find"));
         }
         let counted = both.counted();
-        let wrong = (0..).map(BlockId).take(points.reasons.len()).find(|block| {
-            points.reasons(*block) != counted.get(block).copied().unwrap_or(0)
-        });
-        wrong.map(|block| format!("block {block} has reasons {:#x}, counted {:?}", points.reasons(block), counted.get(&block)))
+        let wrong = (0..)
+            .map(BlockId)
+            .take(points.reasons.len())
+            .find(|block| points.reasons(*block) != counted.get(block).copied().unwrap_or(0));
+        wrong.map(|block| {
+            format!("block {block} has reasons {:#x}, counted {:?}", points.reasons(block), counted.get(&block))
+        })
     }
 }
 

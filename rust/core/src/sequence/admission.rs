@@ -1,8 +1,8 @@
 //! Admission of prompts: the blocks that they need, for both query and call, and the blocks to look up in a prefix
 //! store.
 
-use super::prompt::{Match, Prompt};
 use super::Sequences;
+use super::prompt::{Match, Prompt};
 use crate::error::Result;
 use crate::fit::{AllocStatus, Fit};
 use crate::group::Group;
@@ -38,7 +38,9 @@ impl Sequences {
             let start = u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
             Run { start, prompt: length, answer, chunk, lookahead }
         };
-        let due = |hits, run: Run| if self.keeps_states(view) { self.due_points(run.start, hits, length) } else { Vec::new() };
+        let due = |hits, run: Run| {
+            if self.keeps_states(view) { self.due_points(run.start, hits, length) } else { Vec::new() }
+        };
         let alone = |hits: usize| self.peak(run(hits), &due(found.run, run(hits)), |_, _| 0);
         let blocks = if self.groups.leaving().is_empty() {
             let new = alone(0) - found.hits * self.groups.growing().len();

@@ -7,7 +7,7 @@ use crate::error::{Result, invalid};
 use crate::group::{Group, NULL_BLOCK};
 use crate::hash::Key;
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::prefix::{CachedIdentity, Published};
+use crate::prefix::{CachedIdentity, Points, Published};
 use crate::transfer::{OpenStep, View};
 
 /// What the groups have of a prompt's start.
@@ -40,9 +40,9 @@ impl Sequences {
                 }
             }
         } else {
-            let found = (1..=keys.len()).rev().find_map(|at| {
-                find(&keys[at - 1]).filter(|&block| points.has_point(block)).map(|block| (at, block))
-            });
+            let found = (1..=keys.len())
+                .rev()
+                .find_map(|at| find(&keys[at - 1]).filter(|&block| points.has_point(block)).map(|block| (at, block)));
             if let Some((at, block)) = found {
                 hits = at;
                 run = vec![NULL_BLOCK; at - 1];
@@ -87,24 +87,42 @@ impl Sequences {
     }
 
     /// Where a prompt of `length` tokens makes points, if the first `cached` are found and the first `run` blocks are
-    /// cached: at its last boundary, where a longer run than its point was found, and far apart before it.
+    /// cached: at its last boundary, where a longer run than its point was found, and at intervals before it.
     pub(super) fn due_points(&self, cached: u32, run: usize, length: u32) -> Vec<u32> {
         if !self.groups.has_nulls() {
             return Vec::new();
         }
         let (size, interval) = (self.block_size, self.groups.interval(self.block_size));
-        let end = length.saturating_sub(1) / size * size;
-        let junction = u32::try_from(run).unwrap_or(u32::MAX).saturating_mul(size);
-        let mut due = Vec::new();
-        if interval > 0 {
-            let last = end / interval;
-            due.extend((cached / interval + 1..=last).filter(|at| is_kept(*at, last)).map(|at| at * interval));
+        let tokens = |blocks: usize| u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(size);
+        let end = (length.saturating_sub(1) / size) as usize;
+        let mut due = vec![tokens(run), tokens(end)];
+        let mut last = end;
+        while let Some(at) = last.checked_sub(least_gap(interval, end - last)).filter(|&at| at > 0 && interval > 0) {
+            last = at / interval * interval;
+            due.push(tokens(last));
         }
-        due.extend([junction, end]);
-        due.retain(|&at| cached < at && at <= end);
+        due.retain(|&at| cached < at && at <= tokens(end));
         due.sort_unstable();
         due.dedup();
         due
+    }
+
+    /// Drops those points before the end of a prompt, `at` blocks into it, that are closer together than is worth their
+    /// tails: the further back, the rarer. Where prompts part, they stay.
+    fn thin(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, at: usize) {
+        let (interval, mut last, mut gone) = (self.groups.interval(self.block_size), at, Vec::new());
+        let Some(points) = step.tiers.device().points().filter(|_| interval > 0) else { return };
+        let table = &self.rows.at(self.member(sequence, self.groups.anchor())).table;
+        for index in (1..at).rev().filter(|&index| points.has_tail(table[index - 1])) {
+            if points.is_junction(table[index - 1]) || last - index >= least_gap(interval, at - last) {
+                last = index;
+            } else {
+                gone.push(table[index - 1]);
+            }
+        }
+        for anchor in gone {
+            step.tiers.drop_point(anchor);
+        }
     }
 
     /// Fails for a prompt whose states at its points would be passed over: it is to be computed in chunks.
@@ -147,8 +165,12 @@ impl Sequences {
         }
         keys.computed = keys.computed.max(end);
         let ready = keys.due.partition_point(|&at| at <= end * self.block_size);
-        for at in keys.due.drain(..ready).collect::<Vec<_>>() {
-            self.make_point(step, sequence, keys, (at / self.block_size) as usize);
+        let due: Vec<_> = keys.due.drain(..ready).map(|at| (at / self.block_size) as usize).collect();
+        for &at in &due {
+            self.make_point(step, sequence, keys, at);
+        }
+        if let Some(&last) = due.last().filter(|_| keys.due.is_empty()) {
+            self.thin(step, sequence, last);
         }
     }
 
@@ -170,7 +192,9 @@ impl Sequences {
     fn make_point(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, at: usize) {
         let (size, anchor_group) = (self.block_size, self.groups.anchor());
         let anchor_row = self.member(sequence, anchor_group);
-        let Some((&key, &block)) = keys.keys.get(at - 1).zip(self.rows.at(anchor_row).table.get(at - 1)) else { return };
+        let Some((&key, &block)) = keys.keys.get(at - 1).zip(self.rows.at(anchor_row).table.get(at - 1)) else {
+            return;
+        };
         let key = key.of_group(u8::try_from(anchor_group).unwrap_or(u8::MAX));
         let device = step.tiers.device();
         let found = device.find(&key);
@@ -196,7 +220,8 @@ impl Sequences {
                 Published::Now | Published::Before => {}
             }
         }
-        step.tiers.add_point(anchor, &tail, |index| {
+        let is_junction = keys.junction > 0 && keys.junction as usize == at;
+        step.tiers.add_point(anchor, (&tail, is_junction), |index| {
             let (group, place) = self.place_in_tail(at, index)?;
             prompt::publication(keys, place, tail[index], group, size)
         });
@@ -232,7 +257,7 @@ impl Sequences {
         None
     }
 
-    /// Hangs the blocks of the other groups that keep every block on a newly published one.
+    /// Hangs the blocks of the other groups that keep every block on a published one that lacks them.
     pub(super) fn publish_companions(
         &mut self,
         step: &mut OpenStep<'_>,
@@ -240,12 +265,12 @@ impl Sequences {
         (keys, at): (&RowKeys, usize),
         anchor: BlockId,
     ) {
-        if self.groups.companions().is_empty() {
+        let has_all = |points: &Points| points.companions(anchor).is_some();
+        if self.groups.companions().is_empty() || step.tiers.device().points().is_none_or(has_all) {
             return;
         }
         let groups = self.groups.companions();
-        let blocks: Vec<_> =
-            groups.iter().map(|&group| self.rows.at(self.member(sequence, group)).table[at]).collect();
+        let blocks: Vec<_> = groups.iter().map(|&group| self.rows.at(self.member(sequence, group)).table[at]).collect();
         step.tiers.add_companions(anchor, &blocks, |index| {
             let group = u8::try_from(groups[index]).ok()?;
             prompt::publication(keys, at, blocks[index], group, self.block_size)
@@ -253,7 +278,13 @@ impl Sequences {
     }
 
     /// Replaces the blocks of the other groups by those that hang on the one that was published first.
-    pub(super) fn merge_companions(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, at: usize, anchor: BlockId) {
+    pub(super) fn merge_companions(
+        &mut self,
+        step: &mut OpenStep<'_>,
+        sequence: SequenceId,
+        at: usize,
+        anchor: BlockId,
+    ) {
         let found = step.tiers.device().points().and_then(|points| points.companions(anchor)).unwrap_or_default();
         let found = found.to_vec();
         for (index, canonical) in found.into_iter().enumerate() {
@@ -289,8 +320,8 @@ impl Sequences {
     }
 }
 
-/// Whether a long prompt whose last interval ends at `last` keeps the point behind interval `at`: the further back, the
-/// rarer.
-fn is_kept(at: u32, last: u32) -> bool {
-    last - at < 2 << at.trailing_zeros()
+/// Blocks that lie at least between two points, if the later one is `back` blocks before the end: in agents' sessions,
+/// points at square distances had the most hits for their tails (`docs/benchmarks/hybrid.md`).
+fn least_gap(interval: usize, back: usize) -> usize {
+    interval.max((4 * interval * back).isqrt())
 }

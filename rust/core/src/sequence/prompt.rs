@@ -108,7 +108,7 @@ fn new_keys(prompt: &Prompt<'_>, block_size: u32, keys: Vec<Key>) -> RowKeys {
     let (KeySpec { salt, lora_id }, chain) = (prompt.spec, Chain::new(&prompt.spec, block_size, 0));
     let (extras, surplus) = (Extras::default(), Vec::new());
     let due = Vec::new();
-    RowKeys { chain, keys, lora_id, salt, tenant: 0, extras, surplus, before_last: None, due, computed: 0 }
+    RowKeys { chain, keys, lora_id, salt, tenant: 0, extras, surplus, before_last: None, due, junction: 0, computed: 0 }
 }
 
 /// Returns the keys of a prompt's full blocks for other processes.
@@ -262,8 +262,11 @@ impl Sequences {
             .map(|prompt| self.find_prefix(step.view(), prompt, prompts.len()))
             .collect::<Result<Vec<_>>>()?;
         let view = step.view();
-        let new =
-            prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(view, prompt, (found.hits, found.run), chunk)).sum();
+        let new = prompts
+            .iter()
+            .zip(&matches)
+            .map(|(prompt, found)| self.missing(view, prompt, (found.hits, found.run), chunk))
+            .sum();
         let request = Self::request_prompts(view, &matches, new);
         view.require(request, || Self::idle_blocks(view, &matches))?;
         self.require_nulls(
@@ -434,7 +437,15 @@ impl Sequences {
         };
         let keeps_copies = alone && view.tiers.keeps_host_copies();
         let tail = if keeps_copies { view.find_on_host(&keys.keys[hits..limit], batch) } else { Vec::new() };
-        Ok(Match { keys, tenant: view.tiers.tenant_of(&prompt.spec), hits: hits + tail.len(), run, found, tail, others })
+        Ok(Match {
+            keys,
+            tenant: view.tiers.tenant_of(&prompt.spec),
+            hits: hits + tail.len(),
+            run,
+            found,
+            tail,
+            others,
+        })
     }
 
     /// Number of tokens in a prompt's sequence once it is opened, if its first `hits` blocks are cached.
@@ -479,7 +490,8 @@ impl Sequences {
         let Match { keys, tenant, hits, run, mut found, tail, others } = found;
         let due = self.due_points(cached, run, u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX));
         let computed = cached / self.block_size;
-        let keys = RowKeys { tenant, due, computed, ..keys.into_owned() };
+        let junction = if run > hits { u32::try_from(run).unwrap_or(0) } else { 0 };
+        let keys = RowKeys { tenant, due, junction, computed, ..keys.into_owned() };
         let published = u32::try_from(hits - tail.len()).unwrap_or(u32::MAX);
         let loaded = step.load(&tail, &keys.keys, keys.tenant, &mut found);
         if count == Count::First {
@@ -601,11 +613,12 @@ impl Sequences {
             }
             let publication = || publication(keys, at, block, group, self.block_size);
             match step.tiers.publish((Tier::Device, block), Self::identity(keys, at, group), publication) {
-                Published::Now => self.publish_companions(step, sequence, (keys, at), block),
-                Published::Before | Published::Beyond => {}
+                Published::Now | Published::Before => self.publish_companions(step, sequence, (keys, at), block),
+                Published::Beyond => {}
                 Published::As(canonical) => {
                     self.merge(step, member, at, canonical);
                     self.merge_companions(step, sequence, at, canonical);
+                    self.publish_companions(step, sequence, (keys, at), canonical);
                     self.stats.merged += 1;
                 }
             }
@@ -620,7 +633,13 @@ impl Sequences {
 }
 
 /// The event data of a block that a row publishes.
-pub(super) fn publication(keys: &RowKeys, at: usize, block: BlockId, group: u8, block_size: u32) -> Option<Publication> {
+pub(super) fn publication(
+    keys: &RowKeys,
+    at: usize,
+    block: BlockId,
+    group: u8,
+    block_size: u32,
+) -> Option<Publication> {
     let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, block_size));
     let key = keys.chain_at(at, block_size)?;
     let (salt, lora_id) = (keys.salt, keys.lora_id);

@@ -354,7 +354,7 @@ impl Tiers {
         }
     }
 
-    /// Hangs the blocks of the other groups on a newly published device block.
+    /// Hangs the blocks of the other groups on a published device block that lacks them.
     pub(crate) fn add_companions(
         &mut self,
         anchor: BlockId,
@@ -369,11 +369,11 @@ impl Tiers {
     pub(crate) fn add_point(
         &mut self,
         anchor: BlockId,
-        tail: &[BlockId],
+        (tail, is_junction): (&[BlockId], bool),
         publication: impl Fn(usize) -> Option<Publication>,
     ) {
         self.publish_keyless(tail, publication);
-        self.pools[0].add_point(anchor, tail);
+        self.pools[0].add_point(anchor, tail, is_junction);
     }
 
     /// Drops the resume point of a device block, if it has one.

@@ -8,13 +8,28 @@ use std::ops::Range;
 const FULL: Group = Group::Full;
 const WINDOW: Group = Group::SlidingWindow { window: 6 };
 const STATE: Group = Group::Recurrent;
+const CHUNKED: Group = Group::Chunked { chunk: 8 };
 
 /// Models with one group that frees blocks while it runs, and with several groups.
-const SINGLE: [&[Group]; 3] = [&[WINDOW], &[Group::SlidingWindow { window: 1 }], &[STATE]];
-const HYBRID: [&[Group]; 5] = [
+const SINGLE: [&[Group]; 4] = [&[WINDOW], &[Group::SlidingWindow { window: 1 }], &[STATE], &[CHUNKED]];
+const HYBRID: [&[Group]; 9] = [
     &[FULL, WINDOW],
     &[FULL, STATE],
     &[WINDOW, STATE, FULL],
+    &[FULL, CHUNKED],
+    &[FULL, FULL],
+    &[FULL, WINDOW, FULL, STATE],
+    &[
+        STATE,
+        FULL,
+        Group::SlidingWindow { window: 8 },
+        WINDOW,
+        CHUNKED,
+        STATE,
+        FULL,
+        Group::Chunked { chunk: 6 },
+        WINDOW,
+    ],
     &[FULL, Group::CrossAttention],
     &[Group::SlidingWindow { window: 9 }, Group::SlidingWindow { window: 4 }, Group::CrossAttention],
 ];
@@ -29,10 +44,16 @@ pub(crate) fn groups() -> impl Strategy<Value = &'static [Group]> {
 pub(crate) fn needed(group: Group, first: u32, len: u32) -> Range<u32> {
     match group {
         Group::SlidingWindow { window } => (first + 1).saturating_sub(window)..len,
+        Group::Chunked { chunk } => first - first % chunk..len,
         // The states in between are passed over.
         Group::Recurrent => first.saturating_sub(1)..first.min(len),
         _ => 0..len,
     }
+}
+
+/// Whether a group leaves blocks behind.
+pub(crate) fn leaves(group: Group) -> bool {
+    !matches!(group, Group::Full | Group::CrossAttention)
 }
 
 impl World {
@@ -46,8 +67,7 @@ impl World {
 
     /// Number of null blocks of a tier.
     pub(crate) fn null_blocks(&self, tier: Tier) -> usize {
-        let slides = |group: &&Group| matches!(group, Group::SlidingWindow { .. } | Group::Recurrent);
-        usize::from(self.groups.iter().any(|group| slides(&group)) && !self.manager.pool(tier).is_empty())
+        usize::from(self.groups.iter().any(|group| leaves(*group)) && !self.manager.pool(tier).is_empty())
     }
 
     /// Records what tokens write. A recurrent group writes one state per step, when the step runs.

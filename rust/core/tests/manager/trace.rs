@@ -14,7 +14,7 @@ const RUNS: usize = 300;
 const OPS: usize = 100;
 
 /// Change it only when decisions are meant to change, or when the strategies change.
-const EXPECTED: &str = "d4e581eeb5785245106877668e87bc5a123d1e8b4cda22cb86019628a214d343";
+const EXPECTED: &str = "3729dc0c2aa30c42dfe8382ae3f79a01a594508ddc262dac06bd754de9d1fd16";
 
 /// Digest of all decisions of a run so far. The standard hash of a value does not depend on the names of its fields.
 #[derive(Default)]

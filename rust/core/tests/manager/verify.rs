@@ -1,9 +1,9 @@
 //! Checks of the simulated world: of events after each operation, and of everything at the end.
 
-use super::groups::needed;
+use super::groups::{leaves, needed};
 use super::{BLOCK, World, keep};
 use blockyard_core::hash::Chain;
-use blockyard_core::{Event, EventBatch, Group, Prompt, Tier};
+use blockyard_core::{Event, EventBatch, Prompt, Tier};
 
 impl World {
     /// Runs everything to its end and reads every token of every sequence.
@@ -35,10 +35,10 @@ impl World {
             match event {
                 Event::Stored { key, parent, tier, block, tokens, group, .. } => {
                     assert_eq!(tokens, BLOCK);
-                    // Two points may have a block each of the same bytes, where a group leaves blocks behind.
-                    let leaves = matches!(self.groups[group as usize], Group::SlidingWindow { .. } | Group::Recurrent);
+                    // Only one group's blocks have keys; two points may have a block each of the same bytes of another.
+                    let keyed = self.groups.iter().position(|group| !leaves(*group));
                     let blocks = self.cached.entry((tier, group, key.0)).or_default();
-                    assert!(blocks.insert(block) && (leaves || blocks.len() == 1), "stored twice");
+                    assert!(blocks.insert(block) && (Some(group.into()) != keyed || blocks.len() == 1), "stored twice");
                     assert!(parent.is_none_or(|parent| parent != key));
                 }
                 Event::Removed { key, tier, block, group, .. } => {

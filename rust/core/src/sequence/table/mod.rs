@@ -220,6 +220,8 @@ pub(crate) struct RowKeys {
     pub(crate) before_last: Option<Chain>,
     /// Tokens after which resume points are yet to be made, rising.
     pub(crate) due: Vec<u32>,
+    /// Blocks that were cached when the prompt came, beyond the point where it continues; 0 if there were none.
+    pub(crate) junction: u32,
     /// Full blocks that are known to be computed, with resume points.
     pub(crate) computed: u32,
 }
