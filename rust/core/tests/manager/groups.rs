@@ -51,6 +51,11 @@ pub(crate) fn needed(group: Group, first: u32, len: u32) -> Range<u32> {
     }
 }
 
+/// What the layers of a group write for a token: another group's block is never as good.
+pub(crate) fn in_group(number: usize, value: u64) -> u64 {
+    value ^ (number as u64) << 40
+}
+
 /// Whether a group leaves blocks behind.
 pub(crate) fn leaves(group: Group) -> bool {
     !matches!(group, Group::Full | Group::CrossAttention)
@@ -71,9 +76,9 @@ impl World {
     }
 
     /// Records what tokens write. A recurrent group writes one state per step, when the step runs.
-    pub(crate) fn place(&mut self, group: Group, slots: &[i64], content: &[u64]) {
+    pub(crate) fn place(&mut self, (number, group): (usize, Group), slots: &[i64], content: &[u64]) {
         if group != Group::Recurrent {
-            self.pending.extend(slots.iter().copied().zip(content.iter().copied()));
+            self.pending.extend(slots.iter().copied().zip(content.iter().map(|&value| in_group(number, value))));
         }
     }
 
@@ -84,7 +89,7 @@ impl World {
             let row = self.manager.table_of(sequence, number).unwrap();
             let mut slots = vec![0; tokens.len()];
             self.manager.slot_mapping(&[(row, first..first + slots.len() as u32)], &mut slots).unwrap();
-            self.place(group, &slots, &tokens);
+            self.place((number, group), &slots, &tokens);
         }
         self.dirty.push(sequence);
         self.computed.push((sequence, first));
@@ -96,7 +101,7 @@ impl World {
         let row = self.manager.table_of(sequence, self.groups.len() - 1).unwrap();
         let mut slots = vec![0; content.len()];
         self.manager.slot_mapping(&[(row, 0..tokens)], &mut slots).unwrap();
-        self.place(Group::CrossAttention, &slots, &content);
+        self.place((self.groups.len() - 1, Group::CrossAttention), &slots, &content);
         self.encoded.insert(sequence, content);
     }
 
@@ -117,7 +122,7 @@ impl World {
         let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
         for i in range {
             let found = memory[table[(i / BLOCK) as usize].index()][(i % BLOCK) as usize];
-            assert_eq!(found, tokens[i as usize], "token {i} of {sequence} in group {number}");
+            assert_eq!(found, in_group(number, tokens[i as usize]), "token {i} of {sequence} in group {number}");
         }
     }
 

@@ -4,7 +4,7 @@
 //! transfer has read it, the transfer reads garbage. A failed load brings garbage, too, and tokens computed from
 //! garbage are garbage.
 
-use super::groups::needed;
+use super::groups::{in_group, needed};
 use super::{BLOCK, Bytes, GARBAGE, World};
 use blockyard_core::{BlockId, Error, Group, Kind, Pairs, SequenceId, Stats, StepDecision, TicketId, Tier};
 use std::collections::{BTreeMap, BTreeSet};
@@ -163,7 +163,10 @@ impl World {
         let len = self.truth[&sequence].len() as u32;
         let Some(&state) = self.truth[&sequence].last() else { return vec![] };
         let recurrent = self.growing().filter(|&(_, group)| group == Group::Recurrent);
-        recurrent.flat_map(|(number, _)| self.slots(sequence, number, len - 1..len)).map(|slot| (slot, state)).collect()
+        let last = |(number, _)| {
+            self.slots(sequence, number, len - 1..len).into_iter().map(move |slot| (slot, in_group(number, state)))
+        };
+        recurrent.flat_map(last).collect()
     }
 
     fn write_slot(&mut self, slot: i64, token: u64) {
@@ -193,7 +196,7 @@ impl World {
             let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
             needed(group, tokens.start, tokens.end).all(|i| {
                 let found = memory[table[(i / BLOCK) as usize].index()][(i % BLOCK) as usize];
-                found == self.truth[&sequence][i as usize]
+                found == in_group(number, self.truth[&sequence][i as usize])
             })
         })
     }

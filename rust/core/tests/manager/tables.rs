@@ -103,7 +103,7 @@ impl World {
             let next = self.next_ids(*sequence, tokens);
             let content = self.content(*sequence, &next, known);
             let groups = self.growing().zip(slots.chunks_exact((sequences.len() * tokens as usize).max(1)));
-            for ((_, group), slots) in groups {
+            for (group, slots) in groups {
                 let at = i * tokens as usize;
                 self.place(group, &slots[at..at + tokens as usize], &content);
             }
