@@ -660,6 +660,10 @@ impl PrefixCache {
         if let Some(block) = owners.keys().find(|block| !points.keyless.contains(**block) && !both.has_key(**block)) {
             return Some(format!("block {block} hangs on a point and is not published"));
         }
+        if let Some(block) = points.dead.iter(0).find(|&block| points.keyless.contains(block) && points.is_owned(block))
+        {
+            return Some(format!("block {block} hangs on a point, and is to go before it"));
+        }
         if points.is_dense {
             return None;
         }

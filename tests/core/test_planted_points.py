@@ -1,0 +1,232 @@
+"""Faults planted in what groups need and in resume points: the core's byte model finds each in seconds."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 10
+"""Seconds in which a fault must be found."""
+
+# A file of `rust/core/src`, a text that it has once, an expression in it, and its faulty replacement. One build has
+# all faults, and enables the one whose number it is given.
+FAULTS = {
+    "a window is a token short": ("group.rs", "computed.saturating_add(1).saturating_sub(window)", "1", "2"),
+    "a chunk forgets its first blocks": (
+        "group.rs",
+        "Self::Chunked { chunk } => computed - computed % chunk",
+        "computed % chunk",
+        "0",
+    ),
+    "a state of the wrong position is kept (SGLang #33450)": (
+        "group.rs",
+        "Self::Recurrent => computed.saturating_sub(1),",
+        "computed.saturating_sub(1)",
+        "computed",
+    ),
+    "a prompt continues where nothing is kept": (
+        "sequence/points.rs",
+        "if points.has_point(block) {",
+        "points.has_point(block)",
+        "points.tail(block).len() < 1000",
+    ),
+    "tails are read in units of another group (vLLM #55600)": (
+        "sequence/points.rs",
+        "let (own, rest) = tail.split_at(needed.len());\n                tail = rest;",
+        "tail = rest",
+        "tail = if own.len() * 2 <= tail.len() { tail } else { rest }",
+    ),
+    "one block inside the last window is gone (SGLang #35515)": (
+        "prefix/points.rs",
+        "if *owners == 0 && self.idle.remove(block) {",
+        "*owners == 0 && self.idle.remove(block)",
+        "self.idle.remove(block)",
+    ),
+    "a point survives a lost block": (
+        "prefix/points.rs",
+        "if self.points.is_owned(block) {\n            self.drop_owners(block);",
+        "self.points.is_owned(block)",
+        "false",
+    ),
+    "half a point is left": (
+        "prefix/points.rs",
+        "            self.drop_point(anchor);\n        }\n    }\n\n    /// The bytes of a block are gone.",
+        "self.drop_point(anchor)",
+        "()",
+    ),
+    "anchors before a point are not counted": (
+        "prefix/points.rs",
+        "if *reasons != 1 {\n                        return;",
+        "*reasons != 1",
+        "true",
+    ),
+    "a dead anchor is still counted": (
+        "prefix/points.rs",
+        "            *reasons -= 1;\n            anchor = parent;",
+        "1",
+        "0",
+    ),
+    "a lost anchor cuts off nothing": (
+        "prefix/points.rs",
+        "if !std::mem::take(&mut self.points.is_broken) ||",
+        "!std::mem::take(&mut self.points.is_broken)",
+        "std::mem::take(&mut self.points.is_broken)",
+    ),
+    "a moved block stays in its tails": (
+        "prefix/points.rs",
+        "named.filter(|block| **block == from)",
+        "**block == from",
+        "false",
+    ),
+    "a moved anchor loses its point": (
+        "prefix/points.rs",
+        "            points.bundles.insert(to, bundle);",
+        "points.bundles.insert(to, bundle)",
+        "points.bundles.insert(to, Bundle { tail: None, ..bundle })",
+    ),
+    "a lost companion is not noticed": (
+        "prefix/points.rs",
+        "                bundle.is_broken = true;",
+        "true",
+        "false",
+    ),
+    "dead blocks wait for their turn": (
+        "prefix/points.rs",
+        "Some(points) if !points.keyless.contains(block) && points.is_live(block)",
+        "points.is_live(block)",
+        "true",
+    ),
+    "a point survives its anchor": (
+        "prefix/points.rs",
+        "self.drop_point(block);\n        if self.points.reasons(block) > 0 {",
+        "self.drop_point(block)",
+        "()",
+    ),
+    "a point keeps no tail": (
+        "prefix/points.rs",
+        "(bundle.tail, bundle.is_junction) = (Some(tail.into()), is_junction);",
+        "Some(tail.into())",
+        "Some(tail[..tail.len() / 2].into())",
+    ),
+    "a state in the middle of a block is kept": (
+        "sequence/points.rs",
+        "row.published as usize >= at",
+        "row.published as usize >= at",
+        "false",
+    ),
+    "a point is made before its last token": (
+        "sequence/points.rs",
+        "let end = (computed / self.block_size)",
+        "computed / self.block_size",
+        "computed.div_ceil(self.block_size)",
+    ),
+    "a point is used at another position": (
+        "sequence/points.rs",
+        "                    hits = run.len();",
+        "run.len()",
+        "run.len() / 2",
+    ),
+    "a block without a key is written in place": (
+        "pool/cached.rs",
+        "self.blocks[block.index()].set_tag(NO_KEY)",
+        "NO_KEY",
+        "0",
+    ),
+    "a merged block is not counted": (
+        "sequence/points.rs",
+        "        step.tiers.claim((Tier::Device, canonical));\n        row.table.replace",
+        "step.tiers.claim((Tier::Device, canonical))",
+        "()",
+    ),
+    "a shared block counts as free": (
+        "sequence/append/mod.rs",
+        "now.refs() == 1 && !now.is_leased()",
+        "now.refs() == 1",
+        "true",
+    ),
+    "a companion of another place": (
+        "sequence/points.rs",
+        "points.companions(*block).map_or(NULL_BLOCK, |all| all[at])",
+        "all[at]",
+        "all[all.len() - 1 - at]",
+    ),
+}
+
+
+def plant(folder: Path) -> None:
+    """Copy the sources, with all faults."""
+    for name in ("Cargo.toml", "Cargo.lock"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "rust", folder / "rust", ignore=shutil.ignore_patterns("*.proptest-regressions", "fuzz"))
+    source = folder / "rust" / "core" / "src"
+    for number, (name, text, right, wrong) in enumerate(FAULTS.values()):
+        before = (source / name).read_text()
+        assert (before.count(text), text.count(right)) == (1, 1), (name, text)
+        planted = text.replace(right, f"(if crate::planted({number}) {{ {wrong} }} else {{ {right} }})")
+        (source / name).write_text(before.replace(text, planted))
+    library = source / "lib.rs"
+    library.write_text(
+        library.read_text()
+        + "pub(crate) fn planted(number: usize) -> bool {\n"
+        + "    static PLANTED: std::sync::OnceLock<usize> = std::sync::OnceLock::new();\n"
+        + '    let read = || std::env::var("PLANTED").ok().and_then(|n| n.parse().ok()).unwrap_or(usize::MAX);\n'
+        + "    *PLANTED.get_or_init(read) == number\n}\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("planted")
+    plant(folder)
+    command = ["cargo", "test", "--offline", "-p", "blockyard-core", "--test", "manager", "--no-run"]
+    target = {"CARGO_TARGET_DIR": str(ROOT / "target" / "planted"), "RUSTFLAGS": "-Awarnings"}
+    run = subprocess.run(
+        [*command, "--message-format=json"],
+        cwd=folder,
+        env=os.environ | target,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    built = [json.loads(line) for line in run.stdout.splitlines()]
+    return Path(next(item["executable"] for item in built if item.get("executable")))
+
+
+def find(machine: Path, number: int) -> bool:
+    """Return whether random operations find a fault in time; -1 is none."""
+    settings = {
+        "PLANTED": str(number),
+        "PROPTEST_CASES": "200000",
+        "PROPTEST_FAILURE_PERSISTENCE": "off",
+        "PROPTEST_MAX_SHRINK_ITERS": "0",
+    }
+    command = [str(machine), "every_token"]
+    try:
+        return (
+            subprocess.run(
+                command, env=os.environ | settings, capture_output=True, timeout=LIMIT, check=False
+            ).returncode
+            != 0
+        )
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def test_a_fault_changes_one_place(tmp_path: Path):
+    plant(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(FAULTS)), ids=list(FAULTS))
+def test_a_planted_fault_is_found(machine: Path, number: int):
+    assert find(machine, number)
+
+
+@pytest.mark.slow
+def test_without_a_fault_nothing_is_found(machine: Path):
+    assert not find(machine, -1)
