@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 10
-"""Seconds in which a fault must be found."""
+CASES = 20_000
+"""Random programs that may be run to find a fault; on an idle machine each was found within ten seconds."""
 
 # A file of `rust/core/src`, a text that it has once, an expression in it, and its faulty replacement. One build has
 # all faults, and enables the one whose number it is given.
@@ -197,24 +197,12 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(next(item["executable"] for item in built if item.get("executable")))
 
 
-def find(machine: Path, number: int) -> bool:
-    """Return whether random operations find a fault in time; -1 is none."""
-    settings = {
-        "PLANTED": str(number),
-        "PROPTEST_CASES": "200000",
-        "PROPTEST_FAILURE_PERSISTENCE": "off",
-        "PROPTEST_MAX_SHRINK_ITERS": "0",
-    }
+def find(machine: Path, number: int, cases: int = CASES) -> bool:
+    """Return whether random programs find a fault; -1 is none."""
+    settings = {"PLANTED": str(number), "PROPTEST_CASES": str(cases)}
+    settings |= {"PROPTEST_FAILURE_PERSISTENCE": "off", "PROPTEST_MAX_SHRINK_ITERS": "0"}
     command = [str(machine), "every_token"]
-    try:
-        return (
-            subprocess.run(
-                command, env=os.environ | settings, capture_output=True, timeout=LIMIT, check=False
-            ).returncode
-            != 0
-        )
-    except subprocess.TimeoutExpired:
-        return False
+    return subprocess.run(command, env=os.environ | settings, capture_output=True, check=False).returncode != 0
 
 
 def test_a_fault_changes_one_place(tmp_path: Path):
@@ -229,4 +217,4 @@ def test_a_planted_fault_is_found(machine: Path, number: int):
 
 @pytest.mark.slow
 def test_without_a_fault_nothing_is_found(machine: Path):
-    assert not find(machine, -1)
+    assert not find(machine, -1, 3000)

@@ -660,8 +660,12 @@ impl PrefixCache {
         if let Some(block) = owners.keys().find(|block| !points.keyless.contains(**block) && !both.has_key(**block)) {
             return Some(format!("block {block} hangs on a point and is not published"));
         }
-        if let Some(block) = points.dead.iter(0).find(|&block| points.keyless.contains(block) && points.is_owned(block))
-        {
+        let hangs_on_dead = |(anchor, bundle): (&BlockId, &Bundle)| {
+            let is_kept = points.is_live(*anchor) && !points.dead.contains(*anchor);
+            let companions = bundle.companions.iter().filter(|_| is_kept);
+            companions.chain(bundle.tail.iter().flatten()).find(|block| points.dead.contains(**block)).copied()
+        };
+        if let Some(block) = points.bundles.iter().find_map(hangs_on_dead) {
             return Some(format!("block {block} hangs on a point, and is to go before it"));
         }
         if points.is_dense {
