@@ -97,6 +97,7 @@ pub(crate) struct Groups {
     all: Box<[Group]>,
     growing: usize,
     null: bool,
+    states: bool,
 }
 
 impl Groups {
@@ -116,7 +117,8 @@ impl Groups {
             return Err(Error::InvalidArgument { what: "window", found: 0, must: "at least 1".to_owned() });
         }
         let null = groups.iter().any(|group| group.leaves_nulls());
-        Ok(Self { all: groups.into(), growing, null })
+        let states = groups.contains(&Group::Recurrent);
+        Ok(Self { all: groups.into(), growing, null, states })
     }
 
     pub(crate) fn all(&self) -> &[Group] {
@@ -126,6 +128,12 @@ impl Groups {
     /// Groups whose tables grow with the sequence.
     pub(crate) fn growing(&self) -> &[Group] {
         &self.all[..self.growing]
+    }
+
+    /// Number of the groups whose tables grow.
+    #[inline]
+    pub(crate) fn num_growing(&self) -> u8 {
+        u8::try_from(self.growing).unwrap_or(u8::MAX)
     }
 
     /// Whether each sequence has only one table, as in most models.
@@ -138,6 +146,12 @@ impl Groups {
     #[inline]
     pub(crate) fn has_nulls(&self) -> bool {
         self.null
+    }
+
+    /// Whether a group is recurrent.
+    #[inline]
+    pub(crate) fn has_states(&self) -> bool {
+        self.states
     }
 
     /// Group of an encoder's tokens.
