@@ -46,7 +46,9 @@ impl Sequences {
         for _ in 0..count {
             let child = self.open_child(sequence);
             self.rows.follow_as(child, sequence);
-            self.begun.extend(begun.then_some(child));
+            if begun {
+                self.begun.insert(child);
+            }
             out.push(child);
         }
     }

@@ -145,9 +145,10 @@ impl Sequences {
             row.published = row.published.max(tokens.div_ceil(self.block_size));
         }
         if !passed.is_empty() {
-            let gone = row.table.blank(passed.start, passed.end, NULL_BLOCK);
+            let gone = &mut self.gone;
+            row.table.blank(passed.start, passed.end, NULL_BLOCK, gone);
             step.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(gone.len()).unwrap_or(u32::MAX));
-            step.tiers.release_all(Tier::Device, &gone);
+            step.tiers.release_all(Tier::Device, gone);
         }
     }
 

@@ -10,6 +10,7 @@ mod chunk;
 mod extras;
 mod fork;
 mod groups;
+mod marks;
 mod owners;
 mod prompt;
 mod relocate;
@@ -22,6 +23,7 @@ pub use append::block_tables::TableRows;
 pub(crate) use append::pass::Batch;
 pub use extras::PromptExtra;
 pub use groups::Demand;
+use marks::Marks;
 pub(crate) use owners::Owner;
 use owners::Owners;
 pub(crate) use prompt::Count;
@@ -48,12 +50,14 @@ pub(crate) struct Sequences {
     rows: SequenceRows,
     /// Sequences with recurrent groups that began the block of their last token in the open step, which has yet to write
     /// the state there.
-    begun: HashSet<SequenceId>,
+    begun: Marks,
     /// Prompts that are computed in chunks, and their lengths at the end of the last step.
     prefilling: Vec<(SequenceId, u32)>,
     owners: Owners,
     stats: PrefixStats,
     scratch: Vec<BlockId>,
+    /// Blocks that a table has just left.
+    gone: Vec<BlockId>,
     work: append::pass::Work,
 }
 
@@ -64,11 +68,12 @@ impl Sequences {
             watermark,
             rows: SequenceRows::new(block_size, groups.all()),
             groups,
-            begun: HashSet::new(),
+            begun: Marks::default(),
             prefilling: Vec::new(),
             owners: Owners::default(),
             stats: PrefixStats::default(),
             scratch: Vec::new(),
+            gone: Vec::new(),
             work: append::pass::Work::default(),
         }
     }
@@ -143,7 +148,7 @@ impl Sequences {
 
     /// Ends the step: it has written the blocks that it began.
     pub(crate) fn end_step(&mut self) {
-        self.begun = HashSet::new();
+        self.begun.clear();
     }
 
     pub(crate) fn slot_mapping(&self, view: View<'_>, ranges: &[(TableId, Range<u32>)], out: &mut [i64]) -> Result<()> {
@@ -222,6 +227,7 @@ impl Sequences {
             step.tiers.release_all(tier, &table);
         }
         for &sequence in sequences {
+            self.begun.remove(sequence);
             self.rows.close(sequence);
         }
         step.tiers.enforce_quotas();

@@ -169,7 +169,7 @@ impl Sequences {
             step.view().require(Request::device(new + copies), Vec::new)?;
             // From here on nothing fails: every check is above, so the call succeeds whole or changes nothing.
             if self.groups.has_nulls() {
-                for (&Slow { index, .. }, id) in work.slow_tables(batch.sequences, self.groups.growing().len()) {
+                for (Slow { index, .. }, id, _) in work.slow_tables(batch.sequences, self.groups.num_growing()) {
                     let row = self.rows.at(id.sequence);
                     // Tokens that this step has yet to compute keep the blocks they need.
                     if row.written != step.transfers.open() {
@@ -195,20 +195,24 @@ impl Sequences {
         work: &mut Work,
         shared: &mut Vec<BlockId>,
     ) -> Result<usize> {
-        let (mut new, mut ended, mut passed) = (0, 0, 0);
+        let (mut new, mut passed) = (0, 0);
+        let Work { slow, ended, .. } = work;
+        ended.clear();
+        ended.resize(slow.len(), false);
         for group in 0..self.groups.num_growing() {
-            for slow in &mut work.slow {
-                let (sequence, count) = (batch.sequences[slow.index], batch.counts.at(slow.index));
-                let (row, id) = (self.rows.get(sequence)?, TableId { sequence, group });
-                slow.ends = count == 1 && batch.lookahead == 0 && ends_block(row, self.block_size);
-                let need = if slow.ends {
-                    ended += usize::from(group == 0);
-                    Need { blocks: 1, entries: 1 }
-                } else {
-                    self.need(view, id, count, batch.lookahead, shared)?
+            for (&Slow { index, .. }, ends) in slow.iter().zip(&mut *ended) {
+                let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
+                if group == 0 {
+                    let row = self.rows.get(sequence)?;
+                    *ends = count == 1 && batch.lookahead == 0 && ends_block(row, self.block_size);
+                }
+                let need = match *ends {
+                    true => Need { blocks: 1, entries: 1 },
+                    false => self.need(view, TableId { sequence, group }, count, batch.lookahead, shared)?,
                 };
-                if let Some(tables) = &batch.tables {
-                    tables.require_width(sequence, self.rows.table(id).table.len() + need.entries)?;
+                // All growing tables of a row have the same length.
+                if let (Some(tables), 0) = (&batch.tables, group) {
+                    tables.require_width(sequence, self.rows.at(sequence).first.table.len() + need.entries)?;
                 }
                 new += need.blocks;
                 passed += need.entries - need.blocks;
@@ -217,7 +221,6 @@ impl Sequences {
         if passed > 0 {
             self.require_nulls(view, std::iter::once(passed))?;
         }
-        work.ended = ended;
         Ok(new)
     }
 
@@ -230,16 +233,16 @@ impl Sequences {
         new: usize,
         blocks: &mut Vec<BlockId>,
     ) {
-        let (open, size, groups) = (step.transfers.open(), self.block_size, self.groups.growing().len());
+        let (open, size, groups) = (step.transfers.open(), self.block_size, self.groups.num_growing());
         if blocks.is_empty() {
             step.take(Tier::Device, new, false, blocks);
-            if work.ended == work.slow.len() {
+            if !work.ended.contains(&false) {
                 next_blocks(&mut self.rows, batch, &work.slow, blocks, size, open);
-                if self.groups.has_states() || self.owners.are_noted() {
-                    for (_, id) in work.slow_tables(batch.sequences, groups) {
-                        self.note_begun(id.sequence, 0, 1);
-                        self.note_new_blocks(id, 1);
-                    }
+                if self.groups.has_states() {
+                    work.slow.iter().for_each(|slow| self.note_begun(batch.sequences[slow.index], 0, 1));
+                }
+                if self.owners.are_noted() {
+                    work.slow_tables(batch.sequences, groups).for_each(|(_, id, _)| self.note_new_blocks(id, 1));
                 }
                 return;
             }
@@ -248,8 +251,8 @@ impl Sequences {
         }
         let mut fresh = blocks.iter();
         let taken = !blocks.is_empty();
-        let tokens = batch.slots.len() / groups;
-        for (&Slow { index, at, ends }, id) in work.slow_tables(batch.sequences, groups) {
+        let tokens = batch.slots.len() / usize::from(groups);
+        for (Slow { index, at }, id, ends) in work.slow_tables(batch.sequences, groups) {
             let group = usize::from(id.group);
             let count = batch.counts.at(index);
             let slots = &mut batch.slots[group * tokens + at..][..count as usize];
@@ -268,7 +271,7 @@ impl Sequences {
                 row.table.sync(&mut row.synced, tables.row(group * batch.sequences.len() + index));
             }
         }
-        for &Slow { index, ends, .. } in &work.slow {
+        for (&Slow { index, .. }, &ends) in work.slow.iter().zip(&work.ended) {
             let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
             if ends && taken {
                 self.note_begun(sequence, 0, 1);

@@ -23,30 +23,29 @@ pub(crate) struct Batch<'a> {
 pub(in crate::sequence) struct Slow {
     pub(in crate::sequence) index: usize,
     pub(in crate::sequence) at: usize,
-    /// Whether it gets one token and has just filled its last blocks.
-    pub(in crate::sequence) ends: bool,
 }
 
 /// Buffers reused between calls.
 #[derive(Debug, Clone, Default)]
 pub(in crate::sequence) struct Work {
     pub(in crate::sequence) slow: Vec<Slow>,
-    /// How many of these rows get one token and have just filled their last blocks.
-    pub(in crate::sequence) ended: usize,
+    /// Which of these rows get one token and have just filled their last blocks.
+    pub(in crate::sequence) ended: Vec<bool>,
     /// Tables of a moving batch whose blocks nothing else uses.
     pub(in crate::sequence) private: Vec<bool>,
 }
 
 impl Work {
-    /// The tables of the deferred rows, group by group.
+    /// The tables of the deferred rows, group by group, and whether their rows ended.
     pub(in crate::sequence) fn slow_tables<'a>(
         &'a self,
         sequences: &'a [SequenceId],
-        groups: usize,
-    ) -> impl Iterator<Item = (&'a Slow, TableId)> {
-        let groups = 0..u8::try_from(groups).unwrap_or(u8::MAX);
-        let id = |slow: &Slow, group| TableId { sequence: sequences[slow.index], group };
-        groups.flat_map(move |group| self.slow.iter().map(move |slow| (slow, id(slow, group))))
+        groups: u8,
+    ) -> impl Iterator<Item = (Slow, TableId, bool)> {
+        (0..groups).flat_map(move |group| {
+            let rows = self.slow.iter().zip(&self.ended);
+            rows.map(move |(&slow, &ended)| (slow, TableId { sequence: sequences[slow.index], group }, ended))
+        })
     }
 }
 
@@ -73,7 +72,7 @@ pub(in crate::sequence) fn pass<const TABLES: bool>(
     work: &mut Work,
 ) -> Passed {
     let count = batch.sequences.len();
-    work.slow.resize(count, Slow { index: 0, at: 0, ends: false });
+    work.slow.resize(count, Slow { index: 0, at: 0 });
     let first = First { entries: rows.entries(), groups, open, left: Left { slow: &mut work.slow, len: 0 } };
     match (batch.counts, batch.lookahead) {
         (Counts::All(1), 0) if groups == 1 => first.one::<TABLES>(batch.sequences, batch.slots),
@@ -101,7 +100,7 @@ impl Left<'_> {
     #[inline]
     fn push(&mut self, index: usize, at: usize) {
         if let Some(slow) = self.slow.get_mut(self.len) {
-            *slow = Slow { index, at, ends: false };
+            *slow = Slow { index, at };
             self.len += 1;
         }
     }
@@ -262,24 +261,24 @@ pub(in crate::sequence) fn next_blocks(
     open: TicketId,
 ) {
     let Entries { rows, others, per_row, .. } = rows.entries();
-    let (count, tokens) = (batch.sequences.len(), batch.slots.len() / (blocks.len() / slow.len()).max(1));
-    let mut give = |table: &mut GroupTable, len: u32, &Slow { index, at, .. }: &Slow, block: BlockId, group: usize| {
-        batch.slots[group * tokens + at] = next_block(table, block, size, len);
-        if let Some(tables) = &mut batch.tables {
-            table.table.sync(&mut table.synced, tables.row(group * count + index));
-        }
-    };
-    let mut of_groups = blocks.chunks(slow.len());
-    let firsts = of_groups.next().unwrap_or_default();
-    for (group, blocks) in (1..).zip(of_groups) {
+    let tokens = batch.slots.len() / (blocks.len() / slow.len()).max(1);
+    let (firsts, blocks) = blocks.split_at(slow.len());
+    for (group, blocks) in (1..).zip(blocks.chunks(slow.len())) {
         for (slow, &block) in slow.iter().zip(blocks) {
             let row = batch.sequences[slow.index].row() as usize;
-            give(&mut others[row * per_row + group - 1], rows[row].len, slow, block, group);
+            let (table, len) = (&mut others[row * per_row + group - 1], rows[row].len);
+            batch.slots[group * tokens + slow.at] = next_block(table, block, size, len);
+            if let Some(tables) = &mut batch.tables {
+                table.table.sync(&mut table.synced, tables.row(group * batch.sequences.len() + slow.index));
+            }
         }
     }
-    for (slow, &block) in slow.iter().zip(firsts) {
-        let row = &mut rows[batch.sequences[slow.index].row() as usize];
-        give(&mut row.first, row.len, slow, block, 0);
+    for (&Slow { index, at }, &block) in slow.iter().zip(firsts) {
+        let row = &mut rows[batch.sequences[index].row() as usize];
+        batch.slots[at] = next_block(&mut row.first, block, size, row.len);
         begin_block(row, size, open);
+        if let Some(tables) = &mut batch.tables {
+            row.first.table.sync(&mut row.first.synced, tables.row(index));
+        }
     }
 }

@@ -72,9 +72,10 @@ impl Sequences {
             return;
         }
         row.null_prefix = u32::try_from(to).unwrap_or(u32::MAX);
-        let gone = row.table.blank(from, to, NULL_BLOCK);
+        let gone = &mut self.gone;
+        row.table.blank(from, to, NULL_BLOCK, gone);
         step.tiers.begin_release(&[], 0);
         step.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(gone.len()).unwrap_or(u32::MAX));
-        step.tiers.release_all(tier, &gone);
+        step.tiers.release_all(tier, gone);
     }
 }

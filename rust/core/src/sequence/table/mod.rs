@@ -61,12 +61,12 @@ impl BlockTable {
         self.edit(index);
     }
 
-    /// Sets entries `from..to` to one block; returns the previous ones.
-    pub(crate) fn blank(&mut self, from: usize, to: usize, block: BlockId) -> Vec<BlockId> {
-        let gone = self.blocks[from..to].to_vec();
+    /// Sets entries `from..to` to one block; `gone` becomes the previous ones.
+    pub(crate) fn blank(&mut self, from: usize, to: usize, block: BlockId, gone: &mut Vec<BlockId>) {
+        gone.clear();
+        gone.extend_from_slice(&self.blocks[from..to]);
         self.blocks[from..to].fill(block);
         self.edit(from);
-        gone
     }
 
     /// Removes the entries from `len` on.
