@@ -144,6 +144,7 @@ pub(crate) struct Groups {
     companions: Box<[usize]>,
     /// The groups that leave blocks behind.
     leaving: Box<[usize]>,
+    states: bool,
 }
 
 /// How far apart resume points lie at least: a tail takes at most one part in this many of the blocks between two.
@@ -171,7 +172,8 @@ impl Groups {
         let (leaving, keeping): (Vec<usize>, _) = (0..growing).partition(|&at| groups[at].leaves_nulls());
         let anchor = keeping.first().copied().unwrap_or(0);
         let companions = keeping.into_iter().skip(1).collect();
-        Ok(Self { all: groups.into(), growing, null, anchor, companions, leaving: leaving.into() })
+        let states = groups.contains(&Group::Recurrent);
+        Ok(Self { all: groups.into(), growing, null, anchor, companions, leaving: leaving.into(), states })
     }
 
     /// The group whose blocks have the keys that prompts look for.
@@ -220,6 +222,12 @@ impl Groups {
         &self.all[..self.growing]
     }
 
+    /// Number of the groups whose tables grow.
+    #[inline]
+    pub(crate) fn num_growing(&self) -> u8 {
+        u8::try_from(self.growing).unwrap_or(u8::MAX)
+    }
+
     /// Whether each sequence has only one table, as in most models.
     #[inline]
     pub(crate) fn is_single(&self) -> bool {
@@ -230,6 +238,12 @@ impl Groups {
     #[inline]
     pub(crate) fn has_nulls(&self) -> bool {
         self.null
+    }
+
+    /// Whether a group is recurrent.
+    #[inline]
+    pub(crate) fn has_states(&self) -> bool {
+        self.states
     }
 
     /// Group of an encoder's tokens.

@@ -40,6 +40,8 @@ pub use pool::Policies;
 pub use prefix::evict::{Departure, Eviction, Evictor, MAX_PRIORITY};
 pub use prefix::{Histogram, RESIDENCY_SECONDS, Residency};
 pub use reuse::ReuseOrder;
-pub use sequence::{Counts, Demand, HashedPrompt, PrefixHit, PrefixStats, Prompt, PromptExtra, TableRows, export_keys};
+pub use sequence::{
+    Counts, Demand, HashedPrompt, PrefixHit, PrefixStats, Prompt, PromptExtra, TableId, TableRows, export_keys,
+};
 pub use tiers::StoreWrites;
 pub use transfer::{LeaseShare, Run, Span, StoreJob, merge_runs};

@@ -149,8 +149,8 @@ fn a_prefetched_sequence_has_no_block_table_until_its_load_has_landed_unless_its
         |_, _| (),
         |manager, sequence| append(manager, sequence, &[6]),
         |manager, sequence| assert_eq!(manager.read_table(sequence).unwrap().len(), 1),
-        |manager, sequence| manager.block_tables(&[sequence], 1, &mut [0]).unwrap(),
-        |manager, sequence| manager.slot_mapping(&[(sequence, 0..1)], &mut [0]).unwrap(),
+        |manager, sequence| manager.block_tables(&[sequence.into()], 1, &mut [0]).unwrap(),
+        |manager, sequence| manager.slot_mapping(&[(sequence.into(), 0..1)], &mut [0]).unwrap(),
         |manager, sequence| assert!(manager.fork_prefix(sequence, 4, 5).is_ok()),
     ];
     for (at, read) in reads.into_iter().enumerate() {

@@ -5,7 +5,7 @@
 use crate::convert::errors::to_py;
 use crate::convert::memory;
 use crate::locks::{Guard, InnerLock, lock};
-use blockyard_core::{Manager, SequenceId, memory as core_memory};
+use blockyard_core::{Manager, SequenceId, TableId, memory as core_memory};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -47,8 +47,8 @@ pub(crate) fn no_handles(py: Python<'_>) -> PyResult<Bound<'_, PyArray1<u64>>> {
     NONE.get_or_try_init(py, || handles(py, &[]).map(Bound::unbind)).map(|none| none.bind(py).clone())
 }
 
-/// Returns the rows of sequences in one cache group.
-pub(crate) fn rows_in(manager: &Manager, sequences: &[SequenceId], group: u32) -> PyResult<Vec<SequenceId>> {
+/// Returns the tables of sequences in one cache group.
+pub(crate) fn rows_in(manager: &Manager, sequences: &[SequenceId], group: u32) -> PyResult<Vec<TableId>> {
     let mut rows = core_memory::with_room(sequences.len()).map_err(to_py)?;
     for &sequence in sequences {
         rows.push(row_in(manager, sequence, group)?);
@@ -56,7 +56,7 @@ pub(crate) fn rows_in(manager: &Manager, sequences: &[SequenceId], group: u32) -
     Ok(rows)
 }
 
-/// Returns the row of a sequence in one cache group.
-pub(crate) fn row_in(manager: &Manager, sequence: SequenceId, group: u32) -> PyResult<SequenceId> {
+/// Returns the table of a sequence in one cache group.
+pub(crate) fn row_in(manager: &Manager, sequence: SequenceId, group: u32) -> PyResult<TableId> {
     manager.table_of(sequence, group as usize).map_err(to_py)
 }

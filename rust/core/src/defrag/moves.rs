@@ -12,7 +12,7 @@ use crate::decision::Kind;
 use crate::error::Result;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::placement::{Occupancy, Tracker};
-use crate::sequence::Sequences;
+use crate::sequence::{Sequences, TableId};
 use crate::tiers::Tiers;
 use crate::transfer::{OpenStep, PendingMoves, PendingRehome, View};
 use std::collections::HashSet;
@@ -116,7 +116,7 @@ struct Landed {
     /// Entry of the tables.
     index: usize,
     refs: usize,
-    rows: Vec<u32>,
+    tables: Vec<TableId>,
 }
 
 /// Moves within the device: their goals and their counters.
@@ -274,30 +274,31 @@ impl Defrag {
         for [from, to] in all.moves.iter().map(|pair| pair.map(BlockId)) {
             if tiers.device().tracker().is_some_and(|tracker| tracker.moves_to(from, to)) {
                 let (refs, index) = (tiers.device().refs(from) as usize, sequences.owner(from).index as usize);
-                landed.push(Landed { from, to, index, refs, rows: Vec::new() });
+                landed.push(Landed { from, to, index, refs, tables: Vec::new() });
             } else {
                 tiers.give_back(to);
                 self.stats.cancelled += 1;
             }
         }
-        find_rows(sequences, &mut landed);
-        for Landed { from, to, index, refs, rows } in landed {
-            debug_assert_eq!(rows.len(), refs, "tables that have the block, and its references, differ");
+        find_tables(sequences, &mut landed);
+        for Landed { from, to, index, refs, tables } in landed {
+            debug_assert_eq!(tables.len(), refs, "tables that have the block, and its references, differ");
             tiers.finish_move(from, to);
-            sequences.replace(from, to, &rows, index);
+            sequences.replace(from, to, &tables, index);
             self.stats.done += 1;
         }
     }
 }
 
-/// Finds all rows whose tables contain the sources: through the owner of a block in one row, else by scanning all rows.
-fn find_rows(sequences: &Sequences, landed: &mut [Landed]) {
+/// Finds all tables that contain the sources: through the owner of a block in one table, else by scanning all tables.
+fn find_tables(sequences: &Sequences, landed: &mut [Landed]) {
     let mut open = Vec::new();
     for (at, one) in landed.iter_mut().enumerate() {
         let owner = sequences.owner(one.from);
-        let row = sequences.rows().in_use(owner.row).filter(|row| row.tier == Tier::Device);
-        if one.refs == 1 && row.is_some_and(|row| row.table.get(one.index) == Some(&one.from)) {
-            one.rows.push(owner.row);
+        let id = sequences.rows().numbered(owner.table).filter(|(_, row)| row.tier == Tier::Device).map(|(id, _)| id);
+        let has = |id: &TableId| sequences.rows().table(*id).table.get(one.index) == Some(&one.from);
+        if let Some(id) = id.filter(|id| one.refs == 1 && has(id)) {
+            one.tables.push(id);
         } else if one.refs > 0 {
             open.push(at);
         }
@@ -305,21 +306,21 @@ fn find_rows(sequences: &Sequences, landed: &mut [Landed]) {
     if open.is_empty() {
         return;
     }
-    for (id, row) in sequences.on_device() {
+    for (id, _, table) in sequences.on_device() {
         for &at in &open {
             let one = &mut landed[at];
-            if row.table.get(one.index) == Some(&one.from) {
-                one.rows.push(id.row());
+            if table.table.get(one.index) == Some(&one.from) {
+                one.tables.push(id);
             }
         }
     }
-    for one in landed.iter_mut().filter(|one| one.rows.len() != one.refs) {
+    for one in landed.iter_mut().filter(|one| one.tables.len() != one.refs) {
         // The owner dates from an earlier use of the block.
-        one.rows.clear();
-        for (id, row) in sequences.on_device() {
-            if let Some(index) = row.table.iter().position(|&block| block == one.from) {
+        one.tables.clear();
+        for (id, _, table) in sequences.on_device() {
+            if let Some(index) = table.table.iter().position(|&block| block == one.from) {
                 one.index = index;
-                one.rows.push(id.row());
+                one.tables.push(id);
             }
         }
     }
@@ -336,8 +337,8 @@ pub(crate) fn fragmentation(sequences: &Sequences, tiers: &Tiers) -> Result<Frag
         holes: places.holes().len(),
         ..Fragmentation::default()
     };
-    for (_, row) in sequences.on_device() {
-        let table = &row.table[row.null_prefix as usize..];
+    for (_, _, table) in sequences.on_device() {
+        let table = &table.table[table.null_prefix as usize..];
         found.tables += usize::from(!table.is_empty());
         found.runs += table.chunk_by(|a, b| a.0 + 1 == b.0).count();
     }

@@ -5,7 +5,7 @@ use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, TicketId, Tier};
 use crate::placement::PlannerView;
 use crate::reuse::BlockSet;
-use crate::sequence::{Owner, Row, SequenceRows};
+use crate::sequence::{Owner, SequenceRows, TableId};
 use std::cell::Cell;
 
 /// Facts about device blocks from the sequences and the pool.
@@ -34,7 +34,7 @@ impl Facts for SequenceFacts<'_> {
 
     /// Whether its last known sequence was written in this step or the one before.
     fn is_hot(&self, live: BlockId) -> bool {
-        self.hinted(live).is_some_and(|(row, _)| row.written.0 + 1 >= self.open.0)
+        self.hinted(live).is_some_and(|(id, _)| self.rows.written(id).0 + 1 >= self.open.0)
     }
 
     /// Whether its bytes are final for this step and will not change soon.
@@ -45,46 +45,48 @@ impl Facts for SequenceFacts<'_> {
         if self.blocks.is_dirty(live) {
             return false;
         }
-        let Some((row, index)) = self.hinted(live).or_else(|| self.search(live)) else { return false };
+        let Some((id, index)) = self.hinted(live).or_else(|| self.search(live)) else { return false };
+        let (row, written) = (self.rows.at(id.sequence), self.rows.written(id));
         // Loaded bytes may still turn out to be lost.
         if row.lost || row.ticket >= self.first {
             return false;
         }
-        let full = (index + 1).saturating_mul(self.block_size as usize) <= row.len as usize;
-        if row.written == self.open {
-            return full && !self.ends_with(row, index);
+        let full = (index + 1).saturating_mul(self.block_size as usize) <= self.rows.len_of(id) as usize;
+        if written == self.open {
+            return full && !self.ends_with(id, index);
         }
         // A running sequence fills its last block step by step.
-        full || row.written.0 + 1 < self.open.0
+        full || written.0 + 1 < self.open.0
     }
 }
 
-impl<'a> SequenceFacts<'a> {
-    /// Whether a row that the current step writes may have written this entry without the pool knowing.
-    fn ends_with(&self, row: &Row, index: usize) -> bool {
+impl SequenceFacts<'_> {
+    /// Whether a row that the current step writes may have written this entry of a table without the pool knowing.
+    fn ends_with(&self, id: TableId, index: usize) -> bool {
         // Blocks of an earlier lookahead may follow the last token.
-        let last = (row.len.saturating_sub(1) / self.block_size) as usize;
-        let mut behind = row.table.iter().take(last + 1).skip(index + 1);
+        let last = (self.rows.len_of(id).saturating_sub(1) / self.block_size) as usize;
+        let mut behind = self.rows.table(id).table.iter().take(last + 1).skip(index + 1);
         let next = behind.find(|&&block| !(self.null && block == NULL_BLOCK));
         next.is_none_or(|&next| self.blocks.is_dirty(next))
     }
 
-    /// The row that a block was last known to be in, if it still is, and its index.
-    fn hinted(&self, block: BlockId) -> Option<(&'a Row, usize)> {
-        let Owner { row, index } = self.owners[block.index()].get();
-        let row = self.rows.in_use(row).filter(|row| row.tier == Tier::Device)?;
-        (row.table.get(index as usize) == Some(&block)).then_some((row, index as usize))
+    /// The table that a block was last known to be in, if it still is, and its index.
+    fn hinted(&self, block: BlockId) -> Option<(TableId, usize)> {
+        let Owner { table, index } = self.owners[block.index()].get();
+        let (id, _) = self.rows.numbered(table).filter(|(_, row)| row.tier == Tier::Device)?;
+        (self.rows.table(id).table.get(index as usize) == Some(&block)).then_some((id, index as usize))
     }
 
-    /// Another row that has the block, most likely in the same place.
-    fn search(&self, block: BlockId) -> Option<(&'a Row, usize)> {
+    /// Another table that has the block, most likely in the same place.
+    fn search(&self, block: BlockId) -> Option<(TableId, usize)> {
         let hinted = self.owners[block.index()].get().index as usize;
-        let rows = || self.rows.iter().filter(|(_, row)| row.tier == Tier::Device);
-        let same = rows().find(|(_, row)| row.table.get(hinted) == Some(&block)).map(|(id, row)| (id, row, hinted));
-        let (id, row, index) = same.or_else(|| {
-            rows().find_map(|(id, row)| Some((id, row, row.table.iter().position(|&other| other == block)?)))
+        let tables = || self.rows.tables().filter(|(_, row, _)| row.tier == Tier::Device);
+        let same = tables().find(|(.., table)| table.table.get(hinted) == Some(&block)).map(|(id, ..)| (id, hinted));
+        let (id, index) = same.or_else(|| {
+            tables().find_map(|(id, _, table)| Some((id, table.table.iter().position(|&other| other == block)?)))
         })?;
-        self.owners[block.index()].set(Owner { row: id.row(), index: u32::try_from(index).unwrap_or(u32::MAX) });
-        Some((row, index))
+        let owner = Owner { table: self.rows.number(id), index: u32::try_from(index).unwrap_or(u32::MAX) };
+        self.owners[block.index()].set(owner);
+        Some((id, index))
     }
 }

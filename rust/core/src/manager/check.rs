@@ -114,11 +114,11 @@ mod tests {
         let what = complaint(|manager| {
             let writer =
                 manager.sequences.rows().iter().find(|(_, row)| row.writable > row.len).map(|(id, _)| id).unwrap();
-            let own = manager.sequences.rows().at(writer).table[1];
+            let own = manager.sequences.rows().at(writer).first.table[1];
             let mut forks = Vec::new();
             manager.fork(writer, 1, &mut forks).unwrap();
             let row = manager.sequences.rows_mut().at_mut(writer);
-            (row.writable, row.slot_base) = (8, (i64::from(own.0) - 1) * 4);
+            (row.writable, row.first.slot_base) = (8, (i64::from(own.0) - 1) * 4);
         });
         assert!(what.ends_with("is not its own to write (open tickets, first to last: 2)"), "{what}");
     }

@@ -22,7 +22,7 @@ use crate::id::{BlockId, SequenceId, Tier};
 use crate::pins::Pins;
 use crate::pool::{Policies, Pool};
 use crate::prefix::Residency;
-use crate::sequence::Sequences;
+use crate::sequence::{Sequences, TableId};
 use crate::tiers::Tiers;
 use crate::transfer::{OpenStep, StoreJobs, Transfers, View};
 use std::time::Duration;
@@ -192,12 +192,12 @@ impl Manager {
         self.sequences.len()
     }
 
-    /// Tokens in a sequence.
+    /// Tokens in a sequence, or in one of its tables.
     ///
     /// # Errors
     /// The sequence is unknown.
-    pub fn num_tokens(&self, sequence: SequenceId) -> Result<u32> {
-        Ok(self.sequences.get(sequence)?.len)
+    pub fn num_tokens(&self, table: impl Into<TableId>) -> Result<u32> {
+        self.sequences.num_tokens(table.into())
     }
 
     /// Tier that a sequence's blocks are in.
@@ -208,12 +208,12 @@ impl Manager {
         Ok(self.sequences.get(sequence)?.tier)
     }
 
-    /// Blocks of a sequence, in its current tier.
+    /// Blocks of a sequence in its first group, or of one of its tables, in its current tier.
     ///
     /// # Errors
     /// The sequence is unknown, or is still being loaded to the device by a step that did not wait for it.
-    pub fn block_table(&self, sequence: SequenceId) -> Result<&[BlockId]> {
-        Ok(&self.sequences.shown(self.view(), sequence)?.table)
+    pub fn block_table(&self, table: impl Into<TableId>) -> Result<&[BlockId]> {
+        self.sequences.shown(self.view(), table.into())
     }
 
     /// Like [`Manager::block_table`], for computing: if the current step loads the sequence, the step will wait for the
@@ -221,17 +221,18 @@ impl Manager {
     ///
     /// # Errors
     /// As [`Manager::block_table`].
-    pub fn read_table(&mut self, sequence: SequenceId) -> Result<&[BlockId]> {
-        self.sequences.note_reads(&mut self.transfers, std::iter::once(sequence));
-        self.block_table(sequence)
+    pub fn read_table(&mut self, table: impl Into<TableId>) -> Result<&[BlockId]> {
+        let table = table.into();
+        self.sequences.note_reads(&mut self.transfers, std::iter::once(table.sequence));
+        self.block_table(table)
     }
 
-    /// Longest table among the sequences, in blocks.
+    /// Length of the longest of some tables, in blocks.
     ///
     /// # Errors
     /// A sequence is unknown.
-    pub fn max_blocks(&self, sequences: &[SequenceId]) -> Result<usize> {
-        sequences.iter().try_fold(0, |most, &s| Ok(most.max(self.sequences.get(s)?.table.len())))
+    pub fn max_blocks(&self, tables: &[TableId]) -> Result<usize> {
+        tables.iter().try_fold(0, |most, &id| Ok(most.max(self.sequences.table(id)?.len())))
     }
 
     /// All counters. It counts leases, so call it once per step rather than once per call.

@@ -7,7 +7,7 @@ use crate::error::{Result, invalid};
 use crate::fit::{Fit, Share};
 use crate::group::Group;
 use crate::id::{BlockId, PinId, SequenceId, Tier};
-use crate::sequence::{Batch, Count, Counts, Demand, PrefixHit, PrefixStats, Prompt, TableRows};
+use crate::sequence::{Batch, Count, Counts, Demand, PrefixHit, PrefixStats, Prompt, TableId, TableRows};
 use crate::transfer::OpenStep;
 use std::ops::Range;
 
@@ -380,9 +380,9 @@ impl Manager {
     ///
     /// # Errors
     /// A sequence is unknown, not on the device, still moving or longer than a row; `out` has another size.
-    pub fn block_tables(&mut self, sequences: &[SequenceId], width: usize, out: &mut [i32]) -> Result<()> {
-        self.sequences.block_tables(self.view(), sequences, width, out)?;
-        self.sequences.note_reads(&mut self.transfers, sequences.iter().copied());
+    pub fn block_tables(&mut self, tables: &[TableId], width: usize, out: &mut [i32]) -> Result<()> {
+        self.sequences.block_tables(self.view(), tables, width, out)?;
+        self.sequences.note_reads(&mut self.transfers, tables.iter().map(|table| table.sequence));
         Ok(())
     }
 
@@ -390,9 +390,9 @@ impl Manager {
     ///
     /// # Errors
     /// A sequence is unknown, not on the device, still moving or shorter; `out` has another size.
-    pub fn slot_mapping(&mut self, ranges: &[(SequenceId, Range<u32>)], out: &mut [i64]) -> Result<()> {
+    pub fn slot_mapping(&mut self, ranges: &[(TableId, Range<u32>)], out: &mut [i64]) -> Result<()> {
         self.sequences.slot_mapping(self.view(), ranges, out)?;
-        self.sequences.note_reads(&mut self.transfers, ranges.iter().map(|(sequence, _)| *sequence));
+        self.sequences.note_reads(&mut self.transfers, ranges.iter().map(|(table, _)| table.sequence));
         Ok(())
     }
 
@@ -400,7 +400,7 @@ impl Manager {
     ///
     /// # Errors
     /// As [`Self::slot_mapping`].
-    pub fn num_slots(&self, ranges: &[(SequenceId, Range<u32>)]) -> Result<usize> {
+    pub fn num_slots(&self, ranges: &[(TableId, Range<u32>)]) -> Result<usize> {
         self.sequences.num_slots(self.view(), ranges)
     }
 
@@ -416,11 +416,11 @@ impl Manager {
         self.sequences.growing_groups()
     }
 
-    /// Row of a sequence in one group.
+    /// The table of a sequence in one group.
     ///
     /// # Errors
     /// There is no such sequence, or no such group.
-    pub fn table_of(&self, sequence: SequenceId, group: usize) -> Result<SequenceId> {
+    pub fn table_of(&self, sequence: SequenceId, group: usize) -> Result<TableId> {
         self.sequences.table_of(sequence, group)
     }
 

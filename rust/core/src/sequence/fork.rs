@@ -1,10 +1,10 @@
 //! Forks: sequences that share blocks of another.
 
-use super::table::{Row, RowKeys};
+use super::table::{GroupTable, Row, RowKeys, TableId};
 use super::{Sequences, blocks_for, refuse_lost};
 use crate::error::{Error, Result, invalid};
 use crate::group::Group;
-use crate::id::{SequenceId, TicketId, Tier};
+use crate::id::{SequenceId, Tier};
 use crate::memory;
 use crate::transfer::{OpenStep, Request, View};
 
@@ -19,46 +19,63 @@ impl Sequences {
         count: u32,
         out: &mut Vec<SequenceId>,
     ) -> Result<()> {
-        let mut all = Vec::new();
-        let members = self.members(&[sequence], &mut all)?.to_vec();
-        self.rows.require((count as usize).saturating_mul(members.len()))?;
+        self.rows.require(count as usize)?;
         let row = self.rows.get(sequence)?;
         refuse_lost(sequence, row)?;
-        let entries = members.iter().map(|&member| self.rows.at(member).table.len()).sum::<usize>();
+        let entries = self.rows.tables_of(sequence).map(|table| table.table.len()).sum::<usize>();
         let entries = entries.saturating_mul(count as usize);
         if entries > MAX_FORKED {
             let must = format!("at most {MAX_FORKED} block table entries, not {entries}");
             return Err(invalid("number of forks", count, must));
         }
-        self.require_forks(step.view(), &members, count)?;
-        if row.keys.is_some() {
-            self.rows.require_followed((count as usize).saturating_mul(members.len()))?;
+        self.require_forks(step.view(), sequence, count)?;
+        if self.rows.at(sequence).keys.is_some() {
+            self.rows.require_followed(count as usize)?;
         }
         let first = out.len();
-        let mut others = Vec::new();
-        for &member in &members {
-            self.fork_row(step, member, count, if member == sequence { out } else { &mut others });
+        self.fork_row(sequence, count, out);
+        for id in self.tables_of(&[sequence]) {
+            self.fork_table(step, id, &out[first..]);
         }
-        self.link_group_tables(&out[first..], &others);
         Ok(())
     }
 
-    fn fork_row(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) {
+    /// Opens rows with all that a sequence has, except its tables.
+    fn fork_row(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) {
         let begun = self.begun.contains(&sequence);
-        let row = self.rows.at_mut(sequence);
-        row.writable = 0;
-        let parent = row.clone();
-        for &block in &*parent.table {
-            step.tiers.share((parent.tier, block), count);
-        }
         for _ in 0..count {
-            let child = self.rows.open(parent.tier, parent.table.to_vec());
-            let row = self.rows.at_mut(child);
-            inherit(row, &parent, parent.len, parent.written);
-            (row.published, row.priority) = (parent.published, parent.priority);
+            let child = self.open_child(sequence);
             self.rows.follow_as(child, sequence);
-            self.begun.extend(begun.then_some(child));
+            if begun {
+                self.begun.insert(child);
+            }
             out.push(child);
+        }
+    }
+
+    /// Opens a row for a child of a sequence, whose bytes are in flight as long as its parent's.
+    fn open_child(&mut self, sequence: SequenceId) -> SequenceId {
+        let parent = self.rows.at_mut(sequence);
+        parent.writable = 0;
+        let Row { len, written, ticket, moving, priority, encoder_written, encoder_tokens, tier, .. } = *parent;
+        let child = self.rows.open(tier);
+        let row = self.rows.at_mut(child);
+        (row.len, row.written, row.ticket, row.moving) = (len, written, ticket, moving);
+        (row.priority, row.encoder_written, row.encoder_tokens) = (priority, encoder_written, encoder_tokens);
+        child
+    }
+
+    /// Begins the tables of forks with the blocks of their parent's.
+    fn fork_table(&mut self, step: &mut OpenStep<'_>, id: TableId, children: &[SequenceId]) {
+        let (tier, parent) = (self.rows.at(id.sequence).tier, self.rows.table(id));
+        let (table, null_prefix, published) = (parent.table.to_vec(), parent.null_prefix, parent.published);
+        let count = u32::try_from(children.len()).unwrap_or(u32::MAX);
+        for &block in &table {
+            step.tiers.share((tier, block), count);
+        }
+        for &sequence in children {
+            let row = self.rows.open_table(TableId { sequence, ..id }, table.clone());
+            (row.null_prefix, row.published) = (null_prefix, published);
         }
     }
 
@@ -69,36 +86,37 @@ impl Sequences {
         shared: u32,
         tokens: u32,
     ) -> Result<SequenceId> {
-        let mut all = Vec::new();
-        let members = self.members(&[sequence], &mut all)?.to_vec();
-        self.rows.require(members.len())?;
+        self.rows.require(1)?;
         let row = self.readable(step.view(), sequence)?;
         if shared % self.block_size != 0 || shared > row.len.min(tokens) {
             let must = format!("a multiple of {} and at most {}", self.block_size, row.len.min(tokens));
             return Err(invalid("shared_tokens", shared, must));
         }
         let mut wanted = 0;
-        for &member in &members {
-            wanted += self.blocks_behind_prefix(step.view(), member, shared, tokens)?;
+        for id in self.tables_of(&[sequence]) {
+            wanted += self.blocks_behind_prefix(step.view(), id, shared, tokens)?;
         }
         step.view().require(Request::device(wanted), Vec::new)?;
-        self.note_reads(step.transfers, members.iter().copied());
-        let children: Vec<_> =
-            members.iter().map(|&member| self.fork_row_prefix(step, member, shared, tokens)).collect();
-        self.link_group_tables(&children[..1], &children[1..]);
-        Ok(children[0])
+        self.note_reads(step.transfers, std::iter::once(sequence));
+        let child = self.open_child(sequence);
+        let row = self.rows.at_mut(child);
+        (row.len, row.written, row.priority) = (tokens, step.transfers.open(), 0);
+        self.note_begun(child, shared, tokens - shared);
+        for id in self.tables_of(&[sequence]) {
+            if self.groups.get(id.group) == Group::CrossAttention {
+                self.fork_table(step, id, &[child]);
+            } else {
+                self.fork_table_prefix(step, id, child, shared, tokens);
+            }
+        }
+        Ok(child)
     }
 
-    /// Number of new blocks for a row that shares the first `shared` tokens of another and then diverges.
-    pub(super) fn blocks_behind_prefix(
-        &self,
-        view: View<'_>,
-        member: SequenceId,
-        shared: u32,
-        tokens: u32,
-    ) -> Result<usize> {
-        let (row, size) = (self.rows.at(member), self.block_size);
-        let (group, kept) = (self.groups.get(row.group), (shared / size) as usize);
+    /// Number of new blocks for a table that shares the first `shared` tokens of another and then diverges.
+    pub(super) fn blocks_behind_prefix(&self, view: View<'_>, id: TableId, shared: u32, tokens: u32) -> Result<usize> {
+        let TableId { sequence, group: number } = id;
+        let (row, table, size) = (self.rows.at(sequence), self.rows.table(id), self.block_size);
+        let (group, kept) = (self.groups.get(number), (shared / size) as usize);
         let needed = group.unneeded(shared, size)..kept;
         // A state in the middle of a row may belong to a token before its block's last.
         let state = group == Group::Recurrent && shared > 0 && shared != row.len;
@@ -107,35 +125,23 @@ impl Sequences {
         }
         // A step writes a sequence's state at its end, too late for tokens of the same step that need it.
         if group == Group::Recurrent && shared > 0 && tokens > shared && row.written == view.transfers.open() {
-            return Err(Error::Unwritten { sequence: member });
+            return Err(Error::Unwritten { sequence });
         }
-        if state || needed.clone().any(|i| self.is_null(row.table[i])) {
-            let must = format!("what sequence {member} still has in cache group {}", row.group);
+        if state || needed.clone().any(|i| self.is_null(table.table[i])) {
+            let must = format!("what sequence {sequence} still has in cache group {number}");
             return Err(invalid("shared_tokens", shared, must));
         }
         let wanted = blocks_for(u64::from(tokens), size) - kept;
         let skipped = group.skipped(shared, tokens - shared, kept, size);
-        let null_prefix = needed.start.max(row.null_prefix as usize).min(kept);
+        let null_prefix = needed.start.max(table.null_prefix as usize).min(kept);
         self.require_nulls(view, [null_prefix, skipped].into_iter())?;
         Ok(wanted - skipped)
     }
 
-    pub(super) fn fork_row_prefix(
-        &mut self,
-        step: &mut OpenStep<'_>,
-        member: SequenceId,
-        shared: u32,
-        tokens: u32,
-    ) -> SequenceId {
-        let parent = self.rows.at(member).clone();
-        let group = self.groups.get(parent.group);
-        if group == Group::CrossAttention {
-            let mut child = Vec::with_capacity(1);
-            self.fork_row(step, member, 1, &mut child);
-            return child[0];
-        }
+    fn fork_table_prefix(&mut self, step: &mut OpenStep<'_>, id: TableId, child: SequenceId, shared: u32, tokens: u32) {
+        let (group, parent) = (self.groups.get(id.group), self.rows.table(id));
         let kept = (shared / self.block_size) as usize;
-        let settled = step.transfers.is_settled(parent.ticket);
+        let settled = step.transfers.is_settled(self.rows.at(id.sequence).ticket);
         let null_prefix =
             if settled { group.unneeded(shared, self.block_size) } else { parent.null_prefix as usize }.min(kept);
         let mut table = Vec::with_capacity(kept);
@@ -144,40 +150,23 @@ impl Sequences {
         for &block in &table[null_prefix..] {
             step.tiers.share((Tier::Device, block), 1);
         }
-        let child = self.open_row(step, parent.group, shared, tokens, table);
-        let open = step.transfers.open();
-        let row = self.rows.at_mut(child);
-        let null_prefix = row.null_prefix;
-        inherit(row, &parent, tokens, open);
-        row.null_prefix = null_prefix;
-        self.rows.at_mut(member).writable = 0;
-        child
+        self.open_table(step, TableId { sequence: child, ..id }, shared, tokens, table);
     }
 
-    /// Fails unless there is memory for `count` forks of a sequence, whose rows are given.
-    pub(super) fn require_forks(&self, view: View<'_>, members: &[SequenceId], count: u32) -> Result<()> {
+    /// Fails unless there is memory for `count` forks of a sequence.
+    fn require_forks(&self, view: View<'_>, sequence: SequenceId, count: u32) -> Result<()> {
         /// Allocator overhead of a row's allocations, plus a handle.
         const OVERHEAD: usize = 64;
-        let (mut bytes, mut nulls) = (0, 0);
-        for &member in members {
-            let row = self.rows.at(member);
-            let keys = row.keys.as_ref().map_or(0, |keys| size_of::<RowKeys>() + size_of_val(&*keys.keys) + OVERHEAD);
-            bytes += size_of_val(&*row.table) + keys + OVERHEAD;
+        let keys = self.rows.at(sequence).keys.as_ref();
+        let keys = keys.map_or(0, |keys| size_of::<RowKeys>() + size_of_val(&*keys.keys) + OVERHEAD);
+        let (mut bytes, mut nulls) = (keys, 0);
+        for GroupTable { table, .. } in self.rows.tables_of(sequence) {
+            bytes += size_of_val(&**table) + OVERHEAD;
             if self.groups.has_nulls() {
-                nulls += row.table.iter().filter(|&&block| self.is_null(block)).count();
+                nulls += table.iter().filter(|&&block| self.is_null(block)).count();
             }
         }
         memory::require(bytes.saturating_mul(count as usize))?;
         self.require_nulls(view, std::iter::repeat_n(nulls, count as usize))
     }
-}
-
-/// A child's bytes are in flight as long as its parent's.
-fn inherit(child: &mut Row, parent: &Row, len: u32, written: TicketId) {
-    child.len = len;
-    child.written = written;
-    child.ticket = parent.ticket;
-    child.moving = parent.moving;
-    child.group = parent.group;
-    child.null_prefix = parent.null_prefix;
 }

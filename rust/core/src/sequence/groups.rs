@@ -1,9 +1,9 @@
-//! Sequences with a block table in each cache group. Each table is a separate row; the first group's row represents the
-//! sequence, and callers' handles refer to it.
+//! Sequences with a block table in each cache group.
 
 use super::admission::Run;
-use super::{Counts, Sequences, blocks_for};
-use crate::error::{Error, Result, invalid};
+use super::table::{Row, TableId, group_by_group};
+use super::{Sequences, blocks_for};
+use crate::error::{Result, invalid};
 use crate::fit::{AllocStatus, Fit};
 use crate::group::{Group, MAX_PASSED, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
@@ -51,96 +51,22 @@ impl Sequences {
         if self.groups.growing().iter().any(passes) { Fit { status: AllocStatus::Never, ..fit } } else { fit }
     }
 
-    /// The rows of all tables of sequences, group by group; with a single group, the sequences themselves.
-    pub(crate) fn members<'a>(
-        &self,
-        sequences: &'a [SequenceId],
-        all: &'a mut Vec<SequenceId>,
-    ) -> Result<&'a [SequenceId]> {
-        self.rows_of(sequences, self.groups.all().len(), all)
+    /// The tables of sequences, group by group.
+    pub(super) fn tables_of<'a>(&self, sequences: &'a [SequenceId]) -> impl Iterator<Item = TableId> + use<'a> {
+        group_by_group(self.groups.all().len(), sequences)
     }
 
-    /// Like [`Manager::members`], for the growing groups.
-    pub(super) fn growing<'a>(
-        &self,
-        sequences: &'a [SequenceId],
-        all: &'a mut Vec<SequenceId>,
-    ) -> Result<&'a [SequenceId]> {
-        self.rows_of(sequences, self.groups.growing().len(), all)
+    /// Like [`Sequences::tables_of`], for the growing groups.
+    pub(super) fn growing_tables_of<'a>(&self, sequences: &'a [SequenceId]) -> impl Iterator<Item = TableId> + use<'a> {
+        group_by_group(self.groups.growing().len(), sequences)
     }
 
-    /// Numbers of tokens for the rows of [`Manager::growing`].
-    pub(super) fn spread<'a>(&self, counts: Counts<'a>, all: &'a mut Vec<u32>) -> Counts<'a> {
-        match counts {
-            Counts::Each(each) if !self.groups.is_single() => {
-                *all = each.repeat(self.groups.growing().len());
-                Counts::Each(all)
-            }
-            counts => counts,
-        }
-    }
-
-    fn rows_of<'a>(
-        &self,
-        sequences: &'a [SequenceId],
-        groups: usize,
-        all: &'a mut Vec<SequenceId>,
-    ) -> Result<&'a [SequenceId]> {
-        if self.groups.is_single() {
-            return Ok(sequences);
-        }
-        memory::make_room(all, sequences.len().saturating_mul(groups))?;
-        for group in 0..groups {
-            for &sequence in sequences {
-                all.push(self.group_tables(sequence)?[group]);
-            }
-        }
-        Ok(all)
-    }
-
-    /// The rows of one sequence, with several groups.
-    ///
-    /// # Errors
-    /// The sequence is unknown, or the handle belongs to another group's row.
-    pub(super) fn group_tables(&self, sequence: SequenceId) -> Result<&[SequenceId]> {
-        let group_tables = self.rows.get(sequence)?.group_tables.as_deref();
-        group_tables.filter(|group_tables| group_tables[0] == sequence).ok_or(Error::UnknownSequence { sequence })
-    }
-
-    pub(crate) fn table_of(&self, sequence: SequenceId, group: usize) -> Result<SequenceId> {
+    pub(crate) fn table_of(&self, sequence: SequenceId, group: usize) -> Result<TableId> {
         let groups = self.groups.all().len();
-        if group >= groups {
-            return Err(invalid("cache group", group as i128, format!("below {groups}")));
-        }
-        if self.groups.is_single() {
-            return Ok(sequence);
-        }
-        Ok(self.group_tables(sequence)?[group])
-    }
-
-    /// Joins rows to sequences: `others` are the other groups' rows, group by group.
-    pub(super) fn link_group_tables(&mut self, first: &[SequenceId], others: &[SequenceId]) {
-        if self.groups.is_single() {
-            return;
-        }
-        for (i, &primary) in first.iter().enumerate() {
-            let rest = others.iter().skip(i).step_by(first.len());
-            let group_tables: Box<[SequenceId]> = std::iter::once(primary).chain(rest.copied()).collect();
-            for &member in &group_tables {
-                self.rows.at_mut(member).group_tables = Some(group_tables.clone());
-            }
-        }
-    }
-
-    /// A step that computes sequences also waits for their encoders' loads.
-    pub(super) fn await_encoders(&mut self, sequences: &[SequenceId]) {
-        for &sequence in sequences {
-            let row = self.rows.at(sequence);
-            let (moving, last) = (row.moving, row.group_tables.as_deref().and_then(<[SequenceId]>::last).copied());
-            if let Some(last) = last {
-                self.rows.at_mut(last).moving &= moving;
-            }
-        }
+        let must = || invalid("cache group", group as i128, format!("below {groups}"));
+        let group = u8::try_from(group).ok().filter(|&group| usize::from(group) < groups).ok_or_else(must)?;
+        self.rows.get(sequence)?;
+        Ok(TableId { sequence, group })
     }
 
     /// Fails unless these counts of null entries can be appended to their tables.
@@ -166,24 +92,24 @@ impl Sequences {
         }
     }
 
-    /// Appends null blocks to a row.
-    pub(super) fn skip(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, count: usize) {
+    /// Appends null blocks to a table in use.
+    pub(super) fn skip(&mut self, step: &mut OpenStep<'_>, id: TableId, count: usize) {
         step.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(count).unwrap_or(u32::MAX));
-        let row = self.rows.at_mut(sequence);
+        let row = self.rows.table_mut(id);
         row.table.extend_with(|table| table.resize(table.len() + count, NULL_BLOCK));
     }
 
-    /// Whether a row holds states.
+    /// Whether a table holds states.
     #[inline]
-    pub(super) fn is_recurrent(&self, sequence: SequenceId) -> bool {
-        self.groups.has_nulls() && self.groups.get(self.rows.at(sequence).group) == Group::Recurrent
+    pub(super) fn is_recurrent(&self, id: TableId) -> bool {
+        self.groups.has_nulls() && self.groups.get(id.group) == Group::Recurrent
     }
 
-    /// Records whether `count` tokens, added to a row of a recurrent group after the first `len`, begin a block.
+    /// Records whether `count` tokens, added to a row with recurrent groups after the first `len`, begin a block.
     #[inline]
     pub(super) fn note_begun(&mut self, sequence: SequenceId, len: u32, count: u32) {
         let end = u64::from(len) + u64::from(count);
-        if self.is_recurrent(sequence)
+        if self.groups.has_states()
             && count > 0
             && (end - 1) / u64::from(self.block_size) >= u64::from(len.div_ceil(self.block_size))
         {
@@ -191,33 +117,35 @@ impl Sequences {
         }
     }
 
-    /// Entries of a row left without a state when `count` tokens are added.
+    /// Entries of a table left without a state when `count` tokens are added.
     #[inline]
-    pub(super) fn passed_over(&self, sequence: SequenceId, count: u32) -> Range<usize> {
-        if !self.is_recurrent(sequence) {
+    pub(super) fn passed_over(&self, id: TableId, count: u32) -> Range<usize> {
+        if !self.is_recurrent(id) {
             return 0..0;
         }
-        let (row, begun) = (self.rows.at(sequence), self.begun.contains(&sequence));
-        Group::Recurrent.passed_over(row.len, count, row.table.len(), begun, self.block_size)
+        let (row, begun) = (self.rows.at(id.sequence), self.begun.contains(&id.sequence));
+        Group::Recurrent.passed_over(row.len, count, self.rows.table(id).table.len(), begun, self.block_size)
     }
 
-    /// Frees the blocks of a row left without a state when `count` tokens are added.
-    pub(super) fn pass(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, count: u32) {
+    /// Frees the blocks of a table left without a state when `count` tokens are added.
+    pub(super) fn pass(&mut self, step: &mut OpenStep<'_>, id: TableId, count: u32) {
         let (open, size) = (step.transfers.open(), u64::from(self.block_size));
-        let passed = self.passed_over(sequence, count);
-        let begun = self.begun.contains(&sequence);
-        let row = self.rows.at_mut(sequence);
-        let len = u64::from(row.len);
+        let passed = self.passed_over(id, count);
+        let begun = self.begun.contains(&id.sequence);
+        let Row { len: tokens, written, .. } = *self.rows.at(id.sequence);
+        let row = self.rows.table_mut(id);
+        let len = u64::from(tokens);
         let leaves = len > 0 && (len + u64::from(count) - 1) / size > (len - 1) / size;
         // A state that an earlier step wrote in the middle of a block stays there; it is not the state of the block's
         // last token.
-        if leaves && !begun && (len % size > 0 || row.written == open) {
-            row.published = row.published.max(row.len.div_ceil(self.block_size));
+        if leaves && !begun && (len % size > 0 || written == open) {
+            row.published = row.published.max(tokens.div_ceil(self.block_size));
         }
         if !passed.is_empty() {
-            let gone = row.table.blank(passed.start, passed.end, NULL_BLOCK);
+            let gone = &mut self.gone;
+            row.table.blank(passed.start, passed.end, NULL_BLOCK, gone);
             step.tiers.share((Tier::Device, NULL_BLOCK), u32::try_from(gone.len()).unwrap_or(u32::MAX));
-            step.tiers.release_all(Tier::Device, &gone);
+            step.tiers.release_all(Tier::Device, gone);
         }
     }
 

@@ -10,6 +10,7 @@ mod chunk;
 mod extras;
 mod fork;
 mod groups;
+mod marks;
 mod owners;
 mod points;
 mod prompt;
@@ -23,11 +24,13 @@ pub use append::block_tables::TableRows;
 pub(crate) use append::pass::Batch;
 pub use extras::PromptExtra;
 pub use groups::Demand;
+use marks::Marks;
 pub(crate) use owners::Owner;
 use owners::Owners;
 pub(crate) use prompt::Count;
 pub use prompt::{HashedPrompt, PrefixHit, PrefixStats, Prompt, export_keys};
-pub(crate) use table::{Row, SequenceRows};
+pub use table::TableId;
+pub(crate) use table::{GroupTable, Row, SequenceRows};
 
 use crate::block::TierBlock;
 use crate::error::{Error, Result, invalid};
@@ -46,14 +49,16 @@ pub(crate) struct Sequences {
     /// Device blocks that admission keeps free.
     watermark: Share,
     rows: SequenceRows,
-    /// Rows of recurrent groups that began the block of their last token in the open step, which has yet to write the
-    /// state there.
-    begun: HashSet<SequenceId>,
+    /// Sequences with recurrent groups that began the block of their last token in the open step, which has yet to write
+    /// the state there.
+    begun: Marks,
     /// Prompts that are computed in chunks, and their lengths at the end of the last step.
     prefilling: Vec<(SequenceId, u32)>,
     owners: Owners,
     stats: PrefixStats,
     scratch: Vec<BlockId>,
+    /// Blocks that a table has just left.
+    gone: Vec<BlockId>,
     work: append::pass::Work,
 }
 
@@ -61,14 +66,15 @@ impl Sequences {
     pub(crate) fn new(block_size: u32, groups: Groups, watermark: Share) -> Self {
         Self {
             block_size,
-            groups,
             watermark,
-            rows: SequenceRows::new(block_size),
-            begun: HashSet::new(),
+            rows: SequenceRows::new(block_size, groups.all()),
+            groups,
+            begun: Marks::default(),
             prefilling: Vec::new(),
             owners: Owners::default(),
             stats: PrefixStats::default(),
             scratch: Vec::new(),
+            gone: Vec::new(),
             work: append::pass::Work::default(),
         }
     }
@@ -84,7 +90,7 @@ impl Sequences {
 
     /// Sequences that have not been freed.
     pub(crate) fn len(&self) -> usize {
-        self.rows.len() / self.groups.all().len()
+        self.rows.len()
     }
 
     /// Sets the manager's number, which new handles carry.
@@ -104,6 +110,18 @@ impl Sequences {
     /// A sequence.
     pub(crate) fn get(&self, sequence: SequenceId) -> Result<&Row> {
         self.rows.get(sequence)
+    }
+
+    /// Blocks of a table.
+    pub(crate) fn table(&self, id: TableId) -> Result<&[BlockId]> {
+        self.rows.get(id.sequence)?;
+        Ok(&self.rows.table(id).table)
+    }
+
+    /// Tokens of a sequence in one group.
+    pub(crate) fn num_tokens(&self, id: TableId) -> Result<u32> {
+        self.rows.get(id.sequence)?;
+        Ok(self.rows.len_of(id))
     }
 
     /// Device blocks that admission keeps free.
@@ -131,32 +149,28 @@ impl Sequences {
 
     /// Ends the step: it has written the blocks that it began.
     pub(crate) fn end_step(&mut self) {
-        self.begun = HashSet::new();
+        self.begun.clear();
     }
 
-    pub(crate) fn slot_mapping(
-        &self,
-        view: View<'_>,
-        ranges: &[(SequenceId, Range<u32>)],
-        out: &mut [i64],
-    ) -> Result<()> {
+    pub(crate) fn slot_mapping(&self, view: View<'_>, ranges: &[(TableId, Range<u32>)], out: &mut [i64]) -> Result<()> {
         let slots = self.num_slots(view, ranges)?;
         if out.len() != slots {
             return Err(invalid("length of out", out.len() as i128, format!("{slots}, the tokens")));
         }
         let mut rest = out;
-        for (sequence, tokens) in ranges {
+        for (id, tokens) in ranges {
             let (to, behind) = rest.split_at_mut(tokens.len());
-            write_slots(self.rows.get(*sequence)?, tokens.start, self.block_size, to);
+            write_slots(&self.rows.table(*id).table, tokens.start, self.block_size, to);
             rest = behind;
         }
         Ok(())
     }
 
-    pub(crate) fn num_slots(&self, view: View<'_>, ranges: &[(SequenceId, Range<u32>)]) -> Result<usize> {
+    pub(crate) fn num_slots(&self, view: View<'_>, ranges: &[(TableId, Range<u32>)]) -> Result<usize> {
         let mut slots = 0;
-        for (sequence, tokens) in ranges {
-            let len = self.readable(view, *sequence)?.len;
+        for (id, tokens) in ranges {
+            self.readable(view, id.sequence)?;
+            let len = self.rows.len_of(*id);
             if tokens.start > tokens.end {
                 return Err(invalid("first", tokens.start, format!("at most last, {}", tokens.end)));
             }
@@ -173,7 +187,7 @@ impl Sequences {
         let row = self.rows.get(sequence)?;
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, Tier::Device)?;
-        refuse_loading(sequence, row, view)?;
+        self.refuse_loading(sequence, row, view)?;
         Ok(row)
     }
 
@@ -185,42 +199,42 @@ impl Sequences {
         }
     }
 
-    /// A row whose blocks may be returned: not while they are being loaded in the background.
-    pub(crate) fn shown(&self, view: View<'_>, sequence: SequenceId) -> Result<&Row> {
-        let row = self.rows.get(sequence)?;
+    /// A table whose blocks may be returned: not while they are being loaded in the background.
+    pub(crate) fn shown(&self, view: View<'_>, id: TableId) -> Result<&[BlockId]> {
+        let row = self.rows.get(id.sequence)?;
         if row.tier == Tier::Device && row.moving && view.transfers.is_prefetch(row.ticket) {
-            return Err(in_flight(sequence, row, view));
+            return Err(self.in_flight(id.sequence, row, view));
         }
-        Ok(row)
+        Ok(&self.rows.table(id).table)
     }
 
     /// All sequences, in the order of their handles.
     pub(crate) fn handles(&self) -> Vec<SequenceId> {
-        let mut all: Vec<_> = self.rows.iter().map(whole).collect();
+        let mut all: Vec<_> = self.rows.iter().map(|(sequence, _)| sequence).collect();
         all.sort_unstable();
-        all.dedup();
         all
     }
 
     pub(crate) fn free(&mut self, step: &mut OpenStep<'_>, sequences: &[SequenceId]) -> Result<()> {
-        let mut all = Vec::new();
-        let sequences = self.members(sequences, &mut all)?;
         self.rows.begin_batch();
         for &sequence in sequences {
             self.rows.next_in_batch(sequence)?;
         }
         if self.groups.has_nulls() && step.tiers.device().is_caching() {
-            let firsts = sequences.iter().filter(|&&sequence| self.rows.at(sequence).group == 0).copied();
-            for sequence in firsts.collect::<Vec<_>>() {
+            for &sequence in sequences {
                 self.make_last_point(step, sequence);
             }
         }
-        for &sequence in sequences {
-            let tier = self.rows.at(sequence).tier;
-            self.begin_release(step, sequence);
+        for id in self.tables_of(sequences) {
+            let tier = self.rows.at(id.sequence).tier;
+            self.begin_release(step, id);
             // Release the last block first, so that a cached chain is evicted from its end.
-            let table = self.rows.close(sequence);
+            let table = self.rows.table_mut(id).table.take();
             step.tiers.release_all(tier, &table);
+        }
+        for &sequence in sequences {
+            self.begun.remove(sequence);
+            self.rows.close(sequence);
         }
         step.tiers.enforce_quotas();
         Ok(())
@@ -228,18 +242,15 @@ impl Sequences {
 
     /// Marks the sequences that have one of the blocks as lost: they can only be freed.
     pub(crate) fn lose(&mut self, blocks: &HashSet<TierBlock>) -> Vec<SequenceId> {
-        let hit = |tier, table: &[BlockId]| table.iter().any(|&block| blocks.contains(&(tier, block)));
-        let rows = self.rows.iter().filter(|(_, row)| hit(row.tier, &row.table));
-        let mut sequences: Vec<_> = rows.map(whole).collect();
+        let hit = |tier, table: &GroupTable| table.table.iter().any(|&block| blocks.contains(&(tier, block)));
+        let hit =
+            |(sequence, row): &(SequenceId, &Row)| self.rows.tables_of(*sequence).any(|table| hit(row.tier, table));
+        let mut sequences: Vec<_> = self.rows.iter().filter(hit).map(|(sequence, _)| sequence).collect();
         sequences.sort_unstable();
-        sequences.dedup();
         for &sequence in &sequences {
-            let group_tables = self.rows.at(sequence).group_tables.clone();
-            for &member in group_tables.as_deref().unwrap_or(&[sequence]) {
-                let row = self.rows.at_mut(member);
-                row.lost = true;
-                row.writable = 0;
-            }
+            let row = self.rows.at_mut(sequence);
+            row.lost = true;
+            row.writable = 0;
         }
         sequences
     }
@@ -259,7 +270,7 @@ impl Sequences {
         self.require_nulls(step.view(), tokens.iter().map(|&n| group.skipped(0, n, 0, self.block_size)))?;
         self.rows.require(tokens.len())?;
         for &n in tokens {
-            out.push(self.open_row(step, 0, 0, n, Vec::new()));
+            out.push(self.open_row(step, 0, n, Vec::new()));
         }
         Ok(())
     }
@@ -282,7 +293,8 @@ impl Sequences {
             _ => tokens[i],
         };
         let sequences = 0..tokens.len();
-        let groups = self.groups.all().to_vec();
+        let groups = self.groups.clone();
+        let groups = groups.all();
         let wanted = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
         let wanted = wanted.map(|(group, i)| self.blocks_at_start(group, length(group, i))).sum();
         step.view().require(Request::device(wanted), Vec::new)?;
@@ -291,15 +303,22 @@ impl Sequences {
             step.view(),
             passed.map(|(group, i)| group.skipped(0, length(group, i), 0, self.block_size)),
         )?;
-        self.rows.require(tokens.len().saturating_mul(groups.len()))?;
-        let (first, mut others) = (out.len(), Vec::new());
-        for (number, &group) in (0u8..).zip(&groups) {
+        self.rows.require(tokens.len())?;
+        let first = out.len();
+        for (number, &group) in (0u8..).zip(groups) {
             for i in sequences.clone() {
-                let row = self.open_row(step, number, 0, length(group, i), Vec::new());
-                if number == 0 { out.push(row) } else { others.push(row) }
+                if number == 0 {
+                    out.push(self.open_row(step, 0, tokens[i], Vec::new()));
+                } else {
+                    let id = TableId { sequence: out[first + i], group: number };
+                    self.open_table(step, id, 0, length(group, i), Vec::new());
+                }
             }
         }
-        self.link_group_tables(&out[first..], &others);
+        for (&sequence, &tokens) in out[first..].iter().zip(encoder_tokens.unwrap_or_default()) {
+            let row = self.rows.at_mut(sequence);
+            (row.encoder_tokens, row.encoder_written) = (tokens, row.written);
+        }
         Ok(())
     }
 
@@ -308,33 +327,65 @@ impl Sequences {
         blocks_for(u64::from(tokens), self.block_size) - group.skipped(0, tokens, 0, self.block_size)
     }
 
-    /// Opens the row of a sequence of `tokens` tokens in one group. The blocks in `table` hold the first `held`; takes
-    /// blocks for the rest.
+    /// Opens the row of a sequence of `tokens` tokens, with its first group's table, as [`Sequences::open_table`].
     pub(super) fn open_row(
         &mut self,
         step: &mut OpenStep<'_>,
-        group: u8,
+        held: u32,
+        tokens: u32,
+        table: Vec<BlockId>,
+    ) -> SequenceId {
+        let sequence = self.rows.open(Tier::Device);
+        let open = step.transfers.open();
+        let row = self.rows.at_mut(sequence);
+        row.len = tokens;
+        row.written = open;
+        self.note_begun(sequence, held, tokens - held);
+        self.open_table(step, TableId::from(sequence), held, tokens, table);
+        sequence
+    }
+
+    /// Begins a table of a new sequence of `tokens` tokens. The blocks in `table` hold the first `held`; takes blocks for
+    /// the rest.
+    pub(super) fn open_table(
+        &mut self,
+        step: &mut OpenStep<'_>,
+        id: TableId,
         held: u32,
         tokens: u32,
         mut table: Vec<BlockId>,
-    ) -> SequenceId {
-        let kind = self.groups.get(group);
+    ) {
+        let kind = self.groups.get(id.group);
         let wanted = blocks_for(u64::from(tokens), self.block_size) - table.len();
         table.reserve(wanted + 1);
         let skipped = kind.skipped(held, tokens - held, table.len(), self.block_size);
         Self::pass_over(step, skipped, &mut table);
         step.take(Tier::Device, wanted - skipped, false, &mut table);
         let null_prefix = table.iter().take_while(|&&block| self.is_null(block)).count();
-        let sequence = self.rows.open(Tier::Device, table);
-        let open = step.transfers.open();
-        let row = self.rows.at_mut(sequence);
-        self.owners.note(sequence.row(), null_prefix, &row.table[null_prefix..]);
-        row.len = tokens;
-        row.written = open;
-        row.group = group;
-        row.null_prefix = u32::try_from(null_prefix).unwrap_or(u32::MAX);
-        self.note_begun(sequence, held, tokens - held);
-        sequence
+        self.owners.note(self.rows.number(id), null_prefix, &table[null_prefix..]);
+        self.rows.open_table(id, table).null_prefix = u32::try_from(null_prefix).unwrap_or(u32::MAX);
+    }
+
+    /// Loads of the current step land before its tokens are written; loads of earlier steps must have landed.
+    fn refuse_loading(&self, sequence: SequenceId, row: &Row, view: View<'_>) -> Result<()> {
+        let transfers = view.transfers;
+        if row.moving && row.ticket != transfers.open() && transfers.in_flight(row.ticket) {
+            return Err(self.in_flight(sequence, row, view));
+        }
+        Ok(())
+    }
+
+    /// The error for a row whose transfer, or an older one, has not ended.
+    #[cold]
+    fn in_flight(&self, sequence: SequenceId, row: &Row, view: View<'_>) -> Error {
+        let earlier = view.transfers.first();
+        if earlier < row.ticket && !view.transfers.in_flight(row.ticket) {
+            return Error::EarlierInFlight { sequence, ticket: row.ticket, earlier };
+        }
+        let pool = view.tiers.pool(row.tier);
+        let blocks = self.rows.tables_of(sequence).flat_map(|table| table.table.iter());
+        let blocks = blocks.filter(|&&block| pool.block(block).is_filling()).count();
+        Error::InFlight { sequence, ticket: row.ticket, blocks }
     }
 }
 
@@ -351,48 +402,22 @@ pub(crate) fn require_tier(sequence: SequenceId, row: &Row, wanted: Tier) -> Res
     if row.tier == wanted { Ok(()) } else { Err(Error::WrongTier { sequence, wanted, found: row.tier }) }
 }
 
-/// Loads of the current step land before its tokens are written; loads of earlier steps must have landed.
-fn refuse_loading(sequence: SequenceId, row: &Row, view: View<'_>) -> Result<()> {
-    let transfers = view.transfers;
-    if row.moving && row.ticket != transfers.open() && transfers.in_flight(row.ticket) {
-        return Err(in_flight(sequence, row, view));
-    }
-    Ok(())
-}
-
-/// The error for a row whose transfer, or an older one, has not ended.
-#[cold]
-fn in_flight(sequence: SequenceId, row: &Row, view: View<'_>) -> Error {
-    let earlier = view.transfers.first();
-    if earlier < row.ticket && !view.transfers.in_flight(row.ticket) {
-        return Error::EarlierInFlight { sequence, ticket: row.ticket, earlier };
-    }
-    let pool = view.tiers.pool(row.tier);
-    let blocks = row.table.iter().filter(|&&block| pool.block(block).is_filling()).count();
-    Error::InFlight { sequence, ticket: row.ticket, blocks }
-}
-
 /// Whether the current step loads the row.
 #[inline]
 fn is_loaded_now(row: &Row, transfers: &Transfers) -> bool {
     row.moving && row.ticket == transfers.open()
 }
 
-/// The sequence that a row of some cache group belongs to.
-fn whole((id, row): (SequenceId, &Row)) -> SequenceId {
-    row.group_tables.as_deref().map_or(id, |group_tables| group_tables[0])
-}
-
 /// Writes the slots of tokens from `first` on, block by block.
-fn write_slots(row: &Row, first: u32, block_size: u32, out: &mut [i64]) {
+fn write_slots(table: &[BlockId], first: u32, block_size: u32, out: &mut [i64]) {
     let (index, offset) = ((first / block_size) as usize, first % block_size);
     let (size, begun) = (block_size as usize, (block_size - offset) as usize);
     let (head, rest) = out.split_at_mut(begun.min(out.len()));
     let slot = |block: BlockId, offset: u32| i64::from(block.0) * i64::from(block_size) + i64::from(offset);
     if !head.is_empty() {
-        count_from(slot(row.table[index], offset), head);
+        count_from(slot(table[index], offset), head);
     }
-    for (slots, &block) in rest.chunks_mut(size).zip(row.table.iter().skip(index + 1)) {
+    for (slots, &block) in rest.chunks_mut(size).zip(table.iter().skip(index + 1)) {
         // For the usual block size the loop compiles to a few vector instructions.
         match <&mut [i64; 16]>::try_from(&mut *slots) {
             Ok(slots) => count_from(slot(block, 0), slots),
@@ -430,7 +455,7 @@ mod tests {
                 let slot = |token: u32| i64::from(table[(token / size) as usize].0 * size + token % size);
                 for (first, last) in (0..=len).flat_map(|first| (first..=len).map(move |last| (first, last))) {
                     let mut slots = vec![-1; (last - first) as usize];
-                    manager.slot_mapping(&[(sequence, first..last)], &mut slots).unwrap();
+                    manager.slot_mapping(&[(sequence.into(), first..last)], &mut slots).unwrap();
                     assert!(slots.into_iter().eq((first..last).map(slot)), "{first}..{last} of blocks of {size}");
                 }
             }

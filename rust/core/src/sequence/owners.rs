@@ -1,6 +1,6 @@
 //! Which block table a device block is in. An entry may be stale: verify it before use.
 
-use super::{Row, SequenceRows, Sequences, require_tier};
+use super::{GroupTable, Row, SequenceRows, Sequences, TableId, require_tier};
 use crate::error::Result;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::memory;
@@ -12,11 +12,12 @@ use std::cell::Cell;
 /// index.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Owner {
-    pub(crate) row: u32,
+    /// Its number, see [`SequenceRows::number`].
+    pub(crate) table: u32,
     pub(crate) index: u32,
 }
 
-const UNKNOWN: Owner = Owner { row: u32::MAX, index: u32::MAX };
+const UNKNOWN: Owner = Owner { table: u32::MAX, index: u32::MAX };
 
 /// Last known owner of each device block; empty until moves are used.
 #[derive(Clone, Debug, Default)]
@@ -41,10 +42,10 @@ impl Owners {
 
     /// Records which table blocks are in, starting at which entry.
     #[inline]
-    pub(crate) fn note(&mut self, row: u32, from: usize, blocks: &[BlockId]) {
+    pub(crate) fn note(&mut self, table: u32, from: usize, blocks: &[BlockId]) {
         if self.are_noted() {
             for (index, block) in (u32::try_from(from).unwrap_or(u32::MAX)..).zip(blocks) {
-                self.0[block.index()] = Owner { row, index };
+                self.0[block.index()] = Owner { table, index };
             }
         }
     }
@@ -62,23 +63,23 @@ impl Owners {
 
 impl Sequences {
     /// Tables on the device.
-    pub(crate) fn on_device(&self) -> impl Iterator<Item = (SequenceId, &Row)> {
-        self.rows.iter().filter(|(_, row)| row.tier == Tier::Device)
+    pub(crate) fn on_device(&self) -> impl Iterator<Item = (TableId, &Row, &GroupTable)> {
+        self.rows.tables().filter(|(_, row, _)| row.tier == Tier::Device)
     }
 
     /// Tables of the named sequences, which must be on the device, or of all on the device, for all groups and without
     /// null blocks. Empty unless `wanted`.
     pub(crate) fn device_tables(&self, named: Option<&[SequenceId]>, wanted: bool) -> Result<Vec<Vec<BlockId>>> {
-        let mut all = Vec::new();
-        let named = named.map(|named| self.members(named, &mut all)).transpose()?;
-        for &member in named.unwrap_or_default() {
-            require_tier(member, self.rows.get(member)?, Tier::Device)?;
+        for &sequence in named.unwrap_or_default() {
+            require_tier(sequence, self.rows.get(sequence)?, Tier::Device)?;
         }
-        let blocks = |row: &Row| row.table.iter().copied().filter(|&block| !self.is_null(block)).collect();
+        let blocks = |GroupTable { table, .. }: &GroupTable| {
+            table.iter().copied().filter(|&block| !self.is_null(block)).collect()
+        };
         Ok(match named {
             _ if !wanted => Vec::new(),
-            Some(named) => named.iter().map(|&member| blocks(self.rows.at(member))).collect(),
-            None => self.on_device().map(|(_, row)| blocks(row)).collect(),
+            Some(named) => self.tables_of(named).map(|id| blocks(self.rows.table(id))).collect(),
+            None => self.on_device().map(|(_, _, table)| blocks(table)).collect(),
         })
     }
 
@@ -90,14 +91,14 @@ impl Sequences {
         let (open, known) = (step.transfers.open(), step.tiers.device().extent());
         self.owners.require(known)?;
         let written = |pool: &Pool| {
-            let rows = self.on_device().filter(|(_, row)| row.written == open);
-            let blocks = rows.flat_map(|(_, row)| row.table.iter().copied());
+            let tables = self.on_device().filter(|&(id, ..)| self.rows.written(id) == open);
+            let blocks = tables.flat_map(|(_, _, table)| table.table.iter().copied());
             blocks.filter(|&block| !pool.block(block).is_published()).collect()
         };
         step.tiers.track_moves(written)?;
         self.owners.grow(known);
-        for (sequence, row) in self.rows.iter().filter(|(_, row)| row.tier == Tier::Device) {
-            self.owners.note(sequence.row(), 0, &row.table);
+        for (id, _, table) in self.rows.tables().filter(|(_, row, _)| row.tier == Tier::Device) {
+            self.owners.note(self.rows.number(id), 0, &table.table);
         }
         Ok(())
     }
@@ -115,26 +116,23 @@ impl Sequences {
     /// Makes the next append to a block that is about to move go through the pool.
     pub(crate) fn seal(&mut self, block: BlockId) {
         let (owner, size) = (self.owner(block), self.block_size);
-        let (rows, _) = self.rows.entries();
-        if let Some(row) = rows.get_mut(owner.row as usize).filter(|row| row.len < row.writable) {
-            if row.table.get((row.writable / size - 1) as usize) == Some(&block) {
-                row.writable = 0;
-            }
+        let Some((id, row)) = self.rows.numbered(owner.table).filter(|(_, row)| row.len < row.writable) else { return };
+        if self.rows.table(id).table.get((row.writable / size - 1) as usize) == Some(&block) {
+            self.rows.at_mut(id.sequence).writable = 0;
         }
     }
 
     /// Replaces a block by another in the same entry of some tables.
-    pub(crate) fn replace(&mut self, from: BlockId, to: BlockId, rows: &[u32], index: usize) {
+    pub(crate) fn replace(&mut self, from: BlockId, to: BlockId, tables: &[TableId], index: usize) {
         let owner = self.owner(from);
         if self.owners.are_noted() {
             self.owners.0[to.index()] = owner;
         }
-        let (entries, _) = self.rows.entries();
-        for &row in rows {
-            entries[row as usize].table.replace(index, to);
+        for &id in tables {
+            self.rows.table_mut(id).table.replace(index, to);
         }
-        if let Some(&row) = rows.first() {
-            self.owners.note(row, index, &[to]);
+        if let Some(&id) = tables.first() {
+            self.owners.note(self.rows.number(id), index, &[to]);
         }
     }
 }

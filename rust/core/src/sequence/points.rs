@@ -1,7 +1,7 @@
 //! Resume points of models whose groups do not all keep every block: where prompts continue, and where sequences make
 //! points for later ones. See [`crate::prefix`] for how they are kept.
 
-use super::table::RowKeys;
+use super::table::{RowKeys, TableId};
 use super::{Sequences, prompt};
 use crate::error::{Result, invalid};
 use crate::group::{Group, NULL_BLOCK};
@@ -112,7 +112,7 @@ impl Sequences {
     fn thin(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, at: usize) {
         let (interval, mut last, mut gone) = (self.groups.interval(self.block_size), at, Vec::new());
         let Some(points) = step.tiers.device().points().filter(|_| interval > 0) else { return };
-        let table = &self.rows.at(self.member(sequence, self.groups.anchor())).table;
+        let table = &self.rows.table(self.member(sequence, self.groups.anchor())).table;
         for index in (1..at).rev().filter(|&index| points.has_tail(table[index - 1])) {
             if points.is_junction(table[index - 1]) || last - index >= least_gap(interval, at - last) {
                 last = index;
@@ -152,12 +152,10 @@ impl Sequences {
         keys: &mut RowKeys,
         computed: u32,
     ) {
-        for group in 0..self.groups.growing().len() {
-            let row = self.rows.at(self.member(sequence, group));
-            // The sources of its blocks may still turn out to be lost, and with them everything computed from them.
-            if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {
-                return;
-            }
+        let row = self.rows.at(sequence);
+        // The sources of its blocks may still turn out to be lost, and with them everything computed from them.
+        if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {
+            return;
         }
         let end = (computed / self.block_size).min(u32::try_from(keys.keys.len()).unwrap_or(u32::MAX));
         if self.groups.keeps_all() {
@@ -192,7 +190,7 @@ impl Sequences {
     fn make_point(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, at: usize) {
         let (size, anchor_group) = (self.block_size, self.groups.anchor());
         let anchor_row = self.member(sequence, anchor_group);
-        let Some((&key, &block)) = keys.keys.get(at - 1).zip(self.rows.at(anchor_row).table.get(at - 1)) else {
+        let Some((&key, &block)) = keys.keys.get(at - 1).zip(self.rows.table(anchor_row).table.get(at - 1)) else {
             return;
         };
         let key = key.of_group(u8::try_from(anchor_group).unwrap_or(u8::MAX));
@@ -232,7 +230,7 @@ impl Sequences {
         let mut tail = Vec::new();
         for index in 0..self.groups.leaving().len() {
             let group = self.groups.leaving()[index];
-            let (needed, row) = (self.tail_of(group, at), self.rows.at(self.member(sequence, group)));
+            let (needed, row) = (self.tail_of(group, at), self.rows.table(self.member(sequence, group)));
             // A state that an earlier step wrote in the middle of a block is not that of its last token.
             let is_passed = self.groups.all()[group] == Group::Recurrent && row.published as usize >= at;
             let blocks = row.table.get(needed)?;
@@ -270,7 +268,8 @@ impl Sequences {
             return;
         }
         let groups = self.groups.companions();
-        let blocks: Vec<_> = groups.iter().map(|&group| self.rows.at(self.member(sequence, group)).table[at]).collect();
+        let blocks: Vec<_> =
+            groups.iter().map(|&group| self.rows.table(self.member(sequence, group)).table[at]).collect();
         step.tiers.add_companions(anchor, &blocks, |index| {
             let group = u8::try_from(groups[index]).ok()?;
             prompt::publication(keys, at, blocks[index], group, self.block_size)
@@ -294,8 +293,8 @@ impl Sequences {
     }
 
     /// Replaces a block of a row by another one with the same bytes.
-    pub(super) fn merge(&mut self, step: &mut OpenStep<'_>, row: SequenceId, at: usize, canonical: BlockId) {
-        let row = self.rows.at_mut(row);
+    pub(super) fn merge(&mut self, step: &mut OpenStep<'_>, id: TableId, at: usize, canonical: BlockId) {
+        let row = self.rows.table_mut(id);
         let block = row.table[at];
         if block == canonical {
             return;
@@ -307,9 +306,9 @@ impl Sequences {
         step.tiers.note_peak();
     }
 
-    /// The row of a sequence in a group.
-    pub(super) fn member(&self, sequence: SequenceId, group: usize) -> SequenceId {
-        self.rows.at(sequence).group_tables.as_deref().map_or(sequence, |tables| tables[group])
+    /// The table of a sequence in a group.
+    pub(super) fn member(&self, sequence: SequenceId, group: usize) -> TableId {
+        TableId { sequence, group: u8::try_from(group).unwrap_or(u8::MAX) }
     }
 
     /// The identity of a block of a chain.

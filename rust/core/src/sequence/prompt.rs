@@ -6,7 +6,7 @@
 use super::extras::{Extras, PromptExtra};
 use super::points::Start;
 use super::table::RowKeys;
-use super::{Batch, Sequences, blocks_for};
+use super::{Batch, Sequences, TableId, blocks_for};
 use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
 use crate::group::Group;
@@ -254,9 +254,8 @@ impl Sequences {
         for prompt in prompts {
             self.require_states(step.view(), prompt.tokens.len(), chunk)?;
         }
-        let rows = prompts.len().saturating_mul(self.groups.all().len());
-        self.rows.require(rows)?;
-        self.rows.require_followed(rows)?;
+        self.rows.require(prompts.len())?;
+        self.rows.require_followed(prompts.len())?;
         let matches = prompts
             .iter()
             .map(|prompt| self.find_prefix(step.view(), prompt, prompts.len()))
@@ -326,9 +325,9 @@ impl Sequences {
                 return Err(invalid("number of computed tokens", computed, format!("at most {}", row.len)));
             }
             // First prefetch what all of them will publish, so that cache misses overlap.
-            let keys = row.keys.as_ref().and_then(|keys| keys.keys.get(row.published as usize..));
+            let keys = row.keys.as_ref().and_then(|keys| keys.keys.get(row.first.published as usize..));
             let end = computed.map_or(row.len, |computed| computed[i]) / self.block_size;
-            for key in keys.unwrap_or_default().iter().take(end.saturating_sub(row.published) as usize) {
+            for key in keys.unwrap_or_default().iter().take(end.saturating_sub(row.first.published) as usize) {
                 step.tiers.device().look_ahead(key);
             }
         }
@@ -341,10 +340,10 @@ impl Sequences {
                 Some(keys) => self.publish_row(step, sequence, keys, computed),
                 None => {}
             }
-            for group in 0..self.groups.growing().len() {
+            for member in self.growing_tables_of(&[sequence]) {
                 // The last boundary may become a point yet.
                 let needed = if has_points { computed / self.block_size * self.block_size } else { computed };
-                self.leave_window(step, self.member(sequence, group), needed);
+                self.leave_window(step, member, needed);
             }
             self.rows.at_mut(sequence).keys = keys;
         }
@@ -354,11 +353,22 @@ impl Sequences {
     pub(crate) fn common_computed_blocks(&self, sequences: &[SequenceId]) -> Result<Vec<BlockId>> {
         let rows = sequences.iter().map(|&s| self.rows.get(s)).collect::<Result<Vec<_>>>()?;
         let Some((first, rest)) = rows.split_first() else { return Ok(Vec::new()) };
-        let computed = if first.keys.is_some() { first.published as usize } else { 0 };
+        let has_points = self.groups.has_nulls();
+        let computed =
+            first.keys.as_ref().map_or(0, |keys| if has_points { keys.computed } else { first.first.published });
         let same = |(i, block): &(usize, &BlockId)| {
-            !self.is_null(**block) && rest.iter().all(|row| row.tier == first.tier && row.table.get(*i) == Some(block))
+            !self.is_null(**block)
+                && rest.iter().all(|row| row.tier == first.tier && row.first.table.get(*i) == Some(block))
         };
-        Ok(first.table.iter().enumerate().take(computed).take_while(same).map(|(_, &block)| block).collect())
+        Ok(first
+            .first
+            .table
+            .iter()
+            .enumerate()
+            .take(computed as usize)
+            .take_while(same)
+            .map(|(_, &block)| block)
+            .collect())
     }
 
     /// The keys of a prompt's full blocks.
@@ -383,9 +393,7 @@ impl Sequences {
     /// Published blocks of a sequence on the device.
     pub(crate) fn published_blocks(&self, view: View<'_>, sequence: SequenceId) -> Result<Vec<BlockId>> {
         self.readable(view, sequence)?;
-        let mut all = Vec::new();
-        let one = [sequence];
-        let tables = self.members(&one, &mut all)?.iter().flat_map(|&member| self.rows.at(member).table.iter());
+        let tables = self.rows.tables_of(sequence).flat_map(|table| table.table.iter());
         Ok(tables.copied().filter(|&block| view.tiers.device().block(block).is_published()).collect())
     }
 
@@ -502,7 +510,7 @@ impl Sequences {
             self.stats.hit_tokens += u64::from(cached);
             self.stats.loaded += loaded;
         }
-        let sequence = self.open_row(step, 0, cached, length, found);
+        let sequence = self.open_row(step, cached, length, found);
         // Only with host copies does anyone ask what the next chunks take.
         if (length as usize) < prompt.tokens.len() && step.tiers.keeps_host_copies() {
             self.prefilling.push((sequence, cached));
@@ -510,20 +518,16 @@ impl Sequences {
         let open = step.transfers.open();
         self.rows.follow(sequence, keys, prompt.tokens);
         let row = self.rows.at_mut(sequence);
-        row.published = published;
+        row.first.published = published;
         if !tail.is_empty() {
             // The step that computes the row waits for its loads; the row does not move until they have landed.
             row.ticket = open;
             step.transfers.note_load_read();
         }
-        if !self.groups.is_single() {
-            let mut rows = Vec::with_capacity(others.len());
-            for (group, table) in (1u8..).zip(others) {
-                let member = self.open_row(step, group, cached, length, table);
-                self.rows.at_mut(member).published = published;
-                rows.push(member);
-            }
-            self.link_group_tables(&[sequence], &rows);
+        for (group, table) in (1u8..).zip(others) {
+            let member = TableId { sequence, group };
+            self.open_table(step, member, cached, length, table);
+            self.rows.table_mut(member).published = published;
         }
         (sequence, cached)
     }
@@ -579,7 +583,7 @@ impl Sequences {
             // Forks could give a block's tokens different ids, and a block has one key, so the row is no longer
             // followed.
             let first = row.known as usize;
-            let blocks = &row.table[first / size..(first + now.len()).div_ceil(size)];
+            let blocks = &row.first.table[first / size..(first + now.len()).div_ceil(size)];
             if blocks.iter().any(|&block| view.tiers.pool(row.tier).refs(block) > 1) {
                 row.unfollow();
             } else {
@@ -593,13 +597,13 @@ impl Sequences {
 
     /// Publishes the blocks with keys of a sequence on the device that have landed and are computed.
     pub(super) fn publish_row(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, computed: u32) {
-        let (anchor, group) = (self.groups.anchor(), u8::try_from(self.groups.anchor()).unwrap_or(u8::MAX));
-        let member = self.member(sequence, anchor);
-        let row = self.rows.at(member);
+        let id = self.member(sequence, self.groups.anchor());
+        let row = self.rows.at(sequence);
         // The sources of its blocks may still turn out to be lost, and with them everything computed from them.
         if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {
             return;
         }
+        let (group, row) = (id.group, self.rows.table(id));
         let end = keys.keys.len().min((computed / self.block_size) as usize);
         let mut at = row.published as usize;
         let has_new = at < end;
@@ -607,7 +611,7 @@ impl Sequences {
             step.tiers.continue_chain(at.checked_sub(1).map(|before| row.table[before]));
         }
         while at < end {
-            let block = self.rows.at(member).table[at];
+            let block = self.rows.table(id).table[at];
             if step.tiers.device().block(block).is_filling() {
                 break;
             }
@@ -616,7 +620,7 @@ impl Sequences {
                 Published::Now | Published::Before => self.publish_companions(step, sequence, (keys, at), block),
                 Published::Beyond => {}
                 Published::As(canonical) => {
-                    self.merge(step, member, at, canonical);
+                    self.merge(step, id, at, canonical);
                     self.merge_companions(step, sequence, at, canonical);
                     self.publish_companions(step, sequence, (keys, at), canonical);
                     self.stats.merged += 1;
@@ -627,7 +631,7 @@ impl Sequences {
         if has_new {
             step.tiers.continue_chain(None);
         }
-        let row = self.rows.at_mut(member);
+        let row = self.rows.table_mut(id);
         row.published = row.published.max(u32::try_from(at).unwrap_or(u32::MAX));
     }
 }

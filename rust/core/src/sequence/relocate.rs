@@ -1,12 +1,11 @@
 //! Moving whole sequences between tiers: swap out and swap in. Sequences that share blocks keep sharing them.
 
 use super::append::{copied, end_of};
-use super::{Sequences, blocks_for, in_flight, refuse_lost, require_tier};
+use super::{Sequences, TableId, blocks_for, refuse_lost, require_tier};
 use crate::block::{Block, LeaseKind, MAX_LEASES};
 use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::fit::{AllocStatus, Fit};
-use crate::group::Group;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::transfer::{OpenStep, Request, View};
 
@@ -119,13 +118,14 @@ impl Sequences {
         route: Route,
         lookahead: u32,
     ) -> Result<[usize; 2]> {
-        let (mut all, mut new, mut partial) = (Vec::new(), 0, Vec::<BlockId>::new());
-        for row in self.growing(sequences, &mut all)?.iter().map(|&sequence| self.rows.at(sequence)) {
+        let (mut new, mut partial) = (0, Vec::<BlockId>::new());
+        for id in self.growing_tables_of(sequences) {
+            let row = self.rows.at(id.sequence);
             let held = blocks_for(u64::from(row.len), self.block_size);
             let entries = blocks_for(end_of(row, 1, lookahead)?, self.block_size) - held;
-            new += entries - self.groups.get(row.group).skipped(row.len, 1, held, self.block_size);
+            new += entries - self.groups.get(id.group).skipped(row.len, 1, held, self.block_size);
             if row.len % self.block_size != 0 {
-                partial.extend(row.table.get(held - 1).filter(|&&block| !self.is_null(block)));
+                partial.extend(self.rows.table(id).table.get(held - 1).filter(|&&block| !self.is_null(block)));
             }
         }
         partial.sort_unstable();
@@ -152,19 +152,17 @@ impl Sequences {
         (at(true) - at(false)).max(1)
     }
 
-    /// Checks a batch and finds the distinct blocks that it needs in the other tier. Records which rows have private
+    /// Checks a batch and finds the distinct blocks that it needs in the other tier. Records which tables have private
     /// blocks.
     fn plan(&mut self, view: View<'_>, sequences: &[SequenceId], route: Route) -> Result<Plan> {
-        let mut all = Vec::new();
-        let sequences = self.members(sequences, &mut all)?;
         self.rows.begin_batch();
         let mut sources = std::mem::take(&mut self.scratch);
         sources.clear();
         self.work.private.clear();
         let (mut alone, mut result) = (0, Ok(()));
-        for &sequence in sequences {
-            let found = self.rows.next_in_batch(sequence).map(|_| ());
-            match found.and_then(|()| self.sources(view, sequence, route, &mut sources)) {
+        for id in self.tables_of(sequences) {
+            let found = if id.group == 0 { self.rows.next_in_batch(id.sequence).map(|_| ()) } else { Ok(()) };
+            match found.and_then(|()| self.sources(view, id, route, &mut sources)) {
                 Ok(blocks) => {
                     self.work.private.push(blocks > 0);
                     alone += blocks;
@@ -201,26 +199,26 @@ impl Sequences {
         Ok(Plan { request, new, found })
     }
 
-    /// Checks one row and appends its blocks that have tokens, or returns their number if all are private.
-    fn sources(&self, view: View<'_>, sequence: SequenceId, route: Route, sources: &mut Vec<BlockId>) -> Result<usize> {
-        let row = self.rows.at(sequence);
+    /// Checks one table and appends its blocks that have tokens, or returns their number if all are private.
+    fn sources(&self, view: View<'_>, id: TableId, route: Route, sources: &mut Vec<BlockId>) -> Result<usize> {
+        let (sequence, row, table) = (id.sequence, self.rows.at(id.sequence), &self.rows.table(id).table);
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, route.from)?;
         if row.written == view.transfers.open() {
             return Err(Error::Unwritten { sequence });
         }
         if !view.transfers.is_settled(row.ticket) {
-            return Err(in_flight(sequence, row, view));
+            return Err(self.in_flight(sequence, row, view));
         }
-        let held = blocks_for(u64::from(row.len), self.block_size);
-        if view.tiers.pool(route.from).are_private(&row.table[..held]) {
+        let held = blocks_for(u64::from(self.rows.len_of(id)), self.block_size);
+        if view.tiers.pool(route.from).are_private(&table[..held]) {
             return Ok(held);
         }
         // An empty tier has no null block, and takes none.
         let to = view.tiers.pool(route.to);
-        for &block in row.table[..held].iter().filter(|&&block| !self.is_null(block) || !to.block(block).is_used()) {
+        for &block in table[..held].iter().filter(|&&block| !self.is_null(block) || !to.block(block).is_used()) {
             if view.tiers.pool(route.from).block(block).is_filling() {
-                return Err(in_flight(sequence, row, view));
+                return Err(self.in_flight(sequence, row, view));
             }
             sources.push(block);
         }
@@ -249,8 +247,6 @@ impl Sequences {
     ) -> Result<()> {
         let route = self.route(sequences, to, away)?;
         let Plan { request, new, found } = self.plan(step.view(), sequences, route)?;
-        let mut all = Vec::new();
-        let sequences = self.members(sequences, &mut all)?;
         step.view().require(request, || found.clone())?;
         // Making room must not evict blocks that the rows will share.
         for &copy in &found {
@@ -263,12 +259,16 @@ impl Sequences {
         }
         let mut rest = targets.iter();
         let mut partial = Vec::new();
-        for (i, &sequence) in sequences.iter().enumerate() {
+        for (i, id) in self.tables_of(sequences).enumerate() {
             if self.work.private[i] {
-                self.relocate_private(step, sequence, route, &mut rest);
+                self.relocate_private(step, id, route, &mut rest);
             } else {
-                self.relocate_row(step, sequence, route, &mut rest, &mut partial);
+                self.relocate_table(step, id, route, &mut rest, &mut partial);
             }
+        }
+        for &sequence in sequences {
+            let row = self.rows.at_mut(sequence);
+            (row.tier, row.ticket, row.moving, row.writable) = (route.to, step.transfers.open(), true, 0);
         }
         debug_assert!(rest.next().is_none(), "more blocks were taken than moved");
         if new == 0 {
@@ -287,8 +287,8 @@ impl Sequences {
     /// Rows that found all their blocks in the target tier have nothing to wait for.
     fn settle_found(&mut self, step: &OpenStep<'_>, sequences: &[SequenceId], tier: Tier) {
         let pool = step.tiers.pool(tier);
-        let comes = |&sequence| self.rows.at(sequence).table.iter().any(|&block| pool.block(block).is_filling());
-        if sequences.iter().any(comes) {
+        let comes = |id| self.rows.table(id).table.iter().any(|&block| pool.block(block).is_filling());
+        if self.tables_of(sequences).any(comes) {
             return;
         }
         for &sequence in sequences {
@@ -298,18 +298,18 @@ impl Sequences {
         }
     }
 
-    /// Moves one row. Shared blocks are linked to their copies so that the other rows find them; a partial block only
+    /// Moves one table. Shared blocks are linked to their copies so that the other rows find them; a partial block only
     /// for the rest of this call, since its owners may append to it.
-    fn relocate_row(
+    fn relocate_table(
         &mut self,
         step: &mut OpenStep<'_>,
-        sequence: SequenceId,
+        id: TableId,
         route: Route,
         targets: &mut std::slice::Iter<'_, BlockId>,
         partial: &mut Vec<BlockId>,
     ) {
-        let full = (self.rows.at(sequence).len / self.block_size) as usize;
-        let mut table = self.take_filled(step, sequence, route.from);
+        let full = (self.rows.len_of(id) / self.block_size) as usize;
+        let mut table = self.take_filled(step, id, route.from);
         for (i, block) in table.iter_mut().enumerate() {
             let source = *block;
             if let Some(copy) = self.shareable(step.view(), source, route) {
@@ -331,29 +331,29 @@ impl Sequences {
             }
             step.tiers.release((route.from, source));
         }
-        self.arrive(step, sequence, route.to, table);
+        self.arrive(id, route.to, table);
     }
 
-    /// Moves one row whose blocks nothing else uses.
+    /// Moves one table whose blocks nothing else uses.
     fn relocate_private(
         &mut self,
         step: &mut OpenStep<'_>,
-        sequence: SequenceId,
+        id: TableId,
         route: Route,
         targets: &mut std::slice::Iter<'_, BlockId>,
     ) {
-        let mut table = self.take_filled(step, sequence, route.from);
+        let mut table = self.take_filled(step, id, route.from);
         let (to, rest) = targets.as_slice().split_at(table.len());
         *targets = rest.iter();
         step.transfer_private(route.kind, (route.from, &table), (route.to, to), route.reads);
         table.copy_from_slice(to);
-        self.arrive(step, sequence, route.to, table);
+        self.arrive(id, route.to, table);
     }
 
-    /// Takes a row's table; releases blocks without tokens, which hold nothing to move.
-    fn take_filled(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, tier: Tier) -> Vec<BlockId> {
-        let row = self.rows.at_mut(sequence);
-        let held = blocks_for(u64::from(row.len), self.block_size);
+    /// Takes the blocks of a table; releases those without tokens, which hold nothing to move.
+    fn take_filled(&mut self, step: &mut OpenStep<'_>, id: TableId, tier: Tier) -> Vec<BlockId> {
+        let held = blocks_for(u64::from(self.rows.len_of(id)), self.block_size);
+        let row = self.rows.table_mut(id);
         row.note_cut();
         let mut table = row.table.take();
         step.tiers.release_all(tier, &table[held..]);
@@ -361,20 +361,16 @@ impl Sequences {
         table
     }
 
-    /// Gives a row its table in the target tier, under the current step's ticket.
-    fn arrive(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, tier: Tier, table: Vec<BlockId>) {
-        let (open, size) = (step.transfers.open(), self.block_size);
-        let row = self.rows.at_mut(sequence);
-        let recurrent = self.groups.get(row.group) == Group::Recurrent;
-        row.table.set(table);
+    /// Gives a table its blocks in the target tier.
+    fn arrive(&mut self, id: TableId, tier: Tier, table: Vec<BlockId>) {
         if tier == Tier::Device {
-            self.owners.note(sequence.row(), 0, &row.table);
+            self.owners.note(self.rows.number(id), 0, &table);
         }
-        row.tier = tier;
-        row.ticket = open;
-        row.moving = true;
-        row.writable = 0;
+        let last = self.rows.at(id.sequence).len.saturating_sub(1) / self.block_size;
         // Only a row's last state is known to be that of its block's last token.
-        row.published = if recurrent { row.len.saturating_sub(1) / size } else { 0 };
+        let published = if self.is_recurrent(id) { last } else { 0 };
+        let row = self.rows.table_mut(id);
+        row.table.set(table);
+        row.published = published;
     }
 }

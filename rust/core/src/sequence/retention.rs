@@ -1,6 +1,6 @@
 //! Retention priorities: how long a freed sequence's blocks should stay cached.
 
-use super::Sequences;
+use super::{Sequences, TableId};
 use crate::error::{Result, invalid};
 use crate::id::{SequenceId, Tier};
 use crate::prefix::evict::MAX_PRIORITY;
@@ -11,8 +11,6 @@ impl Sequences {
         if priority > MAX_PRIORITY {
             return Err(invalid("priority", priority, format!("0 to {MAX_PRIORITY}")));
         }
-        let mut all = Vec::new();
-        let sequences = self.members(sequences, &mut all)?;
         for &sequence in sequences {
             self.rows.get(sequence)?;
         }
@@ -22,11 +20,11 @@ impl Sequences {
         Ok(())
     }
 
-    /// Begins the release of a sequence's blocks in the policy.
-    pub(super) fn begin_release(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId) {
-        let row = self.rows.at(sequence);
+    /// Begins the release of a table's blocks in the policy.
+    pub(super) fn begin_release(&mut self, step: &mut OpenStep<'_>, id: TableId) {
+        let row = self.rows.at(id.sequence);
         let is_kept = row.priority > 0 && row.tier == Tier::Device;
-        step.tiers.begin_release(if is_kept { &row.table } else { &[] }, row.priority);
+        step.tiers.begin_release(if is_kept { &self.rows.table(id).table } else { &[] }, row.priority);
     }
 }
 

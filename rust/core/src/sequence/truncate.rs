@@ -1,7 +1,7 @@
 //! Truncation: drops the last tokens of a sequence, such as those rejected by a speculative decoder.
 
 use super::table::Row;
-use super::{Sequences, blocks_for, refuse_lost};
+use super::{Sequences, TableId, blocks_for, refuse_lost};
 use crate::error::{Error, Result, invalid};
 use crate::group::Group;
 use crate::id::SequenceId;
@@ -19,44 +19,45 @@ impl Sequences {
         if row.written == step.transfers.open() {
             return Err(Error::Unwritten { sequence });
         }
-        let mut all = Vec::new();
-        let members = self.growing(&[sequence], &mut all)?.to_vec();
-        for &member in &members {
-            self.refuse_gone(member, tokens)?;
+        for id in self.growing_tables_of(&[sequence]) {
+            self.refuse_gone(id, tokens)?;
         }
-        for member in members {
-            self.truncate_row(step, member, tokens);
+        let row = self.rows.at_mut(sequence);
+        let shortens = tokens < row.len;
+        if shortens {
+            cut_keys(row, tokens, self.block_size);
+        }
+        row.len = tokens;
+        row.writable = 0;
+        for id in self.growing_tables_of(&[sequence]) {
+            self.truncate_table(step, id, tokens, shortens);
         }
         Ok(())
     }
 
-    fn truncate_row(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, tokens: u32) {
-        let size = self.block_size;
-        let row = self.rows.at_mut(sequence);
-        if tokens < row.len {
-            cut_keys(row, tokens, size);
+    fn truncate_table(&mut self, step: &mut OpenStep<'_>, id: TableId, tokens: u32, shortens: bool) {
+        let (size, tier) = (self.block_size, self.rows.at(id.sequence).tier);
+        let row = self.rows.table_mut(id);
+        if shortens {
             row.published = row.published.min(tokens / size);
         }
-        let tier = row.tier;
-        row.len = tokens;
-        row.writable = 0;
         row.note_cut();
         let cut = row.table.cut(blocks_for(u64::from(tokens), size));
         row.null_prefix = row.null_prefix.min(u32::try_from(row.table.len()).unwrap_or(u32::MAX));
         step.tiers.release_all(tier, &cut);
     }
 
-    /// Fails if a row has freed blocks that tokens after the first `tokens` need.
-    fn refuse_gone(&self, sequence: SequenceId, tokens: u32) -> Result<()> {
-        let row = self.rows.at(sequence);
-        let group = self.groups.get(row.group);
+    /// Fails if a table has freed blocks that tokens after the first `tokens` need.
+    fn refuse_gone(&self, id @ TableId { sequence, group: number }: TableId, tokens: u32) -> Result<()> {
+        let (row, table) = (self.rows.at(sequence), &self.rows.table(id).table);
+        let group = self.groups.get(number);
         let end = blocks_for(u64::from(tokens), self.block_size);
         let needed = group.unneeded(tokens, self.block_size)..end;
         let state = group == Group::Recurrent && tokens != row.len && tokens > 0;
-        if !state && !needed.clone().any(|i| self.is_null(row.table[i])) {
+        if !state && !needed.clone().any(|i| self.is_null(table[i])) {
             return Ok(());
         }
-        let must = format!("{}, or what cache group {} of sequence {sequence} still has", row.len, row.group);
+        let must = format!("{}, or what cache group {number} of sequence {sequence} still has", row.len);
         Err(invalid("number of tokens to keep", tokens, must))
     }
 }

@@ -2,7 +2,7 @@
 
 use super::World;
 use blockyard_core::defrag::{Budget, Goal, Wanted, runs};
-use blockyard_core::{BlockId, Cached, Error, Group, Kind, SequenceId, Tier};
+use blockyard_core::{BlockId, Cached, Error, Group, Kind, TableId, Tier};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone, Copy)]
@@ -133,7 +133,7 @@ impl World {
         let rows =
             here.flat_map(|&s| (0..self.groups.len()).map(move |group| self.manager.table_of(s, group).unwrap()));
         let null = self.groups.iter().any(|group| !matches!(group, Group::Full | Group::CrossAttention));
-        let blocks = |row: SequenceId| -> Vec<BlockId> {
+        let blocks = |row: TableId| -> Vec<BlockId> {
             let table = self.manager.block_table(row).unwrap();
             table.iter().copied().filter(|block| !null || block.0 > 0).collect()
         };

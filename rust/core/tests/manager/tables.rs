@@ -1,7 +1,7 @@
 //! Rules for truncation and for block tables that are kept from append to append.
 
 use super::{BLOCK, World};
-use blockyard_core::{Error, SequenceId, TableRows, Tier};
+use blockyard_core::{Error, SequenceId, TableId, TableRows, Tier};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ pub(crate) enum Op {
 pub(crate) struct Arrays {
     arrays: [Vec<i32>; 2],
     /// Array and row that a table was last written to.
-    places: BTreeMap<SequenceId, (usize, usize)>,
+    places: BTreeMap<TableId, (usize, usize)>,
 }
 
 /// Columns of these arrays: one array is wide enough for every sequence, the other too narrow for some.

@@ -2,30 +2,25 @@
 
 use crate::error::{Result, invalid};
 use crate::id::SequenceId;
-use crate::sequence::Sequences;
+use crate::sequence::{Sequences, TableId};
 use crate::transfer::View;
 
 impl Sequences {
-    pub(crate) fn block_tables(
-        &self,
-        view: View<'_>,
-        sequences: &[SequenceId],
-        width: usize,
-        out: &mut [i32],
-    ) -> Result<()> {
-        if sequences.len().checked_mul(width) != Some(out.len()) {
-            let must = format!("{} sequences of {width} blocks", sequences.len());
+    pub(crate) fn block_tables(&self, view: View<'_>, tables: &[TableId], width: usize, out: &mut [i32]) -> Result<()> {
+        if tables.len().checked_mul(width) != Some(out.len()) {
+            let must = format!("{} sequences of {width} blocks", tables.len());
             return Err(invalid("size of the block tables", out.len() as i128, must));
         }
-        for &sequence in sequences {
-            let row = self.readable(view, sequence)?;
-            if row.table.len() > width {
-                let must = format!("at least {}, the blocks of sequence {sequence}", row.table.len());
+        for &id in tables {
+            self.readable(view, id.sequence)?;
+            let (sequence, blocks) = (id.sequence, self.rows.table(id).table.len());
+            if blocks > width {
+                let must = format!("at least {blocks}, the blocks of sequence {sequence}");
                 return Err(invalid("width of the block tables", width as i128, must));
             }
         }
-        for (&sequence, out) in sequences.iter().zip(out.chunks_exact_mut(width.max(1))) {
-            let table = &self.rows.at(sequence).table;
+        for (&id, out) in tables.iter().zip(out.chunks_exact_mut(width.max(1))) {
+            let table = &self.rows.table(id).table;
             for (to, block) in out.iter_mut().zip(&**table) {
                 #[expect(clippy::cast_possible_wrap, reason = "ids stay below 2^30")]
                 let id = block.0 as i32;

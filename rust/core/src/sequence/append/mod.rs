@@ -5,15 +5,14 @@ pub(super) mod pass;
 mod window;
 
 use super::table::Row;
-use super::{Sequences, blocks_for, is_loaded_now, refuse_loading, refuse_lost, require_tier, write_slots};
+use super::{Sequences, TableId, blocks_for, is_loaded_now, refuse_lost, require_tier, write_slots};
 use crate::block::LeaseKind;
 use crate::decision::Kind;
 use crate::error::{Error, Result, invalid};
 use crate::fit::Fit;
-use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::transfer::{OpenStep, Request, View};
-use pass::{Batch, Passed, Slow, Work, fits, next_block, next_blocks, pass};
+use pass::{Batch, Passed, Slow, Work, begin_block, fits, next_block, next_blocks, pass};
 use std::ops::Range;
 
 /// Tokens to append to each sequence of a batch.
@@ -72,21 +71,20 @@ impl Sequences {
         lookahead: u32,
     ) -> Result<Request> {
         counts.total(sequences.len())?;
-        let (mut members, mut spread) = (Vec::new(), Vec::new());
-        let (sequences, counts) = (self.growing(sequences, &mut members)?, self.spread(counts, &mut spread));
         self.rows.begin_batch();
         let (mut new, mut freed, mut held, mut shared) = (0, 0, 0, std::mem::take(&mut self.scratch));
         shared.clear();
         let mut result = Ok(());
-        for (i, &sequence) in sequences.iter().enumerate() {
-            let count = counts.at(i);
-            match self.rows.next_in_batch(sequence) {
-                Ok(row) if fits(row.len, count, lookahead, row.writable) => held = held.max(row.table.len()),
-                Ok(_) => match self.need(view, sequence, count, lookahead, &mut shared) {
+        for (i, id) in self.growing_tables_of(sequences).enumerate() {
+            let (sequence, count) = (id.sequence, counts.at(i % sequences.len()));
+            let row = if id.group == 0 { self.rows.next_in_batch(sequence) } else { Ok(self.rows.at_mut(sequence)) };
+            match row {
+                Ok(row) if fits(row.len, count, lookahead, row.writable) => held = held.max(row.first.table.len()),
+                Ok(_) => match self.need(view, id, count, lookahead, &mut shared) {
                     Ok(need) => {
                         new += need.blocks;
-                        freed += self.freed(view, sequence, need);
-                        held = held.max(self.rows.at(sequence).table.len());
+                        freed += self.freed(view, id, need);
+                        held = held.max(self.rows.table(id).table.len());
                     }
                     Err(error) => result = Err(error),
                 },
@@ -127,20 +125,14 @@ impl Sequences {
     }
 
     pub(crate) fn append(&mut self, step: &mut OpenStep<'_>, batch: Batch<'_>) -> Result<()> {
-        let Batch { sequences, counts, lookahead, slots, tables } = batch;
-        let (mut members, mut spread) = (Vec::new(), Vec::new());
-        counts.total(sequences.len())?;
-        let (sequences, counts) = (self.growing(sequences, &mut members)?, self.spread(counts, &mut spread));
-        check_slots(sequences, counts, slots)?;
-        if let Some(tables) = &tables {
-            tables.require_rows(sequences.len())?;
+        let total = batch.counts.total(batch.sequences.len())?;
+        let groups = self.groups.growing().len();
+        check_slots(total.saturating_mul(groups as u64), batch.slots)?;
+        if let Some(tables) = &batch.tables {
+            tables.require_rows(batch.sequences.len().saturating_mul(groups))?;
         }
         self.rows.begin_batch();
-        self.append_batch(step, Batch { sequences, counts, lookahead, slots, tables })?;
-        if self.groups.cross() {
-            self.await_encoders(sequences);
-        }
-        Ok(())
+        self.append_batch(step, batch)
     }
 
     /// Appends to a batch in one pass over the rows whose tokens fit into the blocks that they are writing, and one
@@ -150,7 +142,7 @@ impl Sequences {
         // the second takes the blocks of all others at once.
         let mut work = std::mem::take(&mut self.work);
         let pass = if batch.tables.is_some() { pass::<true> } else { pass::<false> };
-        let passed = pass(&mut self.rows, step.transfers.open(), &mut batch, &mut work);
+        let passed = pass(&mut self.rows, self.groups.growing().len(), step.transfers.open(), &mut batch, &mut work);
         work.slow.truncate(passed.slow);
         let result = if passed.rows < batch.sequences.len() {
             // An error in an earlier row takes precedence, as if the rows were served one after the other.
@@ -178,15 +170,14 @@ impl Sequences {
             step.view().require(Request::device((new + copies).saturating_sub(work.freed)), Vec::new)?;
             // From here on nothing fails: every check is above, so the call succeeds whole or changes nothing.
             if self.groups.has_nulls() {
-                for &Slow { index, .. } in &work.slow {
-                    let sequence = batch.sequences[index];
-                    let row = self.rows.at(sequence);
+                for (Slow { index, .. }, id, _) in work.slow_tables(batch.sequences, self.groups.num_growing()) {
+                    let row = self.rows.at(id.sequence);
                     // Tokens that this step has yet to compute keep the blocks they need.
                     if row.written != step.transfers.open() {
-                        self.leave_window(step, sequence, row.len);
+                        self.leave_window(step, id, row.len);
                     }
-                    if self.is_recurrent(sequence) {
-                        self.pass(step, sequence, batch.counts.at(index));
+                    if self.is_recurrent(id) {
+                        self.pass(step, id, batch.counts.at(index));
                     }
                 }
             }
@@ -205,27 +196,35 @@ impl Sequences {
         work: &mut Work,
         shared: &mut Vec<BlockId>,
     ) -> Result<usize> {
-        let (mut new, mut ended, mut passed, mut freed) = (0, 0, 0, 0);
-        for &Slow { index, .. } in &work.slow {
-            let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
-            let row = self.rows.get(sequence)?;
-            let need = if count == 1 && batch.lookahead == 0 && ends_block(row, self.block_size) {
-                ended += 1;
-                Need { blocks: 1, entries: 1 }
-            } else {
-                self.need(view, sequence, count, batch.lookahead, shared)?
-            };
-            if let Some(tables) = &batch.tables {
-                tables.require_width(sequence, self.rows.at(sequence).table.len() + need.entries)?;
+        let (mut new, mut passed, mut freed) = (0, 0, 0);
+        let Work { slow, ended, .. } = work;
+        ended.clear();
+        ended.resize(slow.len(), false);
+        for group in 0..self.groups.num_growing() {
+            for (&Slow { index, .. }, ends) in slow.iter().zip(&mut *ended) {
+                let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
+                let id = TableId { sequence, group };
+                if group == 0 {
+                    let row = self.rows.get(sequence)?;
+                    *ends = count == 1 && batch.lookahead == 0 && ends_block(row, self.block_size);
+                }
+                let need = match *ends {
+                    true => Need { blocks: 1, entries: 1 },
+                    false => self.need(view, id, count, batch.lookahead, shared)?,
+                };
+                // All growing tables of a row have the same length.
+                if let (Some(tables), 0) = (&batch.tables, group) {
+                    tables.require_width(sequence, self.rows.at(sequence).first.table.len() + need.entries)?;
+                }
+                new += need.blocks;
+                freed += self.freed(view, id, need);
+                passed += need.entries - need.blocks;
             }
-            new += need.blocks;
-            freed += self.freed(view, sequence, need);
-            passed += need.entries - need.blocks;
         }
         if passed > 0 {
             self.require_nulls(view, std::iter::once(passed))?;
         }
-        (work.ended, work.freed) = (ended, freed);
+        work.freed = freed;
         Ok(new)
     }
 
@@ -238,16 +237,16 @@ impl Sequences {
         new: usize,
         blocks: &mut Vec<BlockId>,
     ) {
-        let (open, size) = (step.transfers.open(), self.block_size);
+        let (open, size, groups) = (step.transfers.open(), self.block_size, self.groups.num_growing());
         if blocks.is_empty() {
             step.take(Tier::Device, new, false, blocks);
-            if work.ended == work.slow.len() {
+            if !work.ended.contains(&false) {
                 next_blocks(&mut self.rows, batch, &work.slow, blocks, size, open);
-                if self.groups.has_nulls() || self.owners.are_noted() {
-                    for &Slow { index, .. } in &work.slow {
-                        self.note_begun(batch.sequences[index], 0, 1);
-                        self.note_new_blocks(batch.sequences[index], 1);
-                    }
+                if self.groups.has_states() {
+                    work.slow.iter().for_each(|slow| self.note_begun(batch.sequences[slow.index], 0, 1));
+                }
+                if self.owners.are_noted() {
+                    work.slow_tables(batch.sequences, groups).for_each(|(_, id, _)| self.note_new_blocks(id, 1));
                 }
                 return;
             }
@@ -255,34 +254,44 @@ impl Sequences {
             blocks.clear();
         }
         let mut fresh = blocks.iter();
-        for &Slow { index, at } in &work.slow {
-            let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
-            let slots = &mut batch.slots[at..at + count as usize];
-            let row = self.rows.at_mut(sequence);
-            let before = row.table.len();
+        let taken = !blocks.is_empty();
+        let tokens = batch.slots.len() / usize::from(groups);
+        for (Slow { index, at }, id, ends) in work.slow_tables(batch.sequences, groups) {
+            let group = usize::from(id.group);
+            let count = batch.counts.at(index);
+            let slots = &mut batch.slots[group * tokens + at..][..count as usize];
+            let before = self.rows.table(id).table.len();
             match (slots, fresh.as_slice()) {
-                ([slot], [block, ..]) if batch.lookahead == 0 && ends_block(row, size) => {
+                ([slot], [block, ..]) if ends => {
                     fresh.next();
-                    next_block(row, *block, size, open);
-                    *slot = i64::from(block.0) * i64::from(size);
-                    self.note_begun(sequence, 0, 1);
+                    let len = self.rows.at(id.sequence).len;
+                    *slot = next_block(self.rows.table_mut(id), *block, size, len);
                 }
-                (slots, _) => self.grow(step, sequence, count, batch.lookahead, slots, &mut fresh),
+                (slots, _) => self.grow(step, id, count, batch.lookahead, slots, &mut fresh),
             }
-            self.note_new_blocks(sequence, self.rows.at(sequence).table.len() - before);
+            self.note_new_blocks(id, self.rows.table(id).table.len() - before);
             if let Some(tables) = &mut batch.tables {
-                let row = self.rows.at_mut(sequence);
-                row.table.sync(&mut row.synced, tables.row(index));
+                let row = self.rows.table_mut(id);
+                row.table.sync(&mut row.synced, tables.row(group * batch.sequences.len() + index));
+            }
+        }
+        for (&Slow { index, .. }, &ends) in work.slow.iter().zip(&work.ended) {
+            let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
+            if ends && taken {
+                self.note_begun(sequence, 0, 1);
+                begin_block(self.rows.at_mut(sequence), size, open);
+            } else {
+                self.advance(step, sequence, count);
             }
         }
     }
 
-    /// Records the owner of a row's last blocks.
-    fn note_new_blocks(&mut self, sequence: SequenceId, count: usize) {
+    /// Records the owner of a table's last blocks.
+    fn note_new_blocks(&mut self, id: TableId, count: usize) {
         if self.owners.are_noted() {
-            let table = &self.rows.at(sequence).table;
+            let table = &self.rows.table(id).table;
             let from = table.len() - count;
-            self.owners.note(sequence.row(), from, &table[from..]);
+            self.owners.note(self.rows.number(id), from, &table[from..]);
         }
     }
 
@@ -299,38 +308,31 @@ impl Sequences {
         }
     }
 
-    /// New blocks that one row needs; shared blocks that it would write are appended to `shared`.
-    fn need(
-        &self,
-        view: View<'_>,
-        sequence: SequenceId,
-        count: u32,
-        lookahead: u32,
-        shared: &mut Vec<BlockId>,
-    ) -> Result<Need> {
-        let row = self.rows.at(sequence);
+    /// New blocks that one table needs; shared blocks that it would write are appended to `shared`.
+    fn need(&self, view: View<'_>, id: TableId, count: u32, lookahead: u32, shared: &mut Vec<BlockId>) -> Result<Need> {
+        let (sequence, row, table) = (id.sequence, self.rows.at(id.sequence), &self.rows.table(id).table);
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, Tier::Device)?;
-        refuse_loading(sequence, row, view)?;
+        self.refuse_loading(sequence, row, view)?;
         let end = end_of(row, count, lookahead)?;
-        let (passed, unwritten) = (self.passed_over(sequence, count), row.written == view.transfers.open());
-        for i in self.written_blocks(row, count, lookahead) {
-            if !view.tiers.device().block(row.table[i]).is_exclusive() {
+        let (passed, unwritten) = (self.passed_over(id, count), row.written == view.transfers.open());
+        for i in self.written_blocks(row.len, table, count, lookahead) {
+            if !view.tiers.device().block(table[i]).is_exclusive() {
                 // The copy would read the block before this step has written the row's earlier tokens to it.
                 if unwritten {
                     return Err(Error::Unwritten { sequence });
                 }
                 if !passed.contains(&i) {
-                    shared.push(row.table[i]);
+                    shared.push(table[i]);
                 }
             }
         }
-        if unwritten && self.leaves_awaited_state(view, sequence, count) {
+        if unwritten && self.leaves_awaited_state(view, id, count) {
             return Err(Error::Unwritten { sequence });
         }
-        let held = row.table.len();
+        let held = table.len();
         let entries = blocks_for(end, self.block_size).saturating_sub(held);
-        let skipped = self.groups.get(row.group).skipped(row.len, count, held, self.block_size);
+        let skipped = self.groups.get(id.group).skipped(row.len, count, held, self.block_size);
         if skipped > 0 {
             self.require_nulls(view, std::iter::once(skipped))?;
         }
@@ -338,15 +340,15 @@ impl Sequences {
     }
 
     /// Blocks that become available once a row that takes new ones leaves behind what no new token needs.
-    fn freed(&self, view: View<'_>, sequence: SequenceId, need: Need) -> usize {
+    fn freed(&self, view: View<'_>, id: TableId, need: Need) -> usize {
         if !self.groups.has_nulls() || need.blocks == 0 {
             return 0;
         }
-        let row = self.rows.at(sequence);
+        let (row, own) = (self.rows.at(id.sequence), self.rows.table(id));
         let is_left = row.written != view.transfers.open() && view.transfers.is_settled(row.ticket);
-        let end = self.groups.get(row.group).unneeded(row.len, self.block_size).min(row.table.len());
-        let left = row.null_prefix as usize..end;
-        let blocks = if is_left { row.table.get(left).unwrap_or_default() } else { &[] };
+        let end = self.groups.get(id.group).unneeded(row.len, self.block_size).min(own.table.len());
+        let left = own.null_prefix as usize..end;
+        let blocks = if is_left { own.table.get(left).unwrap_or_default() } else { &[] };
         let device = view.tiers.device();
         let is_freed = |&&block: &&BlockId| {
             let now = device.block(block);
@@ -357,60 +359,59 @@ impl Sequences {
 
     /// Whether another sequence shares the block for the state after a row's last token, and appending `count` tokens
     /// would keep the step from writing that state: it writes the state after the new tokens, in another block.
-    fn leaves_awaited_state(&self, view: View<'_>, sequence: SequenceId, count: u32) -> bool {
-        let (row, size) = (self.rows.at(sequence), u64::from(self.block_size));
-        let Some(last) = row.len.checked_sub(1).filter(|_| count > 0 && self.is_recurrent(sequence)) else {
+    fn leaves_awaited_state(&self, view: View<'_>, id: TableId, count: u32) -> bool {
+        let (row, size) = (self.rows.at(id.sequence), u64::from(self.block_size));
+        let Some(last) = row.len.checked_sub(1).filter(|_| count > 0 && self.is_recurrent(id)) else {
             return false;
         };
-        let block = row.table[(last / self.block_size) as usize];
+        let block = self.rows.table(id).table[(last / self.block_size) as usize];
         let leaves = (u64::from(last) + u64::from(count)) / size > u64::from(last) / size;
         leaves && !self.is_null(block) && view.tiers.device().refs(block) > 1
     }
 
     /// Existing table entries that will be written once `count` tokens and `lookahead` slots after them are appended.
-    fn written_blocks(&self, row: &Row, count: u32, lookahead: u32) -> Range<usize> {
-        let first = (row.len / self.block_size) as usize;
-        let end = u64::from(row.len) + u64::from(count) + u64::from(lookahead);
-        if end == u64::from(row.len) {
+    fn written_blocks(&self, len: u32, table: &[BlockId], count: u32, lookahead: u32) -> Range<usize> {
+        let first = (len / self.block_size) as usize;
+        let end = u64::from(len) + u64::from(count) + u64::from(lookahead);
+        if end == u64::from(len) {
             return first..first;
         }
-        first..blocks_for(end, self.block_size).min(row.table.len()).max(first)
+        first..blocks_for(end, self.block_size).min(table.len()).max(first)
     }
 
-    /// Appends to one row, as checked by [`Manager::need`]; `fresh` are the blocks taken for it and later rows.
+    /// Gives one table the blocks and the slots of more tokens, as checked by [`Sequences::need`]; `fresh` are the blocks
+    /// taken for it and later tables.
     fn grow(
         &mut self,
         step: &mut OpenStep<'_>,
-        sequence: SequenceId,
+        id: TableId,
         count: u32,
         lookahead: u32,
         slots: &mut [i64],
         fresh: &mut std::slice::Iter<'_, BlockId>,
     ) {
-        let row = self.rows.at(sequence);
-        let (len, blocks) = (row.len, row.table.len());
-        for i in self.written_blocks(row, count, lookahead) {
-            let block = self.rows.at(sequence).table[i];
+        let (len, blocks) = (self.rows.at(id.sequence).len, self.rows.table(id).table.len());
+        for i in self.written_blocks(len, &self.rows.table(id).table, count, lookahead) {
+            let block = self.rows.table(id).table[i];
             if self.is_null(block) {
                 continue; // passed over
             }
             if step.tiers.device().block(block).is_exclusive() {
                 write_in_place(step, block);
             } else {
-                self.copy_on_write(step, sequence, i, block, i < blocks_for(len.into(), self.block_size));
+                self.copy_on_write(step, id, i, block, i < blocks_for(len.into(), self.block_size));
             }
         }
         let end = u64::from(len) + u64::from(count) + u64::from(lookahead);
         let wanted = blocks_for(end, self.block_size).saturating_sub(blocks);
-        let (open, size) = (step.transfers.open(), self.block_size);
-        let row = self.rows.at(sequence);
+        let size = self.block_size;
         if wanted > 0 {
-            let skipped = self.groups.get(row.group).skipped(len, count, blocks, size);
+            let skipped = self.groups.get(id.group).skipped(len, count, blocks, size);
             if skipped > 0 {
-                self.skip(step, sequence, skipped);
+                self.skip(step, id, skipped);
             }
             let wanted = wanted - skipped;
-            let row = self.rows.at_mut(sequence);
+            let row = self.rows.table_mut(id);
             row.table.extend_with(|table| {
                 let taken = table.len();
                 table.extend(fresh.by_ref().take(wanted));
@@ -420,70 +421,79 @@ impl Sequences {
                 }
             });
         }
-        self.note_begun(sequence, len, count);
+        write_slots(&self.rows.table(id).table, len, size, slots);
+    }
+
+    /// Adds tokens to a row whose tables have grown.
+    fn advance(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, count: u32) {
+        let (open, size) = (step.transfers.open(), self.block_size);
+        self.note_begun(sequence, self.rows.at(sequence).len, count);
         let row = self.rows.at_mut(sequence);
-        write_slots(row, len, size, slots);
         if is_loaded_now(row, step.transfers) {
             step.transfers.note_load_read();
         }
-        row.len = len + count;
+        row.len += count;
         row.written = open;
         // A step that computes the row waits for its load, and later steps follow it.
         row.moving &= count == 0;
-        let index = row.len / size;
         row.writable = 0;
-        if let Some(&block) = row.table.get(index as usize) {
-            // Writing a block that a transfer still reads must be recorded, which the first pass does not do. If
-            // nothing is written yet, the block may also be linked to a copy in another tier.
-            let own = count > 0
-                && step.tiers.device().block(block).is_exclusive()
-                && !step.tiers.device().block(block).is_read_ahead();
-            // Only the second pass checks whether the state at the end of a block is the last that this step writes.
-            let own = own && (row.len % size > 0 || self.groups.get(row.group) != Group::Recurrent);
-            // Nor may it write a block that is being moved.
-            if !row.moving && own && !step.tiers.device().is_moving(block) {
-                row.writable = (index + 1).saturating_mul(size);
-                row.slot_base = (i64::from(block.0) - i64::from(index)) * i64::from(size);
+        let (index, moving) = (row.len / size, row.moving);
+        if count > 0 && !moving && self.writes_own(step, sequence, index) {
+            for id in self.growing_tables_of(&[sequence]) {
+                let table = self.rows.table_mut(id);
+                let block = i64::from(table.table[index as usize].0);
+                table.slot_base = (block - i64::from(index)) * i64::from(size);
             }
+            self.rows.at_mut(sequence).writable = (index + 1).saturating_mul(size);
         }
     }
 
-    /// Replaces a row's shared block by its own, with a copy in this step if it has tokens there.
-    fn copy_on_write(
-        &mut self,
-        step: &mut OpenStep<'_>,
-        sequence: SequenceId,
-        index: usize,
-        shared: BlockId,
-        used: bool,
-    ) {
+    /// Whether a row may write the blocks at `index` of its tables without asking the pool.
+    fn writes_own(&self, step: &OpenStep<'_>, sequence: SequenceId, index: u32) -> bool {
+        let device = step.tiers.device();
+        let ends = self.rows.at(sequence).len % self.block_size == 0;
+        self.growing_tables_of(&[sequence]).all(|id| {
+            let Some(&block) = self.rows.table(id).table.get(index as usize) else { return false };
+            // Writing a block that a transfer still reads must be recorded, which the first pass does not do. If
+            // nothing is written yet, the block may also be linked to a copy in another tier.
+            device.block(block).is_exclusive()
+                && !device.block(block).is_read_ahead()
+                // Only the second pass checks whether the state at the end of a block is the last that this step writes.
+                && !(ends && self.is_recurrent(id))
+                // Nor may it write a block that is being moved.
+                && !device.is_moving(block)
+        })
+    }
+
+    /// Replaces a table's shared block by its own, with a copy in this step if it has tokens there.
+    fn copy_on_write(&mut self, step: &mut OpenStep<'_>, id: TableId, index: usize, shared: BlockId, used: bool) {
         let mut fresh = Vec::with_capacity(1);
         step.take(Tier::Device, 1, used, &mut fresh);
         let own = fresh[0];
         if !used {
             step.tiers.release((Tier::Device, shared));
-            self.rows.at_mut(sequence).table.replace(index, own);
-            self.owners.note(sequence.row(), index, &[own]);
+            self.rows.table_mut(id).table.replace(index, own);
+            self.owners.note(self.rows.number(id), index, &[own]);
             return;
         }
         let (from, to) = ((Tier::Device, shared), (Tier::Device, own));
         step.transfer(Kind::Copy, from, to, LeaseKind::Read);
         step.tiers.release((Tier::Device, shared));
         let open = step.transfers.open();
-        let row = self.rows.at_mut(sequence);
-        row.table.replace(index, own);
-        self.owners.note(sequence.row(), index, &[own]);
+        self.rows.table_mut(id).table.replace(index, own);
+        self.owners.note(self.rows.number(id), index, &[own]);
+        let row = self.rows.at_mut(id.sequence);
         row.moving &= row.ticket == open;
         row.ticket = open;
     }
 }
 
-/// What one row needs for an append.
+/// What one table needs for an append.
 #[derive(Clone, Copy, Debug)]
 struct Need {
     /// Blocks of the pool.
     blocks: usize,
-    /// Entries of its table, which may have null blocks.
+    /// Its entries, which may have null blocks.
     entries: usize,
 }
 
@@ -529,17 +539,16 @@ fn copies(view: View<'_>, shared: &mut [BlockId]) -> Result<usize> {
     Ok(copies)
 }
 
-fn check_slots(sequences: &[SequenceId], counts: Counts<'_>, slots: &[i64]) -> Result<()> {
-    let total = counts.total(sequences.len())?;
+fn check_slots(total: u64, slots: &[i64]) -> Result<()> {
     if total == slots.len() as u64 {
         return Ok(());
     }
     Err(invalid("number of slots", slots.len() as i128, format!("{total}, the tokens")))
 }
 
-/// Whether a row has just filled its last writable block.
+/// Whether a row has just filled its last writable blocks.
 #[inline]
 fn ends_block(row: &Row, size: u32) -> bool {
-    let held = row.table.len() as u64 * u64::from(size);
+    let held = row.first.table.len() as u64 * u64::from(size);
     row.writable != 0 && row.len == row.writable && held == u64::from(row.len) && row.len < u32::MAX - size
 }

@@ -6,7 +6,7 @@
 use super::Counts;
 use super::block_tables::TableRows;
 use crate::id::{BlockId, SequenceId, TicketId};
-use crate::sequence::table::{Row, SequenceRows};
+use crate::sequence::table::{Entries, GroupTable, Row, SequenceRows, TableId};
 
 /// One call's worth of appending.
 #[derive(Debug)]
@@ -29,12 +29,26 @@ pub(in crate::sequence) struct Slow {
 #[derive(Debug, Clone, Default)]
 pub(in crate::sequence) struct Work {
     pub(in crate::sequence) slow: Vec<Slow>,
-    /// How many of these rows get one token and have just filled their last block.
-    pub(in crate::sequence) ended: usize,
+    /// Which of these rows get one token and have just filled their last blocks.
+    pub(in crate::sequence) ended: Vec<bool>,
     /// How many blocks these rows leave behind for others.
     pub(in crate::sequence) freed: usize,
-    /// Rows of a moving batch whose blocks nothing else uses.
+    /// Tables of a moving batch whose blocks nothing else uses.
     pub(in crate::sequence) private: Vec<bool>,
+}
+
+impl Work {
+    /// The tables of the deferred rows, group by group, and whether their rows ended.
+    pub(in crate::sequence) fn slow_tables<'a>(
+        &'a self,
+        sequences: &'a [SequenceId],
+        groups: u8,
+    ) -> impl Iterator<Item = (Slow, TableId, bool)> {
+        (0..groups).flat_map(move |group| {
+            let rows = self.slow.iter().zip(&self.ended);
+            rows.map(move |(&slow, &ended)| (slow, TableId { sequence: sequences[slow.index], group }, ended))
+        })
+    }
 }
 
 /// Result of the first pass: the rows seen, fewer than all if one is named twice, and those deferred to the second
@@ -49,28 +63,31 @@ pub(in crate::sequence) struct Passed {
 /// No row seen yet.
 const NEVER: TicketId = TicketId(u64::MAX);
 
-/// The first pass of a batch: advances the rows whose tokens fit and whose block table is up to date, and defers the
-/// others. `TABLES`: the caller keeps a block table between calls, and the rows track what it shows.
+/// The first pass of a batch: advances the rows whose tokens fit and whose block tables, in the first `groups` groups, are
+/// up to date, and defers the others. `TABLES`: the caller keeps a block table between calls, and the rows track what it
+/// shows.
 pub(in crate::sequence) fn pass<const TABLES: bool>(
     rows: &mut SequenceRows,
+    groups: usize,
     open: TicketId,
     batch: &mut Batch<'_>,
     work: &mut Work,
 ) -> Passed {
     let count = batch.sequences.len();
     work.slow.resize(count, Slow { index: 0, at: 0 });
-    let (rows, epoch) = rows.entries();
-    let first = First { rows, epoch, open, left: Left { slow: &mut work.slow, len: 0 } };
+    let first = First { entries: rows.entries(), groups, open, left: Left { slow: &mut work.slow, len: 0 } };
     match (batch.counts, batch.lookahead) {
-        (Counts::All(1), 0) => first.one::<TABLES>(batch.sequences, batch.slots),
+        (Counts::All(1), 0) if groups == 1 => first.one::<TABLES>(batch.sequences, batch.slots),
+        (Counts::All(1), 0) => first.one_in_each::<TABLES>(batch.sequences, batch.slots),
         _ => first.several::<TABLES>(batch),
     }
 }
 
 /// The first pass in progress.
 struct First<'a> {
-    rows: &'a mut [Row],
-    epoch: u32,
+    entries: Entries<'a>,
+    /// Growing groups.
+    groups: usize,
     open: TicketId,
     left: Left<'a>,
 }
@@ -91,19 +108,11 @@ impl Left<'_> {
     }
 }
 
-/// Gives a row's next token its slot.
-#[inline]
-fn advance(row: &mut Row, slot: &mut i64, open: TicketId) {
-    *slot = row.slot_base.wrapping_add(i64::from(row.len));
-    row.written = open;
-    row.len = row.len.wrapping_add(1);
-}
-
 impl First<'_> {
-    /// One token per row, as in every decode step: the hottest loop, where each instruction counts.
+    /// One token per row of one group, as in every decode step: the hottest loop, where each instruction counts.
     #[inline(never)]
     fn one<const TABLES: bool>(self, sequences: &[SequenceId], slots: &mut [i64]) -> Passed {
-        let Self { rows, epoch, open, mut left } = self;
+        let Self { entries: Entries { rows, epoch, .. }, open, mut left, .. } = self;
         let (mut index, mut before) = (0_usize, NEVER);
         for (&sequence, slot) in sequences.iter().zip(slots) {
             match rows.get_mut(sequence.row() as usize) {
@@ -112,8 +121,10 @@ impl First<'_> {
                         return Passed { rows: index, slow: left.len, before };
                     }
                     row.stamp = epoch;
-                    if is_synced::<TABLES>(row) && row.len < row.writable && joins(row, &mut before) {
-                        advance(row, slot, open);
+                    if is_synced::<TABLES>(&row.first) && row.len < row.writable && joins(row, &mut before) {
+                        *slot = row.first.slot_base.wrapping_add(i64::from(row.len));
+                        row.written = open;
+                        row.len = row.len.wrapping_add(1);
                     } else {
                         left.push(index, index);
                     }
@@ -125,26 +136,64 @@ impl First<'_> {
         Passed { rows: index, slow: left.len, before }
     }
 
-    /// Any number of tokens per row, and lookahead.
+    /// One token per row of several groups.
     #[inline(never)]
-    fn several<const TABLES: bool>(self, batch: &mut Batch<'_>) -> Passed {
-        let Self { rows, epoch, open, mut left } = self;
-        let (mut at, mut before) = (0, NEVER);
-        for (index, &sequence) in batch.sequences.iter().enumerate() {
-            let count = batch.counts.at(index);
-            let end = at + count as usize;
-            match rows.get_mut(sequence.row() as usize) {
-                Some(row) if row.id == sequence => {
+    fn one_in_each<const TABLES: bool>(self, sequences: &[SequenceId], slots: &mut [i64]) -> Passed {
+        let Self { entries: Entries { rows, others, per_row, epoch }, groups, open, mut left } = self;
+        let (count, mut before) = (sequences.len(), NEVER);
+        for (index, &sequence) in sequences.iter().enumerate() {
+            let at = sequence.row() as usize;
+            match (rows.get_mut(at), others.get(at * per_row..at * per_row + groups - 1)) {
+                (Some(row), Some(others)) if row.id == sequence => {
                     if row.stamp == epoch {
                         return Passed { rows: index, slow: left.len, before };
                     }
                     row.stamp = epoch;
-                    if is_synced::<TABLES>(row)
+                    let synced = is_synced::<TABLES>(&row.first) && others.iter().all(is_synced::<TABLES>);
+                    if synced && row.len < row.writable && joins(row, &mut before) {
+                        let slots = slots.iter_mut().skip(index).step_by(count);
+                        for (slot, table) in slots.zip(std::iter::once(&row.first).chain(others)) {
+                            *slot = table.slot_base.wrapping_add(i64::from(row.len));
+                        }
+                        row.written = open;
+                        row.len = row.len.wrapping_add(1);
+                    } else {
+                        left.push(index, index);
+                    }
+                }
+                _ => left.push(index, index),
+            }
+        }
+        Passed { rows: count, slow: left.len, before }
+    }
+
+    /// Any number of tokens per row, and lookahead.
+    #[inline(never)]
+    fn several<const TABLES: bool>(self, batch: &mut Batch<'_>) -> Passed {
+        let Self { entries: Entries { rows, others, per_row, epoch }, groups, open, mut left } = self;
+        let (mut at, mut before, tokens) = (0, NEVER, batch.slots.len() / groups);
+        for (index, &sequence) in batch.sequences.iter().enumerate() {
+            let count = batch.counts.at(index);
+            let end = at + count as usize;
+            let others_at = sequence.row() as usize * per_row;
+            match (rows.get_mut(sequence.row() as usize), others.get(others_at..others_at + groups - 1)) {
+                (Some(row), Some(others)) if row.id == sequence => {
+                    if row.stamp == epoch {
+                        return Passed { rows: index, slow: left.len, before };
+                    }
+                    row.stamp = epoch;
+                    if is_synced::<TABLES>(&row.first)
+                        && others.iter().all(is_synced::<TABLES>)
                         && fits(row.len, count, batch.lookahead, row.writable)
                         && joins(row, &mut before)
                     {
-                        for (slot, position) in batch.slots[at..end].iter_mut().zip(i64::from(row.len)..) {
-                            *slot = row.slot_base + position;
+                        let mut from = at;
+                        for table in std::iter::once(&row.first).chain(others) {
+                            let slots = &mut batch.slots[from..from + count as usize];
+                            for (slot, position) in slots.iter_mut().zip(i64::from(row.len)..) {
+                                *slot = table.slot_base + position;
+                            }
+                            from += tokens;
                         }
                         row.written = open;
                         row.len += count;
@@ -174,29 +223,36 @@ fn joins(row: &Row, before: &mut TicketId) -> bool {
     first
 }
 
-/// Whether the caller's block table, if any, is up to date for a row.
+/// Whether the caller's block table, if any, is up to date.
 #[inline]
-fn is_synced<const TABLES: bool>(row: &Row) -> bool {
-    !TABLES || row.synced.version == row.table.version()
+fn is_synced<const TABLES: bool>(table: &GroupTable) -> bool {
+    !TABLES || table.synced.version == table.table.version()
 }
 
-/// Whether tokens and lookahead fit into the block that a row is writing.
+/// Whether tokens and lookahead fit into the blocks that a row is writing.
 #[inline]
 pub(in crate::sequence) fn fits(len: u32, count: u32, lookahead: u32, writable: u32) -> bool {
     writable != 0 && u64::from(len) + u64::from(count) + u64::from(lookahead) <= u64::from(writable)
 }
 
-/// Begins a row's next block with one token.
+/// Begins a table's next block with the token after the first `len`; returns its slot.
 #[inline]
-pub(in crate::sequence) fn next_block(row: &mut Row, block: BlockId, size: u32, open: TicketId) {
-    row.table.extend_with(|table| table.push(block));
-    row.slot_base = i64::from(block.0) * i64::from(size) - i64::from(row.len);
+pub(in crate::sequence) fn next_block(table: &mut GroupTable, block: BlockId, size: u32, len: u32) -> i64 {
+    table.table.extend_with(|table| table.push(block));
+    let slot = i64::from(block.0) * i64::from(size);
+    table.slot_base = slot - i64::from(len);
+    slot
+}
+
+/// Adds one token to a row whose tables have begun their next blocks.
+#[inline]
+pub(in crate::sequence) fn begin_block(row: &mut Row, size: u32, open: TicketId) {
     row.writable = row.len + size;
     row.len += 1;
     row.written = open;
 }
 
-/// The second pass if all deferred rows have filled their last blocks: each gets one of `blocks`.
+/// The second pass if all deferred rows have filled their last blocks: each table gets one of `blocks`.
 #[inline(never)]
 pub(in crate::sequence) fn next_blocks(
     rows: &mut SequenceRows,
@@ -206,13 +262,25 @@ pub(in crate::sequence) fn next_blocks(
     size: u32,
     open: TicketId,
 ) {
-    let (rows, _) = rows.entries();
-    for (&Slow { index, at }, &block) in slow.iter().zip(blocks) {
+    let Entries { rows, others, per_row, .. } = rows.entries();
+    let tokens = batch.slots.len() / (blocks.len() / slow.len()).max(1);
+    let (firsts, blocks) = blocks.split_at(slow.len());
+    for (group, blocks) in (1..).zip(blocks.chunks(slow.len())) {
+        for (slow, &block) in slow.iter().zip(blocks) {
+            let row = batch.sequences[slow.index].row() as usize;
+            let (table, len) = (&mut others[row * per_row + group - 1], rows[row].len);
+            batch.slots[group * tokens + slow.at] = next_block(table, block, size, len);
+            if let Some(tables) = &mut batch.tables {
+                table.table.sync(&mut table.synced, tables.row(group * batch.sequences.len() + slow.index));
+            }
+        }
+    }
+    for (&Slow { index, at }, &block) in slow.iter().zip(firsts) {
         let row = &mut rows[batch.sequences[index].row() as usize];
-        next_block(row, block, size, open);
-        batch.slots[at] = i64::from(block.0) * i64::from(size);
+        batch.slots[at] = next_block(&mut row.first, block, size, row.len);
+        begin_block(row, size, open);
         if let Some(tables) = &mut batch.tables {
-            row.table.sync(&mut row.synced, tables.row(index));
+            row.first.table.sync(&mut row.first.synced, tables.row(index));
         }
     }
 }

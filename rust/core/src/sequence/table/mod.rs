@@ -1,9 +1,11 @@
-//! Block tables: which blocks hold a sequence's tokens. One row per sequence; rows are reused, and a handle carries the
-//! manager's number and the row's generation, so that a foreign or stale handle is detected.
+//! Block tables: which blocks hold a sequence's tokens. One row per sequence, with a table in each cache group; rows are
+//! reused, and a handle carries the manager's number and the row's generation, so that a foreign or stale handle is
+//! detected.
 
 use super::extras::Extras;
 use crate::error::fault;
 use crate::error::{Error, Result};
+use crate::group::Group;
 use crate::hash::{Chain, Key};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::memory;
@@ -59,12 +61,12 @@ impl BlockTable {
         self.edit(index);
     }
 
-    /// Sets entries `from..to` to one block; returns the previous ones.
-    pub(crate) fn blank(&mut self, from: usize, to: usize, block: BlockId) -> Vec<BlockId> {
-        let gone = self.blocks[from..to].to_vec();
+    /// Sets entries `from..to` to one block; `gone` becomes the previous ones.
+    pub(crate) fn blank(&mut self, from: usize, to: usize, block: BlockId, gone: &mut Vec<BlockId>) {
+        gone.clear();
+        gone.extend_from_slice(&self.blocks[from..to]);
         self.blocks[from..to].fill(block);
         self.edit(from);
-        gone
     }
 
     /// Removes the entries from `len` on.
@@ -156,7 +158,55 @@ impl SyncState {
     }
 }
 
-/// One sequence. The fields that a decode step uses fit in one cache line.
+/// The table of one sequence in one cache group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct TableId {
+    /// The sequence.
+    pub sequence: SequenceId,
+    /// Number of the group.
+    pub group: u8,
+}
+
+impl From<SequenceId> for TableId {
+    /// The table in the first group.
+    fn from(sequence: SequenceId) -> Self {
+        Self { sequence, group: 0 }
+    }
+}
+
+/// What a sequence has in one cache group. It fills a cache line, and its first half is what a decode step uses.
+#[derive(Debug, Clone)]
+#[repr(C)]
+pub(crate) struct GroupTable {
+    /// Slot that token 0 would have if the block being written extended backwards; a token's slot is this plus its
+    /// position.
+    pub(crate) slot_base: i64,
+    /// What the caller's block table, if it keeps one, shows of this table.
+    pub(crate) synced: SyncState,
+    pub(crate) table: BlockTable,
+    /// Entries at the start that are null blocks.
+    pub(crate) null_prefix: u32,
+    /// Blocks published since the sequence arrived in its tier.
+    pub(crate) published: u32,
+}
+
+impl GroupTable {
+    fn unused() -> Self {
+        let (synced, table) = (SyncState::nothing(), BlockTable::default());
+        Self { slot_base: 0, synced, table, null_prefix: 0, published: 0 }
+    }
+
+    /// Call before removing entries: entries added since the last sync may have been written to a caller's row by other
+    /// means, so that row must then be rewritten completely.
+    pub(crate) fn note_cut(&mut self) {
+        if self.synced.version != self.table.version() && self.table.len() > self.synced.filled as usize {
+            self.synced = SyncState::nothing();
+        }
+    }
+}
+
+/// One sequence: what its tables have in common, and the first group's. The fields that a decode step uses with one
+/// group fit in one cache line.
 #[derive(Debug, Clone)]
 #[repr(C, align(64))]
 pub(crate) struct Row {
@@ -164,40 +214,32 @@ pub(crate) struct Row {
     pub(crate) id: SequenceId,
     /// Tokens in the sequence.
     pub(crate) len: u32,
-    /// Tokens that fit without asking the pool: the end of the block being written while it is exclusive, else 0.
+    /// Tokens that fit without asking the pool: the end of the blocks being written while they are exclusive in all
+    /// growing groups, else 0.
     pub(crate) writable: u32,
-    /// Slot that token 0 would have if the block being written extended backwards; a token's slot is this plus its
-    /// position.
-    pub(crate) slot_base: i64,
     /// Step in which tokens were last given slots.
     pub(crate) written: TicketId,
-    /// What the caller's block table, if it keeps one, shows of the row.
-    pub(crate) synced: SyncState,
     /// Last batch call that named the row.
     pub(crate) stamp: u32,
     /// Number of leading tokens with known ids, which `keys` are made of; [`Row::NOT_FOLLOWED`] without `keys`.
     pub(crate) known: u32,
-    pub(crate) table: BlockTable,
+    /// The table in the first group.
+    pub(crate) first: GroupTable,
     /// Last ticket that moves or copies blocks of this row.
     pub(crate) ticket: TicketId,
+    /// Keys of the full blocks, if the prefix cache knows the row's tokens.
+    pub(crate) keys: Option<Box<RowKeys>>,
+    /// Step in which the encoder's tokens were given slots.
+    pub(crate) encoder_written: TicketId,
+    /// Tokens of the encoder, in a cross attention group.
+    pub(crate) encoder_tokens: u32,
     pub(crate) tier: Tier,
     /// Whether blocks of this row are moving between tiers under `ticket`.
     pub(crate) moving: bool,
     /// Whether a failed transfer lost bytes of this row.
     pub(crate) lost: bool,
-    /// Cache group that the row is the table of.
-    pub(crate) group: u8,
     /// Retention priority of the sequence's cached blocks.
     pub(crate) priority: u8,
-    /// Entries at the start that are null blocks.
-    pub(crate) null_prefix: u32,
-    /// Blocks published since the row arrived in its tier.
-    pub(crate) published: u32,
-    /// Keys of the row's full blocks, if the prefix cache knows its tokens; the first group's row has them for all
-    /// groups.
-    pub(crate) keys: Option<Box<RowKeys>>,
-    /// The rows of one sequence, one per group, if there are several groups.
-    pub(crate) group_tables: Option<Box<[SequenceId]>>,
 }
 
 /// What the prefix cache knows of a row. Every token is hashed once.
@@ -276,22 +318,18 @@ impl Row {
             id: SequenceId(0),
             len: 0,
             writable: 0,
-            stamp: 0,
-            slot_base: 0,
-            ticket: TicketId(0),
             written: TicketId(0),
+            stamp: 0,
+            known: Self::NOT_FOLLOWED,
+            first: GroupTable::unused(),
+            ticket: TicketId(0),
+            keys: None,
+            encoder_written: TicketId(0),
+            encoder_tokens: 0,
             tier: Tier::Device,
             moving: false,
             lost: false,
-            table: BlockTable::default(),
-            synced: SyncState::nothing(),
-            known: Self::NOT_FOLLOWED,
-            group: 0,
             priority: 0,
-            null_prefix: 0,
-            published: 0,
-            keys: None,
-            group_tables: None,
         }
     }
 
@@ -308,14 +346,6 @@ impl Row {
     pub(crate) fn unfollow(&mut self) {
         (self.keys, self.known) = (None, Self::NOT_FOLLOWED);
     }
-
-    /// Call before removing entries: entries added since the last sync may have been written to a caller's row by other
-    /// means, so that row must then be rewritten completely.
-    pub(crate) fn note_cut(&mut self) {
-        if self.synced.version != self.table.version() && self.table.len() > self.synced.filled as usize {
-            self.synced = SyncState::nothing();
-        }
-    }
 }
 
 /// All sequences.
@@ -324,6 +354,11 @@ pub(crate) struct SequenceRows {
     /// Number of the manager, in all handles.
     manager: u16,
     entries: Vec<Row>,
+    /// The tables of the groups after the first, `others_per_row` for each row.
+    others: Vec<GroupTable>,
+    others_per_row: usize,
+    /// The cross attention group, whose tables hold other tokens.
+    encoder: Option<usize>,
     /// Rows for reuse, without those that have worn out.
     unused: Vec<u32>,
     worn_out: usize,
@@ -332,9 +367,18 @@ pub(crate) struct SequenceRows {
 }
 
 impl SequenceRows {
-    pub(crate) fn new(block_size: u32) -> Self {
-        let recent = RecentTokens::new(block_size);
-        Self { manager: 0, entries: Vec::new(), unused: Vec::new(), worn_out: 0, epoch: 0, recent }
+    pub(crate) fn new(block_size: u32, groups: &[Group]) -> Self {
+        Self {
+            manager: 0,
+            entries: Vec::new(),
+            others: Vec::new(),
+            others_per_row: groups.len().saturating_sub(1),
+            encoder: groups.iter().position(|&group| group == Group::CrossAttention),
+            unused: Vec::new(),
+            worn_out: 0,
+            epoch: 0,
+            recent: RecentTokens::new(block_size),
+        }
     }
 
     pub(crate) fn manager(&self) -> u16 {
@@ -355,7 +399,9 @@ impl SequenceRows {
     pub(crate) fn require(&mut self, count: usize) -> Result<()> {
         let free = MAX_SEQUENCES.saturating_sub(self.len() + self.worn_out);
         if count <= free {
-            return memory::make_room(&mut self.entries, count.saturating_sub(self.unused.len()));
+            let more = count.saturating_sub(self.unused.len());
+            memory::make_room(&mut self.others, more.saturating_mul(self.others_per_row))?;
+            return memory::make_room(&mut self.entries, more);
         }
         Err(Error::InvalidArgument {
             what: "number of new sequences",
@@ -364,34 +410,40 @@ impl SequenceRows {
         })
     }
 
-    /// Opens a row without tokens; the caller has called [`SequenceRows::require`].
-    pub(crate) fn open(&mut self, tier: Tier, table: Vec<BlockId>) -> SequenceId {
+    /// Opens a row without tokens. The caller has called [`SequenceRows::require`], and begins each table next.
+    pub(crate) fn open(&mut self, tier: Tier) -> SequenceId {
         let index = self.unused.pop().unwrap_or_else(|| {
             self.entries.push(Row::unused());
+            self.others.extend(std::iter::repeat_with(GroupTable::unused).take(self.others_per_row));
             row_index(self.entries.len() - 1)
         });
         let row = &mut self.entries[index as usize];
         let id = SequenceId::new(self.manager, index, row.id.generation() + 1);
-        // Versions continue from one sequence to the next, so that they distinguish the two.
-        let mut versions = std::mem::take(&mut row.table);
-        versions.set(table);
-        *row = Row { id, tier, table: versions, ..Row::unused() };
+        let first = std::mem::replace(&mut row.first, GroupTable::unused());
+        *row = Row { id, tier, first, ..Row::unused() };
         id
     }
 
-    /// Closes a row and returns its table.
-    pub(crate) fn close(&mut self, sequence: SequenceId) -> Vec<BlockId> {
+    /// Begins a table of a new row. Versions continue from one sequence to the next, so that they distinguish the two.
+    pub(crate) fn open_table(&mut self, id: TableId, blocks: Vec<BlockId>) -> &mut GroupTable {
+        let row = self.table_mut(id);
+        let mut table = std::mem::take(&mut row.table);
+        table.set(blocks);
+        *row = GroupTable { table, ..GroupTable::unused() };
+        row
+    }
+
+    /// Closes a row whose tables have been taken.
+    pub(crate) fn close(&mut self, sequence: SequenceId) {
         let row = &mut self.entries[sequence.row() as usize];
         row.id = SequenceId::new(self.manager, sequence.row(), sequence.generation() + 1);
         row.writable = 0;
         row.unfollow();
-        row.group_tables = None;
         if row.is_worn_out() {
             self.worn_out += 1;
         } else {
             self.unused.push(sequence.row());
         }
-        row.table.take()
     }
 
     pub(crate) fn get(&self, sequence: SequenceId) -> Result<&Row> {
@@ -434,9 +486,50 @@ impl SequenceRows {
         &mut self.entries[sequence.row() as usize]
     }
 
-    /// A row in use of that number.
-    pub(crate) fn in_use(&self, row: u32) -> Option<&Row> {
-        self.entries.get(row as usize).filter(|row| row.is_in_use())
+    /// The table of a row that a call has already found.
+    #[inline]
+    pub(crate) fn table(&self, id: TableId) -> &GroupTable {
+        let row = id.sequence.row() as usize;
+        match usize::from(id.group).checked_sub(1) {
+            None => &self.entries[row].first,
+            Some(other) => &self.others[row * self.others_per_row + other],
+        }
+    }
+
+    /// The table of a row that a call has already found.
+    #[inline]
+    pub(crate) fn table_mut(&mut self, id: TableId) -> &mut GroupTable {
+        let row = id.sequence.row() as usize;
+        match usize::from(id.group).checked_sub(1) {
+            None => &mut self.entries[row].first,
+            Some(other) => &mut self.others[row * self.others_per_row + other],
+        }
+    }
+
+    /// Tokens of a table.
+    #[inline]
+    pub(crate) fn len_of(&self, id: TableId) -> u32 {
+        let row = self.at(id.sequence);
+        if Some(usize::from(id.group)) == self.encoder { row.encoder_tokens } else { row.len }
+    }
+
+    /// Step in which tokens of a table were last given slots.
+    pub(crate) fn written(&self, id: TableId) -> TicketId {
+        let row = self.at(id.sequence);
+        if Some(usize::from(id.group)) == self.encoder { row.encoder_written } else { row.written }
+    }
+
+    /// Number of a table among all tables of all rows.
+    pub(crate) fn number(&self, id: TableId) -> u32 {
+        let groups = self.others_per_row + 1;
+        u32::try_from(id.sequence.row() as usize * groups + usize::from(id.group)).unwrap_or(u32::MAX)
+    }
+
+    /// The table of that number, if its row is in use.
+    pub(crate) fn numbered(&self, number: u32) -> Option<(TableId, &Row)> {
+        let groups = self.others_per_row + 1;
+        let row = self.entries.get(number as usize / groups).filter(|row| row.is_in_use())?;
+        Some((TableId { sequence: row.id, group: (number as usize % groups).try_into().unwrap_or(u8::MAX) }, row))
     }
 
     /// Begins a batch call: rows named from now on are marked, to detect repetitions.
@@ -463,14 +556,44 @@ impl SequenceRows {
     }
 
     /// All rows and the number of the current batch call, for passes that check handles themselves.
-    pub(crate) fn entries(&mut self) -> (&mut [Row], u32) {
-        (&mut self.entries, self.epoch)
+    pub(crate) fn entries(&mut self) -> Entries<'_> {
+        Entries { rows: &mut self.entries, others: &mut self.others, per_row: self.others_per_row, epoch: self.epoch }
     }
 
     /// Rows in use, with their handles.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (SequenceId, &Row)> {
         self.entries.iter().filter(|row| row.is_in_use()).map(|row| (row.id, row))
     }
+
+    /// The tables of a row.
+    pub(crate) fn tables_of(&self, sequence: SequenceId) -> impl Iterator<Item = &GroupTable> {
+        let row = sequence.row() as usize;
+        let others = &self.others[row * self.others_per_row..][..self.others_per_row];
+        std::iter::once(&self.entries[row].first).chain(others)
+    }
+
+    /// The tables of all rows in use.
+    pub(crate) fn tables(&self) -> impl Iterator<Item = (TableId, &Row, &GroupTable)> {
+        self.iter().flat_map(|(sequence, row)| {
+            (0..).zip(self.tables_of(sequence)).map(move |(group, table)| (TableId { sequence, group }, row, table))
+        })
+    }
+}
+
+/// The tables of sequences in the first `groups` groups, group by group.
+pub(super) fn group_by_group(groups: usize, sequences: &[SequenceId]) -> impl Iterator<Item = TableId> {
+    let groups = 0..u8::try_from(groups).unwrap_or(u8::MAX);
+    groups.flat_map(move |group| sequences.iter().map(move |&sequence| TableId { sequence, group }))
+}
+
+/// All rows and their tables, for passes that check handles themselves.
+pub(crate) struct Entries<'a> {
+    pub(crate) rows: &'a mut [Row],
+    /// The tables of the groups after the first, `per_row` for each row.
+    pub(crate) others: &'a mut [GroupTable],
+    pub(crate) per_row: usize,
+    /// Number of the current batch call.
+    pub(crate) epoch: u32,
 }
 
 #[expect(clippy::cast_possible_wrap, reason = "ids stay below 2^30")]
@@ -489,11 +612,11 @@ mod tests {
 
     #[test]
     fn a_stale_handle_is_unknown_even_after_its_row_is_used_again() {
-        let mut rows = SequenceRows::new(16);
-        let first = rows.open(Tier::Device, vec![BlockId(5)]);
-        assert_eq!(rows.close(first), [BlockId(5)]);
+        let mut rows = SequenceRows::new(16, &[Group::Full]);
+        let first = rows.open(Tier::Device);
+        rows.close(first);
         assert!(rows.get(first).is_err());
-        let second = rows.open(Tier::Host, Vec::new());
+        let second = rows.open(Tier::Host);
         assert_eq!(first.row(), second.row());
         assert!(rows.get(first).is_err());
         assert!(rows.get(second).is_ok());
@@ -502,9 +625,9 @@ mod tests {
 
     #[test]
     fn a_handle_that_is_not_valid_says_why() {
-        let mut rows = SequenceRows::new(16);
+        let mut rows = SequenceRows::new(16, &[Group::Full]);
         rows.set_manager(3);
-        let sequence = rows.open(Tier::Device, Vec::new());
+        let sequence = rows.open(Tier::Device);
         let foreign = SequenceId::new(5, sequence.row(), sequence.generation());
         assert_eq!(rows.get(foreign).unwrap_err(), Error::ForeignSequence { sequence: foreign, manager: 5, asked: 3 });
         for forged in [SequenceId::new(3, 0, 3), SequenceId::new(3, 0, 0), SequenceId::new(3, 1, 1)] {
@@ -518,30 +641,49 @@ mod tests {
 
     #[test]
     fn a_row_whose_generations_are_used_up_is_not_used_again() {
-        let mut rows = SequenceRows::new(16);
-        let first = rows.open(Tier::Device, Vec::new());
+        let mut rows = SequenceRows::new(16, &[Group::Full]);
+        let first = rows.open(Tier::Device);
         rows.close(first);
         rows.entries[0].id = SequenceId::new(0, 0, SequenceId::FIELD_MAX - 3);
-        let last = rows.open(Tier::Device, Vec::new());
+        let last = rows.open(Tier::Device);
         assert_eq!((last.row(), last.generation()), (0, SequenceId::FIELD_MAX - 2));
         rows.close(last);
-        let next = rows.open(Tier::Device, Vec::new());
+        let next = rows.open(Tier::Device);
         assert_eq!((next.row(), rows.len()), (1, 1));
         assert_eq!(rows.get(last).unwrap_err(), Error::FreedSequence { sequence: last });
         assert!(rows.get(next).is_ok());
         assert!(rows.require(MAX_SEQUENCES - 1).is_err());
-        assert_eq!((rows.open(Tier::Device, Vec::new()).row(), rows.len()), (2, 2));
+        assert_eq!((rows.open(Tier::Device).row(), rows.len()), (2, 2));
     }
 
     #[test]
     fn a_reused_row_continues_its_versions() {
-        let mut rows = SequenceRows::new(16);
-        let first = rows.open(Tier::Device, vec![BlockId(5)]);
-        let version = rows.at(first).table.version();
-        rows.close(first);
-        let second = rows.open(Tier::Device, vec![BlockId(5)]);
-        assert_eq!(first.row(), second.row());
-        assert!(rows.at(second).table.version() > version);
+        let mut rows = SequenceRows::new(16, &[Group::Full; 2]);
+        let mut open = || {
+            let sequence = rows.open(Tier::Device);
+            let table = |group| rows.open_table(TableId { sequence, group }, vec![BlockId(5)]).table.version();
+            let versions = [0, 1].map(table);
+            rows.close(sequence);
+            (sequence.row(), versions)
+        };
+        let ((first, before), (second, after)) = (open(), open());
+        assert_eq!(first, second);
+        assert!(after[0] > before[0] && after[1] > before[1]);
+    }
+
+    #[test]
+    fn tables_are_numbered_row_by_row() {
+        let mut rows = SequenceRows::new(16, &[Group::Full; 3]);
+        let sequences = [rows.open(Tier::Device), rows.open(Tier::Device)];
+        let ids = sequences.iter().flat_map(|&sequence| (0..3).map(move |group| TableId { sequence, group }));
+        for (number, id) in (0..).zip(ids) {
+            rows.open_table(id, vec![BlockId(number)]);
+            assert_eq!((rows.number(id), rows.numbered(number).map(|(id, _)| id)), (number, Some(id)));
+        }
+        let blocks = |(id, _, table): (TableId, &Row, &GroupTable)| (rows.number(id), table.table.to_vec());
+        assert!(rows.tables().map(blocks).eq((0..6).map(|number| (number, vec![BlockId(number)]))));
+        rows.close(sequences[0]);
+        assert!(rows.numbered(2).is_none() && rows.numbered(3).is_some() && rows.numbered(u32::MAX).is_none());
     }
 
     #[test]
@@ -565,8 +707,8 @@ mod tests {
 
     #[test]
     fn a_batch_notices_a_row_named_twice_and_the_next_batch_does_not() {
-        let mut rows = SequenceRows::new(16);
-        let a = rows.open(Tier::Device, Vec::new());
+        let mut rows = SequenceRows::new(16, &[Group::Full]);
+        let a = rows.open(Tier::Device);
         rows.begin_batch();
         assert!(rows.next_in_batch(a).is_ok());
         assert_eq!(rows.next_in_batch(a).unwrap_err(), Error::RepeatedSequence { sequence: a });
