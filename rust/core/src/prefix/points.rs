@@ -112,6 +112,11 @@ impl Points {
         self.has_point(anchor) && self.bundles.get(&anchor).is_some_and(|bundle| bundle.tail.is_some())
     }
 
+    /// Whether anchors behind one lead to a point.
+    pub(crate) fn leads_on(&self, anchor: BlockId) -> bool {
+        self.reasons(anchor) & !POINT > 0
+    }
+
     /// Whether prompts part behind the point of an anchor.
     pub(crate) fn is_junction(&self, anchor: BlockId) -> bool {
         self.bundles.get(&anchor).is_some_and(|bundle| bundle.is_junction)

@@ -15,7 +15,7 @@ use crate::transfer::{OpenStep, View};
 pub(super) struct Start {
     /// Its blocks up to the point where the prompt continues.
     pub(super) hits: usize,
-    /// Its blocks that are cached in the groups that keep every block; a point can be made behind the last of them.
+    /// Its blocks up to where it parts from another cached prompt, which may be further; else `hits`.
     pub(super) run: usize,
     /// The groups' tables of the first `hits`.
     pub(super) tables: Vec<Vec<BlockId>>,
@@ -49,8 +49,11 @@ impl Sequences {
                 run.push(block);
             }
         }
+        // Behind a run that no other prompt continues, a point would serve nobody but this prompt.
+        let parts = run.last().is_some_and(|&last| self.groups.keeps_all() && points.leads_on(last));
+        let parting = if parts { run.len() } else { hits };
         let Some(&last) = hits.checked_sub(1).and_then(|last| run.get(last)) else {
-            return Start { run: run.len(), ..self.nothing() };
+            return Start { run: parting, ..self.nothing() };
         };
         let (mut tail, mut tables) = (points.tail(last), Vec::with_capacity(self.groups.growing().len()));
         for group in 0..self.groups.growing().len() {
@@ -71,7 +74,7 @@ impl Sequences {
                 tables.push(table);
             }
         }
-        Start { hits, run: run.len(), tables }
+        Start { hits, run: parting, tables }
     }
 
     fn nothing(&self) -> Start {
@@ -112,7 +115,7 @@ impl Sequences {
     fn thin(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, at: usize) {
         let (interval, mut last, mut gone) = (self.groups.interval(self.block_size), at, Vec::new());
         let Some(points) = step.tiers.device().points().filter(|_| interval > 0) else { return };
-        let table = &self.rows.table(self.member(sequence, self.groups.anchor())).table;
+        let table = &self.rows.table(Self::member(sequence, self.groups.anchor())).table;
         for index in (1..at).rev().filter(|&index| points.has_tail(table[index - 1])) {
             if points.is_junction(table[index - 1]) || last - index >= least_gap(interval, at - last) {
                 last = index;
@@ -172,7 +175,8 @@ impl Sequences {
         }
     }
 
-    /// Makes a point where a sequence that is about to leave stands.
+    /// Makes a point where a sequence that is about to leave stands, unless one lies closer than is worth a tail: what
+    /// an answer adds to its prompt is soon computed again.
     pub(super) fn make_last_point(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId) {
         let row = self.rows.at_mut(sequence);
         if row.tier != Tier::Device || row.lost {
@@ -180,7 +184,11 @@ impl Sequences {
         }
         let Some(keys) = row.keys.take() else { return };
         let at = keys.computed.min(row.len / self.block_size) as usize;
-        if at > 0 {
+        let near = at.saturating_sub(self.groups.interval(self.block_size))..at;
+        let table = &self.rows.table(Self::member(sequence, self.groups.anchor())).table;
+        let points = step.tiers.device().points();
+        let has_near = points.is_some_and(|points| table[near].iter().any(|&block| points.has_tail(block)));
+        if at > 0 && !has_near {
             self.make_point(step, sequence, &keys, at);
         }
         self.rows.at_mut(sequence).keys = Some(keys);
@@ -189,7 +197,7 @@ impl Sequences {
     /// Makes a point behind the first `at` blocks of a sequence, if it still has what a token there needs.
     fn make_point(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, at: usize) {
         let (size, anchor_group) = (self.block_size, self.groups.anchor());
-        let anchor_row = self.member(sequence, anchor_group);
+        let anchor_row = Self::member(sequence, anchor_group);
         let Some((&key, &block)) = keys.keys.get(at - 1).zip(self.rows.table(anchor_row).table.get(at - 1)) else {
             return;
         };
@@ -230,7 +238,7 @@ impl Sequences {
         let mut tail = Vec::new();
         for index in 0..self.groups.leaving().len() {
             let group = self.groups.leaving()[index];
-            let (needed, row) = (self.tail_of(group, at), self.rows.table(self.member(sequence, group)));
+            let (needed, row) = (self.tail_of(group, at), self.rows.table(Self::member(sequence, group)));
             // A state that an earlier step wrote in the middle of a block is not that of its last token.
             let is_passed = self.groups.all()[group] == Group::Recurrent && row.published as usize >= at;
             let blocks = row.table.get(needed)?;
@@ -269,7 +277,7 @@ impl Sequences {
         }
         let groups = self.groups.companions();
         let blocks: Vec<_> =
-            groups.iter().map(|&group| self.rows.table(self.member(sequence, group)).table[at]).collect();
+            groups.iter().map(|&group| self.rows.table(Self::member(sequence, group)).table[at]).collect();
         step.tiers.add_companions(anchor, &blocks, |index| {
             let group = u8::try_from(groups[index]).ok()?;
             prompt::publication(keys, at, blocks[index], group, self.block_size)
@@ -287,7 +295,7 @@ impl Sequences {
         let found = step.tiers.device().points().and_then(|points| points.companions(anchor)).unwrap_or_default();
         let found = found.to_vec();
         for (index, canonical) in found.into_iter().enumerate() {
-            let member = self.member(sequence, self.groups.companions()[index]);
+            let member = Self::member(sequence, self.groups.companions()[index]);
             self.merge(step, member, at, canonical);
         }
     }
@@ -307,7 +315,7 @@ impl Sequences {
     }
 
     /// The table of a sequence in a group.
-    pub(super) fn member(&self, sequence: SequenceId, group: usize) -> TableId {
+    pub(super) fn member(sequence: SequenceId, group: usize) -> TableId {
         TableId { sequence, group: u8::try_from(group).unwrap_or(u8::MAX) }
     }
 

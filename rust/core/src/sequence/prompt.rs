@@ -203,7 +203,7 @@ pub(super) struct Match<'a> {
     tenant: u16,
     /// First blocks of the prompt that all groups can serve.
     pub(super) hits: usize,
-    /// First blocks that are cached, without regard to where a prompt can continue.
+    /// First blocks up to where the prompt parts from another, see [`Start`].
     pub(super) run: usize,
     /// The first group's table, and those of the others.
     found: Vec<BlockId>,
@@ -597,7 +597,7 @@ impl Sequences {
 
     /// Publishes the blocks with keys of a sequence on the device that have landed and are computed.
     pub(super) fn publish_row(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, computed: u32) {
-        let id = self.member(sequence, self.groups.anchor());
+        let id = Self::member(sequence, self.groups.anchor());
         let row = self.rows.at(sequence);
         // The sources of its blocks may still turn out to be lost, and with them everything computed from them.
         if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {

@@ -208,9 +208,10 @@ impl Sequences {
                     let row = self.rows.get(sequence)?;
                     *ends = count == 1 && batch.lookahead == 0 && ends_block(row, self.block_size);
                 }
-                let need = match *ends {
-                    true => Need { blocks: 1, entries: 1 },
-                    false => self.need(view, id, count, batch.lookahead, shared)?,
+                let need = if *ends {
+                    Need { blocks: 1, entries: 1 }
+                } else {
+                    self.need(view, id, count, batch.lookahead, shared)?
                 };
                 // All growing tables of a row have the same length.
                 if let (Some(tables), 0) = (&batch.tables, group) {
