@@ -2,9 +2,9 @@
 
     python benches/bench_groups.py [--check] [--repeats 9]
 
-Decode: `append` with tables kept for 256 sequences, in nanoseconds per sequence and step. W-prefix: 300 prompts of 2,048
-tokens, of which 1,024 are shared by 50 prompts, 16 live at a time, in microseconds per prompt. `--check` stops with an
-error if a goal is missed. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+Decode: `append` with tables kept for 256 sequences, in nanoseconds per sequence and step. W-prefix: 300 prompts of
+2,048 tokens, of which 1,024 are shared by 50 prompts, 16 live at a time, in microseconds per prompt. `--check` stops
+with an error if a goal is missed. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 
 All group counts take turns within a repeat, so that they see the same load.
 """
@@ -126,7 +126,11 @@ def missed(found: dict[str, float]) -> list[str]:
     limits = {f"groups_{count}_append_ns": goal for count, goal in GOALS_NS.items()}
     limits["groups_2_prefix_us"] = GOAL_RATIO * found["groups_1_prefix_us"]
     limits["groups_6_prefix_us"] = GOAL_US
-    return [f"{name} is {found[name]:.2f}, must be at most {limit:.2f}" for name, limit in limits.items() if found[name] > limit]
+    return [
+        f"{name} is {found[name]:.2f}, must be at most {limit:.2f}"
+        for name, limit in limits.items()
+        if found[name] > limit
+    ]
 
 
 def main() -> None:

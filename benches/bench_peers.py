@@ -29,8 +29,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import bench_groups
+import numpy as np
 from bench_defrag import MARGIN, MOVES, RUNNING, STARTS, THRESHOLD, AllocatorStep, Churn
 from bench_manager import allocate_and_free, decode, fork, swap
 from bench_prefix import evict, prompts, w_prefix

@@ -7,8 +7,8 @@ holds K prompts at rest, that is their full blocks and the one tail that a hit n
 points. The hits are compared with those of full attention alone, in a pool that holds K prompts and one prompt.
 
 Agent sessions: `claude_code.jsonl.gz` in the folder that BLOCKYARD_TRACES names (../shared/traces), 24 sessions at a
-time, the first ones 90 s apart, for gpt-oss-120b and Gemma-3-27B. Groups have equal pages, as vLLM's planner makes them.
-The bound and vLLM's rule are models (`policies/points.py`). Ours is a `BlockManager`. A block of two tokens stands for
+time, the first ones 90 s apart, for gpt-oss-120b and Gemma-3-27B. Groups have equal pages, as in vLLM's planner. The
+bound and vLLM's rule are models (`policies/points.py`). Ours is a `BlockManager`. A block of two tokens stands for
 64 tokens of the trace, and windows shrink likewise. Prompts run in chunks, and answers of the recorded length are
 decoded; no later prompt repeats them.
 

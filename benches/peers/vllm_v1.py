@@ -1,8 +1,9 @@
 """vLLM V1's KVCacheManager, 0.33.0, on W-decode, W-prefix and W-evict; it neither forks nor swaps.
 
-One group of full attention, except for the figures of `groups_N`: full attention and windows, W-decode and W-prefix with
-fewer prompts. They keep window blocks as its default does (`prefix_cache_retention_interval=0`). Called as its scheduler calls it; requests are made outside the measured time, but the
-hashes of their blocks (SHA-256, its default) inside. Block tables and slots are filled by its workers: not measured.
+One group of full attention, except for the figures of `groups_N`: full attention and windows, on W-decode and W-prefix
+with fewer prompts. They keep window blocks as vLLM's default does (`prefix_cache_retention_interval=0`). Called as its
+scheduler calls it; requests are made outside the measured time, but the hashes of their blocks (SHA-256, its default)
+inside. Block tables and slots are filled by its workers: not measured.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ points that they make and in what they evict first; all use LRU. Within a chain 
 what is left of a chain is always its beginning. A prompt therefore owns one range of blocks, and a model needs only a
 few operations for a prompt of thousands of blocks.
 
-Blocks are the trace's, of 64 tokens. Answers take room and are never found again, because traces do not contain them.
+Blocks are the trace's. Answers without hash ids take room, and are never found again.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ Points = dict[int, bool]
 
 
 class Prompts:
-    """Requests, and how many first blocks any two of them share."""
+    """Requests, and how many first blocks of one and its answer another shares."""
 
     def __init__(self, requests: Sequence[TraceRequest]) -> None:
         self.requests = requests
         self.keys = [np.array(request.hash_ids, np.int64) for request in requests]
+        self._answered = [np.array([*request.hash_ids, *request.output_hash_ids], np.int64) for request in requests]
         self._shared: dict[tuple[int, int], int] = {}
 
     def shared(self, earlier: int, later: int) -> int:
-        """Return the number of first blocks that two prompts share."""
+        """Return how many first blocks of an earlier prompt and its answer a later prompt shares."""
         found = self._shared.get((earlier, later))
         if found is None:
-            length = min(len(self.keys[earlier]), len(self.keys[later]))
-            differ = self.keys[earlier][:length] != self.keys[later][:length]
+            length = min(len(self._answered[earlier]), len(self.keys[later]))
+            differ = self._answered[earlier][:length] != self.keys[later][:length]
             found = int(differ.argmax()) if differ.any() else length
             self._shared[earlier, later] = found
         return found
@@ -82,10 +83,11 @@ class Bound:
 
     def serve(self, number: int) -> int:
         """Run a prompt. Returns the blocks that it finds."""
+        parts = self.parts(number)
         run, points = self.take(number)
-        hit = self.hit(number, min(run, self.prompts.end(number)), points)
+        hit = self.hit(min(run, self.prompts.end(number)), points)
         high = self.prompts.answered(number)
-        points = self.points(number, run, hit, points)
+        points = self.points(number, hit, parts, points)
         while high + self.tail * len(points) > self.blocks:
             del points[min(points)]
         self.make_room(high + self.tail * len(points))
@@ -95,7 +97,7 @@ class Bound:
         return hit
 
     def take(self, number: int) -> tuple[int, Points]:
-        """Take over what earlier prompts share with this one: the length of the run of cached blocks, and the points."""
+        """Take over what earlier prompts share with this one: a run of cached blocks, and points. Returns both."""
         run, points = 0, Points()
         earlier = self._by_session.get(self.prompts.requests[number].session, [])
         for other in list(earlier):
@@ -113,19 +115,28 @@ class Bound:
                 self.forget(other)
         return run, dict(sorted(points.items()))
 
+    def parts(self, number: int) -> int:
+        """Return where a prompt's run of cached blocks ends, if the blocks of another prompt go on there; or 0."""
+        ends = [
+            (self.prompts.shared(other, number), self.owners[other].high)
+            for other in self._by_session.get(self.prompts.requests[number].session, [])
+        ]
+        run = max((min(shared, high) for shared, high in ends), default=0)
+        return run if any(shared == run < high for shared, high in ends) else 0
+
     def forget(self, number: int) -> None:
         """Drop a prompt of which nothing is left."""
         del self.owners[number]
         self._by_session[self.prompts.requests[number].session].remove(number)
 
-    def hit(self, number: int, run: int, points: Points) -> int:
+    def hit(self, run: int, points: Points) -> int:
         """Return where a prompt resumes."""
-        del number, points
+        del points
         return run
 
-    def points(self, number: int, run: int, hit: int, points: Points) -> Points:
+    def points(self, number: int, hit: int, parts: int, points: Points) -> Points:
         """Return the points of a chain once its prompt is computed."""
-        del number, run, hit, points
+        del number, hit, parts, points
         return {}
 
     def make_room(self, wanted: int) -> None:
@@ -151,19 +162,24 @@ class Bound:
 
 
 class ResumePoints(Bound):
-    """Points at prompt ends, where two prompts part, and every `interval` blocks; `thin` drops old ones."""
+    """Points at prompt ends, where two cached prompts part, and every `interval` blocks; `thin` drops old ones.
+
+    Points where prompts part stay until they are evicted.
+    """
 
     def __init__(self, prompts: Prompts, blocks: int, tail: int, interval: int, thin: str = "squares") -> None:
         super().__init__(prompts, blocks, tail)
         self.interval, self.thin = interval, thin
 
-    def hit(self, number: int, run: int, points: Points) -> int:
+    def hit(self, run: int, points: Points) -> int:
+        """Return the deepest point within the run."""
         return max((point for point in points if point <= run), default=0)
 
-    def points(self, number: int, run: int, hit: int, points: Points) -> Points:
+    def points(self, number: int, hit: int, parts: int, points: Points) -> Points:
+        """Add points to those of the chain, and drop some."""
         end = self.prompts.end(number)
-        if run > hit and 0 < run <= end:
-            points.setdefault(run, True)
+        if hit < parts <= end:
+            points.setdefault(parts, True)
         if self.interval:
             for point in range((hit // self.interval + 1) * self.interval, end + 1, self.interval):
                 points.setdefault(point, False)
@@ -179,8 +195,7 @@ class ResumePoints(Bound):
             index = point // self.interval
             wide = {
                 "none": True,
-                "doubling": point % self.interval != 0
-                or end // self.interval - index < 2 * (index & -index),
+                "doubling": point % self.interval != 0 or end // self.interval - index < 2 * (index & -index),
                 "squares": between >= self.interval and between**2 >= 4 * self.interval * since,
                 "halves": between >= max(self.interval, since / 2),
             }[self.thin]
@@ -207,15 +222,16 @@ class VllmRule(Bound):
         self._made = 0
 
     def serve(self, number: int) -> int:
+        """Run a prompt. Returns the blocks that it finds."""
         session, end = self.prompts.requests[number].session, self.prompts.end(number)
         run, _ = self.take(number)
         run = min(run, end)
         whole = {}
         for tail in self._tails_of.get(session, []):
             prompt, position = self._tails[tail]
-            if position <= run and self.order["tail", tail] == self.size:
-                if self.prompts.shared(prompt, number) >= position:
-                    whole[position] = tail
+            found = position <= min(run, self.prompts.shared(prompt, number))
+            if found and self.order["tail", tail] == self.size:
+                whole[position] = tail
         hit = max(whole, default=0)
         used = {whole[position] for position in {hit, end} & set(whole)}
         new = [position for position in sorted({run, end} - set(whole)) if position > hit]
@@ -241,6 +257,7 @@ class VllmRule(Bound):
         return hit
 
     def forget(self, number: int) -> None:
+        """Drop a prompt of which nothing is left."""
         super().forget(number)
         del self.order["prompt", number]
 
@@ -250,6 +267,7 @@ class VllmRule(Bound):
         self.used -= left
 
     def make_room(self, wanted: int) -> None:
+        """Evict prompts and tails until so many blocks are free."""
         over = self.used + wanted - self.blocks
         while over > 0:
             kind, oldest = next(iter(self.order))
