@@ -157,7 +157,7 @@ def measure(requests: list[list[int]]) -> Figures:
     figures |= {f"evict_{name}_ns": evict(evictable) for name, evictable in EVICTABLE.items()}
     for count, windows in GROUPED_SHAPES.items():
         name = f"groups_{count}"
-        figures[f"{name}_append_ns"] = decode(windows)["decode_ns"]
+        figures[f"{name}_append_mean_ns"] = decode(windows)["decode_ns"]
         figures[f"{name}_prefix_us"], figures[f"{name}_prefix_hit"] = prefix(grouped_prompts(), GROUPED_POOL, windows)
     return figures
 
