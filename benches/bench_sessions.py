@@ -18,10 +18,10 @@ Each kind of sessions has a goal, which is checked. `--rules` compares other rul
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,6 +90,8 @@ TRACE_BLOCK = 64
 STANDS = 2
 """Tokens that stand for a block of the trace."""
 AGENT_CHUNK = 2_048
+STATE_PAGE_KIB, STATE_TAIL = 320, 49
+"""Qwen3.5-35B-A3B, for the models only: full attention's bytes of 16 tokens; and its states, in blocks of the trace."""
 
 MODELS = {
     "gpt-oss-120b": Model(576, 128, 1, (10, 20), 0.03),
@@ -191,32 +193,39 @@ def agents(prompts: Prompts, model: Model, blocks: int, eviction: str) -> float:
     return found / total
 
 
-def rules(prompts: Prompts, blocks: int, tail: int) -> Iterator[tuple[str, float]]:
-    """Yield what each rule for points finds, by the model."""
-    for share in (0.025, 0.05, 0.1, 0.2, 0.4):
-        interval = max(1, round(tail / share))
-        for thin in ("none", "doubling", "halves", "squares"):
+def compare_rules(prompts: Prompts) -> None:
+    """Print what each rule for points finds, by the model."""
+    caches = [
+        (f"{name} {gib} GiB", model.blocks(gib) - model.working, model.tail)
+        for name, model in MODELS.items()
+        for gib in model.pools_gib
+    ]
+    caches += [(f"Qwen3.5-35B-A3B {gib} GiB", gib * (1 << 20) // STATE_PAGE_KIB // 4, STATE_TAIL) for gib in (5, 10)]
+    for name, blocks, tail in caches:
+        bound, vllm = Bound(prompts, blocks).hit_rate(), vllm_rule(prompts, blocks, tail)
+        print(f"{name}: bound {bound:.3f}, vLLM's rule {vllm:.3f}")
+        shares = itertools.product((0.025, 0.05, 0.1, 0.2, 0.4), ("none", "doubling", "halves", "squares"))
+        rules = {f"interval {share:.1%}, {thin}": (round(tail / share), thin) for share, thin in shares}
+        for rule, (interval, thin) in (rules | {"no interval": (0, "none")}).items():
             rate = ResumePoints(prompts, blocks, tail, interval, thin).hit_rate()
-            yield f"interval {share:.1%}, {thin}", rate
-    yield "no interval", ResumePoints(prompts, blocks, tail, 0).hit_rate()
+            print(f"    {rule:26} {rate:.3f} {rate - vllm:+.3f}", flush=True)
 
 
-def compare_agents(prompts: Prompts, *, eviction: str, only_rules: bool) -> tuple[dict[str, float], list[str]]:
+def vllm_rule(prompts: Prompts, blocks: int, tail: int) -> float:
+    """Return what vLLM's rule finds, with tails released before the full blocks or after them: the larger share."""
+    return max(VllmRule(prompts, blocks, tail, leaves=leaves).hit_rate() for leaves in (True, False))
+
+
+def compare_agents(prompts: Prompts, eviction: str) -> tuple[dict[str, float], list[str]]:
     """Print what each cache finds, of agent sessions. Returns the figures, and the goals missed."""
     figures, missed = {}, []
     for name, model in MODELS.items():
         for gib in model.pools_gib:
             blocks = model.blocks(gib)
-            for_all = blocks - model.working
-            bound = Bound(prompts, blocks).hit_rate()
-            vllm = max(VllmRule(prompts, for_all, model.tail, leaves=early).hit_rate() for early in (True, False))
+            at_rest = blocks - model.working
+            bound, vllm = Bound(prompts, blocks).hit_rate(), vllm_rule(prompts, at_rest, model.tail)
             print(f"{name} {gib} GiB: bound {bound:.3f}, vLLM's rule {vllm:.3f}", end="", flush=True)
-            if only_rules:
-                print()
-                for rule, rate in rules(prompts, for_all, model.tail):
-                    print(f"    {rule:26} {rate:.3f} {rate - vllm:+.3f}", flush=True)
-                continue
-            best = ResumePoints(prompts, for_all, model.tail, round(model.tail / SHARE)).hit_rate()
+            best = ResumePoints(prompts, at_rest, model.tail, round(model.tail / SHARE)).hit_rate()
             start = time.thread_time()
             ours = agents(prompts, model, blocks, eviction)
             spent = (time.thread_time() - start) * 1e6 / len(prompts.requests)
@@ -250,14 +259,18 @@ def main() -> None:
     parser.add_argument("--rules", action="store_true", help="only compare rules for points, by the model")
     parser.add_argument("--no-goals", action="store_true", help="do not stop with an error if a goal is missed")
     chosen = parser.parse_args()
-    figures, missed = ({}, []) if chosen.rules else compare_in_turn()
     trace = Path(os.environ.get("BLOCKYARD_TRACES", "../shared/traces")) / "claude_code.jsonl.gz"
-    if trace.exists():
-        prompts = agent_requests(trace, chosen.part)
-        found, missed_too = compare_agents(prompts, eviction=chosen.eviction, only_rules=chosen.rules)
-        figures, missed = figures | found, missed + missed_too
-    else:
+    prompts = agent_requests(trace, chosen.part) if trace.exists() else None
+    if prompts is None:
         print(f"bench_sessions: no agent sessions: {trace} is not there", file=sys.stderr)
+    elif chosen.rules:
+        compare_rules(prompts)
+    if chosen.rules:
+        return
+    figures, missed = compare_in_turn()
+    if prompts is not None:
+        found, missed_too = compare_agents(prompts, chosen.eviction)
+        figures, missed = figures | found, missed + missed_too
     keep(figures)
     if missed and not chosen.no_goals:
         sys.exit(f"bench_sessions: {len(missed)} goals are missed: {'; '.join(missed)}")
