@@ -29,13 +29,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import bench_groups
 import numpy as np
 from bench_defrag import MARGIN, MOVES, RUNNING, STARTS, THRESHOLD, AllocatorStep, Churn
 from bench_manager import allocate_and_free, decode, fork, swap
 from bench_prefix import evict, prompts, w_prefix
 from figures import keep
 from numpy.typing import NDArray
-from peers.common import EVICTABLE, POOLS, laps
+from peers.common import EVICTABLE, GROUPED_SHAPES, POOLS, grouped_prompts, laps
 
 from blockyard.allocators import BlockObserver
 
@@ -198,6 +199,12 @@ def ours(requests: list[NDArray[np.uint32]]) -> Figures:
     for name, fresh, moves in (("defrag_256k", True, MOVES), ("defrag_256k_kept", False, 512)):
         found[f"{name}_us"], moved = defrag(fresh=fresh, moves=moves)
         found[f"{name}_moves"] = [moved]
+    grouped = [np.array(prompt, np.uint32) for prompt in grouped_prompts()]
+    for count, windows in GROUPED_SHAPES.items():
+        shape = bench_groups.groups_of(windows)
+        least(f"groups_{count}_append_mean_ns", lambda: bench_groups.decode(shape)[0])  # noqa: B023
+        least(f"groups_{count}_prefix_us", lambda: bench_groups.w_prefix(shape, grouped)[0])  # noqa: B023
+        found[f"groups_{count}_prefix_hit"] = [bench_groups.w_prefix(shape, grouped)[1]]
     return found
 
 

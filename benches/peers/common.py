@@ -26,6 +26,12 @@ TAKEN = 250
 
 GROUP = 50
 
+GROUPED_SHAPES: dict[int, tuple[int | None, ...]] = {1: (None,), 2: (None, 128), 6: (None, *[1_024] * 5)}
+"""Windows of the groups of W-prefix with groups, by their number; None is full attention."""
+GROUPED_REQUESTS = 300
+GROUPED_POOL = 60_000
+"""Blocks, enough for all groups of all requests."""
+
 # The costs of a figure's laps; their mean is the figure.
 Figures = dict[str, list[float]]
 
@@ -34,6 +40,15 @@ def prompts() -> list[list[int]]:
     """W-prefix's prompts, from the file that the first argument names."""
     tokens: list[list[int]] = np.fromfile(sys.argv[1], "<u4").reshape(-1, 2048).tolist()
     return tokens
+
+
+def grouped_prompts() -> list[list[int]]:
+    """300 prompts of 2,048 tokens; 6 groups of 50 share their first 1,024 tokens."""
+    rng = random.Random(1)
+    prefixes = [[rng.randrange(32_000) for _ in range(1_024)] for _ in range(GROUPED_REQUESTS // GROUP)]
+    order = [number % len(prefixes) for number in range(GROUPED_REQUESTS)]
+    rng.shuffle(order)
+    return [prefixes[group] + [rng.randrange(32_000) for _ in range(1_024)] for group in order]
 
 
 def chains(evictable: int) -> Iterator[list[int]]:

@@ -1,7 +1,9 @@
 """vLLM V1's KVCacheManager, 0.33.0, on W-decode, W-prefix and W-evict; it neither forks nor swaps.
 
-One group of full attention. Called as its scheduler calls it; requests are made outside the measured time, but the
-hashes of their blocks (SHA-256, its default) inside. Block tables and slots are filled by its workers: not measured.
+One group of full attention, except for the figures of `groups_N`: full attention and windows, on W-decode and W-prefix
+with fewer prompts. They keep window blocks as vLLM's default does (`prefix_cache_retention_interval=0`). Called as its
+scheduler calls it; requests are made outside the measured time, but the hashes of their blocks (SHA-256, its default)
+inside. Block tables and slots are filled by its workers: not measured.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from common import (
     BLOCK_SIZE,
     EVICTABLE,
     GROUP,
+    GROUPED_POOL,
+    GROUPED_SHAPES,
     LIVE,
     POOLS,
     PROMPT,
@@ -23,6 +27,7 @@ from common import (
     TAKEN,
     Figures,
     chains,
+    grouped_prompts,
     groups,
     laps,
     prompts,
@@ -43,7 +48,12 @@ import torch  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request  # noqa: E402
 
 NUMBERS = itertools.count()
@@ -57,10 +67,16 @@ class _Pooling:
     skip_reading_prefix_cache = False
 
 
-def manager_of(blocks: int, *, caching: bool) -> Any:
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float16)
+def manager_of(blocks: int, *, caching: bool, windows: Sequence[int | None] = (None,)) -> Any:
+    shape = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float16}
+    specs = [
+        SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)
+        for window in windows
+    ]
     # One more: it keeps block 0 as its null block.
-    config = KVCacheConfig(blocks + 1, [], [KVCacheGroupSpec(["layer"], spec)])
+    config = KVCacheConfig(blocks + 1, [], [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)])
+    if len(specs) > 1:
+        config.prefix_cache_retention_interval = 0
     return KVCacheManager(config, 1 << 16, BLOCK_SIZE, BLOCK_SIZE, enable_caching=caching)
 
 
@@ -73,15 +89,15 @@ def start(manager: Any, request: Any, *, caching: bool) -> int:
     found, hits = None, 0
     if caching:
         request.block_hashes = HASHER(request)
-        found, hits, _ = manager.get_computed_blocks(request)
+        found, hits, request.shared_prefix_boundary = manager.get_computed_blocks(request)
     if manager.allocate_slots(request, request.num_prompt_tokens - hits, hits, found) is None:
         raise RuntimeError("the pool has too few blocks")
     request.num_computed_tokens = request.num_prompt_tokens
     return hits
 
 
-def decode() -> Figures:
-    manager = manager_of(32768, caching=False)
+def decode(windows: Sequence[int | None] = (None,)) -> Figures:
+    manager = manager_of(32768 * len(windows), caching=False, windows=windows)
     requests = [request_of([1] * PROMPT) for _ in range(SEQUENCES)]
 
     def tokens() -> Iterator[None]:
@@ -103,8 +119,10 @@ def decode() -> Figures:
     return {"decode_ns": appended, "allocate_ns": allocated, "free_ns": freed}
 
 
-def prefix(requests: list[list[int]], blocks: int) -> tuple[list[float], list[float]]:
-    manager = manager_of(blocks, caching=True)
+def prefix(
+    requests: list[list[int]], blocks: int, windows: Sequence[int | None] = (None,)
+) -> tuple[list[float], list[float]]:
+    manager = manager_of(blocks, caching=True, windows=windows)
     live: deque[Any] = deque()
     hits = 0
 
@@ -136,7 +154,12 @@ def measure(requests: list[list[int]]) -> Figures:
     figures = decode()
     for name, blocks in POOLS.items():
         figures[f"prefix_{name}_us"], figures[f"prefix_{name}_hit"] = prefix(requests, blocks)
-    return figures | {f"evict_{name}_ns": evict(evictable) for name, evictable in EVICTABLE.items()}
+    figures |= {f"evict_{name}_ns": evict(evictable) for name, evictable in EVICTABLE.items()}
+    for count, windows in GROUPED_SHAPES.items():
+        name = f"groups_{count}"
+        figures[f"{name}_append_mean_ns"] = decode(windows)["decode_ns"]
+        figures[f"{name}_prefix_us"], figures[f"{name}_prefix_hit"] = prefix(grouped_prompts(), GROUPED_POOL, windows)
+    return figures
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ from statistics import median
 from blockyard.traces import TraceRequest
 
 
-def at_a_time(requests: Sequence[TraceRequest], users: int, part: int | None = None) -> list[TraceRequest]:
+def at_a_time(
+    requests: Sequence[TraceRequest], users: int, part: int | None = None, apart: float | None = None
+) -> list[TraceRequest]:
     """Let `users` users work through sessions that all begin at 0, each of them one session after the other.
 
     Sessions come in random order, and keep their recorded times. The first ones begin one after the other, spread over
@@ -21,6 +23,7 @@ def at_a_time(requests: Sequence[TraceRequest], users: int, part: int | None = N
         requests: of an agent trace.
         users: sessions at a time.
         part: 0 or 1 for one half of the sessions, chosen at random; None for all.
+        apart: seconds between the beginnings of the first sessions, if not spread.
 
     Returns:
         The requests in order of arrival, without the answers that they wait for.
@@ -32,7 +35,8 @@ def at_a_time(requests: Sequence[TraceRequest], users: int, part: int | None = N
     random.Random(0).shuffle(order)
     if part is not None:
         order = order[part::2]
-    apart = median(session[-1].arrival for session in order) / users
+    if apart is None:
+        apart = median(session[-1].arrival for session in order) / users
     free = [user * apart for user in range(users)]
     found = []
     for session in order:

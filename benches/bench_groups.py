@@ -1,0 +1,151 @@
+"""The cost of cache groups: decode steps and prompts with 1 to 9 groups; thread-CPU time, minimum of repeats.
+
+    python benches/bench_groups.py [--check] [--repeats 9]
+
+Decode: `append` with tables kept for 256 sequences of equal length, in nanoseconds per sequence and step. Every 16th
+step takes blocks for all of them, so the mean step costs more than the median step. W-prefix: 300 prompts of 2,048
+tokens, of which 1,024 are shared by 50 prompts, 16 live at a time, in microseconds per prompt. `--check` stops with an
+error if a goal is missed. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+
+All group counts take turns within a repeat, so that they see the same load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections import deque
+from statistics import median
+
+import numpy as np
+from bench_prefix import LIVE, LRU
+from figures import keep
+from numpy.typing import NDArray
+from peers.common import BLOCK_SIZE, GROUPED_POOL, GROUPED_SHAPES, PROMPT, SEQUENCES, grouped_prompts
+
+from blockyard import BlockManager, CacheGroup
+from blockyard.types import Sequence as Handle
+
+STEPS, TIMED = 512, 112
+GOALS_NS = {1: 2.9, 2: 6.0, 5: 15.0, 9: 27.0}
+"""The median decode step, by number of groups."""
+GOAL_RATIO = 1.2
+"""W-prefix with 2 groups, over one group."""
+GOAL_US = 20.0
+"""W-prefix with 6 groups."""
+
+
+def groups_of(windows: tuple[int | None, ...]) -> list[CacheGroup]:
+    """Return groups of sliding windows; None is full attention, 0 a recurrent group."""
+    made = []
+    for window in windows:
+        if window is None:
+            made.append(CacheGroup.full_attention())
+        else:
+            made.append(CacheGroup.sliding_window(window) if window else CacheGroup.recurrent())
+    return made
+
+
+DECODED = {
+    1: groups_of((None,)),
+    2: groups_of((None, 128)),
+    5: groups_of((None, 128, 128, 0, 0)),
+    9: groups_of((None, *[128] * 4, *[0] * 4)),
+}
+
+
+def decode(groups: list[CacheGroup]) -> tuple[float, float]:
+    """Nanoseconds per sequence and step with tables: the mean, and the median step, which takes no blocks."""
+    width = (PROMPT + STEPS + TIMED) // BLOCK_SIZE
+    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=SEQUENCES * len(groups) * (width + 1), groups=groups)
+    sequences = manager.allocate(counts=np.full(SEQUENCES, PROMPT, dtype=np.uint32))
+    manager.complete(manager.take_decision().ticket)
+    slots = np.zeros(len(groups) * SEQUENCES, dtype=np.int64)
+    tables = np.zeros((len(groups) * SEQUENCES, width), dtype=np.int32)
+    start = time.thread_time_ns()
+    for _ in range(STEPS):
+        manager.append(sequences, block_tables=tables, out=slots)
+    mean = (time.thread_time_ns() - start) / STEPS
+    steps = []
+    for _ in range(TIMED):
+        start = time.perf_counter_ns()
+        manager.append(sequences, block_tables=tables, out=slots)
+        steps.append(time.perf_counter_ns() - start)
+    for group, table in enumerate(tables.reshape(len(groups), SEQUENCES, width)):
+        if not np.array_equal(table, manager.block_tables(sequences, group=group)):
+            raise AssertionError(f"the block table of group {group} is not what the manager says")
+    return mean / SEQUENCES, median(steps) / SEQUENCES
+
+
+def w_prefix(groups: list[CacheGroup], requests: list[NDArray[np.uint32]]) -> tuple[float, float]:
+    """Microseconds per prompt, and the share of tokens found."""
+    manager = BlockManager(
+        block_size=BLOCK_SIZE, device_blocks=GROUPED_POOL, watermark=0.0, groups=groups, prefix_caching=LRU
+    )
+    live: deque[Handle] = deque()
+    found = 0
+    start = time.thread_time_ns()
+    for prompt in requests:
+        if len(live) == LIVE:
+            manager.free(live.popleft())
+        sequence = manager.allocate(prompt)
+        found += sequence.cached_tokens
+        manager.complete(manager.take_decision().ticket)
+        manager.mark_computed(sequence)
+        live.append(sequence)
+    spent = time.thread_time_ns() - start
+    return spent / len(requests) / 1000, found / sum(map(len, requests))
+
+
+def figures(repeats: int) -> dict[str, float]:
+    """Return all figures by their names in BENCH_JSON."""
+    requests = [np.array(prompt, np.uint32) for prompt in grouped_prompts()]
+    shapes = {count: groups_of(windows) for count, windows in GROUPED_SHAPES.items()}
+    found: dict[str, float] = {}
+
+    def keep_least(name: str, value: float) -> None:
+        found[name] = min(found.get(name, value), value)
+
+    for _ in range(repeats):
+        for count, groups in DECODED.items():
+            mean, middle = decode(groups)
+            keep_least(f"groups_{count}_append_ns", middle)
+            keep_least(f"groups_{count}_append_mean_ns", mean)
+        for count, groups in shapes.items():
+            spent, hit = w_prefix(groups, requests)
+            keep_least(f"groups_{count}_prefix_us", spent)
+            found[f"groups_{count}_prefix_hit"] = hit
+    return found
+
+
+def missed(found: dict[str, float]) -> list[str]:
+    """Return the goals that the figures miss, in words."""
+    limits = {f"groups_{count}_append_ns": goal for count, goal in GOALS_NS.items()}
+    limits["groups_2_prefix_us"] = GOAL_RATIO * found["groups_1_prefix_us"]
+    limits["groups_6_prefix_us"] = GOAL_US
+    return [
+        f"{name} is {found[name]:.2f}, must be at most {limit:.2f}"
+        for name, limit in limits.items()
+        if found[name] > limit
+    ]
+
+
+def main() -> None:
+    """Measure, print, and add to BENCH_JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="stop with an error if a goal is missed")
+    parser.add_argument("--repeats", type=int, default=9)
+    chosen = parser.parse_args()
+    gc.disable()  # its walks would count against the next allocation
+    found = figures(chosen.repeats)
+    for name, value in found.items():
+        print(f"{name:26} {value:10.3f}")
+    keep(found)
+    if chosen.check and (over := missed(found)):
+        sys.exit(f"bench_groups: {'; '.join(over)}")
+
+
+if __name__ == "__main__":
+    main()
