@@ -76,6 +76,18 @@ def test_an_engine_may_join_the_epoch_that_its_refused_forget_was_to_end():
     assert not simulate_fleet(839, FleetOptions(work="serving", store="redis"), read_faults(faults)).broken
 
 
+def test_a_server_that_has_lost_what_follows_what_has_room_for_new_blocks():
+    faults = "crash:0:0.38:2.933,full:-1:1.663:16.401,repeat:0:2.438:2.534,node_loss:-1:2.474:0.021"
+    options = FleetOptions(work="serving", store="redis", engines=2)
+    assert not simulate_fleet(155, options, read_faults(faults)).broken
+
+
+def test_blocks_that_a_killed_sweep_has_left_are_listed_when_others_are_stored():
+    faults = "node_loss:-1:1.331:1.557,partition:1:1.891:8.439,update:-1:2.19:5.883,damage:-1:3.077:0.003"
+    options = FleetOptions(work="serving", store="redis", engines=2)
+    assert not simulate_fleet(124, options, read_faults(faults)).broken
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     seeds, options = planted(name, monkeypatch)
