@@ -66,6 +66,12 @@ def test_an_engine_killed_while_it_ends_its_requests_leaves_its_forget_to_its_ne
     assert not simulate_fleet(1045, FleetOptions(work="serving", store="redis"), read_faults(faults)).broken
 
 
+def test_an_engine_killed_while_it_forgets_serves_no_further_step():
+    faults = "crash:0:1.754:0.132,node_loss:-1:1.767:2.124,lossy:1:2.417:0.127,damage:-1:2.5:0.374"
+    options = FleetOptions(work="serving", store="redis", engines=2)
+    assert not simulate_fleet(225, options, read_faults(faults)).broken
+
+
 def test_an_engine_may_be_killed_while_it_probes_a_lost_node():
     faults = "partition:2:0.16:2.124,lossy:2:1.723:10.869,partition:1:3.494:0.039,crash:2:3.664:2.027"
     assert not simulate_fleet(721, FleetOptions(work="calls", store="cluster"), read_faults(faults)).broken
