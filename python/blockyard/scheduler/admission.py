@@ -15,6 +15,7 @@ from blockyard.scheduler.loop import Change
 from blockyard.scheduler.options import BlockNeeds
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, IdleSequences, RequestState, SequenceStatus
+from blockyard.scheduler.room_ahead import RoomAhead
 from blockyard.scheduler.rows import DONE, LENGTH, PRIORITY, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, StepBuilder
 from blockyard.scheduler.swapping import Swapping
@@ -43,6 +44,7 @@ class Admission:
 
     Attributes:
         ahead: loads their prompts before they start.
+        room: empties blocks for them before they start.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Admission:
         (self._group,) = manager.pool().groups
         most, in_order = rows.seats_left + LOOKED_AT, not max_overtakes
         self.ahead = LoadingAhead(manager, waiting, self._hashed, prefetch, change, most=most, in_order=in_order)
+        self.room = RoomAhead(manager, rows, waiting, self._hashed, builder.left)
         self._aside: list[IdleSequences] = []  # those taken out of the queue until `admit` ends
         self._max_overtakes = max_overtakes
         self._behind: IdleSequences | None = None  # the first swapped-out sequences, in `admit`
