@@ -102,6 +102,11 @@ class Case:
         """Requests that run at a time."""
         return WORKLOADS[self.workload][1]
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether there is no room to be made ahead: a loop that nearly fills a host of the device's size."""
+        return self.workload == "loop" and self.host < 2
+
     def trace(self) -> PackedTrace:
         """Make its requests."""
         total = (self.device + self.host_blocks) * (3 if self.store else 1)
@@ -122,9 +127,10 @@ class Row:
 
     def missed(self) -> list[str]:
         """Return the goals that it misses."""
-        goals = GOALS if self.case.host >= 2 else GOALS | {"ratio": SMALL_HOST}
-        low = [f"{name} {it:.3f} is below {goals[name]}" for name, it in self.figures.items() if it < goals.get(name, 0)]
-        return low + [f"{name} are above {most}" for name, most in MOST.items() if self.figures[name] > most]
+        least = GOALS if self.case.host >= 2 else GOALS | {"ratio": SMALL_HOST}
+        most, found = {} if self.case.is_tight else MOST, self.figures
+        low = [f"{name} {found[name]:.3f} is below {goal}" for name, goal in least.items() if found.get(name, 1) < goal]
+        return low + [f"{name} {found[name]:.3f} are above {goal}" for name, goal in most.items() if found[name] > goal]
 
     def __str__(self) -> str:
         case = self.case

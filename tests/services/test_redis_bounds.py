@@ -351,9 +351,7 @@ def test_a_quota_can_be_set_though_the_server_has_lost_which_blocks_may_go(serve
         assert put(store, chain(1, 6)) == [True] * 6
 
 
-def test_a_quota_can_be_filled_though_the_server_has_lost_whose_blocks_are_whose(
-    server: Server, client: "redis.Redis"
-):
+def test_a_quota_can_be_filled_though_the_server_has_lost_whose_blocks_are_whose(server: Server, client: "redis.Redis"):
     with opened(server) as store:
         store.set_quota(TENANT, 8)
         assert put(store, chain(0, 8)) == [True] * 8

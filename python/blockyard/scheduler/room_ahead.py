@@ -16,7 +16,7 @@ from blockyard.scheduler.rows import LENGTH, LIMIT, SequenceRows
 __all__ = ["RoomAhead"]
 
 _SOON: Final = 2
-"""A prompt starts soon if a sequence reaches its limit so many tokens after this step. Steps that decode are short."""
+"""A prompt starts soon if a sequence reaches its limit within as many tokens. Steps that only decode are short."""
 
 
 class RoomAhead:

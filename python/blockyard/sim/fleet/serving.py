@@ -266,8 +266,8 @@ class ServingEngine:
 
     def _step(self, life: _Life) -> None:
         """Serve one step, unless the engine was killed."""
-        scheduler = life.scheduler
-        if life.link.is_dead:
+        scheduler, was_killed = life.scheduler, life.link.is_dead
+        if was_killed:
             return
         if scheduler.num_unfinished:
             with scheduler.step() as step:
