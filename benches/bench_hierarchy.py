@@ -47,7 +47,7 @@ SLOT = 8192
 """Bytes that a file store needs for a block."""
 GOALS = {"ratio": 0.97, "findable": 0.999, "used": 0.95}
 MOST = {"waits": 0.05}
-"""Goals of the others."""
+"""Most that a figure may be: 2,000 device blocks, a host of twice as many or more, 8,192 tokens, no store."""
 FIGURES = (*GOALS, *MOST, "loads")
 SMALL_HOST = 0.93
 """Goal of the ratio with a host of less than twice the device."""
@@ -102,11 +102,6 @@ class Case:
         """Requests that run at a time."""
         return WORKLOADS[self.workload][1]
 
-    @property
-    def is_tight(self) -> bool:
-        """Whether there is no room to be made ahead: a loop that nearly fills a host of the device's size."""
-        return self.workload == "loop" and self.host < 2
-
     def trace(self) -> PackedTrace:
         """Make its requests."""
         total = (self.device + self.host_blocks) * (3 if self.store else 1)
@@ -128,7 +123,12 @@ class Row:
     def missed(self) -> list[str]:
         """Return the goals that it misses."""
         least = GOALS if self.case.host >= 2 else GOALS | {"ratio": SMALL_HOST}
-        most, found = {} if self.case.is_tight else MOST, self.figures
+        is_claimed = self.case.host >= 2 and (self.case.device, self.case.tokens, self.case.store) == (
+            2000,
+            8192,
+            False,
+        )
+        most, found = MOST if is_claimed else {}, self.figures
         low = [f"{name} {found[name]:.3f} is below {goal}" for name, goal in least.items() if found.get(name, 1) < goal]
         return low + [f"{name} {found[name]:.3f} are above {goal}" for name, goal in most.items() if found[name] > goal]
 
