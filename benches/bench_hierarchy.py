@@ -12,6 +12,9 @@ and more requests always wait. The bytes of each prompt are compared with its to
 - findable: share of the blocks held at the end that a prompt finds. The others fill the tiers for nothing.
 - used: with `--store`, the share of the blocks loaded from a file store that a prompt then hits. The store holds all
   blocks of three times as much traffic, and the one pool is as large as all three.
+- waits: how long steps wait until evicted blocks are copied to the host, over how long they compute, in a model of
+  PCIe 5 (`policies/bus.py`): 25 GB/s each way, blocks of 2 MiB, 40 us a token.
+- loads: the same for the blocks that steps load from the host. Each takes an eighth of the compute that it saves.
 
 It prints all rows, then fails if one misses a goal. Without options it serves a selection in minutes; `--all` serves
 every combination in hours. Other options replace values of one case: 2,000 device blocks, twice as many on the host,
@@ -43,6 +46,9 @@ from blockyard.traces import TraceRequest
 SLOT = 8192
 """Bytes that a file store needs for a block."""
 GOALS = {"ratio": 0.97, "findable": 0.999, "used": 0.95}
+MOST = {"waits": 0.05}
+"""Most that a figure may be: 2,000 device blocks, a host of twice as many or more, 8,192 tokens, no store."""
+FIGURES = (*GOALS, *MOST, "loads")
 SMALL_HOST = 0.93
 """Goal of the ratio with a host of less than twice the device."""
 WORKLOADS: dict[str, tuple[Callable[[int, int], fitting.Prompts], int]] = {
@@ -116,14 +122,21 @@ class Row:
 
     def missed(self) -> list[str]:
         """Return the goals that it misses."""
-        goals = GOALS if self.case.host >= 2 else GOALS | {"ratio": SMALL_HOST}
-        return [f"{name} {it:.3f} is below {goals[name]}" for name, it in self.figures.items() if it < goals[name]]
+        least = GOALS if self.case.host >= 2 else GOALS | {"ratio": SMALL_HOST}
+        is_claimed = self.case.host >= 2 and (self.case.device, self.case.tokens, self.case.store) == (
+            2000,
+            8192,
+            False,
+        )
+        most, found = MOST if is_claimed else {}, self.figures
+        low = [f"{name} {found[name]:.3f} is below {goal}" for name, goal in least.items() if found.get(name, 1) < goal]
+        return low + [f"{name} {found[name]:.3f} are above {goal}" for name, goal in most.items() if found[name] > goal]
 
     def __str__(self) -> str:
         case = self.case
         cells: list[object] = [case.workload, case.device, f"{case.host:g} x", case.policy, case.tokens]
         cells += ["yes" if case.store else "", self.device_hits, self.host_hits, self.pool_hits]
-        cells += [f"{self.figures[name]:.3f}" if name in self.figures else "" for name in GOALS]
+        cells += [f"{self.figures[name]:.3f}" if name in self.figures else "" for name in FIGURES]
         return "| " + " | ".join(map(str, [*cells, f"{self.seconds:.1f}"])) + " |"
 
 
@@ -142,7 +155,9 @@ def measure(case: Case) -> Row:
             tiers.serve()
             stats, best = tiers.manager.stats(), pool.manager.stats().hit_blocks
             assert best, f"{case} has no hits at all: it measures nothing"
+            bus = tiers.bus
             figures = {"ratio": stats.hit_blocks / best, "findable": tiers.findable()}
+            figures |= {"waits": bus.waited / bus.computed, "loads": bus.loaded / bus.computed}
             if tiers.cache is not None and tiers.cache.prefix_store is not None:
                 figures["used"] = tiers.used / max(1, tiers.cache.prefix_store.stats().hit_blocks)
     hits = (stats.hit_blocks - stats.loaded_blocks, stats.loaded_blocks, best)
@@ -181,14 +196,14 @@ def chosen_cases() -> tuple[list[Case], int | None]:
 def main() -> None:
     """Print the table; fail if a goal is missed."""
     todo, jobs = chosen_cases()
-    names = [*COLUMNS, *GOALS, "seconds"]
+    names = [*COLUMNS, *FIGURES, "seconds"]
     print("|", " | ".join(names), "|")
     print("|" + "---|" * len(names), flush=True)
     worst, missed = dict.fromkeys(GOALS, 1.0), []
     with open_executor(jobs, None) as executor:
         for row in map(measure, todo) if executor is None else executor.map(measure, todo):
             print(row, flush=True)
-            worst |= {name: min(worst[name], figure) for name, figure in row.figures.items()}
+            worst |= {name: min(worst[name], row.figures.get(name, 1.0)) for name in GOALS}
             missed += [f"{row.case}: {why}" for why in row.missed()]
     if "BENCH_JSON" in os.environ:
         from figures import keep  # noqa: PLC0415 (it refuses debug builds, whose hits are the same)

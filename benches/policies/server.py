@@ -15,6 +15,7 @@ from blockyard.prefix_store import Prefetch
 from blockyard.replay.packed import PackedTrace
 from blockyard.scheduler import Step
 from blockyard.types import HashedPrompt
+from policies.bus import Bus
 
 SIZE = 16
 """Tokens of a block."""
@@ -44,6 +45,7 @@ class Server:
         manager: the manager.
         cache: the cache; None without bytes.
         used: number of blocks that were loaded from the store for a request, and then used by it.
+        bus: what its steps wait for.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Server:
         self._trace, self._most, self._has_events = trace, users + WAITING, host > 0
         self._held: dict[bytes, int] = {}  # a bit for each tier that holds the key
         self._fetches: dict[int, list[tuple[int, Prefetch]]] = {}  # of waiting requests, each with the blocks before it
-        self.used = 0
+        self.used, self.bus = 0, Bus()
         self.cache: KVCache | None = None
         if has_bytes:
             if url is not None:
@@ -95,6 +97,7 @@ class Server:
             else:
                 with scheduler.step() as step:
                     self._compute(step)
+            self.bus.take(step)
             ended = scheduler.update(step, np.zeros(step.num_draws, np.uint32))
             if ended and self._store is not None:  # a real step takes longer than its writes
                 assert self._store.wait(60), "the store hangs"

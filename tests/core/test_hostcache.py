@@ -191,6 +191,20 @@ def test_blocks_that_are_being_copied_can_be_taken() -> None:
     assert manager.prefix.count_unfindable() == 2, "copied ahead, before the bound was reached"
 
 
+def test_a_step_that_takes_expected_blocks_copies_none_of_them_itself() -> None:
+    for expected in (0, 8):
+        manager = new_manager(device=16, host=112, host_copies_per_step=16)
+        manager.free([run(manager, list(range(100, 100 + 16 * SIZE)))])
+        manager.prefix.expect(expected)
+        assert sum(map(len, step(manager).swap_out)) == max(expected, 2), "at least an eighth of the device"
+        manager.allocate(counts=[8 * SIZE])
+        later = manager.take_decision()
+        assert (later.ticket in later.after) == (expected == 0)
+        manager.complete(later.ticket)
+        assert manager.prefix.lookup(list(range(100, 101 + 16 * SIZE))).tokens == 16 * SIZE
+        manager.check()
+
+
 def test_nothing_is_copied_where_prompts_do_not_look_on_the_host() -> None:
     caching = PrefixCaching(host=True)
     for groups in ([CacheGroup.sliding_window(8)], [CacheGroup.full_attention(), CacheGroup.sliding_window(8)]):
@@ -266,6 +280,8 @@ def test_offload_needs_copies_that_are_kept(caching: bool) -> None:
     for blocks in (0, 3):
         with pytest.raises(InvalidArgumentError, match=f"max_blocks is {blocks}, but .*PrefixCaching.host=True"):
             manager.prefix.offload(blocks)
+        with pytest.raises(InvalidArgumentError, match=f"num_blocks is {blocks}, but .*PrefixCaching.host=True"):
+            manager.prefix.expect(blocks)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "adaptive", "priority"])

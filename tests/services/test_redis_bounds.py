@@ -349,3 +349,25 @@ def test_a_quota_can_be_set_though_the_server_has_lost_which_blocks_may_go(serve
         assert len(values(client)) == 2
         store.set_quota(TENANT, 8)
         assert put(store, chain(1, 6)) == [True] * 6
+
+
+def test_a_quota_can_be_filled_though_the_server_has_lost_whose_blocks_are_whose(server: Server, client: "redis.Redis"):
+    with opened(server) as store:
+        store.set_quota(TENANT, 8)
+        assert put(store, chain(0, 8)) == [True] * 8
+        client.delete(*client.keys("*:owners"))
+        assert put(store, chain(1, 8)) == [True] * 8
+        assert store.quota(TENANT) == (8, 8)
+
+
+@pytest.mark.parametrize("lost", ["parents", "children", "parents children"])
+def test_new_blocks_find_room_though_the_server_has_lost_what_follows_what(
+    server: Server, client: "redis.Redis", lost: str
+):
+    with opened(server, 20) as store:
+        assert all(put(store, chain(0, 20)))
+        client.delete(*(key for name in lost.split() for key in client.keys(f"*:{name}")))
+        put(store, chain(1, 4))
+        eventually(lambda: swept(store, client))
+        assert all(put(store, chain(2, 12)))
+        assert len(values(client)) == 20

@@ -87,16 +87,16 @@ class ListsMachine(RuleBasedStateMachine):
                 pass
             self.model.set_quota(tenant, quota)
 
-    @rule(deleted=BLOCKS)
-    def lose_the_list_and_sweep(self, deleted: list[tuple[bytes, tuple[int, ...]]]):
-        """As when the server drops the list for want of memory: blocks without an entry are found again.
+    @rule(deleted=BLOCKS, lost=st.sampled_from((b"order", b"parents", b"children", b"parents children")))
+    def lose_a_list_and_sweep(self, deleted: list[tuple[bytes, tuple[int, ...]]], lost: bytes):
+        """As when the server drops a list for want of memory: blocks without an entry are found again.
 
         Some of them are deleted after the sweep has seen their names.
         """
-        if self.model.owners:
+        if self.model.owners or (lost != b"order" and not self.model.uses.keys() & set(self.model.parents.values())):
             return
         names = sorted(self.model.uses)
-        self.client.delete(PREFIX + b"order")
+        self.client.delete(*(PREFIX + each for each in lost.split()))
         self.model.uses.clear()
         self.put([deleted[0]], owned=False)
         gone = [name_of(*block) for block in deleted[1:]]

@@ -271,6 +271,8 @@ class Machine(World):
     def do_offload(self, rig: Rig, op: Op) -> None:
         if self.config.prefix == "host" and self.config.host:
             rig.manager.prefix.offload(1 + op.a % 6)
+            if op.b % 2:
+                rig.manager.prefix.expect(op.b % 12)
 
     def do_defragment(self, rig: Rig, op: Op) -> None:
         goal = GOALS[op.a % len(GOALS)]

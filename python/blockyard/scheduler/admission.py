@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import AllocStatus, BlockManager, HashedPrompt
-from blockyard.scheduler.loading_ahead import LOOKED_AT, LoadingAhead, place_of
+from blockyard.scheduler.loading_ahead import LOOKED_AT, LoadingAhead, RoomAhead, place_of
 from blockyard.scheduler.loop import Change
 from blockyard.scheduler.options import BlockNeeds
 from blockyard.scheduler.ranked_queue import RankedQueue
@@ -43,6 +43,7 @@ class Admission:
 
     Attributes:
         ahead: loads their prompts before they start.
+        room: empties blocks for them before they start.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Admission:
         (self._group,) = manager.pool().groups
         most, in_order = rows.seats_left + LOOKED_AT, not max_overtakes
         self.ahead = LoadingAhead(manager, waiting, self._hashed, prefetch, change, most=most, in_order=in_order)
+        self.room = RoomAhead(manager, rows, waiting, self._hashed, builder.left)
         self._aside: list[IdleSequences] = []  # those taken out of the queue until `admit` ends
         self._max_overtakes = max_overtakes
         self._behind: IdleSequences | None = None  # the first swapped-out sequences, in `admit`

@@ -238,6 +238,7 @@ class IdleSequences:
         handles: their handles, uint64 `[n]`; empty for a waiting sequence.
         forks: sequences that will fork off at the end of the prompt.
         hashed: its tokens with their prefix-cache keys, once computed.
+        blocks: device blocks that it takes, once looked up; see `RoomAhead`.
         fetch: the load of its beginning from a prefix store, once started.
         lease: number of the lease of its blocks, while it waits; see `LoadingAhead`.
         overtaken: requests behind it that started before it.
@@ -246,6 +247,7 @@ class IdleSequences:
     """
 
     __slots__ = (
+        "blocks",
         "fetch",
         "forks",
         "handles",
@@ -273,6 +275,7 @@ class IdleSequences:
         self.tokens = tokens
         self.handles = np.zeros(0, np.uint64) if handles is None else handles
         self.forks = forks
+        self.blocks: int | None = None
         self.hashed: HashedPrompt | None = None
         self.fetch: Fetch | None = None
         self.lease: int | None = None

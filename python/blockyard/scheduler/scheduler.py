@@ -345,6 +345,7 @@ class Scheduler:
             self._precedence.start_idle()
         if self._defragment is not None:
             self._defragment.plan(self.manager)
+        self._admission.room.expect()
         count_step(self._stats, self.manager, self._builder.tokens, is_away=bool(self._swapping))
         if self._loop is not None:
             decision = self._loop.steps.begin(by_layer=by_layer, prefetch=self._overlap_io)

@@ -66,6 +66,12 @@ def test_an_engine_killed_while_it_ends_its_requests_leaves_its_forget_to_its_ne
     assert not simulate_fleet(1045, FleetOptions(work="serving", store="redis"), read_faults(faults)).broken
 
 
+def test_an_engine_killed_while_it_forgets_serves_no_further_step():
+    faults = "crash:0:1.754:0.132,node_loss:-1:1.767:2.124,lossy:1:2.417:0.127,damage:-1:2.5:0.374"
+    options = FleetOptions(work="serving", store="redis", engines=2)
+    assert not simulate_fleet(225, options, read_faults(faults)).broken
+
+
 def test_an_engine_may_be_killed_while_it_probes_a_lost_node():
     faults = "partition:2:0.16:2.124,lossy:2:1.723:10.869,partition:1:3.494:0.039,crash:2:3.664:2.027"
     assert not simulate_fleet(721, FleetOptions(work="calls", store="cluster"), read_faults(faults)).broken
@@ -74,6 +80,18 @@ def test_an_engine_may_be_killed_while_it_probes_a_lost_node():
 def test_an_engine_may_join_the_epoch_that_its_refused_forget_was_to_end():
     faults = "full:-1:1.231:2.522,failover:-1:2.276:0.267,clock:0:2.497:2.366,full:-1:3.274:2.35"
     assert not simulate_fleet(839, FleetOptions(work="serving", store="redis"), read_faults(faults)).broken
+
+
+def test_a_server_that_has_lost_what_follows_what_has_room_for_new_blocks():
+    faults = "crash:0:0.38:2.933,full:-1:1.663:16.401,repeat:0:2.438:2.534,node_loss:-1:2.474:0.021"
+    options = FleetOptions(work="serving", store="redis", engines=2)
+    assert not simulate_fleet(155, options, read_faults(faults)).broken
+
+
+def test_blocks_that_a_killed_sweep_has_left_are_listed_when_others_are_stored():
+    faults = "node_loss:-1:1.331:1.557,partition:1:1.891:8.439,update:-1:2.19:5.883,damage:-1:3.077:0.003"
+    options = FleetOptions(work="serving", store="redis", engines=2)
+    assert not simulate_fleet(124, options, read_faults(faults)).broken
 
 
 @pytest.mark.parametrize("name", PLANTED)

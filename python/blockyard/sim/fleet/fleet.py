@@ -459,8 +459,7 @@ class _Fleet:
                 self._require(until, f"engine {engine.number} does not find what it has stored")
         while isinstance(self.server, RedisServer) and self.server.num_unlisted():
             self._require(until + _SWEEP_SECONDS, f"{self.server.num_unlisted()} blocks are in no list")
-            if isinstance(self.server, RedisCluster):
-                self.engines[0].forget(None)  # names of another epoch are in other segments
+            self.engines[0].forget(None)  # new blocks ask for a sweep, in a cluster in other segments
             self.engines[0].works()
 
     def _require(self, until: float, what: str) -> None:

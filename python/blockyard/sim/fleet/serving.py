@@ -265,8 +265,10 @@ class ServingEngine:
         self._say(f"request {name}: {prompt}, {max_tokens} tokens")
 
     def _step(self, life: _Life) -> None:
-        """Serve one step."""
-        scheduler = life.scheduler
+        """Serve one step, unless the engine was killed."""
+        scheduler, was_killed = life.scheduler, life.link.is_dead
+        if was_killed:
+            return
         if scheduler.num_unfinished:
             with scheduler.step() as step:
                 read, sampled = self._compute(life, step)

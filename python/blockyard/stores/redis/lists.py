@@ -7,7 +7,7 @@ blocks, and no client's clock matters.
 |---|---|
 | `order` | sorted set: names of blocks by their last use, numbered by the server, plus `_INNER` if a block follows it |
 | `parents`, `children` | hashes: the preceding block of a block, and how many blocks follow a block |
-| `listed` | exists once a sweep has listed every block; a block that arrives while `order` is empty deletes it |
+| `listed` | exists once a sweep has listed every block; a put that finds one of the above lost deletes it and them |
 | `sweeper` | the sweep that is under way, and the server that carries it out |
 | `quotas`, `held` | hashes: the quota of each tenant, and the number of blocks it has |
 | `owners` | hash: the tenant of a block, and the preceding block of its prompt |
@@ -59,6 +59,7 @@ local function add_inner() end
 local function note_children() end
 local function touch_leaves() end
 local function disown() end
+local function is_list_lost() return false end
 """
 
 _PARENTS: Final = """
@@ -147,7 +148,17 @@ local function disown(name)
     redis.call('ZADD', leaves(tenant), use_of(parent) or 0, parent)
   end
 end
-"""
+
+-- Without the lists that lower them again, counts would protect blocks, or fill quotas, forever.
+local function is_list_lost()
+  if redis.call('EXISTS', owners) == 0 then
+    for _, tenant in ipairs(redis.call('HKEYS', held)) do redis.call('DEL', leaves(tenant)) end
+    redis.call('DEL', held, kids)
+  end
+  local there = redis.call('EXISTS', parents, children)
+  return there == 1 or (there == 0 and (inner or 0) >= INNER)
+end
+""".replace("INNER", str(_INNER))
 
 _DROPPING: Final = """
 local has_dropped = false
@@ -201,9 +212,9 @@ end
 # ARGV: maximum number of blocks, number of names, the names, and their owners if they have any. Returns whether a sweep
 # is due, whether quotas exist, and the indexes of the blocks that were not kept.
 _SETTLE: Final = """
-if not last then
-  -- The sweeper may have filled the list that was lost.
-  redis.call('DEL', prefix .. 'listed', prefix .. 'sweeper', prefix .. 'parents', prefix .. 'children')
+if is_list_lost() or not last then
+  -- None of these says enough without the others. The sweeper may have filled the list that was lost.
+  redis.call('UNLINK', order, prefix .. 'listed', prefix .. 'sweeper', prefix .. 'parents', prefix .. 'children')
 end
 local count, uses, names = tonumber(ARGV[2]), {}, {}
 for i = 1, count do

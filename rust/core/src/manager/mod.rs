@@ -297,6 +297,20 @@ impl Manager {
         Ok(self.step().offload_cached(count))
     }
 
+    /// Announces that prompts which start soon will take `count` device blocks. The step that ends next empties as many,
+    /// at most a sixteenth of device and host or half of what the host is larger, so that the steps in which they start
+    /// need not wait for copies.
+    ///
+    /// # Errors
+    /// Host copies are not kept.
+    pub fn expect_blocks(&mut self, count: usize) -> Result<()> {
+        if !self.keeps_host_copies() {
+            return Err(invalid("blocks to expect", count as i128, "0 unless host copies are kept".to_owned()));
+        }
+        self.tiers.expect(count);
+        Ok(())
+    }
+
     /// Number of cached blocks that no prompt can find, since one before them was lost or dropped; 0 without host copies.
     /// The time grows with both tiers.
     #[must_use]

@@ -27,7 +27,8 @@ impl Manager {
         let Self { tiers, transfers, defrag, jobs, sequences, .. } = self;
         let mut step = OpenStep { tiers, transfers, jobs };
         if step.tiers.keeps_host_copies() {
-            step.offload_ahead(sequences.blocks_of_next_chunks());
+            let expected = step.tiers.take_expected();
+            step.offload_ahead(sequences.blocks_of_next_chunks() + expected);
         }
         step.tiers.end_host_copies();
         step.cut_off();

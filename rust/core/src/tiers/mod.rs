@@ -30,6 +30,10 @@ use std::time::Duration;
 /// Steps keep one block in this many, of both tiers, ready to be taken.
 const RESERVE: usize = 64;
 
+/// One block in this many, of both tiers, may be emptied for prompts that start soon, and more where the host is larger
+/// than the device: a loop that no longer fits the tiers has no hits.
+const EXPECTED: usize = 16;
+
 /// The pools of the three tiers.
 #[derive(Debug, Clone)]
 pub(crate) struct Tiers {
@@ -42,6 +46,8 @@ pub(crate) struct Tiers {
     host_copies_per_step: u32,
     /// How many the open step copies.
     host_copies: u32,
+    /// Device blocks that prompts will take which start soon.
+    expected: usize,
     /// Evicted blocks that are being copied, by segment or level.
     arriving: [usize; RANKS],
     /// Which blocks prompts can find.
@@ -80,6 +86,7 @@ impl Tiers {
             tenants: Tenants::default(),
             host_copies_per_step: 0,
             host_copies: 0,
+            expected: 0,
             arriving: [0; RANKS],
             chains: Chains::default(),
             block_size,
@@ -512,6 +519,17 @@ impl Tiers {
     /// Counts copied blocks of the open step.
     pub(crate) fn note_host_copies(&mut self, count: usize) {
         self.host_copies = self.host_copies.saturating_add(u32::try_from(count).unwrap_or(u32::MAX));
+    }
+
+    /// Announces device blocks that prompts will take which start soon; holds for the open step.
+    pub(crate) fn expect(&mut self, count: usize) {
+        let (device, host) = (self.device().len(), self.host().len());
+        self.expected = count.min(((device + host) / EXPECTED).max(host.saturating_sub(device) / 2));
+    }
+
+    /// The announced blocks, once.
+    pub(crate) fn take_expected(&mut self) -> usize {
+        std::mem::take(&mut self.expected)
     }
 
     /// Counts those of the next step from 0.

@@ -212,6 +212,26 @@ impl PyPrefix {
         manager.offload_cached(max_blocks as usize).map_err(to_py)
     }
 
+    /// Announce device blocks that prompts will take which start in one of the next steps.
+    ///
+    /// The decision that is taken next empties as many, beside those for the next chunks of running prompts: it copies
+    /// what they hold to the host (`swap_out`). The step in which the prompts start then need not wait for these copies.
+    /// At most a sixteenth of device and host are emptied, or half of what the host is larger than the device.
+    /// `Scheduler` does this.
+    ///
+    /// Args:
+    ///     num_blocks: number of blocks; replaces what was announced for the same decision.
+    /// Raises:
+    ///     InvalidArgumentError: the manager has no `PrefixCaching(host=True)`.
+    fn expect(&self, #[pyo3(from_py_with = args::num_blocks)] num_blocks: u32) -> PyResult<()> {
+        let mut manager = self.0.lock();
+        if !manager.keeps_host_copies() {
+            let only = "but only a manager with PrefixCaching(host=True) keeps copies on the host";
+            return Err(invalid(format!("num_blocks is {num_blocks}, {only}")));
+        }
+        manager.expect_blocks(num_blocks as usize).map_err(to_py)
+    }
+
     /// Set how long the blocks of sequences stay cached after they are freed, for `eviction="priority"`.
     ///
     /// Each level adds the time that it takes to evict the whole pool once. A shared block has its highest priority.
