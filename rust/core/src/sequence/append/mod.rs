@@ -142,7 +142,6 @@ impl Sequences {
         let mut work = std::mem::take(&mut self.work);
         let pass = if batch.tables.is_some() { pass::<true> } else { pass::<false> };
         let passed = pass(&mut self.rows, self.groups.growing().len(), step.transfers.open(), &mut batch, &mut work);
-        work.slow.truncate(passed.slow);
         let result = if passed.rows < batch.sequences.len() {
             // An error in an earlier row takes precedence, as if the rows were served one after the other.
             let repeated = Error::RepeatedSequence { sequence: batch.sequences[passed.rows] };
@@ -206,9 +205,10 @@ impl Sequences {
                     let row = self.rows.get(sequence)?;
                     *ends = count == 1 && batch.lookahead == 0 && ends_block(row, self.block_size);
                 }
-                let need = match *ends {
-                    true => Need { blocks: 1, entries: 1 },
-                    false => self.need(view, TableId { sequence, group }, count, batch.lookahead, shared)?,
+                let need = if *ends {
+                    Need { blocks: 1, entries: 1 }
+                } else {
+                    self.need(view, TableId { sequence, group }, count, batch.lookahead, shared)?
                 };
                 // All growing tables of a row have the same length.
                 if let (Some(tables), 0) = (&batch.tables, group) {
@@ -293,7 +293,7 @@ impl Sequences {
 
     /// Undoes the first pass for the rows before `passed`.
     #[cold]
-    fn undo(&mut self, batch: &Batch<'_>, &Passed { rows, before, .. }: &Passed, work: &Work) {
+    fn undo(&mut self, batch: &Batch<'_>, &Passed { rows, before }: &Passed, work: &Work) {
         let mut slow = work.slow.iter().map(|slow| slow.index).peekable();
         for (i, &sequence) in batch.sequences[..rows].iter().enumerate() {
             if slow.next_if_eq(&i).is_none() {
@@ -434,12 +434,11 @@ impl Sequences {
             let Some(&block) = self.rows.table(id).table.get(index as usize) else { return false };
             // Writing a block that a transfer still reads must be recorded, which the first pass does not do. If
             // nothing is written yet, the block may also be linked to a copy in another tier.
-            device.block(block).is_exclusive()
-                && !device.block(block).is_read_ahead()
-                // Only the second pass checks whether the state at the end of a block is the last that this step writes.
-                && !(ends && self.is_recurrent(id))
-                // Nor may it write a block that is being moved.
-                && !device.is_moving(block)
+            let own = device.block(block).is_exclusive() && !device.block(block).is_read_ahead();
+            // Only the second pass checks whether the state at the end of a block is the last that this step writes.
+            let awaits = ends && self.is_recurrent(id);
+            // Nor may it write a block that is being moved.
+            own && !awaits && !device.is_moving(block)
         })
     }
 
