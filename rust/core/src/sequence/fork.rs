@@ -42,7 +42,7 @@ impl Sequences {
 
     /// Opens rows with all that a sequence has, except its tables.
     fn fork_row(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) {
-        let begun = self.begun.contains(&sequence);
+        let begun = self.begun.contains(sequence);
         for _ in 0..count {
             let child = self.open_child(sequence);
             self.rows.follow_as(child, sequence);

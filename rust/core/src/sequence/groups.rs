@@ -123,7 +123,7 @@ impl Sequences {
         if !self.is_recurrent(id) {
             return 0..0;
         }
-        let (row, begun) = (self.rows.at(id.sequence), self.begun.contains(&id.sequence));
+        let (row, begun) = (self.rows.at(id.sequence), self.begun.contains(id.sequence));
         Group::Recurrent.passed_over(row.len, count, self.rows.table(id).table.len(), begun, self.block_size)
     }
 
@@ -131,7 +131,7 @@ impl Sequences {
     pub(super) fn pass(&mut self, step: &mut OpenStep<'_>, id: TableId, count: u32) {
         let (open, size) = (step.transfers.open(), u64::from(self.block_size));
         let passed = self.passed_over(id, count);
-        let begun = self.begun.contains(&id.sequence);
+        let begun = self.begun.contains(id.sequence);
         let Row { len: tokens, written, .. } = *self.rows.at(id.sequence);
         let row = self.rows.table_mut(id);
         let len = u64::from(tokens);

@@ -12,7 +12,7 @@ pub(super) struct Marks {
 
 impl Marks {
     #[inline]
-    pub(super) fn contains(&self, sequence: &SequenceId) -> bool {
+    pub(super) fn contains(&self, sequence: SequenceId) -> bool {
         self.marks.get(sequence.row() as usize) == Some(&true)
     }
 
@@ -50,10 +50,10 @@ mod tests {
         marks.insert(a);
         marks.insert(b);
         marks.remove(a);
-        assert!(!marks.contains(&a) && marks.contains(&b));
-        assert!(!marks.contains(&SequenceId::new(1, 3, 1)) && !marks.contains(&SequenceId::new(1, 9, 1)));
+        assert!(!marks.contains(a) && marks.contains(b));
+        assert!(!marks.contains(SequenceId::new(1, 3, 1)) && !marks.contains(SequenceId::new(1, 9, 1)));
         marks.insert(a);
         marks.clear();
-        assert!(!marks.contains(&a) && !marks.contains(&b));
+        assert!(!marks.contains(a) && !marks.contains(b));
     }
 }

@@ -143,7 +143,6 @@ impl Sequences {
         let mut work = std::mem::take(&mut self.work);
         let pass = if batch.tables.is_some() { pass::<true> } else { pass::<false> };
         let passed = pass(&mut self.rows, self.groups.growing().len(), step.transfers.open(), &mut batch, &mut work);
-        work.slow.truncate(passed.slow);
         let result = if passed.rows < batch.sequences.len() {
             // An error in an earlier row takes precedence, as if the rows were served one after the other.
             let repeated = Error::RepeatedSequence { sequence: batch.sequences[passed.rows] };
@@ -298,7 +297,7 @@ impl Sequences {
 
     /// Undoes the first pass for the rows before `passed`.
     #[cold]
-    fn undo(&mut self, batch: &Batch<'_>, &Passed { rows, before, .. }: &Passed, work: &Work) {
+    fn undo(&mut self, batch: &Batch<'_>, &Passed { rows, before }: &Passed, work: &Work) {
         let mut slow = work.slow.iter().map(|slow| slow.index).peekable();
         for (i, &sequence) in batch.sequences[..rows].iter().enumerate() {
             if slow.next_if_eq(&i).is_none() {
@@ -457,12 +456,11 @@ impl Sequences {
             let Some(&block) = self.rows.table(id).table.get(index as usize) else { return false };
             // Writing a block that a transfer still reads must be recorded, which the first pass does not do. If
             // nothing is written yet, the block may also be linked to a copy in another tier.
-            device.block(block).is_exclusive()
-                && !device.block(block).is_read_ahead()
-                // Only the second pass checks whether the state at the end of a block is the last that this step writes.
-                && !(ends && self.is_recurrent(id))
-                // Nor may it write a block that is being moved.
-                && !device.is_moving(block)
+            let own = device.block(block).is_exclusive() && !device.block(block).is_read_ahead();
+            // Only the second pass checks whether the state at the end of a block is the last that this step writes.
+            let awaits = ends && self.is_recurrent(id);
+            // Nor may it write a block that is being moved.
+            own && !awaits && !device.is_moving(block)
         })
     }
 

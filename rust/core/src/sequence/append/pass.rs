@@ -51,11 +51,9 @@ impl Work {
     }
 }
 
-/// Result of the first pass: the rows seen, fewer than all if one is named twice, and those deferred to the second
-/// pass.
+/// Result of the first pass: the rows seen, fewer than all if one is named twice.
 pub(in crate::sequence) struct Passed {
     pub(in crate::sequence) rows: usize,
-    pub(in crate::sequence) slow: usize,
     /// Step in which all rows of the first pass were last written, so that the pass can be undone.
     pub(in crate::sequence) before: TicketId,
 }
@@ -74,8 +72,9 @@ pub(in crate::sequence) fn pass<const TABLES: bool>(
     work: &mut Work,
 ) -> Passed {
     let count = batch.sequences.len();
-    work.slow.resize(count, Slow { index: 0, at: 0 });
-    let first = First { entries: rows.entries(), groups, open, left: Left { slow: &mut work.slow, len: 0 } };
+    work.slow.clear();
+    work.slow.reserve(count);
+    let first = First { entries: rows.entries(), groups, open, slow: &mut work.slow };
     match (batch.counts, batch.lookahead) {
         (Counts::All(1), 0) if groups == 1 => first.one::<TABLES>(batch.sequences, batch.slots),
         (Counts::All(1), 0) => first.one_in_each::<TABLES>(batch.sequences, batch.slots),
@@ -89,36 +88,21 @@ struct First<'a> {
     /// Growing groups.
     groups: usize,
     open: TicketId,
-    left: Left<'a>,
-}
-
-/// Rows deferred to the second pass.
-struct Left<'a> {
-    slow: &'a mut [Slow],
-    len: usize,
-}
-
-impl Left<'_> {
-    #[inline]
-    fn push(&mut self, index: usize, at: usize) {
-        if let Some(slow) = self.slow.get_mut(self.len) {
-            *slow = Slow { index, at };
-            self.len += 1;
-        }
-    }
+    /// Rows deferred to the second pass.
+    slow: &'a mut Vec<Slow>,
 }
 
 impl First<'_> {
     /// One token per row of one group, as in every decode step: the hottest loop, where each instruction counts.
     #[inline(never)]
     fn one<const TABLES: bool>(self, sequences: &[SequenceId], slots: &mut [i64]) -> Passed {
-        let Self { entries: Entries { rows, epoch, .. }, open, mut left, .. } = self;
+        let Self { entries: Entries { rows, epoch, .. }, open, slow, .. } = self;
         let (mut index, mut before) = (0_usize, NEVER);
         for (&sequence, slot) in sequences.iter().zip(slots) {
             match rows.get_mut(sequence.row() as usize) {
                 Some(row) if row.id == sequence => {
                     if row.stamp == epoch {
-                        return Passed { rows: index, slow: left.len, before };
+                        return Passed { rows: index, before };
                     }
                     row.stamp = epoch;
                     if is_synced::<TABLES>(&row.first) && row.len < row.writable && joins(row, &mut before) {
@@ -126,27 +110,27 @@ impl First<'_> {
                         row.written = open;
                         row.len = row.len.wrapping_add(1);
                     } else {
-                        left.push(index, index);
+                        slow.push(Slow { index, at: index });
                     }
                 }
-                _ => left.push(index, index),
+                _ => slow.push(Slow { index, at: index }),
             }
             index = index.wrapping_add(1);
         }
-        Passed { rows: index, slow: left.len, before }
+        Passed { rows: index, before }
     }
 
     /// One token per row of several groups.
     #[inline(never)]
     fn one_in_each<const TABLES: bool>(self, sequences: &[SequenceId], slots: &mut [i64]) -> Passed {
-        let Self { entries: Entries { rows, others, per_row, epoch }, groups, open, mut left } = self;
+        let Self { entries: Entries { rows, others, per_row, epoch }, groups, open, slow } = self;
         let (count, mut before) = (sequences.len(), NEVER);
         for (index, &sequence) in sequences.iter().enumerate() {
             let at = sequence.row() as usize;
             match (rows.get_mut(at), others.get(at * per_row..at * per_row + groups - 1)) {
                 (Some(row), Some(others)) if row.id == sequence => {
                     if row.stamp == epoch {
-                        return Passed { rows: index, slow: left.len, before };
+                        return Passed { rows: index, before };
                     }
                     row.stamp = epoch;
                     let synced = is_synced::<TABLES>(&row.first) && others.iter().all(is_synced::<TABLES>);
@@ -158,19 +142,19 @@ impl First<'_> {
                         row.written = open;
                         row.len = row.len.wrapping_add(1);
                     } else {
-                        left.push(index, index);
+                        slow.push(Slow { index, at: index });
                     }
                 }
-                _ => left.push(index, index),
+                _ => slow.push(Slow { index, at: index }),
             }
         }
-        Passed { rows: count, slow: left.len, before }
+        Passed { rows: count, before }
     }
 
     /// Any number of tokens per row, and lookahead.
     #[inline(never)]
     fn several<const TABLES: bool>(self, batch: &mut Batch<'_>) -> Passed {
-        let Self { entries: Entries { rows, others, per_row, epoch }, groups, open, mut left } = self;
+        let Self { entries: Entries { rows, others, per_row, epoch }, groups, open, slow } = self;
         let (mut at, mut before, tokens) = (0, NEVER, batch.slots.len() / groups);
         for (index, &sequence) in batch.sequences.iter().enumerate() {
             let count = batch.counts.at(index);
@@ -179,7 +163,7 @@ impl First<'_> {
             match (rows.get_mut(sequence.row() as usize), others.get(others_at..others_at + groups - 1)) {
                 (Some(row), Some(others)) if row.id == sequence => {
                     if row.stamp == epoch {
-                        return Passed { rows: index, slow: left.len, before };
+                        return Passed { rows: index, before };
                     }
                     row.stamp = epoch;
                     if is_synced::<TABLES>(&row.first)
@@ -198,14 +182,14 @@ impl First<'_> {
                         row.written = open;
                         row.len += count;
                     } else {
-                        left.push(index, at);
+                        slow.push(Slow { index, at });
                     }
                 }
-                _ => left.push(index, at),
+                _ => slow.push(Slow { index, at }),
             }
             at = end;
         }
-        Passed { rows: batch.sequences.len(), slow: left.len, before }
+        Passed { rows: batch.sequences.len(), before }
     }
 }
 

@@ -242,6 +242,9 @@ pub(crate) struct Row {
     pub(crate) priority: u8,
 }
 
+// A cache line for a table, and two for a row.
+const _: () = assert!(size_of::<GroupTable>() == 64 && size_of::<Row>() == 128);
+
 /// What the prefix cache knows of a row. Every token is hashed once.
 #[derive(Debug, Clone)]
 pub(crate) struct RowKeys {
@@ -420,7 +423,7 @@ impl SequenceRows {
         let row = &mut self.entries[index as usize];
         let id = SequenceId::new(self.manager, index, row.id.generation() + 1);
         let first = std::mem::replace(&mut row.first, GroupTable::unused());
-        *row = Row { id, tier, first, ..Row::unused() };
+        *row = Row { id, first, tier, ..Row::unused() };
         id
     }
 
