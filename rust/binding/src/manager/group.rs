@@ -40,7 +40,8 @@ impl PyCacheGroup {
         Self(Group::Full)
     }
 
-    /// The token itself and the `window - 1` before it; earlier blocks are freed.
+    /// The token itself and the `window - 1` before it; earlier blocks are freed. The prefix cache keeps those of a
+    /// window at resume points only.
     #[staticmethod]
     fn sliding_window(#[pyo3(from_py_with = args::window)] window: u32) -> Self {
         Self(Group::SlidingWindow { window })

@@ -106,7 +106,8 @@ impl PyBlockManager {
     ///         only if the extras of its tokens and of all before them are equal. Those of tokens that `append` adds
     ///         count too: the sequence and its forks keep them. One list for all prompts, or a list with one for each.
     ///     chunk_tokens: maximum tokens beyond the cached ones to take blocks for; `next_chunk` and `append` add the
-    ///         rest. None: all at once.
+    ///         rest. None: all at once, which is refused for a prompt longer than a block in a recurrent group with prefix
+    ///         caching: the state at its last block's end would not be kept.
     ///     encoder_tokens: tokens of each sequence's encoder, if there is a group with cross attention.
     ///     preempted: whether the prompts were admitted before and lost their blocks, for instance by a preemption.
     ///         `ManagerStats` counts the hits of first admissions only.
