@@ -31,7 +31,6 @@ from blockyard.scheduler import (
 )
 from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.admission import Admission
-from blockyard.scheduler.options import capacity
 from blockyard.scheduler.request import IdleSequences, RequestState
 from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, LateMemory
@@ -557,7 +556,7 @@ class RefusesWithoutFreeing(Scheduler):
 class RefusesWhatFits(Scheduler):
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
         lack = super()._lack_of_room(state)
-        wanted, room = self._needs.to_end(state), capacity(self._device)
+        wanted, room = self._needs.to_end(state), self._needs.usable(self._device)
         return lack or (OutOfBlocksError("a block too many", "device", wanted + 1, room) if wanted == room else None)
 
 

@@ -79,8 +79,9 @@ class Step:
         query_start_loc: start of each row's tokens in `token_ids`, and the end of the last, int32 `[n + 1]`.
         token_ids: tokens to compute, row by row, uint32 `[t]`. An unfilled draft token repeats the token before it.
         slot_mapping: slot for each token's keys and values, int64 `[t]`, without repeats; of a recurrent state, only
-            those of a row's last token count.
+            those of a row's last token count. With several cache groups `[groups, t]`.
         block_tables: device blocks of each row, int32 `[n, max_blocks]`. Entries beyond a row's blocks are undefined.
+            With several cache groups `[groups, n, max_blocks]`. Blocks that a window or a state has left are block 0.
         extra_rows: rows that yield one more token, int32 `[e]`: each row once per sequence that forks off its prompt.
         num_draft_tokens: number of draft tokens in the decoding rows.
         void: rows whose tokens `update` will drop because bytes were lost, bool `[n]`; None if there are none. Set by
@@ -188,7 +189,7 @@ class Step:
             tokens[end - count : end] = draft
         starts = np.zeros(self.rows + 1, np.int32)
         starts[1:] = ends
-        self.query_start_loc, self.token_ids, self.slot_mapping = starts, tokens, self.slot_mapping[kept]
+        self.query_start_loc, self.token_ids, self.slot_mapping = starts, tokens, self.slot_mapping[..., kept]
         self.num_draft_tokens = int(counts.sum())
 
     def draws(self) -> list[Draw]:
@@ -259,10 +260,11 @@ class StepBuilder:
         max_tokens: token budget of a step; prompts get no tokens beyond it.
         max_rows: maximum number of rows in a step.
         num_lookahead_tokens: maximum number of draft tokens in a row.
+        groups: number of cache groups.
 
     Attributes:
         token_ids: uint32 `[max_tokens + max_rows * (1 + num_lookahead_tokens)]`.
-        slots: int64, same length.
+        slots: int64, same length for each group.
         tokens: number of entries in use in both.
         drafts: number of draft slots in each decoding row, int64 `[decodes]`; None without lookahead.
         counts: number of tokens of each row in prefill.
@@ -270,10 +272,10 @@ class StepBuilder:
         ends: position after the last.
     """
 
-    def __init__(self, max_tokens: int, max_rows: int, num_lookahead_tokens: int) -> None:
+    def __init__(self, max_tokens: int, max_rows: int, num_lookahead_tokens: int, groups: int) -> None:
         capacity = max_tokens + max_rows * (1 + num_lookahead_tokens)
         self.token_ids = np.zeros(capacity, np.uint32)
-        self.slots = np.zeros(capacity, np.int64)
+        self.slots = np.zeros((groups, capacity), np.int64)
         self.tokens = 0
         self.drafts: NDArray[np.int64] | None = None
         self.counts: list[int] = []
@@ -311,6 +313,15 @@ class StepBuilder:
         self.starts += starts
         self.ends += map(add, starts, counts)
 
+    def append(
+        self, manager: BlockManager, handles: NDArray[np.uint64], at: slice, *args: Any, **options: Any
+    ) -> None:
+        """Append tokens to sequences, and write their slots."""
+        if len(self.slots) == 1:
+            manager.append(handles, *args, out=self.slots[0, at], **options)
+        else:
+            self.slots[:, at] = manager.append(handles, *args, **options)
+
     def insert(self, decodes: int, count: int) -> slice:
         """Make room for `count` rows of one token after the decoding rows; return the position of their tokens."""
         at = decodes
@@ -318,7 +329,7 @@ class StepBuilder:
             at += int(self.drafts.sum())
             self.drafts = np.append(self.drafts, np.zeros(count, np.int64))
         for array in (self.token_ids, self.slots):
-            array[at + count : self.tokens + count] = array[at : self.tokens].copy()
+            array[..., at + count : self.tokens + count] = array[..., at : self.tokens].copy()
         self.tokens += count
         return slice(at, at + count)
 
@@ -334,6 +345,7 @@ class StepBuilder:
         """Return the step, and record in `rows` how far its prompts are computed."""
         decodes = samples = rows.decodes
         count, used = decodes + len(self.counts), self.tokens
+        shown = 0 if len(self.slots) == 1 else slice(None)  # one group's arrays have no axis for groups
         start: NDArray[np.int64] = rows.fields[LENGTH, :count] - 1
         extra = NO_ROWS
         if self.counts:
@@ -352,8 +364,8 @@ class StepBuilder:
             start,
             self._query_start_loc(decodes),
             self.token_ids[:used],
-            self.slots[:used],
-            rows.block_tables[:count],
+            self.slots[shown, :used],
+            rows.block_tables[shown, :count],
             extra,
             rows.owners,
             rows.tokens_of,

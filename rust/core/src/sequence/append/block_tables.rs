@@ -37,22 +37,29 @@ impl Sequences {
 pub struct TableRows<'a> {
     rows: &'a mut [i32],
     width: usize,
+    /// Rows of a group that are written, and rows between them and the next group's.
+    group: (usize, usize),
 }
 
 impl<'a> TableRows<'a> {
-    /// A table of `rows.len() / width` rows.
+    /// A table of `rows.len() / width` rows; with several groups, each has an equal share of them.
     #[must_use]
     pub fn new(rows: &'a mut [i32], width: usize) -> Self {
-        Self { rows, width }
+        Self { rows, width, group: (1, 0) }
     }
 
-    /// Fails unless there are `wanted` rows.
-    pub(in crate::sequence) fn require_rows(&self, wanted: usize) -> Result<()> {
+    /// Gives each of some sequences a row in each group's share. Fails unless there are enough.
+    pub(in crate::sequence) fn share(&mut self, sequences: usize, groups: usize) -> Result<()> {
         let rows = self.rows.len().checked_div(self.width).unwrap_or(usize::MAX);
-        if wanted <= rows {
-            return Ok(());
+        let (wanted, share) = (sequences.saturating_mul(groups), rows / groups);
+        if wanted > rows {
+            let must = format!("at least {wanted}, the sequences");
+            return Err(invalid("number of rows of the block table", rows as i128, must));
         }
-        Err(invalid("number of rows of the block table", rows as i128, format!("at least {wanted}, the sequences")))
+        if groups > 1 && self.width > 0 {
+            self.group = (sequences.max(1), share - sequences);
+        }
+        Ok(())
     }
 
     /// Fails unless a row takes `blocks` blocks.
@@ -64,7 +71,10 @@ impl<'a> TableRows<'a> {
         Err(invalid("width of the block tables", self.width as i128, must))
     }
 
+    /// The row of a sequence: of those of the first group, then of the second, and so on.
     pub(in crate::sequence) fn row(&mut self, index: usize) -> &mut [i32] {
+        let (count, gap) = self.group;
+        let index = if gap == 0 { index } else { index + index / count * gap };
         &mut self.rows[index * self.width..(index + 1) * self.width]
     }
 }
