@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import noticing
 import numpy as np
 import pytest
+from hybrid_model import Hybrid
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from interrupted_scheduler import Interrupted
 from numpy.typing import NDArray
 from precedence_watch import PrecedenceWatch
-from recurrent_model import Recurrent
 
 import blockyard.scheduler.rows
 from blockyard import BlockManager, CacheGroup, Pairs
@@ -134,7 +135,9 @@ def recurrent(config: Config) -> BlockManager:
 def machine_of(factory: Callable[[BlockManager, Config], Any], kind: str, **options: bool) -> type[SchedulerMachine]:
     """The machine over a manager of one of the kinds in `MANAGERS`."""
     machine = scheduler_machine(factory, manager=MANAGERS[kind], **options)
-    return type(machine.__name__, (Recurrent, machine), {}) if kind == "recurrent" else machine
+    if kind in HYBRIDS:
+        return type(machine.__name__, (Hybrid, machine), {"make_memory": lambda config: LateMemory(sized(config, kind))})
+    return type(machine.__name__, (Hybrid, machine), {}) if kind == "recurrent" else machine
 
 
 @pytest.mark.parametrize("tokens", [40, 5], ids=["whole", "chunks"])
@@ -163,7 +166,56 @@ def test_no_request_waits_for_lower_priorities_or_too_many_that_overtake_it(
     run_state_machine_as_test(type(machine.__name__, (PrecedenceWatch, machine), {}), settings=budget)
 
 
-MANAGERS = {"plain": None, "cached": caching, "window": windowed, "recurrent": recurrent}
+FULL, STATE = CacheGroup.full_attention(), CacheGroup.recurrent()
+
+
+HYBRIDS = {"full + window": 2, "full + recurrent": 2, "2 full + window": 3, "full + 2 windows + recurrent": 4}
+"""Kinds of several groups, the first with full attention, and their number of groups."""
+
+
+def sized(config: Config, kind: str) -> Config:
+    """As many blocks for each group as with one."""
+    groups = HYBRIDS[kind]
+    return replace(config, device_blocks=config.device_blocks * groups, host_blocks=config.host_blocks * groups)
+
+
+def hybrid(kind: str) -> Callable[[Config], BlockManager]:
+    """A manager with several groups, cached or not."""
+
+    def manager(config: Config) -> BlockManager:
+        window = 1 + (5 * config.device_blocks + config.block_size) % 9
+        near, far = CacheGroup.sliding_window(window), CacheGroup.sliding_window(window + 5)
+        groups = {
+            "full + window": [FULL, near],
+            "full + recurrent": [FULL, STATE],
+            "2 full + window": [FULL, near, FULL],
+            "full + 2 windows + recurrent": [FULL, near, far, STATE],
+        }[kind]
+        is_caching = config.device_blocks % 2 == 0
+        return BlockManager(**sized(config, kind).arguments(), prefix_caching=is_caching, groups=groups)
+
+    return manager
+
+
+MANAGERS = {
+    "plain": None,
+    "cached": caching,
+    "window": windowed,
+    "recurrent": recurrent,
+    **{kind: hybrid(kind) for kind in HYBRIDS},
+}
+
+
+@pytest.mark.parametrize("tokens", [40, 5], ids=["whole", "chunks"])
+@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+def test_every_token_is_right_in_every_cache_group(mode: PreemptionMode, kind: str, tokens: int, steps: int):
+    def factory(manager: BlockManager, _: Config) -> Scheduler:
+        return Scheduler(manager, preemption_mode=mode, max_num_seqs=6, max_num_batched_tokens=tokens)
+
+    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // len(HYBRIDS))
+    budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
+    run_state_machine_as_test(machine_of(factory, kind), settings=budget)
 
 
 @pytest.fixture
@@ -451,11 +503,11 @@ def test_a_scheduler_that_fills_the_prefix_cache_wrongly_is_noticed():
 class IgnoresExtrasAfterFullBlocks(Admission):
     """Leaves out extras that begin in a prompt's last, partial block or after the prompt."""
 
-    def _allocate(self, batch: list[IdleSequences]) -> tuple[NDArray[np.uint64], list[int]]:
+    def _allocate(self, batch: list[IdleSequences], left: int) -> tuple[NDArray[np.uint64], list[int]]:
         for idle in batch:
             full = len(idle.tokens[0]) // self._manager.block_size * self._manager.block_size
             idle.state.extras = tuple(extra for extra in idle.state.extras if extra[0] < full)
-        return super()._allocate(batch)
+        return super()._allocate(batch, left)
 
 
 def test_a_scheduler_that_ignores_extras_after_full_blocks_is_noticed():

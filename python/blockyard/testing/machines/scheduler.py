@@ -187,7 +187,7 @@ class SchedulerMachine(RecordingMachine):
             if request.request_id not in self.live:
                 raise AssertionError(f"{request} was refused: {error}") from error
         except OutOfBlocksError as error:
-            most = request.n * min_blocks(request, self.manager.block_size)
+            most = request.n * min_blocks(request, self.manager.block_size) * len(self.manager.pool().groups)
             if not most >= error.wanted > error.free or request.request_id in self.live:
                 raise AssertionError(f"{request} was refused: wanted {error.wanted}, free {error.free}") from error
         else:
@@ -287,7 +287,8 @@ class SchedulerMachine(RecordingMachine):
         refuse_open(self.manager, why)
         for tier in TIERS:
             free, blocks = self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks
-            blocks -= blocks > 0 and self.manager.pool().groups[0].kind != "full_attention"  # the null block
+            kinds = {group.kind for group in self.manager.pool().groups}
+            blocks -= blocks > 0 and kinds != {"full_attention"}  # the null block
             if free != blocks or self.manager.stats().sequences:
                 raise AssertionError(
                     f"{why}{free} of {blocks} {tier} blocks are free, {self.manager.stats().sequences} sequences"
@@ -310,18 +311,22 @@ class SchedulerMachine(RecordingMachine):
     def check_shape(self, step: Step) -> None:
         """Check that all arrays agree on rows and tokens."""
         tokens, rows = len(step.token_ids), step.rows
-        by_row = (len(step.seats), len(step.start), len(step.block_tables), len(step.query_start_loc) - 1)
-        if len(step.slot_mapping) != tokens or set(by_row) != {rows} or int(step.query_start_loc[-1]) != tokens:
+        groups = self.manager.pool().groups
+        shape = (len(groups),) if len(groups) > 1 else ()
+        by_row = (len(step.seats), len(step.start), step.block_tables.shape[-2], len(step.query_start_loc) - 1)
+        by_group = (step.slot_mapping.shape[:-1], step.block_tables.shape[:-2])
+        ends = int(step.query_start_loc[-1])
+        if step.slot_mapping.shape[-1] != tokens or set(by_row) != {rows} or ends != tokens or set(by_group) != {shape}:
             raise AssertionError(
-                f"{tokens} tokens end at {step.query_start_loc[-1]} and have {len(step.slot_mapping)} slots, "
-                f"{rows} rows have arrays of {by_row}"
+                f"{tokens} tokens end at {ends} and have slots {list(step.slot_mapping.shape)}, {rows} rows have arrays "
+                f"of {by_row}, with block tables {list(step.block_tables.shape)} of {len(groups)} groups"
             )
         if not 0 <= step.decodes <= step.samples <= rows or (step.lengths < 1).any():
             raise AssertionError(
                 f"{step.decodes} decodes and {step.samples} samples of {rows} rows of {step.lengths.tolist()} tokens"
             )
-        slots = step.slot_mapping.tolist()
-        if self.manager.pool().groups[0].kind == "recurrent":
+        slots = step.slot_mapping.reshape(-1).tolist()
+        if any(group.kind == "recurrent" for group in groups):
             slots = [slot for slot in slots if slot >= self.manager.block_size]  # not those of states passed over
         if len(set(slots)) < len(slots):
             raise AssertionError(f"two tokens of a step share a slot: {step.slot_mapping.tolist()}")
@@ -448,7 +453,7 @@ class ResizingSchedulerMachine(SchedulerMachine):
         request = finished.request
         if self.live.pop(request.request_id, None) is not request:
             raise AssertionError(f"{request} was refused and is not live")
-        most = request.n * min_blocks(request, self.manager.block_size)
+        most = request.n * min_blocks(request, self.manager.block_size) * len(self.manager.pool().groups)
         if not finished.error.wanted > finished.error.free or most <= self.room:
             raise AssertionError(f"{request} was refused: {finished.error}; there was room for {self.room} blocks")
         whole = reference_tokens(request, self.window)
