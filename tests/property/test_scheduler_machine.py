@@ -151,7 +151,7 @@ def test_every_token_is_right_with_recurrent_states(mode: PreemptionMode, tokens
     run_state_machine_as_test(machine_of(factory, "recurrent"), settings=budget)
 
 
-@pytest.mark.parametrize("kind", ["plain", "cached", "window", "recurrent"])
+@pytest.mark.parametrize("kind", ["plain", "cached", "window", "recurrent", "full + window", "full + recurrent"])
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_no_request_waits_for_lower_priorities_or_too_many_that_overtake_it(
     mode: PreemptionMode, kind: str, steps: int
@@ -226,7 +226,7 @@ def short_seats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_seats")
-@pytest.mark.parametrize("kind", ["plain", "cached", "window"])
+@pytest.mark.parametrize("kind", ["plain", "cached", "window", "full + window", "2 full + window"])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode | PreemptionCosts, kind: str, steps: int):
     def factory(manager: BlockManager, config: Config) -> Scheduler:
@@ -288,7 +288,7 @@ def test_every_token_is_right_beside_writes_to_a_prefix_store(tokens: int, steps
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_every_token_is_right_whatever_raises(mode: PreemptionMode, kind: str, steps: int):
     def factory(manager: BlockManager, config: Config) -> Interrupted:
-        lookahead = 0 if kind == "recurrent" else config.host_blocks % 3
+        lookahead = 0 if "recurrent" in kind else config.host_blocks % 3
         options = {"max_num_batched_tokens": 20, "num_lookahead_tokens": lookahead}
         return Interrupted(config, partial(Scheduler, manager), preemption_mode=mode, **options)
 
