@@ -169,7 +169,13 @@ def test_no_request_waits_for_lower_priorities_or_too_many_that_overtake_it(
 FULL, STATE = CacheGroup.full_attention(), CacheGroup.recurrent()
 
 
-HYBRIDS = {"full + window": 2, "full + recurrent": 2, "2 full + window": 3, "full + 2 windows + recurrent": 4}
+HYBRIDS = {
+    "full + window": 2,
+    "full + chunks": 2,
+    "full + recurrent": 2,
+    "2 full + window": 3,
+    "full + 2 windows + recurrent": 4,
+}
 """Kinds of several groups, the first with full attention, and their number of groups."""
 
 
@@ -187,6 +193,7 @@ def hybrid(kind: str) -> Callable[[Config], BlockManager]:
         near, far = CacheGroup.sliding_window(window), CacheGroup.sliding_window(window + 5)
         groups = {
             "full + window": [FULL, near],
+            "full + chunks": [FULL, CacheGroup.chunked_attention(window)],
             "full + recurrent": [FULL, STATE],
             "2 full + window": [FULL, near, FULL],
             "full + 2 windows + recurrent": [FULL, near, far, STATE],
@@ -226,7 +233,7 @@ def short_seats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_seats")
-@pytest.mark.parametrize("kind", ["plain", "cached", "window", "full + window", "2 full + window"])
+@pytest.mark.parametrize("kind", ["plain", "cached", "window", "full + window", "full + chunks", "2 full + window"])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode | PreemptionCosts, kind: str, steps: int):
     def factory(manager: BlockManager, config: Config) -> Scheduler:

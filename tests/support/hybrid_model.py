@@ -45,6 +45,7 @@ class Hybrid:
                 found = {row: self.memory.read(tables[number, row], ends[row]) for row in live}
             for row, text in found.items():
                 begin = 0 if group.window is None else max(0, starts[row] + 1 - group.window)
+                begin = starts[row] - starts[row] % group.window if group.kind == "chunked_attention" else begin
                 whole = texts.setdefault(row, text)
                 assert len(text) == ends[row], f"row {row} of group {number} reads a state of {len(text)} tokens"
                 assert text[begin:] == whole[begin:], f"row {row} of group {number} reads other tokens than the first"

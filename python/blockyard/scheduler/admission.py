@@ -276,10 +276,11 @@ class Admission:
         for number, group in enumerate(self._device.groups):
             if group.kind == "recurrent":
                 return False  # its state has moved past that token
-            first = 0 if group.window is None else max(0, tokens + 1 - group.window) // size
-            blocks = self._manager.block_table(handle, number)[first : tokens // size]
-            if group.window is not None and not blocks.all():
-                return False
+            if group.window is not None:
+                first = max(0, tokens + 1 - group.window)
+                first = tokens - tokens % group.window if group.kind == "chunked_attention" else first
+                if not self._manager.block_table(handle, number)[first // size : tokens // size].all():
+                    return False
         return True
 
     def _start(self, batch: list[IdleSequences], share: tuple[int, int] | None) -> None:
