@@ -225,6 +225,16 @@ def test_every_token_is_right_in_every_cache_group(mode: PreemptionMode, kind: s
     run_state_machine_as_test(machine_of(factory, kind), settings=budget)
 
 
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_device_of_several_cache_groups_that_shrinks_and_grows_ends_only_what_cannot_fit_it(kind: str, steps: int):
+    def factory(manager: BlockManager, _: Config) -> Scheduler:
+        return Scheduler(manager, max_num_seqs=6, max_num_batched_tokens=9, defragment=MOVES[-1])
+
+    examples = max(1, steps // STEP_COUNT // len(HYBRIDS))
+    budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
+    run_state_machine_as_test(machine_of(factory, kind, resize=True), settings=budget)
+
+
 @pytest.fixture
 def short_seats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seats of six tokens, or four steps with draft tokens: most sequences keep their earlier tokens apart."""
@@ -318,6 +328,33 @@ def test_a_sequence_that_shares_what_a_window_gave_back_is_noticed():
         return SharesWhatTheWindowGaveBack(manager, preemption_mode="recompute", max_num_batched_tokens=20)
 
     assert_noticed(scheduler_machine(factory, manager=windowed))
+
+
+class ExchangesTheGroups(Scheduler):
+    def schedule(self) -> Step:
+        step = super().schedule()
+        step.slot_mapping[:] = step.slot_mapping[::-1].copy()
+        return step
+
+
+class MovesRowsOfOneGroup(Scheduler):
+    def _make_empty(self) -> None:
+        super()._make_empty()
+        rows = self._rows
+        move = rows._move
+
+        def moves(to: NDArray[np.int64] | slice, of: NDArray[np.int64]) -> None:
+            other = rows.block_tables[1].copy()
+            move(to, of)
+            rows.block_tables[1] = other
+
+        rows._move = moves  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("buggy", [ExchangesTheGroups, MovesRowsOfOneGroup])
+def test_a_scheduler_that_confuses_cache_groups_is_noticed(buggy: type[Scheduler]):
+    machine = machine_of(lambda manager, _: buggy(manager, max_num_batched_tokens=20), "full + window")
+    assert_noticed(machine, match="reads other tokens|reads .* where it has just written|drew")
 
 
 class ForgetsInterrupts(Scheduler):

@@ -287,8 +287,7 @@ class SchedulerMachine(RecordingMachine):
         refuse_open(self.manager, why)
         for tier in TIERS:
             free, blocks = self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks
-            kinds = {group.kind for group in self.manager.pool().groups}
-            blocks -= blocks > 0 and kinds != {"full_attention"}  # the null block
+            blocks -= self.nulls if blocks else 0
             if free != blocks or self.manager.stats().sequences:
                 raise AssertionError(
                     f"{why}{free} of {blocks} {tier} blocks are free, {self.manager.stats().sequences} sequences"
@@ -303,6 +302,11 @@ class SchedulerMachine(RecordingMachine):
     def explain_end(self) -> str:
         """Return the beginning of the message for a bad end."""
         return ""
+
+    @property
+    def nulls(self) -> int:
+        """Number of blocks that no sequence can use: the null block of windows and recurrent states."""
+        return int(any(group.kind != "full_attention" for group in self.manager.pool().groups))
 
     def unfinished(self) -> int:
         """Return the number of requests in the scheduler."""
@@ -430,14 +434,14 @@ class ResizingSchedulerMachine(SchedulerMachine):
     @rule(blocks=st.integers(1, 16))
     def resize(self, blocks: int) -> None:
         """Resize the device."""
-        blocks = min(blocks, len(self.memory.tiers["device"]))
+        blocks = min(max(blocks, 1 + self.nulls), len(self.memory.tiers["device"]))
         self.manager.defrag.resize(blocks)
         self.manager.check()
 
     def check_shape(self, step: Step) -> None:
         """Check that everything scheduled can run to its end."""
         super().check_shape(step)
-        self.room = self.manager.pool("device").num_blocks - self.manager.pool().reserved
+        self.room = self.manager.pool("device").num_blocks - self.manager.pool().reserved - self.nulls
         for name in {step.owner(row)[0] for row in range(step.rows)}:
             if name not in self.live:
                 raise AssertionError(f"request {name!r} runs and is not live")
