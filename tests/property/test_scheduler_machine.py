@@ -135,9 +135,8 @@ def recurrent(config: Config) -> BlockManager:
 def machine_of(factory: Callable[[BlockManager, Config], Any], kind: str, **options: bool) -> type[SchedulerMachine]:
     """The machine over a manager of one of the kinds in `MANAGERS`."""
     machine = scheduler_machine(factory, manager=MANAGERS[kind], **options)
-    if kind in HYBRIDS:
-        return type(machine.__name__, (Hybrid, machine), {"make_memory": lambda config: LateMemory(sized(config, kind))})
-    return type(machine.__name__, (Hybrid, machine), {}) if kind == "recurrent" else machine
+    made = {"make_memory": lambda config: LateMemory(sized(config, kind))} if kind in HYBRIDS else {}
+    return type(machine.__name__, (Hybrid, machine), made) if kind in ("recurrent", *HYBRIDS) else machine
 
 
 @pytest.mark.parametrize("tokens", [40, 5], ids=["whole", "chunks"])

@@ -55,13 +55,16 @@ def test_a_step_has_slots_and_tables_of_each_group():
 
 
 def cached_tokens(groups: list[CacheGroup], tail: int, turns: int = 4, sessions: int = 6) -> tuple[int, int]:
-    """Serve sessions in turn, in a pool that holds them all and what a running one needs. Return the tokens found, and asked.
+    """Serve sessions in turn, in a pool that holds them all and what a running one needs.
 
     Args:
         groups: cache groups, the first with full attention.
         tail: blocks beside the full ones that a cached session needs.
         turns: of each session, 96 tokens longer each time.
         sessions: how many there are.
+
+    Returns:
+        The prompts' tokens that were found in the prefix cache, and all of them.
     """
     longest, chunk = 512 + 96 * turns, 128
     running = manager_of(groups, 1000).can_allocate(longest, chunk_tokens=chunk).blocks
@@ -129,7 +132,7 @@ def test_a_victims_swap_costs_what_its_groups_hold():
 
 def test_a_group_with_cross_attention_is_refused():
     manager = manager_of([FULL, CacheGroup.cross_attention()], 8, prefix_caching=False)
-    with pytest.raises(InvalidArgumentError, match="'cross_attention'.*must be without cross_attention"):
+    with pytest.raises(InvalidArgumentError, match=r"'cross_attention'.*must be without cross_attention"):
         Scheduler(manager)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from token_engine import BLOCK, Engine, ran
 
-from blockyard import BlockManager, Pairs
+from blockyard import Pairs
 from blockyard.errors import InvalidArgumentError
-from blockyard.scheduler import Request, Scheduler, Step
+from blockyard.scheduler import Request, Step
 from blockyard.testing.machines.scheduler import draw_token, reference_tokens
 
 

@@ -221,7 +221,8 @@ class ScheduledMachine(Machine):
                         found[row].append(early[number][row])
                         last = tables[number, row, (end - 1) // size] * size
                         assert last, "a state would be written to the null block"
-                        cells[:, last : last + 1] = cells_of(np.array(texts[row].values[end - 1 : end], np.int64), layer)
+                        state = np.array(texts[row].values[end - 1 : end], np.int64)
+                        cells[:, last : last + 1] = cells_of(state, layer)
                     else:
                         at = np.arange(begin_of(kind, window, first), end)
                         found[row].append(cells[:, tables[number, row, at // size] * size + at % size])

@@ -322,8 +322,8 @@ class SchedulerMachine(RecordingMachine):
         ends = int(step.query_start_loc[-1])
         if step.slot_mapping.shape[-1] != tokens or set(by_row) != {rows} or ends != tokens or set(by_group) != {shape}:
             raise AssertionError(
-                f"{tokens} tokens end at {ends} and have slots {list(step.slot_mapping.shape)}, {rows} rows have arrays "
-                f"of {by_row}, with block tables {list(step.block_tables.shape)} of {len(groups)} groups"
+                f"{tokens} tokens end at {ends} and have slots {list(step.slot_mapping.shape)}, {rows} rows have "
+                f"arrays of {by_row}, with block tables {list(step.block_tables.shape)} of {len(groups)} groups"
             )
         if not 0 <= step.decodes <= step.samples <= rows or (step.lengths < 1).any():
             raise AssertionError(
