@@ -37,15 +37,15 @@ impl Sequences {
 pub struct TableRows<'a> {
     rows: &'a mut [i32],
     width: usize,
-    /// Rows of a group that are written, and rows between them and the next group's.
-    group: (usize, usize),
+    /// Rows of each group.
+    share: usize,
 }
 
 impl<'a> TableRows<'a> {
     /// A table of `rows.len() / width` rows; with several groups, each has an equal share of them.
     #[must_use]
     pub fn new(rows: &'a mut [i32], width: usize) -> Self {
-        Self { rows, width, group: (1, 0) }
+        Self { rows, width, share: 0 }
     }
 
     /// Gives each of some sequences a row in each group's share. Fails unless there are enough.
@@ -56,9 +56,7 @@ impl<'a> TableRows<'a> {
             let must = format!("at least {wanted}, the sequences");
             return Err(invalid("number of rows of the block table", rows as i128, must));
         }
-        if groups > 1 && self.width > 0 {
-            self.group = (sequences.max(1), share - sequences);
-        }
+        self.share = share;
         Ok(())
     }
 
@@ -71,10 +69,9 @@ impl<'a> TableRows<'a> {
         Err(invalid("width of the block tables", self.width as i128, must))
     }
 
-    /// The row of a sequence: of those of the first group, then of the second, and so on.
-    pub(in crate::sequence) fn row(&mut self, index: usize) -> &mut [i32] {
-        let (count, gap) = self.group;
-        let index = if gap == 0 { index } else { index + index / count * gap };
+    /// The row of a sequence in a group, once all have theirs.
+    pub(in crate::sequence) fn row(&mut self, group: usize, index: usize) -> &mut [i32] {
+        let index = group * self.share + index;
         &mut self.rows[index * self.width..(index + 1) * self.width]
     }
 }

@@ -272,7 +272,7 @@ impl Sequences {
             self.note_new_blocks(id, self.rows.table(id).table.len() - before);
             if let Some(tables) = &mut batch.tables {
                 let row = self.rows.table_mut(id);
-                row.table.sync(&mut row.synced, tables.row(group * batch.sequences.len() + index));
+                row.table.sync(&mut row.synced, tables.row(group, index));
             }
         }
         for (&Slow { index, .. }, &ends) in work.slow.iter().zip(&work.ended) {
