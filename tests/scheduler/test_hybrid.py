@@ -60,24 +60,24 @@ def cached_tokens(groups: list[CacheGroup], tail: int, turns: int = 4, sessions:
     Args:
         groups: cache groups, the first with full attention.
         tail: blocks beside the full ones that a cached session needs.
-        turns: of each session, 96 tokens longer each time.
+        turns: of each session, 96 tokens longer each time; answers are short, and the next point is near.
         sessions: how many there are.
 
     Returns:
         The prompts' tokens that were found in the prefix cache, and all of them.
     """
-    longest, chunk = 512 + 96 * turns, 128
+    longest, chunk = 520 + 96 * turns, 128
     running = manager_of(groups, 1000).can_allocate(longest, chunk_tokens=chunk).blocks
-    blocks = 1 + sessions * (longest // SIZE + tail) + running
+    blocks = 1 + sessions * (longest // SIZE + tail) + running + 2 * tail  # and points that it makes
     scheduler = Scheduler(manager_of(groups, blocks), max_num_batched_tokens=chunk)
-    texts = [[10_000 * (session + 1) + at for at in range(512)] for session in range(sessions)]
+    texts = [[10_000 * (session + 1) + at for at in range(520)] for session in range(sessions)]
     asked = 0
     for turn in range(turns):
         for session, text in enumerate(texts):
             asked += len(text)
-            scheduler.add(Request(f"{session}", text, 32))
+            scheduler.add(Request(f"{session}", text, 7))
             (output,) = run(scheduler)
-            text += [*output, *range(50_000 + 1000 * turn, 50_000 + 1000 * turn + 64)]
+            text += [*output, *range(50_000 + 1000 * turn, 50_000 + 1000 * turn + 89)]
     return scheduler.stats().cached_tokens, asked
 
 

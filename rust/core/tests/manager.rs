@@ -322,17 +322,18 @@ impl World {
 
     /// Appends, and updates the block tables in an array if one is given; returns whether it succeeded.
     fn append(&mut self, sequences: &[SequenceId], tokens: u32, lookahead: u32, array: Option<usize>) -> bool {
-        let mut slots = vec![0; self.growing().count() * sequences.len() * tokens as usize];
+        let groups = self.growing().count();
+        let mut slots = vec![0; groups * sequences.len() * tokens as usize];
         let wanted = self.manager.blocks_to_append(sequences, Counts::All(tokens), lookahead);
         let (available, before) = (self.manager.pool(Tier::Device).available(), self.room());
         // Token ids are given if the cache follows the whole batch; otherwise the sequences are no longer followed.
         let known = sequences.iter().all(|s| self.ids.contains_key(s));
         let ids: Vec<u32> = sequences.iter().flat_map(|&s| self.next_ids(s, tokens)).collect();
         let result = if known {
-            let tables = array.map(|array| self.tables.rows(array));
+            let tables = array.map(|array| self.tables.rows(array, sequences.len() * groups));
             self.manager.append_tokens(sequences, Counts::All(tokens), lookahead, &ids, tables, &mut slots)
         } else if let Some(array) = array {
-            let tables = self.tables.rows(array);
+            let tables = self.tables.rows(array, sequences.len() * groups);
             self.manager.append_with_tables(sequences, Counts::All(tokens), lookahead, tables, &mut slots)
         } else {
             self.manager.append(sequences, Counts::All(tokens), lookahead, &mut slots)
