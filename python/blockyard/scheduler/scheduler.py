@@ -479,15 +479,17 @@ class Scheduler:
             self._next_chunks()
         used = builder.tokens
         if used:
+            out = None if builder.single is None else builder.single[:used]
             # Draft tokens are not known yet; the ids of a prompt are known since its admission.
-            builder.append(
-                self.manager,
+            slots = self.manager.append(
                 rows.handles[: decodes + len(builder.counts)],
-                slice(used),
                 None if is_plain and not builder.counts else builder.lengths(decodes),
                 token_ids=builder.token_ids[:used] if is_plain and self._prefix_caching else None,
                 block_tables=rows.flat_tables,
+                out=out,
             )
+            if out is None:
+                builder.slots[:, :used] = slots
 
     def _next_chunks(self) -> None:
         """Add the next chunks of prompts in prefill, in order, within the token budget."""

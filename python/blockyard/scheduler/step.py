@@ -264,7 +264,8 @@ class StepBuilder:
 
     Attributes:
         token_ids: uint32 `[max_tokens + max_rows * (1 + num_lookahead_tokens)]`.
-        slots: int64, same length for each group.
+        slots: int64 `[groups, as token_ids]`.
+        single: the slots of the only group; None if there are several.
         tokens: number of entries in use in both.
         drafts: number of draft slots in each decoding row, int64 `[decodes]`; None without lookahead.
         counts: number of tokens of each row in prefill.
@@ -276,6 +277,7 @@ class StepBuilder:
         capacity = max_tokens + max_rows * (1 + num_lookahead_tokens)
         self.token_ids = np.zeros(capacity, np.uint32)
         self.slots = np.zeros((groups, capacity), np.int64)
+        self.single = self.slots[0] if groups == 1 else None
         self.tokens = 0
         self.drafts: NDArray[np.int64] | None = None
         self.counts: list[int] = []
@@ -313,15 +315,6 @@ class StepBuilder:
         self.starts += starts
         self.ends += map(add, starts, counts)
 
-    def append(
-        self, manager: BlockManager, handles: NDArray[np.uint64], at: slice, *args: Any, **options: Any
-    ) -> None:
-        """Append tokens to sequences, and write their slots."""
-        if len(self.slots) == 1:
-            manager.append(handles, *args, out=self.slots[0, at], **options)
-        else:
-            self.slots[:, at] = manager.append(handles, *args, **options)
-
     def insert(self, decodes: int, count: int) -> slice:
         """Make room for `count` rows of one token after the decoding rows; return the position of their tokens."""
         at = decodes
@@ -345,7 +338,6 @@ class StepBuilder:
         """Return the step, and record in `rows` how far its prompts are computed."""
         decodes = samples = rows.decodes
         count, used = decodes + len(self.counts), self.tokens
-        shown = 0 if len(self.slots) == 1 else slice(None)  # one group's arrays have no axis for groups
         start: NDArray[np.int64] = rows.fields[LENGTH, :count] - 1
         extra = NO_ROWS
         if self.counts:
@@ -364,8 +356,8 @@ class StepBuilder:
             start,
             self._query_start_loc(decodes),
             self.token_ids[:used],
-            self.slots[shown, :used],
-            rows.block_tables[shown, :count],
+            self.slots[:, :used] if self.single is None else self.single[:used],
+            rows.block_tables[:, :count] if self.single is None else rows.flat_tables[:count],
             extra,
             rows.owners,
             rows.tokens_of,

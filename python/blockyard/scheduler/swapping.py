@@ -147,7 +147,7 @@ class Swapping:
         new = builder.insert(rows.decodes, len(idle.indices))
         builder.token_ids[new] = [tokens[-1] for tokens in idle.tokens]
         ids = builder.token_ids[new] if self._prefix_caching and builder.drafts is None else None
-        builder.append(self._manager, idle.handles, new, token_ids=ids)
+        builder.slots[:, new] = self._manager.append(idle.handles, token_ids=ids)
         self._seat(self._return(idle))
 
     def _bring_back(self, handles: NDArray[np.uint64]) -> Fit:

@@ -330,10 +330,10 @@ impl World {
         let known = sequences.iter().all(|s| self.ids.contains_key(s));
         let ids: Vec<u32> = sequences.iter().flat_map(|&s| self.next_ids(s, tokens)).collect();
         let result = if known {
-            let tables = array.map(|array| self.tables.rows(array, sequences.len() * groups));
+            let tables = array.map(|array| self.tables.rows(array));
             self.manager.append_tokens(sequences, Counts::All(tokens), lookahead, &ids, tables, &mut slots)
         } else if let Some(array) = array {
-            let tables = self.tables.rows(array, sequences.len() * groups);
+            let tables = self.tables.rows(array);
             self.manager.append_with_tables(sequences, Counts::All(tokens), lookahead, tables, &mut slots)
         } else {
             self.manager.append(sequences, Counts::All(tokens), lookahead, &mut slots)
