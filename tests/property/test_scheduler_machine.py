@@ -256,7 +256,7 @@ def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode | Preemptio
 
     examples = max(1, steps // STEP_COUNT // len(MODES) // 3)
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
-    machine = scheduler_machine(factory, manager=MANAGERS[kind], resize=kind != "window")
+    machine = machine_of(factory, kind, resize=kind != "window")
     run_state_machine_as_test(machine, settings=budget)
 
 

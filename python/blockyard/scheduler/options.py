@@ -293,7 +293,7 @@ def swaps(
     """Return whether the sequences of preempted rows are swapped if there is room; else they are recomputed."""
     if isinstance(mode, PreemptionCosts):
         tokens = rows.fields[LENGTH, gone].tolist()
-        return sum(needs.peak(count, 1) for count in tokens) * mode.swap_block <= sum(tokens) * mode.prefill_token
+        return bool(sum(needs.peak(count, 1) for count in tokens) * mode.swap_block <= sum(tokens) * mode.prefill_token)
     return len(gone) > 1 if mode == "auto" else mode == "swap"
 
 
