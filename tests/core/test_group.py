@@ -102,16 +102,18 @@ def test_append_gives_each_group_its_slots() -> None:
         assert np.array_equal(tables[2 * group : 2 * group + 2, :3], manager.block_tables(sequences, group=group))
 
 
-def test_kept_tables_and_slots_have_one_part_for_each_group_while_a_window_slides() -> None:
+@pytest.mark.parametrize("rows", [2, 5])
+def test_kept_tables_and_slots_have_one_part_for_each_group_while_a_window_slides(rows: int) -> None:
     manager = BlockManager(block_size=4, device_blocks=64, groups=[FULL, CacheGroup.sliding_window(6)])
-    tables, slots = np.zeros((2, 2, 8), dtype=np.int32), np.full((2, 2), -1, dtype=np.int64)
+    tables, slots = np.zeros((2, rows, 8), dtype=np.int32), np.full((2, 2), -1, dtype=np.int64)
     sequences = manager.allocate(counts=[5, 9])
     for _ in range(12):
         settle(manager)
-        manager.append(sequences, block_tables=tables.reshape(4, 8), out=slots.reshape(4))
+        manager.append(sequences, block_tables=tables.reshape(2 * rows, 8), out=slots.reshape(4))
+        assert not tables[:, 2:].any(), "rows of no sequence are left alone"
         for group in range(2):
             shown = manager.block_tables(sequences, group=group)
-            assert np.array_equal(tables[group, :, : shown.shape[1]], shown)
+            assert np.array_equal(tables[group, :2, : shown.shape[1]], shown)
             for row, sequence in enumerate(sequences):
                 last = manager.num_tokens(sequence)
                 assert slots[group, row] == manager.slot_mapping(sequence, last - 1, last, group=group)[0]

@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import noticing
 import numpy as np
 import pytest
+from hybrid_model import Hybrid
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from interrupted_scheduler import Interrupted
 from numpy.typing import NDArray
 from precedence_watch import PrecedenceWatch
-from recurrent_model import Recurrent
 
 import blockyard.scheduler.rows
 from blockyard import BlockManager, CacheGroup, Pairs
@@ -31,7 +32,6 @@ from blockyard.scheduler import (
 )
 from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.admission import Admission
-from blockyard.scheduler.options import capacity
 from blockyard.scheduler.request import IdleSequences, RequestState
 from blockyard.scheduler.rows import DONE
 from blockyard.testing import Config, LateMemory
@@ -135,7 +135,8 @@ def recurrent(config: Config) -> BlockManager:
 def machine_of(factory: Callable[[BlockManager, Config], Any], kind: str, **options: bool) -> type[SchedulerMachine]:
     """The machine over a manager of one of the kinds in `MANAGERS`."""
     machine = scheduler_machine(factory, manager=MANAGERS[kind], **options)
-    return type(machine.__name__, (Recurrent, machine), {}) if kind == "recurrent" else machine
+    made = {"make_memory": lambda config: LateMemory(sized(config, kind))} if kind in HYBRIDS else {}
+    return type(machine.__name__, (Hybrid, machine), made) if kind in ("recurrent", *HYBRIDS) else machine
 
 
 @pytest.mark.parametrize("tokens", [40, 5], ids=["whole", "chunks"])
@@ -149,7 +150,7 @@ def test_every_token_is_right_with_recurrent_states(mode: PreemptionMode, tokens
     run_state_machine_as_test(machine_of(factory, "recurrent"), settings=budget)
 
 
-@pytest.mark.parametrize("kind", ["plain", "cached", "window", "recurrent"])
+@pytest.mark.parametrize("kind", ["plain", "cached", "window", "recurrent", "full + window", "full + recurrent"])
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_no_request_waits_for_lower_priorities_or_too_many_that_overtake_it(
     mode: PreemptionMode, kind: str, steps: int
@@ -164,7 +165,73 @@ def test_no_request_waits_for_lower_priorities_or_too_many_that_overtake_it(
     run_state_machine_as_test(type(machine.__name__, (PrecedenceWatch, machine), {}), settings=budget)
 
 
-MANAGERS = {"plain": None, "cached": caching, "window": windowed, "recurrent": recurrent}
+FULL, STATE = CacheGroup.full_attention(), CacheGroup.recurrent()
+
+
+HYBRIDS = {
+    "full + window": 2,
+    "full + chunks": 2,
+    "full + recurrent": 2,
+    "2 full + window": 3,
+    "full + 2 windows + recurrent": 4,
+}
+"""Kinds of several groups, the first with full attention, and their number of groups."""
+
+
+def sized(config: Config, kind: str) -> Config:
+    """As many blocks for each group as with one."""
+    groups = HYBRIDS[kind]
+    return replace(config, device_blocks=config.device_blocks * groups, host_blocks=config.host_blocks * groups)
+
+
+def hybrid(kind: str) -> Callable[[Config], BlockManager]:
+    """A manager with several groups, cached or not."""
+
+    def manager(config: Config) -> BlockManager:
+        window = 1 + (5 * config.device_blocks + config.block_size) % 9
+        near, far = CacheGroup.sliding_window(window), CacheGroup.sliding_window(window + 5)
+        groups = {
+            "full + window": [FULL, near],
+            "full + chunks": [FULL, CacheGroup.chunked_attention(window)],
+            "full + recurrent": [FULL, STATE],
+            "2 full + window": [FULL, near, FULL],
+            "full + 2 windows + recurrent": [FULL, near, far, STATE],
+        }[kind]
+        is_caching = config.device_blocks % 2 == 0
+        return BlockManager(**sized(config, kind).arguments(), prefix_caching=is_caching, groups=groups)
+
+    return manager
+
+
+MANAGERS = {
+    "plain": None,
+    "cached": caching,
+    "window": windowed,
+    "recurrent": recurrent,
+    **{kind: hybrid(kind) for kind in HYBRIDS},
+}
+
+
+@pytest.mark.parametrize("tokens", [40, 5], ids=["whole", "chunks"])
+@pytest.mark.parametrize("kind", HYBRIDS)
+@pytest.mark.parametrize("mode", PREEMPTION_MODES)
+def test_every_token_is_right_in_every_cache_group(mode: PreemptionMode, kind: str, tokens: int, steps: int):
+    def factory(manager: BlockManager, _: Config) -> Scheduler:
+        return Scheduler(manager, preemption_mode=mode, max_num_seqs=6, max_num_batched_tokens=tokens)
+
+    examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // len(HYBRIDS))
+    budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
+    run_state_machine_as_test(machine_of(factory, kind), settings=budget)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_device_of_several_cache_groups_that_shrinks_and_grows_ends_only_what_cannot_fit_it(kind: str, steps: int):
+    def factory(manager: BlockManager, _: Config) -> Scheduler:
+        return Scheduler(manager, max_num_seqs=6, max_num_batched_tokens=9, defragment=MOVES[-1])
+
+    examples = max(1, steps // STEP_COUNT // len(HYBRIDS))
+    budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
+    run_state_machine_as_test(machine_of(factory, kind, resize=True), settings=budget)
 
 
 @pytest.fixture
@@ -175,7 +242,7 @@ def short_seats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_seats")
-@pytest.mark.parametrize("kind", ["plain", "cached", "window"])
+@pytest.mark.parametrize("kind", ["plain", "cached", "window", "full + window", "full + chunks", "2 full + window"])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode | PreemptionCosts, kind: str, steps: int):
     def factory(manager: BlockManager, config: Config) -> Scheduler:
@@ -189,7 +256,7 @@ def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode | Preemptio
 
     examples = max(1, steps // STEP_COUNT // len(MODES) // 3)
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
-    machine = scheduler_machine(factory, manager=MANAGERS[kind], resize=kind != "window")
+    machine = machine_of(factory, kind, resize=kind != "window")
     run_state_machine_as_test(machine, settings=budget)
 
 
@@ -237,7 +304,7 @@ def test_every_token_is_right_beside_writes_to_a_prefix_store(tokens: int, steps
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_every_token_is_right_whatever_raises(mode: PreemptionMode, kind: str, steps: int):
     def factory(manager: BlockManager, config: Config) -> Interrupted:
-        lookahead = 0 if kind == "recurrent" else config.host_blocks % 3
+        lookahead = 0 if "recurrent" in kind else config.host_blocks % 3
         options = {"max_num_batched_tokens": 20, "num_lookahead_tokens": lookahead}
         return Interrupted(config, partial(Scheduler, manager), preemption_mode=mode, **options)
 
@@ -260,6 +327,33 @@ def test_a_sequence_that_shares_what_a_window_gave_back_is_noticed():
         return SharesWhatTheWindowGaveBack(manager, preemption_mode="recompute", max_num_batched_tokens=20)
 
     assert_noticed(scheduler_machine(factory, manager=windowed))
+
+
+class ExchangesTheGroups(Scheduler):
+    def schedule(self) -> Step:
+        step = super().schedule()
+        step.slot_mapping[:] = step.slot_mapping[::-1].copy()
+        return step
+
+
+class MovesRowsOfOneGroup(Scheduler):
+    def _make_empty(self) -> None:
+        super()._make_empty()
+        rows = self._rows
+        move = rows._move
+
+        def moves(to: NDArray[np.int64] | slice, of: NDArray[np.int64]) -> None:
+            other = rows.block_tables[1].copy()
+            move(to, of)
+            rows.block_tables[1] = other
+
+        rows._move = moves  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("buggy", [ExchangesTheGroups, MovesRowsOfOneGroup])
+def test_a_scheduler_that_confuses_cache_groups_is_noticed(buggy: type[Scheduler]):
+    machine = machine_of(lambda manager, _: buggy(manager, max_num_batched_tokens=20), "full + window")
+    assert_noticed(machine, match="reads other tokens|reads .* where it has just written|drew")
 
 
 class ForgetsInterrupts(Scheduler):
@@ -452,11 +546,11 @@ def test_a_scheduler_that_fills_the_prefix_cache_wrongly_is_noticed():
 class IgnoresExtrasAfterFullBlocks(Admission):
     """Leaves out extras that begin in a prompt's last, partial block or after the prompt."""
 
-    def _allocate(self, batch: list[IdleSequences]) -> tuple[NDArray[np.uint64], list[int]]:
+    def _allocate(self, batch: list[IdleSequences], left: int) -> tuple[NDArray[np.uint64], list[int]]:
         for idle in batch:
             full = len(idle.tokens[0]) // self._manager.block_size * self._manager.block_size
             idle.state.extras = tuple(extra for extra in idle.state.extras if extra[0] < full)
-        return super()._allocate(batch)
+        return super()._allocate(batch, left)
 
 
 def test_a_scheduler_that_ignores_extras_after_full_blocks_is_noticed():
@@ -557,7 +651,7 @@ class RefusesWithoutFreeing(Scheduler):
 class RefusesWhatFits(Scheduler):
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
         lack = super()._lack_of_room(state)
-        wanted, room = self._needs.to_end(state), capacity(self._device)
+        wanted, room = self._needs.to_end(state), self._needs.usable(self._device)
         return lack or (OutOfBlocksError("a block too many", "device", wanted + 1, room) if wanted == room else None)
 
 

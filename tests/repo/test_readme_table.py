@@ -60,7 +60,7 @@ def find_a_prefix(kind: str) -> None:
         complete(manager)
         manager.mark_computed(first)
     manager.free([first])
-    assert manager.allocate(PROMPT).cached_tokens == 16
+    assert manager.allocate(PROMPT, chunk_tokens=8).cached_tokens == 16
 
 
 def swap(kind: str) -> None:
@@ -87,17 +87,19 @@ def swap(kind: str) -> None:
 
 
 def schedule(kind: str) -> None:
-    """Let the reference scheduler serve a request to its end."""
-    scheduler = Scheduler(manager_of(GROUPS[kind], prefix_caching=False))
-    scheduler.add(Request("one", PROMPT, 5))
-    finished: list[object] = []
-    for _ in range(10):
-        step = scheduler.schedule()
-        scheduler.complete(step.decision.ticket)
-        finished += scheduler.update(step, np.ones(step.samples, np.int64))
-        if finished:
-            break
-    assert len(finished) == 1
+    """Let the reference scheduler serve a request to its end, and a second one that finds its prompt."""
+    scheduler = Scheduler(manager_of(GROUPS[kind], prefix_caching=kind != "cross attention"))
+    for cached_tokens in (0, 16):
+        scheduler.add(Request("one", PROMPT, 5))
+        finished: list[object] = []
+        for _ in range(10):
+            step = scheduler.schedule()
+            scheduler.complete(step.decision.ticket)
+            finished += scheduler.update(step, np.ones(step.samples, np.int64))
+            if finished:
+                break
+        assert len(finished) == 1
+        assert scheduler.stats().cached_tokens == cached_tokens
 
 
 def store_prefixes(kind: str) -> None:

@@ -1,4 +1,4 @@
-"""What `add` accepts finishes, whatever the kind of the cache group: `add` and admission count blocks alike."""
+"""What `add` accepts finishes, whatever the cache groups: `add` and admission count blocks alike."""
 
 from itertools import product
 
@@ -9,11 +9,15 @@ from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.scheduler import PREEMPTION_MODES, PreemptionMode, Request, Scheduler
 
 SIZE = 3
+FULL, WINDOW, STATE = CacheGroup.full_attention(), CacheGroup.sliding_window(5), CacheGroup.recurrent()
 GROUPS = {
-    "full": CacheGroup.full_attention(),
-    "window of a token": CacheGroup.sliding_window(1),
-    "window": CacheGroup.sliding_window(5),
-    "recurrent": CacheGroup.recurrent(),
+    "full": [FULL],
+    "window of a token": [CacheGroup.sliding_window(1)],
+    "window": [WINDOW],
+    "recurrent": [STATE],
+    "full + window": [FULL, WINDOW],
+    "full + recurrent": [FULL, STATE],
+    "recurrent + 2 windows + full": [STATE, CacheGroup.sliding_window(2), CacheGroup.sliding_window(9), FULL],
 }
 REQUESTS = [(1, 1), (1, 12), (4, 1), (6, 7), (7, 6), (13, 1), (14, 9)]
 """Prompt and generated tokens."""
@@ -36,21 +40,22 @@ def run(scheduler: Scheduler, limit: int) -> int:
 @pytest.mark.parametrize("kind", GROUPS)
 def test_what_add_accepts_finishes_on_an_idle_scheduler(kind: str, prefix_caching: bool, mode: PreemptionMode):
     accepted = set()
-    for blocks, chunk, n, (prompt, tokens) in product((2, 3, 4, 6, 9, 30), (1, 4, 64), (1, 3), REQUESTS):
+    sizes = (2, 3, 4, 6, 9, 30) if len(GROUPS[kind]) == 1 else (4, 7, 11, 17, 23, 65)
+    for blocks, chunk, n, (prompt, tokens) in product(sizes, (1, 4, 64), (1, 3), REQUESTS):
         manager = BlockManager(
             block_size=SIZE,
             device_blocks=blocks,
             host_blocks=6,
             watermark=0.1,
             prefix_caching=prefix_caching,
-            groups=[GROUPS[kind]],
+            groups=GROUPS[kind],
         )
         scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=chunk, preemption_mode=mode)
         try:
             scheduler.add(Request("a", list(range(prompt)), tokens, n=n))
         except OutOfBlocksError as error:
             assert error.wanted > error.free
-            assert error.wanted <= n * -(-(prompt + tokens) // SIZE)
+            assert error.wanted <= n * -(-(prompt + tokens) // SIZE) * len(GROUPS[kind])
             continue
         accepted.add((prompt, tokens, n))
         run(scheduler, 40 * n)
@@ -61,12 +66,26 @@ def test_what_add_accepts_finishes_on_an_idle_scheduler(kind: str, prefix_cachin
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize(("kind", "blocks"), [("recurrent", 2), ("window", 5)])
+@pytest.mark.parametrize(
+    ("kind", "blocks"),
+    [
+        ("recurrent", 2),
+        ("window", 3),
+        ("full + window", 100 + 3),
+        ("full + recurrent", 100 + 2),
+        ("recurrent + 2 windows + full", 2 + 2 + 4 + 100),
+    ],
+)
 def test_a_long_request_needs_only_the_blocks_that_it_holds_at_once(kind: str, blocks: int, prefix_caching: bool):
+    """A prompt whose chunks of 8 tokens would not fit is computed in shorter ones."""
+
     def scheduler(device_blocks: int) -> Scheduler:
-        groups = [GROUPS[kind]]
         manager = BlockManager(
-            block_size=SIZE, device_blocks=device_blocks, watermark=0, prefix_caching=prefix_caching, groups=groups
+            block_size=SIZE,
+            device_blocks=device_blocks,
+            watermark=0,
+            prefix_caching=prefix_caching,
+            groups=GROUPS[kind],
         )
         return Scheduler(manager, max_num_batched_tokens=8)
 

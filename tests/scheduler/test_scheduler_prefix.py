@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from token_engine import BLOCK, Engine, ran
 
-from blockyard import BlockManager, Pairs
+from blockyard import Pairs
 from blockyard.errors import InvalidArgumentError
-from blockyard.scheduler import Request, Scheduler, Step
+from blockyard.scheduler import Request, Step
 from blockyard.testing.machines.scheduler import draw_token, reference_tokens
 
 
@@ -193,14 +193,6 @@ def test_a_prompt_takes_the_blocks_that_only_a_write_holds_if_free_ones_are_too_
     engine.add("b", 29, 1)
     assert engine.step() == ["b"]
     assert not engine.manager.prefix.store_jobs.end_write(job), "its blocks were taken"
-
-
-def test_a_manager_of_several_cache_groups_is_refused():
-    from blockyard import CacheGroup
-
-    groups = [CacheGroup.full_attention(), CacheGroup.sliding_window(8)]
-    with pytest.raises(InvalidArgumentError, match="the manager has 2 cache groups, must have 1"):
-        Scheduler(BlockManager(block_size=4, device_blocks=8, groups=groups))
 
 
 @pytest.mark.parametrize("prompt", [[-1], [2**32 - 1], [0.5], [[1, 2]]])

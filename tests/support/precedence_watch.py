@@ -58,16 +58,17 @@ class PrecedenceWatch:
         if first is None or first.state.seats or all(owner.priority <= first.rank[0] for owner in owners):
             return False
         size, manager = self.manager.block_size, self.manager
+        groups = len(manager.pool().groups)
         kept, freed, to_come = set(), set(), 0
         for owner, handle in zip(owners, step.handles.tolist(), strict=True):
-            table = set(manager.block_table(handle).tolist())
+            table = {block for group in range(groups) for block in manager.block_table(handle, group).tolist()}
             if owner.priority > first.rank[0]:
                 freed |= table
             else:
                 kept |= table
-                to_come += -(-(len(owner.prompt) + owner.max_tokens) // size) - len(table)
+                to_come += -(-(len(owner.prompt) + owner.max_tokens) // size) * groups - len(table)
         seats = 4 - sum(owner.n for owner in {id(o): o for o in owners if o.priority <= first.rank[0]}.values())
-        wanted = sum(-(-(len(tokens) + 1) // size) for tokens in first.tokens) + to_come
+        wanted = sum(-(-(len(tokens) + 1) // size) for tokens in first.tokens) * groups + to_come
         pool = manager.pool()
         has_blocks = wanted + pool.reserved <= pool.num_free + len(freed - kept)
         return has_blocks and len(first.indices) + first.forks <= seats

@@ -10,8 +10,9 @@ from typing import TypeVar
 import numpy as np
 from cache_compute import cells_of
 from cache_machine import GOALS, Machine, Op
-from cache_rig import LAYERS, MANY, NEVER, Cells, Config, Rig, Tracked, simulated
+from cache_rig import GROUPS, LAYERS, MANY, NEVER, Cells, Config, Rig, Tracked, simulated
 from cache_world import Interrupted
+from numpy.typing import NDArray
 from observed_cache import Scrapes
 
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
@@ -23,11 +24,11 @@ T = TypeVar("T")
 
 
 def scheduled(config: Config) -> Config:
-    """Reduce a configuration to what a scheduler can run: one cache group, and no other jobs."""
-    groups = "full" if config.groups == "full" else "window"
-    prefix = "" if config.groups == "full window" else config.prefix
+    """Reduce a configuration to what a scheduler can run: no other jobs, and no draft tokens beside states."""
+    has_states = any(group.kind == "recurrent" for group in GROUPS[config.groups])
     host = min(config.host, 24) if config.host < MANY else 24
-    return replace(config, groups=groups, prefix=prefix, jobs="", caches=1, host=host)
+    lookahead = 0 if has_states else config.lookahead
+    return replace(config, jobs="", caches=1, host=host, lookahead=lookahead)
 
 
 class ScheduledMachine(Machine):
@@ -48,7 +49,7 @@ class ScheduledMachine(Machine):
                 max_num_seqs=6,
                 max_num_batched_tokens=1 + config.device % 9,
                 preemption_mode=config.mode if config.swap_cost < 0 else costs,  # type: ignore[arg-type]
-                num_lookahead_tokens=config.lookahead,
+                num_lookahead_tokens=self.config.lookahead,
                 overlap_io=config.staging % 4 == 2,
                 prefetch=None if rig.prefixes is None else rig.prefixes.prefetch,
                 recorder=None if self.recording is None else self.recording.recorder,
@@ -193,22 +194,38 @@ class ScheduledMachine(Machine):
         return texts
 
     def compute(self, rig: Rig, step: Step, texts: list[Tracked], *, by_layer: bool) -> list[list[Cells]]:
-        """Write and read like a model; return what each layer has read for each row."""
+        """Write and read like a model; return what each layer has read for each row, group by group."""
         size = self.config.block_size
-        window = rig.groups[0][2]
         found: list[list[Cells]] = [[] for _ in texts]
         starts, ends = step.start.tolist(), (step.start + step.lengths).tolist()
         written = [
             value for text, first, end in zip(texts, starts, ends, strict=True) for value in text.values[first:end]
         ]
         slots, tables = step.slot_mapping.copy(), step.block_tables.astype(np.int64)
+        if len(rig.groups) == 1:
+            slots, tables = slots[None], tables[None]
 
         def run(layer: int) -> None:
             cells = rig.cells[layer]
-            cells[:, slots] = cells_of(np.array(written, np.int64), layer)
+            early = {
+                number: [self.state(cells, tables[number, row], first) for row, first in enumerate(starts)]
+                for number, kind, _ in rig.groups
+                if kind == "recurrent"
+            }
+            for number, kind, _ in rig.groups:
+                if kind != "recurrent":
+                    cells[:, slots[number]] = cells_of(np.array(written, np.int64), layer)
             for row, (first, end) in enumerate(zip(starts, ends, strict=True)):
-                at = np.arange(0 if window is None else max(0, first + 1 - window), end)
-                found[row].append(cells[:, tables[row, at // size] * size + at % size])
+                for number, kind, window in rig.groups:
+                    if kind == "recurrent":
+                        found[row].append(early[number][row])
+                        last = tables[number, row, (end - 1) // size] * size
+                        assert last, "a state would be written to the null block"
+                        state = np.array(texts[row].values[end - 1 : end], np.int64)
+                        cells[:, last : last + 1] = cells_of(state, layer)
+                    else:
+                        at = np.arange(begin_of(kind, window, first), end)
+                        found[row].append(cells[:, tables[number, row, at // size] * size + at % size])
 
         for layer in range(LAYERS):
             if by_layer:
@@ -216,6 +233,12 @@ class ScheduledMachine(Machine):
             rig.streams.compute(lambda layer=layer: run(layer))  # type: ignore[misc]
         rig.streams.fence().synchronize()
         return found
+
+    def state(self, cells: Cells, table: NDArray[np.int64], length: int) -> Cells:
+        """Return the state after a row's first tokens."""
+        size = self.config.block_size
+        at = int(table[(length - 1) // size]) * size if length else 0
+        return cells[:, at : at + (length > 0)].copy()
 
     def tracked(self, name: str, index: int) -> Tracked:
         """Return the expected contents of a request's sequence, from its tokens."""
@@ -236,14 +259,17 @@ class ScheduledMachine(Machine):
 
     def check_read(self, step: Step, texts: list[Tracked], found: list[list[Cells]]) -> None:
         """Compare what was read with the values of these tokens."""
-        window = self.rigs[0].groups[0][2]
+        groups = self.rigs[0].groups
         for row in self.live_rows(step):
             (name, _), first, values = step.owner(row), int(step.start[row]), texts[row].values
-            begin = 0 if window is None else max(0, first + 1 - window)
-            for layer, cells in enumerate(found[row]):
-                self.counts["cells"] += len(values) - begin
-                wanted = cells_of(np.array(values[begin:], np.int64), layer)
-                assert np.array_equal(cells, wanted), f"request {name}, from token {first}: layer {layer} is wrong"
+            for at, cells in enumerate(found[row]):
+                layer, (number, kind, window) = at // len(groups), groups[at % len(groups)]
+                begin, end = begin_of(kind, window, first), first if kind == "recurrent" else len(values)
+                self.counts["cells"] += end - begin
+                wanted = cells_of(np.array(values[begin:end], np.int64), layer)
+                assert np.array_equal(cells, wanted), (
+                    f"request {name}, from token {first}: layer {layer} of group {number} is wrong"
+                )
 
     def sample(self, step: Step, texts: list[Tracked]) -> tuple[list[int], dict[str, int]]:
         """Sample a token for each draw, and accept draft tokens.
@@ -315,6 +341,13 @@ class ScheduledMachine(Machine):
             self.scheduler.drain()
         # The scheduler takes the decisions; `KVCache` is not involved in these.
         super().finish()
+
+
+def begin_of(kind: str, window: int | None, first: int) -> int:
+    """The first token whose bytes a step needs that goes on after `first` tokens."""
+    if kind == "recurrent":
+        return max(0, first - 1)
+    return 0 if window is None else max(0, first + 1 - window)
 
 
 def drawn(text: Tracked, _name: str, sequence: int, position: int | None = None) -> int:

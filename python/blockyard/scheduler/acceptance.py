@@ -44,7 +44,7 @@ class Acceptance:
         self._manager = manager
         self._prefix_caching = manager.prefix.enabled
         # A window frees its blocks here, before the next step needs others.
-        self._marks = self._prefix_caching or manager.pool().groups[0].kind != "full_attention"
+        self._marks = self._prefix_caching or any(group.kind != "full_attention" for group in manager.pool().groups)
         self._rows = rows
         self._builder = builder
         self._stop_tokens = stop_tokens
@@ -114,7 +114,7 @@ class Acceptance:
             texts = [np.append(prompt, token) for token in drawn]
             each = enumerate(zip(children, texts, strict=True), index + 1)
             new = rows.insert([(state, i, tokens, handle, 0, 0) for i, (handle, tokens) in each])
-            manager.block_tables(rows.handles[new], out=rows.block_tables[new])
+            rows.read_tables(new)
             ends = [len(prompt) + 1 >= state.limit or token in state.stops for token in drawn.tolist()]
             ended = np.concatenate((ended, np.array(ends, np.bool_)))
         return ended

@@ -42,6 +42,7 @@ class Admission:
         max_overtakes: maximum number of requests that may start before one ahead of them.
 
     Attributes:
+        needs: as given.
         ahead: loads their prompts before they start.
         room: empties blocks for them before they start.
     """
@@ -64,9 +65,9 @@ class Admission:
         self._builder = builder
         self._waiting = waiting
         self._stats = stats
-        self._needs = needs
+        self.needs = needs
         self._prefix_caching = manager.prefix.enabled
-        (self._group,) = manager.pool().groups
+        self._device = manager.pool()
         most, in_order = rows.seats_left + LOOKED_AT, not max_overtakes
         self.ahead = LoadingAhead(manager, waiting, self._hashed, prefetch, change, most=most, in_order=in_order)
         self.room = RoomAhead(manager, rows, waiting, self._hashed, builder.left)
@@ -99,7 +100,7 @@ class Admission:
             return  # a running prompt got no tokens: admit no new one
         while self._waiting and builder.left > 0:
             if builder.ends and builder.ends[-1] < rows.fields[LENGTH, rows.count - 1]:
-                break  # its chunk has ended with a block; rows are ordered by which finishes first
+                break  # its chunk has ended early; rows are ordered by which finishes first
             batch, siblings = self._pick()
             if not batch:
                 break
@@ -138,6 +139,9 @@ class Admission:
                     break
                 room = self._room(blocks)
                 continue
+            is_cut = state.chunk < length
+            if batch and is_cut:
+                break
             for idle in self._ahead_of(head):
                 idle.overtaken += 1
             self._waiting.pop()
@@ -145,7 +149,7 @@ class Admission:
             batch.append(head)
             tokens += length
             blocks += need
-            if share is not None or tokens >= left or self._needs.ends_with_blocks:
+            if share is not None or tokens >= left or is_cut or self.needs.keeps_states:
                 return batch, share
         return batch, None
 
@@ -153,10 +157,21 @@ class Admission:
         """Return the blocks that sequences take beside `taken` others, or None if they do not fit."""
         if 1 + head.forks > self._rows.seats_left:
             return None
-        need = self._needs.peak(len(head.tokens[0])) - (share[1] // self._manager.block_size if share else 0)
-        if taken + need > room and self._prefix_caching and self._needs.is_full:
-            need = self._blocks_with_hits(head, room)
+        need = self._need(head, share, taken, room)
         return need if taken + need <= room else None
+
+    def _need(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int:
+        """Return the blocks that a prompt takes. Sets its chunk: as long as the device could hold if it were empty."""
+        needs, state, length = self.needs, head.state, len(head.tokens[0])
+        state.chunk = needs.max_chunk
+        if needs.is_full:
+            need = needs.all(length) - needs.all(share[1] if share else 0)
+            is_enough = taken + need <= room or not self._prefix_caching
+            return need if is_enough else self._blocks_with_hits(head, room)
+        most = needs.usable(self._device)
+        while (need := self._blocks_with_hits(head, room)) > most and state.chunk > 1:
+            state.chunk = -(-min(state.chunk, length) // 2)
+        return need
 
     def _is_idle(self, batch: list[IdleSequences]) -> bool:
         """Whether nothing runs or loads, nor starts in this step: then a prompt need not ask the prefix store first."""
@@ -166,9 +181,7 @@ class Admission:
         """End the lease of the last sequences behind `head`, if `head` lacks only blocks that leases hold."""
         if not self.ahead.has_leases or 1 + head.forks > self._rows.seats_left:
             return False
-        need = self._needs.peak(len(head.tokens[0]))
-        if self._prefix_caching and self._needs.is_full:
-            need = self._blocks_with_hits(head, room)
+        need = self._blocks_with_hits(head, room)
         return self.ahead.give_up_last(place_of(head), taken + need - room)
 
     def _may_start(self, head: IdleSequences) -> bool:
@@ -197,15 +210,11 @@ class Admission:
         lengths, done = rows.fields[LENGTH, prefill].tolist(), rows.fields[DONE, prefill].tolist()
         if idle.state.seats and rows.find(idle.state.seats)[-1] >= rows.decodes:
             return 0  # it waits for another sequence of its request
-        blocks = begun + sum(map(self._needs.rest, lengths, done))
-        need = self._needs.peak(len(idle.tokens[0]))
-        if idle.state.seats and not self._prefix_caching:
-            share = self._shared_with(idle.state, idle.tokens[0])
-            need -= share[1] // self._manager.block_size if share else 0
-        room = self._manager.can_allocate((blocks + need) * self._manager.block_size).free
-        if blocks + need > room and self._prefix_caching and self._needs.is_full:
-            need = self._blocks_with_hits(idle, room)
-        return blocks + need - room
+        blocks = begun + sum(map(self.needs.rest, lengths, done))
+        is_sharing = idle.state.seats and not self._prefix_caching
+        share = self._shared_with(idle.state, idle.tokens[0]) if is_sharing else None
+        room = self._free(blocks, idle)
+        return blocks + self._need(idle, share, blocks, room) - room
 
     def _head(self) -> IdleSequences | None:
         """Return the first whose prompt is not loading; set aside those before it."""
@@ -219,7 +228,7 @@ class Admission:
         if not builder.ends:
             return 0
         lengths = rows.fields[LENGTH, rows.decodes : rows.count].tolist()
-        return sum(map(self._needs.rest, lengths, builder.ends))
+        return sum(map(self.needs.rest, lengths, builder.ends))
 
     def _room(self, owed: int) -> int:
         """Blocks for new prompts, except those that loads will take for prompts ahead of the head.
@@ -229,12 +238,16 @@ class Admission:
         head = self._head()
         if head is None:
             return 0
-        blocks = owed + self._needs.peak(len(head.tokens[0]))
-        return self._manager.can_allocate(blocks * self._manager.block_size).free - self.ahead.num_promised(self._aside)
+        return self._free(owed, head) - self.ahead.num_promised(self._aside)
+
+    def _free(self, taken: int, idle: IdleSequences) -> int:
+        blocks = min(taken + self.needs.all(len(idle.tokens[0])), self._device.num_blocks)
+        return self._manager.can_allocate(blocks * self._manager.block_size).free
 
     def _blocks_with_hits(self, idle: IdleSequences, room: int) -> int:
         """Blocks of `room` that a prompt takes. Hits held only by writes count: new blocks cannot take their place."""
-        fit = self._manager.can_allocate(self._hashed(idle))
+        prompt = self._hashed(idle) if self._prefix_caching else len(idle.tokens[0])
+        fit = self._manager.can_allocate(prompt, chunk_tokens=idle.state.chunk)
         return fit.blocks + max(0, room - fit.free)
 
     def _hashed(self, idle: IdleSequences) -> HashedPrompt:
@@ -259,18 +272,21 @@ class Admission:
 
     def _still_has(self, handle: int, tokens: int) -> bool:
         """Whether a running sequence still holds everything of its first `tokens` that the next token needs."""
-        if self._group.kind == "full_attention":
-            return True
-        if self._group.window is None:
-            return False  # its recurrent state has moved past that token
         size = self._manager.block_size
-        first = max(0, tokens + 1 - self._group.window) // size
-        return bool(self._manager.block_table(handle)[first : tokens // size].all())
+        for number, group in enumerate(self._device.groups):
+            if group.kind == "recurrent":
+                return False  # its state has moved past that token
+            if group.window is not None:
+                first = max(0, tokens + 1 - group.window)
+                first = tokens - tokens % group.window if group.kind == "chunked_attention" else first
+                if not self._manager.block_table(handle, number)[first // size : tokens // size].all():
+                    return False
+        return True
 
     def _start(self, batch: list[IdleSequences], share: tuple[int, int] | None) -> None:
         """Admit sequences; only the last may get fewer than all of its tokens in this step."""
         manager, builder, rows = self._manager, self._builder, self._rows
-        left = builder.left
+        left = min(builder.left, batch[-1].state.chunk)
         prompts = [idle.tokens[0] for idle in batch]
         begun = [0] * len(batch)
         if share is not None:
@@ -279,7 +295,7 @@ class Admission:
             forked = manager.fork(parent, shared_tokens=begun[0], num_tokens=count)
             handles = np.array([int(forked)], np.uint64)
         elif self._prefix_caching:
-            handles, begun = self._allocate(batch)
+            handles, begun = self._allocate(batch, left)
         else:
             counts = [min(len(tokens), left) for tokens in prompts]
             handles = manager.allocate(counts=counts)
@@ -291,15 +307,15 @@ class Admission:
         each = zip(batch, prompts, handles.tolist(), begun, strict=True)
         first = rows.count
         rows.append([(p.state, p.indices[0], tokens, handle, done, p.forks) for p, tokens, handle, done in each])
-        manager.block_tables(handles, out=rows.block_tables[first : rows.count])
+        rows.read_tables(slice(first, rows.count))
         at, chunks = builder.tokens, len(builder.counts)
-        if self._needs.ends_with_blocks:
-            prompts = [prompts[0][: manager.num_tokens(int(handles[0]))]]
+        if not self.needs.is_full:
+            prompts[-1] = prompts[-1][: manager.num_tokens(int(handles[-1]))]
         builder.add_chunks([ids[start:] if start else ids for ids, start in zip(prompts, begun, strict=True)], begun)
-        slots = builder.slots[at : builder.tokens]
-        manager.slot_mapping(handles, builder.starts[chunks:], builder.ends[chunks:], out=slots)
+        for group, slots in enumerate(builder.slots[:, at : builder.tokens]):
+            manager.slot_mapping(handles, builder.starts[chunks:], builder.ends[chunks:], out=slots, group=group)
 
-    def _allocate(self, batch: list[IdleSequences]) -> tuple[NDArray[np.uint64], list[int]]:
+    def _allocate(self, batch: list[IdleSequences], left: int) -> tuple[NDArray[np.uint64], list[int]]:
         """Open sequences with the cached part of their prompts. Returns their handles and cached token counts."""
         # A hashed prompt includes its salt, adapter and extras.
         states = [idle.state if idle.hashed is None else None for idle in batch]
@@ -308,7 +324,7 @@ class Admission:
             salt=[state.request.salt if state else None for state in states],
             lora_id=[state.request.lora_id if state else 0 for state in states],
             extras=[state.extras if state else () for state in states],
-            chunk_tokens=self._builder.left,
+            chunk_tokens=left,
             preempted=batch[0].state.admitted,
         )
         sequences = found if isinstance(found, tuple) else (found,)
@@ -377,7 +393,8 @@ class Precedence:
         """Blocks and seats that sequences lack to run in this step; not positive if they have enough."""
         rows = self._rows
         decodes = rows.fields[LENGTH, : rows.decodes]
-        begun = int(np.count_nonzero((decodes - 1) % self._manager.block_size == 0))  # blocks of running sequences
+        begun = int(np.count_nonzero((decodes - 1) % self._manager.block_size == 0))
+        begun *= self._admission.needs.groups  # blocks that running sequences take
         seats = len(first.indices) + first.forks - rows.seats_left
         if first.status is SequenceStatus.WAITING:
             return self._admission.blocks_lacking(first, begun), seats
@@ -398,9 +415,11 @@ class Precedence:
         lower = is_lower.nonzero()[0]
         if seats > len(lower) + sum(map(rows.fork_count, lower.tolist())):
             return False
-        tables = [manager.block_table(handle) for handle in rows.handles[: rows.count].tolist()]
-        kept = {block for table, gone in zip(tables, is_lower.tolist(), strict=True) if not gone for block in table}
-        freed = {block for table, gone in zip(tables, is_lower.tolist(), strict=True) if gone for block in table}
+        kept, freed = set(range(self._admission.needs.nulls)), set[int]()
+        for handle, gone in zip(rows.handles[: rows.count].tolist(), is_lower.tolist(), strict=True):
+            held = freed if gone else kept
+            for group in range(self._admission.needs.groups):
+                held.update(manager.block_table(handle, group).tolist())
         return blocks <= self._leased() + len(freed - kept)
 
     def start_idle(self) -> None:

@@ -27,7 +27,6 @@ __all__ = [
     "Goal",
     "PreemptionCosts",
     "PreemptionMode",
-    "capacity",
     "check_options",
     "lack_of_room",
 ]
@@ -127,59 +126,55 @@ class DefragPolicy:
 
 
 class BlockNeeds:
-    """Device blocks that sequences of a manager with one cache group need: the one count of `add` and of admission.
+    """Device blocks that sequences need: the one count of `add` and of admission.
 
     Args:
         manager: the manager.
         max_num_batched_tokens: maximum number of tokens that a step computes of a prompt.
 
     Attributes:
-        nulls: blocks of the pool that no sequence can use: the null block of a window or a recurrent state.
-        is_full: whether a sequence keeps all of its blocks.
-        ends_with_blocks: whether chunks end with a block if they can: only there does a recurrent state get cached.
+        groups: number of cache groups.
+        is_full: whether a sequence keeps all of its blocks in every group.
+        nulls: blocks of the pool that no sequence can use: the null block of windows and recurrent states.
+        keeps_states: whether chunks end where a recurrent state gets cached, see `BlockManager.next_chunk`.
+        max_chunk: the maximum, as given.
     """
 
     def __init__(self, manager: BlockManager, max_num_batched_tokens: int) -> None:
-        (self._group,) = manager.pool().groups
-        self._size, self._chunk = manager.block_size, max_num_batched_tokens
-        self.is_full = self._group.kind == "full_attention"
+        kinds = [group.kind for group in manager.pool().groups]
+        self._manager, self._size, self.max_chunk = manager, manager.block_size, max_num_batched_tokens
+        self.groups = len(kinds)
+        self.is_full = set(kinds) == {"full_attention"}
         self.nulls = int(not self.is_full)
-        self.ends_with_blocks = self._group.kind == "recurrent" and manager.prefix.enabled
+        self.keeps_states = "recurrent" in kinds and manager.prefix.enabled
 
-    def peak(self, tokens: int) -> int:
-        """Maximum blocks that a sequence of `tokens` tokens holds at once, from its prefill on."""
+    def all(self, tokens: int) -> int:
+        """Blocks of the first `tokens` tokens in all groups, if none gave any back."""
+        return -(-tokens // self._size) * self.groups
+
+    def peak(self, tokens: int, chunk: int) -> int:
+        """Maximum blocks that a sequence of `tokens` tokens holds at once, computed in chunks from its first token."""
         if self.is_full:
-            return -(-tokens // self._size)
-        # Even a prompt that one step computes is computed in two if its beginning is cached.
-        chunk = max(1, min(self._chunk, tokens - 1))
-        return self._group.peak_blocks(tokens, block_size=self._size, chunk_tokens=chunk)
-
-    def peak_of_decode(self, tokens: int) -> int:
-        """Maximum blocks that it holds at once past its prompt."""
-        if self.is_full:
-            return -(-tokens // self._size)
-        return self._group.peak_blocks(tokens, block_size=self._size, chunk_tokens=1)
-
-    def kept(self, tokens: int) -> int:
-        """Full blocks of its first `tokens` tokens that it holds to its end."""
-        return tokens // self._size if self.is_full else 0
-
-    def chunk_end(self, done: int, end: int) -> int:
-        """Return where a chunk that begins after `done` tokens ends, at most at `end`."""
-        last = end // self._size * self._size
-        return last if self.ends_with_blocks and last > done else end
+            return self.all(tokens)
+        return self._manager.can_allocate(tokens, chunk_tokens=min(chunk, tokens)).blocks
 
     def rest(self, tokens: int, done: int) -> int:
         """Maximum blocks that it takes in addition to those of its first `done` tokens."""
-        return min(-(-tokens // self._size) + -done // self._size, self.peak(tokens))
+        rest = self.all(tokens) - self.all(done)
+        return rest if self.is_full or not rest else min(rest, self.peak(tokens, self.max_chunk))
 
     def to_end(self, state: RequestState) -> int:
-        """Maximum blocks that the unfinished sequences of a request hold at once.
+        """Blocks without which the unfinished sequences of a request cannot run to their ends at once.
 
-        With full attention they share the prompt's full blocks, else nothing. One of them at a time is in prefill.
+        With full attention they share the prompt's full blocks, else nothing. A prompt that needs more because a step
+        computes much of it is computed in smaller chunks.
         """
-        others = self.peak_of_decode(state.limit) - self.kept(len(state.prompt) - 1)
-        return self.peak(state.limit) + (state.left - 1) * others
+        shared = (len(state.prompt) - 1) // self._size * self.groups if self.is_full else 0
+        return shared + state.left * (self.peak(state.limit, 1) - shared)
+
+    def usable(self, device: Pool) -> int:
+        """Number of device blocks that sequences may use."""
+        return device.num_blocks - device.reserved - self.nulls
 
 
 def manager_of(cache: object, executor: object) -> BlockManager:
@@ -248,8 +243,8 @@ def check_options(
     """Check the options of a `Scheduler` over a manager. Returns its four numbers as ints.
 
     Raises:
-        InvalidArgumentError: a limit is not positive, a number is negative, the mode is unknown, the manager has
-            several cache groups, or draft tokens are combined with a recurrent state, which cannot be rolled back.
+        InvalidArgumentError: a limit is not positive, a number is negative, the mode is unknown, a cache group has
+            cross attention, or draft tokens are combined with a recurrent state, which cannot be rolled back.
     """
     max_num_seqs = as_int("max_num_seqs", max_num_seqs)
     max_num_batched_tokens = as_int("max_num_batched_tokens", max_num_batched_tokens)
@@ -263,13 +258,14 @@ def check_options(
         )
     if not isinstance(preemption_mode, PreemptionCosts) and preemption_mode not in PREEMPTION_MODES:
         raise InvalidArgumentError(f"preemption_mode is {preemption_mode!r}, must be one of {PREEMPTION_MODES}")
-    if (groups := len(manager.pool().groups)) != 1:
-        raise InvalidArgumentError(f"the manager has {groups} cache groups, must have 1")
+    kinds = [group.kind for group in manager.pool().groups]
+    if "cross_attention" in kinds:
+        raise InvalidArgumentError(f"the manager's cache groups are {kinds}, must be without cross_attention")
     if num_lookahead_tokens < 0:
         raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be at least 0")
     _warn_of_unused(manager, preemption_mode)
-    if num_lookahead_tokens and (kind := manager.pool().groups[0].kind) == "recurrent":
-        raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be 0 for a {kind} group")
+    if num_lookahead_tokens and "recurrent" in kinds:
+        raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be 0 for a recurrent group")
     return max_num_seqs, max_num_batched_tokens, num_lookahead_tokens, max_overtakes
 
 
@@ -291,11 +287,13 @@ def _warn_of_unused(manager: BlockManager, mode: PreemptionMode | PreemptionCost
         _log.warning("preemption_mode is %r, but %s", mode, why)
 
 
-def swaps(mode: PreemptionMode | PreemptionCosts, rows: SequenceRows, gone: NDArray[np.int64], block_size: int) -> bool:
+def swaps(
+    mode: PreemptionMode | PreemptionCosts, rows: SequenceRows, gone: NDArray[np.int64], needs: BlockNeeds
+) -> bool:
     """Return whether the sequences of preempted rows are swapped if there is room; else they are recomputed."""
     if isinstance(mode, PreemptionCosts):
-        tokens = rows.fields[LENGTH, gone]
-        return bool((-(-tokens // block_size)).sum() * mode.swap_block <= tokens.sum() * mode.prefill_token)
+        tokens = rows.fields[LENGTH, gone].tolist()
+        return bool(sum(needs.peak(count, 1) for count in tokens) * mode.swap_block <= sum(tokens) * mode.prefill_token)
     return len(gone) > 1 if mode == "auto" else mode == "swap"
 
 
@@ -313,18 +311,13 @@ def lookahead_of_step(wanted: int | None, maximum: int) -> int:
     return number
 
 
-def capacity(device: Pool) -> int:
-    """Number of device blocks that sequences may use."""
-    return device.num_blocks - device.reserved
-
-
 def lack_of_room(device: Pool, needs: BlockNeeds, state: RequestState) -> OutOfBlocksError | None:
     """Return why a request could never finish, as an error to raise; None if it can."""
-    wanted, total, kept = needs.to_end(state), device.num_blocks, device.reserved + needs.nulls
-    if wanted + kept <= total:
+    wanted, total, room = needs.to_end(state), device.num_blocks, needs.usable(device)
+    if wanted <= room:
         return None
     message = (
-        f"request {state.request.request_id!r} needs up to {wanted} device blocks and {kept} kept free, "
+        f"request {state.request.request_id!r} needs up to {wanted} device blocks and {total - room} kept free, "
         f"there are {total}"
     )
-    return OutOfBlocksError(message, "device", wanted, total - kept, total)
+    return OutOfBlocksError(message, "device", wanted, room, total)

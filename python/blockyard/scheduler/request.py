@@ -108,6 +108,7 @@ class RequestState:
     Attributes:
         prompt: token ids, uint32 `[tokens]`.
         rank: its position in every queue.
+        chunk: maximum tokens of its prompt that a step computes; set at admission.
         admitted: whether its prompt was looked up in the prefix cache before; hits of a preempted request do not count.
         alive: False once it is aborted, refused or done.
         lost: its sequences lost bytes and must start again.
@@ -126,6 +127,7 @@ class RequestState:
     __slots__ = (
         "admitted",
         "alive",
+        "chunk",
         "context",
         "error",
         "extras",
@@ -146,6 +148,7 @@ class RequestState:
         self.request = request
         self.prompt = _token_ids(request)
         self.rank = _rank(request, number)
+        self.chunk = LONGEST
         self.admitted = False
         self.alive = True
         self.lost = False

@@ -20,6 +20,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from blockyard._core import BlockManager
 from blockyard.errors import InvariantError
 from blockyard.scheduler.request import NO_TOKEN, Owner, RequestState
 
@@ -61,14 +62,15 @@ class SequenceRows:
 
     Args:
         capacity: maximum number of rows.
-        block_size: tokens in a block.
+        manager: the scheduler's manager.
         num_lookahead_tokens: maximum number of draft tokens of a row in a step.
 
     Attributes:
         fields: int64 `[9, capacity]`, one row per field.
         handles: field `HANDLE` viewed as uint64 `[capacity]`.
         last: last token of each row, uint32 `[capacity]`.
-        block_tables: int32 `[capacity, max_blocks]`, C-contiguous; kept from step to step.
+        block_tables: int32 `[groups, capacity, max_blocks]`, C-contiguous; kept from step to step.
+        flat_tables: the same as `[groups * capacity, max_blocks]`.
         tokens: generated tokens by seat, uint32 `[capacity, seat_length]`, padded with `NO_TOKEN`; of a sequence that
             may get more, only its last ones.
         flat: `tokens` as `[capacity * seat_length]`.
@@ -79,8 +81,8 @@ class SequenceRows:
         decodes: rows past their prompts.
     """
 
-    def __init__(self, capacity: int, block_size: int, num_lookahead_tokens: int = 0) -> None:
-        self._block_size = block_size
+    def __init__(self, capacity: int, manager: BlockManager, num_lookahead_tokens: int = 0) -> None:
+        self._manager, self._block_size = manager, manager.block_size
         self._step_tokens = 1 + num_lookahead_tokens
         self._seat_length = max(SEAT_LENGTH, 4 * self._step_tokens)
         self._steps_left = NO_END  # for which every row has room
@@ -90,7 +92,8 @@ class SequenceRows:
         self.handles = self.fields[HANDLE].view(np.uint64)
         self._arrivals = self.fields[ARRIVAL].view(np.float64)
         self.last = np.zeros(capacity, np.uint32)
-        self.block_tables = np.zeros((capacity, 0), np.int32)
+        self.block_tables = np.zeros((len(manager.pool().groups), capacity, 0), np.int32)
+        self.flat_tables = self.block_tables[0]
         self.tokens = np.zeros((capacity, 0), np.uint32)
         self.flat = self.tokens.reshape(-1)
         self.owners: list[Owner | None] = [None] * capacity
@@ -116,11 +119,17 @@ class SequenceRows:
 
     def _widen(self, length: int) -> None:
         """Widen the block tables to sequences of `length` tokens."""
-        blocks, (capacity, width) = -(-length // self._block_size), self.block_tables.shape
+        blocks, (groups, capacity, width) = -(-length // self._block_size), self.block_tables.shape
         if blocks > width:
-            tables = np.zeros((capacity, max(blocks, 2 * width, FIRST_LENGTH // self._block_size)), np.int32)
-            tables[:, :width] = self.block_tables
-            self.block_tables = tables
+            wider = max(blocks, 2 * width, FIRST_LENGTH // self._block_size)
+            tables = np.zeros((groups, capacity, wider), np.int32)
+            tables[..., :width] = self.block_tables
+            self.block_tables, self.flat_tables = tables, tables.reshape(-1, wider)
+
+    def read_tables(self, rows: slice) -> None:
+        """Take the block tables of rows from the manager."""
+        for group, tables in enumerate(self.block_tables):
+            self._manager.block_tables(self.handles[rows], out=tables[rows], group=group)
 
     def make_way(self) -> None:
         """Make room for the tokens of one more step."""
@@ -136,7 +145,7 @@ class SequenceRows:
         for row in np.flatnonzero(ends - base - length < most).tolist():
             self._change_halves(row)
         self._steps_left = int((self._ends[self.fields[SEAT, rows]] - base - length).min(initial=NO_END)) // most
-        covered = self.block_tables.shape[1] * self._block_size
+        covered = self.block_tables.shape[2] * self._block_size
         self._steps_left = min(self._steps_left, int((covered - length)[limit > covered].min(initial=NO_END)) // most)
 
     def _change_halves(self, row: int) -> None:
@@ -269,11 +278,11 @@ class SequenceRows:
     def _move(self, to: NDArray[np.int64] | slice, rows: NDArray[np.int64]) -> None:
         self.fields[:, to] = self.fields.take(rows, axis=1)
         self.last[to] = self.last[rows]
-        self.block_tables[to] = self.block_tables[rows]
+        self.block_tables[:, to] = self.block_tables[:, rows]
 
     def _fill(self, at: int, seated: Sequence[Seated]) -> None:
         longest, columns = self.tokens.shape[1], []
-        covered = self.block_tables.shape[1] * self._block_size
+        covered = self.block_tables.shape[2] * self._block_size
         for state, sequence, tokens, handle, done, forks in seated:
             seat, length = self._free_seats.pop(), len(tokens)
             self.owners[seat] = (state, sequence)

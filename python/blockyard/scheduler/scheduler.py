@@ -60,8 +60,8 @@ class Scheduler:
     be retried; tokens given to an `update` that raised may be lost.
 
     Args:
-        cache: a `KVCache` or `BlockManager` with one cache group; nothing else may admit sequences to it. A second
-            scheduler over it replaces an idle one, which then refuses requests.
+        cache: a `KVCache` or `BlockManager`, with any cache groups but cross attention; nothing else may admit
+            sequences to it. A second scheduler over it replaces an idle one, which then refuses requests.
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step; prompts beyond it wait or are computed in chunks.
         preemption_mode: `"swap"` moves a victim's blocks out if there is room, `"recompute"` drops them, `"auto"` drops
@@ -85,9 +85,9 @@ class Scheduler:
         manager: the `BlockManager`.
 
     Raises:
-        InvalidArgumentError: an option is out of its range, the manager has several cache groups or another scheduler
-            with unfinished requests, draft tokens are combined with a recurrent state, an executor lacks its cache or
-            is too small, or a recorder is closed or has another block size.
+        InvalidArgumentError: an option is out of its range, the manager has a group with cross attention or another
+            scheduler with unfinished requests, draft tokens are combined with a recurrent state, an executor lacks its
+            cache or is too small, or a recorder is closed or has another block size.
         BlockyardError: the cache is closed.
 
     Example:
@@ -150,8 +150,9 @@ class Scheduler:
 
     def _make_empty(self) -> None:
         """Set up empty queues, rows and counts."""
-        self._rows = SequenceRows(self._max_num_seqs, self.manager.block_size, self._num_lookahead_tokens)
-        self._builder = StepBuilder(self._max_num_batched_tokens, self._max_num_seqs, self._num_lookahead_tokens)
+        self._rows = SequenceRows(self._max_num_seqs, self.manager, self._num_lookahead_tokens)
+        sizes = (self._max_num_batched_tokens, self._max_num_seqs, self._num_lookahead_tokens)
+        self._builder = StepBuilder(*sizes, len(self._device.groups))
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue(SequenceStatus.WAITING)
         parts = (self.manager, self._rows, self._builder, self._waiting, self._stats)
@@ -168,7 +169,7 @@ class Scheduler:
         self._leaving: list[RequestState] = []  # their rows are freed once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
-        self._capacity = options.capacity(self._device)
+        self._capacity = self._needs.usable(self._device)
 
     @property
     def num_unfinished(self) -> int:
@@ -217,7 +218,7 @@ class Scheduler:
         try:
             self._stop_tokens.add(state.stops)
             # Else it would go unchecked if the device shrinks back to its size at the last step.
-            self._capacity = max(self._capacity, options.capacity(self._device))
+            self._capacity = max(self._capacity, self._needs.usable(self._device))
             self._num_added += 1
             mixed = bool(self._requests) and (self._mixed or state.rank[0] != self._priority)
             self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))
@@ -478,14 +479,17 @@ class Scheduler:
             self._next_chunks()
         used = builder.tokens
         if used:
+            out = None if builder.single is None else builder.single[:used]
             # Draft tokens are not known yet; the ids of a prompt are known since its admission.
-            self.manager.append(
+            slots = self.manager.append(
                 rows.handles[: decodes + len(builder.counts)],
                 None if is_plain and not builder.counts else builder.lengths(decodes),
                 token_ids=builder.token_ids[:used] if is_plain and self._prefix_caching else None,
-                block_tables=rows.block_tables,
-                out=builder.slots[:used],
+                block_tables=rows.flat_tables,
+                out=out,
             )
+            if out is None:
+                builder.slots[:, :used] = slots
 
     def _next_chunks(self) -> None:
         """Add the next chunks of prompts in prefill, in order, within the token budget."""
@@ -494,7 +498,10 @@ class Scheduler:
             if builder.left < 1:
                 break
             done = int(rows.fields[DONE, row])
-            end = self._needs.chunk_end(done, min(int(rows.fields[LENGTH, row]), done + builder.left))
+            chunk = min(int(rows.fields[LENGTH, row]) - done, builder.left, rows.owner(row)[0].chunk)
+            if self._needs.keeps_states:
+                chunk = self.manager.next_chunk(int(rows.handles[row]), chunk)
+            end = done + chunk
             builder.add_chunks([rows.tokens_of(row, done, end)], [done])
             if end < rows.fields[LENGTH, row]:
                 break  # rows are ordered by which finishes first
@@ -502,7 +509,7 @@ class Scheduler:
     def _preempt(self, gone: NDArray[np.int64]) -> None:
         """Take the rows of one request off the device."""
         whole = int(gone[-1]) < self._rows.decodes
-        swaps = options.swaps(self._preemption_mode, self._rows, gone, self.manager.block_size)
+        swaps = options.swaps(self._preemption_mode, self._rows, gone, self._needs)
         if whole and swaps and self._swapping.move_out(gone):
             return
         self._stats.preempted_recompute += 1
@@ -634,7 +641,7 @@ class Scheduler:
 
     def _refuse_what_no_longer_fits(self) -> None:
         """After the device shrank, end the requests that `add` would now refuse. No step is in flight."""
-        before, self._capacity = self._capacity, options.capacity(self._device)
+        before, self._capacity = self._capacity, self._needs.usable(self._device)
         if self._capacity >= before:
             return
         for state in self._requests.values():

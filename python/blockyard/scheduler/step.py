@@ -79,8 +79,9 @@ class Step:
         query_start_loc: start of each row's tokens in `token_ids`, and the end of the last, int32 `[n + 1]`.
         token_ids: tokens to compute, row by row, uint32 `[t]`. An unfilled draft token repeats the token before it.
         slot_mapping: slot for each token's keys and values, int64 `[t]`, without repeats; of a recurrent state, only
-            those of a row's last token count.
+            those of a row's last token count. With several cache groups `[groups, t]`.
         block_tables: device blocks of each row, int32 `[n, max_blocks]`. Entries beyond a row's blocks are undefined.
+            With several cache groups `[groups, n, max_blocks]`. Blocks that a window or a state has left are block 0.
         extra_rows: rows that yield one more token, int32 `[e]`: each row once per sequence that forks off its prompt.
         num_draft_tokens: number of draft tokens in the decoding rows.
         void: rows whose tokens `update` will drop because bytes were lost, bool `[n]`; None if there are none. Set by
@@ -188,7 +189,7 @@ class Step:
             tokens[end - count : end] = draft
         starts = np.zeros(self.rows + 1, np.int32)
         starts[1:] = ends
-        self.query_start_loc, self.token_ids, self.slot_mapping = starts, tokens, self.slot_mapping[kept]
+        self.query_start_loc, self.token_ids, self.slot_mapping = starts, tokens, self.slot_mapping[..., kept]
         self.num_draft_tokens = int(counts.sum())
 
     def draws(self) -> list[Draw]:
@@ -259,10 +260,12 @@ class StepBuilder:
         max_tokens: token budget of a step; prompts get no tokens beyond it.
         max_rows: maximum number of rows in a step.
         num_lookahead_tokens: maximum number of draft tokens in a row.
+        groups: number of cache groups.
 
     Attributes:
         token_ids: uint32 `[max_tokens + max_rows * (1 + num_lookahead_tokens)]`.
-        slots: int64, same length.
+        slots: int64 `[groups, as token_ids]`.
+        single: the slots of the only group; None if there are several.
         tokens: number of entries in use in both.
         drafts: number of draft slots in each decoding row, int64 `[decodes]`; None without lookahead.
         counts: number of tokens of each row in prefill.
@@ -270,10 +273,11 @@ class StepBuilder:
         ends: position after the last.
     """
 
-    def __init__(self, max_tokens: int, max_rows: int, num_lookahead_tokens: int) -> None:
+    def __init__(self, max_tokens: int, max_rows: int, num_lookahead_tokens: int, groups: int) -> None:
         capacity = max_tokens + max_rows * (1 + num_lookahead_tokens)
         self.token_ids = np.zeros(capacity, np.uint32)
-        self.slots = np.zeros(capacity, np.int64)
+        self.slots = np.zeros((groups, capacity), np.int64)
+        self.single = self.slots[0] if groups == 1 else None
         self.tokens = 0
         self.drafts: NDArray[np.int64] | None = None
         self.counts: list[int] = []
@@ -318,7 +322,7 @@ class StepBuilder:
             at += int(self.drafts.sum())
             self.drafts = np.append(self.drafts, np.zeros(count, np.int64))
         for array in (self.token_ids, self.slots):
-            array[at + count : self.tokens + count] = array[at : self.tokens].copy()
+            array[..., at + count : self.tokens + count] = array[..., at : self.tokens].copy()
         self.tokens += count
         return slice(at, at + count)
 
@@ -352,8 +356,8 @@ class StepBuilder:
             start,
             self._query_start_loc(decodes),
             self.token_ids[:used],
-            self.slots[:used],
-            rows.block_tables[:count],
+            self.slots[:, :used] if self.single is None else self.single[:used],
+            rows.block_tables[:, :count] if self.single is None else rows.flat_tables[:count],
             extra,
             rows.owners,
             rows.tokens_of,

@@ -147,7 +147,7 @@ class Swapping:
         new = builder.insert(rows.decodes, len(idle.indices))
         builder.token_ids[new] = [tokens[-1] for tokens in idle.tokens]
         ids = builder.token_ids[new] if self._prefix_caching and builder.drafts is None else None
-        self._manager.append(idle.handles, token_ids=ids, out=builder.slots[new])
+        builder.slots[:, new] = self._manager.append(idle.handles, token_ids=ids)
         self._seat(self._return(idle))
 
     def _bring_back(self, handles: NDArray[np.uint64]) -> Fit:
@@ -175,6 +175,4 @@ class Swapping:
         return [(idle.state, index, tokens, handle, 0, 0) for index, tokens, handle in each]
 
     def _seat(self, seated: list[Seated]) -> None:
-        rows = self._rows
-        new = rows.insert(seated)
-        self._manager.block_tables(rows.handles[new], out=rows.block_tables[new])
+        self._rows.read_tables(self._rows.insert(seated))

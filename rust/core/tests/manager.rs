@@ -322,7 +322,8 @@ impl World {
 
     /// Appends, and updates the block tables in an array if one is given; returns whether it succeeded.
     fn append(&mut self, sequences: &[SequenceId], tokens: u32, lookahead: u32, array: Option<usize>) -> bool {
-        let mut slots = vec![0; self.growing().count() * sequences.len() * tokens as usize];
+        let groups = self.growing().count();
+        let mut slots = vec![0; groups * sequences.len() * tokens as usize];
         let wanted = self.manager.blocks_to_append(sequences, Counts::All(tokens), lookahead);
         let (available, before) = (self.manager.pool(Tier::Device).available(), self.room());
         // Token ids are given if the cache follows the whole batch; otherwise the sequences are no longer followed.

@@ -187,7 +187,7 @@ class SchedulerMachine(RecordingMachine):
             if request.request_id not in self.live:
                 raise AssertionError(f"{request} was refused: {error}") from error
         except OutOfBlocksError as error:
-            most = request.n * min_blocks(request, self.manager.block_size)
+            most = request.n * min_blocks(request, self.manager.block_size) * len(self.manager.pool().groups)
             if not most >= error.wanted > error.free or request.request_id in self.live:
                 raise AssertionError(f"{request} was refused: wanted {error.wanted}, free {error.free}") from error
         else:
@@ -287,7 +287,7 @@ class SchedulerMachine(RecordingMachine):
         refuse_open(self.manager, why)
         for tier in TIERS:
             free, blocks = self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks
-            blocks -= blocks > 0 and self.manager.pool().groups[0].kind != "full_attention"  # the null block
+            blocks -= self.nulls if blocks else 0
             if free != blocks or self.manager.stats().sequences:
                 raise AssertionError(
                     f"{why}{free} of {blocks} {tier} blocks are free, {self.manager.stats().sequences} sequences"
@@ -303,6 +303,11 @@ class SchedulerMachine(RecordingMachine):
         """Return the beginning of the message for a bad end."""
         return ""
 
+    @property
+    def nulls(self) -> int:
+        """Number of blocks that no sequence can use: the null block of windows and recurrent states."""
+        return int(any(group.kind != "full_attention" for group in self.manager.pool().groups))
+
     def unfinished(self) -> int:
         """Return the number of requests in the scheduler."""
         return self.scheduler.num_unfinished
@@ -310,18 +315,22 @@ class SchedulerMachine(RecordingMachine):
     def check_shape(self, step: Step) -> None:
         """Check that all arrays agree on rows and tokens."""
         tokens, rows = len(step.token_ids), step.rows
-        by_row = (len(step.seats), len(step.start), len(step.block_tables), len(step.query_start_loc) - 1)
-        if len(step.slot_mapping) != tokens or set(by_row) != {rows} or int(step.query_start_loc[-1]) != tokens:
+        groups = self.manager.pool().groups
+        shape = (len(groups),) if len(groups) > 1 else ()
+        by_row = (len(step.seats), len(step.start), step.block_tables.shape[-2], len(step.query_start_loc) - 1)
+        by_group = (step.slot_mapping.shape[:-1], step.block_tables.shape[:-2])
+        ends = int(step.query_start_loc[-1])
+        if step.slot_mapping.shape[-1] != tokens or set(by_row) != {rows} or ends != tokens or set(by_group) != {shape}:
             raise AssertionError(
-                f"{tokens} tokens end at {step.query_start_loc[-1]} and have {len(step.slot_mapping)} slots, "
-                f"{rows} rows have arrays of {by_row}"
+                f"{tokens} tokens end at {ends} and have slots {list(step.slot_mapping.shape)}, {rows} rows have "
+                f"arrays of {by_row}, with block tables {list(step.block_tables.shape)} of {len(groups)} groups"
             )
         if not 0 <= step.decodes <= step.samples <= rows or (step.lengths < 1).any():
             raise AssertionError(
                 f"{step.decodes} decodes and {step.samples} samples of {rows} rows of {step.lengths.tolist()} tokens"
             )
-        slots = step.slot_mapping.tolist()
-        if self.manager.pool().groups[0].kind == "recurrent":
+        slots = step.slot_mapping.reshape(-1).tolist()
+        if any(group.kind == "recurrent" for group in groups):
             slots = [slot for slot in slots if slot >= self.manager.block_size]  # not those of states passed over
         if len(set(slots)) < len(slots):
             raise AssertionError(f"two tokens of a step share a slot: {step.slot_mapping.tolist()}")
@@ -425,14 +434,14 @@ class ResizingSchedulerMachine(SchedulerMachine):
     @rule(blocks=st.integers(1, 16))
     def resize(self, blocks: int) -> None:
         """Resize the device."""
-        blocks = min(blocks, len(self.memory.tiers["device"]))
+        blocks = min(max(blocks, 1 + self.nulls), len(self.memory.tiers["device"]))
         self.manager.defrag.resize(blocks)
         self.manager.check()
 
     def check_shape(self, step: Step) -> None:
         """Check that everything scheduled can run to its end."""
         super().check_shape(step)
-        self.room = self.manager.pool("device").num_blocks - self.manager.pool().reserved
+        self.room = self.manager.pool("device").num_blocks - self.manager.pool().reserved - self.nulls
         for name in {step.owner(row)[0] for row in range(step.rows)}:
             if name not in self.live:
                 raise AssertionError(f"request {name!r} runs and is not live")
@@ -448,7 +457,7 @@ class ResizingSchedulerMachine(SchedulerMachine):
         request = finished.request
         if self.live.pop(request.request_id, None) is not request:
             raise AssertionError(f"{request} was refused and is not live")
-        most = request.n * min_blocks(request, self.manager.block_size)
+        most = request.n * min_blocks(request, self.manager.block_size) * len(self.manager.pool().groups)
         if not finished.error.wanted > finished.error.free or most <= self.room:
             raise AssertionError(f"{request} was refused: {finished.error}; there was room for {self.room} blocks")
         whole = reference_tokens(request, self.window)

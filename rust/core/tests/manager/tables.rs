@@ -57,26 +57,33 @@ impl World {
 
     /// Appends with block tables in an array; rows last written elsewhere are written there first.
     fn append_with_tables(&mut self, sequences: &[SequenceId], (tokens, lookahead): (u32, u32), array: usize) {
-        let groups = 0..self.growing().count();
-        let of_group = |group| sequences.iter().map(move |&s| (s, group));
-        let members: Vec<_> =
-            groups.flat_map(of_group).map(|(s, group)| self.manager.table_of(s, group).unwrap()).collect();
+        let groups = self.growing().count();
         let (table, width) = (&mut self.tables.arrays[array], COLUMNS[array]);
-        table.resize(table.len().max(members.len() * width), -1);
-        for (i, (member, row)) in members.iter().zip(table.chunks_exact_mut(width)).enumerate() {
-            if self.tables.places.get(member) != Some(&(array, i)) {
-                if self.manager.block_tables(&[*member], width, row).is_err() {
+        table.resize(table.len().max(sequences.len() * groups * width), -1);
+        // Earlier batches may have been longer; each group has an equal share of the rows.
+        let share = table.len() / width / groups;
+        let of_group = |group| sequences.iter().enumerate().map(move |(i, &s)| (s, group, group * share + i));
+        let members: Vec<_> = (0..groups)
+            .flat_map(of_group)
+            .map(|(s, group, row)| (self.manager.table_of(s, group).unwrap(), row))
+            .collect();
+        for &(member, i) in &members {
+            let row = &mut table[i * width..(i + 1) * width];
+            if self.tables.places.get(&member) != Some(&(array, i)) {
+                if self.manager.block_tables(&[member], width, row).is_err() {
                     return;
                 }
                 self.tables.places.retain(|_, place| *place != (array, i));
-                self.tables.places.insert(*member, (array, i));
+                self.tables.places.insert(member, (array, i));
             }
         }
         let before = self.tables.arrays[array].clone();
         if self.append(sequences, tokens, lookahead, Some(array)) {
-            let mut expected = vec![0; members.len() * width];
-            self.manager.block_tables(&members, width, &mut expected).unwrap();
-            assert!(self.tables.arrays[array][..expected.len()] == expected, "a row holds another table");
+            let mut expected = before;
+            for (member, i) in members {
+                self.manager.block_tables(&[member], width, &mut expected[i * width..(i + 1) * width]).unwrap();
+            }
+            assert!(self.tables.arrays[array] == expected, "a row holds another table");
         } else {
             assert!(self.tables.arrays[array] == before, "an append that failed has changed a block table");
         }

@@ -48,8 +48,8 @@ impl PyBlockManager {
     ///     lookahead: number of slots beyond those tokens that each sequence also gets blocks for, for draft tokens.
     ///     block_tables: int32 `[n or more, max_blocks]`, C-contiguous, that you keep from call to call: row i is
     ///         sequence i. Only the entries that changed since the sequence's last such call are written. If you move a
-    ///         sequence to another row or array, copy its row or write it with `block_tables`. With several groups, the
-    ///         rows of each group follow those of the previous one, `n` each.
+    ///         sequence to another row or array, copy its row or write it with `block_tables`. With several groups,
+    ///         `[groups * m, max_blocks]`: row i of each group's `m` rows is sequence i.
     ///     out: int64 array to write the slots to, C-contiguous; must not share memory with `block_tables`.
     /// Returns:
     ///     Slots, `block * block_size + offset`, int64 `[tokens]`; with several groups `[groups, tokens]`, without

@@ -37,22 +37,27 @@ impl Sequences {
 pub struct TableRows<'a> {
     rows: &'a mut [i32],
     width: usize,
+    /// Rows of each group.
+    share: usize,
 }
 
 impl<'a> TableRows<'a> {
-    /// A table of `rows.len() / width` rows.
+    /// A table of `rows.len() / width` rows; with several groups, each has an equal share of them.
     #[must_use]
     pub fn new(rows: &'a mut [i32], width: usize) -> Self {
-        Self { rows, width }
+        Self { rows, width, share: 0 }
     }
 
-    /// Fails unless there are `wanted` rows.
-    pub(in crate::sequence) fn require_rows(&self, wanted: usize) -> Result<()> {
+    /// Gives each of some sequences a row in each group's share. Fails unless there are enough.
+    pub(in crate::sequence) fn share(&mut self, sequences: usize, groups: usize) -> Result<()> {
         let rows = self.rows.len().checked_div(self.width).unwrap_or(usize::MAX);
-        if wanted <= rows {
-            return Ok(());
+        let (wanted, share) = (sequences.saturating_mul(groups), rows / groups);
+        if wanted > rows {
+            let must = format!("at least {wanted}, the sequences");
+            return Err(invalid("number of rows of the block table", rows as i128, must));
         }
-        Err(invalid("number of rows of the block table", rows as i128, format!("at least {wanted}, the sequences")))
+        self.share = share;
+        Ok(())
     }
 
     /// Fails unless a row takes `blocks` blocks.
@@ -64,7 +69,9 @@ impl<'a> TableRows<'a> {
         Err(invalid("width of the block tables", self.width as i128, must))
     }
 
-    pub(in crate::sequence) fn row(&mut self, index: usize) -> &mut [i32] {
+    /// The row of a sequence in a group, once all have theirs.
+    pub(in crate::sequence) fn row(&mut self, group: usize, index: usize) -> &mut [i32] {
+        let index = group * self.share + index;
         &mut self.rows[index * self.width..(index + 1) * self.width]
     }
 }

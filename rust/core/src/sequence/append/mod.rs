@@ -124,12 +124,12 @@ impl Sequences {
         view.require(request, Vec::new)
     }
 
-    pub(crate) fn append(&mut self, step: &mut OpenStep<'_>, batch: Batch<'_>) -> Result<()> {
+    pub(crate) fn append(&mut self, step: &mut OpenStep<'_>, mut batch: Batch<'_>) -> Result<()> {
         let total = batch.counts.total(batch.sequences.len())?;
         let groups = self.groups.growing().len();
         check_slots(total.saturating_mul(groups as u64), batch.slots)?;
-        if let Some(tables) = &batch.tables {
-            tables.require_rows(batch.sequences.len().saturating_mul(groups))?;
+        if let Some(tables) = &mut batch.tables {
+            tables.share(batch.sequences.len(), groups)?;
         }
         self.rows.begin_batch();
         self.append_batch(step, batch)
@@ -272,7 +272,7 @@ impl Sequences {
             self.note_new_blocks(id, self.rows.table(id).table.len() - before);
             if let Some(tables) = &mut batch.tables {
                 let row = self.rows.table_mut(id);
-                row.table.sync(&mut row.synced, tables.row(group * batch.sequences.len() + index));
+                row.table.sync(&mut row.synced, tables.row(group, index));
             }
         }
         for (&Slow { index, .. }, &ends) in work.slow.iter().zip(&work.ended) {

@@ -255,7 +255,7 @@ pub(in crate::sequence) fn next_blocks(
             let (table, len) = (&mut others[row * per_row + group - 1], rows[row].len);
             batch.slots[group * tokens + slow.at] = next_block(table, block, size, len);
             if let Some(tables) = &mut batch.tables {
-                table.table.sync(&mut table.synced, tables.row(group * batch.sequences.len() + slow.index));
+                table.table.sync(&mut table.synced, tables.row(group, slow.index));
             }
         }
     }
@@ -264,7 +264,7 @@ pub(in crate::sequence) fn next_blocks(
         batch.slots[at] = next_block(&mut row.first, block, size, row.len);
         begin_block(row, size, open);
         if let Some(tables) = &mut batch.tables {
-            row.first.table.sync(&mut row.first.synced, tables.row(index));
+            row.first.table.sync(&mut row.first.synced, tables.row(0, index));
         }
     }
 }

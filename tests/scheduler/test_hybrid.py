@@ -1,0 +1,141 @@
+"""The scheduler over managers of hybrid models: rows, slots and tables by cache group, and prompts that are found."""
+
+import numpy as np
+import pytest
+
+from blockyard import BlockManager, CacheGroup, PrefixCaching
+from blockyard.errors import InvalidArgumentError
+from blockyard.scheduler import PreemptionCosts, Request, Scheduler
+
+SIZE = 16
+FULL, WINDOW, STATE = CacheGroup.full_attention(), CacheGroup.sliding_window(40), CacheGroup.recurrent()
+
+
+def manager_of(groups: list[CacheGroup], blocks: int, **options: object) -> BlockManager:
+    caching = PrefixCaching(eviction="lru")
+    given = {"watermark": 0.0, "prefix_caching": caching} | options
+    return BlockManager(block_size=SIZE, device_blocks=blocks, groups=groups, **given)  # type: ignore[arg-type]
+
+
+def run(scheduler: Scheduler) -> list[tuple[int, ...]]:
+    """Run to the end; return the outputs."""
+    outputs: list[tuple[int, ...]] = []
+    for _ in range(1000):
+        if not scheduler.num_unfinished:
+            return outputs
+        step = scheduler.schedule()
+        scheduler.complete(step.decision.ticket)
+        sampled = [1000 + draw.position for draw in step.draws()]
+        outputs += [tokens for finished in scheduler.update(step, sampled) for tokens in finished.outputs]
+        scheduler.manager.check()
+    raise AssertionError(f"{scheduler.num_unfinished} requests are left")
+
+
+def test_a_step_has_slots_and_tables_of_each_group():
+    manager = manager_of([FULL, WINDOW], 64)
+    scheduler = Scheduler(manager)
+    scheduler.add(Request("a", [*range(100)], 3))
+    scheduler.add(Request("b", [*range(200, 220)], 3, n=2))
+    for _ in range(2):
+        step = scheduler.schedule()
+        tokens, rows = len(step.token_ids), step.rows
+        assert (step.slot_mapping.shape, step.block_tables.shape[:2]) == ((2, tokens), (2, rows))
+        for group in range(2):
+            first, last = step.start.tolist(), (step.start + step.lengths).tolist()
+            slots = manager.slot_mapping(step.handles, first, last, group=group)
+            assert np.array_equal(step.slot_mapping[group], slots)
+            tables = manager.block_tables(step.handles, group=group)
+            for row, handle in enumerate(step.handles.tolist()):
+                blocks = len(manager.block_table(handle, group))
+                assert np.array_equal(step.block_tables[group, row, :blocks], tables[row, :blocks])
+        scheduler.complete(step.decision.ticket)
+        scheduler.update(step, [7] * step.num_draws)
+    scheduler.add(Request("c", [*range(300, 340)], 1))  # the tables of others stay where they are
+    run(scheduler)
+
+
+def cached_tokens(groups: list[CacheGroup], tail: int, turns: int = 4, sessions: int = 6) -> tuple[int, int]:
+    """Serve sessions in turn, in a pool that holds them all and what a running one needs.
+
+    Args:
+        groups: cache groups, the first with full attention.
+        tail: blocks beside the full ones that a cached session needs.
+        turns: of each session, 96 tokens longer each time; answers are short, and the next point is near.
+        sessions: how many there are.
+
+    Returns:
+        The prompts' tokens that were found in the prefix cache, and all of them.
+    """
+    longest, chunk = 520 + 96 * turns, 128
+    running = manager_of(groups, 1000).can_allocate(longest, chunk_tokens=chunk).blocks
+    blocks = 1 + sessions * (longest // SIZE + tail) + running + 2 * tail  # and points that it makes
+    scheduler = Scheduler(manager_of(groups, blocks), max_num_batched_tokens=chunk)
+    texts = [[10_000 * (session + 1) + at for at in range(520)] for session in range(sessions)]
+    asked = 0
+    for turn in range(turns):
+        for session, text in enumerate(texts):
+            asked += len(text)
+            scheduler.add(Request(f"{session}", text, 7))
+            (output,) = run(scheduler)
+            text += [*output, *range(50_000 + 1000 * turn, 50_000 + 1000 * turn + 89)]
+    return scheduler.stats().cached_tokens, asked
+
+
+@pytest.mark.parametrize(
+    ("groups", "tail"),
+    [([FULL, WINDOW], 4), ([FULL, STATE], 1), ([FULL, WINDOW, CacheGroup.sliding_window(70), STATE], 4 + 6 + 1)],
+    ids=["full + window", "full + recurrent", "full + 2 windows + recurrent"],
+)
+def test_sessions_that_fit_are_found_as_with_full_attention_alone(groups: list[CacheGroup], tail: int):
+    found, asked = cached_tokens([FULL], 0)
+    assert found > 0.6 * asked
+    assert cached_tokens(groups, tail)[0] >= 0.98 * found
+
+
+@pytest.mark.parametrize(
+    ("groups", "blocks", "needed"),
+    [([FULL, WINDOW], 90, 38 + 3), ([FULL, STATE], 70, 38 + 1)],
+    ids=["full + window", "full + recurrent"],
+)
+def test_a_preempted_sequence_takes_only_the_blocks_that_its_groups_need_to_the_host(
+    groups: list[CacheGroup], blocks: int, needed: int
+):
+    manager = manager_of(groups, blocks, host_blocks=70, prefix_caching=False)
+    scheduler = Scheduler(manager, preemption_mode="swap")
+    scheduler.add(Request("long", [*range(600)], 40, priority=1))
+    step = scheduler.schedule()
+    scheduler.complete(step.decision.ticket)
+    scheduler.update(step, [7])
+    scheduler.add(Request("urgent", [*range(600)], 2, priority=0))
+    step = scheduler.schedule()
+    assert sum(map(len, step.decision.swap_out)) == needed
+    scheduler.complete(step.decision.ticket)
+    scheduler.update(step, [7] * step.num_draws)
+    assert len(run(scheduler)) == 2
+    assert scheduler.stats().resumed_swap_host == 1
+
+
+def test_a_victims_swap_costs_what_its_groups_hold():
+    """A window's sequence of 600 tokens has 4 of its 38 blocks to load."""
+    for groups, swapped in (([CacheGroup.full_attention()], 0), ([CacheGroup.sliding_window(40)], 1)):
+        manager = manager_of(groups, 40, host_blocks=70, prefix_caching=False)
+        costs = PreemptionCosts(swap_block=20.0, prefill_token=1.0)
+        scheduler = Scheduler(manager, preemption_mode=costs)
+        scheduler.add(Request("long", [*range(600)], 40, priority=1))
+        step = scheduler.schedule()
+        scheduler.complete(step.decision.ticket)
+        scheduler.update(step, [7])
+        scheduler.add(Request("urgent", [*range(600)], 2, priority=0))
+        run(scheduler)
+        assert scheduler.stats().preempted_swap_host == swapped
+
+
+def test_a_group_with_cross_attention_is_refused():
+    manager = manager_of([FULL, CacheGroup.cross_attention()], 8, prefix_caching=False)
+    with pytest.raises(InvalidArgumentError, match=r"'cross_attention'.*must be without cross_attention"):
+        Scheduler(manager)
+
+
+def test_draft_tokens_are_refused_beside_a_state():
+    with pytest.raises(InvalidArgumentError, match="num_lookahead_tokens is 2, must be 0 for a recurrent group"):
+        Scheduler(manager_of([FULL, WINDOW, STATE], 8), num_lookahead_tokens=2)

@@ -1,0 +1,73 @@
+"""A model with several kinds of layers, for the scheduler's machine: each reads and writes the blocks of its group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.scheduler import Step
+from blockyard.testing.machines.scheduler import draw_token, seen
+
+
+class Hybrid:
+    """Mixed into a machine: the first group's layers have all tokens, and each other group's must have the same ones.
+
+    A block of a recurrent group holds the number of a state: all tokens up to a step's last one.
+    """
+
+    states: list[list[int]]
+
+    def compute(self: Any, step: Step) -> list[int]:
+        groups, size = self.manager.pool().groups, self.manager.block_size
+        self.states = getattr(self, "states", [])
+        slots, tables = step.slot_mapping, step.block_tables
+        slots, tables = (slots, tables) if len(groups) > 1 else (slots[None], tables[None])
+        starts, ends = step.start.tolist(), (step.start + step.lengths).tolist()
+        new = [
+            self.seen_by(step, row, step.token_ids[first:end].tolist())
+            for row, (first, end) in enumerate(
+                zip(step.query_start_loc[:-1].tolist(), step.query_start_loc[1:].tolist(), strict=True)
+            )
+        ]
+        live = [row for row in range(step.rows) if step.void is None or not step.void[row]]
+        earlier = {number: self.read_states(step, tables[number], live) for number in self.recurrent}
+        texts: dict[int, list[int]] = {}
+        for number, group in enumerate(groups):
+            if group.kind == "recurrent":
+                found = {row: earlier[number][row] + new[row] for row in live}
+                for row, end in enumerate(ends):
+                    self.memory.tiers["device"][tables[number, row, (end - 1) // size]] = len(self.states)
+                    self.states.append(found.get(row, []))
+            else:
+                self.memory.write(slots[number], [value for values in new for value in values])
+                found = {row: self.memory.read(tables[number, row], ends[row]) for row in live}
+            for row, text in found.items():
+                begin = 0 if group.window is None else max(0, starts[row] + 1 - group.window)
+                begin = starts[row] - starts[row] % group.window if group.kind == "chunked_attention" else begin
+                whole = texts.setdefault(row, text)
+                assert len(text) == ends[row], f"row {row} of group {number} reads a state of {len(text)} tokens"
+                assert text[begin:] == whole[begin:], f"row {row} of group {number} reads other tokens than the first"
+        return [
+            draw_token(texts[draw.row][: draw.position], draw.sequence) if draw.row in texts else 0
+            for draw in step.draws()
+        ]
+
+    @property
+    def recurrent(self: Any) -> list[int]:
+        return [number for number, group in enumerate(self.manager.pool().groups) if group.kind == "recurrent"]
+
+    def seen_by(self: Any, step: Step, row: int, tokens: list[int]) -> list[int]:
+        request = self.scheduled.get(step.owner(row)[0])
+        return tokens if request is None else seen(request, tokens, int(step.start[row]))
+
+    def read_states(self: Any, step: Step, table: NDArray[np.int32], rows: list[int]) -> dict[int, list[int]]:
+        """Read the states that a step goes on from, before any is written."""
+        device, size, found = self.memory.tiers["device"], self.manager.block_size, {}
+        for row in rows:
+            start = int(step.start[row])
+            state = int(device[table[row, (start - 1) // size], 0]) if start else None
+            assert state is None or state >= 0, f"row {row} reads a block that holds no state: {state}"
+            found[row] = [] if state is None else self.states[state]
+        return found
