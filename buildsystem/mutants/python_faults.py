@@ -97,10 +97,6 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         SCHEDULER,
         [
             (
-                "        first = max(0, tokens + 1 - self._group.window) // size",
-                "        first = max(0, tokens + size - self._group.window) // size",
-            ),
-            (
                 "        if 1 + head.forks > self._rows.seats_left:",
                 "        if head.forks > self._rows.seats_left:",
             ),
@@ -111,12 +107,12 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            longest = min(len(others), len(tokens))",
             ),
             ("            common -= common % self._manager.block_size\n", ""),
-            ("        manager.block_tables(handles, out=rows.block_tables[first : rows.count])\n", ""),
+            ("        rows.read_tables(slice(first, rows.count))\n", ""),
             ("salt, lora_id = state.request.salt,", "salt, lora_id = None,"),
             ("lora_id=lora_id, extras=state.extras)", "lora_id=lora_id)"),
             ("            extras=[state.extras if state else () for state in states],\n", ""),
             ("        return fit.blocks + max(0, room - fit.free)", "        return fit.blocks"),
-            ("        blocks = owed + self._needs.peak(len(head.tokens[0]))", "        blocks = 1"),
+            ("        return sum(map(self.needs.rest, lengths, builder.ends))", "        return 0"),
             ("                idle.overtaken += 1\n", "                pass\n"),
             ("rows.lowest_priority() <= first.rank[0]:", "rows.lowest_priority() <= first.rank[0] + 1:"),
             ("self._is_enough(first, blocks, seats):", "True:"),
@@ -149,7 +145,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            self.seats_left += sum(self.forks.pop(seat, 0) for seat in seats)",
                 "            self.seats_left += sum(self.forks.get(seat, 0) for seat in seats)",
             ),
-            ("        self.block_tables[to] = self.block_tables[rows]\n", ""),
+            ("        self.block_tables[:, to] = self.block_tables[:, rows]\n", ""),
             ("            self.tokens[seat, :most] = NO_TOKEN\n", ""),
             ("self._steps_left, (most - 1) // self._step_tokens - 1)", "self._steps_left, most // self._step_tokens)"),
             ("            rows = rows[values == values.max()]", "            rows = rows[values == values.min()]"),
@@ -170,8 +166,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         SCHEDULER,
         [
             (
-                "            array[at + count : self.tokens + count] = array[at : self.tokens].copy()",
-                "            array[at + count : self.tokens + count] = array[at : self.tokens][::-1].copy()",
+                "            array[..., at + count : self.tokens + count] = array[..., at : self.tokens].copy()",
+                "            array[..., at + count : self.tokens + count] = array[..., at : self.tokens][..., ::-1].copy()",
             ),
             ("            counts[-1] -= total - self.left", "            counts[-1] -= self.left"),
             ("            rows.fields[DONE, decodes:count] = self.ends\n", ""),
@@ -181,8 +177,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "scheduler/options.py",
         SCHEDULER,
         [
-            ("device.reserved + needs.nulls", "device.reserved"),
-            ("chunk = max(1, min(self._chunk, tokens - 1))", "chunk = tokens"),
+            ("device.num_blocks - device.reserved - self.nulls", "device.num_blocks - device.reserved"),
+            ("(tokens, chunk_tokens=min(chunk, tokens)).blocks", "(tokens).blocks"),
         ],
     ),
     (

@@ -90,7 +90,10 @@ def mixes(draw: st.DrawFn) -> Mix:
     block_size = draw(st.sampled_from([1, 2, 3, 16, 32]))
     prompt = draw(st.one_of(st.integers(1, 40), st.integers(1, 600)))
     chunk = draw(st.one_of(st.none(), st.integers(1, 700)))
-    return Mix(groups, block_size, draw(st.booleans()), prompt, chunk, draw(st.integers(1, 40)))
+    caching = draw(st.booleans())
+    if caching and prompt > block_size and any(group.kind == "recurrent" for group in groups):
+        chunk = chunk or prompt  # where states are kept, a prompt is not allocated whole
+    return Mix(groups, block_size, caching, prompt, chunk, draw(st.integers(1, 40)))
 
 
 @settings(max_examples=_MIXES)

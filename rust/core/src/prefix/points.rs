@@ -148,7 +148,7 @@ impl Points {
         self.hangs_on = None;
     }
 
-    /// Lets go of blocks; those that hang on nothing else go first of all from now on.
+    /// Releases blocks; those that hang on nothing else go first of all from now on.
     fn disown(&mut self, blocks: &[BlockId]) {
         for &block in blocks {
             let owners = &mut self.owners[block.index()];
@@ -384,7 +384,7 @@ impl Both<'_> {
         lost
     }
 
-    /// Counts the reasons of all anchors anew.
+    /// Counts the reasons of all anchors again.
     fn recount(&mut self) {
         let counted = self.counted();
         let all = (0..).map(BlockId).take(self.points.reasons.len());

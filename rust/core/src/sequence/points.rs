@@ -1,9 +1,10 @@
 //! Resume points of models whose groups do not all keep every block: where prompts continue, and where sequences make
 //! points for later ones. See [`crate::prefix`] for how they are kept.
 
+use super::Sequences;
 use super::table::{RowKeys, TableId};
-use super::{Sequences, prompt};
 use crate::error::{Result, invalid};
+use crate::event::Publication;
 use crate::group::{Group, NULL_BLOCK};
 use crate::hash::Key;
 use crate::id::{BlockId, SequenceId, Tier};
@@ -128,7 +129,7 @@ impl Sequences {
         }
     }
 
-    /// Fails for a prompt whose states at its points would be passed over: it is to be computed in chunks.
+    /// Fails for a prompt whose states at its points would be passed over: it must be computed in chunks.
     pub(super) fn require_states(&self, view: View<'_>, tokens: usize, chunk: u32) -> Result<()> {
         let is_passed = chunk == u32::MAX && self.keeps_states(view) && tokens > self.block_size as usize;
         if !is_passed {
@@ -175,6 +176,46 @@ impl Sequences {
         }
     }
 
+    /// Publishes the blocks with keys of a sequence on the device that have landed and are computed.
+    pub(super) fn publish_row(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, computed: u32) {
+        let id = Self::member(sequence, self.groups.anchor());
+        let row = self.rows.at(sequence);
+        // The sources of its blocks may still turn out to be lost, and with them everything computed from them.
+        if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {
+            return;
+        }
+        let (group, row) = (id.group, self.rows.table(id));
+        let end = keys.keys.len().min((computed / self.block_size) as usize);
+        let mut at = row.published as usize;
+        let has_new = at < end;
+        if has_new {
+            step.tiers.continue_chain(at.checked_sub(1).map(|before| row.table[before]));
+        }
+        while at < end {
+            let block = self.rows.table(id).table[at];
+            if step.tiers.device().block(block).is_filling() {
+                break;
+            }
+            let publication = || publication(keys, at, block, group, self.block_size);
+            match step.tiers.publish((Tier::Device, block), Self::identity(keys, at, group), publication) {
+                Published::Now | Published::Before => self.publish_companions(step, sequence, (keys, at), block),
+                Published::Beyond => {}
+                Published::As(canonical) => {
+                    self.merge(step, id, at, canonical);
+                    self.merge_companions(step, sequence, at, canonical);
+                    self.publish_companions(step, sequence, (keys, at), canonical);
+                    self.stats.merged += 1;
+                }
+            }
+            at += 1;
+        }
+        if has_new {
+            step.tiers.continue_chain(None);
+        }
+        let row = self.rows.table_mut(id);
+        row.published = row.published.max(u32::try_from(at).unwrap_or(u32::MAX));
+    }
+
     /// Makes a point where a sequence that is about to leave stands, unless one lies closer than is worth a tail: what
     /// an answer adds to its prompt is soon computed again.
     pub(super) fn make_last_point(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId) {
@@ -216,7 +257,7 @@ impl Sequences {
             // Only points have keys here, so there is no chain to follow.
             let identity = CachedIdentity { key, depth, parent: 0, tenant: keys.tenant };
             let group = u8::try_from(anchor_group).unwrap_or(u8::MAX);
-            let publication = || prompt::publication(keys, at - 1, block, group, size);
+            let publication = || publication(keys, at - 1, block, group, size);
             match step.tiers.publish((Tier::Device, block), identity, publication) {
                 Published::Beyond => return,
                 Published::As(canonical) => {
@@ -229,7 +270,7 @@ impl Sequences {
         let is_junction = keys.junction > 0 && keys.junction as usize == at;
         step.tiers.add_point(anchor, (&tail, is_junction), |index| {
             let (group, place) = self.place_in_tail(at, index)?;
-            prompt::publication(keys, place, tail[index], group, size)
+            publication(keys, place, tail[index], group, size)
         });
     }
 
@@ -280,7 +321,7 @@ impl Sequences {
             groups.iter().map(|&group| self.rows.table(Self::member(sequence, group)).table[at]).collect();
         step.tiers.add_companions(anchor, &blocks, |index| {
             let group = u8::try_from(groups[index]).ok()?;
-            prompt::publication(keys, at, blocks[index], group, self.block_size)
+            publication(keys, at, blocks[index], group, self.block_size)
         });
     }
 
@@ -331,4 +372,12 @@ impl Sequences {
 /// points at square distances had the most hits for their tails (`docs/benchmarks/hybrid.md`).
 fn least_gap(interval: usize, back: usize) -> usize {
     interval.max((4 * interval * back).isqrt())
+}
+
+/// The event data of a block that a row publishes.
+fn publication(keys: &RowKeys, at: usize, block: BlockId, group: u8, block_size: u32) -> Option<Publication> {
+    let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, block_size));
+    let key = keys.chain_at(at, block_size)?;
+    let (salt, lora_id) = (keys.salt, keys.lora_id);
+    Some(Publication { block, key, parent, tokens: block_size, salt, lora_id, group })
 }

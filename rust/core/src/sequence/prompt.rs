@@ -8,13 +8,11 @@ use super::points::Start;
 use super::table::RowKeys;
 use super::{Batch, Sequences, TableId, blocks_for};
 use crate::error::{Error, Result, invalid};
-use crate::event::Publication;
 use crate::group::Group;
 use crate::hash::{Chain, ExportedKey, Key, KeySpec, has_reserved, refuse_reserved};
 use crate::host_cache::Found;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::memory;
-use crate::prefix::Published;
 use crate::transfer::{OpenStep, View};
 use std::borrow::Cow;
 
@@ -594,58 +592,4 @@ impl Sequences {
         }
         Ok(())
     }
-
-    /// Publishes the blocks with keys of a sequence on the device that have landed and are computed.
-    pub(super) fn publish_row(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, computed: u32) {
-        let id = Self::member(sequence, self.groups.anchor());
-        let row = self.rows.at(sequence);
-        // The sources of its blocks may still turn out to be lost, and with them everything computed from them.
-        if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {
-            return;
-        }
-        let (group, row) = (id.group, self.rows.table(id));
-        let end = keys.keys.len().min((computed / self.block_size) as usize);
-        let mut at = row.published as usize;
-        let has_new = at < end;
-        if has_new {
-            step.tiers.continue_chain(at.checked_sub(1).map(|before| row.table[before]));
-        }
-        while at < end {
-            let block = self.rows.table(id).table[at];
-            if step.tiers.device().block(block).is_filling() {
-                break;
-            }
-            let publication = || publication(keys, at, block, group, self.block_size);
-            match step.tiers.publish((Tier::Device, block), Self::identity(keys, at, group), publication) {
-                Published::Now | Published::Before => self.publish_companions(step, sequence, (keys, at), block),
-                Published::Beyond => {}
-                Published::As(canonical) => {
-                    self.merge(step, id, at, canonical);
-                    self.merge_companions(step, sequence, at, canonical);
-                    self.publish_companions(step, sequence, (keys, at), canonical);
-                    self.stats.merged += 1;
-                }
-            }
-            at += 1;
-        }
-        if has_new {
-            step.tiers.continue_chain(None);
-        }
-        let row = self.rows.table_mut(id);
-        row.published = row.published.max(u32::try_from(at).unwrap_or(u32::MAX));
-    }
-}
-
-/// The event data of a block that a row publishes.
-pub(super) fn publication(
-    keys: &RowKeys,
-    at: usize,
-    block: BlockId,
-    group: u8,
-    block_size: u32,
-) -> Option<Publication> {
-    let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, block_size));
-    let key = keys.chain_at(at, block_size)?;
-    let (salt, lora_id) = (keys.salt, keys.lora_id);
-    Some(Publication { block, key, parent, tokens: block_size, salt, lora_id, group })
 }

@@ -11,7 +11,9 @@ use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::memory;
 use std::ops::Deref;
 
+mod marks;
 mod recent;
+pub(super) use marks::Marks;
 use recent::RecentTokens;
 
 /// Maximum number of sequences.

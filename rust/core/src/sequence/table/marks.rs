@@ -4,7 +4,7 @@ use crate::id::SequenceId;
 
 /// Marks by row. A sequence is removed when it is freed, since its row is then used again.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Marks {
+pub(crate) struct Marks {
     marks: Vec<bool>,
     /// The marked rows; some may have been removed since.
     rows: Vec<u32>,
@@ -12,11 +12,11 @@ pub(super) struct Marks {
 
 impl Marks {
     #[inline]
-    pub(super) fn contains(&self, sequence: SequenceId) -> bool {
+    pub(crate) fn contains(&self, sequence: SequenceId) -> bool {
         self.marks.get(sequence.row() as usize) == Some(&true)
     }
 
-    pub(super) fn insert(&mut self, sequence: SequenceId) {
+    pub(crate) fn insert(&mut self, sequence: SequenceId) {
         let row = sequence.row() as usize;
         if row >= self.marks.len() {
             self.marks.resize(row + 1, false);
@@ -26,13 +26,13 @@ impl Marks {
         }
     }
 
-    pub(super) fn remove(&mut self, sequence: SequenceId) {
+    pub(crate) fn remove(&mut self, sequence: SequenceId) {
         if let Some(mark) = self.marks.get_mut(sequence.row() as usize) {
             *mark = false;
         }
     }
 
-    pub(super) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         for row in self.rows.drain(..) {
             self.marks[row as usize] = false;
         }
