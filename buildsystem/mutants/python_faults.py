@@ -167,7 +167,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         [
             (
                 "            array[..., at + count : self.tokens + count] = array[..., at : self.tokens].copy()",
-                "            array[..., at + count : self.tokens + count] = array[..., at : self.tokens][..., ::-1].copy()",
+                "            array[..., at + count : self.tokens + count] = array[..., : self.tokens - at].copy()",
             ),
             ("            counts[-1] -= total - self.left", "            counts[-1] -= self.left"),
             ("            rows.fields[DONE, decodes:count] = self.ends\n", ""),

@@ -42,7 +42,7 @@ pub enum Group {
 impl Group {
     /// Blocks at the start of a table that no query at position `computed` or later needs.
     #[inline]
-    pub(crate) fn unneeded(self, computed: u32, block_size: u32) -> usize {
+    fn unneeded(self, computed: u32, block_size: u32) -> usize {
         let first = match self {
             Self::Full | Self::CrossAttention => 0,
             Self::SlidingWindow { window } => computed.saturating_add(1).saturating_sub(window),

@@ -71,7 +71,7 @@ impl Sequences {
             let ahead = if to >= prompt { lookahead } else { 0 };
             let group = |(number, group): (usize, &Group)| {
                 let held = group.held(from, to, ahead, size);
-                held.saturating_sub(shared(number, group.unneeded(from, size)))
+                held.saturating_sub(shared(number, group.needs(from, size).start))
             };
             most = most.max(self.groups.growing().iter().enumerate().map(group).fold(0, usize::saturating_add));
         };

@@ -1,6 +1,6 @@
 //! Consistency checks of the sequences, by themselves and against the tiers.
 
-use super::{GroupTable, PrefixStats, Row, Sequences, TableId, blocks_for};
+use super::{GroupTable, PrefixStats, Row, Sequences, TableId};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::tiers::Tiers;
@@ -95,7 +95,7 @@ impl Sequences {
         if u64::from(u32::MAX.div_ceil(size)) < held {
             return Err(format!("sequence {sequence}: {held} blocks of {size} are more than a sequence can fill"));
         }
-        let needed = group.unneeded(len, size)..blocks_for(u64::from(len), size);
+        let needed = group.needs(len, size);
         let (nulls, rest) = table.split_at(*null_prefix as usize);
         if nulls.iter().any(|&block| !self.is_null(block)) || needed.clone().any(|i| self.is_null(table[i])) {
             return Err(format!("sequence {sequence} has {nulls:?} and {rest:?}, needs entries {needed:?}"));

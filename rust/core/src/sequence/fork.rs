@@ -117,7 +117,7 @@ impl Sequences {
         let TableId { sequence, group: number } = id;
         let (row, table, size) = (self.rows.at(sequence), self.rows.table(id), self.block_size);
         let (group, kept) = (self.groups.get(number), (shared / size) as usize);
-        let needed = group.unneeded(shared, size)..kept;
+        let needed = group.needs(shared, size);
         // A state in the middle of a row may belong to a token before its block's last.
         let state = group == Group::Recurrent && shared > 0 && shared != row.len;
         if group == Group::CrossAttention {
@@ -143,7 +143,7 @@ impl Sequences {
         let kept = (shared / self.block_size) as usize;
         let settled = step.transfers.is_settled(self.rows.at(id.sequence).ticket);
         let null_prefix =
-            if settled { group.unneeded(shared, self.block_size) } else { parent.null_prefix as usize }.min(kept);
+            if settled { group.needs(shared, self.block_size).start } else { parent.null_prefix as usize }.min(kept);
         let mut table = Vec::with_capacity(kept);
         Self::pass_over(step, null_prefix, &mut table);
         table.extend_from_slice(&parent.table[null_prefix..kept]);

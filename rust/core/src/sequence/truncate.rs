@@ -51,8 +51,7 @@ impl Sequences {
     fn refuse_gone(&self, id @ TableId { sequence, group: number }: TableId, tokens: u32) -> Result<()> {
         let (row, table) = (self.rows.at(sequence), &self.rows.table(id).table);
         let group = self.groups.get(number);
-        let end = blocks_for(u64::from(tokens), self.block_size);
-        let needed = group.unneeded(tokens, self.block_size)..end;
+        let needed = group.needs(tokens, self.block_size);
         let state = group == Group::Recurrent && tokens != row.len && tokens > 0;
         if !state && !needed.clone().any(|i| self.is_null(table[i])) {
             return Ok(());

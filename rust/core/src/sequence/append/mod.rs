@@ -346,7 +346,7 @@ impl Sequences {
         }
         let (row, own) = (self.rows.at(id.sequence), self.rows.table(id));
         let is_left = row.written != view.transfers.open() && view.transfers.is_settled(row.ticket);
-        let end = self.groups.get(id.group).unneeded(row.len, self.block_size).min(own.table.len());
+        let end = self.groups.get(id.group).needs(row.len, self.block_size).start.min(own.table.len());
         let left = own.null_prefix as usize..end;
         let blocks = if is_left { own.table.get(left).unwrap_or_default() } else { &[] };
         let device = view.tiers.device();
