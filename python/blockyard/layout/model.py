@@ -160,7 +160,7 @@ class _Fields:
 
     def layer(self, index: int) -> _Fields:
         """Return the fields of one layer."""
-        own = {}
+        own: dict[str, Any] = {}
         for key, fields in (self.get("per_layer_config") or {}).items():
             own |= dict(fields) if int(key) == index else {}
         blocks = self.get("block_configs")
@@ -316,6 +316,7 @@ def _block_name(block: Mapping[str, Any]) -> str:
     return "sliding_attention" if attention.get("window_length") else "full_attention"
 
 
+_LETTERS: Final[dict[str, str]] = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 _Names = Callable[[Any, int, _Fields], Sequence[str]]
 _LISTS: Final[dict[str, _Names]] = {
     "layer_types": lambda value, _, __: value,
@@ -344,7 +345,6 @@ _LISTS: Final[dict[str, _Names]] = {
         "cross_attention" if at in value else "full_attention" for at in range(count)
     ],
 }
-_LETTERS: Final = {"M": "mamba", "*": "full_attention", "-": "mlp", "E": "moe"}
 _ALIASES: Final = {"attention": "full_attention", "mamba": "linear_attention", "mamba2": "linear_attention"}
 _UNIFORM: Final[dict[str, Callable[[_Fields], str]]] = {
     "falcon_h1": lambda _: "attention_and_mamba",
