@@ -63,7 +63,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """The caches of all layers of a model. A layer without a cache of its own has none; some have several.
+    """The caches of all layers of a model. A layer that shares another one's cache has none; some have several.
 
     Attributes:
         layers: what each layer caches, in order.
