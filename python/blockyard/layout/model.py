@@ -18,19 +18,42 @@ LayerKind = Literal["full", "mla", "indexer", "window", "chunked", "recurrent", 
 _ITEM_SIZES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "fp8": 1}
 _PACKED: Final = "fp8_ds_mla"
 _DTYPES: Final = (*_ITEM_SIZES, _PACKED)
-# Fields that change what is cached. One that is set and that nothing read is refused, so nothing is guessed.
+# A field whose name has one of these parts may change what is cached. It is refused unless the model's family is known:
+# then it must have been read, or be listed here as one that changes nothing in this family.
 _TELLING: Final = re.compile(
-    r"mamba|ssm|lru|linear_|lightning|recurr|conv1?d?_|state_size|compress|kv_shared|k_eq_v|sliding|swa_|window|chunk"
-    r"|cross_attention|cross_layer|index_|lora_rank|per_layer_config|layer_types|layers_block|block_types|attn_type"
-    r"|hybrid|block_configs|attn_layer|attention_interval|no_rope_layer"
+    r"window|sliding|chunk|layer_types|layers_block|block_types|block_configs|per_layer_config|lora_rank|latent|mamba|ssm"
+    r"|lru|linear_|lightning|recurr|conv|state_size|compress|kv_shared|k_eq_v|swa_|cross_|index_|hybrid|attn_type"
+    r"|attn_layer|full_attn|pattern|interval|no_rope"
 )
-# These match, and change nothing that is cached.
-_HARMLESS: Final = re.compile(
-    r"q_lora_rank|o_lora_rank|index_topk|index_n_heads|chunk_size_feed_forward|mlp_layer_types|_bias$|_factor$|use_conv"
-    r"|chunk_size$|proj_|dt_|log_m|neg_eigval|use_mamba|window_layers|scale|rms_norm|norm_before|act$|mtp_|use_cache"
-    r"|mamba_expand|intermediate|add_cross|conv_bias|_idxs$|index_share|hybrid_layer_ids|num_key_heads|swa_num_att"
-    r"|indexer_rope|swa_rope|sink|qk_norm|state_size_extra|lightning_fp|feed_forward"
-)
+_EVERYWHERE: Final = "chunk_size_feed_forward mlp_layer_types add_cross_attention cross_attention_hidden_size"
+_FAMILIES: Final[dict[str, str]] = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "mixtral", "phi3", "starcoder2", "gpt_oss", "olmo3"), ""),
+    **dict.fromkeys(("gemma2", "cohere2", "kimi_linear", "mimo_v2_flash", "minimax_text_01"), ""),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "sliding_window use_sliding_window max_window_layers"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ""),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "q_lora_rank"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "conv_L_cache conv_bias conv_dim conv_dim_out conv_use_xavier_init"),
+    "bamba": "mamba_chunk_size mamba_conv_bias mamba_expand mamba_proj_bias mamba_dt_rank",
+    "deepseek_v32": "q_lora_rank index_n_heads index_topk",
+    "deepseek_v4": "q_lora_rank o_lora_rank index_n_heads index_topk compress_rope_theta",
+    "falcon_h1": "mamba_chunk_size mamba_conv_bias mamba_expand mamba_norm_before_gate mamba_proj_bias mamba_rms_norm "
+    "mamba_use_mlp ssm_multipliers ssm_in_multiplier ssm_out_multiplier",
+    "gemma3_text": "_sliding_window_pattern",
+    "gemma3n_text": "hidden_size_per_layer_input activation_sparsity_pattern",
+    "granitemoehybrid": "mamba_chunk_size mamba_conv_bias mamba_expand mamba_proj_bias",
+    "jamba": "mamba_conv_bias mamba_dt_rank mamba_proj_bias use_mamba_kernels",
+    "llama4_text": "no_rope_layer_interval",
+    "mamba": "use_conv_bias",
+    "mamba2": "chunk_size use_conv_bias",
+    "minimax": "full_attn_alpha_factor full_attn_beta_factor linear_attn_beta_factor",
+    "nemotron-nas": "",
+    "nemotron_h": "chunk_size mamba_hidden_act mamba_proj_bias mtp_layers_block_type mtp_hybrid_override_pattern "
+    "use_conv_bias use_mamba_kernels",
+    "whisper": "",
+}
+# Families with a window and no list of layers: every layer has the window, or every n-th is full.
+_ALL_WINDOWS: Final = ("mistral", "ministral", "mixtral", "phi3", "starcoder2")
+_PERIODS: Final = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 
 
 @dataclass(frozen=True)
@@ -72,6 +95,7 @@ class ModelMemory:
     Example:
         >>> from blockyard.layout.model import ModelMemory
         >>> config = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64, "sliding_window": 128}
+        >>> config["model_type"] = "gpt_oss"
         >>> config["layer_types"] = ["full_attention", "sliding_attention"]
         >>> ModelMemory.from_config(config).bytes_by_kind(1000)
         {'full': 1024000, 'window': 131072}
@@ -184,14 +208,17 @@ class _Fields:
         return _size_of(str(name or _model_dtype(self)))
 
     def refuse_unread(self) -> None:
-        left = sorted(
-            name
-            for name, value in self.all.items()
-            if name not in self.read and value and _TELLING.search(name) and not _HARMLESS.search(name)
-        )
-        if left:
-            shown = ", ".join(f"{name} = {self.all[name]!r:.40}" for name in left)
-            raise InvalidArgumentError(f"config has {shown}, which may change what is cached and is not known")
+        family = str(self.all.get("model_type"))
+        known = family in _FAMILIES
+        harmless = {*_EVERYWHERE.split(), *_FAMILIES.get(family, "").split()}
+        for name, value in self.all.items():
+            if not value or name in harmless or not _TELLING.search(name):
+                continue
+            if not known:
+                problem = f"config has {name} = {value!r:.40} and model_type {family!r}, whose layers are not known"
+                raise InvalidArgumentError(f"{problem}; known are {', '.join(sorted(_FAMILIES))}")
+            if name not in self.read:
+                raise InvalidArgumentError(f"config has {name} = {value!r:.40}, which is not known for {family}")
 
 
 def _read(config: Any) -> Mapping[str, Any]:
@@ -245,7 +272,7 @@ def _cache_dtype(given: Mapping[str, Any], fields: _Fields, dtype: str | None) -
 def _layer_names(fields: _Fields) -> list[str]:
     count = fields.first("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", default=0)
     for name, names_of in _LISTS.items():
-        if (value := fields.get(name)) is not None and value != []:
+        if (value := fields.get(name)) not in (None, []):
             names = [_ALIASES.get(one, one) for one in names_of(value, count, fields)]
             if count and len(names) < count:
                 problem = f"{name} of the config lists {len(names)} layers, num_hidden_layers is {count}"
@@ -255,6 +282,8 @@ def _layer_names(fields: _Fields) -> list[str]:
             return names
     if not count:
         raise InvalidArgumentError("config has no num_hidden_layers; is it a model's config.json?")
+    if fields.get("sliding_window") and (period := _PERIODS.get(str(fields.get("model_type")))):
+        return _every(period, count, plain="full_attention", other="sliding_attention")
     return [_UNIFORM.get(str(fields.get("model_type")), _usual)(fields)] * count
 
 
@@ -262,12 +291,12 @@ def _usual(fields: _Fields) -> str:
     """The type of all layers of a configuration that lists none."""
     if fields.get("index_head_dim"):
         return "indexed_attention"
-    window = fields.get("sliding_window")
-    if window and fields.get("use_sliding_window", True):
-        if fields.get("max_window_layers") and fields.get("use_sliding_window"):
-            raise InvalidArgumentError("config has use_sliding_window and max_window_layers, and no layer_types")
-        return "sliding_attention"
-    return "full_attention"
+    window, family = fields.get("sliding_window"), str(fields.get("model_type"))
+    if not window or not fields.get("use_sliding_window", True):
+        return "full_attention"
+    if family not in _ALL_WINDOWS:
+        raise InvalidArgumentError(f"config has sliding_window = {window!r} and no layer_types, of model_type {family!r}")
+    return "sliding_attention"
 
 
 def _every(value: Any, count: int, *, plain: str, other: str) -> list[str]:
@@ -397,6 +426,9 @@ def _index_key(fields: _Fields) -> int:
 def _window(fields: _Fields) -> list[LayerCache]:
     window = fields.first("sliding_window", "sliding_window_size", "attention_window_size")
     fields.get("sliding_window_size")
+    if fields.get("model_type") == "mimo_v2_flash":
+        fields.count("swa_num_key_value_heads")
+        fields.get("swa_num_attention_heads")
     return _heads(fields, "window", window, "swa_")
 
 
