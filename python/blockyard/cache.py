@@ -166,8 +166,7 @@ class KVCache:
         namespace: bytes = b"",
         max_staging: int | str = "256MiB",
     ) -> None:
-        check_layout(layout)
-        groups = groups if groups is not None else getattr(layout, "cache_groups", ()) or None
+        groups = _groups(layout, groups)
         size, block_size, name = layout.bytes_per_block, _block_size(layout, groups), _namespace(namespace, layout)
         _check_writes(prefix_writes)
         host = _host_blocks(host_blocks, host_bytes, size)
@@ -175,11 +174,7 @@ class KVCache:
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
         staging = read_bytes("max_staging", max_staging, holds=size if swap_store or prefix_store else 1)
         device_blocks, max_device_blocks = _device_sizes(tensors, device_blocks, max_device_blocks)
-        prefix_caching = (
-            prefix_caching
-            if prefix_store is None
-            else _prefix_caching(given=prefix_caching, host=host if _is_full(groups) else 0)
-        )
+        prefix_caching = _with_store(prefix_caching, prefix_store, host if _is_full(groups) else 0)
         self.layout, self._process = layout, Process("a cache")
         self._closers: list[Callable[[], object]] = []  # each is idempotent
         try:
@@ -584,6 +579,16 @@ def _external_blocks(store: ExternalStore | None, blocks: int | None) -> int:
     if (count := as_int("external_blocks", blocks)) < 0:
         raise InvalidArgumentError(f"external_blocks is {blocks}, must be at least 0")
     return min(slots, count)
+
+
+def _with_store(given: bool | PrefixCaching, store: str | ExternalStore | None, host: int) -> bool | PrefixCaching:
+    return given if store is None else _prefix_caching(given=given, host=host)
+
+
+def _groups(layout: KVLayout | GroupedLayout, groups: Sequence[CacheGroup] | None) -> Sequence[CacheGroup] | None:
+    """Check the layout; return the groups as given, or the layout's."""
+    check_layout(layout)
+    return groups if groups is not None else getattr(layout, "cache_groups", ()) or None
 
 
 def _is_full(groups: Sequence[CacheGroup] | None) -> bool:

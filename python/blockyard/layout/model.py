@@ -29,7 +29,9 @@ _EVERYWHERE: Final = "chunk_size_feed_forward mlp_layer_types add_cross_attentio
 _FAMILIES: Final[dict[str, str]] = {
     **dict.fromkeys(("llama", "mistral", "ministral", "mixtral", "phi3", "starcoder2", "gpt_oss", "olmo3"), ""),
     **dict.fromkeys(("gemma2", "cohere2", "kimi_linear", "mimo_v2_flash", "minimax_text_01"), ""),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "sliding_window use_sliding_window max_window_layers"),
+    **dict.fromkeys(
+        ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "sliding_window use_sliding_window max_window_layers"
+    ),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), ""),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "q_lora_rank"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "conv_L_cache conv_bias conv_dim conv_dim_out conv_use_xavier_init"),
@@ -295,7 +297,9 @@ def _usual(fields: _Fields) -> str:
     if not window or not fields.get("use_sliding_window", True):
         return "full_attention"
     if family not in _ALL_WINDOWS:
-        raise InvalidArgumentError(f"config has sliding_window = {window!r} and no layer_types, of model_type {family!r}")
+        raise InvalidArgumentError(
+            f"config has sliding_window = {window!r} and no layer_types, of model_type {family!r}"
+        )
     return "sliding_attention"
 
 
