@@ -174,7 +174,7 @@ class KVCache:
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
         staging = read_bytes("max_staging", max_staging, holds=size if swap_store or prefix_store else 1)
         device_blocks, max_device_blocks = _device_sizes(tensors, device_blocks, max_device_blocks)
-        prefix_caching = _with_store(prefix_caching, prefix_store, host if _is_full(groups) else 0)
+        prefix_caching = _with_store(prefix_store, given=prefix_caching, host=host if _is_full(groups) else 0)
         self.layout, self._process = layout, Process("a cache")
         self._closers: list[Callable[[], object]] = []  # each is idempotent
         try:
@@ -581,7 +581,7 @@ def _external_blocks(store: ExternalStore | None, blocks: int | None) -> int:
     return min(slots, count)
 
 
-def _with_store(given: bool | PrefixCaching, store: str | ExternalStore | None, host: int) -> bool | PrefixCaching:
+def _with_store(store: str | ExternalStore | None, *, given: bool | PrefixCaching, host: int) -> bool | PrefixCaching:
     return given if store is None else _prefix_caching(given=given, host=host)
 
 
