@@ -97,7 +97,7 @@ class KVCache:
             `PrefixStore`.
         prefetch_timeout_base: minimum timeout in seconds for loading a prompt from the store; each 200 MB to load add a
             second.
-        groups: cache groups, see `BlockManager`.
+        groups: cache groups, see `BlockManager`; by default those of the layout, see `KVLayout.from_config`.
         watermark: see `BlockManager`.
         reuse_order: see `BlockManager`.
         namespace: identifies everything that a block's bytes depend on, except the layout: any bytes;
@@ -166,7 +166,7 @@ class KVCache:
         namespace: bytes = b"",
         max_staging: int | str = "256MiB",
     ) -> None:
-        check_layout(layout)
+        groups = _groups(layout, groups)
         size, block_size, name = layout.bytes_per_block, _block_size(layout, groups), _namespace(namespace, layout)
         _check_writes(prefix_writes)
         host = _host_blocks(host_blocks, host_bytes, size)
@@ -174,7 +174,7 @@ class KVCache:
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
         staging = read_bytes("max_staging", max_staging, holds=size if swap_store or prefix_store else 1)
         device_blocks, max_device_blocks = _device_sizes(tensors, device_blocks, max_device_blocks)
-        prefix_caching = prefix_caching if prefix_store is None else _prefix_caching(given=prefix_caching, host=host)
+        prefix_caching = _with_store(prefix_store, given=prefix_caching, host=host if _is_full(groups) else 0)
         self.layout, self._process = layout, Process("a cache")
         self._closers: list[Callable[[], object]] = []  # each is idempotent
         try:
@@ -579,6 +579,21 @@ def _external_blocks(store: ExternalStore | None, blocks: int | None) -> int:
     if (count := as_int("external_blocks", blocks)) < 0:
         raise InvalidArgumentError(f"external_blocks is {blocks}, must be at least 0")
     return min(slots, count)
+
+
+def _with_store(store: str | ExternalStore | None, *, given: bool | PrefixCaching, host: int) -> bool | PrefixCaching:
+    return given if store is None else _prefix_caching(given=given, host=host)
+
+
+def _groups(layout: KVLayout | GroupedLayout, groups: Sequence[CacheGroup] | None) -> Sequence[CacheGroup] | None:
+    """Check the layout; return the groups as given, or the layout's."""
+    check_layout(layout)
+    return groups if groups is not None else getattr(layout, "cache_groups", ()) or None
+
+
+def _is_full(groups: Sequence[CacheGroup] | None) -> bool:
+    """Whether there is one group of full attention; the manager refuses a prefix store with others by name."""
+    return groups is None or [group.kind for group in groups] == ["full_attention"]
 
 
 def _block_size(layout: KVLayout | GroupedLayout, groups: Sequence[CacheGroup] | None) -> int:

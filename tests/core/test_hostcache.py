@@ -205,18 +205,6 @@ def test_a_step_that_takes_expected_blocks_copies_none_of_them_itself() -> None:
         manager.check()
 
 
-def test_nothing_is_copied_where_prompts_do_not_look_on_the_host() -> None:
-    caching = PrefixCaching(host=True)
-    for groups in ([CacheGroup.sliding_window(8)], [CacheGroup.full_attention(), CacheGroup.sliding_window(8)]):
-        manager = BlockManager(
-            block_size=SIZE, device_blocks=24, host_blocks=32, watermark=0.0, groups=groups, prefix_caching=caching
-        )
-        for at in range(12):
-            manager.free([run(manager, [at, *range(100, 111)])])
-        assert manager.stats().evicted_blocks["device"] > 0
-        assert manager.stats().swapped_out_blocks["host"] == 0
-
-
 def test_the_bound_is_kept_and_shown() -> None:
     options = PrefixCaching(host=True, host_copies_per_step=3)
     assert "host_copies_per_step=3" in repr(options)
@@ -326,3 +314,16 @@ def test_what_a_failed_copy_leaves_behind_is_cut_off() -> None:
     for at in range(1, 12):  # each eviction pays for a look at two blocks
         manager.free([run(manager, [at * 1000 + token for token in range(6 * SIZE)])])
     assert manager.prefix.count_unfindable() == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "shown"),
+    [
+        ([CacheGroup.sliding_window(8)], r"\[CacheGroup.sliding_window\(8\)\]"),
+        ([CacheGroup.full_attention(), CacheGroup.recurrent()], r"CacheGroup.full_attention\(\), CacheGroup.recurrent"),
+    ],
+)
+def test_a_host_level_that_no_prompt_would_find_is_refused(groups: list[CacheGroup], shown: str):
+    caching = PrefixCaching(host=True)
+    with pytest.raises(InvalidArgumentError, match=f"groups is .*{shown}.*must be one group of full attention"):
+        BlockManager(block_size=SIZE, device_blocks=8, host_blocks=8, groups=groups, prefix_caching=caching)

@@ -13,7 +13,7 @@ from blockyard import KVCache, KVLayout, PrefixCaching
 from blockyard.cli import main
 from blockyard.errors import InvalidArgumentError
 from blockyard.replay.engine import EngineOptions
-from blockyard.replay.plan import GIB, Plan, Prices, bytes_per_token, make_plan
+from blockyard.replay.plan import GIB, Plan, Prices, make_plan
 from blockyard.replay.step_time import LinearStepTime
 from blockyard.traces import TraceRequest
 
@@ -81,30 +81,6 @@ def test_the_arguments_of_the_cache_are_those_that_it_takes(tmp_path: Path):
     names = {"layout": layout, "KVCache": KVCache, "PrefixCaching": PrefixCaching}
     with eval(cache.replace("/var/cache", str(tmp_path)), names) as opened:
         assert opened.manager.pool().num_blocks == ENGINE.device_blocks
-
-
-@pytest.mark.parametrize(
-    ("config", "size"),
-    [
-        ({"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}, 131072),
-        ({"num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}, 262144),
-        ({"text_config": {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8, "dtype": "float32"}}, 512),
-    ],
-)
-def test_bytes_of_a_token_follow_from_the_config(config: dict[str, Any], size: int):
-    assert bytes_per_token(config) == size
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"num_hidden_layers": 3}, "config has no usable 'num_attention_heads'"),
-        ({"num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8, "dtype": "int3"}, "dtype is 'int3'"),
-    ],
-)
-def test_a_config_without_the_numbers_is_refused(config: dict[str, Any], message: str):
-    with pytest.raises(InvalidArgumentError, match=message):
-        bytes_per_token(config)
 
 
 def write(folder: Path) -> Path:

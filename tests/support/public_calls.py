@@ -10,6 +10,7 @@ import inspect
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -283,6 +284,13 @@ CALLS: dict[str, Call] = {
     ),
     "KVCache.resize": Call(resized, {"blocks": 8}),
     "KVLayout": Call(layout, {**SIZES, "itemsize": 4, "tensors_per_layer": 1, "split": 0, "x": 0}),
+    "KVLayout.from_config": Call(
+        partial(
+            KVLayout.from_config,
+            {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8},
+        ),
+        {"block_size": 16},
+    ),
     "KVLayout.from_tensors": Call(
         lambda **options: KVLayout.from_tensors([torch.zeros(100, 3)], kind="slots dim", **options),
         {"block_size": 4, "num_kv_heads": 1, "tensors_per_layer": 1},

@@ -411,7 +411,7 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         "--bytes-per-token",
         type=_count(1),
         metavar="N",
-        help="bytes of a token's keys and values, all layers (default: from --model-config, else 131072)",
+        help="bytes of a token, all layers (default: from --model-config and the lengths of the requests, else 131072)",
     )
     group.add_argument(
         "--host-bandwidth", type=_factor, default=25.0, metavar="X", help="GB/s between device and host, per direction"

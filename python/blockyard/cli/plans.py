@@ -30,7 +30,7 @@ def plan(options: argparse.Namespace) -> Result:
     with open_executor(options.jobs, options.executor) as executor, show_progress("plan", quiet=options.quiet) as view:
         found = make_plan(
             requests,
-            replays.engine_of(options, options.device_blocks),
+            replays.engine_of(options, options.device_blocks, requests),
             step_time,
             Prices(options.device_price, options.host_price, options.store_price),
             host_gib=options.host_gib,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -15,12 +14,12 @@ from typing import Any, Final, TextIO, cast
 from blockyard.cli import pictures
 from blockyard.cli.result import Result
 from blockyard.errors import InvalidArgumentError
+from blockyard.layout.model import ModelMemory
 from blockyard.progress import Progress, show_progress
 from blockyard.replay.engine import EngineOptions, replay_times
 from blockyard.replay.history import History
 from blockyard.replay.hits import OPTIMAL
 from blockyard.replay.packed import PackedTrace
-from blockyard.replay.plan import bytes_per_token
 from blockyard.replay.serving import Served, serve_all
 from blockyard.replay.step_time import EngineLimits, LinearStepTime, StepTime
 from blockyard.replay.sweep import Point, open_executor, read_blocks, sweep
@@ -240,7 +239,7 @@ def _engines(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> l
         _refuse_given_optimal(options, "engines do not know the future, give lru, adaptive")
         policies = [policy for policy in policies if policy != OPTIMAL]
     return [
-        replace(engine_of(options, max(device, 1)), host_blocks=host, preemption_mode=mode, eviction=policy)
+        replace(engine_of(options, max(device, 1), requests), host_blocks=host, preemption_mode=mode, eviction=policy)
         for (device, host), policy, mode in product(_sizes(options, distinct), policies, modes)
     ]
 
@@ -254,31 +253,27 @@ def modes_of(options: argparse.Namespace) -> list[PreemptionMode]:
     return cast(list[PreemptionMode], modes)
 
 
-def engine_of(options: argparse.Namespace, device_blocks: int) -> EngineOptions:
+def engine_of(options: argparse.Namespace, device_blocks: int, requests: Sequence[TraceRequest]) -> EngineOptions:
     """Return the engine that the options describe, without tiers."""
-    token = options.bytes_per_token or _BYTES_PER_TOKEN
-    if options.bytes_per_token is None and options.model_config is not None:
-        token = bytes_per_token(_read_config(options.model_config))
     return EngineOptions(
         device_blocks=device_blocks,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        bytes_per_block=token * options.block_size,
+        bytes_per_block=_bytes_per_block(options, requests),
         host_bandwidth=options.host_bandwidth * 1e9,
         prefix_caching=options.prefix_caching,
         max_concurrent_sessions=options.sessions,
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"--model-config {path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise InvalidArgumentError(f"--model-config {path} is not a JSON object")
-    return found
+def _bytes_per_block(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> int:
+    """Bytes of a block. For a model with windows or states, the mean over the trace's requests at their full length."""
+    if options.bytes_per_token is not None or options.model_config is None:
+        return int((options.bytes_per_token or _BYTES_PER_TOKEN) * options.block_size)
+    memory = ModelMemory.from_config(options.model_config)
+    lengths = [request.input_tokens + request.output_tokens for request in requests] or [options.block_size]
+    return max(-(-sum(map(memory.bytes, lengths)) * options.block_size // max(sum(lengths), 1)), 1)
 
 
 def _distinct(requests: Sequence[TraceRequest], block_size: int) -> int:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Final, Literal, Protocol, cast, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast, get_args
 
+from blockyard._core import CacheGroup
 from blockyard.errors import LayoutError
 from blockyard.layout.dimensions import Order, check_kind, orders_of, shorten, spell_out
 from blockyard.layout.extents import check_apart, extent_of
+from blockyard.layout.model import LayerCache, ModelMemory
 from blockyard.layout.sizes import as_int
 
 if TYPE_CHECKING:
@@ -100,6 +103,8 @@ class KVLayout:
         split: number of dimensions after the block dimension that become separate views, which padding inside blocks
             requires. It changes the views, not the bytes of a row.
         x: size of dimension `"x"`, if the kind has one; 0 means as many elements as fit in 16 bytes.
+        cache_groups: the cache groups that share these tensors, from `from_config`; `KVCache` passes them to its
+            manager. Not part of the layout of a row.
 
     Raises:
         LayoutError: a number is not positive, kind or dtype is unknown, or the kind's names are inconsistent.
@@ -125,6 +130,7 @@ class KVLayout:
     tensors_per_layer: int = 1
     split: int = 0
     x: int = 0
+    cache_groups: tuple[CacheGroup, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         check_kind(self.kind)
@@ -216,6 +222,50 @@ class KVLayout:
         layout = replace(layout, split=max(layout._padded(index, tensor) for index, tensor in enumerate(tensors)))
         layout.check(tensors)
         return layout
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any] | str | Path | Any, *, block_size: int = 16, dtype: str | None = None
+    ) -> KVLayout:
+        """Describe the cache that a model needs, from its Hugging Face configuration.
+
+        Full and window layers with equal keys and values are grouped as vLLM groups them: each group has one layer in
+        every tensor, and all groups share block ids.
+
+        Args:
+            config: a dictionary, the path of a `config.json` or its folder, or a configuration object of transformers.
+            block_size: number of tokens in a block.
+            dtype: dtype of keys and values, such as `"float8_e4m3fn"` or `"fp8"`; None for the configuration's.
+
+        Returns:
+            A layout of kind `"kv_first"`, or `"blocks tokens dim"` with latent attention, and its `cache_groups`.
+
+        Raises:
+            InvalidArgumentError: the configuration lacks a field, or has one that is not known.
+            LayoutError: no layout of equal blocks holds exactly what the model caches, such as with recurrent layers.
+
+        Example:
+            >>> from blockyard import KVLayout
+            >>> config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+            >>> config |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 128}
+            >>> layout = KVLayout.from_config(config)
+            >>> layout.num_layers, layout.bytes_per_block, layout.cache_groups
+            (2, 16384, (CacheGroup.full_attention(), CacheGroup.sliding_window(128)))
+        """
+        memory = ModelMemory.from_config(config, dtype=dtype)
+        first, width = memory.layers[0] if memory.layers else None, _group_width(memory.layers)
+        if first is None or memory.dtype not in _ITEM_SIZES:
+            raise LayoutError(f"config caches {len(memory.layers)} layers of {memory.dtype}, which no layout describes")
+        size = first.head_size if first.heads else first.entry_bytes // _ITEM_SIZES[memory.dtype]
+        return cls(
+            "kv_first" if first.heads else "blocks tokens dim",
+            num_layers=width,
+            block_size=block_size,
+            num_kv_heads=first.heads or 1,
+            head_size=size,
+            dtype=memory.dtype,
+            cache_groups=_groups_of(memory.layers, width),
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -419,6 +469,40 @@ class KVLayout:
             fields["x"] = self.x
         described = json.dumps({"format": _ROW_FORMAT, **fields}, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(described.encode("ascii")).hexdigest()
+
+
+def _lifecycles(layers: Sequence[LayerCache]) -> dict[tuple[str, int | None], int]:
+    """Count the layers of each lifecycle, those with full attention first."""
+    found: dict[tuple[str, int | None], int] = {}
+    for layer in sorted(layers, key=lambda layer: layer.entries or 0):
+        key = (layer.kind, layer.entries)
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+def _group_width(layers: Sequence[LayerCache]) -> int:
+    """Return the number of layers per group if groups of equal blocks hold all layers exactly. Raises LayoutError."""
+    for layer in layers:
+        if layer.kind not in {"full", "mla", "window"} or layer.ratio > 1:
+            raise LayoutError(f"config has a layer that caches {layer.kind!r} entries, must be full, mla or window")
+        if layer.kind != "mla" and not layer.head_size:
+            raise LayoutError(f"config has a {layer.kind} layer whose keys and values differ in size, must be equal")
+        if layer.entry_bytes != layers[0].entry_bytes or layer.heads != layers[0].heads:
+            sizes = sorted({layer.entry_bytes for layer in layers})
+            raise LayoutError(f"config has layers of {sizes} bytes per token, must have equal keys and values")
+    counts = list(_lifecycles(layers).values())
+    width = min(counts, default=0)
+    if any(count % width for count in counts):
+        raise LayoutError(f"config has {counts} layers by kind, must be multiples of {width} to share blocks exactly")
+    return width
+
+
+def _groups_of(layers: Sequence[LayerCache], width: int) -> tuple[CacheGroup, ...]:
+    groups: list[CacheGroup] = []
+    for (_, window), count in _lifecycles(layers).items():
+        group = CacheGroup.full_attention() if window is None else CacheGroup.sliding_window(window)
+        groups += [group] * (count // width)
+    return tuple(groups)
 
 
 def interleave(keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:

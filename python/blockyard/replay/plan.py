@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,11 +16,10 @@ from blockyard.replay.serving import Served, serve_all
 from blockyard.scheduler import PreemptionMode
 from blockyard.traces import TraceRequest
 
-__all__ = ["Choice", "Plan", "Prices", "bytes_per_token", "make_plan"]
+__all__ = ["Choice", "Plan", "Prices", "make_plan"]
 
 GIB: Final = 1 << 30
 _QUANTILE: Final = 0.9
-_DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "fp8": 1}
 
 
 @dataclass(frozen=True)
@@ -225,26 +224,3 @@ def make_plan(
         marked.append(replace(choice, is_best=choice.ttft < quickest))
         quickest = min(quickest, choice.ttft)
     return Plan(marked, next((choice for choice in marked if choice.ttft <= max_ttft), None), max_ttft)
-
-
-def bytes_per_token(config: Mapping[str, Any], *, dtype: str | None = None) -> int:
-    """Return the bytes of one token's keys and values, over all layers of a model.
-
-    Args:
-        config: a Hugging Face `config.json`, parsed.
-        dtype: dtype of the cache, such as `"bfloat16"`; None for the model's.
-
-    Raises:
-        InvalidArgumentError: the config lacks a number, or the dtype is unknown.
-    """
-    text = config.get("text_config", config)
-    try:
-        layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
-        head_size = int(text.get("head_dim") or text["hidden_size"] // heads)
-        kv_heads = int(text.get("num_key_value_heads") or heads)
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"config has no usable {error}; is it a model's config.json?") from None
-    name = dtype or str(text.get("torch_dtype") or text.get("dtype") or "bfloat16")
-    if name not in _DTYPE_BYTES:
-        raise InvalidArgumentError(f"dtype is {name!r}, must be one of {', '.join(_DTYPE_BYTES)}")
-    return 2 * layers * kv_heads * head_size * _DTYPE_BYTES[name]

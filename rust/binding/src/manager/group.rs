@@ -110,7 +110,7 @@ impl PyCacheGroup {
         Ok((make, this.window().map_or_else(|| Ok(PyTuple::empty(py)), |window| PyTuple::new(py, [window]))?))
     }
 
-    fn __repr__(&self) -> String {
+    pub(crate) fn __repr__(&self) -> String {
         let window = self.window().map(|window| window.to_string()).unwrap_or_default();
         format!("CacheGroup.{}({window})", self.kind())
     }

@@ -2,7 +2,8 @@
 
 use crate::convert::args::{self, Argument, shown};
 use crate::convert::errors::{invalid, to_py};
-use blockyard_core::{Eviction, MAX_EVENTS, Manager, Policies, ReuseOrder, Tier};
+use crate::manager::group::PyCacheGroup;
+use blockyard_core::{Eviction, Group, MAX_EVENTS, Manager, Policies, ReuseOrder, Tier};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use std::fmt::Display;
@@ -91,8 +92,17 @@ impl PyPrefixCaching {
     pub(crate) fn apply(&self, manager: &mut Manager) -> PyResult<()> {
         manager.limit_pins(self.max_pinned).map_err(to_py)?;
         if self.host {
+            if manager.groups() != [Group::Full] {
+                let names: Vec<_> =
+                    manager.groups().iter().map(|&group| PyCacheGroup::from_core(group).__repr__()).collect();
+                let must = "must be one group of full attention with PrefixCaching(host=True)";
+                return Err(invalid(format!(
+                    "groups is [{}], {must}: no prompt would find its blocks on the host",
+                    names.join(", ")
+                )));
+            }
             let blocks = manager.pool(Tier::Host).len();
-            let must = "must be at least 1 with PrefixCaching(host=True), 2 if a group has a sliding window";
+            let must = "must be at least 1 with PrefixCaching(host=True)";
             manager
                 .keep_host_copies(self.host_copies_per_step)
                 .map_err(|_| invalid(format!("host_blocks is {blocks}, {must}")))?;

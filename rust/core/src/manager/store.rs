@@ -2,6 +2,7 @@
 
 use super::Manager;
 use crate::error::{Result, invalid};
+use crate::group::Group;
 use crate::hash::ExportedKey;
 use crate::id::{JobId, LeaseId, Tier};
 use crate::sequence::Prompt;
@@ -14,10 +15,23 @@ impl Manager {
     /// # Errors
     /// The prefix cache is off, something is cached already, or there are several cache groups or null blocks.
     pub fn use_store(&mut self, writes: StoreWrites) -> Result<()> {
+        if !self.is_caching() {
+            return Err(invalid("prefix_caching", 0, "1 for a prefix store".to_owned()));
+        }
+        let groups = self.groups();
+        if *groups != [Group::Full] {
+            let must = match groups {
+                [Group::SlidingWindow { window }] => {
+                    format!("1 of full attention for a prefix store, not a window of {window}")
+                }
+                [_] => "1 of full attention for a prefix store, not a recurrent one".to_owned(),
+                _ => "1, of full attention, for a prefix store".to_owned(),
+            };
+            return Err(invalid("number of cache groups", groups.len() as i128, must));
+        }
         let cached = self.tiers.device().published();
-        if !self.is_caching() || cached > 0 || self.groups().len() > 1 || self.sequences.has_nulls() {
-            let must = "0, with prefix caching and one cache group without a window, for a prefix store".to_owned();
-            return Err(invalid("cached blocks", cached as i128, must));
+        if cached > 0 {
+            return Err(invalid("cached blocks", cached as i128, "0 when a prefix store joins".to_owned()));
         }
         self.tiers.use_write_queue(writes);
         Ok(())

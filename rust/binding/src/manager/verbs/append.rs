@@ -50,7 +50,8 @@ impl PyBlockManager {
     ///         sequence i. Only the entries that changed since the sequence's last such call are written. If you move a
     ///         sequence to another row or array, copy its row or write it with `block_tables`. With several groups,
     ///         `[groups * m, max_blocks]`: row i of each group's `m` rows is sequence i.
-    ///     out: int64 array to write the slots to, C-contiguous; must not share memory with `block_tables`.
+    ///     out: flat int64 array to write the slots to, `[tokens]`, or `[groups * tokens]` with several groups, one
+    ///         group's slots after the other's; C-contiguous, must not share memory with `block_tables`.
     /// Returns:
     ///     Slots, `block * block_size + offset`, int64 `[tokens]`; with several groups `[groups, tokens]`, without
     ///     groups with cross attention.

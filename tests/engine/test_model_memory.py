@@ -1,0 +1,369 @@
+"""What a model caches, read from its configuration: against sums by hand, and published models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockyard import BlockManager, CacheGroup, KVCache, KVLayout
+from blockyard.errors import InvalidArgumentError, LayoutError
+from blockyard.layout.model import ModelMemory
+
+FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+MIB = 1 << 20
+LONG = 1 << 20  # tokens; longer than every window
+
+
+def attention(layers: int, heads: int, size: int, **more: Any) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": size,
+    } | more
+
+
+def mixed(full: int, other: int, kind: str) -> dict[str, Any]:
+    return {"layer_types": [kind] * other + [FULL] * full, "num_hidden_layers": full + other}
+
+
+def gdn(full: int, states: int, kv_heads: int, value_heads: int) -> dict[str, Any]:
+    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    fields = dict(zip(names, (16, value_heads, 128, 128), strict=True))
+    return (
+        attention(0, kv_heads, 256, model_type="qwen3_next")
+        | mixed(full, states, LINEAR)
+        | fields
+        | {"linear_conv_kernel_dim": 4}
+    )
+
+
+def mamba(heads: int, size: int, state: int, groups: int) -> dict[str, Any]:
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": size,
+        "mamba_d_state": state,
+        "mamba_n_groups": groups,
+        "mamba_d_conv": 4,
+    }
+
+
+GPT_OSS = attention(0, 8, 64) | mixed(18, 18, SLIDING) | {"sliding_window": 128, "model_type": "gpt_oss"}
+MIMO = attention(48, 4, 192, model_type="mimo_v2_flash") | {
+    "v_head_dim": 128,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 192,
+}
+MIMO |= {"swa_v_head_dim": 128, "sliding_window": 128, "hybrid_layer_pattern": [0] * 9 + [1] * 39}
+LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 128}
+KIMI = LATENT | {
+    "model_type": "kimi_linear",
+    "num_hidden_layers": 27,
+    "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]},
+}
+KIMI["linear_attn_config"] |= {"num_heads": 32, "head_dim": 128, "short_conv_kernel_size": 4}
+V32 = LATENT | {
+    "model_type": "deepseek_v32",
+    "num_hidden_layers": 61,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "index_n_heads": 64,
+}
+GEMMA_3N = attention(35, 2, 256, model_type="gemma3n_text", sliding_window=512, num_kv_shared_layers=15)
+GEMMA_3N["layer_types"] = ([SLIDING] * 4 + [FULL]) * 7
+NEMOTRON = attention(
+    52,
+    8,
+    128,
+    model_type="nemotron_h",
+    hybrid_override_pattern="M-" * 24 + "*" * 4,
+    mamba_num_heads=128,
+    mamba_head_dim=64,
+)
+NEMOTRON |= {"ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4}
+JAMBA = attention(
+    32, 8, 128, model_type="jamba", attn_layer_period=8, attn_layer_offset=4, hidden_size=4096, mamba_d_state=16
+)
+JAMBA |= {"mamba_d_conv": 4, "mamba_expand": 2}
+WHISPER = {
+    "model_type": "whisper",
+    "is_encoder_decoder": True,
+    "decoder_layers": 32,
+    "decoder_attention_heads": 20,
+    "d_model": 1280,
+}
+LLAMA = attention(32, 8, 128, model_type="llama")
+TABLE = {
+    # KiB per token that grow, MiB of full windows or chunks, MiB of states
+    "gpt-oss-20b": (GPT_OSS | mixed(12, 12, SLIDING), 24.0, 3.0, 0.0),
+    "gpt-oss-120b": (GPT_OSS, 36.0, 4.5, 0.0),
+    "gpt-oss-120b with EAGLE3": (GPT_OSS | mixed(19, 18, SLIDING), 38.0, 4.5, 0.0),
+    "Gemma-3-27B": (attention(62, 16, 128, sliding_window=1024, model_type="gemma3_text"), 80.0, 416.0, 0.0),
+    "Gemma-3n-E4B": (GEMMA_3N, 8.0, 16.0, 0.0),
+    "Llama-4-Scout": (
+        attention(48, 8, 128, model_type="llama4_text", attention_chunk_size=8192) | mixed(12, 36, CHUNKED),
+        48.0,
+        1152.0,
+        0.0,
+    ),
+    "Command-A": (
+        attention(64, 8, 128, model_type="cohere2", sliding_window=4096, sliding_window_pattern=4),
+        64.0,
+        768.0,
+        0.0,
+    ),
+    "MiMo-V2-Flash": (MIMO, 22.5, 24.4, 0.0),
+    "MiMo-V2-Flash with MTP": (
+        MIMO | {"num_hidden_layers": 53, "hybrid_layer_pattern": [0] * 9 + [1] * 44},
+        22.5,
+        27.5,
+        0.0,
+    ),
+    "Qwen3-Next-80B": (gdn(12, 36, 2, 32), 24.0, 0.0, 73.7),
+    "Qwen3.5-35B-A3B": (gdn(10, 30, 2, 32), 20.0, 0.0, 61.4),
+    "Qwen3.5-9B": (gdn(8, 24, 4, 32), 32.0, 0.0, 49.1),
+    "Qwen3.8-27B": (gdn(16, 48, 4, 48), 64.0, 0.0, 146.8),
+    "Kimi-Linear-48B": (KIMI, 7.9, 0.0, 41.4),
+    "MiniMax-Text-01": (
+        attention(80, 8, 128, model_type="minimax_text_01")
+        | {"num_attention_heads": 64, "attn_type_list": ([0] * 7 + [1]) * 10},
+        40.0,
+        0.0,
+        280.0,
+    ),
+    "Jamba-1.5-mini": (JAMBA, 16.0, 0.0, 15.3),
+    "Bamba-9B": (
+        attention(32, 8, 128, model_type="bamba", attn_layer_indices=[9, 18, 27]) | mamba(128, 64, 128, 1),
+        12.0,
+        0.0,
+        59.4,
+    ),
+    "Granite-4.0-H-small": (
+        attention(0, 8, 128, model_type="granitemoehybrid") | mixed(4, 36, "mamba") | mamba(128, 64, 128, 1),
+        16.0,
+        0.0,
+        73.7,
+    ),
+    "Nemotron-H-8B": (NEMOTRON, 16.0, 0.0, 49.4),
+    "Falcon-H1-7B": (attention(44, 2, 128, model_type="falcon_h1") | mamba(24, 128, 256, 1), 44.0, 0.0, 66.9),
+    "LFM2-1.2B": (
+        attention(0, 8, 64, model_type="lfm2", conv_L_cache=3, hidden_size=2048) | mixed(6, 10, "conv"),
+        12.0,
+        0.0,
+        0.1,
+    ),
+    "Whisper-large-v3": (WHISPER | {"max_source_positions": 1500}, 160.0, 0.0, 0.0),
+    "DeepSeek-V3.2": (V32, 76.5, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_published_model_caches_what_its_planner_counts(name: str):
+    config, growing, window, state = TABLE[name]
+    memory = ModelMemory.from_config(config)
+    kinds = memory.bytes_by_kind(LONG)
+    fixed = kinds.get("window", 0) + kinds.get("chunked", 0)
+    states = kinds.get("recurrent", 0) + kinds.get("conv", 0)
+    assert round((memory.bytes(LONG) - memory.bytes(LONG - 1024)) / MIB, 1) == pytest.approx(growing, abs=0.051)
+    assert fixed / MIB == pytest.approx(window, abs=0.051)
+    assert states / MIB == pytest.approx(state, abs=0.051)
+
+
+# Fields of config.json files in the wheel of aiconfigurator 0.6.0, and of class defaults in that of transformers 5.24.
+REAL: dict[str, tuple[dict[str, Any], float, float]] = {
+    "Qwen2.5-7B, published": (
+        {"model_type": "qwen2", "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+        | {"num_hidden_layers": 28, "sliding_window": 131072, "max_window_layers": 28, "use_sliding_window": False},
+        56.0,
+        0.0,
+    ),
+    "Mixtral-8x7B, published": (
+        {"model_type": "mixtral", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"num_hidden_layers": 32, "sliding_window": None},
+        128.0,
+        0.0,
+    ),
+    "Mistral, class defaults": (attention(32, 8, 128, model_type="mistral", sliding_window=4096), 0.0, 512.0),
+    "Gemma-2, no list": (attention(26, 4, 256, model_type="gemma2", sliding_window=4096), 52.0, 208.0),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_window_is_read_as_its_family_means_it(name: str):
+    config, growing, window = REAL[name]
+    memory = ModelMemory.from_config(config)
+    assert (memory.bytes(LONG) - memory.bytes(LONG - 1024)) / MIB == growing
+    assert memory.bytes_by_kind(LONG).get("window", 0) / MIB == window
+
+
+SMALL = {"num_attention_heads": 4, "head_dim": 8}
+MISTRAL, LLAMA4, GPT, BAMBA = (SMALL | {"model_type": one} for one in ("mistral", "llama4_text", "gpt_oss", "bamba"))
+GEMMA, LFM = SMALL | {"model_type": "gemma3n_text"}, SMALL | {"model_type": "lfm2"}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "full, heads not given": (
+        SMALL | {"num_hidden_layers": 3, "num_key_value_heads": None},
+        {"full": 3 * 100 * 4 * 8 * 2 * 2},
+    ),
+    "head size from hidden size": (
+        {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 32},
+        {"full": 100 * 128},
+    ),
+    "window": (MISTRAL | {"num_hidden_layers": 2, "sliding_window": 30}, {"window": 2 * 30 * 128}),
+    "window longer than the prompt": (MISTRAL | {"num_hidden_layers": 1, "sliding_window": 300}, {"window": 100 * 128}),
+    "window off": (
+        SMALL | {"model_type": "qwen2", "num_hidden_layers": 1, "sliding_window": 30, "use_sliding_window": False},
+        {"full": 12800},
+    ),
+    "text config": ({"text_config": SMALL | {"num_hidden_layers": 1}, "dtype": "float32"}, {"full": 100 * 256}),
+    "chunked": (LLAMA4 | {"layer_types": [CHUNKED], "attention_chunk_size": 64}, {"chunked": 64 * 128}),
+    "fp8": (SMALL | {"num_hidden_layers": 1, "quantization_config": {"kv_cache_quant_algo": "FP8"}}, {"full": 6400}),
+    "latent": (LATENT | {"num_hidden_layers": 2}, {"mla": 2 * 100 * 576 * 2}),
+    "indexer": (V32 | {"num_hidden_layers": 1}, {"mla": 100 * 1152, "indexer": 100 * 132}),
+    "shared": (GEMMA | {"num_hidden_layers": 3, "num_kv_shared_layers": 2}, {"full": 12800}),
+    "gated delta net": (gdn(0, 1, 2, 32), {"recurrent": 32 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 32 * 128) * 2}),
+    "Mamba2": (
+        BAMBA | mamba(4, 8, 16, 2) | {"layer_types": ["mamba"]},
+        {"recurrent": 4 * 8 * 16 * 2 + 3 * (32 + 64) * 2},
+    ),
+    "conv": (LFM | {"layer_types": ["conv"], "conv_L_cache": 3, "hidden_size": 32}, {"conv": 32 * 2 * 2}),
+    "cross": (
+        WHISPER | {"decoder_layers": 1, "max_source_positions": 1500},
+        {"full": 100 * 5120, "cross": 1500 * 5120},
+    ),
+    "heads by block": (
+        {
+            "model_type": "nemotron-nas",
+            "num_attention_heads": 8,
+            "head_dim": 8,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": None,
+        }
+        | {"block_configs": [{"attention": {"n_heads_in_group": 4}}, {"attention": {"no_op": True}}]},
+        {"full": 100 * 2 * 8 * 2 * 2},
+    ),
+    "heads by layer": (
+        GPT | {"layer_types": [FULL, FULL], "per_layer_config": {"1": {"head_dim": 16}}},
+        {"full": 100 * (128 + 256)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_bytes_of_a_hundred_tokens_add_up_by_hand(name: str):
+    config, sums = KINDS[name]
+    assert ModelMemory.from_config(config).bytes_by_kind(100) == sums
+
+
+def test_deepseek_v4_keeps_windows_compressed_entries_and_open_compressors():
+    csa, hca = "compressed_sparse_attention", "heavily_compressed_attention"
+    config = {"layer_types": [csa] * 21 + [hca] * 20 + [SLIDING] * 2, "compress_rates": {csa: 4, hca: 128}}
+    config |= {
+        "model_type": "deepseek_v4",
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "index_head_dim": 128,
+        "sliding_window": 128,
+    }
+    kinds = ModelMemory.from_config(config, dtype="fp8_ds_mla").bytes_by_kind(4096)
+    assert kinds["window"] == 43 * 128 * 584
+    assert kinds["mla"] == 21 * 1024 * 584 + 20 * 32 * 584
+    assert kinds["indexer"] == 21 * 1024 * 132
+    assert kinds["compressor"] == 21 * 8 * (8192 + 2048) + 20 * 128 * 4096
+    assert sum(kinds.values()) / MIB == pytest.approx(29.7, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_hidden_layers": 3}, "config has no num_attention_heads"),
+        ({"model_type": "x"}, "config has no num_hidden_layers"),
+        (SMALL | {"num_hidden_layers": 3, "dtype": "int3"}, "dtype is 'int3'"),
+        (SMALL | {"layer_types": ["psychic_attention"]}, "layer of type 'psychic_attention'"),
+        (SMALL | {"num_hidden_layers": 2, "layer_types": [FULL]}, "layer_types of the config lists 1 layers"),
+        (LLAMA | {"lru_width": 8}, "config has lru_width = 8, which is not known for llama"),
+        (SMALL | {"num_hidden_layers": 2, "lru_width": 8}, "config has lru_width = 8 and model_type 'None'"),
+        (LLAMA | {"model_type": "new", "layer_types": [FULL] * 32}, "config has layer_types = .* and model_type 'new'"),
+        (LLAMA | {"sliding_window": 8}, "config has sliding_window = 8 and no layer_types, of model_type 'llama'"),
+        (MIMO | {"swa_num_key_value_heads": None}, "config has no swa_num_key_value_heads"),
+        (SMALL | {"num_hidden_layers": 2, "attention_k_eq_v": True}, "config has attention_k_eq_v = True"),
+        (SMALL | {"layer_types": [LINEAR]}, "none of the fields that describe their state"),
+        (SMALL | {"layer_types": [SLIDING]}, "config has no sliding_window"),
+        ({"num_hidden_layers": 2, "kv_lora_rank": 4}, "config has no qk_rope_head_dim"),
+        ([], "must be a JSON object"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused_by_name(config: Any, message: str):
+    with pytest.raises(InvalidArgumentError, match=message):
+        ModelMemory.from_config(config)
+
+
+def test_a_config_is_read_from_a_file_its_folder_and_an_object(tmp_path: Path):
+    class Config:
+        def to_dict(self) -> dict[str, Any]:
+            return LLAMA
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    read = [ModelMemory.from_config(one) for one in (LLAMA, str(tmp_path), tmp_path / "config.json", Config())]
+    assert all(memory == read[0] for memory in read)
+    with pytest.raises(InvalidArgumentError, match="cannot be read"):
+        ModelMemory.from_config(tmp_path / "absent.json")
+
+
+def test_a_layout_has_the_model_s_bytes_and_groups():
+    layout = KVLayout.from_config(GPT_OSS)
+    assert layout.num_layers == 18
+    assert layout.bytes_per_block == 18 * 16 * 2048
+    assert layout.cache_groups == (CacheGroup.full_attention(), CacheGroup.sliding_window(128))
+    assert KVLayout.from_config(LLAMA).bytes_per_block == 32 * 16 * 4096
+    latent = KVLayout.from_config(LATENT | {"num_hidden_layers": 61}, block_size=64)
+    assert latent.bytes_per_block == 61 * 64 * 1152
+    command_a = KVLayout.from_config(TABLE["Command-A"][0])
+    assert command_a.num_layers == 16
+    assert len(command_a.cache_groups) == 4
+
+
+def test_a_cache_takes_the_groups_of_its_layout():
+    layout = KVLayout.from_config(GPT | {"layer_types": [FULL, SLIDING], "sliding_window": 32})
+    with KVCache(layout, device_blocks=40) as cache:
+        sequence = cache.manager.allocate(100)
+        assert len(cache.manager.block_table(sequence, group=1)) > 0
+        assert cache.manager.append([sequence]).shape == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Qwen3.5-35B-A3B", "caches 'recurrent' entries"),
+        ("Gemma-3-27B", r"config has \[10, 52\] layers by kind"),
+        ("MiMo-V2-Flash", "keys and values differ in size"),
+        ("Llama-4-Scout", "caches 'chunked' entries"),
+        ("DeepSeek-V3.2", "caches 'indexer' entries"),
+    ],
+)
+def test_a_model_that_equal_blocks_cannot_hold_exactly_is_refused(name: str, message: str):
+    with pytest.raises(LayoutError, match=message):
+        KVLayout.from_config(TABLE[name][0])
+
+
+def test_the_groups_of_a_layout_fit_a_manager():
+    layout = KVLayout.from_config(GPT_OSS)
+    manager = BlockManager(block_size=layout.block_size, device_blocks=64, groups=layout.cache_groups)
+    assert manager.append([manager.allocate(100)]).shape == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ((CacheGroup.full_attention(), CacheGroup.recurrent()), "number of cache groups is 2, must be 1, of full"),
+        ((CacheGroup.sliding_window(8),), "must be 1 of full attention for a prefix store, not a window of 8"),
+        ((CacheGroup.recurrent(),), "not a recurrent one"),
+    ],
+)
+@pytest.mark.parametrize("host_blocks", [0, 8])
+def test_a_prefix_store_says_which_groups_it_refuses(groups: tuple[CacheGroup, ...], message: str, host_blocks: int):
+    options: dict[str, Any] = {"prefix_caching": True, "prefix_store": "memory://refused?size=64MiB", "namespace": b"n"}
+    with pytest.raises(InvalidArgumentError, match=message):
+        KVCache(KVLayout.from_config(LLAMA), device_blocks=4, host_blocks=host_blocks, groups=groups, **options)
