@@ -62,12 +62,12 @@ def one_buffer(self: Memory, num_rows: int) -> Any:
     return self.kept[:num_rows]
 
 
-def ignores_extras_after_full_blocks(self: Admission, batch: list[IdleSequences]) -> Any:
+def ignores_extras_after_full_blocks(self: Admission, batch: list[IdleSequences], left: int) -> Any:
     for idle in batch:
         size = self._manager.block_size
         full = len(idle.tokens[0]) // size * size
         idle.state.extras = tuple(extra for extra in idle.state.extras if extra[0] < full)
-    return ALLOCATE(self, batch)
+    return ALLOCATE(self, batch, left)
 
 
 def gives_back_all_beyond_the_size(self: KVCache) -> None:

@@ -222,7 +222,7 @@ class ScheduledMachine(Machine):
                         last = tables[number, row, (end - 1) // size] * size
                         assert last, "a state would be written to the null block"
                         state = np.array(texts[row].values[end - 1 : end], np.int64)
-                        cells[:, last : last + 1] = cells_of(state, layer)
+                        cells[:, np.array([last])] = cells_of(state, layer)
                     else:
                         at = np.arange(begin_of(kind, window, first), end)
                         found[row].append(cells[:, tables[number, row, at // size] * size + at % size])
@@ -238,7 +238,7 @@ class ScheduledMachine(Machine):
         """Return the state after a row's first tokens."""
         size = self.config.block_size
         at = int(table[(length - 1) // size]) * size if length else 0
-        return cells[:, at : at + (length > 0)].copy()
+        return cells[:, np.arange(at, at + (length > 0))]
 
     def tracked(self, name: str, index: int) -> Tracked:
         """Return the expected contents of a request's sequence, from its tokens."""

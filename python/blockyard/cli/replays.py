@@ -273,7 +273,8 @@ def _bytes_per_block(options: argparse.Namespace, requests: Sequence[TraceReques
         return int((options.bytes_per_token or _BYTES_PER_TOKEN) * options.block_size)
     memory = ModelMemory.from_config(options.model_config)
     lengths = [request.input_tokens + request.output_tokens for request in requests] or [options.block_size]
-    return max(-(-sum(map(memory.bytes, lengths)) * options.block_size // max(sum(lengths), 1)), 1)
+    total: int = sum(map(memory.bytes, lengths))
+    return max(-(-total * int(options.block_size) // max(sum(lengths), 1)), 1)
 
 
 def _distinct(requests: Sequence[TraceRequest], block_size: int) -> int:

@@ -247,7 +247,8 @@ class KVLayout:
         Example:
             >>> from blockyard import KVLayout
             >>> config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
-            >>> config |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 128}
+            >>> config |= {"model_type": "gpt_oss", "sliding_window": 128}
+            >>> config |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
             >>> layout = KVLayout.from_config(config)
             >>> layout.num_layers, layout.bytes_per_block, layout.cache_groups
             (2, 16384, (CacheGroup.full_attention(), CacheGroup.sliding_window(128)))

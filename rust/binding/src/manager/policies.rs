@@ -17,7 +17,7 @@ use std::fmt::Display;
 ///         block. `"priority"`: by `prefix.set_priority`. All evict a prompt's blocks from its end.
 ///     host: whether the host is a second level of the cache. What the device evicts goes there (`swap_out` of the step's
 ///         decision), and hits are loaded from there (`swap_in`). One eviction order spans both, as if they were one pool.
-///         Prompts with several cache groups or a window do not use host copies yet.
+///         Only for one cache group of full attention.
 ///     host_copies_per_step: with `host=True`, the maximum number of evicted blocks that one decision copies. Of a step
 ///         that evicts more, the ends of prompts are dropped. 0 copies only swapped blocks and those of
 ///         `prefix.offload`.

@@ -110,8 +110,8 @@ impl PyBlockManager {
 
     /// Return how many tokens of a sequence's prompt to append next.
     ///
-    /// With a recurrent group and prefix caching, chunks end at the end of a block if possible, since only the states
-    /// there are cached.
+    /// With a recurrent group and prefix caching, a chunk ends at the prompt's next resume point: the state there is
+    /// cached. An `append` of more tokens passes it over.
     ///
     /// Args:
     ///     sequence: handle of a sequence that was allocated with `chunk_tokens`.
