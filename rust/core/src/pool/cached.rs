@@ -257,12 +257,10 @@ impl Pool {
             if out.len() == first {
                 return;
             }
-            let (mut tags, mut keyed) = ([0; LOOK_AHEAD], 0);
+            let (mut tags, mut keyed, have_keys) = ([0; LOOK_AHEAD], 0, cache.points().is_none());
             for &block in &out[first..] {
-                if !cache.is_keyless(block) {
-                    tags[keyed] = self.blocks[block.index()].tag();
-                    keyed += 1;
-                }
+                tags[keyed] = self.blocks[block.index()].tag();
+                keyed += usize::from(have_keys || !cache.is_keyless(block));
             }
             cache.begin_eviction(&tags[..keyed]);
             for &block in &out[first..] {

@@ -184,8 +184,7 @@ impl PrefixCache {
         }
         if former != 0 {
             if !self.take_keyless(block) {
-                self.index.remove(block, former);
-                self.forget_popped(block);
+                self.forget_popped(block, former);
             }
             self.note_removal(block, Reason::Replaced, false);
         }
@@ -229,10 +228,11 @@ impl PrefixCache {
     /// Forgets the key of a popped block that is being reallocated.
     #[inline]
     pub(crate) fn remove_evicted(&mut self, block: BlockId, tag: u32, has_copy: bool) {
-        if !self.is_keyless(block) {
+        if self.points.is_none() {
             self.index.remove(block, tag);
+        } else {
+            self.forget_popped(block, tag);
         }
-        self.forget_popped(block);
         self.note_removal(block, Reason::Evicted, has_copy);
         if let Some(residency) = &mut self.residency {
             residency.evicted(block);

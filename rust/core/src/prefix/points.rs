@@ -550,9 +550,11 @@ impl PrefixCache {
         }
     }
 
-    /// The bytes of a popped block are gone.
-    #[inline]
-    pub(super) fn forget_popped(&mut self, block: BlockId) {
+    /// The bytes of a block in no order are gone; `tag` is that of its key, if it has one.
+    pub(super) fn forget_popped(&mut self, block: BlockId, tag: u32) {
+        if !self.is_keyless(block) {
+            self.index.remove(block, tag);
+        }
         if let Some(mut both) = self.both() {
             both.forget(block);
         }

@@ -187,7 +187,7 @@ impl Sequences {
         let (group, row) = (id.group, self.rows.table(id));
         let end = keys.keys.len().min((computed / self.block_size) as usize);
         let mut at = row.published as usize;
-        let has_new = at < end;
+        let (has_new, alone) = (at < end, self.groups.companions().is_empty());
         if has_new {
             step.tiers.continue_chain(at.checked_sub(1).map(|before| row.table[before]));
         }
@@ -198,8 +198,10 @@ impl Sequences {
             }
             let publication = || publication(keys, at, block, group, self.block_size);
             match step.tiers.publish((Tier::Device, block), Self::identity(keys, at, group), publication) {
-                Published::Now | Published::Before => self.publish_companions(step, sequence, (keys, at), block),
-                Published::Beyond => {}
+                Published::Now | Published::Before if !alone => {
+                    self.publish_companions(step, sequence, (keys, at), block);
+                }
+                Published::Now | Published::Before | Published::Beyond => {}
                 Published::As(canonical) => {
                     self.merge(step, id, at, canonical);
                     self.merge_companions(step, sequence, at, canonical);
