@@ -90,9 +90,9 @@ FAULTS = {
     ),
     "a lost companion is not noticed": (
         "prefix/points.rs",
-        "                bundle.is_broken = true;",
-        "true",
-        "false",
+        "let companions = std::mem::take(&mut bundle.companions);",
+        "std::mem::take(&mut bundle.companions)",
+        "bundle.companions.clone()",
     ),
     "dead blocks wait for their turn": (
         "prefix/points.rs",

@@ -15,7 +15,7 @@ use crate::hash::Key;
 use crate::id::BlockId;
 use crate::reuse::BlockSet;
 use crate::ring::Rings;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 /// Bit of an anchor's reasons: it has a point itself. The others count the next anchors that lead to one.
 const POINT: u32 = 1 << 31;
@@ -23,9 +23,8 @@ const POINT: u32 = 1 << 31;
 /// The blocks that hang on an anchor.
 #[derive(Debug, Clone, Default)]
 struct Bundle {
+    /// None once one was lost: the anchor can no longer be used.
     companions: Box<[BlockId]>,
-    /// A companion was lost, so the anchor can no longer be used.
-    is_broken: bool,
     tail: Option<Box<[BlockId]>>,
     /// Prompts part behind the point.
     is_junction: bool,
@@ -59,8 +58,8 @@ pub(crate) struct Points {
     dead: Rings,
     /// An anchor that others depend on is gone, since the last sweep.
     is_broken: bool,
-    /// By block without a key: the anchors it hangs on. Computed when it is needed.
-    hangs_on: Option<HashMap<BlockId, Vec<BlockId>>>,
+    /// Blocks, each with an anchor that it hangs on; kept once it was needed.
+    hangs_on: Option<BTreeSet<(BlockId, BlockId)>>,
 }
 
 impl Points {
@@ -127,7 +126,7 @@ impl Points {
         if self.companions == 0 {
             return Some(&[]);
         }
-        self.bundles.get(&anchor).filter(|bundle| !bundle.is_broken).map(|bundle| &*bundle.companions)
+        self.bundles.get(&anchor).map(|bundle| &*bundle.companions).filter(|all| all.len() == self.companions)
     }
 
     /// Makes room for a block in the lists.
@@ -140,39 +139,57 @@ impl Points {
         }
     }
 
-    fn own(&mut self, blocks: &[BlockId]) {
+    fn own(&mut self, anchor: BlockId, blocks: &[BlockId]) {
         for &block in blocks {
             self.know(block);
             self.owners[block.index()] += 1;
         }
-        self.hangs_on = None;
+        if let Some(all) = &mut self.hangs_on {
+            all.extend(blocks.iter().map(|&block| (block, anchor)));
+        }
     }
 
     /// Releases blocks; those that hang on nothing else go first of all from now on.
-    fn disown(&mut self, blocks: &[BlockId]) {
+    fn disown(&mut self, anchor: BlockId, blocks: &[BlockId]) {
         for &block in blocks {
             let owners = &mut self.owners[block.index()];
             *owners -= 1;
             if *owners == 0 && self.idle.remove(block) {
                 self.dead.push(0, block);
             }
+            if let Some(all) = &mut self.hangs_on {
+                all.remove(&(block, anchor));
+            }
         }
-        self.hangs_on = None;
+    }
+
+    /// Puts the unused companions of an anchor among the dead, or takes them out.
+    fn bring_companions(&mut self, anchor: BlockId, to_dead: bool) {
+        let Some(bundle) = self.bundles.get(&anchor) else { return };
+        for &block in &bundle.companions {
+            if to_dead && self.idle.remove(block) {
+                self.dead.push(0, block);
+            } else if !to_dead && self.dead.remove(block) {
+                self.idle.insert(block);
+            }
+        }
+    }
+
+    /// Nothing hangs on an anchor without a point any longer.
+    fn drop_companions(&mut self, anchor: BlockId) {
+        if self.companions > 0 {
+            if let Some(bundle) = self.bundles.remove(&anchor) {
+                self.disown(anchor, &bundle.companions);
+            }
+        }
     }
 
     /// The anchors that a block hangs on, first to last.
     fn hung_on(&mut self, block: BlockId) -> Vec<BlockId> {
         let bundles = &self.bundles;
-        let all = self.hangs_on.get_or_insert_with(|| {
-            let mut all: HashMap<_, Vec<_>> = HashMap::new();
-            for (&anchor, bundle) in bundles {
-                bundle.blocks().for_each(|block| all.entry(block).or_default().push(anchor));
-            }
-            all
-        });
-        let mut anchors = all.get(&block).cloned().unwrap_or_default();
-        anchors.sort_unstable();
-        anchors
+        let hung = |(&anchor, bundle): (&BlockId, &Bundle)| bundle.blocks().map(|block| (block, anchor)).collect();
+        let all = self.hangs_on.get_or_insert_with(|| bundles.iter().flat_map::<Vec<_>, _>(hung).collect());
+        all.range((block, BlockId(0))..=(block, BlockId(u32::MAX))).map(|&(_, anchor)| anchor).collect()
     }
 }
 
@@ -197,7 +214,9 @@ impl Both<'_> {
         loop {
             if self.points.dead.remove(anchor) {
                 self.order.insert(anchor);
+                self.points.bring_companions(anchor, false);
             }
+            self.points.is_broken |= self.points.companions(anchor).is_none();
             match self.parent(anchor) {
                 Ok(Some(parent)) => {
                     self.points.know(parent);
@@ -241,13 +260,7 @@ impl Both<'_> {
             points.idle.insert(anchor);
             return;
         }
-        if let Some(bundle) = points.bundles.get(&anchor) {
-            for &block in &bundle.companions {
-                if points.idle.remove(block) {
-                    points.dead.push(0, block);
-                }
-            }
-        }
+        points.bring_companions(anchor, true);
         points.dead.push(0, anchor);
     }
 
@@ -259,7 +272,7 @@ impl Both<'_> {
         }
         points.reasons[anchor.index()] &= !POINT;
         if let Some(tail) = points.bundles.get_mut(&anchor).and_then(|bundle| bundle.tail.take()) {
-            points.disown(&tail);
+            points.disown(anchor, &tail);
         }
         if points.companions == 0 {
             points.bundles.remove(&anchor);
@@ -277,6 +290,8 @@ impl Both<'_> {
     /// An anchor was popped from the order: its point goes, then it, then all that only led to it.
     fn pass(&mut self, anchor: BlockId) {
         let had_point = self.take_point(anchor);
+        // Its companions go before it: nothing has to look for what they hang on.
+        self.points.drop_companions(anchor);
         self.bury(anchor);
         if self.points.reasons(anchor) > 0 {
             self.points.is_broken = true;
@@ -293,10 +308,9 @@ impl Both<'_> {
         for anchor in self.points.hung_on(block) {
             let Some(bundle) = self.points.bundles.get_mut(&anchor) else { continue };
             if bundle.companions.contains(&block) {
-                bundle.is_broken = true;
                 let companions = std::mem::take(&mut bundle.companions);
-                self.points.is_broken = true;
-                self.points.disown(&companions);
+                self.points.is_broken |= self.points.reasons(anchor) > 0;
+                self.points.disown(anchor, &companions);
             }
             self.drop_point(anchor);
         }
@@ -322,11 +336,7 @@ impl Both<'_> {
             self.drop_owners(block);
         }
         let points = &mut *self.points;
-        if points.companions > 0 {
-            if let Some(bundle) = points.bundles.remove(&block) {
-                points.disown(&bundle.companions);
-            }
-        }
+        points.drop_companions(block);
         points.parents[block.index()] = 0;
     }
 
@@ -339,7 +349,7 @@ impl Both<'_> {
             let points = &mut *self.points;
             points.reasons[anchor.index()] = 0;
             if let Some(tail) = points.bundles.get_mut(&anchor).and_then(|bundle| bundle.tail.take()) {
-                points.disown(&tail);
+                points.disown(anchor, &tail);
             }
             if points.companions == 0 {
                 points.bundles.remove(&anchor);
@@ -458,9 +468,8 @@ impl PrefixCache {
     /// Hangs the blocks of the other groups on a published block that lacks them.
     pub(crate) fn add_companions(&mut self, anchor: BlockId, companions: &[BlockId]) {
         if let Some(points) = self.points.as_deref_mut().filter(|points| points.companions > 0) {
-            points.own(companions);
-            let bundle = points.bundles.entry(anchor).or_default();
-            (bundle.companions, bundle.is_broken) = (companions.into(), false);
+            points.own(anchor, companions);
+            points.bundles.entry(anchor).or_default().companions = companions.into();
         }
     }
 
@@ -468,7 +477,7 @@ impl PrefixCache {
     pub(crate) fn add_point(&mut self, anchor: BlockId, tail: &[BlockId], is_junction: bool) {
         let Some(mut both) = self.both() else { return };
         let points = &mut *both.points;
-        points.own(tail);
+        points.own(anchor, tail);
         points.know(anchor);
         if !tail.is_empty() {
             let bundle = points.bundles.entry(anchor).or_default();
@@ -614,17 +623,17 @@ impl PrefixCache {
                 let Some(bundle) = points.bundles.get_mut(&anchor) else { continue };
                 let named = bundle.companions.iter_mut().chain(bundle.tail.iter_mut().flatten());
                 named.filter(|block| **block == from).for_each(|block| *block = to);
-            }
-            if let Some(all) = &mut points.hangs_on {
-                if let Some(anchors) = all.remove(&from) {
-                    all.insert(to, anchors);
+                if let Some(all) = &mut points.hangs_on {
+                    all.remove(&(from, anchor));
+                    all.insert((to, anchor));
                 }
             }
         }
         if let Some(bundle) = points.bundles.remove(&from) {
             if let Some(all) = &mut points.hangs_on {
                 for block in bundle.blocks() {
-                    all.entry(block).or_default().iter_mut().filter(|at| **at == from).for_each(|at| *at = to);
+                    all.remove(&(block, from));
+                    all.insert((block, to));
                 }
             }
             points.bundles.insert(to, bundle);
@@ -667,6 +676,11 @@ impl PrefixCache {
         if let Some(block) = owners.keys().find(|block| !points.keyless.contains(**block) && !both.has_key(**block)) {
             return Some(format!("block {block} hangs on a point and is not published"));
         }
+        let hung = |(&anchor, bundle): (&BlockId, &Bundle)| bundle.blocks().map(|block| (block, anchor)).collect();
+        let hung = || points.bundles.iter().flat_map::<Vec<_>, _>(hung).collect::<BTreeSet<_>>();
+        if points.hangs_on.as_ref().is_some_and(|all| *all != hung()) {
+            return Some("what blocks hang on is not what the points say".to_owned());
+        }
         let hangs_on_dead = |(anchor, bundle): (&BlockId, &Bundle)| {
             let is_kept = points.is_live(*anchor) && !points.dead.contains(*anchor);
             let companions = bundle.companions.iter().filter(|_| is_kept);
@@ -703,5 +717,62 @@ impl Both<'_> {
     fn has_key(&self, block: BlockId) -> bool {
         let key: Option<&Key> = self.index.key(block);
         key.and_then(|key| self.index.find(key)) == Some(block)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hash::{Chain, KeySpec};
+    use crate::prefix::evict::Eviction;
+
+    /// The blocks of prompts of 8 blocks each, in two groups that keep every block: all evictable.
+    fn cached(prompts: u32) -> PrefixCache {
+        let mut cache = PrefixCache::new(prompts as usize * 16, Eviction::Lru);
+        cache.use_points(Points::new(prompts as usize * 16, 1, true));
+        for prompt in 0..prompts {
+            let (mut chain, mut parent) = (Chain::new(&KeySpec::default(), 1, 0), 0);
+            for at in 0..8 {
+                let [block, companion] = [0, 8].map(|group| BlockId(prompt * 16 + group + at));
+                let key = chain.block(&[prompt * 8 + at], &[]).unwrap();
+                cache.add(block, key, at);
+                cache.set_parent(block, parent);
+                cache.add_keyless(companion);
+                cache.add_companions(block, &[companion]);
+                cache.enqueue(block);
+                cache.enqueue(companion);
+                parent = key.tag();
+            }
+        }
+        cache
+    }
+
+    #[test]
+    fn what_hangs_on_an_evicted_block_goes_with_it_without_a_search() {
+        let mut cache = cached(9);
+        for left in (0..9).rev() {
+            let mut gone = Vec::new();
+            cache.pop_into(16, &mut gone);
+            for &block in &gone {
+                let tag = cache.key(block).filter(|_| !cache.is_keyless(block)).map_or(1, |key| key.tag());
+                cache.remove_evicted(block, tag, false);
+            }
+            assert_eq!((gone.len(), cache.evictable(), cache.published()), (16, left * 16, left * 16));
+            assert_eq!(cache.check_points(), None);
+        }
+        assert!(cache.points().is_some_and(|points| points.hangs_on.is_none()), "each eviction looked at all points");
+    }
+
+    #[test]
+    fn what_a_block_hangs_on_is_searched_once_however_many_are_lost_or_renamed() {
+        let mut cache = cached(9);
+        cache.points.as_deref_mut().unwrap().hung_on(BlockId(8));
+        for prompt in 0..8 {
+            cache.remove(BlockId(prompt * 16 + 8 + prompt), 1);
+            assert!(cache.points().is_some_and(|points| points.hangs_on.is_some()), "the next loss searches again");
+            assert_eq!(cache.check_points(), None);
+            let anchor = BlockId(prompt * 16 + prompt);
+            assert_eq!(cache.points().unwrap().companions(anchor), None);
+        }
     }
 }
