@@ -82,6 +82,22 @@ def test_hits_are_what_all_groups_can_serve() -> None:
     assert (manager.prefix.lookup(prompt).tokens, manager.prefix.lookup(prompt[:20]).tokens) == (40, 0)
 
 
+@pytest.mark.parametrize("group", [CacheGroup.chunked_attention(16), CacheGroup.sliding_window(1)], ids=str)
+def test_a_prompt_continues_where_the_next_token_needs_no_earlier_block(group: CacheGroup) -> None:
+    manager = BlockManager(block_size=4, device_blocks=20, watermark=0.0, groups=[group], prefix_caching=True)
+    prompt = np.arange(17, dtype=np.uint32)
+    for expected in (0, 16):
+        fit = manager.can_allocate(prompt)
+        used = manager.stats().used_blocks["device"]
+        (sequence,), cached = allocate_prompts(manager, [prompt])
+        assert cached[0] == expected
+        assert manager.stats().used_blocks["device"] - used == fit.blocks
+        settle(manager)
+        manager.mark_computed([sequence])
+        manager.free([sequence])
+        manager.check()
+
+
 def test_append_gives_each_group_its_slots() -> None:
     manager = BlockManager(block_size=4, device_blocks=64, groups=[FULL, CacheGroup.sliding_window(6), STATE])
     sequences = manager.allocate(counts=[5, 9])

@@ -70,7 +70,9 @@ impl Sequences {
                 let mut table = vec![NULL_BLOCK; needed.start];
                 table.extend_from_slice(own);
                 if group == anchor {
-                    table.push(last);
+                    let tokens = u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
+                    let is_needed = !self.groups.all()[group].needs(tokens, self.block_size).is_empty();
+                    table.push(if is_needed { last } else { NULL_BLOCK });
                 }
                 tables.push(table);
             }
@@ -87,7 +89,9 @@ impl Sequences {
         let tokens = u32::try_from(at).unwrap_or(u32::MAX).saturating_mul(self.block_size);
         let needed = self.groups.all()[group].needs(tokens, self.block_size);
         // Its last block is the anchor itself, if no group keeps every block.
-        if group == self.groups.anchor() { needed.start..needed.end - 1 } else { needed }
+        // A token behind it may need no block at all, not even that one.
+        let end = needed.end - usize::from(group == self.groups.anchor());
+        needed.start.min(end)..end
     }
 
     /// Where a prompt of `length` tokens makes points, if the first `cached` are found and the first `run` blocks are
