@@ -69,6 +69,18 @@ def test_storage_that_hangs_costs_one_deadline_and_not_one_for_each_batch():
         assert not store.stats().is_down
 
 
+@pytest.mark.parametrize("call", ["poll", "wait"])
+def test_a_batch_that_no_thread_was_called_for_still_runs(call: str, monkeypatch: pytest.MonkeyPatch):
+    with KeyedStore() as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "_call_thread", lambda: None)  # what an interrupt as it begins leaves
+            ticket = store.submit_put(names(1), rows(1))
+        until = time.monotonic() + PATIENCE
+        while call == "poll" and ticket not in store.poll():
+            assert time.monotonic() < until, "the batch never ends"
+        assert store.wait(ticket).ok.all()
+
+
 @contextmanager
 def hanging_store(num_waiting: int, timeout: float) -> Iterator[tuple[KeyedStore, threading.Event, list[int]]]:
     """A store with two threads that hang until the event is set, and the tickets of further gets, which wait."""

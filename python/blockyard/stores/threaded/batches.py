@@ -120,6 +120,7 @@ class BatchStore(ExternalStore):
         if self._open:
             self._polls.note()
         with self._lock:
+            self._call_thread_again()
             are_left = self._give_up_some()
             if self._event is not None:
                 with suppress(BlockingIOError):
@@ -135,6 +136,7 @@ class BatchStore(ExternalStore):
         self._process.check()
         self._failures.flush(self)
         with self._lock:
+            self._call_thread_again()
             batch = self._open.get(ticket)
             if batch is not None:
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
@@ -263,6 +265,11 @@ class BatchStore(ExternalStore):
                 if not isinstance(error, RuntimeError):
                     raise
                 self._note(error)  # cannot start a thread: another one takes the batch, or its deadline passes
+
+    def _call_thread_again(self) -> None:
+        """Call a thread for a batch that is still ready: an interrupt may have come as one was called."""
+        if self._order.ready and self._first_ready() is not None:
+            self._call_thread()
 
     def _stop(self) -> None:
         with self._lock:
