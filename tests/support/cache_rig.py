@@ -140,6 +140,10 @@ class Clock(Runtime):
     def sleep(self, seconds: float) -> None:
         self.seconds += seconds
 
+    def wait_readable(self, descriptor: int, seconds: float) -> None:
+        super().wait_readable(descriptor, seconds)
+        self.seconds += seconds
+
 
 class GarbageMemory:
     """Memory of an elastic cache with garbage in uncommitted chunks; see `blockyard.engine.elastic.cache`.

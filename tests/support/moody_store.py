@@ -41,6 +41,7 @@ class MoodyStore(QuotaStore):
         self.before = self._behave
 
     def _behave(self, call: str) -> None:
+        released = self._released  # before the mood: `release` sets the event of every call that it finds hung
         mood = self.mood
         if mood == "good" or (mood not in {"late", "refuses"} and self._chance.random() < 0.5):
             return
@@ -49,7 +50,7 @@ class MoodyStore(QuotaStore):
             return
         self.harmless = False
         if mood == "hangs":
-            self._released.wait(PATIENCE)
+            released.wait(PATIENCE)
         elif mood in {"fails", "refuses"}:
             raise StoreError(f"{call} fails on purpose")
         else:
