@@ -81,6 +81,31 @@ def test_a_batch_that_no_thread_was_called_for_still_runs(call: str, monkeypatch
         assert store.wait(ticket).ok.all()
 
 
+@pytest.mark.parametrize("call", ["poll", "wait"])
+def test_an_interrupt_as_a_batch_ends_leaves_no_other_waiting_for_it(call: str, monkeypatch: pytest.MonkeyPatch):
+    with KeyedStore() as store:
+        put(store, 2)
+        store.threads, gate = 1, threading.Event()
+        store.before = lambda name: gate.wait(PATIENCE)
+        store.submit_get(names(2)[1:])
+        first, second = store.submit_get(names(1)), store.submit_get(names(1))
+        assert store._open[second].before == 1
+        interrupts = [KeyboardInterrupt]
+
+        def interrupted(_batch: object) -> None:
+            if interrupts:
+                raise interrupts.pop()
+
+        monkeypatch.setattr(store, "_conclude", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            if call == "wait":
+                store.wait(first, 0.0)
+            store._deadlines[:] = [(0.0, first)]
+            store.poll()
+        gate.set()
+        assert store.wait(second).reasons == ("",)
+
+
 @contextmanager
 def hanging_store(num_waiting: int, timeout: float) -> Iterator[tuple[KeyedStore, threading.Event, list[int]]]:
     """A store with two threads that hang until the event is set, and the tickets of further gets, which wait."""

@@ -8,7 +8,7 @@ import os
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
@@ -119,8 +119,7 @@ class BatchStore(ExternalStore):
         self._failures.flush(self)  # here, since all workers may be hanging
         if self._open:
             self._polls.note()
-        with self._lock:
-            self._call_thread_again()
+        with self._lock, self._order_kept():
             are_left = self._give_up_some()
             if self._event is not None:
                 with suppress(BlockingIOError):
@@ -135,8 +134,7 @@ class BatchStore(ExternalStore):
         """Collect a ticket; see `ExternalStore.wait`."""
         self._process.check()
         self._failures.flush(self)
-        with self._lock:
-            self._call_thread_again()
+        with self._lock, self._order_kept():
             batch = self._open.get(ticket)
             if batch is not None:
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
@@ -266,10 +264,23 @@ class BatchStore(ExternalStore):
                     raise
                 self._note(error)  # cannot start a thread: another one takes the batch, or its deadline passes
 
-    def _call_thread_again(self) -> None:
-        """Call a thread for a batch that is still ready: an interrupt may have come as one was called."""
+    @contextmanager
+    def _order_kept(self) -> Iterator[None]:
+        """Restore the order of batches if an interrupt comes while some of them end, so that no other waits for them.
+
+        It may also have come as a thread was called: call one again for a batch that is still ready.
+        """
         if self._order.ready and self._first_ready() is not None:
             self._call_thread()
+        try:
+            yield
+        except BaseException:
+            self._restore_order()
+            raise
+
+    def _restore_order(self) -> None:
+        for free in self._order.rebuild(self._open.values()):
+            self._make_ready(free)
 
     def _stop(self) -> None:
         with self._lock:
@@ -423,8 +434,7 @@ class BatchStore(ExternalStore):
                 self._news[batch.ticket] = batch
             self._release(batch)
         self._note(error)
-        for free in self._order.rebuild(self._open.values()):
-            self._make_ready(free)
+        self._restore_order()
         self._changed.notify_all()
         if self._event is not None:
             os.eventfd_write(self._event, 1)
