@@ -97,11 +97,10 @@ def test_an_interrupt_as_a_batch_ends_leaves_no_other_waiting_for_it(call: str, 
                 raise interrupts.pop()
 
         monkeypatch.setattr(store, "_conclude", interrupted)
+        store._deadlines[:] = [(0.0, first)]
+        calls = {"poll": store.poll, "wait": lambda: store.wait(first, 0.0)}
         with pytest.raises(KeyboardInterrupt):
-            if call == "wait":
-                store.wait(first, 0.0)
-            store._deadlines[:] = [(0.0, first)]
-            store.poll()
+            calls[call]()
         gate.set()
         assert store.wait(second).reasons == ("",)
 
