@@ -164,7 +164,8 @@ class Bound:
 class ResumePoints(Bound):
     """Points at prompt ends, where two cached prompts part, and every `interval` blocks; `thin` drops old ones.
 
-    Points where prompts part stay until they are evicted.
+    Points where prompts part stay until they are evicted. So does, for its next prompt, the point where a prompt resumed
+    if it added at least a tail's blocks.
     """
 
     def __init__(self, prompts: Prompts, blocks: int, tail: int, interval: int, thin: str = "squares") -> None:
@@ -185,9 +186,9 @@ class ResumePoints(Bound):
                 points.setdefault(point, False)
         if end:
             points.setdefault(end, False)
-        return dict(sorted(self.kept(end, points))) if self.interval else dict(sorted(points.items()))
+        return dict(sorted(self.kept(end, hit, points))) if self.interval else dict(sorted(points.items()))
 
-    def kept(self, end: int, points: Points) -> Iterator[tuple[int, bool]]:
+    def kept(self, end: int, hit: int, points: Points) -> Iterator[tuple[int, bool]]:
         """Yield the points that stay."""
         last = end
         for point in sorted(points, reverse=True):
@@ -199,7 +200,8 @@ class ResumePoints(Bound):
                 "squares": between >= self.interval and between**2 >= 4 * self.interval * since,
                 "halves": between >= max(self.interval, since / 2),
             }[self.thin]
-            if point >= end or points[point] or wide:
+            is_used = point == hit and since >= self.tail
+            if point >= end or points[point] or is_used or wide:
                 yield point, points[point]
                 last = point
 

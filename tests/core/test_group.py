@@ -82,6 +82,22 @@ def test_hits_are_what_all_groups_can_serve() -> None:
     assert (manager.prefix.lookup(prompt).tokens, manager.prefix.lookup(prompt[:20]).tokens) == (40, 0)
 
 
+@pytest.mark.parametrize("question", [4, 8, 30, 100])
+def test_each_question_behind_a_system_prompt_that_was_sent_alone_finds_it(question: int) -> None:
+    manager = BlockManager(
+        block_size=4, device_blocks=2_000, watermark=0.0, groups=[FULL, CacheGroup.sliding_window(16)], prefix_caching=True
+    )
+    system = np.arange(161, dtype=np.uint32)
+    for number, expected in enumerate([0, 160, 160, 160, 160]):
+        added = np.full(4 * question if number else 0, 1_000 + number, np.uint32)
+        (sequence,), cached = allocate_prompts(manager, [np.concatenate((system[:160], added, system[160:]))])
+        assert cached[0] == expected, number
+        settle(manager)
+        manager.mark_computed([sequence])
+        manager.free([sequence])
+        manager.check()
+
+
 @pytest.mark.parametrize("group", [CacheGroup.chunked_attention(16), CacheGroup.sliding_window(1)], ids=str)
 def test_a_prompt_continues_where_the_next_token_needs_no_earlier_block(group: CacheGroup) -> None:
     manager = BlockManager(block_size=4, device_blocks=20, watermark=0.0, groups=[group], prefix_caching=True)

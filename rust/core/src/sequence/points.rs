@@ -116,16 +116,19 @@ impl Sequences {
     }
 
     /// Drops those points before the end of a prompt, `at` blocks into it, that are closer together than is worth their
-    /// tails: the further back, the rarer. Where prompts part, they stay.
-    fn thin(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, at: usize) {
+    /// tails: the further back, the rarer. Where prompts part, they stay; so does the one where this prompt resumed, if
+    /// it added more than a tail: a system prompt has an end that its first question must not take from the next.
+    fn thin(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, at: usize, resumed: usize) {
         let (interval, mut last, mut gone) = (self.groups.interval(self.block_size), at, Vec::new());
         let Some(points) = step.tiers.device().points().filter(|_| interval > 0) else { return };
         let table = &self.rows.table(Self::member(sequence, self.groups.anchor())).table;
         for index in (1..at).rev().filter(|&index| points.has_tail(table[index - 1])) {
-            if points.is_junction(table[index - 1]) || last - index >= least_gap(interval, at - last) {
+            let anchor = table[index - 1];
+            let is_used = index == resumed && at - index >= points.tail(anchor).len();
+            if is_used || points.is_junction(anchor) || last - index >= least_gap(interval, at - last) {
                 last = index;
             } else {
-                gone.push(table[index - 1]);
+                gone.push(anchor);
             }
         }
         for anchor in gone {
@@ -176,7 +179,7 @@ impl Sequences {
             self.make_point(step, sequence, keys, at);
         }
         if let Some(&last) = due.last().filter(|_| keys.due.is_empty()) {
-            self.thin(step, sequence, last);
+            self.thin(step, sequence, last, keys.resumed as usize);
         }
     }
 

@@ -106,7 +106,7 @@ fn new_keys(prompt: &Prompt<'_>, block_size: u32, keys: Vec<Key>) -> RowKeys {
     let (KeySpec { salt, lora_id }, chain) = (prompt.spec, Chain::new(&prompt.spec, block_size, 0));
     let (extras, surplus) = (Extras::default(), Vec::new());
     let due = Vec::new();
-    RowKeys { chain, keys, lora_id, salt, tenant: 0, extras, surplus, before_last: None, due, junction: 0, computed: 0 }
+    RowKeys { chain, keys, lora_id, salt, tenant: 0, extras, surplus, before_last: None, due, junction: 0, resumed: 0, computed: 0 }
 }
 
 /// Returns the keys of a prompt's full blocks for other processes.
@@ -497,7 +497,7 @@ impl Sequences {
         let due = self.due_points(cached, run, u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX));
         let computed = cached / self.block_size;
         let junction = if run > hits { u32::try_from(run).unwrap_or(0) } else { 0 };
-        let keys = RowKeys { tenant, due, junction, computed, ..keys.into_owned() };
+        let keys = RowKeys { tenant, due, junction, resumed: computed, computed, ..keys.into_owned() };
         let published = u32::try_from(hits - tail.len()).unwrap_or(u32::MAX);
         let loaded = step.load(&tail, &keys.keys, keys.tenant, &mut found);
         if count == Count::First {

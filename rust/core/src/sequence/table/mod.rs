@@ -269,6 +269,8 @@ pub(crate) struct RowKeys {
     pub(crate) due: Vec<u32>,
     /// Blocks that were cached when the prompt came, beyond the point where it continues; 0 if there were none.
     pub(crate) junction: u32,
+    /// Blocks up to the point where the prompt continues.
+    pub(crate) resumed: u32,
     /// Full blocks that are known to be computed, with resume points.
     pub(crate) computed: u32,
 }
