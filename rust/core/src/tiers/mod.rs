@@ -353,10 +353,12 @@ impl Tiers {
     /// Publishes device blocks in use that are found with others, with events if events are on.
     fn publish_keyless(&mut self, blocks: &[BlockId], publication: impl Fn(usize) -> Option<Publication>) {
         for (at, &block) in blocks.iter().enumerate() {
-            if self.pools[0].add_keyless(block) {
-                if let (Some(events), Some(publication)) = (&mut self.events, publication(at)) {
-                    events.stored(&mut self.pools, Tier::Device, publication);
-                }
+            if !self.pools[0].add_keyless(block) {
+                continue;
+            }
+            let Some(events) = &mut self.events else { continue };
+            if let Some(publication) = publication(at) {
+                events.stored(&mut self.pools, Tier::Device, publication);
             }
         }
     }
