@@ -164,8 +164,8 @@ class Bound:
 class ResumePoints(Bound):
     """Points at prompt ends, where two cached prompts part, and every `interval` blocks; `thin` drops old ones.
 
-    Points where prompts part stay until they are evicted. So does, for its next prompt, the point where a prompt resumed
-    if it added at least a tail's blocks.
+    Points where prompts part stay until they are evicted. The point where a prompt resumed stays until the next one of
+    its chain if the prompt added a tail's blocks or more.
     """
 
     def __init__(self, prompts: Prompts, blocks: int, tail: int, interval: int, thin: str = "squares") -> None:

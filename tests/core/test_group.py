@@ -85,7 +85,11 @@ def test_hits_are_what_all_groups_can_serve() -> None:
 @pytest.mark.parametrize("question", [4, 8, 30, 100])
 def test_each_question_behind_a_system_prompt_that_was_sent_alone_finds_it(question: int) -> None:
     manager = BlockManager(
-        block_size=4, device_blocks=2_000, watermark=0.0, groups=[FULL, CacheGroup.sliding_window(16)], prefix_caching=True
+        block_size=4,
+        device_blocks=2_000,
+        watermark=0.0,
+        groups=[FULL, CacheGroup.sliding_window(16)],
+        prefix_caching=True,
     )
     system = np.arange(161, dtype=np.uint32)
     for number, expected in enumerate([0, 160, 160, 160, 160]):

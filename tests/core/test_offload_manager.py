@@ -85,9 +85,9 @@ class Machine(RuleBasedStateMachine):
         if not self.loads[key]:
             self.use([key])
 
-    @rule(keys=KEYS)
-    def touch(self, keys: list[bytes]) -> None:
-        self.manager.touch(keys)
+    @rule(keys=KEYS, inserted=KEYS)
+    def touch(self, keys: list[bytes], inserted: list[bytes]) -> None:
+        self.manager.touch(keys, inserted)
         self.use([key for key in keys if not self.loads.get(key)])
 
     @rule(now=st.integers(0, 5))
@@ -115,6 +115,18 @@ class Machine(RuleBasedStateMachine):
         assert self.manager.lookup(NAMES) == [kinds.get(name, "miss") for name in NAMES]
         in_use = len(self.storing) + len(self.late) + sum(map(bool, self.loads.values()))
         assert self.manager.num_free == self.manager.num_chunks - in_use
+
+
+@pytest.mark.parametrize(("eviction", "gone"), [("lru", [NAMES[0], NAMES[2]]), ("adaptive", NAMES[2:0:-1])])
+def test_keys_that_were_only_inserted_take_their_place_and_do_not_count_as_used(
+    eviction: str, gone: list[bytes]
+) -> None:
+    manager = OffloadManager(3, eviction=eviction)
+    manager.prepare_store(NAMES[:3])
+    manager.complete_store(NAMES[:3])
+    manager.touch(NAMES[:1])
+    manager.touch(NAMES[1:3], NAMES[1:3])
+    assert manager.evict(2) == gone
 
 
 Machine.TestCase.settings = settings(stateful_step_count=40)

@@ -258,6 +258,23 @@ def test_a_touched_key_is_evicted_later(vllm: SimpleNamespace, context: Any):
     assert store(manager, context, KEYS[3:5]).evicted_keys == [KEYS[0], KEYS[2]]
 
 
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_a_requests_chunks_age_as_one_chain_when_it_finishes(vllm: SimpleNamespace, policy: str):
+    manager = manager_of(vllm, 6, policy=policy)
+    one, other = vllm.base.ReqContext("one"), vllm.base.ReqContext("other")
+    for context in (one, other):
+        for place, key in enumerate(KEYS[:4]):
+            context.set_offload_key_position(key, 16 * place)
+    store(manager, one, KEYS[:3])
+    store(manager, other, KEYS[4:6])
+    manager.on_request_finished(other)
+    manager.prepare_store(KEYS[3:4], one)
+    manager.on_request_finished(one)
+    manager.complete_store(KEYS[3:4], one)
+    gone = [store(manager, vllm.base.ReqContext("new"), [key]).evicted_keys for key in KEYS[6:12]]
+    assert gone == [[key] for key in (*KEYS[5:3:-1], *KEYS[3::-1])]
+
+
 def test_after_a_reset_chunks_of_transfers_are_kept_until_they_are_flushed(vllm: SimpleNamespace, context: Any):
     manager = manager_of(vllm, 3)
     store(manager, context, KEYS[:2])

@@ -81,6 +81,9 @@ def records() -> Namespace:
         def set_offload_key_position(self, key: bytes, end_token: int) -> None:
             self._offload_key_positions[key] = end_token
 
+        def get_offload_key_position(self, key: bytes) -> int | None:
+            return self._offload_key_positions.get(key)
+
     class LoadStoreSpec:
         pass
 
@@ -230,10 +233,16 @@ def policies(*, newer: bool) -> Namespace:
         def evict(self, n, protected): ...
         @abstractmethod
         def clear(self): ...
+        def on_request_finished(self, key_groups, insertion_only_keys, reused_keys, req_context): ...
         def mark_evictable(self, key): ...
         def mark_non_evictable(self, key): ...
 
-    return {"CachePolicy": CachePolicy, "ChunkStatus": ChunkStatus}
+    def order_request_keys(key_groups, req_context):
+        keys = [key for group in key_groups for key in group]
+        ends = [req_context.get_offload_key_position(key) for key in keys]
+        return keys if None in ends else [key for _, key in sorted(zip(ends, keys, strict=True))]
+
+    return {"CachePolicy": CachePolicy, "ChunkStatus": ChunkStatus, "order_request_keys": order_request_keys}
 
 
 def tiering(base: Namespace) -> Namespace:

@@ -259,13 +259,17 @@ impl PyOffloadManager {
     ///
     /// Args:
     ///     keys: bytes, in any collection, most important first: the first key is evicted last.
+    ///     inserted: those of them that were only stored, not used again: they are put in this order too, but do not
+    ///         count as used. Bytes, in any collection.
     /// Raises:
     ///     InvalidArgumentError: a key is not bytes.
-    fn touch(&self, keys: &Bound<'_, PyAny>) -> PyResult<()> {
-        let keys = self.read_keys(keys, "keys")?;
+    #[pyo3(signature = (keys, inserted = None))]
+    fn touch(&self, keys: &Bound<'_, PyAny>, inserted: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let inserted = inserted.map_or(Ok(Vec::new()), |keys| self.read_keys(keys, "inserted"))?;
+        let (keys, inserted) = (self.read_keys(keys, "keys")?, inserted.into_iter().collect());
         let mut state = self.lock();
         state.cache.look_ahead_chunks(&keys);
-        keys.iter().rev().for_each(|key| state.cache.touch(key));
+        state.cache.touch(&keys, &inserted);
         Ok(())
     }
 

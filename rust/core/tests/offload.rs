@@ -14,7 +14,7 @@ enum Op {
     EndStore(usize, bool),
     Load(Vec<u8>),
     EndLoad(usize),
-    Touch(u8),
+    Touch(Vec<u8>, Vec<u8>),
     Forget(u8),
     Evict(usize, Vec<u8>),
     Expire(u64),
@@ -28,7 +28,7 @@ fn op() -> impl Strategy<Value = Op> {
         6 => (0usize..16, prop::bool::weighted(0.8)).prop_map(|(i, ok)| Op::EndStore(i, ok)),
         5 => names().prop_map(Op::Load),
         5 => (0usize..16).prop_map(Op::EndLoad),
-        2 => (0u8..12).prop_map(Op::Touch),
+        2 => (names(), names()).prop_map(|(names, inserted)| Op::Touch(names, inserted)),
         2 => (0u8..12).prop_map(Op::Forget),
         2 => (0usize..4, names()).prop_map(|(count, kept)| Op::Evict(count, kept)),
         1 => (0u64..4).prop_map(Op::Expire),
@@ -154,7 +154,10 @@ impl Plain {
             Op::EndStore(at, success) => self.end_store(*at, *success),
             Op::Load(names) => self.load(names),
             Op::EndLoad(at) => self.end_load(*at),
-            Op::Touch(name) => self.cache.touch(&key(*name)),
+            Op::Touch(names, inserted) => {
+                let [names, inserted] = [names, inserted].map(|names| names.iter().copied().map(key));
+                self.cache.touch(&names.collect::<Vec<_>>(), &inserted.collect());
+            }
             Op::Forget(name) => {
                 self.cache.forget(&key(*name));
                 self.forget(*name);

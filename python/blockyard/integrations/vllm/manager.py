@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -45,6 +46,37 @@ _RESULTS: Final = {"hit": LookupResult.HIT, "pending": LookupResult.HIT_PENDING,
 # vLLM 0.33 reports when the transfers in flight at a reset have ended. 0.32 orders its later transfers after them.
 _HAS_FLUSH: Final = hasattr(OffloadingManager, "on_reset_flushed")
 _SAYS_METADATA: Final = "metadata_only" in OffloadingEvent.__dataclass_fields__
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    """The keys that a request stored or loaded.
+
+    Attributes:
+        keys: whether each was there before the request.
+        is_whole: whether vLLM has named all of them.
+    """
+
+    keys: dict[OffloadKey, bool] = field(default_factory=dict)
+    is_whole: bool = False
+
+    @classmethod
+    def of(cls, req_context: ReqContext) -> _Chain:
+        """Return the chain of a request, which begins with the first call."""
+        chain: _Chain | None = req_context.get_state(cls)
+        if chain is None:
+            req_context.set_state(chain := cls())
+        return chain
+
+    def add(self, keys: Iterable[OffloadKey], *, are_found: bool) -> None:
+        """Add keys; those that the request has itself stored stay so."""
+        for key in keys:
+            self.keys.setdefault(key, are_found)
+
+    def in_order(self, req_context: ReqContext) -> list[OffloadKey]:
+        """Return the keys by the end of their tokens, or as they came if vLLM does not know one's."""
+        ends = {key: req_context.get_offload_key_position(key) for key in self.keys}
+        return list(ends) if None in ends.values() else sorted(ends, key=ends.__getitem__)  # type: ignore[arg-type]
 
 
 class BlockyardManager(OffloadingManager):
@@ -130,9 +162,13 @@ class BlockyardManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget the request's lookups in the external store."""
+        """Let the request's chunks age as one chain, and forget its lookups in the external store."""
         if self._recorder is not None:
             self._recorder.finish(req_context)
+        chain = _Chain.of(req_context)
+        inserted = [key for key, is_found in chain.keys.items() if not is_found]
+        self._offload.touch(chain.in_order(req_context), inserted)
+        chain.is_whole = True
         if self._external is not None:
             self._external.finish(req_context)
 
@@ -176,6 +212,9 @@ class BlockyardManager(OffloadingManager):
                 if store is not None:
                     self._report(_keys(store.evicted), removed=True)
                     self._storing.update(store.keys)
+                    chain = _Chain.of(req_context)
+                    chain.add(_keys(store.keys), are_found=False)
+                    chain.add(keys, are_found=True)
                 # Keys already here, whoever stored them.
                 self._pin(keys, req_context)
             if store is None:
@@ -206,6 +245,10 @@ class BlockyardManager(OffloadingManager):
                 self._report(failed, removed=True, metadata_only=True)
             if stored and self._external is not None:
                 self._external.write(stored)
+            chain = _Chain.of(req_context)
+            if chain.is_whole:  # what was stored last must not outlive what comes before it
+                order = chain.in_order(req_context)
+                self._offload.touch(order, order)
         self._pin(stored, req_context)
 
     # ---- loads ----
@@ -219,6 +262,7 @@ class BlockyardManager(OffloadingManager):
         try:
             spec = CPULoadStoreSpec(keep(made, self._offload.prepare_load, keys))
             self._pin(keys, req_context)
+            _Chain.of(req_context).add(keys, are_found=True)
             self._loading.update(keys)
             return spec
         except BaseException:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
-from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.offload import OffloadManager
@@ -77,6 +77,16 @@ class _Policy(CachePolicy):
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext | None = None) -> None:
         """Mark keys as just used; the first key is evicted last."""
         self._order.touch([*keys])
+
+    def on_request_finished(
+        self,
+        key_groups: Sequence[Sequence[OffloadKey]],
+        insertion_only_keys: set[OffloadKey],
+        reused_keys: set[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
+        """Let a request's chunks age as one chain, first to last; what it only inserted does not count as used."""
+        self._order.touch(order_request_keys(key_groups, req_context), insertion_only_keys)
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         """Drop and return `n` chunks that nothing reads; None, changing nothing, if there are fewer."""

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::pool::{Policies, Pool};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hint::black_box;
 
 mod names;
@@ -262,12 +262,18 @@ impl OffloadCache {
         true
     }
 
-    /// Counts a key's chunk as just used, if it has one.
-    pub fn touch(&mut self, key: &Key) {
-        if let Some(chunk) = self.stored(key) {
-            self.pool.claim(chunk);
-            self.pool.begin_chain();
-            self.pool.release(chunk);
+    /// Counts the chunks of keys as just used, the first key's as the last one; those of `inserted` keys are put in the
+    /// same order, but not counted. Keys without a chunk are passed over.
+    pub fn touch(&mut self, keys: &[Key], inserted: &HashSet<Key>) {
+        self.pool.begin_chain();
+        for key in keys.iter().rev() {
+            let Some(chunk) = self.stored(key) else { continue };
+            if inserted.contains(key) {
+                self.pool.reorder(chunk);
+            } else {
+                self.pool.claim(chunk);
+                self.pool.release(chunk);
+            }
         }
     }
 

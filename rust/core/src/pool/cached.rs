@@ -353,6 +353,13 @@ impl Pool {
         }
     }
 
+    /// Puts a cached block that nobody uses in its place in the chain that is being released, which is no use of it.
+    pub(crate) fn reorder(&mut self, block: BlockId) {
+        if let Some(cache) = &mut self.cache {
+            cache.reorder(block);
+        }
+    }
+
     /// Begins the release of a sequence's blocks, last one first.
     pub(crate) fn begin_chain(&mut self) {
         if let Some(cache) = &mut self.cache {

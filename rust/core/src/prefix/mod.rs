@@ -123,6 +123,11 @@ impl PrefixCache {
         }
     }
 
+    /// See [`Evictor::reorder`].
+    pub(crate) fn reorder(&mut self, block: BlockId) {
+        self.order.reorder(block);
+    }
+
     /// Blocks that can be evicted.
     #[inline]
     pub(crate) fn evictable(&self) -> usize {

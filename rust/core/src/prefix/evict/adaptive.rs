@@ -190,6 +190,10 @@ impl Evictor for Adaptive {
         self.note(tag);
     }
 
+    fn reorder(&mut self, block: BlockId) {
+        self.segments.reorder(block);
+    }
+
     #[inline]
     fn remove(&mut self, block: BlockId, departure: Departure) -> bool {
         self.segments.remove(block, departure == Departure::Hit)

@@ -92,6 +92,13 @@ pub trait Evictor: fmt::Debug + Send + Sync {
     /// Removes a block, evictable or not, that is used again or gone; returns whether it was evictable.
     fn remove(&mut self, block: BlockId, departure: Departure) -> bool;
 
+    /// Puts an evictable block where it would be if it became evictable now; that is no use of it. By default it is one.
+    fn reorder(&mut self, block: BlockId) {
+        if self.remove(block, Departure::Hit) {
+            self.insert(block);
+        }
+    }
+
     /// Removes the block to evict first.
     fn pop(&mut self) -> Option<BlockId>;
 
@@ -218,6 +225,10 @@ impl Policy {
 
     pub(crate) fn contains(&self, block: BlockId) -> bool {
         dispatch!(self, policy => policy.contains(block))
+    }
+
+    pub(crate) fn reorder(&mut self, block: BlockId) {
+        dispatch!(self, policy => policy.reorder(block));
     }
 
     /// Evictable blocks in eviction order.

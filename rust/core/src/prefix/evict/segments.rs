@@ -122,6 +122,14 @@ impl Segments {
         note & TAG
     }
 
+    /// Puts a block of the chain behind those of its segment, if it is evictable.
+    pub(super) fn reorder(&mut self, block: BlockId) {
+        if self.rings.remove(block) {
+            self.lens[(self.notes[block.index()] & SEGMENT) as usize] -= 1;
+            self.insert(block);
+        }
+    }
+
     /// Gives a released block its segment, which is not below that of the blocks after it; returns its new note.
     #[inline]
     fn settle(&mut self, block: BlockId) -> u32 {
