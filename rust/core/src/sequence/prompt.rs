@@ -106,7 +106,20 @@ fn new_keys(prompt: &Prompt<'_>, block_size: u32, keys: Vec<Key>) -> RowKeys {
     let (KeySpec { salt, lora_id }, chain) = (prompt.spec, Chain::new(&prompt.spec, block_size, 0));
     let (extras, surplus) = (Extras::default(), Vec::new());
     let due = Vec::new();
-    RowKeys { chain, keys, lora_id, salt, tenant: 0, extras, surplus, before_last: None, due, junction: 0, resumed: 0, computed: 0 }
+    RowKeys {
+        chain,
+        keys,
+        lora_id,
+        salt,
+        tenant: 0,
+        extras,
+        surplus,
+        before_last: None,
+        due,
+        junction: 0,
+        resumed: 0,
+        computed: 0,
+    }
 }
 
 /// Returns the keys of a prompt's full blocks for other processes.
