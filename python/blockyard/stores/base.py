@@ -537,5 +537,6 @@ def _scheme(url: str) -> str:
     if scheme not in known:
         known.update(entry_points(group=ENTRY_POINTS).names)
     if scheme not in known:
+        scheme = shown.partition(":")[0]
         raise StoreURLError(f"{shown!r}: no store has the scheme {scheme!r}; known are {', '.join(sorted(known))}")
     return scheme

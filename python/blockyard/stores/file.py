@@ -197,7 +197,7 @@ class GuardedSlab(RemoteStore):
     _reuses_rows = True
 
     def __init__(self, found: FileURL, *, num_slots: int | None, use: Use, revision: str, **options: Any) -> None:
-        super().__init__(found.parts, num_slots=num_slots or 1, use=use, secrets=[], **options)
+        super().__init__(found.parts, num_slots=num_slots or 1, use=use, **options)
         # Always valid: no other process has the slabs open, and they track what was forgotten.
         self._epochs = SharedEpoch(lambda: Record(b"", Epoch.read(bytes(EPOCH_BYTES))), self._record.replace)
         self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base

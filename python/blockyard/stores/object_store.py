@@ -49,9 +49,9 @@ from blockyard.stores.base import ExternalStore, Use
 from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, seconds
 from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import Epoch, Record
-from blockyard.stores.url import StoreURL
+from blockyard.stores.url import StoreURL, hide_secrets, is_secret_name
 from blockyard.stores.value import HEADER
-from blockyard.workers import Process, missing
+from blockyard.workers import Process, as_error, missing
 
 __all__ = ["ObjectStore", "open_object_store"]
 
@@ -62,11 +62,24 @@ _SLOWEST: Final = 16e6  # bytes per second; request timeouts assume at least thi
 _BATCHES: Final = 4  # number of batches that run at once
 _ERRORS: Final = 4  # give a batch up once its failed calls exceed the successful ones by more than this
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
-_SECRET: Final = re.compile(r"secret|token|password|credential|sas|signature$|access_key|account_key|private|^key$")
+_CONFIG: Final = {
+    "s3": (
+        *("endpoint", "region", "default_region", "virtual_hosted_style_request", "unsigned_payload"),
+        *("checksum_algorithm", "conditional_put", "disable_tagging", "disable_bulk_delete", "request_payer"),
+        *("s3_express", "server_side_encryption", "sse_kms_key_id", "sse_bucket_key_enabled", "skip_signature"),
+        *("role_arn", "role_session_name", "sts_endpoint", "metadata_endpoint", "imdsv1_fallback"),
+    ),
+    "gs": ("base_url", "skip_signature"),
+    "az": (
+        *("account_name", "endpoint", "skip_signature", "disable_tagging", "use_emulator", "use_fabric_endpoint"),
+        *("client_id", "tenant_id", "authority_host", "msi_endpoint", "object_id", "msi_resource_id", "use_azure_cli"),
+    ),
+}
+"""obstore's options that hold no secret. It panics at the options of its HTTP client, such as `allow_http`."""
 _UNSIGNED: Final = "skip_signature"  # for a public bucket
 _S3_KEYS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _S3_ROLES: Final = re.compile(r"^AWS_(WEB_IDENTITY_TOKEN_FILE|CONTAINER_CREDENTIALS_\w+|SKIP_SIGNATURE)$")
-_SECRET_NAME: Final = re.compile(r"^(AWS|AZURE|GOOGLE)_.*(SECRET|TOKEN|PASSWORD|KEY)")
+_CLOUD: Final = re.compile(r"^(AWS|AZURE|GOOGLE)_", re.IGNORECASE)
 _in_memory: dict[str, Any] = {}  # obstore's stores of `memory` URLs
 _process: Process | None = None  # the process that runs obstore's threads
 
@@ -82,6 +95,15 @@ class ObjectURL(NamedTuple):
     memory: int
     timeout_base: float
 
+    def __repr__(self) -> str:
+        return f"ObjectURL({self.parts.url!r})"
+
+    @property
+    def secrets(self) -> list[str]:
+        """What messages must not show: credentials in the URL and in the environment."""
+        named = [value for name, value in os.environ.items() if _CLOUD.search(name) and is_secret_name(name)]
+        return [*self.parts.secrets, *(value for value in named if len(value) > 3)]
+
 
 def read_url(url: str) -> ObjectURL:
     """Parse a URL with the scheme `s3`, `gs`, `az`, `local` or `memory`; opens nothing.
@@ -91,11 +113,11 @@ def read_url(url: str) -> ObjectURL:
     """
     parts = StoreURL.parse(url)
     scheme, split = url.partition(":")[0], urlsplit(url)
+    known = _CONFIG.get(scheme, ())
     for name in parts.options:
-        if name.lower() != _UNSIGNED and _SECRET.search(name.lower()):
-            parts.url = re.sub(r"\?.*", "?***", parts.url, flags=re.DOTALL)
+        if name not in known and is_secret_name(name):
             parts.reject(name, "is a credential, which must come from the environment")
-    if "@" in url.partition("?")[0]:
+    if "@" in split.netloc:
         parts.reject("***@", "is a credential, which must come from the environment")
     if scheme == "local":
         if split.netloc or not parts.path.startswith("/"):
@@ -111,9 +133,12 @@ def read_url(url: str) -> ObjectURL:
         memory=parts.take("memory", positive, 1 << 30, SIZE),
         timeout_base=parts.take("timeout_base", seconds(0.05, 86_400), 5.0, "0.05 to 86400 seconds"),
     )
-    if scheme in {"local", "memory"}:
-        parts.finish("size, connections, memory, timeout_base")
-    found.config.update(parts.options)
+    for name in known:
+        if (value := parts.take(name, str, None, "text")) is not None:
+            if "@" in value:
+                parts.reject(f"{name}={value}", "has a credential, which must come from the environment")
+            found.config[name] = value
+    parts.finish(", ".join(("size, connections, memory, timeout_base", *known)))
     return found
 
 
@@ -163,7 +188,8 @@ class ObjectStore(RemoteStore):
     def __init__(
         self, found: ObjectURL, *, connect: Callable[[ObjectURL, float], tuple[Any, Any]] | None = None, **options: Any
     ) -> None:
-        super().__init__(found.parts, secrets=[], **options)
+        super().__init__(found.parts, **options)
+        self._secrets = found.secrets
         self.threads, self.memory, self.timeout_base = _BATCHES, found.memory, found.timeout_base
         self._calls = CallPool(found.connections)
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
@@ -171,8 +197,6 @@ class ObjectStore(RemoteStore):
         self._can_create = True
         self._bulk_delete = found.scheme == "s3"
         self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows
-        environment = os.environ.items()
-        self._secrets = [value for name, value in environment if _SECRET_NAME.search(name) and len(value) > 3]
         self._lock_path = Path(found.parts.path) / "blockyard.lock" if found.scheme == "local" else None
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -464,8 +488,15 @@ class ObjectStore(RemoteStore):
         return failed.difference(done)
 
     def _public(self, error: Exception) -> StoreError:
-        text = str(super()._public(error)).partition("\n")[0]
-        return StoreError(re.sub(r"\?\S*", "?***", text))  # a signed URL has its signature there
+        return StoreError(_public_text(str(super()._public(error))))
+
+
+def _public_text(text: str) -> str:
+    """Return the first line of a message of obstore without the queries of URLs: a signed one has its signature there.
+
+    The other lines show obstore's options.
+    """
+    return re.sub(r"\?\S*", "?***", text.partition("\n")[0])
 
 
 def _missing_credentials(found: ObjectURL) -> str:
@@ -508,6 +539,8 @@ def _connect(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
             return obstore, stores.LocalStore(found.parts.path, mkdir=True)
         more: Sequence[str] = (found.scheme, "://", found.parts.host, found.parts.path)
         return obstore, stores.from_url("".join(more), client_options=client, retry_config=retry, **found.config)
-    except Exception as error:  # noqa: BLE001 (any exception of the client)
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise StoreError(f"{found.parts.url!r}: {text}{_missing_credentials(found)}") from None
+    except BaseException as error:  # noqa: BLE001 (any exception of the client)
+        text = f"{type(error).__name__}: {as_error(error)}"
+    # Not in the block above, so that the client's exception, which may quote a secret, is not the context.
+    text = _public_text(hide_secrets(text, found.secrets))
+    raise StoreError(f"{found.parts.url!r}: {text}{_missing_credentials(found)}")

@@ -91,8 +91,7 @@ class RedisStore(RemoteStore):
         segments: int = SEGMENTS,
         **options: Any,
     ) -> None:
-        secrets = [secret for secret in (found.client["password"], found.client["username"]) if secret]
-        super().__init__(found.parts, use=use, secrets=secrets, **options)
+        super().__init__(found.parts, use=use, **options)
         self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base
         ttl = found.ttl if found.ttl is not None else _SWAP_TTL if use == "swap" else 0.0
         self._ttl = round(ttl * 1000) or None
@@ -109,10 +108,13 @@ class RedisStore(RemoteStore):
         self._is_sweeping = False
         timeout = self.timeout_base / _NODES_LOST if found.client["cluster"] else self.timeout_base
         timeouts: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT_SECONDS)}
+        failure = None
         try:
             self._client = connect(**found.client, **timeouts)
         except StoreError as error:
-            raise self._public(error) from None
+            failure = self._public(error)
+        if failure is not None:  # without the client's error as its context, which may quote a secret
+            raise failure
 
     def _new_lists(self, digits: bytes, segments: int) -> list[Lists]:
         if not segments:
