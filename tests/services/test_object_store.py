@@ -21,6 +21,7 @@ from blockyard.events import export_keys
 from blockyard.stores import ExternalStore, object_store, open_store
 from blockyard.stores.object_store import ObjectStore, read_url
 from blockyard.stores.threaded.call_pool import CallPool
+from blockyard.stores.threaded.epochs import EPOCH_BYTES
 from blockyard.stores.value import HEADER, is_damage
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
 
@@ -363,6 +364,18 @@ def test_an_option_that_obstore_does_not_know_is_refused():
 def test_an_option_at_which_obstore_would_panic_is_refused_by_name(option: str):
     with pytest.raises(StoreURLError, match=f"'{option.partition('=')[0]}=.*' is not an option"):
         open_store(f"s3://bucket?size=1MiB&{option}", bytes_per_block=WIDTH)
+
+
+def test_a_forged_epoch_record_is_not_read_whole_and_forget_replaces_it(place: str):
+    with opened(place) as store:
+        assert isinstance(store, ObjectStore)
+        put(store, 1)
+        key = np.frombuffer(store._record.key, np.uint8)
+        obstore.put(store._client, store._path(key), bytes(8 << 20))
+        assert store.read_epoch(key).nbytes == 0  # type: ignore[union-attr]
+        store.forget()
+        assert store.read_epoch(key).nbytes == HEADER + EPOCH_BYTES  # type: ignore[union-attr]
+        put(store, 1)
 
 
 def test_a_panic_of_obstore_is_a_store_error(monkeypatch: pytest.MonkeyPatch):

@@ -48,7 +48,7 @@ from blockyard.errors import ForkedError, StoreError
 from blockyard.stores.base import ExternalStore, Use
 from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, seconds
 from blockyard.stores.threaded.call_pool import CallPool
-from blockyard.stores.threaded.epochs import Epoch, Record
+from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
 from blockyard.stores.url import StoreURL, hide_secrets, is_secret_name
 from blockyard.stores.value import HEADER
 from blockyard.workers import Process, as_error, missing
@@ -300,13 +300,8 @@ class ObjectStore(RemoteStore):
         return there
 
     def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Return the row that identifies the valid blocks, whatever its length: a torn row must be replaced, too."""
-        try:
-            return np.frombuffer(bytes(self._ob.get(self._client, self._path(key)).bytes()), np.uint8)
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # noqa: BLE001 (any exception of the client)
-            raise self._public(error) from None
+        """Return the row that identifies the valid blocks, even a torn one: it must be replaced, too."""
+        return self._read_whole(self._path(key), HEADER + EPOCH_BYTES)
 
     def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
@@ -316,7 +311,7 @@ class ObjectStore(RemoteStore):
         with self._alone():
             try:
                 answer = self._ob.get(self._client, path)
-                there, meta = answer.bytes(), answer.meta
+                there, meta = _bytes_of(answer, HEADER + EPOCH_BYTES), answer.meta
             except FileNotFoundError:
                 there, meta = None, {}
             except Exception as error:  # noqa: BLE001 (any exception of the client)
@@ -427,8 +422,7 @@ class ObjectStore(RemoteStore):
     def _read_whole(self, path: str, max_bytes: int) -> NDArray[np.uint8] | None:
         """Return a value, empty if it is longer than `max_bytes`; None if it is absent."""
         try:
-            answer = self._ob.get(self._client, path)
-            return np.frombuffer(answer.bytes() if answer.range[1] <= max_bytes else b"", np.uint8)
+            return np.frombuffer(_bytes_of(self._ob.get(self._client, path), max_bytes), np.uint8)
         except FileNotFoundError:
             return None
         except Exception as error:  # noqa: BLE001 (any exception of the client)
@@ -489,6 +483,11 @@ class ObjectStore(RemoteStore):
 
     def _public(self, error: Exception) -> StoreError:
         return StoreError(_public_text(str(super()._public(error))))
+
+
+def _bytes_of(answer: Any, max_bytes: int) -> Any:
+    """Return an object's bytes; none if it is longer than `max_bytes`, so that a forged one takes no memory."""
+    return answer.bytes() if answer.range[1] <= max_bytes else b""
 
 
 def _public_text(text: str) -> str:
