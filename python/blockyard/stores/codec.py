@@ -104,7 +104,7 @@ def _check_decode(decode: Callable[..., Any]) -> None:
         found.bind(b"", max_length=1)
     except TypeError:
         raise InvalidArgumentError(
-            f"decode takes {str(found):.100}, must take (encoded, max_length) and return no more bytes"
+            f"decode takes {found!s:.100}, must take (encoded, max_length) and return no more bytes"
         ) from None
 
 

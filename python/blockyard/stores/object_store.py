@@ -29,11 +29,10 @@ sent in parts and read in ranges of 8 MiB. `local` writes a file and renames it;
 tests.
 """
 
-import fcntl
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -46,6 +45,7 @@ from numpy.typing import NDArray
 from blockyard._core import checksum_rows
 from blockyard.errors import ForkedError, StoreError
 from blockyard.stores.base import ExternalStore, Use
+from blockyard.stores.local_files import LocalFiles
 from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, seconds
 from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
@@ -197,7 +197,6 @@ class ObjectStore(RemoteStore):
         self._can_create = True
         self._bulk_delete = found.scheme == "s3"
         self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows
-        self._lock_path = Path(found.parts.path) / "blockyard.lock" if found.scheme == "local" else None
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Store values. In a prefix store, existing blocks are kept."""
@@ -308,7 +307,7 @@ class ObjectStore(RemoteStore):
     ) -> NDArray[np.uint8] | None:
         """Replace a row by a conditional write; see `ThreadedStore.replace_epoch`."""
         path = self._path(key)
-        with self._alone():
+        with self._ob.alone() if isinstance(self._ob, LocalFiles) else nullcontext():
             try:
                 answer = self._ob.get(self._client, path)
                 there, meta = _bytes_of(answer, HEADER + EPOCH_BYTES), answer.meta
@@ -324,7 +323,7 @@ class ObjectStore(RemoteStore):
         """Replace the object that `meta` describes, or create it; do nothing if it has changed."""
         exceptions = self._ob.exceptions
         mode: Any = {name: meta[name] for name in ("e_tag", "version") if meta.get(name)} or "create"
-        if self._lock_path is not None:
+        if isinstance(self._ob, LocalFiles):
             mode = "overwrite"
         try:
             self._ob.put(self._client, path, value, mode=mode, use_multipart=False)
@@ -336,16 +335,6 @@ class ObjectStore(RemoteStore):
             self._ob.put(self._client, path, value, use_multipart=False)
         except Exception as error:  # noqa: BLE001 (any exception of the client)
             raise self._public(error) from None
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Lock a shared directory against other processes, since it has no conditional writes."""
-        if self._lock_path is None:
-            yield
-            return
-        with self._lock_path.open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
@@ -535,11 +524,12 @@ def _connect(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
     retry = {"max_retries": 2, "retry_timeout": timedelta(seconds=found.timeout_base), "backoff": waits}
     try:
         if found.scheme == "local":
-            return obstore, stores.LocalStore(found.parts.path, mkdir=True)
+            files = LocalFiles(obstore, Path(found.parts.path))
+            return files, stores.LocalStore(found.parts.path)
         more: Sequence[str] = (found.scheme, "://", found.parts.host, found.parts.path)
         return obstore, stores.from_url("".join(more), client_options=client, retry_config=retry, **found.config)
     except BaseException as error:  # noqa: BLE001 (any exception of the client)
-        text = f"{type(error).__name__}: {as_error(error)}"
+        text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {as_error(error)}"
     # Not in the block above, so that the client's exception, which may quote a secret, is not the context.
     text = _public_text(hide_secrets(text, found.secrets))
     raise StoreError(f"{found.parts.url!r}: {text}{_missing_credentials(found)}")
