@@ -5,16 +5,10 @@
     gs://bucket/prefix?size=1TiB        az://container/prefix?size=1TiB&account_name=NAME
     local:///mnt/shared/cache?size=1TiB        memory://name?size=1GiB
 
-| option | meaning | default |
-|---|---|---|
-| `size` | total size of the blocks that one process tracks; for swap space, of all its slots | enough for `num_slots` |
-| `connections` | maximum number of concurrent requests, 4 to 256 | 16 |
-| `memory` | maximum bytes in flight and in uncollected results; blocks beyond it are misses, `queue_full` | 1GiB |
-| `timeout_base` | timeout of an operation in seconds, plus one for every 16 MB in flight | 5 |
-| others | passed to obstore: `endpoint`, `region`, `virtual_hosted_style_request`, `unsigned_payload` ... | obstore's |
+`docs/reference/store-urls.md` lists the options.
 
 obstore finds credentials in environment variables such as `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, or in the
-machine's role; with `skip_signature=true` it sends none. URLs with credentials are rejected, and no message shows them.
+machine's role. URLs with credentials are rejected, and no message shows them.
 The store needs `pip install "blockyard[s3]"`.
 
 - Swap space: objects of this store alone, deleted when it is closed. Objects of a killed process remain.
@@ -25,8 +19,8 @@ The store needs `pip install "blockyard[s3]"`.
 - `forget` takes one request. The forgotten objects stay until the lifecycle rule deletes them.
 
 Objects are named `PREFIX/blockyard/`, 16 digits of the namespace, `/` and 64 digits. Objects of at least 16 MiB are
-sent in parts and read in ranges of 8 MiB. `local` writes a file and renames it; `memory` lives in this process, for
-tests.
+sent in parts and read in ranges of 8 MiB. `local` writes a file of mode 0600 and renames it; `memory` lives in this
+process, for tests.
 """
 
 import os
@@ -154,7 +148,7 @@ def open_object_store(
     """Open the object store. `open_store` calls this for `s3://`, `gs://`, `az://`, `local://` and `memory://`.
 
     Args:
-        url: `s3://bucket/prefix?size=1TiB`; see the module for the options.
+        url: `s3://bucket/prefix?size=1TiB`; `docs/reference/store-urls.md` lists the options.
         bytes_per_block: bytes of one block.
         num_slots: number of blocks to track; None for as many as fit into `size`.
         namespace: 32-byte digest of everything that determines the bytes.

@@ -51,7 +51,7 @@ def open_redis(
     """Open the Redis store. `blockyard.stores.open_store` calls this for the schemes in the module's docstring.
 
     Args:
-        url: `redis://host:6379?size=2GiB`; see the module for the options.
+        url: `redis://host:6379?size=2GiB`; `docs/reference/store-urls.md` lists the options.
         bytes_per_block: bytes of one block.
         num_slots: number of blocks to hold; None for as many as fit into `size`.
         namespace: 32-byte digest of everything that determines the bytes.
