@@ -13,7 +13,7 @@ import pytest
 
 from blockyard.errors import StoreError
 from blockyard.stores import ExternalStore, open_store
-from blockyard.stores.local_files import LocalFiles
+from blockyard.stores.object_store import LocalFiles
 
 SIZE = 4096
 KEYS = [bytes(32), bytes([1]) * 32]
