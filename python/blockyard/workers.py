@@ -35,6 +35,7 @@ __all__ = [
     "Polls",
     "Process",
     "RateLimit",
+    "as_error",
     "describe",
     "interrupts_blocked",
     "keep",
@@ -168,6 +169,19 @@ def describe(error: BaseException) -> str:
     # Without a limit it would read the frames of all errors that led to this one.
     described = traceback.TracebackException(type(error), error, None, limit=0)
     return " ".join("".join(described.format_exception_only()).split())
+
+
+def as_error(error: BaseException) -> Exception:
+    """Return an exception of a call into another package; its panic in Rust, a BaseException, as a RuntimeError.
+
+    Raises:
+        BaseException: anything else, such as KeyboardInterrupt, is raised again.
+    """
+    if isinstance(error, Exception):
+        return error
+    if type(error).__name__ == "PanicException":
+        return RuntimeError(f"panic: {error}")
+    raise error
 
 
 def missing(what: str, error: ModuleNotFoundError) -> ModuleNotFoundError:

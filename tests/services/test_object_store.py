@@ -18,9 +18,10 @@ from servers import ObjectServer, serving_objects
 
 from blockyard.errors import StoreError, StoreFullError, StoreURLError
 from blockyard.events import export_keys
-from blockyard.stores import ExternalStore, open_store
+from blockyard.stores import ExternalStore, object_store, open_store
 from blockyard.stores.object_store import ObjectStore, read_url
 from blockyard.stores.threaded.call_pool import CallPool
+from blockyard.stores.threaded.epochs import EPOCH_BYTES
 from blockyard.stores.value import HEADER, is_damage
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
 
@@ -326,7 +327,7 @@ def test_no_message_shows_a_credential(server: ObjectServer, tmp_path: Path, mon
             str(store._public(ValueError(SECRET))),
         ]
     for bad in (f"{url}secret_access_key={SECRET}", f"{url}aws_session_token={SECRET}", f"s3://tester:{SECRET}@bucket"):
-        with pytest.raises(StoreURLError, match="from the environment") as caught:
+        with pytest.raises(StoreURLError, match=r"from the environment|write / . # @ in a password as") as caught:
             opened(bad)
         shown.append(repr(caught.value))
     wrong = SECRET[::-1]
@@ -357,6 +358,55 @@ def test_a_malformed_url_says_which_part(url: str, why: str):
 def test_an_option_that_obstore_does_not_know_is_refused():
     with pytest.raises(StoreError, match="speed"):
         open_store("s3://bucket?size=1MiB&speed=9", bytes_per_block=WIDTH)
+
+
+@pytest.mark.parametrize("option", ["allow_http=true", "timeout=5s", "proxy_url=http://127.0.0.1:1", "user_agent=x"])
+def test_an_option_at_which_obstore_would_panic_is_refused_by_name(option: str):
+    with pytest.raises(StoreURLError, match=f"'{option.partition('=')[0]}=.*' is not an option"):
+        open_store(f"s3://bucket?size=1MiB&{option}", bytes_per_block=WIDTH)
+
+
+def test_a_forged_epoch_record_is_not_read_whole_and_forget_replaces_it(place: str):
+    with opened(place) as store:
+        assert isinstance(store, ObjectStore)
+        put(store, 1)
+        key = np.frombuffer(store._record.key, np.uint8)
+        obstore.put(store._client, store._path(key), bytes(8 << 20))
+        assert store.read_epoch(key).nbytes == 0  # type: ignore[union-attr]
+        store.forget()
+        assert store.read_epoch(key).nbytes == HEADER + EPOCH_BYTES  # type: ignore[union-attr]
+        put(store, 1)
+
+
+def test_a_panic_of_obstore_is_a_store_error(monkeypatch: pytest.MonkeyPatch):
+    """A panic is no `Exception`, so engines that catch those would die of it."""
+    url = "s3://bucket?size=1MiB&endpoint=http://127.0.0.1:1&region=x&timeout_base=.05"
+    with monkeypatch.context() as patched:
+        patched.setitem(object_store._CONFIG, "s3", ("endpoint", "region", "allow_http"))
+        with pytest.raises(StoreError, match="panic: Expected config prefix"):
+            open_store(f"{url}&allow_http=true", bytes_per_block=WIDTH)
+    with pytest.raises(BaseException, match="Expected config prefix") as caught:
+        obstore.store.from_url("s3://bucket", allow_http="true")  # type: ignore[call-overload]
+    panic = caught.value
+    assert not isinstance(panic, Exception)
+    monkeypatch.setattr(ObjectStore, "_ask", lambda self: (_ for _ in ()).throw(panic))
+    with pytest.raises(StoreError, match="panic: Expected config prefix"):
+        open_store(url, bytes_per_block=WIDTH)
+
+
+def test_a_panic_in_a_call_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(BaseException, match="Expected config prefix") as caught:
+        obstore.store.from_url("s3://bucket", allow_http="true")  # type: ignore[call-overload]
+    with opened(f"memory://panic{tmp_path}") as store:
+        put(store, 3)
+        with monkeypatch.context() as patched:
+            patched.setattr(obstore, "get", lambda *_: (_ for _ in ()).throw(caught.value))
+            assert not store.wait(store.submit_get(keys_of(3))).ok.any()
+        until = time.monotonic() + 300
+        while not store.wait(store.submit_get(keys_of(3))).ok.all():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert store.stats().errors
 
 
 def test_a_size_that_holds_too_little_is_refused():

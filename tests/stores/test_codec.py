@@ -1,6 +1,7 @@
 """Codecs and keyed MACs: blocks come back as they were, and whatever a codec or a forger does is never a wrong byte."""
 
 import threading
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,21 @@ from memory_stores import SIZE, KeyedStore, names, put, rows
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError, OutOfMemoryError, StoreError, UnknownTicketError
 from blockyard.stores import Codec, ExternalStore, open_store
-from blockyard.stores.value import HEADER
+from blockyard.stores.value import HEADER, seal_values
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
 
 KEY = bytes(range(100, 132))
-ZLIB = Codec("zlib-1", lambda block: zlib.compress(block, 1), zlib.decompress)
+
+
+def decompress(encoded: memoryview, max_length: int) -> bytes:
+    return zlib.decompressobj().decompress(encoded, max_length)
+
+
+def plain(encoded: memoryview, max_length: int) -> bytes:
+    return bytes(encoded)
+
+
+ZLIB = Codec("zlib-1", lambda block: zlib.compress(block, 1), decompress)
 
 
 class TestSwapSpaceWithCodecAndKey(StoreSuite):
@@ -71,8 +82,8 @@ def fetched(store: ExternalStore, count: int) -> tuple[str, ...]:
 
 
 def test_an_encoded_block_takes_the_bytes_that_the_codec_returned(tmp_path: Path):
-    """One line of a user's: `codec=Codec("zlib", zlib.compress, zlib.decompress)`."""
-    codec = Codec("zlib", zlib.compress, zlib.decompress)
+    """A user's lines."""
+    codec = Codec("zlib", zlib.compress, decompress)
     with open_store(f"local://{tmp_path}?size=1MiB", bytes_per_block=1 << 16, use="prefix", codec=codec) as store:
         blocks = np.full((2, 1 << 16), 7, np.uint8)
         assert store.wait(store.submit_put(names(2), blocks)).ok.all()
@@ -91,7 +102,7 @@ def test_a_block_that_cannot_be_encoded_is_not_stored(encode: Callable[[memoryvi
         return encode(block) if block[0] == rows(3)[1][0] else bytes(block)
 
     for use in ("put", "write"):
-        with KeyedStore(codec=Codec("odd", sometimes, bytes)) as store:
+        with KeyedStore(codec=Codec("odd", sometimes, plain)) as store:
             slots = np.arange(3)
             ticket = store.submit_put(names(3), rows(3)) if use == "put" else store.submit_write(slots, rows(3))
             assert store.wait(ticket).reasons == ("", "codec", "")
@@ -103,10 +114,36 @@ def test_a_block_that_cannot_be_encoded_is_not_stored(encode: Callable[[memoryvi
 
 @pytest.mark.parametrize("decode", [raises, lambda data: b"", lambda data: bytes(SIZE + 1), lambda data: None])
 def test_a_block_that_cannot_be_decoded_is_a_miss(decode: Callable[[memoryview], Any]):
-    with KeyedStore(codec=Codec("odd", bytes, decode)) as store:
+    with KeyedStore(codec=Codec("odd", bytes, lambda data, max_length: decode(data))) as store:
         assert put(store, 3) == ("", "", "")
         assert fetched(store, 3) == ("codec",) * 3
         assert fetched(store, 3) == ("absent",) * 3, "and is dropped"
+
+
+def test_a_forged_value_takes_no_more_memory_than_a_block():
+    bomb = zlib.compress(bytes(64 << 20), 9)
+    with KeyedStore(bytes_per_block=1 << 17, codec=ZLIB) as store:
+        blocks = np.ones((1, 1 << 17), np.uint8)
+        assert store.wait(store.submit_put(names(1), blocks)).ok.all()
+        name = next(name for name, value in store.blocks.items() if value.nbytes > 192)
+        value = np.zeros((1, store.blocks[name].nbytes), np.uint8)
+        value[0, HEADER : HEADER + len(bomb)] = np.frombuffer(bomb, np.uint8)
+        seal_values(value, store.namespace, names(1), lengths=[len(bomb)], mac_key=None)
+        store.blocks[name] = value[0]
+        tracemalloc.start()
+        try:
+            found = store.wait(store.submit_get(names(1)))
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert found.ok.all(), "decoded: without a key it is a value like any other"
+        assert peak < 4 << 20
+
+
+@pytest.mark.parametrize("decode", [zlib.decompress, lambda encoded: encoded])
+def test_a_codec_that_cannot_be_told_a_length_is_refused(decode: Callable[..., Any]):
+    with pytest.raises(InvalidArgumentError, match=r"^decode takes \(.*, must take \(encoded, max_length\)"):
+        Codec("zlib", zlib.compress, decode)
 
 
 def test_another_codec_or_key_finds_nothing_and_deletes_nothing():
@@ -270,9 +307,9 @@ def test_a_batch_whose_result_has_no_memory_is_let_go_by_the_slab(tmp_path: Path
 
 def test_an_invalid_codec_raises_with_the_reason():
     with pytest.raises(InvalidArgumentError, match="name is ''"):
-        Codec("", bytes, bytes)
+        Codec("", bytes, plain)
     with pytest.raises(InvalidArgumentError, match="max_bytes is 0"):
-        Codec("x", bytes, bytes, max_bytes=0)
+        Codec("x", bytes, plain, max_bytes=0)
 
 
 def test_keyed_checksums_are_blake3s():

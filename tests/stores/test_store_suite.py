@@ -128,6 +128,49 @@ def test_a_wrong_store_is_noticed(store: type[DictStore], test: str):
         getattr(Suite(), test)()
 
 
+class IgnoresOld(KeyedStore):
+    """Wrong: replaces the epoch's record whatever it is, so that two processes begin an epoch each."""
+
+    def replace_epoch(
+        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
+    ) -> NDArray[np.uint8] | None:
+        self.put(key[None], new[None])
+        return new
+
+
+class SaysItReplaced(KeyedStore):
+    """Wrong: keeps another record, but returns the new one."""
+
+    def replace_epoch(
+        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
+    ) -> NDArray[np.uint8] | None:
+        super().replace_epoch(key, old, new)
+        return new
+
+
+class Compares(KeyedStore):
+    """Right."""
+
+    def replace_epoch(
+        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
+    ) -> NDArray[np.uint8] | None:
+        return super().replace_epoch(key, old, new)
+
+
+@pytest.mark.parametrize(("store", "is_right"), [(Compares, True), (IgnoresOld, False), (SaysItReplaced, False)])
+def test_a_replacement_that_ignores_the_record_is_noticed(store: type[KeyedStore], is_right: bool):
+    class Suite(PrefixStoreSuite):
+        def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+            return store(bytes_per_block=self.bytes_per_block, namespace=namespace)
+
+    test = Suite().test_a_record_is_replaced_only_if_it_is_as_expected
+    if is_right:
+        test()
+    else:
+        with pytest.raises(AssertionError, match="stale `old`"):
+            test()
+
+
 class KeyedDictStore(DictStore):
     """The smallest prefix store: `medium` is what outlives it."""
 

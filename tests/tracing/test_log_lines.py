@@ -125,6 +125,31 @@ def test_a_reason_is_in_the_log_once_a_minute(lines: list[logging.LogRecord], cl
     assert [(line.reason, line.blocks) for line in lines] == [("slot", 1), ("refused", 1), ("slot", 1)]  # type: ignore[attr-defined]
 
 
+def test_why_nothing_is_forgotten_is_in_the_log_once(lines: list[logging.LogRecord]):
+    options = {"prefix_caching": True, "namespace": b"test"}
+    with KVCache(LAYOUT, device_blocks=16, prefix_store=KeyedStore(bytes_per_block=SIZE), **options) as cache:
+        assert cache.prefix_store is not None
+        sequence = cache.manager.allocate(PROMPT)
+        with cache.step():
+            cache.manager.mark_computed([sequence])
+        assert cache.prefix_store.wait(60)
+        assert not cache.prefix_store.forget()
+        assert not cache.prefix_store.forget()
+        assert [line.getMessage() for line in lines] == [
+            "nothing was forgotten, call forget again: 1 sequences are open"
+        ]
+        assert fields(lines[0], "cause") == ("1 sequences are open",)
+        pin = cache.manager.pins.pin(sequence)
+        cache.manager.free(sequence)
+        assert not cache.prefix_store.forget()
+        cache.manager.pins.unpin(pin)
+        assert cache.prefix_store.forget()
+        assert len(lines) == 1
+        cache.manager.allocate(PROMPT)
+        assert not cache.prefix_store.forget()
+        assert len(lines) == 2, "the next attempt that clears nothing"
+
+
 def test_a_resize_is_in_the_log(lines: list[logging.LogRecord]):
     with KVCache(LAYOUT, device_blocks=16, reuse_order="lowest") as cache:
         cache.manager.allocate(40)

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,9 +93,9 @@ class DemoOptions:
     num_device_blocks: int | None = None
     num_host_blocks: int | None = None
     swap_space: str | None = None
-    prefix_store: str | None = None
+    prefix_store: str | None = field(default=None, repr=False)
     prefix_store_space: str | None = None
-    swap_store: str | None = None
+    swap_store: str | None = field(default=None, repr=False)
     swap_store_space: str | None = None
     preemption_mode: PreemptionMode = "auto"
     num_lookahead_tokens: int = 0

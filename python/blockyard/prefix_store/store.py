@@ -131,6 +131,7 @@ class PrefixStore:
         if writes == "never":
             self._writes.close()
         self.has_prefetched = False
+        self._is_refusing = False  # whether the last `forget` cleared nothing
         self._is_changing = False  # if set when a call begins, an exception ended the last one
         _managers.take(manager, self)
 
@@ -228,7 +229,8 @@ class PrefixStore:
             revision: identifies the new weights, see `ExternalStore.forget`.
 
         Returns:
-            False, without clearing anything, while a block is in use or in flight.
+            False, without clearing anything, while a block is in use or in flight. The first of several such calls logs
+            why to `blockyard.prefix_store`.
 
         Raises:
             StoreError: the store could not forget its keys.
@@ -237,10 +239,28 @@ class PrefixStore:
         if self._is_changing:
             self.give_up_all()
         if self._loads.open or self._writes or not self._manager.prefix.reset():
+            self._log_refusal()
             return False
+        self._is_refusing = False
         self.store.forget(revision)
         self._stats.forgets += 1
         return True
+
+    def _log_refusal(self) -> None:
+        """Log why `forget` cleared nothing, once until it does."""
+        if self._is_refusing:
+            return
+        self._is_refusing = True
+        stats = self._manager.stats()
+        counts = {
+            "prompts are being loaded": len(self._loads.open),
+            "batches are being written": len(self._writes),
+            "sequences are open": stats.sequences,
+            "steps are in flight": len(stats.open_tickets),
+            "blocks are pinned": sum(stats.pinned_blocks.values()),
+        }
+        why = ", ".join(f"{count} {what}" for what, count in counts.items() if count) or "blocks are leased"
+        _log.warning("nothing was forgotten, call forget again: %s", why, extra={"cause": why})
 
     def set_quota(self, salt: bytes | None, num_bytes: int | str | None) -> None:
         """Limit one tenant's blocks in the store, as `manager.prefix.set_quota` does on the device.

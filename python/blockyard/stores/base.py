@@ -429,9 +429,8 @@ def open_store(
     """Open the external store that a URL names.
 
     Args:
-        url: `file:///dir?size=2GiB`, see `blockyard.stores.file`; `redis://host?size=2GiB`, also
-            written `valkey://`, see `blockyard.stores.redis`; `s3://bucket?size=1TiB`, see
-            `blockyard.stores.object_store`; or a plug-in's scheme, see `register`.
+        url: such as `file:///dir?size=2GiB`, `redis://host?size=2GiB` or `s3://bucket?size=1TiB`;
+            `docs/reference/store-urls.md` lists all schemes and options. Or a plug-in's scheme, see `register`.
         bytes_per_block: bytes of one block, all layers.
         num_slots: number of blocks to hold; None for as many as fit.
         namespace: 32-byte digest of everything that determines the bytes, see `store_namespace`; a block of another
@@ -537,5 +536,6 @@ def _scheme(url: str) -> str:
     if scheme not in known:
         known.update(entry_points(group=ENTRY_POINTS).names)
     if scheme not in known:
+        scheme = shown.partition(":")[0]
         raise StoreURLError(f"{shown!r}: no store has the scheme {scheme!r}; known are {', '.join(sorted(known))}")
     return scheme

@@ -24,6 +24,7 @@ from blockyard.stores.base import ExternalStore, Owners, Use
 from blockyard.stores.log_lines import FailureLog
 from blockyard.stores.threaded.batches import BatchStore
 from blockyard.stores.threaded.runtime import runtime
+from blockyard.stores.url import public_repr
 from blockyard.types import Histogram
 from blockyard.workers import Claims, Process, RateLimit, describe
 
@@ -338,7 +339,8 @@ def check_store(name: str, store: object, bytes_per_block: int, use: Use) -> Non
         InvalidArgumentError: something is wrong; nothing was changed.
     """
     if not isinstance(store, ExternalStore):
-        raise InvalidArgumentError(f"{name} is {store!r:.100}, must be an ExternalStore, as open_store returns it")
+        shown = public_repr(store)
+        raise InvalidArgumentError(f"{name} is {shown}, must be an ExternalStore, as open_store returns it")
     if store.bytes_per_block != bytes_per_block:
         raise InvalidArgumentError(f"{name} has blocks of {store.bytes_per_block} bytes, must have {bytes_per_block}")
     if store.num_slots < 1:

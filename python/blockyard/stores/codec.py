@@ -4,6 +4,7 @@ import hashlib
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -30,7 +31,8 @@ class Codec:
         name: identifies format, version and key. It is part of the namespace: a block is found only with the codec that
             encoded it. Different codecs with the same name return wrong bytes.
         encode: takes a block, a memoryview of `bytes_per_block` bytes; returns at most `max_bytes` bytes.
-        decode: takes the output of `encode`; returns `bytes_per_block` bytes.
+        decode: takes the output of `encode`, and by name `max_length`, the bytes of a block; returns that many bytes.
+            Without a MAC key, whoever can write to the storage can forge what it decodes: never produce more bytes.
         max_bytes: maximum bytes of an encoded block; None for the block's size plus 1/64 of it plus 256 bytes.
 
     Example:
@@ -38,7 +40,9 @@ class Codec:
         >>> import zlib
         >>> import numpy as np
         >>> from blockyard.stores import Codec, open_store
-        >>> codec = Codec("zlib-6", zlib.compress, zlib.decompress)
+        >>> def decompress(encoded, max_length):
+        ...     return zlib.decompressobj().decompress(encoded, max_length)
+        >>> codec = Codec("zlib-6", zlib.compress, decompress)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     url = f"local://{folder}?size=1MiB"
         ...     with open_store(url, bytes_per_block=4096, use="prefix", codec=codec) as store:
@@ -49,12 +53,13 @@ class Codec:
 
     name: str
     encode: Callable[[memoryview], Any]
-    decode: Callable[[memoryview], Any]
+    decode: Callable[..., Any]
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise InvalidArgumentError("name is '', must name the format of the encoded blocks")
+        _check_decode(self.decode)
         set_ints(self, "max_bytes")
         if self.max_bytes is not None and self.max_bytes < 1:
             raise InvalidArgumentError(f"max_bytes is {self.max_bytes}, must be at least 1")
@@ -83,10 +88,24 @@ class Codec:
         Raises:
             StoreError: the decoded block is not as long as `out`.
         """
-        block = np.frombuffer(self.decode(encoded.data), np.uint8)
+        block = np.frombuffer(self.decode(encoded.data, max_length=len(out)), np.uint8)
         if len(block) != len(out):
             raise StoreError(f"codec {self.name!r} decoded a block of {len(block)} bytes, must be {len(out)}")
         out[:] = block
+
+
+def _check_decode(decode: Callable[..., Any]) -> None:
+    """Refuse a `decode` that takes no `max_length`: a forged block of a megabyte could become a gigabyte."""
+    try:
+        found = signature(decode)
+    except ValueError:  # a built-in function without a signature
+        return
+    try:
+        found.bind(b"", max_length=1)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"decode takes {found!s:.100}, must take (encoded, max_length) and return no more bytes"
+        ) from None
 
 
 def read_mac_key(key: MacKey) -> bytes:

@@ -1,15 +1,8 @@
 """The file store: blocks in one preallocated file, read and written by threads.
 
-    file:///dir?size=2GiB&threads=4&direct=auto&memory=1GiB&timeout_base=10
+    file:///dir?size=2GiB
 
-| option | meaning | default |
-|---|---|---|
-| `size` | hard limit on the file's size, headers included | enough for `num_slots` |
-| `threads` | threads that read and write, 2 to 16 | 4 |
-| `direct` | bypass the page cache: `on`, `off`, or `auto` (if the file system supports it) | `auto` |
-| `memory` | maximum bytes in flight and in uncollected results; blocks beyond it are misses, `queue_full` | 1GiB |
-| `timeout_base` | timeout of an operation in seconds, plus one for every 16 MB in flight | 10 |
-| `drop` | `on` drops the blocks of a prefix store that do not fit this `size` or block size; `off` refuses to | `off` |
+`docs/reference/store-urls.md` lists the options.
 
 `file:///a,/b,/c` spreads blocks over several disks. Each has its own slab, threads and share of the size. A disk that
 fails or hangs loses only its own blocks. A prefix store works without a disk that cannot be opened, and logs a warning.
@@ -114,7 +107,7 @@ def open_file(
     """Open the file store. `blockyard.stores.open_store` calls this for URLs with the scheme `file`.
 
     Args:
-        url: `file:///dir?size=2GiB`; see the module for the options.
+        url: `file:///dir?size=2GiB`; `docs/reference/store-urls.md` lists the options.
         bytes_per_block: bytes of one block.
         num_slots: number of blocks to hold; None for as many as fit into `size`.
         namespace: 32-byte digest of everything that determines the bytes.
@@ -197,7 +190,7 @@ class GuardedSlab(RemoteStore):
     _reuses_rows = True
 
     def __init__(self, found: FileURL, *, num_slots: int | None, use: Use, revision: str, **options: Any) -> None:
-        super().__init__(found.parts, num_slots=num_slots or 1, use=use, secrets=[], **options)
+        super().__init__(found.parts, num_slots=num_slots or 1, use=use, **options)
         # Always valid: no other process has the slabs open, and they track what was forgotten.
         self._epochs = SharedEpoch(lambda: Record(b"", Epoch.read(bytes(EPOCH_BYTES))), self._record.replace)
         self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base

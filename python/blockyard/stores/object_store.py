@@ -5,16 +5,10 @@
     gs://bucket/prefix?size=1TiB        az://container/prefix?size=1TiB&account_name=NAME
     local:///mnt/shared/cache?size=1TiB        memory://name?size=1GiB
 
-| option | meaning | default |
-|---|---|---|
-| `size` | total size of the blocks that one process tracks; for swap space, of all its slots | enough for `num_slots` |
-| `connections` | maximum number of concurrent requests, 4 to 256 | 16 |
-| `memory` | maximum bytes in flight and in uncollected results; blocks beyond it are misses, `queue_full` | 1GiB |
-| `timeout_base` | timeout of an operation in seconds, plus one for every 16 MB in flight | 5 |
-| others | passed to obstore: `endpoint`, `region`, `virtual_hosted_style_request`, `unsigned_payload` ... | obstore's |
+`docs/reference/store-urls.md` lists the options.
 
 obstore finds credentials in environment variables such as `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, or in the
-machine's role; with `skip_signature=true` it sends none. URLs with credentials are rejected, and no message shows them.
+machine's role. URLs with credentials are rejected, and no message shows them.
 The store needs `pip install "blockyard[s3]"`.
 
 - Swap space: objects of this store alone, deleted when it is closed. Objects of a killed process remain.
@@ -25,15 +19,17 @@ The store needs `pip install "blockyard[s3]"`.
 - `forget` takes one request. The forgotten objects stay until the lifecycle rule deletes them.
 
 Objects are named `PREFIX/blockyard/`, 16 digits of the namespace, `/` and 64 digits. Objects of at least 16 MiB are
-sent in parts and read in ranges of 8 MiB. `local` writes a file and renames it; `memory` lives in this process, for
-tests.
+sent in parts and read in ranges of 8 MiB. `local` writes a file of mode 0600 and renames it; `memory` lives in this
+process, for tests.
 """
 
+import errno
 import fcntl
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -48,12 +44,12 @@ from blockyard.errors import ForkedError, StoreError
 from blockyard.stores.base import ExternalStore, Use
 from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, seconds
 from blockyard.stores.threaded.call_pool import CallPool
-from blockyard.stores.threaded.epochs import Epoch, Record
-from blockyard.stores.url import StoreURL
+from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
+from blockyard.stores.url import StoreURL, hide_secrets, is_secret_name
 from blockyard.stores.value import HEADER
-from blockyard.workers import Process, missing
+from blockyard.workers import Process, as_error, missing
 
-__all__ = ["ObjectStore", "open_object_store"]
+__all__ = ["LocalFiles", "ObjectStore", "open_object_store"]
 
 _LARGE: Final = 16 << 20  # objects of at least this size are sent in parts and read in ranges
 _RANGE: Final = 8 << 20
@@ -62,11 +58,28 @@ _SLOWEST: Final = 16e6  # bytes per second; request timeouts assume at least thi
 _BATCHES: Final = 4  # number of batches that run at once
 _ERRORS: Final = 4  # give a batch up once its failed calls exceed the successful ones by more than this
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
-_SECRET: Final = re.compile(r"secret|token|password|credential|sas|signature$|access_key|account_key|private|^key$")
+_CONFIG: Final = {
+    "s3": (
+        *("endpoint", "region", "default_region", "virtual_hosted_style_request", "unsigned_payload"),
+        *("checksum_algorithm", "conditional_put", "disable_tagging", "disable_bulk_delete", "request_payer"),
+        *("s3_express", "server_side_encryption", "sse_kms_key_id", "sse_bucket_key_enabled", "skip_signature"),
+        *("role_arn", "role_session_name", "sts_endpoint", "metadata_endpoint", "imdsv1_fallback"),
+    ),
+    "gs": ("base_url", "skip_signature"),
+    "az": (
+        *("account_name", "endpoint", "skip_signature", "disable_tagging", "use_emulator", "use_fabric_endpoint"),
+        *("client_id", "tenant_id", "authority_host", "msi_endpoint", "object_id", "msi_resource_id", "use_azure_cli"),
+    ),
+}
+"""obstore's options that hold no secret. It panics at the options of its HTTP client, such as `allow_http`."""
 _UNSIGNED: Final = "skip_signature"  # for a public bucket
 _S3_KEYS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 _S3_ROLES: Final = re.compile(r"^AWS_(WEB_IDENTITY_TOKEN_FILE|CONTAINER_CREDENTIALS_\w+|SKIP_SIGNATURE)$")
-_SECRET_NAME: Final = re.compile(r"^(AWS|AZURE|GOOGLE)_.*(SECRET|TOKEN|PASSWORD|KEY)")
+_CLOUD: Final = re.compile(r"^(AWS|AZURE|GOOGLE)_", re.IGNORECASE)
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE: Final = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_TOP: Final = "blockyard"
+_NO_LINKS: Final = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 _in_memory: dict[str, Any] = {}  # obstore's stores of `memory` URLs
 _process: Process | None = None  # the process that runs obstore's threads
 
@@ -82,6 +95,15 @@ class ObjectURL(NamedTuple):
     memory: int
     timeout_base: float
 
+    def __repr__(self) -> str:
+        return f"ObjectURL({self.parts.url!r})"
+
+    @property
+    def secrets(self) -> list[str]:
+        """What messages must not show: credentials in the URL and in the environment."""
+        named = [value for name, value in os.environ.items() if _CLOUD.search(name) and is_secret_name(name)]
+        return [*self.parts.secrets, *(value for value in named if len(value) > 3)]
+
 
 def read_url(url: str) -> ObjectURL:
     """Parse a URL with the scheme `s3`, `gs`, `az`, `local` or `memory`; opens nothing.
@@ -91,11 +113,11 @@ def read_url(url: str) -> ObjectURL:
     """
     parts = StoreURL.parse(url)
     scheme, split = url.partition(":")[0], urlsplit(url)
+    known = _CONFIG.get(scheme, ())
     for name in parts.options:
-        if name.lower() != _UNSIGNED and _SECRET.search(name.lower()):
-            parts.url = re.sub(r"\?.*", "?***", parts.url, flags=re.DOTALL)
+        if name not in known and is_secret_name(name):
             parts.reject(name, "is a credential, which must come from the environment")
-    if "@" in url.partition("?")[0]:
+    if "@" in split.netloc:
         parts.reject("***@", "is a credential, which must come from the environment")
     if scheme == "local":
         if split.netloc or not parts.path.startswith("/"):
@@ -111,9 +133,12 @@ def read_url(url: str) -> ObjectURL:
         memory=parts.take("memory", positive, 1 << 30, SIZE),
         timeout_base=parts.take("timeout_base", seconds(0.05, 86_400), 5.0, "0.05 to 86400 seconds"),
     )
-    if scheme in {"local", "memory"}:
-        parts.finish("size, connections, memory, timeout_base")
-    found.config.update(parts.options)
+    for name in known:
+        if (value := parts.take(name, str, None, "text")) is not None:
+            if "@" in value:
+                parts.reject(f"{name}={value}", "has a credential, which must come from the environment")
+            found.config[name] = value
+    parts.finish(", ".join(("size, connections, memory, timeout_base", *known)))
     return found
 
 
@@ -129,7 +154,7 @@ def open_object_store(
     """Open the object store. `open_store` calls this for `s3://`, `gs://`, `az://`, `local://` and `memory://`.
 
     Args:
-        url: `s3://bucket/prefix?size=1TiB`; see the module for the options.
+        url: `s3://bucket/prefix?size=1TiB`; `docs/reference/store-urls.md` lists the options.
         bytes_per_block: bytes of one block.
         num_slots: number of blocks to track; None for as many as fit into `size`.
         namespace: 32-byte digest of everything that determines the bytes.
@@ -163,7 +188,8 @@ class ObjectStore(RemoteStore):
     def __init__(
         self, found: ObjectURL, *, connect: Callable[[ObjectURL, float], tuple[Any, Any]] | None = None, **options: Any
     ) -> None:
-        super().__init__(found.parts, secrets=[], **options)
+        super().__init__(found.parts, **options)
+        self._secrets = found.secrets
         self.threads, self.memory, self.timeout_base = _BATCHES, found.memory, found.timeout_base
         self._calls = CallPool(found.connections)
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
@@ -171,9 +197,6 @@ class ObjectStore(RemoteStore):
         self._can_create = True
         self._bulk_delete = found.scheme == "s3"
         self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows
-        environment = os.environ.items()
-        self._secrets = [value for name, value in environment if _SECRET_NAME.search(name) and len(value) > 3]
-        self._lock_path = Path(found.parts.path) / "blockyard.lock" if found.scheme == "local" else None
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Store values. In a prefix store, existing blocks are kept."""
@@ -276,23 +299,18 @@ class ObjectStore(RemoteStore):
         return there
 
     def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Return the row that identifies the valid blocks, whatever its length: a torn row must be replaced, too."""
-        try:
-            return np.frombuffer(bytes(self._ob.get(self._client, self._path(key)).bytes()), np.uint8)
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # noqa: BLE001 (any exception of the client)
-            raise self._public(error) from None
+        """Return the row that identifies the valid blocks, even a torn one: it must be replaced, too."""
+        return self._read_whole(self._path(key), HEADER + EPOCH_BYTES)
 
     def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
     ) -> NDArray[np.uint8] | None:
         """Replace a row by a conditional write; see `ThreadedStore.replace_epoch`."""
         path = self._path(key)
-        with self._alone():
+        with self._ob.alone() if isinstance(self._ob, LocalFiles) else nullcontext():
             try:
                 answer = self._ob.get(self._client, path)
-                there, meta = answer.bytes(), answer.meta
+                there, meta = _bytes_of(answer, HEADER + EPOCH_BYTES), answer.meta
             except FileNotFoundError:
                 there, meta = None, {}
             except Exception as error:  # noqa: BLE001 (any exception of the client)
@@ -305,7 +323,7 @@ class ObjectStore(RemoteStore):
         """Replace the object that `meta` describes, or create it; do nothing if it has changed."""
         exceptions = self._ob.exceptions
         mode: Any = {name: meta[name] for name in ("e_tag", "version") if meta.get(name)} or "create"
-        if self._lock_path is not None:
+        if isinstance(self._ob, LocalFiles):
             mode = "overwrite"
         try:
             self._ob.put(self._client, path, value, mode=mode, use_multipart=False)
@@ -317,16 +335,6 @@ class ObjectStore(RemoteStore):
             self._ob.put(self._client, path, value, use_multipart=False)
         except Exception as error:  # noqa: BLE001 (any exception of the client)
             raise self._public(error) from None
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Lock a shared directory against other processes, since it has no conditional writes."""
-        if self._lock_path is None:
-            yield
-            return
-        with self._lock_path.open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
@@ -403,8 +411,7 @@ class ObjectStore(RemoteStore):
     def _read_whole(self, path: str, max_bytes: int) -> NDArray[np.uint8] | None:
         """Return a value, empty if it is longer than `max_bytes`; None if it is absent."""
         try:
-            answer = self._ob.get(self._client, path)
-            return np.frombuffer(answer.bytes() if answer.range[1] <= max_bytes else b"", np.uint8)
+            return np.frombuffer(_bytes_of(self._ob.get(self._client, path), max_bytes), np.uint8)
         except FileNotFoundError:
             return None
         except Exception as error:  # noqa: BLE001 (any exception of the client)
@@ -464,8 +471,128 @@ class ObjectStore(RemoteStore):
         return failed.difference(done)
 
     def _public(self, error: Exception) -> StoreError:
-        text = str(super()._public(error)).partition("\n")[0]
-        return StoreError(re.sub(r"\?\S*", "?***", text))  # a signed URL has its signature there
+        return StoreError(_public_text(str(super()._public(error))))
+
+
+class LocalFiles:
+    """obstore's functions over a directory. Only the user can read what they write.
+
+    obstore itself would create files with whatever mode the umask leaves, and write through symbolic links that others
+    have planted. So `put` and the lock are our own: files are 0600 in folders 0700, and no name in a path may be a
+    link. Others cannot plant a link in such a folder, so obstore reads and deletes.
+
+    Args:
+        obstore: the module.
+        root: the directory of the URL, created if missing.
+
+    Raises:
+        StoreError: a folder is a link, belongs to another user, or others can write to it.
+        OSError: the directory cannot be created or opened.
+    """
+
+    def __init__(self, obstore: Any, root: Path) -> None:
+        self.exceptions = obstore.exceptions
+        self.get, self.get_range, self.head, self.delete = (
+            obstore.get,
+            obstore.get_range,
+            obstore.head,
+            obstore.delete,
+        )
+        self._root = root
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._opened([_TOP]):
+            pass
+
+    def put(self, _client: object, path: str, value: memoryview, *, mode: str = "overwrite", **_: Any) -> None:
+        """Write a file whole, or not at all.
+
+        Raises:
+            AlreadyExistsError: `mode` is `"create"`, and the file exists.
+            NotImplementedError: `mode` is `"create"`, and the file system has no hard links.
+            StoreError: as for the class.
+        """
+        *folders, name = path.split("/")
+        scratch = f"{name}#{secrets.token_hex(8)}"
+        with self._opened(folders) as folder:
+            file = os.open(scratch, os.O_WRONLY | os.O_EXCL | _FILE, 0o600, dir_fd=folder)
+            try:
+                with open(file, "wb", buffering=0) as out:  # noqa: PTH123 (a descriptor)
+                    left = memoryview(value).cast("B")
+                    while left:
+                        left = left[out.write(left) :]
+                if mode == "create":
+                    self._link(scratch, name, folder)
+                else:
+                    os.rename(scratch, name, src_dir_fd=folder, dst_dir_fd=folder)
+            finally:
+                with suppress(FileNotFoundError):  # it was renamed
+                    os.unlink(scratch, dir_fd=folder)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lock the directory against other processes, since it has no conditional writes."""
+        with self._opened([_TOP]) as folder:
+            file = os.open("lock", os.O_RDWR | _FILE, 0o600, dir_fd=folder)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+    def _link(self, scratch: str, name: str, folder: int) -> None:
+        try:
+            os.link(scratch, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        except FileExistsError:
+            raise self.exceptions.AlreadyExistsError(name) from None
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise NotImplementedError("the file system has no hard links") from None
+            raise
+
+    @contextmanager
+    def _opened(self, folders: list[str]) -> Iterator[int]:
+        """Open a folder below the root, and create what is missing of it."""
+        path = self._root
+        folder = _open_folder(path, None)
+        try:
+            for name in folders:
+                path /= name
+                with suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=folder)
+                inner = _open_folder(path, folder)
+                os.close(folder)
+                folder = inner
+                found = os.fstat(folder)
+                if found.st_uid != os.geteuid():
+                    raise StoreError(f"{str(path)!r} belongs to user {found.st_uid}, must belong to {os.geteuid()}")
+                if found.st_mode & 0o022:
+                    raise StoreError(f"others can write to {str(path)!r}: chmod 700")
+            yield folder
+        finally:
+            os.close(folder)
+
+
+def _open_folder(path: Path, parent: int | None) -> int:
+    try:
+        return os.open(path if parent is None else path.name, _FOLDER, dir_fd=parent)
+    except OSError as error:
+        if error.errno not in {errno.ELOOP, errno.ENOTDIR}:
+            raise
+    what = "a symbolic link" if path.is_symlink() else "no directory"
+    raise StoreError(f"{str(path)!r} is {what}, must be a directory")
+
+
+def _bytes_of(answer: Any, max_bytes: int) -> Any:
+    """Return an object's bytes; none if it is longer than `max_bytes`, so that a forged one takes no memory."""
+    return answer.bytes() if answer.range[1] <= max_bytes else b""
+
+
+def _public_text(text: str) -> str:
+    """Return the first line of a message of obstore without the queries of URLs: a signed one has its signature there.
+
+    The other lines show obstore's options.
+    """
+    return re.sub(r"\?\S*", "?***", text.partition("\n")[0])
 
 
 def _missing_credentials(found: ObjectURL) -> str:
@@ -505,9 +632,12 @@ def _connect(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
     retry = {"max_retries": 2, "retry_timeout": timedelta(seconds=found.timeout_base), "backoff": waits}
     try:
         if found.scheme == "local":
-            return obstore, stores.LocalStore(found.parts.path, mkdir=True)
+            files = LocalFiles(obstore, Path(found.parts.path))
+            return files, stores.LocalStore(found.parts.path)
         more: Sequence[str] = (found.scheme, "://", found.parts.host, found.parts.path)
         return obstore, stores.from_url("".join(more), client_options=client, retry_config=retry, **found.config)
-    except Exception as error:  # noqa: BLE001 (any exception of the client)
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise StoreError(f"{found.parts.url!r}: {text}{_missing_credentials(found)}") from None
+    except BaseException as error:  # noqa: BLE001 (any exception of the client)
+        text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {as_error(error)}"
+    # Not in the block above, so that the client's exception, which may quote a secret, is not the context.
+    text = _public_text(hide_secrets(text, found.secrets))
+    raise StoreError(f"{found.parts.url!r}: {text}{_missing_credentials(found)}")

@@ -16,8 +16,9 @@ from blockyard._core import checksum_rows
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import Use
 from blockyard.stores.threaded import ThreadedStore
-from blockyard.stores.url import StoreURL, parse_size
+from blockyard.stores.url import StoreURL, hide_secrets, parse_size
 from blockyard.stores.value import HEADER, check_parts
+from blockyard.workers import as_error
 
 __all__ = ["SIZE", "RemoteStore", "batched", "count", "count_slots", "positive", "seconds"]
 
@@ -34,7 +35,6 @@ class RemoteStore(ThreadedStore):
         num_slots: as `ExternalStore.num_slots`.
         namespace: digest of everything that determines the bytes.
         use: `"swap"` or `"prefix"`.
-        secrets: strings to hide in messages.
         options: `codec` and `mac_key`, as for `open_store`.
     """
 
@@ -46,14 +46,13 @@ class RemoteStore(ThreadedStore):
         num_slots: int,
         namespace: bytes,
         use: Use,
-        secrets: list[str],
         **options: Any,
     ) -> None:
         super().__init__(parts.url, bytes_per_block=bytes_per_block, namespace=namespace, **options)
         self.num_slots = num_slots
         self._use = use
         self._names: set[bytes] = set()  # names of written slots
-        self._secrets = secrets
+        self._secrets = parts.secrets
 
     @property
     def uses(self) -> tuple[Use, ...]:
@@ -75,10 +74,13 @@ class RemoteStore(ThreadedStore):
 
     def ping(self) -> None:
         """Raise StoreError if the server does not answer."""
+        failure = None
         try:
             self._ask()
-        except Exception as error:  # noqa: BLE001 (any exception of the client)
-            raise StoreError(f"{self.url!r}: {self._public(error)}") from None
+        except BaseException as error:  # noqa: BLE001 (any exception of the client)
+            failure = self._public(as_error(error))
+        if failure is not None:  # without the client's exception as its context, which may quote a secret
+            raise StoreError(f"{self.url!r}: {failure}")
 
     def close(self, timeout: float = 5.0) -> bool:
         """Give up batches in flight, and delete the blocks of swap space; see `ExternalStore.close`."""
@@ -143,9 +145,7 @@ class RemoteStore(ThreadedStore):
     def _public(self, error: Exception) -> StoreError:
         """Return an error without secrets, which servers sometimes quote."""
         text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return StoreError(text)
+        return StoreError(hide_secrets(text, self._secrets))
 
 
 def batched(rows: NDArray[np.uint8], max_rows: int, max_bytes: int) -> Iterator[slice]:

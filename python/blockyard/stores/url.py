@@ -1,24 +1,34 @@
-"""`StoreURL`: the parts of a store's URL. Its messages show the wrong part, but no password."""
+"""`StoreURL`: the parts of a store's URL. Its messages show the wrong part, but no secret.
 
+A message shows an option's value only if the option is known to hold no secret, or if the value is a number or a word
+such as `on`. Everything else is `***`: no list of names could be complete.
+"""
+
+import json
 import re
 import unicodedata
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from operator import index
 from typing import NoReturn, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
 from blockyard.errors import InvalidArgumentError, StoreFullError, StoreURLError
 
 __all__ = [
     "MAX_BYTES",
     "StoreURL",
+    "hide_secrets",
+    "is_secret_name",
     "parse_size",
+    "public_repr",
     "public_url",
     "rank_url",
     "read_bytes",
     "require_room",
     "require_text",
+    "secrets_of",
     "sized_url",
 ]
 
@@ -28,6 +38,19 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base, prefixes in (("iB", 1024, "KMGT"), ("B", 1000, "kMGT"))
     for power, prefix in enumerate(prefixes, 1)
 }
+_SHOWN = frozenset(
+    (
+        *("size", "threads", "memory", "direct", "timeout_base", "drop", "ttl", "db", "ca"),
+        *("connections", "region", "default_region", "account_name"),
+    )
+)
+_URLS = frozenset(("endpoint", "metadata_endpoint", "sts_endpoint", "base_url", "authority_host", "msi_endpoint"))
+_PLAIN = re.compile(r"-?[0-9.]{1,20} ?[A-Za-z]{0,3}|on|off|auto|true|false", re.ASCII)
+_SECRET_NAME = re.compile(
+    r"secret|token|pass|pwd|credential|sas|^sig$|(?<!skip_)signature|key|private|auth(?!ority)|account$|^pin$",
+    re.IGNORECASE,
+)
+_MASK = "***"
 
 Value = TypeVar("Value")
 
@@ -45,9 +68,9 @@ def sized_url(url: str, name: str, space: int | str | None) -> str:
     """
     if space is None:
         return url
-    given = re.search(r"[?&](size=[^&]*)", url)
+    given = re.search(r"[?&](size=[^&]*)", shown := public_url(url))
     if given:
-        raise InvalidArgumentError(f"{public_url(url)!r} has {given[1]}, but {name} is {space}: give only one of them")
+        raise InvalidArgumentError(f"{shown!r} has {given[1]}, but {name} is {space}: give only one of them")
     return f"{url}{'&' if '?' in url else '?'}size={space}"
 
 
@@ -57,8 +80,77 @@ def rank_url(url: str, rank: int) -> str:
 
 
 def public_url(url: str) -> str:
-    """Return a URL without user name and password, for messages."""
-    return re.sub(r"(?<=://)(?!/).*@", "***@", url, flags=re.DOTALL)
+    """Return a URL without secrets, for messages. Idempotent.
+
+    Everything up to the last `@` may be a password, since `/`, `?` and `#` in one are easily left unescaped; only the
+    path of a `file` or `local` URL may have an `@`.
+    """
+    start, user, rest = _parts(url)
+    if "?" in user or "#" in user:  # then the rest may belong to the value of an option
+        return f"{start}{_MASK}@{_MASK}"
+    rest, hash_mark, fragment = rest.partition("#")
+    place, mark, query = rest.partition("?")
+    host, slash, path = place.partition("/")
+    if start and not host.startswith("["):
+        host = re.sub(r":(?![0-9]{0,5}$).*", f":{_MASK}", host, flags=re.DOTALL)  # perhaps a password without its `@`
+    options = "&".join(map(_public_option, query.split("&")))
+    user, end = f"{_MASK}@" if user else "", f"{hash_mark}{_MASK}" if fragment else ""
+    return f"{start}{user}{host}{slash}{path}{mark}{options}{end}"
+
+
+def _parts(url: str) -> tuple[str, str, str]:
+    """Split a URL: its scheme with `://`, user name and password with `@`, and the rest."""
+    found = re.match("[A-Za-z][A-Za-z0-9+.-]*://", url)
+    start = found[0] if found else ""
+    rest = url[len(start) :]
+    if re.match("(file|local):/", url) and (not start or rest.startswith("/")):
+        return start, "", rest
+    user, at, rest = rest.rpartition("@")
+    return start, user + at, rest
+
+
+def _public_option(option: str) -> str:
+    name, equals, value = option.partition("=")
+    if name in _URLS:
+        return f"{name}{equals}{public_url(value)}"
+    if name in _SHOWN or (_PLAIN.fullmatch(value) and not is_secret_name(name)) or not option:
+        return option
+    return f"{name}={_MASK}" if equals and re.fullmatch(r"[\w.-]*", name) else _MASK
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether an option or variable of this name may hold a secret."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def secrets_of(url: str) -> list[str]:
+    """Return the secrets in a URL, as they are written and decoded: user name, password, and options named like one."""
+    _, user, rest = _parts(url)
+    found = [user[:-1], *user[:-1].split(":", 1)]
+    for option in rest.partition("?")[2].split("&"):
+        name, _, value = option.partition("=")
+        if is_secret_name(name):
+            found.append(value)
+    return [text for text in dict.fromkeys([*found, *map(unquote, found)]) if text and text != _MASK]
+
+
+def hide_secrets(text: str, secrets: Iterable[str]) -> str:
+    """Mask secrets in a text, however they are escaped, and the user name and password of every URL in it."""
+    forms = {
+        form for secret in secrets for form in (secret, " ".join(secret.split()), quote(secret), quote(secret, ""))
+    }
+    forms |= {json.dumps(form)[1:-1] for form in forms} | {repr(form)[1:-1] for form in forms}
+    for form in sorted(filter(None, forms), key=len, reverse=True):  # one may be part of another
+        text = text.replace(form, _MASK)
+    return re.sub(r"(?<=://)[^/\s'\"]*@", f"{_MASK}@", text)
+
+
+def public_repr(value: object) -> str:
+    """Return the repr of an argument that may be a URL, shortened and without secrets, for messages."""
+    if isinstance(value, bytes | Collection) and not isinstance(value, str):  # of URLs, perhaps
+        return f"a {type(value).__name__}"
+    shown = public_url(value) if isinstance(value, str) else value
+    return f"{shown!r:.100}"
 
 
 def require_text(url: str, part: str, name: str) -> None:
@@ -72,38 +164,61 @@ def require_text(url: str, part: str, name: str) -> None:
 
 @dataclass
 class StoreURL:
-    """The parts of a store's URL. Every error shows the URL and its wrong part."""
+    """The parts of a store's URL. Every error shows the URL and its wrong part, but no secret.
+
+    Attributes:
+        url: the URL without secrets, for messages.
+        host: host and port, or the bucket.
+        path: the path, decoded.
+        options: values by name, decoded; `take` removes one.
+        secrets: what messages must not show.
+    """
 
     url: str
-    host: str
-    path: str
-    options: dict[str, str]
+    host: str = field(repr=False)
+    path: str = field(repr=False)
+    options: dict[str, str] = field(repr=False)
+    secrets: list[str] = field(default_factory=list, repr=False)
 
     @classmethod
     def parse(cls, url: str) -> "StoreURL":
         """Split a URL. Options follow the question mark, as `name=value` joined by `&`.
 
         Raises:
-            StoreURLError: an option is malformed or repeated, or there is a fragment.
+            StoreURLError: an option is malformed or repeated, there is a fragment, or a password is not
+                percent-encoded.
         """
         require_text(url, url, "it")
-        try:
-            parts = urlsplit(url)
-        except ValueError:  # its message may quote a password
-            raise StoreURLError(f"{public_url(url)!r}: the host is malformed") from None
-        found = cls(public_url(url), public_url(f"://{parts.netloc}")[3:], _decoded(url, parts.path), {})
+        parts = _split(url)
+        if parts is None:
+            raise StoreURLError(f"{public_url(url)!r}: the host is malformed")
+        found = cls(public_url(url), parts.netloc.rpartition("@")[2], "", {}, secrets_of(url))
+        if parts.netloc and "@" in url.partition(parts.netloc)[2]:
+            found.reject("@", "is ambiguous: write / ? # @ in a password as %2F %3F %23 %40, and @ elsewhere as %40")
+        found.path = found._decode(parts.path, parts.path)
         if parts.fragment:
-            found.reject(f"#{parts.fragment}", "is not part of a store's URL")
+            found.reject("#***", "is not part of a store's URL")
         for option in filter(None, parts.query.split("&")):
             name, equals, value = option.partition("=")
             if not equals or not name or not value:
                 found.reject(option, "must be an option name=value")
             if name in found.options:
                 found.reject(option, "is given twice")
-            found.options[name] = _decoded(url, value)
+            found.options[name] = found._decode(option, value)
         return found
 
-    def take(self, name: str, read: Callable[[str], Value], default: Value, wanted: str) -> Value:
+    def _decode(self, shown: str, part: str) -> str:
+        """Decode percent-encoding; the result must be UTF-8."""
+        try:
+            text = unquote(part, errors="strict")
+        except UnicodeDecodeError:
+            text = None
+        if text is None:
+            self.reject(shown, "is not UTF-8 after percent-decoding")
+        require_text(self.url, text, repr(self._shown(shown)))
+        return text
+
+    def take(self, name: str, read: Callable[[str], Value], default: Value, wanted: str) -> Value:  # noqa: RET503
         """Parse an option and mark it as known.
 
         Args:
@@ -118,10 +233,9 @@ class StoreURL:
         text = self.options.pop(name, None)
         if text is None:
             return default
-        try:
+        with suppress(ValueError):  # its message quotes the value
             return read(text)
-        except ValueError:
-            self.reject(f"{name}={text}", f"must be {wanted}")
+        self.reject(f"{name}={text}", f"must be {wanted}")
 
     def finish(self, known: str) -> None:
         """Reject options that no `take` has used.
@@ -133,18 +247,23 @@ class StoreURL:
             self.reject(f"{name}={text}", f"is not an option of this store; its options are {known}")
 
     def reject(self, part: str, why: str) -> NoReturn:
-        """Raise an error about a part of the URL."""
-        raise StoreURLError(f"{self.url!r}: {part!r} {why}")
+        """Raise an error about a part of the URL, which it shows as `url` does."""
+        raise StoreURLError(f"{self.url!r}: {self._shown(part)!r} {why}")
+
+    def _shown(self, part: str) -> str:
+        """Return a part of the URL for a message: masked unless `url` shows it, too."""
+        for text in (part, _public_option(part)):
+            if text in self.url or text in unquote(self.url):
+                return text
+        return _MASK
 
 
-def _decoded(url: str, part: str) -> str:
-    """Decode percent-encoding; the result must be UTF-8."""
+def _split(url: str) -> SplitResult | None:
+    """Split a URL; None if its host is malformed. Python's own error quotes it, password included."""
     try:
-        text = unquote(part, errors="strict")
-    except UnicodeDecodeError:
-        raise StoreURLError(f"{public_url(url)!r}: {part!r} is not UTF-8 after percent-decoding") from None
-    require_text(url, text, repr(part))
-    return text
+        return urlsplit(url)
+    except ValueError:
+        return None
 
 
 def parse_size(text: str) -> int:

@@ -24,10 +24,14 @@ from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError, UnknownTicketError
 from blockyard.stores.base import Completion, ExternalStore
+from blockyard.stores.threaded import ThreadedStore
+from blockyard.stores.threaded.epochs import EPOCH_BYTES
+from blockyard.stores.value import HEADER
 
 __all__ = ["PrefixStoreSuite", "StoreSuite"]
 
 PATIENCE = 30.0
+RECORD_BYTES = HEADER + EPOCH_BYTES
 
 
 class StoreSuite(ABC):
@@ -326,6 +330,20 @@ class PrefixStoreSuite(ABC):
         with self.open_store() as store:
             self.check(store, [2], [1, 3])
 
+    def test_a_record_is_replaced_only_if_it_is_as_expected(self) -> None:
+        """Processes that share the store begin an epoch at the same time; only one of them may."""
+        with self.open_store() as store:
+            if not isinstance(store, ThreadedStore) or type(store).replace_epoch is ThreadedStore.replace_epoch:
+                return
+            key = np.frombuffer(self.keys(1)[0], np.uint8)
+            first, second = (np.full(RECORD_BYTES, fill, np.uint8) for fill in (1, 2))
+            _equal(_text(store.replace_epoch(key, None, first)), _text(first), "a record where none was")
+            for old in (None, second, first[:-1]):
+                _equal(_text(store.replace_epoch(key, old, second)), _text(first), "the record after a stale `old`")
+                _equal(_text(store.read_epoch(key)), _text(first), "the record after a stale `old`")
+            _equal(_text(store.replace_epoch(key, first, second)), _text(second), "the new record")
+            _equal(_text(store.read_epoch(key)), _text(second), "the new record")
+
     def test_an_empty_batch_is_a_batch(self) -> None:
         with self.open_store() as store:
             _equal(store.wait(store.submit_put([], self.rows()), PATIENCE).ok.tolist(), [], "put")
@@ -382,6 +400,10 @@ def _soon(holds: Callable[[], bool], what: str) -> None:
 
 def _equal(found: object, expected: object, what: str) -> None:
     _check(found == expected, f"{what}: found {found}, expected {expected}")
+
+
+def _text(record: NDArray[np.uint8] | None) -> str:
+    return "none" if record is None else record.tobytes().hex()
 
 
 def _why(store: ExternalStore, done: Completion) -> str:

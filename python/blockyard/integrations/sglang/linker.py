@@ -41,6 +41,7 @@ from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.jobs import Steps
 from blockyard.stores.adapters.objects import PrefixObjects, check_place, store_url
 from blockyard.stores.adapters.options import read_seconds, read_size, read_text, refuse_unknown
+from blockyard.stores.url import public_repr
 from blockyard.workers import keep
 
 __all__ = ["BlockyardLinker"]
@@ -402,6 +403,9 @@ class _Options(NamedTuple):
     revision: str
     staging: int
     lookup_seconds: float
+
+    def __repr__(self) -> str:
+        return f"_Options({public_repr(self.root_dir)}, {public_repr(self.url)})"
 
 
 def _read(given: Mapping[str, Any]) -> _Options:

@@ -43,7 +43,7 @@ from blockyard.integrations.transformers.model import PagedModel
 from blockyard.integrations.transformers.sharding import require_divisible, shard_model
 from blockyard.layout.kv import LayoutKind
 from blockyard.stores import ExternalStore
-from blockyard.stores.url import rank_url
+from blockyard.stores.url import public_repr, rank_url
 from blockyard.workers import Process
 
 if TYPE_CHECKING:
@@ -78,6 +78,9 @@ class CacheOptions(NamedTuple):
     swap_store: str | ExternalStore | None
     namespace: bytes
     max_staging: str = "1GiB"
+
+    def __repr__(self) -> str:
+        return f"CacheOptions({self.device_blocks}, {self.host_blocks}, {public_repr(self.swap_store)})"
 
     def of_rank(self, rank: int, size: int) -> dict[str, Any]:
         """Return the arguments for one rank's `KVCache`. Ranks have separate namespaces, as their bytes differ."""

@@ -22,6 +22,7 @@ from blockyard.stores import open_store
 from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.objects import about_store
 from blockyard.stores.adapters.options import nearest, read_choice, read_flag, read_seconds, read_size, read_text
+from blockyard.stores.url import public_repr
 from blockyard.traces.recorder import record_from_environment
 
 __all__ = ["BlockyardSpec"]
@@ -172,6 +173,9 @@ class _External(NamedTuple):
     timeout_base: float
     weights_fixed: bool
 
+    def __repr__(self) -> str:
+        return f"_External({public_repr(self.url)})"
+
 
 def _check_connectors(options: Mapping[str, Any], config: OffloadingConfig) -> None:
     """Refuse what vLLM's connector reads as something else: its `int(2.5)` is 2, its `bool("false")` is True."""
@@ -211,7 +215,7 @@ def _external(options: Mapping[str, Any]) -> _External | None:
     """Read the options of the external store; None if there is none."""
     url = options.get("prefix_store")
     if url is not None and (not isinstance(url, str) or not url):
-        raise InvalidArgumentError(f"prefix_store is {url!r}, must be a URL: file:///dir?size=500GiB")
+        raise InvalidArgumentError(f"prefix_store is {public_repr(url)}, must be a URL: file:///dir?size=500GiB")
     revision = read_text("revision", options.get("revision"))
     base = read_seconds(
         "prefetch_timeout_base",

@@ -29,7 +29,7 @@ from blockyard.stores import ExternalStore, StoreStats, open_store
 from blockyard.stores.adapters.jobs import Steps, StoreJobs, run
 from blockyard.stores.adapters.options import read_size
 from blockyard.stores.base import check_url
-from blockyard.stores.url import public_url
+from blockyard.stores.url import public_repr, public_url
 from blockyard.stores.value import is_damage
 
 __all__ = ["BATCH_BYTES", "PrefixObjects", "about_store", "check_place", "store_url"]
@@ -53,16 +53,20 @@ def check_place(root_dir: object, url: object, size: object) -> None:
         StoreURLError: `url` is malformed.
     """
     if (root_dir is None) == (url is None):
-        raise InvalidArgumentError(f"root_dir is {root_dir!r} and url is {url!r}, must give exactly one of them")
+        both = f"root_dir is {root_dir!r} and url is {public_repr(url)}"
+        raise InvalidArgumentError(f"{both}, must give exactly one of them")
     if url is not None:
         if not isinstance(url, str) or not url:
-            raise InvalidArgumentError(f"url is {url!r:.100}, must be the URL of a store: redis://host?size=500GiB")
+            raise InvalidArgumentError(
+                f"url is {public_repr(url)}, must be the URL of a store: redis://host?size=500GiB"
+            )
         check_url(url)
         if size is not None:
             raise InvalidArgumentError(f"size is {size!r:.100}, but url has its own: write {_with_size(url, size)!r}")
         return
     if not isinstance(root_dir, str) or not root_dir or root_dir.startswith("~"):
-        raise InvalidArgumentError(f"root_dir is {root_dir!r:.100}, must be a folder, such as /var/cache/blockyard")
+        shown = public_repr(root_dir)
+        raise InvalidArgumentError(f"root_dir is {shown}, must be a folder, such as /var/cache/blockyard")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", root_dir):
         raise InvalidArgumentError(
             f"root_dir is {public_url(root_dir)!r}, must be a folder: give a URL as url, {_with_size(root_dir, size)!r}"

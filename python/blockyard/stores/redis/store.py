@@ -51,7 +51,7 @@ def open_redis(
     """Open the Redis store. `blockyard.stores.open_store` calls this for the schemes in the module's docstring.
 
     Args:
-        url: `redis://host:6379?size=2GiB`; see the module for the options.
+        url: `redis://host:6379?size=2GiB`; `docs/reference/store-urls.md` lists the options.
         bytes_per_block: bytes of one block.
         num_slots: number of blocks to hold; None for as many as fit into `size`.
         namespace: 32-byte digest of everything that determines the bytes.
@@ -91,8 +91,7 @@ class RedisStore(RemoteStore):
         segments: int = SEGMENTS,
         **options: Any,
     ) -> None:
-        secrets = [secret for secret in (found.client["password"], found.client["username"]) if secret]
-        super().__init__(found.parts, use=use, secrets=secrets, **options)
+        super().__init__(found.parts, use=use, **options)
         self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base
         ttl = found.ttl if found.ttl is not None else _SWAP_TTL if use == "swap" else 0.0
         self._ttl = round(ttl * 1000) or None
@@ -109,10 +108,13 @@ class RedisStore(RemoteStore):
         self._is_sweeping = False
         timeout = self.timeout_base / _NODES_LOST if found.client["cluster"] else self.timeout_base
         timeouts: dict[str, Any] = {"timeout": timeout, "connect_timeout": min(timeout, _CONNECT_SECONDS)}
+        failure = None
         try:
             self._client = connect(**found.client, **timeouts)
         except StoreError as error:
-            raise self._public(error) from None
+            failure = self._public(error)
+        if failure is not None:  # without the client's error as its context, which may quote a secret
+            raise failure
 
     def _new_lists(self, digits: bytes, segments: int) -> list[Lists]:
         if not segments:

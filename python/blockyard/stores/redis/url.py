@@ -1,5 +1,6 @@
 """`RedisURL`: a parsed URL of the Redis store. `blockyard.stores.redis` describes the options."""
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -48,10 +49,12 @@ def read_url(url: str) -> RedisURL:
             parts.reject(parts.host, "must name a host: redis://host:6379")
         if parts.path not in {"", "/"}:
             parts.reject(parts.path, "is not part of the URL; write ?db=1 for a database")
-        try:
-            client |= {"host": split.hostname, "port": split.port or 6379}
-        except ValueError:
+        port = None
+        with suppress(ValueError):  # its message quotes the port, which may be part of a password
+            port = split.port or 6379
+        if port is None:
             parts.reject(parts.host, "has an invalid port")
+        client |= {"host": split.hostname, "port": port}
     if transport == "rediss":
         files = {name: parts.take(name, str, None, "a path") for name in ("ca", "cert", "key")}
         client |= {"transport": "tls", **files}

@@ -24,6 +24,7 @@ from blockyard.stores.log_lines import FailureLog
 from blockyard.stores.threaded.breaker import Breaker
 from blockyard.stores.threaded.order import Batch, BatchKind, BatchOrder, Name
 from blockyard.stores.threaded.runtime import runtime
+from blockyard.stores.url import hide_secrets
 from blockyard.types import StoreStats
 from blockyard.workers import Buffers, Polls, Process, describe, open_event
 
@@ -75,6 +76,7 @@ class BatchStore(ExternalStore):
         self._blocks = {True: 0, False: 0}  # written, read
         self._polls = Polls()
         self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
+        self._secrets: list[str] = []  # hidden in messages
         self._failures = FailureLog(self._runtime.monotonic)
         self._closed = False
         self._event: int | None = None
@@ -441,7 +443,7 @@ class BatchStore(ExternalStore):
 
     def _note(self, error: BaseException) -> None:
         """Count an error. Thread-safe."""
-        cause = describe(error)
+        cause = hide_secrets(describe(error), self._secrets)
         with self._lock:
             self._errors += 1
             self._errors_in_a_row += 1

@@ -18,7 +18,7 @@ from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, EpochRecord, Fo
 from blockyard.stores.threaded.known_keys import KnownKeys
 from blockyard.stores.threaded.order import Batch, Name
 from blockyard.stores.threaded.value_format import ValueFormat
-from blockyard.stores.url import public_url
+from blockyard.stores.url import public_url, secrets_of
 from blockyard.stores.value import HEADER, answered, is_damage, spread_out
 
 __all__ = ["ThreadedStore"]
@@ -101,6 +101,7 @@ class ThreadedStore(BatchStore):
             raise InvalidArgumentError(f"bytes_per_block is {bytes_per_block}, must be at least 1")
         super().__init__()
         self.url = url
+        self._secrets = secrets_of(url)
         self.bytes_per_block = bytes_per_block
         self._format = ValueFormat(namespace, bytes_per_block, codec, mac_key, self._note)
         self.namespace = self._format.namespace
