@@ -62,4 +62,5 @@ def test_a_pool_never_holds_more_blocks_than_it_has(seed: int, blocks: int, tail
 def test_points_stay_at_square_distances_and_where_prompts_part():
     cache = ResumePoints(Prompts([]), 100, 1, interval=2)
     points = {position: position == 31 for position in range(1, 51)}
-    assert [point for point, _ in cache.kept(50, points)] == [50, 48, 44, 37, 31, 18, 2]
+    assert [point for point, _ in cache.kept(50, 0, points)] == [50, 48, 44, 37, 31, 18, 2]
+    assert [point for point, _ in cache.kept(50, 33, points)] == [50, 48, 44, 37, 33, 31, 18, 2]
