@@ -67,14 +67,14 @@ impl Counts<'_> {
             Self::Drafted { tokens, drafts } => {
                 if drafts.len() != sequences {
                     let must = format!("{sequences}, the sequences");
-                    return Err(invalid("number of draft counts", drafts.len() as i128, must));
+                    return Err(invalid("length of draft_tokens", drafts.len() as i128, must));
                 }
                 let total = Counts::Each(tokens).total(sequences)?;
                 match drafts.iter().zip(tokens).find(|(drafts, tokens)| **drafts > tokens.saturating_sub(1)) {
                     Some((&drafts, tokens)) => {
                         let must =
                             format!("at most {}, one fewer than its sequence's tokens", tokens.saturating_sub(1));
-                        Err(invalid("number of drafts", drafts, must))
+                        Err(invalid("draft_tokens", drafts, must))
                     }
                     None => Ok(total),
                 }
