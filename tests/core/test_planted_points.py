@@ -163,8 +163,8 @@ FAULTS = {
     "the state of another draft is used": (
         "sequence/drafts.rs",
         "checked_sub(1).and_then(|token| self.drafted(id.sequence).place(token))",
-        "place(token)",
-        "place(token).map(|place| place / 2)",
+        "self.drafted(id.sequence).place(token)",
+        "self.drafted(id.sequence).place(token).map(|place| place / 2)",
     ),
     "drafts count as tokens that pass over states": (
         "sequence/append/mod.rs",
