@@ -166,11 +166,11 @@ FAULTS = {
         "self.drafted(id.sequence).place(token)",
         "self.drafted(id.sequence).place(token).map(|place| place / 2)",
     ),
-    "drafts count as tokens that pass over states": (
-        "sequence/append/mod.rs",
-        "self.pass(step, id, batch.counts.at(index) - batch.counts.drafts_at(index));",
-        "batch.counts.drafts_at(index)",
-        "0",
+    "the state after a block's last token is sought among the others": (
+        "sequence/drafts.rs",
+        "(token + 1) % self.block_size != 0).then(",
+        "(token + 1) % self.block_size != 0",
+        "true",
     ),
     "forks share the states after drafts": (
         "sequence/fork.rs",
