@@ -133,9 +133,7 @@ def test_with_lookahead_ok_means_that_the_draft_tokens_of_each_token_fit_too(mix
     peak = mix.peak(mix.answer)
     free = max(1, peak + over)
     manager = mix.manager(free)
-    fit = manager.can_allocate(
-        mix.tokens(), chunk_tokens=mix.chunk, max_tokens=mix.answer, lookahead=drafts
-    )
+    fit = manager.can_allocate(mix.tokens(), chunk_tokens=mix.chunk, max_tokens=mix.answer, lookahead=drafts)
     note(f"prompt, answer and {drafts} drafts need {peak} blocks of {free}: {fit}")
     assert mix.runs(manager, mix.tokens(), mix.answer) == (free >= peak)
     assert free >= peak or not fit

@@ -32,7 +32,9 @@ class Hybrid:
             for row, (first, end) in enumerate(pairwise(step.query_start_loc.tolist()))
         ]
         live = [row for row in range(step.rows) if step.void is None or not step.void[row]]
-        if self.states_read[0] != step.decision.ticket:  # a step may be computed several times, once for each draft token
+        if (
+            self.states_read[0] != step.decision.ticket
+        ):  # a step may be computed several times, once for each draft token
             earlier = {number: self.read_states(step, tables[number], live) for number in self.recurrent}
             self.states_read = (step.decision.ticket, earlier)
         texts: dict[int, list[int]] = {}

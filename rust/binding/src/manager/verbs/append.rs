@@ -69,6 +69,7 @@ impl PyBlockManager {
     ///         the wrong shape or dtype or is read-only.
     #[pyo3(signature = (sequences, num_tokens = None, *, token_ids = None, draft_tokens = None, lookahead = 0,
         block_tables = None, out = None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn append<'py>(
         &self,
         sequences: &Bound<'py, PyAny>,
