@@ -15,7 +15,7 @@ from blockyard.testing.machines.scheduler import draw_token, seen
 class Hybrid:
     """Mixed into a machine: the first group's layers have all tokens, and each other group's must have the same ones.
 
-    A block of a recurrent group holds the number of a state: all tokens up to a step's last one, or up to a draft token.
+    A block of a recurrent group holds the number of a state: all tokens up to a step's last one, or to a draft.
     """
 
     states: list[list[int]]

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from cache_compute import cells_of
 from cache_machine import GOALS, Machine, Op
-from cache_rig import GROUPS, LAYERS, MANY, NEVER, Cells, Config, Rig, Tracked, simulated
+from cache_rig import LAYERS, MANY, NEVER, Cells, Config, Rig, Tracked, simulated
 from cache_world import Interrupted
 from numpy.typing import NDArray
 from observed_cache import Scrapes

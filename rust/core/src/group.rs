@@ -34,7 +34,7 @@ pub enum Group {
     },
     /// One state per block: the state after the block's last token. A step reads the state from the previous token's
     /// block, and writes only the state after its own last token, to that token's block, and those after its drafts, each
-    /// to a block of its own.
+    /// to a separate block.
     Recurrent,
     /// The tokens of an encoder, which are set once and never grow.
     CrossAttention,
@@ -105,7 +105,7 @@ impl Group {
     }
 
     /// Blocks that a sequence holds while a step adds its tokens from `start` to `end`, and `lookahead` slots or draft
-    /// tokens, each of which has a state of its own in a recurrent group.
+    /// tokens, each of which has a state in a recurrent group.
     pub(crate) fn held(self, start: u32, end: u32, lookahead: u32, block_size: u32) -> usize {
         let blocks = |tokens: u64| usize::try_from(tokens.div_ceil(u64::from(block_size))).unwrap_or(usize::MAX);
         let whole = blocks(u64::from(end) + u64::from(lookahead));

@@ -141,7 +141,7 @@ impl Manager {
     /// `lookahead` more slots, which drafts may be written to, but no tokens. For a recurrent group, the step writes
     /// only the state after its last token: blocks of tokens added by an earlier call of the step become null blocks.
     /// With [`Counts::Drafted`] it also writes the state after each token that [`Manager::truncate`] may make the last
-    /// one, to a block of its own: that of the token's slot.
+    /// one, to the block of the token's slot.
     ///
     /// # Errors
     /// The device has too few blocks for the whole batch; a sequence is unknown, named twice, not on the device, still
