@@ -161,13 +161,13 @@ FAULTS = {
         "()",
     ),
     "the state of another draft is used": (
-        "sequence/drafts.rs",
+        "sequence/append/drafts.rs",
         "checked_sub(1).and_then(|token| self.drafted(id.sequence).place(token))",
         "self.drafted(id.sequence).place(token)",
         "self.drafted(id.sequence).place(token).map(|place| place / 2)",
     ),
     "the state after a block's last token is sought among the others": (
-        "sequence/drafts.rs",
+        "sequence/append/drafts.rs",
         "(token + 1) % self.block_size != 0).then(",
         "(token + 1) % self.block_size != 0",
         "true",

@@ -7,7 +7,6 @@ mod admission;
 mod append;
 mod check;
 mod chunk;
-mod drafts;
 mod extras;
 mod fork;
 mod groups;
@@ -52,7 +51,7 @@ pub(crate) struct Sequences {
     /// Sequences with recurrent groups that began the block of their last token in the open step, which has yet to write
     /// the state there.
     begun: Marks,
-    drafts: drafts::Drafts,
+    drafts: append::drafts::Drafts,
     /// Prompts that are computed in chunks, and their lengths at the end of the last step.
     prefilling: Vec<(SequenceId, u32)>,
     owners: Owners,
@@ -71,7 +70,7 @@ impl Sequences {
             rows: SequenceRows::new(block_size, groups.all()),
             groups,
             begun: Marks::default(),
-            drafts: drafts::Drafts::default(),
+            drafts: append::drafts::Drafts::default(),
             prefilling: Vec::new(),
             owners: Owners::default(),
             stats: PrefixStats::default(),

@@ -1,6 +1,7 @@
 //! Appending tokens to a batch of sequences: new blocks, lookahead, copy-on-write, slots.
 
 pub(super) mod block_tables;
+pub(super) mod drafts;
 pub(super) mod pass;
 mod window;
 

@@ -5,22 +5,22 @@
 //! as always. The states after the other drafts, and after the token before them, lie behind the entries: one block each,
 //! in the order of the tokens. No copy of the table shows these blocks, and nothing else uses them.
 
-use super::{Sequences, TableId};
 use crate::error::{Error, Result};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
+use crate::sequence::{Sequences, TableId};
 use crate::transfer::{OpenStep, View};
 
 /// Number of each row's draft tokens.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Drafts(Vec<u32>);
+pub(in crate::sequence) struct Drafts(Vec<u32>);
 
 impl Drafts {
     fn get(&self, sequence: SequenceId) -> u32 {
         self.0.get(sequence.row() as usize).copied().unwrap_or(0)
     }
 
-    pub(super) fn set(&mut self, sequence: SequenceId, count: u32) {
+    pub(in crate::sequence) fn set(&mut self, sequence: SequenceId, count: u32) {
         let row = sequence.row() as usize;
         if row < self.0.len() {
             self.0[row] = count;
@@ -33,7 +33,7 @@ impl Drafts {
 
 /// The tokens before a row's last one whose states are kept: `first..last`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Drafted {
+pub(in crate::sequence) struct Drafted {
     first: u32,
     last: u32,
     block_size: u32,
@@ -41,7 +41,7 @@ pub(super) struct Drafted {
 
 impl Drafted {
     /// Of a row of `len` tokens, the last `drafts` of which may be rejected.
-    pub(super) fn new(len: u32, drafts: u32, block_size: u32) -> Self {
+    pub(in crate::sequence) fn new(len: u32, drafts: u32, block_size: u32) -> Self {
         let last = len.saturating_sub(1);
         Self { first: last.saturating_sub(drafts), last, block_size }
     }
@@ -56,7 +56,7 @@ impl Drafted {
     }
 
     /// Number of states behind the table's entries.
-    pub(super) fn behind(self) -> usize {
+    pub(in crate::sequence) fn behind(self) -> usize {
         self.before(self.last)
     }
 
@@ -66,7 +66,7 @@ impl Drafted {
     }
 
     /// Replaces the slots of tokens whose states lie in `behind`; `slots` are those of the tokens from `first` on.
-    pub(super) fn write_slots(self, behind: &[BlockId], first: u32, slots: &mut [i64]) {
+    pub(in crate::sequence) fn write_slots(self, behind: &[BlockId], first: u32, slots: &mut [i64]) {
         for (token, slot) in (first..).zip(slots) {
             if let Some(&block) = self.place(token).and_then(|place| behind.get(place)) {
                 *slot = i64::from(block.0) * i64::from(self.block_size) + i64::from(token % self.block_size);
@@ -77,23 +77,23 @@ impl Drafted {
 
 impl Sequences {
     /// The drafts of a row whose states are kept.
-    pub(super) fn drafted(&self, sequence: SequenceId) -> Drafted {
+    pub(in crate::sequence) fn drafted(&self, sequence: SequenceId) -> Drafted {
         Drafted::new(self.rows.at(sequence).len, self.num_drafts(sequence), self.block_size)
     }
 
     /// Number of a row's tokens that may be rejected, if it has recurrent groups.
-    pub(super) fn num_drafts(&self, sequence: SequenceId) -> u32 {
+    pub(in crate::sequence) fn num_drafts(&self, sequence: SequenceId) -> u32 {
         if self.groups.has_states() { self.drafts.get(sequence) } else { 0 }
     }
 
     /// The entries of a table, without the states of drafts behind them.
-    pub(super) fn entries(&self, id: TableId) -> &[BlockId] {
+    pub(in crate::sequence) fn entries(&self, id: TableId) -> &[BlockId] {
         let table = &self.rows.table(id).table;
         &table[..table.len() - self.num_behind(id)]
     }
 
     /// The states of drafts behind a table's entries.
-    pub(super) fn states_behind(&self, id: TableId) -> &[BlockId] {
+    pub(in crate::sequence) fn states_behind(&self, id: TableId) -> &[BlockId] {
         let table = &self.rows.table(id).table;
         &table[table.len() - self.num_behind(id)..]
     }
@@ -104,20 +104,20 @@ impl Sequences {
     }
 
     /// Fails if this step writes states of a row's drafts: their slots were handed out, and must not be taken back.
-    pub(super) fn refuse_unwritten_drafts(&self, view: View<'_>, sequence: SequenceId) -> Result<()> {
+    pub(in crate::sequence) fn refuse_unwritten_drafts(&self, view: View<'_>, sequence: SequenceId) -> Result<()> {
         let is_unwritten = self.num_drafts(sequence) > 0 && self.rows.at(sequence).written == view.transfers.open();
         if is_unwritten { Err(Error::Unwritten { sequence }) } else { Ok(()) }
     }
 
     /// Whether a recurrent group has the state after the first `tokens` tokens of a longer row.
-    pub(super) fn keeps_draft(&self, id: TableId, tokens: u32) -> bool {
+    pub(in crate::sequence) fn keeps_draft(&self, id: TableId, tokens: u32) -> bool {
         let (drafted, Some(token)) = (self.drafted(id.sequence), tokens.checked_sub(1)) else { return true };
         let has_entry = || self.entries(id).get((token / self.block_size) as usize).is_some_and(|&b| !self.is_null(b));
         drafted.contains(token) && (drafted.place(token).is_some() || has_entry())
     }
 
     /// Makes the state after the first `tokens` tokens the one in its table's entry.
-    pub(super) fn pick_draft(&mut self, id: TableId, tokens: u32) {
+    pub(in crate::sequence) fn pick_draft(&mut self, id: TableId, tokens: u32) {
         let Some(place) = tokens.checked_sub(1).and_then(|token| self.drafted(id.sequence).place(token)) else {
             return;
         };
@@ -131,7 +131,7 @@ impl Sequences {
     }
 
     /// Frees the states of a row's drafts: they can no longer be rejected.
-    pub(super) fn drop_drafts(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId) {
+    pub(in crate::sequence) fn drop_drafts(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId) {
         if self.num_drafts(sequence) == 0 {
             return;
         }
@@ -145,7 +145,7 @@ impl Sequences {
 
     /// Gives a table that has grown blocks for the states of the drafts among the next tokens of its row, the last of
     /// which is the last of `slots`.
-    pub(super) fn add_draft_states(
+    pub(in crate::sequence) fn add_draft_states(
         &mut self,
         step: &mut OpenStep<'_>,
         id: TableId,
@@ -166,7 +166,7 @@ impl Sequences {
     }
 
     /// Number of blocks for the states of `drafts` drafts, if `count` tokens with them are appended to a table.
-    pub(super) fn draft_states(&self, id: TableId, count: u32, drafts: u32) -> usize {
+    pub(in crate::sequence) fn draft_states(&self, id: TableId, count: u32, drafts: u32) -> usize {
         if drafts == 0 || self.groups.get(id.group) != Group::Recurrent {
             return 0;
         }
