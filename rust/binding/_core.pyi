@@ -482,13 +482,21 @@ class BlockManager:
     ) -> NDArray[np.uint64]: ...
     def free(self, sequences: _Handles) -> None: ...
     def free_all(self) -> None: ...
-    def can_append(self, sequences: _Handles, num_tokens: _Counts | None = None, *, lookahead: int = 0) -> Fit: ...
+    def can_append(
+        self,
+        sequences: _Handles,
+        num_tokens: _Counts | None = None,
+        *,
+        draft_tokens: _Counts | None = None,
+        lookahead: int = 0,
+    ) -> Fit: ...
     def append(
         self,
         sequences: _Handles,
         num_tokens: _Counts | None = None,
         *,
         token_ids: _TokenIds | None = None,
+        draft_tokens: _Counts | None = None,
         lookahead: int = 0,
         block_tables: NDArray[np.int32] | None = None,
         out: NDArray[np.int64] | None = None,

@@ -154,6 +154,42 @@ FAULTS = {
         "all[at]",
         "all[all.len() - 1 - at]",
     ),
+    "the state after a rejected draft is used (vLLM #53912)": (
+        "sequence/truncate.rs",
+        "self.pick_draft(id, tokens);",
+        "self.pick_draft(id, tokens)",
+        "()",
+    ),
+    "the state of another draft is used": (
+        "sequence/append/drafts.rs",
+        "checked_sub(1).and_then(|token| self.drafted(id.sequence).place(token))",
+        "self.drafted(id.sequence).place(token)",
+        "self.drafted(id.sequence).place(token).map(|place| place / 2)",
+    ),
+    "the state after a block's last token is sought among the others": (
+        "sequence/append/drafts.rs",
+        "(token + 1) % self.block_size != 0).then(",
+        "(token + 1) % self.block_size != 0",
+        "true",
+    ),
+    "forks share the states after drafts": (
+        "sequence/fork.rs",
+        "(self.entries(id).to_vec(), parent.null_prefix, parent.published)",
+        "self.entries(id).to_vec()",
+        "parent.table.to_vec()",
+    ),
+    "the states after drafts outlive a swap": (
+        "sequence/relocate.rs",
+        "self.drafts.set(sequence, 0);",
+        "self.drafts.set(sequence, 0)",
+        "()",
+    ),
+    "a shared state is overwritten": (
+        "sequence/append/mod.rs",
+        "if step.tiers.device().block(block).is_exclusive() {\n                write_in_place",
+        "step.tiers.device().block(block).is_exclusive()",
+        "self.is_recurrent(id) || step.tiers.device().block(block).is_exclusive()",
+    ),
 }
 
 

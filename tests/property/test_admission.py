@@ -35,6 +35,7 @@ class Mix:
     prompt: int
     chunk: int | None
     answer: int
+    drafts: int = 0
 
     def manager(self, blocks: int) -> BlockManager:
         """Return a manager with so many free blocks."""
@@ -52,7 +53,11 @@ class Mix:
         return np.random.default_rng(seed).integers(0, 1 << 20, self.prompt).astype(np.uint32)
 
     def runs(self, manager: BlockManager, tokens: np.ndarray, answer: int) -> bool:
-        """Run a prompt in chunks, and an answer token by token. Returns whether there were enough blocks."""
+        """Run a prompt in chunks, and an answer token by token, each with draft tokens that are rejected.
+
+        Returns:
+            Whether there were enough blocks.
+        """
         handle: int | None = None
         try:
             sequence = manager.allocate(tokens, chunk_tokens=self.chunk)
@@ -62,8 +67,11 @@ class Mix:
                 manager.append([handle], length)
                 _step(manager, handle)
             for token in range(answer):
-                manager.append([handle], token_ids=[token])
-                _step(manager, handle)
+                count = 1 + self.drafts
+                manager.append([handle], count, token_ids=[token] * count, draft_tokens=self.drafts)
+                manager.complete(manager.take_decision().ticket)
+                manager.truncate(handle, self.prompt + token + 1)
+                manager.mark_computed([handle])
         except OutOfBlocksError:
             return False
         finally:
@@ -116,6 +124,21 @@ def test_with_max_tokens_ok_means_that_the_answer_runs_to_its_end_too(mix: Mix, 
     fit = manager.can_allocate(mix.tokens(), chunk_tokens=mix.chunk, max_tokens=mix.answer)
     note(f"prompt and answer need {peak} blocks of {free}: {fit}")
     assert bool(fit) == mix.runs(manager, mix.tokens(), mix.answer) == (free >= peak)
+
+
+@settings(max_examples=_MIXES)
+@given(mix=mixes(), drafts=st.integers(1, 6), over=st.integers(-3, 60))
+def test_with_lookahead_ok_means_that_the_draft_tokens_of_each_token_fit_too(mix: Mix, drafts: int, over: int):
+    mix.drafts = drafts
+    peak = mix.peak(mix.answer)
+    free = max(1, peak + over)
+    manager = mix.manager(free)
+    fit = manager.can_allocate(mix.tokens(), chunk_tokens=mix.chunk, max_tokens=mix.answer, lookahead=drafts)
+    note(f"prompt, answer and {drafts} drafts need {peak} blocks of {free}: {fit}")
+    assert mix.runs(manager, mix.tokens(), mix.answer) == (free >= peak)
+    assert free >= peak or not fit
+    # The last chunk of the prompt counts with lookahead, too.
+    assert fit or free < peak + drafts * len(mix.groups)
 
 
 @settings(max_examples=_MIXES)

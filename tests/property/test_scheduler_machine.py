@@ -242,7 +242,7 @@ def short_seats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_seats")
-@pytest.mark.parametrize("kind", ["plain", "cached", "window", "full + window", "full + chunks", "2 full + window"])
+@pytest.mark.parametrize("kind", MANAGERS)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode | PreemptionCosts, kind: str, steps: int):
     def factory(manager: BlockManager, config: Config) -> Scheduler:
@@ -256,7 +256,7 @@ def test_every_token_is_right_with_draft_tokens(mode: PreemptionMode | Preemptio
 
     examples = max(1, steps // STEP_COUNT // len(MODES) // 3)
     budget = settings(max_examples=examples, stateful_step_count=STEP_COUNT, deadline=None)
-    machine = machine_of(factory, kind, resize=kind != "window")
+    machine = machine_of(factory, kind, resize=kind not in {"window", "recurrent"})
     run_state_machine_as_test(machine, settings=budget)
 
 
@@ -304,8 +304,7 @@ def test_every_token_is_right_beside_writes_to_a_prefix_store(tokens: int, steps
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_every_token_is_right_whatever_raises(mode: PreemptionMode, kind: str, steps: int):
     def factory(manager: BlockManager, config: Config) -> Interrupted:
-        lookahead = 0 if "recurrent" in kind else config.host_blocks % 3
-        options = {"max_num_batched_tokens": 20, "num_lookahead_tokens": lookahead}
+        options = {"max_num_batched_tokens": 20, "num_lookahead_tokens": config.host_blocks % 3}
         return Interrupted(config, partial(Scheduler, manager), preemption_mode=mode, **options)
 
     examples = max(1, steps // STEP_COUNT // len(PREEMPTION_MODES) // 3)

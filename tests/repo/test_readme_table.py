@@ -102,6 +102,23 @@ def schedule(kind: str) -> None:
         assert scheduler.stats().cached_tokens == cached_tokens
 
 
+def schedule_drafts(kind: str) -> None:
+    """Let the reference scheduler serve a request with draft tokens, some accepted and some rejected."""
+    manager = manager_of(GROUPS[kind], prefix_caching=False)
+    scheduler = Scheduler(manager, num_lookahead_tokens=3)
+    scheduler.add(Request("one", PROMPT, 12))
+    finished: list[object] = []
+    while not finished:
+        step = scheduler.schedule()
+        scheduler.complete(step.decision.ticket)
+        # The model says 1, so the first draft token is right and the others are wrong.
+        step.set_draft_token_ids([[1, 2, 2][: step.lengths[row] - 1] for row in range(step.decodes)])
+        finished = list(scheduler.update(step, np.ones(step.num_draws, np.int64)))
+        manager.check()
+    stats = scheduler.stats()
+    assert 0 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens
+
+
 def store_prefixes(kind: str) -> None:
     """Keep cached blocks in a prefix store."""
     options = {"device_blocks": 24, "prefix_store": "memory://prefixes?size=1MiB", "namespace": b"table"}
@@ -121,6 +138,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "its prefix cache": find_a_prefix,
     "`KVCache`: swap to the host and to a store": swap,
     "`Scheduler`": schedule,
+    "its draft tokens": schedule_drafts,
     "prefix stores": store_prefixes,
     "`Generator`": generate,
 }

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from token_engine import BLOCK, Engine
 
-from blockyard import BlockManager, CacheGroup
+from blockyard import BlockManager
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import Request, Scheduler, Step
 from blockyard.testing.machines.scheduler import draw_tokens, reference_tokens
@@ -173,9 +173,6 @@ def test_slots_for_draft_tokens_preempt_nobody():
 def test_lookahead_that_cannot_be_is_refused():
     with pytest.raises(InvalidArgumentError, match="num_lookahead_tokens is -1, must be at least 0"):
         Scheduler(BlockManager(block_size=4, device_blocks=8), num_lookahead_tokens=-1)
-    manager = BlockManager(block_size=4, device_blocks=8, groups=[CacheGroup.recurrent()])
-    with pytest.raises(InvalidArgumentError, match="num_lookahead_tokens is 2, must be 0 for a recurrent group"):
-        Scheduler(manager, num_lookahead_tokens=2)
 
 
 def test_a_plain_step_says_where_the_logits_are():

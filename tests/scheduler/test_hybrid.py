@@ -134,8 +134,3 @@ def test_a_group_with_cross_attention_is_refused():
     manager = manager_of([FULL, CacheGroup.cross_attention()], 8, prefix_caching=False)
     with pytest.raises(InvalidArgumentError, match=r"'cross_attention'.*must be without cross_attention"):
         Scheduler(manager)
-
-
-def test_draft_tokens_are_refused_beside_a_state():
-    with pytest.raises(InvalidArgumentError, match="num_lookahead_tokens is 2, must be 0 for a recurrent group"):
-        Scheduler(manager_of([FULL, WINDOW, STATE], 8), num_lookahead_tokens=2)

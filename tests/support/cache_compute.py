@@ -56,10 +56,12 @@ class Compute:
                 self.early_values.append(sequence.values[first - 1])
                 self.early_owners.append(sequence)
             if first < end:
-                slot = int(table[(end - 1) // size]) * size
-                assert slot, "a state would be written to the null block"
-                self.write_slots.append(np.array([slot]))
-                self.write_values.append(sequence.values[end - 1 :])
+                kept = max(first, end - 1 - sequence.drafted)
+                slots = self.rig.manager.slot_mapping(sequence.handle, kept, end, group=group) // size * size
+                assert slots.all(), "a state would be written to the null block"
+                assert len(set(slots.tolist())) == len(slots), "the states after two draft tokens have one block"
+                self.write_slots.append(slots)
+                self.write_values.append(sequence.values[kept:])
             return
         if first < end:
             at = np.arange(first, end)

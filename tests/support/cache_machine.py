@@ -138,11 +138,13 @@ class Machine(World):
             self.append_chunk(rig, next(sequence for sequence in batch if sequence.rest), op)
             return
         count = op.b % 4 + (op.b // 64 % 3 == 0)
+        drafted = min(op.d // 512 % 4, max(count - 1, 0))
         handles = [sequence.handle for sequence in batch]
         named = op.c % 3 and count
         ids = [op.c // 8 % 3] * (count * len(batch)) if named else None
-        fit = self.attempt(rig, lambda: rig.manager.can_append(handles, count, lookahead=lookahead))
-        slots = self.attempt(rig, lambda: rig.manager.append(handles, count, token_ids=ids, lookahead=lookahead))
+        ahead = {"lookahead": lookahead, "draft_tokens": drafted}
+        fit = self.attempt(rig, lambda: rig.manager.can_append(handles, count, **ahead))
+        slots = self.attempt(rig, lambda: rig.manager.append(handles, count, token_ids=ids, **ahead))
         if fit is not None:
             assert slots is not None or not fit, f"can_append says {fit.status}, append {self.refused}"
             assert slots is None or fit, f"can_append says {fit.status}, and append succeeds"
@@ -153,7 +155,7 @@ class Machine(World):
             if named and sequence.noted == len(sequence.tokens):
                 sequence.noted += count
             sequence.add([op.c // 8 % 3] * count if named else self.fresh(count))
-            sequence.drafts = lookahead
+            sequence.drafts, sequence.drafted = lookahead, drafted
 
     def append_chunk(self, rig: Rig, sequence: Tracked, op: Op) -> None:
         with suppress(BlockyardError):
@@ -163,6 +165,7 @@ class Machine(World):
             if self.attempt(rig, lambda: rig.manager.append(sequence.handle, count)) is not None:
                 sequence.add(sequence.rest[:count])
                 sequence.noted += count
+                sequence.drafted = 0
                 del sequence.rest[:count]
 
     def do_note(self, rig: Rig, op: Op) -> None:
@@ -225,7 +228,7 @@ class Machine(World):
         length = max(0, len(sequence.tokens) - op.b % 7)
         if self.attempt(rig, lambda: rig.manager.truncate(sequence.handle, length) or True):
             sequence.cut(length)
-            sequence.drafts = 0
+            sequence.drafts = sequence.drafted = 0
 
     def do_free(self, rig: Rig, op: Op) -> None:
         self.free(rig, chosen(rig.sequences, op.a, 2))

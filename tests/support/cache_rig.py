@@ -184,6 +184,8 @@ class Tracked:
         written: number of tokens whose keys and values have been computed.
         noted: number of leading tokens whose ids the manager knows.
         rest: prompt tokens that have no slots yet.
+        drafts: lookahead slots of the last append.
+        drafted: number of its last tokens, which may be rejected.
     """
 
     handle: int
@@ -196,6 +198,7 @@ class Tracked:
     noted: int = 0
     rest: list[int] = field(default_factory=list)
     drafts: int = 0
+    drafted: int = 0
     lost: bool = False
 
     def add(self, tokens: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from blockyard.testing.machines.scheduler import draw_token, seen
 class Hybrid:
     """Mixed into a machine: the first group's layers have all tokens, and each other group's must have the same ones.
 
-    A block of a recurrent group holds the number of a state: all tokens up to a step's last one.
+    A block of a recurrent group holds the number of a state: all tokens up to a step's last one, or to a draft.
     """
 
     states: list[list[int]]
+    states_read: tuple[int, dict[int, dict[int, list[int]]]] = (-1, {})
 
     def compute(self: Any, step: Step) -> list[int]:
         groups, size = self.manager.pool().groups, self.manager.block_size
@@ -27,19 +29,23 @@ class Hybrid:
         starts, ends = step.start.tolist(), (step.start + step.lengths).tolist()
         new = [
             self.seen_by(step, row, step.token_ids[first:end].tolist())
-            for row, (first, end) in enumerate(
-                zip(step.query_start_loc[:-1].tolist(), step.query_start_loc[1:].tolist(), strict=True)
-            )
+            for row, (first, end) in enumerate(pairwise(step.query_start_loc.tolist()))
         ]
         live = [row for row in range(step.rows) if step.void is None or not step.void[row]]
-        earlier = {number: self.read_states(step, tables[number], live) for number in self.recurrent}
+        if (
+            self.states_read[0] != step.decision.ticket
+        ):  # a step may be computed several times, once for each draft token
+            earlier = {number: self.read_states(step, tables[number], live) for number in self.recurrent}
+            self.states_read = (step.decision.ticket, earlier)
         texts: dict[int, list[int]] = {}
         for number, group in enumerate(groups):
             if group.kind == "recurrent":
-                found = {row: earlier[number][row] + new[row] for row in live}
-                for row, end in enumerate(ends):
-                    self.memory.tiers["device"][tables[number, row, (end - 1) // size]] = len(self.states)
-                    self.states.append(found.get(row, []))
+                found = {row: self.states_read[1][number][row] + new[row] for row in live}
+                for row, (first, end) in enumerate(pairwise(step.query_start_loc.tolist())):
+                    text = found.get(row, [])
+                    for at in range(first if row < step.decodes else end - 1, end):
+                        self.memory.tiers["device"][slots[number, at] // size] = len(self.states)
+                        self.states.append(text[: len(text) + at + 1 - end])
             else:
                 self.memory.write(slots[number], [value for values in new for value in values])
                 found = {row: self.memory.read(tables[number, row], ends[row]) for row in live}

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from cache_compute import cells_of
 from cache_machine import GOALS, Machine, Op
-from cache_rig import GROUPS, LAYERS, MANY, NEVER, Cells, Config, Rig, Tracked, simulated
+from cache_rig import LAYERS, MANY, NEVER, Cells, Config, Rig, Tracked, simulated
 from cache_world import Interrupted
 from numpy.typing import NDArray
 from observed_cache import Scrapes
@@ -24,11 +24,9 @@ T = TypeVar("T")
 
 
 def scheduled(config: Config) -> Config:
-    """Reduce a configuration to what a scheduler can run: no other jobs, and no draft tokens beside states."""
-    has_states = any(group.kind == "recurrent" for group in GROUPS[config.groups])
+    """Reduce a configuration to what a scheduler can run: no other jobs."""
     host = min(config.host, 24) if config.host < MANY else 24
-    lookahead = 0 if has_states else config.lookahead
-    return replace(config, jobs="", caches=1, host=host, lookahead=lookahead)
+    return replace(config, jobs="", caches=1, host=host)
 
 
 class ScheduledMachine(Machine):
@@ -219,10 +217,11 @@ class ScheduledMachine(Machine):
                 for number, kind, window in rig.groups:
                     if kind == "recurrent":
                         found[row].append(early[number][row])
-                        last = tables[number, row, (end - 1) // size] * size
-                        assert last, "a state would be written to the null block"
-                        state = np.array(texts[row].values[end - 1 : end], np.int64)
-                        cells[:, np.array([last])] = cells_of(state, layer)
+                        # The states after all tokens of a decoding row, and after the last token of another.
+                        kept = np.arange(first if row < step.decodes else end - 1, end)
+                        places = slots[number, step.query_start_loc[row] + kept - first] // size * size
+                        assert places.all(), "a state would be written to the null block"
+                        cells[:, places] = cells_of(np.array(texts[row].values, np.int64)[kept], layer)
                     else:
                         at = np.arange(begin_of(kind, window, first), end)
                         found[row].append(cells[:, tables[number, row, at // size] * size + at % size])

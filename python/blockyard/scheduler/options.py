@@ -136,6 +136,7 @@ class BlockNeeds:
         groups: number of cache groups.
         is_full: whether a sequence keeps all of its blocks in every group.
         nulls: blocks of the pool that no sequence can use: the null block of windows and recurrent states.
+        has_states: whether a group is recurrent.
         keeps_states: whether chunks end where a recurrent state gets cached, see `BlockManager.next_chunk`.
         max_chunk: the maximum, as given.
     """
@@ -146,7 +147,8 @@ class BlockNeeds:
         self.groups = len(kinds)
         self.is_full = set(kinds) == {"full_attention"}
         self.nulls = int(not self.is_full)
-        self.keeps_states = "recurrent" in kinds and manager.prefix.enabled
+        self.has_states = "recurrent" in kinds
+        self.keeps_states = self.has_states and manager.prefix.enabled
 
     def all(self, tokens: int) -> int:
         """Blocks of the first `tokens` tokens in all groups, if none gave any back."""
@@ -243,8 +245,8 @@ def check_options(
     """Check the options of a `Scheduler` over a manager. Returns its four numbers as ints.
 
     Raises:
-        InvalidArgumentError: a limit is not positive, a number is negative, the mode is unknown, a cache group has
-            cross attention, or draft tokens are combined with a recurrent state, which cannot be rolled back.
+        InvalidArgumentError: a limit is not positive, a number is negative, the mode is unknown, or a cache group has
+            cross attention.
     """
     max_num_seqs = as_int("max_num_seqs", max_num_seqs)
     max_num_batched_tokens = as_int("max_num_batched_tokens", max_num_batched_tokens)
@@ -264,8 +266,6 @@ def check_options(
     if num_lookahead_tokens < 0:
         raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be at least 0")
     _warn_of_unused(manager, preemption_mode)
-    if num_lookahead_tokens and "recurrent" in kinds:
-        raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be 0 for a recurrent group")
     return max_num_seqs, max_num_batched_tokens, num_lookahead_tokens, max_overtakes
 
 

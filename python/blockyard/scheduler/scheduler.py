@@ -86,8 +86,8 @@ class Scheduler:
 
     Raises:
         InvalidArgumentError: an option is out of its range, the manager has a group with cross attention or another
-            scheduler with unfinished requests, draft tokens are combined with a recurrent state, an executor lacks its
-            cache or is too small, or a recorder is closed or has another block size.
+            scheduler with unfinished requests, an executor lacks its cache or is too small, or a recorder is closed or
+            has another block size.
         BlockyardError: the cache is closed.
 
     Example:
@@ -485,6 +485,7 @@ class Scheduler:
                 rows.handles[: decodes + len(builder.counts)],
                 None if is_plain and not builder.counts else builder.lengths(decodes),
                 token_ids=builder.token_ids[:used] if is_plain and self._prefix_caching else None,
+                draft_tokens=None if is_plain or not self._needs.has_states else builder.draft_tokens(decodes),
                 block_tables=rows.flat_tables,
                 out=out,
             )

@@ -78,8 +78,9 @@ class Step:
         start: position of each row's first token, int64 `[n]`; keys and values of all earlier tokens are in the cache.
         query_start_loc: start of each row's tokens in `token_ids`, and the end of the last, int32 `[n + 1]`.
         token_ids: tokens to compute, row by row, uint32 `[t]`. An unfilled draft token repeats the token before it.
-        slot_mapping: slot for each token's keys and values, int64 `[t]`, without repeats; of a recurrent state, only
-            those of a row's last token count. With several cache groups `[groups, t]`.
+        slot_mapping: slot for each token's keys and values, int64 `[t]`, without repeats. In a recurrent group the
+            state after a token goes to the block of its slot: after each token of a decoding row, and after the last
+            token of another. With several cache groups `[groups, t]`.
         block_tables: device blocks of each row, int32 `[n, max_blocks]`. Entries beyond a row's blocks are undefined.
             With several cache groups `[groups, n, max_blocks]`. Blocks that a window or a state has left are block 0.
         extra_rows: rows that yield one more token, int32 `[e]`: each row once per sequence that forks off its prompt.
@@ -333,6 +334,13 @@ class StepBuilder:
             lengths[:decodes] += self.drafts.astype(np.uint32)
         lengths[decodes:] = self.counts
         return lengths
+
+    def draft_tokens(self, decodes: int) -> NDArray[np.uint32]:
+        """Return the number of draft slots in each row."""
+        drafts = np.zeros(decodes + len(self.counts), np.uint32)
+        if self.drafts is not None:
+            drafts[:decodes] = self.drafts
+        return drafts
 
     def build(self, decision: StepDecision, rows: SequenceRows) -> Step:
         """Return the step, and record in `rows` how far its prompts are computed."""

@@ -33,7 +33,8 @@ pub enum Group {
         chunk: u32,
     },
     /// One state per block: the state after the block's last token. A step reads the state from the previous token's
-    /// block, and writes only the state after its own last token, to that token's block.
+    /// block, and writes only the state after its own last token, to that token's block, and those after its drafts, each
+    /// to a separate block.
     Recurrent,
     /// The tokens of an encoder, which are set once and never grow.
     CrossAttention,
@@ -85,7 +86,7 @@ impl Group {
     }
 
     /// Maximum number of blocks that a sequence of `tokens` and `lookahead` holds at once, if at most `chunk` tokens
-    /// are added at a time.
+    /// are added at a time. A recurrent group holds a state for each of `lookahead` draft tokens.
     #[must_use]
     pub fn peak_blocks(self, tokens: u32, lookahead: u32, chunk: u32, block_size: u32) -> usize {
         let blocks = |tokens: u64| usize::try_from(tokens.div_ceil(u64::from(block_size))).unwrap_or(usize::MAX);
@@ -96,12 +97,15 @@ impl Group {
             Self::SlidingWindow { window } | Self::Chunked { chunk: window } => {
                 whole.min(blocks(u64::from(window) - 1 + step) + 1)
             }
-            Self::Recurrent if chunk >= tokens => whole.min(1 + blocks(u64::from(lookahead))),
-            Self::Recurrent => whole.min(2 + blocks(u64::from(lookahead))),
+            Self::Recurrent => {
+                let states = if chunk >= tokens { 1 } else { 2 };
+                blocks(u64::from(tokens)).min(states).saturating_add(lookahead as usize)
+            }
         }
     }
 
-    /// Blocks that a sequence holds while a step adds its tokens from `start` to `end`, and `lookahead` slots.
+    /// Blocks that a sequence holds while a step adds its tokens from `start` to `end`, and `lookahead` slots or draft
+    /// tokens, each of which has a state in a recurrent group.
     pub(crate) fn held(self, start: u32, end: u32, lookahead: u32, block_size: u32) -> usize {
         let blocks = |tokens: u64| usize::try_from(tokens.div_ceil(u64::from(block_size))).unwrap_or(usize::MAX);
         let whole = blocks(u64::from(end) + u64::from(lookahead));
@@ -110,7 +114,7 @@ impl Group {
             // The states between the first and the last block are passed over.
             Self::Recurrent if end > start => {
                 let last = (end - 1) / block_size;
-                whole - blocks(u64::from(end)) + 1 + usize::from(start > 0 && first < last as usize)
+                lookahead as usize + 1 + usize::from(start > 0 && first < last as usize)
             }
             _ => whole.saturating_sub(first),
         }
@@ -334,6 +338,6 @@ mod tests {
         assert_eq!([peak(window, 100, 0, 8), peak(window, 100, 4, 8), peak(window, 100, 9, 8)], [4, 5, 7]);
         assert_eq!([peak(window, 6, 0, 8), peak(window, 100, 0, 1)], [2, 3]);
         assert_eq!([peak(Group::Recurrent, 4, 0, 8), peak(Group::Recurrent, 100, 0, 100)], [1, 1]);
-        assert_eq!([peak(Group::Recurrent, 100, 5, 8), peak(Group::Recurrent, 100, 0, 99)], [4, 2]);
+        assert_eq!([peak(Group::Recurrent, 100, 5, 8), peak(Group::Recurrent, 100, 0, 99)], [7, 2]);
     }
 }

@@ -76,6 +76,12 @@ pub(crate) struct World {
     pending: Vec<(i64, u64)>,
     /// End of each sequence's lookahead slots in this step; when the step runs, drafts are written there.
     drafts: BTreeMap<SequenceId, u32>,
+    /// How many of a sequence's last tokens may be rejected.
+    drafted: BTreeMap<SequenceId, u32>,
+    /// States after drafts that this step writes: sequence, slot, value.
+    draft_states: Vec<(SequenceId, i64, u64)>,
+    /// States that sequences were to write in this step and that others share, though they were freed.
+    orphans: Vec<(i64, u64)>,
     tickets: BTreeMap<TicketId, Vec<Transfer>>,
     tables: tables::Arrays,
     next: u64,
@@ -119,6 +125,9 @@ impl World {
             dirty: vec![],
             pending: vec![],
             drafts: BTreeMap::new(),
+            drafted: BTreeMap::new(),
+            draft_states: vec![],
+            orphans: vec![],
             tickets: BTreeMap::new(),
             tables: tables::Arrays::default(),
             next: 0,
@@ -261,7 +270,11 @@ impl World {
         let result = self.manager.mark_computed(sequences);
         self.trace.result(&result);
         match result {
-            Ok(()) => assert!(waiting.is_empty()),
+            Ok(()) => {
+                assert!(waiting.is_empty());
+                // Its windows leave blocks behind.
+                self.drafted.retain(|sequence, _| !sequences.contains(sequence));
+            }
             Err(error) => assert!(matches!(error, Error::Unwritten { sequence } if waiting.contains(&&sequence))),
         }
     }
@@ -271,7 +284,10 @@ impl World {
         let result = self.manager.mark_computed_to(&[sequence], Some(&[tokens]));
         self.trace.result(&result);
         match result {
-            Ok(()) => assert!(!self.dirty.contains(&sequence) && tokens as usize <= self.truth[&sequence].len()),
+            Ok(()) => {
+                assert!(!self.dirty.contains(&sequence) && tokens as usize <= self.truth[&sequence].len());
+                self.drafted.remove(&sequence);
+            }
             Err(Error::InvalidArgument { .. }) => assert!(tokens as usize > self.truth[&sequence].len()),
             Err(error) => assert!(error == Error::Unwritten { sequence } && self.dirty.contains(&sequence)),
         }
@@ -300,6 +316,9 @@ impl World {
                     self.computed.extend(computed.into_iter().map(|(_, first)| (child, first)));
                 }
             }
+            Err(Error::Unwritten { .. }) => {
+                assert!(self.dirty.contains(&sequence) && self.drafted.contains_key(&sequence));
+            }
             Err(error) => assert_eq!(error, Error::Lost { sequence }),
         }
     }
@@ -321,22 +340,30 @@ impl World {
     }
 
     /// Appends, and updates the block tables in an array if one is given; returns whether it succeeded.
-    fn append(&mut self, sequences: &[SequenceId], tokens: u32, lookahead: u32, array: Option<usize>) -> bool {
+    fn append(
+        &mut self,
+        sequences: &[SequenceId],
+        (tokens, drafts, lookahead): (u32, u32, u32),
+        array: Option<usize>,
+    ) -> bool {
         let groups = self.growing().count();
         let mut slots = vec![0; groups * sequences.len() * tokens as usize];
-        let wanted = self.manager.blocks_to_append(sequences, Counts::All(tokens), lookahead);
+        let (each, even) = (vec![tokens; sequences.len()], if drafts < tokens { drafts } else { 0 });
+        let drafts: Vec<u32> = (0..sequences.len()).map(|i| if i % 2 == 0 { even } else { 0 }).collect();
+        let counts = if even == 0 { Counts::All(tokens) } else { Counts::Drafted { tokens: &each, drafts: &drafts } };
+        let wanted = self.manager.blocks_to_append(sequences, counts, lookahead);
         let (available, before) = (self.manager.pool(Tier::Device).available(), self.room());
         // Token ids are given if the cache follows the whole batch; otherwise the sequences are no longer followed.
         let known = sequences.iter().all(|s| self.ids.contains_key(s));
         let ids: Vec<u32> = sequences.iter().flat_map(|&s| self.next_ids(s, tokens)).collect();
         let result = if known {
             let tables = array.map(|array| self.tables.rows(array));
-            self.manager.append_tokens(sequences, Counts::All(tokens), lookahead, &ids, tables, &mut slots)
+            self.manager.append_tokens(sequences, counts, lookahead, &ids, tables, &mut slots)
         } else if let Some(array) = array {
             let tables = self.tables.rows(array);
-            self.manager.append_with_tables(sequences, Counts::All(tokens), lookahead, tables, &mut slots)
+            self.manager.append_with_tables(sequences, counts, lookahead, tables, &mut slots)
         } else {
-            self.manager.append(sequences, Counts::All(tokens), lookahead, &mut slots)
+            self.manager.append(sequences, counts, lookahead, &mut slots)
         };
         let done = result.is_ok();
         self.trace.result(&result);
@@ -344,7 +371,7 @@ impl World {
             Ok(()) => {
                 let taken = before.saturating_sub(self.room());
                 assert!(taken <= wanted.unwrap(), "append took more than it asked for");
-                self.appended(sequences, (tokens, lookahead), known, &slots);
+                self.appended(sequences, (tokens, lookahead), &drafts, known, &slots);
             }
             Err(Error::OutOfBlocks { wanted: asked, free, .. }) => {
                 assert!(Ok(asked) == wanted && asked > before && [available, before].contains(&free));
@@ -357,19 +384,23 @@ impl World {
 
     fn free(&mut self, sequences: &[SequenceId]) {
         let states: Vec<_> = sequences.iter().filter(|s| self.has_new(**s)).flat_map(|&s| self.states(s)).collect();
-        self.pending.extend(states);
+        self.orphans.extend(states);
+        self.draft_states.retain(|(sequence, ..)| !sequences.contains(sequence));
         self.manager.free(sequences).unwrap();
         for sequence in sequences {
             self.truth.remove(sequence);
             self.ids.remove(sequence);
             self.rest.remove(sequence);
             self.encoded.remove(sequence);
+            self.drafted.remove(sequence);
             assert_eq!(self.manager.free(&[*sequence]), Err(Error::FreedSequence { sequence: *sequence }));
         }
         self.lost.retain(|s| !sequences.contains(s));
         // Tokens that only the freed sequences would read are not computed.
         let pool = self.manager.pool(Tier::Device);
-        self.pending.retain(|&(slot, _)| pool.refs(BlockId(u32::try_from(slot).unwrap() / BLOCK)) > 0);
+        let is_used = |&(slot, _): &(i64, u64)| pool.refs(BlockId(u32::try_from(slot).unwrap() / BLOCK)) > 0;
+        self.pending.retain(is_used);
+        self.orphans.retain(is_used);
     }
 
     pub(crate) fn swap_out(&mut self, first: usize, count: usize, to: Tier) {
@@ -378,6 +409,9 @@ impl World {
         let result = self.manager.swap_out(&sequences, to);
         self.trace.result(&result);
         assert!(can == result.is_ok(), "{result:?}");
+        if can {
+            self.drafted.retain(|sequence, _| !sequences.contains(sequence));
+        }
     }
 
     fn swap_in(&mut self, first: usize, count: usize, to: Tier) {
@@ -402,9 +436,9 @@ impl World {
             Op::Priority(s, n, priority) => self.manager.set_priority(&self.pick(s, n), priority).unwrap(),
             Op::Fork(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork(s, n, &mut Vec::new())),
             Op::ForkPrefix(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.fork_prefix(s, n)),
-            Op::Append { first, count, tokens, lookahead } => {
+            Op::Append { first, count, tokens, drafts, lookahead } => {
                 let sequences = self.pick(first, count);
-                self.append(&sequences, tokens, lookahead, None);
+                self.append(&sequences, (tokens, drafts, lookahead), None);
             }
             Op::Tables(op) => self.apply_tables(op),
             Op::Keep(op) => self.apply_keep(op),
@@ -418,10 +452,10 @@ impl World {
             Op::SwapIn(s, n) => self.swap_in(s, n, Tier::Device),
             Op::SwapOutExternal(s, n) => self.swap_out(s, n, Tier::External),
             Op::SwapInExternal(s, n, host) => self.swap_in(s, n, if host { Tier::Host } else { Tier::Device }),
-            Op::AppendTwice { pick, tokens, lookahead } => {
+            Op::AppendTwice { pick, tokens, drafts, lookahead } => {
                 let sequence = self.pick(pick, 1);
                 for tokens in tokens {
-                    self.append(&sequence, tokens, lookahead, None);
+                    self.append(&sequence, (tokens, drafts, lookahead), None);
                 }
             }
             Op::Step(lost) => self.step(lost),
@@ -472,7 +506,7 @@ fn a_shared_state_is_written_even_if_its_writer_is_freed() {
     });
     world.apply(Op::Allocate(5));
     world.apply(Op::Prompt { tokens: 13, family: 0, chunk: u32::MAX });
-    world.apply(Op::Tables(tables::Op::Append { first: 0, count: 2, tokens: 3, lookahead: 0, array: 0 }));
+    world.apply(Op::Tables(tables::Op::Append { first: 0, count: 2, tokens: 3, drafts: 0, lookahead: 0, array: 0 }));
     world.apply(Op::ForkPrefix(0, 1));
     world.apply(Op::ForkPrefix(0, 0));
     world.apply(Op::Free(21, 1));

@@ -97,6 +97,8 @@ pub(crate) fn token_ids<'py>(value: &Bound<'py, PyAny>, name: &dyn Display) -> P
 pub(crate) enum Tokens {
     All(u32),
     Each(Vec<u32>),
+    /// One for each, and how many of those are drafts.
+    Drafted(Vec<u32>, Vec<u32>),
 }
 
 impl Tokens {
@@ -114,6 +116,23 @@ impl Tokens {
         match self {
             Self::All(count) => Counts::All(*count),
             Self::Each(counts) => Counts::Each(counts),
+            Self::Drafted(tokens, drafts) => Counts::Drafted { tokens, drafts },
+        }
+    }
+
+    /// The same counts for `sequences` sequences, with drafts among them.
+    pub(crate) fn with_drafts(self, drafts: Option<&Bound<'_, PyAny>>, sequences: usize) -> PyResult<Self> {
+        let each = |tokens| match tokens {
+            Self::All(count) => {
+                let mut counts = memory::reserved(sequences)?;
+                counts.resize(sequences, count);
+                Ok(counts)
+            }
+            tokens => PyResult::Ok(tokens.into_vec()),
+        };
+        match drafts.map(|drafts| Self::new(drafts, "draft_tokens")).transpose()? {
+            None | Some(Self::All(0)) => Ok(self),
+            Some(drafts) => Ok(Self::Drafted(each(self)?, each(drafts)?)),
         }
     }
 
@@ -121,7 +140,7 @@ impl Tokens {
     pub(crate) fn into_vec(self) -> Vec<u32> {
         match self {
             Self::All(count) => vec![count],
-            Self::Each(counts) => counts,
+            Self::Each(counts) | Self::Drafted(counts, _) => counts,
         }
     }
 }

@@ -140,10 +140,13 @@ impl Manager {
     /// that would be written is copied first, by a copy in this step. Each sequence also gets exclusive blocks for
     /// `lookahead` more slots, which drafts may be written to, but no tokens. For a recurrent group, the step writes
     /// only the state after its last token: blocks of tokens added by an earlier call of the step become null blocks.
+    /// With [`Counts::Drafted`] it also writes the state after each token that [`Manager::truncate`] may make the last
+    /// one, to the block of the token's slot.
     ///
     /// # Errors
     /// The device has too few blocks for the whole batch; a sequence is unknown, named twice, not on the device, still
-    /// loading or has lost bytes; `slots` does not have one entry per token.
+    /// loading or has lost bytes, or this step has yet to write states of its drafts; `slots` does not have one entry
+    /// per token; a sequence gets as many drafts as tokens.
     pub fn append(
         &mut self,
         sequences: &[SequenceId],
@@ -275,10 +278,12 @@ impl Manager {
         self.sequences.stats()
     }
 
-    /// Opens `count` sequences that share all blocks of one; a write to a shared block copies it first.
+    /// Opens `count` sequences that share all blocks of one; a write to a shared block copies it first. In recurrent
+    /// groups only the sequence itself can still reject its drafts.
     ///
     /// # Errors
-    /// The sequence is unknown or has lost bytes; there is no room for `count` forks.
+    /// The sequence is unknown or has lost bytes, or this step has yet to write states of its drafts; there is no room
+    /// for `count` forks.
     pub fn fork(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) -> Result<()> {
         let (state, mut step) = self.parts();
         state.fork(&mut step, sequence, count, out)
@@ -296,7 +301,8 @@ impl Manager {
 
     /// Truncates a sequence to its first `tokens` tokens, in any tier; blocks that hold none of them are freed,
     /// including those of an earlier lookahead. The next append copies the last block first if another sequence or the
-    /// cache shares it.
+    /// cache shares it. A recurrent group can drop the drafts of the last append, until the sequence is appended to,
+    /// swapped or truncated again: the state after the last token that stays is kept, the others are freed.
     ///
     /// # Errors
     /// The sequence is unknown, shorter, has lost bytes, or has tokens that the current step has yet to write; it no

@@ -4,7 +4,7 @@ use super::{GroupTable, PrefixStats, Row, Sequences, TableId};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::tiers::Tiers;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 impl Sequences {
     /// References to the blocks of a tier, counted from the tables.
@@ -47,8 +47,13 @@ impl Sequences {
                 self.check_entries(tiers, sequence, row, number, table)?;
             }
             let growing = || self.rows.tables_of(sequence).take(self.groups.growing().len());
-            if growing().any(|table| table.table.len() != row.first.table.len()) {
+            let lengths = self.growing_tables_of(&[sequence]).map(|id| self.entries(id).len()).collect::<HashSet<_>>();
+            if lengths.len() > 1 {
                 return Err(format!("the tables of sequence {sequence} differ in length"));
+            }
+            let drafts = self.num_drafts(sequence);
+            if drafts > 0 && (drafts >= row.len || row.tier != Tier::Device || row.writable > 0) {
+                return Err(format!("sequence {sequence} of {} tokens in {} has {drafts} drafts", row.len, row.tier));
             }
             if row.writable <= row.len {
                 continue; // nothing fits there
@@ -85,10 +90,15 @@ impl Sequences {
         sequence: SequenceId,
         row: &Row,
         number: u8,
-        GroupTable { table, null_prefix, published, .. }: &GroupTable,
+        GroupTable { null_prefix, published, .. }: &GroupTable,
     ) -> Result<(), String> {
         let (size, pool, group) = (self.block_size, tiers.pool(row.tier), self.groups.get(number));
-        let (len, held) = (self.rows.len_of(TableId { sequence, group: number }), table.len() as u64);
+        let id = TableId { sequence, group: number };
+        if let Some(block) = self.states_behind(id).iter().find(|&&block| !pool.block(block).is_exclusive()) {
+            return Err(format!("sequence {sequence}: block {block} with the state after a draft is not its own"));
+        }
+        let (len, table) = (self.rows.len_of(id), self.entries(id));
+        let held = table.len() as u64;
         if held * u64::from(size) < u64::from(len) {
             return Err(format!("sequence {sequence}: {len} tokens in {held} blocks of {size}"));
         }

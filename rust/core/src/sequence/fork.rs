@@ -28,6 +28,7 @@ impl Sequences {
             let must = format!("at most {MAX_FORKED} block table entries, not {entries}");
             return Err(invalid("number of forks", count, must));
         }
+        self.refuse_unwritten_drafts(step.view(), sequence)?;
         self.require_forks(step.view(), sequence, count)?;
         if self.rows.at(sequence).keys.is_some() {
             self.rows.require_followed(count as usize)?;
@@ -68,7 +69,7 @@ impl Sequences {
     /// Begins the tables of forks with the blocks of their parent's.
     fn fork_table(&mut self, step: &mut OpenStep<'_>, id: TableId, children: &[SequenceId]) {
         let (tier, parent) = (self.rows.at(id.sequence).tier, self.rows.table(id));
-        let (table, null_prefix, published) = (parent.table.to_vec(), parent.null_prefix, parent.published);
+        let (table, null_prefix, published) = (self.entries(id).to_vec(), parent.null_prefix, parent.published);
         let count = u32::try_from(children.len()).unwrap_or(u32::MAX);
         for &block in &table {
             step.tiers.share((tier, block), count);
@@ -92,6 +93,7 @@ impl Sequences {
             let must = format!("a multiple of {} and at most {}", self.block_size, row.len.min(tokens));
             return Err(invalid("shared_tokens", shared, must));
         }
+        self.refuse_unwritten_drafts(step.view(), sequence)?;
         let mut wanted = 0;
         for id in self.tables_of(&[sequence]) {
             wanted += self.blocks_behind_prefix(step.view(), id, shared, tokens)?;

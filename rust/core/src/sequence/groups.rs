@@ -124,7 +124,7 @@ impl Sequences {
             return 0..0;
         }
         let (row, begun) = (self.rows.at(id.sequence), self.begun.contains(id.sequence));
-        Group::Recurrent.passed_over(row.len, count, self.rows.table(id).table.len(), begun, self.block_size)
+        Group::Recurrent.passed_over(row.len, count, self.entries(id).len(), begun, self.block_size)
     }
 
     /// Frees the blocks of a table left without a state when `count` tokens are added.

@@ -51,6 +51,7 @@ pub(crate) struct Sequences {
     /// Sequences with recurrent groups that began the block of their last token in the open step, which has yet to write
     /// the state there.
     begun: Marks,
+    drafts: append::drafts::Drafts,
     /// Prompts that are computed in chunks, and their lengths at the end of the last step.
     prefilling: Vec<(SequenceId, u32)>,
     owners: Owners,
@@ -69,6 +70,7 @@ impl Sequences {
             rows: SequenceRows::new(block_size, groups.all()),
             groups,
             begun: Marks::default(),
+            drafts: append::drafts::Drafts::default(),
             prefilling: Vec::new(),
             owners: Owners::default(),
             stats: PrefixStats::default(),
@@ -114,7 +116,7 @@ impl Sequences {
     /// Blocks of a table.
     pub(crate) fn table(&self, id: TableId) -> Result<&[BlockId]> {
         self.rows.get(id.sequence)?;
-        Ok(&self.rows.table(id).table)
+        Ok(self.entries(id))
     }
 
     /// Tokens of a sequence in one group.
@@ -160,6 +162,9 @@ impl Sequences {
         for (id, tokens) in ranges {
             let (to, behind) = rest.split_at_mut(tokens.len());
             write_slots(&self.rows.table(*id).table, tokens.start, self.block_size, to);
+            if self.num_drafts(id.sequence) > 0 && self.is_recurrent(*id) {
+                self.drafted(id.sequence).write_slots(self.states_behind(*id), tokens.start, to);
+            }
             rest = behind;
         }
         Ok(())
@@ -204,7 +209,7 @@ impl Sequences {
         if row.tier == Tier::Device && row.moving && view.transfers.is_prefetch(row.ticket) {
             return Err(self.in_flight(id.sequence, row, view));
         }
-        Ok(&self.rows.table(id).table)
+        Ok(self.entries(id))
     }
 
     /// All sequences, in the order of their handles.
@@ -233,6 +238,7 @@ impl Sequences {
         }
         for &sequence in sequences {
             self.begun.remove(sequence);
+            self.drafts.set(sequence, 0);
             self.rows.close(sequence);
         }
         step.tiers.enforce_quotas();

@@ -6,6 +6,7 @@ use crate::block::{Block, LeaseKind, MAX_LEASES};
 use crate::decision::Kind;
 use crate::error::{Error, Result};
 use crate::fit::{AllocStatus, Fit};
+use crate::group::Group;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::transfer::{OpenStep, Request, View};
 
@@ -122,8 +123,11 @@ impl Sequences {
         for id in self.growing_tables_of(sequences) {
             let row = self.rows.at(id.sequence);
             let held = blocks_for(u64::from(row.len), self.block_size);
-            let entries = blocks_for(end_of(row, 1, lookahead)?, self.block_size) - held;
-            new += entries - self.groups.get(id.group).skipped(row.len, 1, held, self.block_size);
+            let (group, end) = (self.groups.get(id.group), end_of(row, 1, lookahead)?);
+            // A recurrent group has a state for each draft token.
+            let drafts = if group == Group::Recurrent { lookahead } else { 0 };
+            let entries = blocks_for(end - u64::from(drafts), self.block_size) - held;
+            new += entries - group.skipped(row.len, 1, held, self.block_size) + drafts as usize;
             if row.len % self.block_size != 0 {
                 partial.extend(self.rows.table(id).table.get(held - 1).filter(|&&block| !self.is_null(block)));
             }
@@ -269,6 +273,7 @@ impl Sequences {
         for &sequence in sequences {
             let row = self.rows.at_mut(sequence);
             (row.tier, row.ticket, row.moving, row.writable) = (route.to, step.transfers.open(), true, 0);
+            self.drafts.set(sequence, 0);
         }
         debug_assert!(rest.next().is_none(), "more blocks were taken than moved");
         if new == 0 {

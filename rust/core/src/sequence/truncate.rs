@@ -22,6 +22,10 @@ impl Sequences {
         for id in self.growing_tables_of(&[sequence]) {
             self.refuse_gone(id, tokens)?;
         }
+        for id in self.growing_tables_of(&[sequence]).filter(|&id| self.is_recurrent(id)).collect::<Vec<_>>() {
+            self.pick_draft(id, tokens);
+        }
+        self.drop_drafts(step, sequence);
         let row = self.rows.at_mut(sequence);
         let shortens = tokens < row.len;
         if shortens {
@@ -51,9 +55,13 @@ impl Sequences {
     fn refuse_gone(&self, id @ TableId { sequence, group: number }: TableId, tokens: u32) -> Result<()> {
         let (row, table) = (self.rows.at(sequence), &self.rows.table(id).table);
         let group = self.groups.get(number);
-        let needed = group.needs(tokens, self.block_size);
-        let state = group == Group::Recurrent && tokens != row.len && tokens > 0;
-        if !state && !needed.clone().any(|i| self.is_null(table[i])) {
+        let mut needed = group.needs(tokens, self.block_size);
+        let has_all = if group == Group::Recurrent && tokens != row.len {
+            self.keeps_draft(id, tokens)
+        } else {
+            !needed.any(|i| self.is_null(table[i]))
+        };
+        if has_all {
             return Ok(());
         }
         let must = format!("{}, or what cache group {number} of sequence {sequence} still has", row.len);

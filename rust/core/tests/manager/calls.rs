@@ -15,6 +15,7 @@ enum Verb {
     Prompt,
     Prompts,
     Append,
+    AppendDrafts,
     AppendTables,
     AppendTokens,
     Note,
@@ -40,12 +41,13 @@ enum Verb {
     EndWrite,
 }
 
-const VERBS: [Verb; 30] = [
+const VERBS: [Verb; 31] = [
     Verb::Allocate,
     Verb::AllocateEncoded,
     Verb::Prompt,
     Verb::Prompts,
     Verb::Append,
+    Verb::AppendDrafts,
     Verb::AppendTables,
     Verb::AppendTokens,
     Verb::Note,
@@ -87,6 +89,12 @@ fn calls() -> impl Strategy<Value = Vec<Call>> {
     let call = (prop::sample::select(&VERBS[..]), 0usize..64, 0usize..5, 0u32..20, 0u32..4);
     let call = call.prop_map(|(verb, first, count, tokens, more)| Call { verb, first, count, tokens, more });
     prop::collection::vec(call, 12)
+}
+
+/// A token and some drafts for each of a batch.
+fn with_drafts<T>(sequences: usize, drafts: u32, append: impl FnOnce(Counts<'_>) -> T) -> T {
+    let (tokens, drafts) = (vec![1 + drafts; sequences], vec![drafts; sequences]);
+    append(Counts::Drafted { tokens: &tokens, drafts: &drafts })
 }
 
 fn prompt(ids: &[u32]) -> Prompt<'_> {
@@ -157,13 +165,16 @@ impl ReachedState {
             }
             Verb::Prompt => manager.can_admit_prompt(&prompt(&family_ids(tokens, more)), u32::MAX, 0, 0),
             Verb::Append => manager.can_append(&named, Counts::All(tokens), more),
+            Verb::AppendDrafts => {
+                with_drafts(named.len(), more, |counts| manager.can_append(&named, counts, tokens % 3))
+            }
             Verb::Swap(to) if leads_away && to != Tier::Device => manager.can_swap_out(&named, to),
             Verb::Swap(to) => manager.can_swap_in(&named, to, more),
             _ => return None,
         })
     }
 
-    /// Makes the call. After a swap to the device, appends the tokens that the query included.
+    /// Makes the call. After a swap to the device, appends the token and the drafts that the query included.
     fn answer(&self, manager: &mut Manager, call: Call) -> Result<(), Error> {
         let named = self.named(call);
         self.run(manager, call, &named)?;
@@ -171,8 +182,8 @@ impl ReachedState {
         if !matches!(call.verb, Verb::Swap(Tier::Device)) {
             return Ok(());
         }
-        let mut slots = vec![0; named.len() * manager.growing_groups()];
-        manager.append(&named, Counts::All(1), call.more, &mut slots)
+        let mut slots = vec![0; named.len() * (1 + call.more) as usize * manager.growing_groups()];
+        with_drafts(named.len(), call.more, |counts| manager.append(&named, counts, 0, &mut slots))
     }
 
     fn run(&self, manager: &mut Manager, call: Call, named: &Named) -> Result<(), Error> {
@@ -192,6 +203,10 @@ impl ReachedState {
                 manager.allocate_chunks(&all.each_ref().map(|ids| prompt(ids)), 1 + more * 3, &mut Vec::new())
             }
             Verb::Append => manager.append(named, Counts::All(tokens), more, slots),
+            Verb::AppendDrafts => {
+                let slots = &mut vec![0; named.len() * (1 + more) as usize * manager.growing_groups()];
+                with_drafts(named.len(), more, |counts| manager.append(named, counts, tokens % 3, slots))
+            }
             Verb::AppendTables => {
                 let tables = &mut vec![0; named.len() * manager.growing_groups() * 64];
                 manager.append_with_tables(named, Counts::All(tokens), more, TableRows::new(tables, 64), slots)
@@ -239,7 +254,7 @@ impl ReachedState {
         }
         end_jobs(&mut manager, &self.loads, &self.writes);
         (0..99).for_each(|pin| drop(manager.unpin(blockyard_core::PinId(pin))));
-        let is_named = matches!(call.verb, Verb::Append | Verb::Swap(_));
+        let is_named = matches!(call.verb, Verb::Append | Verb::AppendDrafts | Verb::Swap(_));
         let others: Vec<_> = self.all.iter().filter(|s| !(is_named && named.contains(s))).copied().collect();
         manager.free(&others).unwrap();
         assert!(is_named || !manager.is_caching() || manager.reset_prefix_cache());
@@ -302,7 +317,7 @@ fn agrees(state: &ReachedState, call: Call) {
         // all, a cached copy must be evicted first.
         AllocStatus::Later
             if (1..=state.manager.pool(Tier::Device).len()).contains(&fit.blocks)
-                && !matches!(call.verb, Verb::Append)
+                && !matches!(call.verb, Verb::Append | Verb::AppendDrafts)
                 && !state.has_window() =>
         {
             assert_eq!(alone, Ok(()), "{call:?}: {fit:?}");

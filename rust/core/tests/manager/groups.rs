@@ -107,10 +107,22 @@ impl World {
         self.encoded.insert(sequence, content);
     }
 
-    /// Reads, in every group, what is needed to compute the tokens from `first` on.
+    /// Reads the states that the tokens from `first` on continue from, unless there are none yet.
+    pub(crate) fn read_states(&self, sequence: SequenceId, first: u32) {
+        let tokens = &self.truth[&sequence];
+        if (first as usize) < tokens.len() {
+            for (number, group) in self.growing().filter(|&(_, group)| group == Group::Recurrent) {
+                self.compare(sequence, number, needed(group, first, tokens.len() as u32), tokens);
+            }
+        }
+    }
+
+    /// Reads, in every group, what is needed to compute the tokens from `first` on; a step that computed them has read
+    /// their states before, and may have overwritten them.
     pub(crate) fn read(&self, sequence: SequenceId, first: u32) {
         let tokens = &self.truth[&sequence];
-        for (number, group) in self.growing() {
+        let is_overwritten = |group| group == Group::Recurrent && (first as usize) < tokens.len();
+        for (number, group) in self.growing().filter(|&(_, group)| !is_overwritten(group)) {
             let range = needed(group, first, tokens.len() as u32);
             self.compare(sequence, number, range, tokens);
         }

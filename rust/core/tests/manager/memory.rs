@@ -123,8 +123,19 @@ impl World {
             self.write_slot(slot, token);
         }
         self.draft();
+        // A step reads its states before it writes any.
+        let mut found = Vec::new();
         for &(sequence, first) in &computed {
-            let garbage = !self.finds(sequence, first..first);
+            if sound {
+                self.read_states(sequence, first);
+            }
+            found.push(self.finds(sequence, first..first, |group| group == Group::Recurrent));
+        }
+        for (slot, state) in std::mem::take(&mut self.orphans) {
+            self.write_state(slot, state);
+        }
+        for (&(sequence, first), found) in computed.iter().zip(found) {
+            let garbage = !found || !self.finds(sequence, first..first, |group| group != Group::Recurrent);
             for slot in self.slots_from(sequence, first) {
                 if let Some(token) = pending.remove(&slot) {
                     self.write_slot(slot, if garbage { GARBAGE[0] } else { token });
@@ -133,9 +144,10 @@ impl World {
             // A sequence without tokens to compute writes no state.
             let has_new = (first as usize) < self.truth[&sequence].len();
             for (slot, state) in self.states(sequence).into_iter().filter(|_| has_new) {
-                self.write_slot(slot, if garbage { GARBAGE[0] } else { state });
+                self.write_state(slot, if garbage { GARBAGE[0] } else { state });
             }
         }
+        self.draft_states.clear();
         for (sequence, first) in computed.into_iter().filter(|_| sound) {
             self.read(sequence, first);
         }
@@ -158,7 +170,7 @@ impl World {
         self.computed.iter().any(|&(s, first)| s == sequence && (first as usize) < self.truth[&s].len())
     }
 
-    /// The states that a step writes for a sequence's recurrent groups: those after its last token.
+    /// The states that a step writes for a sequence's recurrent groups: those after its last token and its drafts.
     pub(crate) fn states(&self, sequence: SequenceId) -> Vec<(i64, u64)> {
         let len = self.truth[&sequence].len() as u32;
         let Some(&state) = self.truth[&sequence].last() else { return vec![] };
@@ -166,7 +178,13 @@ impl World {
         let last = |(number, _)| {
             self.slots(sequence, number, len - 1..len).into_iter().map(move |slot| (slot, in_group(number, state)))
         };
-        recurrent.flat_map(last).collect()
+        let drafts = self.draft_states.iter().filter(|(s, ..)| *s == sequence).map(|&(_, slot, state)| (slot, state));
+        drafts.chain(recurrent.flat_map(last)).collect()
+    }
+
+    /// A state fills its block.
+    fn write_state(&mut self, slot: i64, state: u64) {
+        self.put((Tier::Device, u32::try_from(slot).unwrap() / BLOCK), [state; BLOCK as usize]);
     }
 
     fn write_slot(&mut self, slot: i64, token: u64) {
@@ -189,10 +207,10 @@ impl World {
         positions.map(slot).collect()
     }
 
-    /// Whether every group has what is needed to compute the tokens of a range.
-    fn finds(&self, sequence: SequenceId, tokens: Range<u32>) -> bool {
+    /// Whether these groups have what is needed to compute the tokens of a range.
+    fn finds(&self, sequence: SequenceId, tokens: Range<u32>, of: impl Fn(Group) -> bool) -> bool {
         let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];
-        self.growing().all(|(number, group)| {
+        self.growing().filter(|&(_, group)| of(group)).all(|(number, group)| {
             let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
             needed(group, tokens.start, tokens.end).all(|i| {
                 let found = memory[table[(i / BLOCK) as usize].index()][(i % BLOCK) as usize];
@@ -293,15 +311,16 @@ impl World {
         if self.manager.swap_out(&[sequence], Tier::Host).is_err() {
             return;
         }
+        self.drafted.remove(&sequence);
         self.settle();
         if self.manager.swap_in(&[sequence], Tier::Device).is_err() {
             return;
         }
-        self.append(&[sequence], 1, 0, None);
+        self.append(&[sequence], (1, 0, 0), None);
         self.step(lost);
         let mut out = Vec::new();
         self.fork(sequence, 1, &mut out);
-        self.append(&out, tokens, 0, None);
+        self.append(&out, (tokens, 0, 0), None);
         self.step(None);
         if let Some(copy) = self.tickets.keys().next_back().copied() {
             self.end(copy);

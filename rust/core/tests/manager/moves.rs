@@ -111,7 +111,7 @@ impl World {
             self.allocate(6);
         }
         let some = self.pick(count, 3);
-        self.append(&some, 5, 0, None);
+        self.append(&some, (5, 0, 0), None);
         self.demote(count);
         let goals = Goals { wanted: [Some(goal.into()), None], named: None };
         self.defragment(goals, Budget::UNLIMITED, Cached::Exchange);

@@ -48,12 +48,14 @@ pub(crate) enum Op {
         first: usize,
         count: usize,
         tokens: u32,
+        drafts: u32,
         lookahead: u32,
     },
     /// Appends several chunks to one sequence in one step.
     AppendTwice {
         pick: usize,
         tokens: [u32; 2],
+        drafts: u32,
         lookahead: u32,
     },
     Tables(tables::Op),
@@ -91,10 +93,10 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         1 => (pick.clone(), 1usize..4, 0u8..16).prop_map(|(s, n, p)| Op::Priority(s, n, p)),
         3 => (pick.clone(), 1u32..3).prop_map(|(s, n)| Op::Fork(s, n)),
         1 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::ForkPrefix(s, n)),
-        8 => (pick.clone(), 1usize..5, 0u32..6, 0u32..4)
-            .prop_map(|(first, count, tokens, lookahead)| Op::Append { first, count, tokens, lookahead }),
-        5 => (pick.clone(), [1u32..9, 1u32..9], prop_oneof![2 => Just(0), 1 => 1u32..6])
-            .prop_map(|(pick, tokens, lookahead)| Op::AppendTwice { pick, tokens, lookahead }),
+        8 => (pick.clone(), 1usize..5, 0u32..6, tables::drafts(), 0u32..4)
+            .prop_map(|(first, count, tokens, drafts, lookahead)| Op::Append { first, count, tokens, drafts, lookahead }),
+        5 => (pick.clone(), [1u32..9, 1u32..9], tables::drafts(), prop_oneof![2 => Just(0), 1 => 1u32..6])
+            .prop_map(|(pick, tokens, drafts, lookahead)| Op::AppendTwice { pick, tokens, drafts, lookahead }),
         12 => tables::op().prop_map(Op::Tables),
         7 => keep::op().prop_map(Op::Keep),
         8 => moves::op().prop_map(Op::Moves),

@@ -1,7 +1,8 @@
 //! Rules for truncation and for block tables that are kept from append to append.
 
+use super::groups::in_group;
 use super::{BLOCK, World};
-use blockyard_core::{Error, SequenceId, TableId, TableRows, Tier};
+use blockyard_core::{Error, Group, SequenceId, TableId, TableRows, Tier};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -13,6 +14,7 @@ pub(crate) enum Op {
         first: usize,
         count: usize,
         tokens: u32,
+        drafts: u32,
         lookahead: u32,
         array: usize,
     },
@@ -35,12 +37,19 @@ impl Arrays {
     }
 }
 
+/// How many of an append's tokens are drafts, if it has more tokens than that.
+pub(crate) fn drafts() -> impl Strategy<Value = u32> {
+    prop_oneof![1 => Just(0), 1 => 1u32..6]
+}
+
 pub(crate) fn op() -> impl Strategy<Value = Op> {
     let pick = 0usize..64;
     prop_oneof![
         4 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::Truncate(s, n)),
-        8 => (pick, 1usize..5, prop_oneof![0u32..4, 0u32..9], prop_oneof![2 => Just(0), 1 => 1u32..3], 0usize..2)
-            .prop_map(|(first, count, tokens, lookahead, array)| Op::Append { first, count, tokens, lookahead, array }),
+        8 => (pick, 1usize..5, prop_oneof![0u32..4, 0u32..9], drafts(), prop_oneof![2 => Just(0), 1 => 1u32..3], 0usize..2)
+            .prop_map(|(first, count, tokens, drafts, lookahead, array)| {
+                Op::Append { first, count, tokens, drafts, lookahead, array }
+            }),
     ]
 }
 
@@ -48,15 +57,15 @@ impl World {
     pub(crate) fn apply_tables(&mut self, op: Op) {
         match op {
             Op::Truncate(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.truncate(s, n)),
-            Op::Append { first, count, tokens, lookahead, array } => {
+            Op::Append { first, count, tokens, drafts, lookahead, array } => {
                 let s = self.pick(first, count);
-                self.append_with_tables(&s, (tokens, lookahead), array);
+                self.append_with_tables(&s, (tokens, drafts, lookahead), array);
             }
         }
     }
 
     /// Appends with block tables in an array; rows last written elsewhere are written there first.
-    fn append_with_tables(&mut self, sequences: &[SequenceId], (tokens, lookahead): (u32, u32), array: usize) {
+    fn append_with_tables(&mut self, sequences: &[SequenceId], counts: (u32, u32, u32), array: usize) {
         let groups = self.growing().count();
         let (table, width) = (&mut self.tables.arrays[array], COLUMNS[array]);
         table.resize(table.len().max(sequences.len() * groups * width), -1);
@@ -78,7 +87,7 @@ impl World {
             }
         }
         let before = self.tables.arrays[array].clone();
-        if self.append(sequences, tokens, lookahead, Some(array)) {
+        if self.append(sequences, counts, Some(array)) {
             let mut expected = before;
             for (member, i) in members {
                 self.manager.block_tables(&[member], width, &mut expected[i * width..(i + 1) * width]).unwrap();
@@ -94,10 +103,12 @@ impl World {
         &mut self,
         sequences: &[SequenceId],
         (tokens, lookahead): (u32, u32),
+        drafts: &[u32],
         known: bool,
         slots: &[i64],
     ) {
         self.dirty.extend(sequences);
+        self.note_drafts(sequences, drafts);
         for sequence in sequences {
             let len = self.truth[sequence].len() as u32;
             self.drafts.insert(*sequence, len + tokens + lookahead);
@@ -112,9 +123,37 @@ impl World {
             let groups = self.growing().zip(slots.chunks_exact((sequences.len() * tokens as usize).max(1)));
             for (group, slots) in groups {
                 let at = i * tokens as usize;
-                self.place(group, &slots[at..at + tokens as usize], &content);
+                let slots = &slots[at..at + tokens as usize];
+                self.place(group, slots, &content);
+                if group.1 == Group::Recurrent && drafts[i] > 0 {
+                    let first = (tokens - drafts[i] - 1) as usize;
+                    let states = slots.iter().zip(&content).skip(first);
+                    let states = states.map(|(&slot, &state)| (*sequence, slot, in_group(group.0, state)));
+                    self.draft_states.extend(states);
+                }
             }
             self.truth.get_mut(sequence).unwrap().extend(content);
+            self.compare_slots(*sequence, tokens, slots, i * tokens as usize);
+        }
+    }
+
+    /// Records how many of the sequences' last tokens may be rejected.
+    fn note_drafts(&mut self, sequences: &[SequenceId], drafts: &[u32]) {
+        for (sequence, &drafts) in sequences.iter().zip(drafts) {
+            self.drafted.remove(sequence);
+            if drafts > 0 {
+                self.drafted.insert(*sequence, drafts);
+            }
+        }
+    }
+
+    /// The slots of a sequence's last tokens must be those that the append has returned.
+    fn compare_slots(&mut self, sequence: SequenceId, tokens: u32, slots: &[i64], at: usize) {
+        let (len, share) = (self.manager.num_tokens(sequence).unwrap(), slots.len() / self.growing().count());
+        for ((number, _), slots) in self.growing().zip(slots.chunks_exact(share.max(1))) {
+            let (row, mut found) = (self.manager.table_of(sequence, number).unwrap(), vec![0; tokens as usize]);
+            self.manager.slot_mapping(&[(row, len - tokens..len)], &mut found).unwrap();
+            assert_eq!(found, slots[at..at + tokens as usize], "slots of {sequence} in group {number}");
         }
     }
 
@@ -127,6 +166,7 @@ impl World {
         match result {
             Ok(()) => {
                 assert!(!self.dirty.contains(&sequence));
+                self.drafted.remove(&sequence);
                 assert_eq!(self.manager.block_table(sequence).unwrap().len() as u32, kept.div_ceil(BLOCK));
                 self.truth.get_mut(&sequence).unwrap().truncate(kept as usize);
                 if let Some(ids) = self.ids.get_mut(&sequence) {
@@ -137,7 +177,10 @@ impl World {
                 }
             }
             Err(Error::Unwritten { .. }) => assert!(self.dirty.contains(&sequence)),
-            Err(Error::InvalidArgument { .. }) => assert!(kept < len && self.null_blocks(Tier::Device) > 0),
+            Err(Error::InvalidArgument { .. }) => {
+                let drafts = self.drafted.get(&sequence).copied().unwrap_or(0);
+                assert!(kept < len - drafts && self.null_blocks(Tier::Device) > 0, "{drafts} drafts, {kept} of {len}");
+            }
             Err(error) => assert_eq!(error, Error::Lost { sequence }),
         }
         let error = self.manager.truncate(sequence, len + 1).unwrap_err();

@@ -42,7 +42,8 @@ impl PyBlockManager {
     ///         finds no cached blocks.
     ///     salt: separates tenants, bytes; see `allocate`.
     ///     lora_id: adapter of the prompt; 0 for none.
-    ///     lookahead: number of slots beyond the prompt.
+    ///     lookahead: number of slots beyond the prompt, or of draft tokens in each append after it; a recurrent group
+    ///         has a state for each.
     ///     encoder_tokens: tokens of its encoder, if there is a group with cross attention.
     ///     chunk_tokens: maximum tokens added at a time; a sliding window then needs fewer blocks at once.
     ///     max_tokens: maximum tokens of its answer, which are added one at a time.
@@ -198,8 +199,9 @@ impl PyBlockManager {
     ///     `Sequence`, or uint64 `[count]`.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
-    ///     SequenceStateError: the sequence has lost bytes; or, with `shared_tokens`, it is not on the device, is still
-    ///         loading, or this step has not yet written the recurrent state that the new tokens need.
+    ///     SequenceStateError: the sequence has lost bytes, or this step has not written the states after its draft
+    ///         tokens yet; or, with `shared_tokens`, it is not on the device, is still loading, or this step has not yet
+    ///         written the recurrent state that the new tokens need.
     ///     InvalidArgumentError: `shared_tokens` is not a multiple of the block size, or exceeds either sequence's
     ///         length.
     ///     OutOfBlocksError: the device has too few free blocks for the rest.

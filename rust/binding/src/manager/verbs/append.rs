@@ -20,21 +20,23 @@ impl PyBlockManager {
     /// Args:
     ///     sequences: handles, uint64 `[n]`, a list, or one.
     ///     num_tokens: number of tokens for each sequence, one int or uint32 `[n]`.
+    ///     draft_tokens: how many of them are draft tokens, one int or uint32 `[n]`.
     ///     lookahead: number of slots beyond those tokens that each sequence also gets blocks for.
     /// Returns:
     ///     `Fit`, true if there are enough blocks.
     /// Raises:
     ///     UnknownSequenceError, SequenceStateError, InvalidArgumentError: as `append`.
-    #[pyo3(signature = (sequences, num_tokens = None, *, lookahead = 0))]
+    #[pyo3(signature = (sequences, num_tokens = None, *, draft_tokens = None, lookahead = 0))]
     fn can_append(
         &self,
         sequences: &Bound<'_, PyAny>,
         num_tokens: Option<&Bound<'_, PyAny>>,
+        draft_tokens: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
     ) -> PyResult<PyFit> {
-        let tokens = Tokens::or_one(num_tokens)?;
-        let counts = tokens.get();
-        self.batch(sequences, |manager, sequences| manager.can_append(sequences, counts, lookahead)).map(Into::into)
+        let sequences = arrays::sequences(sequences)?;
+        let tokens = Tokens::or_one(num_tokens)?.with_drafts(draft_tokens, sequences.len())?;
+        self.lock().can_append(&sequences, tokens.get(), lookahead).map(Into::into).map_err(to_py)
     }
 
     /// Append tokens to a batch of sequences and return their slots. A shared block is copied before it is written.
@@ -42,6 +44,9 @@ impl PyBlockManager {
     /// Args:
     ///     sequences: handles, uint64 `[n]` without repeats, a list, or one.
     ///     num_tokens: number of tokens for each sequence, one int or uint32 `[n]`; 1 by default.
+    ///     draft_tokens: how many of those tokens, the last ones, are draft tokens, one int or uint32 `[n]`; fewer than
+    ///         `num_tokens`. `truncate` can then drop them in a recurrent group, too: the step writes the state after
+    ///         each of the last `1 + draft_tokens` tokens to the block of the token's slot. Other groups do not need it.
     ///     token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. If they are
     ///         not known yet, omit them and pass them to `prefix.note_tokens` later; blocks after tokens without ids
     ///         are not published.
@@ -58,21 +63,26 @@ impl PyBlockManager {
     /// Raises:
     ///     OutOfBlocksError: the device has too few free blocks for the whole batch.
     ///     UnknownSequenceError: there is no such sequence.
-    ///     SequenceStateError: a sequence is not on the device, is still loading, or has lost bytes.
-    ///     InvalidArgumentError: a handle is repeated, or an array has the wrong shape or dtype or is read-only.
-    #[pyo3(signature = (sequences, num_tokens = None, *, token_ids = None, lookahead = 0, block_tables = None,
-        out = None))]
+    ///     SequenceStateError: a sequence is not on the device, is still loading, or has lost bytes, or this step has
+    ///         not written the states after its draft tokens yet.
+    ///     InvalidArgumentError: a handle is repeated, a sequence gets as many draft tokens as tokens, or an array has
+    ///         the wrong shape or dtype or is read-only.
+    #[pyo3(signature = (sequences, num_tokens = None, *, token_ids = None, draft_tokens = None, lookahead = 0,
+        block_tables = None, out = None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn append<'py>(
         &self,
         sequences: &Bound<'py, PyAny>,
         num_tokens: Option<&Bound<'py, PyAny>>,
         token_ids: Option<&Bound<'py, PyAny>>,
+        draft_tokens: Option<&Bound<'py, PyAny>>,
         #[pyo3(from_py_with = args::lookahead)] lookahead: u32,
         block_tables: Option<&Bound<'py, PyAny>>,
         out: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let py = sequences.py();
-        let (sequences, tokens) = (arrays::sequences(sequences)?, Tokens::or_one(num_tokens)?);
+        let sequences = arrays::sequences(sequences)?;
+        let tokens = Tokens::or_one(num_tokens)?.with_drafts(draft_tokens, sequences.len())?;
         let counts = tokens.get();
         let total = counts.total(sequences.len()).map_err(to_py)?;
         let groups = self.lock().growing_groups();
@@ -150,13 +160,16 @@ impl PyBlockManager {
     /// Truncate a sequence to its first tokens, for instance after draft tokens were rejected. Blocks without any of
     /// these tokens are freed, and so are those of an earlier lookahead.
     ///
+    /// A recurrent group can drop the `draft_tokens` of the sequence's last append, until it is appended to, swapped
+    /// or truncated again. Its table then has the state after the last token that stays; nothing is copied.
+    ///
     /// Args:
     ///     sequence: handle.
     ///     num_tokens: number of tokens to keep.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
     ///     SequenceStateError: the sequence has lost bytes, or tokens that this step has not written yet.
-    ///     InvalidArgumentError: the sequence is shorter, or has a recurrent state, which cannot be undone.
+    ///     InvalidArgumentError: the sequence is shorter, or no longer has the window or state of that token.
     fn truncate(
         &self,
         #[pyo3(from_py_with = args::sequence)] sequence: Handle,

@@ -48,7 +48,7 @@ impl PyBlockManager {
     /// Args:
     ///     sequences: handles, all of one tier; uint64 `[n]`, a list, or one.
     ///     to: `"device"` or `"host"`.
-    ///     lookahead: number of slots beyond that token.
+    ///     lookahead: number of slots beyond that token, or of draft tokens after it; a recurrent group has a state for each.
     /// Returns:
     ///     `Fit`, true if they can move now.
     /// Raises:

@@ -13,15 +13,15 @@ impl Sequences {
         }
         for &id in tables {
             self.readable(view, id.sequence)?;
-            let (sequence, blocks) = (id.sequence, self.rows.table(id).table.len());
+            let (sequence, blocks) = (id.sequence, self.entries(id).len());
             if blocks > width {
                 let must = format!("at least {blocks}, the blocks of sequence {sequence}");
                 return Err(invalid("width of the block tables", width as i128, must));
             }
         }
         for (&id, out) in tables.iter().zip(out.chunks_exact_mut(width.max(1))) {
-            let table = &self.rows.table(id).table;
-            for (to, block) in out.iter_mut().zip(&**table) {
+            let table = self.entries(id);
+            for (to, block) in out.iter_mut().zip(table) {
                 #[expect(clippy::cast_possible_wrap, reason = "ids stay below 2^30")]
                 let id = block.0 as i32;
                 *to = id;

@@ -1,6 +1,7 @@
 //! Appending tokens to a batch of sequences: new blocks, lookahead, copy-on-write, slots.
 
 pub(super) mod block_tables;
+pub(super) mod drafts;
 pub(super) mod pass;
 mod window;
 
@@ -12,7 +13,7 @@ use crate::error::{Error, Result, invalid};
 use crate::fit::Fit;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::transfer::{OpenStep, Request, View};
-use pass::{Batch, Passed, Slow, Work, begin_block, fits, next_block, next_blocks, pass};
+use pass::{Batch, Passed, Slow, Work, begin_block, defer_all, fits, next_block, next_blocks, pass};
 use std::ops::Range;
 
 /// Tokens to append to each sequence of a batch.
@@ -22,6 +23,14 @@ pub enum Counts<'a> {
     All(u32),
     /// One number per sequence.
     Each(&'a [u32]),
+    /// One number per sequence, and how many of each one's tokens, the last ones, are drafts that
+    /// [`Manager::truncate`](crate::Manager::truncate) may reject: in recurrent groups, too.
+    Drafted {
+        /// Tokens, drafts included.
+        tokens: &'a [u32],
+        /// Drafts, fewer than the tokens.
+        drafts: &'a [u32],
+    },
 }
 
 impl Counts<'_> {
@@ -31,20 +40,45 @@ impl Counts<'_> {
     pub fn at(self, index: usize) -> u32 {
         match self {
             Self::All(n) => n,
-            Self::Each(counts) => counts[index],
+            Self::Each(counts) | Self::Drafted { tokens: counts, .. } => counts[index],
+        }
+    }
+
+    /// Drafts among the tokens for one sequence of the batch.
+    #[inline]
+    #[must_use]
+    pub fn drafts_at(self, index: usize) -> u32 {
+        match self {
+            Self::Drafted { drafts, .. } => drafts[index],
+            _ => 0,
         }
     }
 
     /// Tokens for a batch of `sequences` sequences.
     ///
     /// # Errors
-    /// There is not one number per sequence.
+    /// There is not one number per sequence, or a sequence has as many drafts as tokens.
     pub fn total(self, sequences: usize) -> Result<u64> {
         match self {
             Self::All(n) => Ok(u64::from(n) * sequences as u64),
             Self::Each(counts) if counts.len() == sequences => Ok(counts.iter().map(|&n| u64::from(n)).sum()),
             Self::Each(counts) => {
                 Err(invalid("number of token counts", counts.len() as i128, format!("{sequences}, the sequences")))
+            }
+            Self::Drafted { tokens, drafts } => {
+                if drafts.len() != sequences {
+                    let must = format!("{sequences}, the sequences");
+                    return Err(invalid("length of draft_tokens", drafts.len() as i128, must));
+                }
+                let total = Counts::Each(tokens).total(sequences)?;
+                match drafts.iter().zip(tokens).find(|(drafts, tokens)| **drafts > tokens.saturating_sub(1)) {
+                    Some((&drafts, tokens)) => {
+                        let must =
+                            format!("at most {}, one fewer than its sequence's tokens", tokens.saturating_sub(1));
+                        Err(invalid("draft_tokens", drafts, must))
+                    }
+                    None => Ok(total),
+                }
             }
         }
     }
@@ -77,10 +111,13 @@ impl Sequences {
         let mut result = Ok(());
         for (i, id) in self.growing_tables_of(sequences).enumerate() {
             let (sequence, count) = (id.sequence, counts.at(i % sequences.len()));
+            let drafts = if self.groups.has_states() { counts.drafts_at(i % sequences.len()) } else { 0 };
             let row = if id.group == 0 { self.rows.next_in_batch(sequence) } else { Ok(self.rows.at_mut(sequence)) };
             match row {
-                Ok(row) if fits(row.len, count, lookahead, row.writable) => held = held.max(row.first.table.len()),
-                Ok(_) => match self.need(view, id, count, lookahead, &mut shared) {
+                Ok(row) if drafts == 0 && fits(row.len, count, lookahead, row.writable) => {
+                    held = held.max(row.first.table.len());
+                }
+                Ok(_) => match self.need(view, id, (count, drafts), lookahead, &mut shared) {
                     Ok(need) => {
                         new += need.blocks;
                         freed += self.freed(view, id, need);
@@ -88,6 +125,9 @@ impl Sequences {
                     }
                     Err(error) => result = Err(error),
                 },
+                Err(error @ Error::RepeatedSequence { .. }) => {
+                    result = self.refuse_earlier(view, &sequences[..i], counts, lookahead).and(Err(error));
+                }
                 Err(error) => result = Err(error),
             }
             if result.is_err() {
@@ -100,6 +140,21 @@ impl Sequences {
         // has room.
         let held = if new == 0 || self.groups.has_nulls() { 0 } else { held };
         Ok(Request { least: new + held, ..Request::device((new + copies?).saturating_sub(freed)) })
+    }
+
+    /// The first error of sequences that come before a repeated one: it takes precedence, in whichever group it is.
+    #[cold]
+    fn refuse_earlier(
+        &self,
+        view: View<'_>,
+        sequences: &[SequenceId],
+        counts: Counts<'_>,
+        lookahead: u32,
+    ) -> Result<()> {
+        self.growing_tables_of(sequences).enumerate().try_for_each(|(i, id)| {
+            let count = (counts.at(i % sequences.len()), counts.drafts_at(i % sequences.len()));
+            self.need(view, id, count, lookahead, &mut Vec::new()).map(drop)
+        })
     }
 
     pub(crate) fn can_append(
@@ -141,8 +196,12 @@ impl Sequences {
         // Two passes, since nearly all rows of a decode step take no block: the first needs no look at the pool, and
         // the second takes the blocks of all others at once.
         let mut work = std::mem::take(&mut self.work);
-        let pass = if batch.tables.is_some() { pass::<true> } else { pass::<false> };
-        let passed = pass(&mut self.rows, self.groups.growing().len(), step.transfers.open(), &mut batch, &mut work);
+        let passed = if self.groups.has_states() && matches!(batch.counts, Counts::Drafted { .. }) {
+            defer_all(&mut self.rows, &batch, &mut work)
+        } else {
+            let pass = if batch.tables.is_some() { pass::<true> } else { pass::<false> };
+            pass(&mut self.rows, self.groups.growing().len(), step.transfers.open(), &mut batch, &mut work)
+        };
         let result = if passed.rows < batch.sequences.len() {
             // An error in an earlier row takes precedence, as if the rows were served one after the other.
             let repeated = Error::RepeatedSequence { sequence: batch.sequences[passed.rows] };
@@ -168,6 +227,9 @@ impl Sequences {
             let copies = if blocks.is_empty() { 0 } else { copies(step.view(), &mut blocks)? };
             step.view().require(Request::device((new + copies).saturating_sub(work.freed)), Vec::new)?;
             // From here on nothing fails: every check is above, so the call succeeds whole or changes nothing.
+            if self.groups.has_states() {
+                work.slow.iter().for_each(|slow| self.drop_drafts(step, batch.sequences[slow.index]));
+            }
             if self.groups.has_nulls() {
                 for (Slow { index, .. }, id, _) in work.slow_tables(batch.sequences, self.groups.num_growing()) {
                     let row = self.rows.at(id.sequence);
@@ -176,7 +238,7 @@ impl Sequences {
                         self.leave_window(step, id, row.len);
                     }
                     if self.is_recurrent(id) {
-                        self.pass(step, id, batch.counts.at(index));
+                        self.pass(step, id, batch.counts.at(index) - batch.counts.drafts_at(index));
                     }
                 }
             }
@@ -208,17 +270,17 @@ impl Sequences {
                     *ends = count == 1 && batch.lookahead == 0 && ends_block(row, self.block_size);
                 }
                 let need = if *ends {
-                    Need { blocks: 1, entries: 1 }
+                    Need { blocks: 1, entries: 1, skipped: 0 }
                 } else {
-                    self.need(view, id, count, batch.lookahead, shared)?
+                    self.need(view, id, (count, batch.counts.drafts_at(index)), batch.lookahead, shared)?
                 };
                 // All growing tables of a row have the same length.
                 if let (Some(tables), 0) = (&batch.tables, group) {
-                    tables.require_width(sequence, self.rows.at(sequence).first.table.len() + need.entries)?;
+                    tables.require_width(sequence, self.entries(id).len() + need.entries)?;
                 }
                 new += need.blocks;
                 freed += self.freed(view, id, need);
-                passed += need.entries - need.blocks;
+                passed += need.skipped;
             }
         }
         if passed > 0 {
@@ -258,7 +320,7 @@ impl Sequences {
         let tokens = batch.slots.len() / usize::from(groups);
         for (Slow { index, at }, id, ends) in work.slow_tables(batch.sequences, groups) {
             let group = usize::from(id.group);
-            let count = batch.counts.at(index);
+            let (count, drafts) = (batch.counts.at(index), batch.counts.drafts_at(index));
             let slots = &mut batch.slots[group * tokens + at..][..count as usize];
             let before = self.rows.table(id).table.len();
             match (slots, fresh.as_slice()) {
@@ -267,13 +329,17 @@ impl Sequences {
                     let len = self.rows.at(id.sequence).len;
                     *slot = next_block(self.rows.table_mut(id), *block, size, len);
                 }
-                (slots, _) => self.grow(step, id, count, batch.lookahead, slots, &mut fresh),
+                (slots, _) => self.grow(step, id, (count, drafts), batch.lookahead, slots, &mut fresh),
             }
-            self.note_new_blocks(id, self.rows.table(id).table.len() - before);
             if let Some(tables) = &mut batch.tables {
                 let row = self.rows.table_mut(id);
                 row.table.sync(&mut row.synced, tables.row(group, index));
             }
+            if drafts > 0 && self.is_recurrent(id) {
+                let slots = &mut batch.slots[group * tokens + at..][..count as usize];
+                self.add_draft_states(step, id, drafts, slots, &mut fresh);
+            }
+            self.note_new_blocks(id, self.rows.table(id).table.len() - before);
         }
         for (&Slow { index, .. }, &ends) in work.slow.iter().zip(&work.ended) {
             let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
@@ -281,7 +347,7 @@ impl Sequences {
                 self.note_begun(sequence, 0, 1);
                 begin_block(self.rows.at_mut(sequence), size, open);
             } else {
-                self.advance(step, sequence, count);
+                self.advance(step, sequence, (count, batch.counts.drafts_at(index)));
             }
         }
     }
@@ -309,13 +375,21 @@ impl Sequences {
     }
 
     /// New blocks that one table needs; shared blocks that it would write are appended to `shared`.
-    fn need(&self, view: View<'_>, id: TableId, count: u32, lookahead: u32, shared: &mut Vec<BlockId>) -> Result<Need> {
-        let (sequence, row, table) = (id.sequence, self.rows.at(id.sequence), &self.rows.table(id).table);
+    fn need(
+        &self,
+        view: View<'_>,
+        id: TableId,
+        (count, drafts): (u32, u32),
+        lookahead: u32,
+        shared: &mut Vec<BlockId>,
+    ) -> Result<Need> {
+        let (sequence, row, table) = (id.sequence, self.rows.at(id.sequence), self.entries(id));
         refuse_lost(sequence, row)?;
         require_tier(sequence, row, Tier::Device)?;
         self.refuse_loading(sequence, row, view)?;
-        let end = end_of(row, count, lookahead)?;
-        let (passed, unwritten) = (self.passed_over(id, count), row.written == view.transfers.open());
+        self.refuse_unwritten_drafts(view, sequence)?;
+        let (end, certain) = (end_of(row, count, lookahead)?, count - drafts);
+        let (passed, unwritten) = (self.passed_over(id, certain), row.written == view.transfers.open());
         for i in self.written_blocks(row.len, table, count, lookahead) {
             if !view.tiers.device().block(table[i]).is_exclusive() {
                 // The copy would read the block before this step has written the row's earlier tokens to it.
@@ -332,11 +406,11 @@ impl Sequences {
         }
         let held = table.len();
         let entries = blocks_for(end, self.block_size).saturating_sub(held);
-        let skipped = self.groups.get(id.group).skipped(row.len, count, held, self.block_size);
+        let skipped = self.groups.get(id.group).skipped(row.len, certain, held, self.block_size);
         if skipped > 0 {
             self.require_nulls(view, std::iter::once(skipped))?;
         }
-        Ok(Need { blocks: entries - skipped, entries })
+        Ok(Need { blocks: entries - skipped + self.draft_states(id, count, drafts), entries, skipped })
     }
 
     /// Blocks that become available once a row that takes new ones leaves behind what no new token needs.
@@ -349,12 +423,13 @@ impl Sequences {
         let end = self.groups.get(id.group).needs(row.len, self.block_size).start.min(own.table.len());
         let left = own.null_prefix as usize..end;
         let blocks = if is_left { own.table.get(left).unwrap_or_default() } else { &[] };
+        let blocks = blocks.iter().chain(self.states_behind(id));
         let device = view.tiers.device();
         let is_freed = |&&block: &&BlockId| {
             let now = device.block(block);
             !self.is_null(block) && now.refs() == 1 && !now.is_leased() && !device.is_beyond(block)
         };
-        blocks.iter().filter(is_freed).count()
+        blocks.filter(is_freed).count()
     }
 
     /// Whether another sequence shares the block for the state after a row's last token, and appending `count` tokens
@@ -385,7 +460,7 @@ impl Sequences {
         &mut self,
         step: &mut OpenStep<'_>,
         id: TableId,
-        count: u32,
+        (count, drafts): (u32, u32),
         lookahead: u32,
         slots: &mut [i64],
         fresh: &mut std::slice::Iter<'_, BlockId>,
@@ -406,7 +481,7 @@ impl Sequences {
         let wanted = blocks_for(end, self.block_size).saturating_sub(blocks);
         let size = self.block_size;
         if wanted > 0 {
-            let skipped = self.groups.get(id.group).skipped(len, count, blocks, size);
+            let skipped = self.groups.get(id.group).skipped(len, count - drafts, blocks, size);
             if skipped > 0 {
                 self.skip(step, id, skipped);
             }
@@ -425,7 +500,7 @@ impl Sequences {
     }
 
     /// Adds tokens to a row whose tables have grown.
-    fn advance(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, count: u32) {
+    fn advance(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, (count, drafts): (u32, u32)) {
         let (open, size) = (step.transfers.open(), self.block_size);
         self.note_begun(sequence, self.rows.at(sequence).len, count);
         let row = self.rows.at_mut(sequence);
@@ -438,7 +513,11 @@ impl Sequences {
         row.moving &= count == 0;
         row.writable = 0;
         let (index, moving) = (row.len / size, row.moving);
-        if count > 0 && !moving && self.writes_own(step, sequence, index) {
+        if self.groups.has_states() {
+            self.drafts.set(sequence, drafts);
+        }
+        // The next append has to free the states of drafts first.
+        if count > 0 && !moving && self.num_drafts(sequence) == 0 && self.writes_own(step, sequence, index) {
             for id in self.growing_tables_of(&[sequence]) {
                 let table = self.rows.table_mut(id);
                 let block = i64::from(table.table[index as usize].0);
@@ -494,6 +573,8 @@ struct Need {
     blocks: usize,
     /// Its entries, which may have null blocks.
     entries: usize,
+    /// Those that have.
+    skipped: usize,
 }
 
 /// Records that the open step writes a block, and unlinks its copy in another tier, which it may have after a

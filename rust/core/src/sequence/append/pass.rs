@@ -82,6 +82,24 @@ pub(in crate::sequence) fn pass<const TABLES: bool>(
     }
 }
 
+/// The first pass of a batch with draft tokens, whose states take blocks: defers all rows.
+#[inline(never)]
+pub(in crate::sequence) fn defer_all(rows: &mut SequenceRows, batch: &Batch<'_>, work: &mut Work) -> Passed {
+    let (Entries { rows, epoch, .. }, mut at) = (rows.entries(), 0);
+    work.slow.clear();
+    for (index, &sequence) in batch.sequences.iter().enumerate() {
+        if let Some(row) = rows.get_mut(sequence.row() as usize).filter(|row| row.id == sequence) {
+            if row.stamp == epoch {
+                return Passed { rows: index, before: NEVER };
+            }
+            row.stamp = epoch;
+        }
+        work.slow.push(Slow { index, at });
+        at += batch.counts.at(index) as usize;
+    }
+    Passed { rows: batch.sequences.len(), before: NEVER }
+}
+
 /// The first pass in progress.
 struct First<'a> {
     entries: Entries<'a>,

@@ -57,6 +57,11 @@ impl BlockTable {
         add(&mut self.blocks)
     }
 
+    /// The blocks, to add, change or remove those behind the entries, which no copy of the table shows.
+    pub(crate) fn behind(&mut self) -> &mut Vec<BlockId> {
+        &mut self.blocks
+    }
+
     /// Replaces an entry.
     pub(crate) fn replace(&mut self, index: usize, block: BlockId) {
         self.blocks[index] = block;
