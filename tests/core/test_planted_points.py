@@ -154,6 +154,24 @@ FAULTS = {
         "all[at]",
         "all[all.len() - 1 - at]",
     ),
+    "a drafter's block is found before another token": (
+        "sequence/table/mod.rs",
+        "self.keys[at].before(next)",
+        "next",
+        "0",
+    ),
+    "a drafter's block is published before its next token": (
+        "group.rs",
+        "tokens.saturating_sub(self.ahead) / block_size",
+        "self.ahead",
+        "0",
+    ),
+    "a drafter writes into a block that others have": (
+        "group.rs",
+        "{ len.saturating_sub(self.ahead) } else { len }",
+        "len.saturating_sub(self.ahead)",
+        "len",
+    ),
 }
 
 

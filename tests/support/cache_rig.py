@@ -41,8 +41,14 @@ GROUPS = {
     "window": (CacheGroup.sliding_window(5),),
     "state": (CacheGroup.recurrent(),),
     "full window": (CacheGroup.full_attention(), CacheGroup.sliding_window(6)),
+    "full drafter": (CacheGroup.full_attention(), CacheGroup.drafter()),
     "full state": (CacheGroup.full_attention(), CacheGroup.recurrent()),
-    "all": (CacheGroup.sliding_window(3), CacheGroup.recurrent(), CacheGroup.full_attention()),
+    "all": (
+        CacheGroup.sliding_window(3),
+        CacheGroup.recurrent(),
+        CacheGroup.drafter(),
+        CacheGroup.full_attention(),
+    ),
 }
 
 Cells = NDArray[np.int64]
@@ -184,6 +190,7 @@ class Tracked:
         written: number of tokens whose keys and values have been computed.
         noted: number of leading tokens whose ids the manager knows.
         rest: prompt tokens that have no slots yet.
+        found: number of its tokens when it began with cached ones: a drafter's entry before them is right.
     """
 
     handle: int
@@ -197,6 +204,7 @@ class Tracked:
     rest: list[int] = field(default_factory=list)
     drafts: int = 0
     lost: bool = False
+    found: int = 0
 
     def add(self, tokens: list[int]) -> None:
         value = self.values[-1] if self.values else self.seed
@@ -209,6 +217,13 @@ class Tracked:
     def cut(self, length: int) -> None:
         del self.tokens[length:], self.values[length:]
         self.written, self.noted = min(self.written, length), min(self.noted, length)
+
+    def entries(self, kind: str) -> list[int]:
+        """What the layers of a group have of each token; a drafter's also depend on the next one."""
+        if kind != "drafter":
+            return self.values
+        following = [*self.values[1:], 0]
+        return [(value * 31 + after) & MASK for value, after in zip(self.values, following, strict=True)]
 
     def child(self, handle: int, length: int | None = None) -> Tracked:
         text = (self.extras, list(self.tokens), list(self.values))

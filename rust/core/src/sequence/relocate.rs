@@ -308,7 +308,7 @@ impl Sequences {
         targets: &mut std::slice::Iter<'_, BlockId>,
         partial: &mut Vec<BlockId>,
     ) {
-        let full = (self.rows.len_of(id) / self.block_size) as usize;
+        let full = self.groups.whole(self.rows.len_of(id), self.block_size) as usize;
         let mut table = self.take_filled(step, id, route.from);
         for (i, block) in table.iter_mut().enumerate() {
             let source = *block;

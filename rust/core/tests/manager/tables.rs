@@ -1,7 +1,7 @@
 //! Rules for truncation and for block tables that are kept from append to append.
 
 use super::{BLOCK, World};
-use blockyard_core::{Error, SequenceId, TableId, TableRows, Tier};
+use blockyard_core::{Error, Group, SequenceId, TableId, TableRows, Tier};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -109,12 +109,19 @@ impl World {
         for (i, sequence) in sequences.iter().enumerate() {
             let next = self.next_ids(*sequence, tokens);
             let content = self.content(*sequence, &next, known);
+            let first = self.truth[sequence].len() as u32;
+            let truth = self.truth.get_mut(sequence).unwrap();
+            truth.extend(content);
+            let truth = truth.clone();
             let groups = self.growing().zip(slots.chunks_exact((sequences.len() * tokens as usize).max(1)));
             for (group, slots) in groups {
                 let at = i * tokens as usize;
-                self.place(group, &slots[at..at + tokens as usize], &content);
+                self.place(group, &slots[at..at + tokens as usize], &truth, first);
+                if group.1 == Group::Drafter && first > 0 && tokens > 0 {
+                    let before = self.slots(*sequence, group.0, first - 1..first);
+                    self.place(group, &before, &truth, first - 1);
+                }
             }
-            self.truth.get_mut(sequence).unwrap().extend(content);
         }
     }
 
