@@ -257,6 +257,9 @@ def test_an_image_after_a_drafters_block_is_not_another_one() -> None:
     computed(manager, prompt, extras=cat)
     found = [manager.prefix.lookup(manager.prefix.hash(prompt, extras=extras)).tokens for extras in (cat, dog, ())]
     assert found == [8, 4, 4]
+    manager = drafting(block_size=1)
+    sequence = computed(manager, [9, 0, 0, 0], extras=[(1, 1, b"cat")])
+    assert len(set(manager.block_table(sequence).tolist())) == 4, "two blocks have the same key"
 
 
 def test_a_drafters_block_is_published_once_the_token_after_it_is_computed() -> None:

@@ -120,8 +120,8 @@ FAULTS = {
     ),
     "a point is made before its last token": (
         "sequence/points.rs",
-        "let end = (computed / self.block_size)",
-        "computed / self.block_size",
+        "let end = self.groups.whole(computed, self.block_size).min(u32",
+        "self.groups.whole(computed, self.block_size)",
         "computed.div_ceil(self.block_size)",
     ),
     "a point is used at another position": (

@@ -223,11 +223,11 @@ class Tracked:
         if kind != "drafter":
             return self.values
         following = [*self.values[1:], 0]
-        return [(value * 31 + after) & MASK for value, after in zip(self.values, following, strict=True)]
+        return [(value * 31 + after) & MASK for value, after in zip(self.values, following, strict=False)]
 
     def child(self, handle: int, length: int | None = None) -> Tracked:
         text = (self.extras, list(self.tokens), list(self.values))
-        made = Tracked(handle, self.salt, self.seed, *text, self.written, self.noted)
+        made = Tracked(handle, self.salt, self.seed, *text, self.written, self.noted, found=self.found)
         if length is not None:
             made.cut(length)
         return made

@@ -124,8 +124,10 @@ impl Sequences {
             let held = blocks_for(u64::from(row.len), self.block_size);
             let entries = blocks_for(end_of(row, 1, lookahead)?, self.block_size) - held;
             new += entries - self.groups.get(id.group).skipped(row.len, 1, held, self.block_size);
-            if row.len % self.block_size != 0 {
-                partial.extend(self.rows.table(id).table.get(held - 1).filter(|&&block| !self.is_null(block)));
+            // If the tokens are first written to a block that there is, it may have to be copied.
+            let first = (self.groups.first_written(row.len, id.group) / self.block_size) as usize;
+            if first < held {
+                partial.extend(self.rows.table(id).table.get(first).filter(|&&block| !self.is_null(block)));
             }
         }
         partial.sort_unstable();

@@ -6,7 +6,7 @@ use super::extras::Extras;
 use crate::error::fault;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::hash::{Chain, Key};
+use crate::hash::{Chain, Key, RESERVED_TOKEN};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::memory;
 use std::ops::Deref;
@@ -305,7 +305,8 @@ impl RowKeys {
         // An image has the same ids as another one.
         let frames = self.extras.frames((at + 1) * block_size as usize, 1);
         let key = match self.chain_at(at, block_size) {
-            Some(mut chain) if !frames.is_empty() => chain.framed_block(frames, &[next]),
+            // With blocks of one token, this is also the next block's key, which no token makes of this one.
+            Some(mut chain) if !frames.is_empty() => chain.framed_block(frames, &[next]).before(RESERVED_TOKEN),
             _ => self.keys[at].before(next),
         };
         self.ahead.push(key);
