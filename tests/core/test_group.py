@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from prompts import allocate_prompts
 
-from blockyard import AllocStatus, BlockManager, CacheGroup
+from blockyard import AllocStatus, BlockManager, CacheGroup, PrefixCaching
 from blockyard.errors import InvalidArgumentError, UnknownSequenceError
 
 FULL = CacheGroup.full_attention()
@@ -223,3 +223,82 @@ def test_a_group_says_what_it_is() -> None:
     assert len({window, CacheGroup.sliding_window(9), FULL}) == 2
     assert BlockManager(block_size=4, device_blocks=8, groups=[FULL, window]).pool().groups == (FULL, window)
     assert window.peak_blocks(1000, block_size=4, chunk_tokens=1) == 9 // 4 + 2
+
+
+DRAFTER = CacheGroup.drafter()
+
+
+def drafting(**more: object) -> BlockManager:
+    sizes = {"block_size": 4, "device_blocks": 64, "watermark": 0.0, "groups": [FULL, DRAFTER], "prefix_caching": True}
+    return BlockManager(**(sizes | more))
+
+
+def computed(manager: BlockManager, prompt: list[int], **more: object) -> int:
+    sequence = manager.allocate(prompt, **more)
+    settle(manager)
+    manager.mark_computed(sequence)
+    return int(sequence)
+
+
+def test_a_drafters_block_is_found_only_before_the_same_token() -> None:
+    manager, prompt = drafting(), list(range(13))
+    computed(manager, prompt)
+    found = {next_token: manager.prefix.lookup([*prompt[:8], next_token]).tokens for next_token in (8, 9)}
+    assert found == {8: 8, 9: 4}
+    assert manager.prefix.lookup(prompt).tokens == 12
+    computed(manager, [*prompt[:8], 9])
+    assert manager.prefix.lookup([*prompt[:8], 9]).tokens == 8
+    manager.check()
+
+
+def test_an_image_after_a_drafters_block_is_not_another_one() -> None:
+    manager, prompt = drafting(), [*range(8), 99, 99]
+    cat, dog = [(8, 2, b"cat")], [(8, 2, b"dog")]
+    computed(manager, prompt, extras=cat)
+    found = [manager.prefix.lookup(manager.prefix.hash(prompt, extras=extras)).tokens for extras in (cat, dog, ())]
+    assert found == [8, 4, 4]
+    manager = drafting(block_size=1)
+    sequence = computed(manager, [9, 0, 0, 0], extras=[(1, 1, b"cat")])
+    assert len(set(manager.block_table(sequence).tolist())) == 4, "two blocks have the same key"
+
+
+def test_a_drafters_block_is_published_once_the_token_after_it_is_computed() -> None:
+    manager, prompt = drafting(), list(range(8))
+    sequence = computed(manager, prompt)
+    assert manager.prefix.lookup([*prompt, 8]).tokens == 4
+    manager.append([sequence], token_ids=[8])
+    settle(manager)
+    manager.mark_computed(sequence)
+    assert manager.prefix.lookup([*prompt, 8]).tokens == 8
+
+
+def test_forks_and_rejected_drafts_write_a_drafters_entry_before_their_tokens_in_blocks_of_their_own() -> None:
+    manager = drafting()
+    first = computed(manager, list(range(8)))
+    child = manager.fork(first)
+    manager.append([first, child], token_ids=[8, 9])
+    assert len(manager.take_decision().blocks_to_copy) == 2  # the last writes in place
+    for group in range(2):
+        tables = [manager.block_table(sequence, group) for sequence in (first, child)]
+        assert tables[0][0] == tables[1][0]
+        assert tables[0][1] != tables[1][1]
+    manager.check()
+    manager = drafting()
+    sequence = computed(manager, list(range(9)))
+    manager.truncate(sequence, 8)
+    manager.append([sequence], token_ids=[9])
+    settle(manager)
+    manager.mark_computed(sequence)
+    assert [manager.prefix.lookup([*range(8), token]).tokens for token in (8, 9)] == [8, 8]
+
+
+def test_a_prefix_is_not_forked_before_another_token() -> None:
+    manager = drafting()
+    sequence = computed(manager, list(range(9)))
+    with pytest.raises(InvalidArgumentError, match="shared_tokens is 8, must be 0 with a drafter's group"):
+        manager.fork(sequence, shared_tokens=8, num_tokens=9)
+    for groups in ([DRAFTER], [FULL, DRAFTER]):
+        with pytest.raises(InvalidArgumentError, match="drafter"):
+            drafting(groups=groups, host_blocks=8, prefix_caching=PrefixCaching(host=True))
+    assert (DRAFTER.kind, DRAFTER.window, repr(DRAFTER)) == ("drafter", None, "CacheGroup.drafter()")
+    assert DRAFTER != FULL

@@ -120,8 +120,8 @@ FAULTS = {
     ),
     "a point is made before its last token": (
         "sequence/points.rs",
-        "let end = (computed / self.block_size)",
-        "computed / self.block_size",
+        "let end = self.groups.whole(computed, self.block_size).min(u32",
+        "self.groups.whole(computed, self.block_size)",
         "computed.div_ceil(self.block_size)",
     ),
     "a point is used at another position": (
@@ -189,6 +189,24 @@ FAULTS = {
         "if step.tiers.device().block(block).is_exclusive() {\n                write_in_place",
         "step.tiers.device().block(block).is_exclusive()",
         "self.is_recurrent(id) || step.tiers.device().block(block).is_exclusive()",
+    ),
+    "a drafter's block is found before another token": (
+        "sequence/table/mod.rs",
+        "self.keys[at].before(next)",
+        "next",
+        "0",
+    ),
+    "a drafter's block is published before its next token": (
+        "group.rs",
+        "tokens.saturating_sub(self.ahead) / block_size",
+        "self.ahead",
+        "0",
+    ),
+    "a drafter writes into a block that others have": (
+        "group.rs",
+        "{ len.saturating_sub(self.ahead) } else { len }",
+        "len.saturating_sub(self.ahead)",
+        "len",
     ),
 }
 

@@ -20,6 +20,7 @@ _ROOMY = 1 << 16
 
 _kinds = st.one_of(
     st.just(CacheGroup.full_attention()),
+    st.just(CacheGroup.drafter()),
     st.just(CacheGroup.recurrent()),
     st.integers(1, 300).map(CacheGroup.sliding_window),
 )
@@ -40,7 +41,7 @@ class Mix:
     def manager(self, blocks: int) -> BlockManager:
         """Return a manager with so many free blocks."""
         # Windows and states need one block more: the null block.
-        blocks += any(group.kind != "full_attention" for group in self.groups)
+        blocks += any(group.kind not in {"full_attention", "drafter"} for group in self.groups)
         return BlockManager(
             block_size=self.block_size,
             device_blocks=blocks,

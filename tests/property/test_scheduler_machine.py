@@ -171,6 +171,7 @@ FULL, STATE = CacheGroup.full_attention(), CacheGroup.recurrent()
 HYBRIDS = {
     "full + window": 2,
     "full + chunks": 2,
+    "full + drafter": 2,
     "full + recurrent": 2,
     "2 full + window": 3,
     "full + 2 windows + recurrent": 4,
@@ -193,6 +194,7 @@ def hybrid(kind: str) -> Callable[[Config], BlockManager]:
         groups = {
             "full + window": [FULL, near],
             "full + chunks": [FULL, CacheGroup.chunked_attention(window)],
+            "full + drafter": [FULL, CacheGroup.drafter()],
             "full + recurrent": [FULL, STATE],
             "2 full + window": [FULL, near, FULL],
             "full + 2 windows + recurrent": [FULL, near, far, STATE],

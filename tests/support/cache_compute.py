@@ -34,7 +34,7 @@ class Compute:
         for index, (sequence, first) in enumerate(zip(self.readers, self.firsts, strict=True)):
             for number, kind, window in rig.groups:
                 self.plan(index, sequence, first, number, kind, window)
-            sequence.written = len(sequence.tokens)
+            sequence.written, sequence.found = len(sequence.tokens), 0
         self.pins = list(rig.pins)
         self.found: list[Any] = []
 
@@ -63,16 +63,17 @@ class Compute:
                 self.write_slots.append(slots)
                 self.write_values.append(sequence.values[kept:])
             return
+        entries, is_drafter = sequence.entries(kind), kind == "drafter"
         if first < end:
-            at = np.arange(first, end)
+            at = np.arange(first - (is_drafter and first > 0 and first != sequence.found), end)
             slots = table[at // size] * size + at % size
-            assert kind == "full_attention" or (slots >= size).all(), "a token would be written to the null block"
+            assert window is None or (slots >= size).all(), "a token would be written to the null block"
             self.write_slots.append(slots)
-            self.write_values.append(sequence.values[first:end])
+            self.write_values.append(entries[at[0] : end])
         begin = 0 if window is None else max(0, first + 1 - window)
-        at = np.arange(begin, end)
+        at = np.arange(begin, max(begin, end - is_drafter))  # the next step writes a drafter's last entry
         self.slots.append(table[at // size] * size + at % size)
-        self.expected.append(np.array(sequence.values[begin:end], np.int64))
+        self.expected.append(np.array(entries[begin : begin + len(at)], np.int64))
         self.owners.append((index, begin))
         if sequence.drafts:
             at = np.arange(end, min(end + sequence.drafts, len(table) * size))

@@ -111,7 +111,7 @@ class Machine(World):
         sequence = Tracked(int(made), salt, self.seed_of(salt, rig), extras)
         sequence.add(prompt[:length])
         sequence.rest, sequence.noted = prompt[length:], length
-        sequence.written = made.cached_tokens
+        sequence.written = sequence.found = made.cached_tokens
         self.counts["hits"] += made.cached_tokens
         rig.prompts, rig.hits = rig.prompts + 1, rig.hits + made.cached_tokens
         rig.sequences.append(sequence)

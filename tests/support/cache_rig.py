@@ -41,8 +41,14 @@ GROUPS = {
     "window": (CacheGroup.sliding_window(5),),
     "state": (CacheGroup.recurrent(),),
     "full window": (CacheGroup.full_attention(), CacheGroup.sliding_window(6)),
+    "full drafter": (CacheGroup.full_attention(), CacheGroup.drafter()),
     "full state": (CacheGroup.full_attention(), CacheGroup.recurrent()),
-    "all": (CacheGroup.sliding_window(3), CacheGroup.recurrent(), CacheGroup.full_attention()),
+    "all": (
+        CacheGroup.sliding_window(3),
+        CacheGroup.recurrent(),
+        CacheGroup.drafter(),
+        CacheGroup.full_attention(),
+    ),
 }
 
 Cells = NDArray[np.int64]
@@ -186,6 +192,7 @@ class Tracked:
         rest: prompt tokens that have no slots yet.
         drafts: lookahead slots of the last append.
         drafted: number of its last tokens, which may be rejected.
+        found: number of its tokens when it began with cached ones: a drafter's entry before them is right.
     """
 
     handle: int
@@ -200,6 +207,7 @@ class Tracked:
     drafts: int = 0
     drafted: int = 0
     lost: bool = False
+    found: int = 0
 
     def add(self, tokens: list[int]) -> None:
         value = self.values[-1] if self.values else self.seed
@@ -213,9 +221,16 @@ class Tracked:
         del self.tokens[length:], self.values[length:]
         self.written, self.noted = min(self.written, length), min(self.noted, length)
 
+    def entries(self, kind: str) -> list[int]:
+        """What the layers of a group have of each token; a drafter's also depend on the next one."""
+        if kind != "drafter":
+            return self.values
+        following = [*self.values[1:], 0]
+        return [(value * 31 + after) & MASK for value, after in zip(self.values, following, strict=False)]
+
     def child(self, handle: int, length: int | None = None) -> Tracked:
         text = (self.extras, list(self.tokens), list(self.values))
-        made = Tracked(handle, self.salt, self.seed, *text, self.written, self.noted)
+        made = Tracked(handle, self.salt, self.seed, *text, self.written, self.noted, found=self.found)
         if length is not None:
             made.cut(length)
         return made

@@ -404,7 +404,7 @@ class World:
         manager = rig.manager
         leased = manager.stats().leased_blocks
         assert not any(leased.values()), f"leases are left behind: {leased}"
-        null = int(self.config.slides)
+        null = int(any(kind not in {"full_attention", "drafter"} for _, kind, _ in rig.groups))
         free = {tier: manager.pool(tier).num_free for tier in TIERS}
         there = {tier: manager.pool(tier).num_blocks for tier in TIERS}
         wanted = {tier: max(0, blocks - null) for tier, blocks in there.items()}

@@ -39,6 +39,10 @@ class Hybrid:
             self.states_read = (step.decision.ticket, earlier)
         texts: dict[int, list[int]] = {}
         for number, group in enumerate(groups):
+            if group.kind == "drafter":
+                for row in live:
+                    self.draft(step, row, tables[number, row], texts[row])
+                continue
             if group.kind == "recurrent":
                 found = {row: self.states_read[1][number][row] + new[row] for row in live}
                 for row, (first, end) in enumerate(pairwise(step.query_start_loc.tolist())):
@@ -59,6 +63,20 @@ class Hybrid:
             draw_token(texts[draw.row][: draw.position], draw.sequence) if draw.row in texts else 0
             for draw in step.draws()
         ]
+
+    def draft(self: Any, step: Step, row: int, table: NDArray[np.int32], text: list[int]) -> None:
+        """Write and read as a drafter: each entry depends on the next token, and the last waits for it."""
+        device, size = self.memory.tiers["device"], self.manager.block_size
+        self.begun = getattr(self, "begun", set())
+        first, handle, at = int(step.start[row]), int(step.handles[row]), np.arange(len(text))
+        has_begun = row < step.decodes or handle in self.begun
+        entries = np.array(text, np.int64) * 1_000_003 + [*text[1:], 0]
+        # The entry before the tokens of this step is right if it was found, and else written with them.
+        new = at[first - (first > 0 and has_begun) :]
+        device[table[new // size], new % size] = entries[new]
+        found = device[table[at // size], at % size]
+        assert (found == entries)[:-1].all(), f"row {row} reads a drafter's entry before another token"
+        self.begun.add(handle)
 
     @property
     def recurrent(self: Any) -> list[int]:

@@ -55,6 +55,7 @@ class ScheduledMachine(Machine):
         if rig.scrapes is not None:
             rig.scrapes = Scrapes(rig.cache, self.scheduler)
         self.models: dict[tuple[str, int], Tracked] = {}
+        self.begun: set[int] = set()  # handles of sequences that have computed something
         self.requests: dict[str, Request] = {}
         self.taken: dict[str, int] = {}  # tokens of first sequences that the scheduler certainly has
         self.number = self.tokens = self.drafts = self.refusals = 0
@@ -211,7 +212,7 @@ class ScheduledMachine(Machine):
                 if kind == "recurrent"
             }
             for number, kind, _ in rig.groups:
-                if kind != "recurrent":
+                if kind not in {"recurrent", "drafter"}:
                     cells[:, slots[number]] = cells_of(np.array(written, np.int64), layer)
             for row, (first, end) in enumerate(zip(starts, ends, strict=True)):
                 for number, kind, window in rig.groups:
@@ -222,15 +223,20 @@ class ScheduledMachine(Machine):
                         places = slots[number, step.query_start_loc[row] + kept - first] // size * size
                         assert places.all(), "a state would be written to the null block"
                         cells[:, places] = cells_of(np.array(texts[row].values, np.int64)[kept], layer)
-                    else:
-                        at = np.arange(begin_of(kind, window, first), end)
-                        found[row].append(cells[:, tables[number, row, at // size] * size + at % size])
+                        continue
+                    if kind == "drafter":  # it writes the entry before its tokens, too, unless that was found
+                        at = np.arange(first - (first > 0 and (row < step.decodes or int(step.handles[row]) in self.begun)), end)
+                        entries = np.array(texts[row].entries(kind)[at[0] : end], np.int64)
+                        cells[:, tables[number, row, at // size] * size + at % size] = cells_of(entries, layer)
+                    at = np.arange(begin_of(kind, window, first), end - (kind == "drafter"))
+                    found[row].append(cells[:, tables[number, row, at // size] * size + at % size])
 
         for layer in range(LAYERS):
             if by_layer:
                 step.wait_for_layer(layer)
             rig.streams.compute(lambda layer=layer: run(layer))  # type: ignore[misc]
         rig.streams.fence().synchronize()
+        self.begun |= set(step.handles.tolist())
         return found
 
     def state(self, cells: Cells, table: NDArray[np.int64], length: int) -> Cells:
@@ -264,8 +270,9 @@ class ScheduledMachine(Machine):
             for at, cells in enumerate(found[row]):
                 layer, (number, kind, window) = at // len(groups), groups[at % len(groups)]
                 begin, end = begin_of(kind, window, first), first if kind == "recurrent" else len(values)
+                end -= kind == "drafter"  # the next step writes its last entry
                 self.counts["cells"] += end - begin
-                wanted = cells_of(np.array(values[begin:end], np.int64), layer)
+                wanted = cells_of(np.array(texts[row].entries(kind)[begin:end], np.int64), layer)
                 assert np.array_equal(cells, wanted), (
                     f"request {name}, from token {first}: layer {layer} of group {number} is wrong"
                 )

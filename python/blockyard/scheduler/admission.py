@@ -274,8 +274,8 @@ class Admission:
         """Whether a running sequence still holds everything of its first `tokens` that the next token needs."""
         size = self._manager.block_size
         for number, group in enumerate(self._device.groups):
-            if group.kind == "recurrent":
-                return False  # its state has moved past that token
+            if group.kind in {"recurrent", "drafter"}:
+                return False  # its state has moved past that token; a drafter's entry depends on the next one
             if group.window is not None:
                 first = max(0, tokens + 1 - group.window)
                 first = tokens - tokens % group.window if group.kind == "chunked_attention" else first

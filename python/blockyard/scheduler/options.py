@@ -146,7 +146,7 @@ class BlockNeeds:
         self._manager, self._size, self.max_chunk = manager, manager.block_size, max_num_batched_tokens
         self.groups = len(kinds)
         self.is_full = set(kinds) == {"full_attention"}
-        self.nulls = int(not self.is_full)
+        self.nulls = int(not set(kinds) <= {"full_attention", "drafter"})
         self.has_states = "recurrent" in kinds
         self.keeps_states = self.has_states and manager.prefix.enabled
 

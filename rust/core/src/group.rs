@@ -22,6 +22,10 @@ pub(crate) const MAX_PASSED: usize = 1 << 24;
 pub enum Group {
     /// All of them.
     Full,
+    /// All of them, and for the last of them also the token that follows: the layers of an EAGLE or MTP drafter, which
+    /// compute an entry from a token's hidden state and the next token. A step that adds tokens writes the entry before
+    /// them again.
+    Drafter,
     /// The token itself and the `window - 1` before it; earlier blocks are freed.
     SlidingWindow {
         /// Tokens that one query sees, itself included.
@@ -45,7 +49,7 @@ impl Group {
     #[inline]
     fn unneeded(self, computed: u32, block_size: u32) -> usize {
         let first = match self {
-            Self::Full | Self::CrossAttention => 0,
+            Self::Full | Self::Drafter | Self::CrossAttention => 0,
             Self::SlidingWindow { window } => computed.saturating_add(1).saturating_sub(window),
             Self::Chunked { chunk } => computed - computed % chunk,
             Self::Recurrent => computed.saturating_sub(1),
@@ -93,7 +97,7 @@ impl Group {
         let whole = blocks(u64::from(tokens) + u64::from(lookahead));
         let step = u64::from(chunk.min(tokens)) + u64::from(lookahead);
         match self {
-            Self::Full | Self::CrossAttention => whole,
+            Self::Full | Self::Drafter | Self::CrossAttention => whole,
             Self::SlidingWindow { window } | Self::Chunked { chunk: window } => {
                 whole.min(blocks(u64::from(window) - 1 + step) + 1)
             }
@@ -149,6 +153,8 @@ pub(crate) struct Groups {
     /// The groups that leave blocks behind.
     leaving: Box<[usize]>,
     states: bool,
+    /// Tokens after a block that its bytes depend on, in some group.
+    ahead: u32,
 }
 
 /// How far apart resume points lie at least: a tail takes at most one part in this many of the blocks between two.
@@ -177,7 +183,8 @@ impl Groups {
         let anchor = keeping.first().copied().unwrap_or(0);
         let companions = keeping.into_iter().skip(1).collect();
         let states = groups.contains(&Group::Recurrent);
-        Ok(Self { all: groups.into(), growing, null, anchor, companions, leaving: leaving.into(), states })
+        let (leaving, ahead) = (leaving.into(), u32::from(groups.contains(&Group::Drafter)));
+        Ok(Self { all: groups.into(), growing, null, anchor, companions, leaving, states, ahead })
     }
 
     /// The group whose blocks have the keys that prompts look for.
@@ -250,6 +257,25 @@ impl Groups {
         self.states
     }
 
+    /// Tokens after a block that its bytes depend on: 1 with a drafter, else 0.
+    #[inline]
+    pub(crate) fn ahead(&self) -> u32 {
+        self.ahead
+    }
+
+    /// Leading blocks of `tokens` tokens whose bytes no later token decides.
+    #[inline]
+    pub(crate) fn whole(&self, tokens: u32, block_size: u32) -> u32 {
+        tokens.saturating_sub(self.ahead) / block_size
+    }
+
+    /// The first token whose entry in a group is written when tokens follow the first `len`.
+    #[inline]
+    pub(crate) fn first_written(&self, len: u32, group: u8) -> u32 {
+        // With a drafter, blocks of other groups have a key of the same tokens, and share the fate of its blocks.
+        if self.ahead > 0 && !self.get(group).leaves_nulls() { len.saturating_sub(self.ahead) } else { len }
+    }
+
     /// Group of an encoder's tokens.
     pub(crate) fn cross(&self) -> bool {
         self.growing < self.all.len()
@@ -272,6 +298,17 @@ mod tests {
         assert_eq!((group.unneeded(7, 4), group.unneeded(8, 4), group.unneeded(12, 4)), (0, 1, 2));
         assert_eq!(Group::SlidingWindow { window: 1 }.unneeded(8, 4), 2);
         assert_eq!(Group::Full.unneeded(1000, 4), 0);
+    }
+
+    #[test]
+    fn a_drafters_block_is_whole_once_the_token_after_it_is_there() {
+        let groups = Groups::new(&[Group::Full, Group::Drafter, Group::Recurrent]).unwrap();
+        assert_eq!([0, 4, 5, 8, 9].map(|tokens| groups.whole(tokens, 4)), [0, 0, 1, 1, 2]);
+        // It goes on in the entry before, next to which the other blocks with that key are written, too.
+        assert_eq!([0, 1, 2].map(|group| groups.first_written(8, group)), [7, 7, 8]);
+        assert_eq!((groups.first_written(0, 1), Group::Drafter.needs(9, 4)), (0, 0..3));
+        let without = Groups::new(&[Group::Full]).unwrap();
+        assert_eq!((without.whole(8, 4), without.first_written(8, 0)), (2, 8));
     }
 
     #[test]
@@ -330,7 +367,7 @@ mod tests {
     #[test]
     fn a_sequence_holds_at_most_its_peak_number_of_blocks() {
         let peak = |group: Group, tokens, lookahead, chunk| group.peak_blocks(tokens, lookahead, chunk, 4);
-        for group in [Group::Full, Group::CrossAttention] {
+        for group in [Group::Full, Group::Drafter, Group::CrossAttention] {
             assert_eq!([peak(group, 8, 0, 8), peak(group, 8, 1, 8), peak(group, 9, 7, 2)], [2, 3, 4]);
         }
         let window = Group::SlidingWindow { window: 5 };

@@ -40,6 +40,14 @@ impl Key {
         self
     }
 
+    /// The key of the same block before one of its next tokens; as with groups, no two keys collide.
+    #[inline]
+    pub(crate) fn before(mut self, token: u32) -> Self {
+        self.0[0] ^= token.wrapping_mul(0x85EB_CA6B);
+        self.0[1] ^= token;
+        self
+    }
+
     /// A word of the key, for hash tables; never 0.
     #[inline]
     pub(crate) fn tag(&self) -> u32 {

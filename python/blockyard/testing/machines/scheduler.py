@@ -306,7 +306,8 @@ class SchedulerMachine(RecordingMachine):
     @property
     def nulls(self) -> int:
         """Number of blocks that no sequence can use: the null block of windows and recurrent states."""
-        return int(any(group.kind != "full_attention" for group in self.manager.pool().groups))
+        kinds = {group.kind for group in self.manager.pool().groups}
+        return int(not kinds <= {"full_attention", "drafter"})
 
     def unfinished(self) -> int:
         """Return the number of requests in the scheduler."""

@@ -40,6 +40,17 @@ impl PyCacheGroup {
         Self(Group::Full)
     }
 
+    /// All preceding tokens, and the next one: the layers of an EAGLE or MTP drafter.
+    ///
+    /// A drafter computes its keys and values of a token from that token's hidden state and the next token. So the
+    /// prefix cache finds a block of this model only if the token after it is the same, too, and publishes it once that
+    /// token is computed. A step that appends tokens may write the drafter's entry of the token before them: its block is
+    /// the sequence's own. After a fork or a truncation, write that entry again.
+    #[staticmethod]
+    fn drafter() -> Self {
+        Self(Group::Drafter)
+    }
+
     /// The token itself and the `window - 1` before it; earlier blocks are freed. The prefix cache keeps those of a
     /// window at resume points only.
     #[staticmethod]
@@ -68,11 +79,12 @@ impl PyCacheGroup {
         Self(Group::CrossAttention)
     }
 
-    /// `"full_attention"`, `"sliding_window"`, `"chunked_attention"`, `"recurrent"` or `"cross_attention"`.
+    /// `"full_attention"`, `"drafter"`, `"sliding_window"`, `"chunked_attention"`, `"recurrent"` or `"cross_attention"`.
     #[getter]
     fn kind(&self) -> &'static str {
         match self.0 {
             Group::Full => "full_attention",
+            Group::Drafter => "drafter",
             Group::SlidingWindow { .. } => "sliding_window",
             Group::Chunked { .. } => "chunked_attention",
             Group::Recurrent => "recurrent",

@@ -97,7 +97,8 @@ impl Manager {
         }
         let watermark = Share::new("watermark", watermark, blocks[0])?;
         let mut tiers = Tiers::new(blocks, block_size, prefix_caching, groups.has_nulls(), policies)?;
-        if prefix_caching && (groups.has_nulls() || !groups.companions().is_empty()) {
+        let has_points = groups.has_nulls() || !groups.companions().is_empty() || groups.ahead() > 0;
+        if prefix_caching && has_points {
             tiers.use_points(groups.companions().len(), groups.leaving().is_empty())?;
         }
         Ok(Self {

@@ -24,6 +24,7 @@ impl Manager {
                 [Group::SlidingWindow { window }] => {
                     format!("1 of full attention for a prefix store, not a window of {window}")
                 }
+                [Group::Drafter] => "1 of full attention for a prefix store, not a drafter's".to_owned(),
                 [_] => "1 of full attention for a prefix store, not a recurrent one".to_owned(),
                 _ => "1, of full attention, for a prefix store".to_owned(),
             };

@@ -126,7 +126,7 @@ impl Sequences {
     pub(crate) fn missing_blocks(&self, view: View<'_>, prompt: &Prompt<'_>, most: usize) -> Result<Wanted> {
         let (mut wanted, mut on_host) = (Wanted::default(), Vec::new());
         let keys = self.keys_of(prompt)?;
-        if !self.groups.is_single() || self.groups.has_nulls() {
+        if !self.finds_on_host() {
             return Ok(wanted);
         }
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;

@@ -37,7 +37,8 @@ impl Sequences {
         let size = u64::from(self.block_size);
         for (sequence, row) in self.rows.iter() {
             let full = row.keys.as_ref().map(|keys| keys.keys.len() as u64);
-            if full != (row.known != Row::NOT_FOLLOWED).then_some(u64::from(row.known) / size) {
+            let known = u64::from(self.groups.whole(row.known, self.block_size));
+            if full != (row.known != Row::NOT_FOLLOWED).then_some(known) {
                 return Err(format!(
                     "sequence {sequence}: {} tokens known, keys of {full:?} blocks of {size}",
                     row.known
@@ -123,7 +124,7 @@ impl Sequences {
             return Err(format!("sequence {sequence} has no tokens in block {block}, which is published"));
         }
         let Some(keys) = &row.keys else { return Ok(()) };
-        for (at, (&block, key)) in table.iter().zip(&keys.keys).enumerate() {
+        for (at, (&block, key)) in table.iter().zip(keys.found_by()).enumerate() {
             if pool.key(block).is_some_and(|found| found != key.of_group(number)) {
                 return Err(format!("sequence {sequence} has block {block} at {at}, published under another key"));
             }

@@ -93,6 +93,11 @@ impl Sequences {
             let must = format!("a multiple of {} and at most {}", self.block_size, row.len.min(tokens));
             return Err(invalid("shared_tokens", shared, must));
         }
+        if shared > 0 && self.groups.ahead() > 0 {
+            let must =
+                "0 with a drafter's group, which has an entry of the shared tokens and the token after them".to_owned();
+            return Err(invalid("shared_tokens", shared, must));
+        }
         self.refuse_unwritten_drafts(step.view(), sequence)?;
         let mut wanted = 0;
         for id in self.tables_of(&[sequence]) {
@@ -160,7 +165,8 @@ impl Sequences {
         /// Allocator overhead of a row's allocations, plus a handle.
         const OVERHEAD: usize = 64;
         let keys = self.rows.at(sequence).keys.as_ref();
-        let keys = keys.map_or(0, |keys| size_of::<RowKeys>() + size_of_val(&*keys.keys) + OVERHEAD);
+        let keys = keys
+            .map_or(0, |keys| size_of::<RowKeys>() + size_of_val(&*keys.keys) + size_of_val(&*keys.ahead) + OVERHEAD);
         let (mut bytes, mut nulls) = (keys, 0);
         for GroupTable { table, .. } in self.rows.tables_of(sequence) {
             bytes += size_of_val(&**table) + OVERHEAD;

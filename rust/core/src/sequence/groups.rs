@@ -27,9 +27,9 @@ pub struct Demand {
 }
 
 impl Sequences {
-    /// Whether prompts look for copies on the host: not with several groups or a window.
+    /// Whether prompts look for copies on the host: not with several groups, a window or a drafter.
     pub(crate) fn finds_on_host(&self) -> bool {
-        self.groups.is_single() && !self.groups.has_nulls()
+        self.groups.is_single() && !self.groups.has_nulls() && self.groups.ahead() == 0
     }
 
     pub(crate) fn groups(&self) -> &[Group] {

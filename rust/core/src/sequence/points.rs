@@ -168,7 +168,7 @@ impl Sequences {
         if row.tier != Tier::Device || row.lost || !step.transfers.is_settled(row.ticket) {
             return;
         }
-        let end = (computed / self.block_size).min(u32::try_from(keys.keys.len()).unwrap_or(u32::MAX));
+        let end = self.groups.whole(computed, self.block_size).min(u32::try_from(keys.keys.len()).unwrap_or(u32::MAX));
         if self.groups.keeps_all() {
             self.publish_row(step, sequence, keys, computed);
         }
@@ -192,7 +192,7 @@ impl Sequences {
             return;
         }
         let (group, row) = (id.group, self.rows.table(id));
-        let end = keys.keys.len().min((computed / self.block_size) as usize);
+        let end = keys.keys.len().min(self.groups.whole(computed, self.block_size) as usize);
         let mut at = row.published as usize;
         let (has_new, alone) = (at < end, self.groups.companions().is_empty());
         if has_new {
@@ -233,7 +233,7 @@ impl Sequences {
             return;
         }
         let Some(keys) = row.keys.take() else { return };
-        let at = keys.computed.min(row.len / self.block_size) as usize;
+        let at = keys.computed.min(self.groups.whole(row.len, self.block_size)) as usize;
         let near = at.saturating_sub(self.groups.interval(self.block_size))..at;
         let table = &self.rows.table(Self::member(sequence, self.groups.anchor())).table;
         let points = step.tiers.device().points();
@@ -248,7 +248,8 @@ impl Sequences {
     fn make_point(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, at: usize) {
         let (size, anchor_group) = (self.block_size, self.groups.anchor());
         let anchor_row = Self::member(sequence, anchor_group);
-        let Some((&key, &block)) = keys.keys.get(at - 1).zip(self.rows.table(anchor_row).table.get(at - 1)) else {
+        let Some((&key, &block)) = keys.found_by().get(at - 1).zip(self.rows.table(anchor_row).table.get(at - 1))
+        else {
             return;
         };
         let key = key.of_group(u8::try_from(anchor_group).unwrap_or(u8::MAX));
@@ -372,8 +373,9 @@ impl Sequences {
     /// The identity of a block of a chain.
     pub(super) fn identity(keys: &RowKeys, at: usize, group: u8) -> CachedIdentity {
         let depth = u32::try_from(at).unwrap_or(u32::MAX);
-        let parent = at.checked_sub(1).map_or(0, |before| keys.keys[before].of_group(group).tag());
-        CachedIdentity { key: keys.keys[at].of_group(group), depth, parent, tenant: keys.tenant }
+        let found_by = keys.found_by();
+        let parent = at.checked_sub(1).map_or(0, |before| found_by[before].of_group(group).tag());
+        CachedIdentity { key: found_by[at].of_group(group), depth, parent, tenant: keys.tenant }
     }
 }
 

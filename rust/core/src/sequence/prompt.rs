@@ -105,17 +105,17 @@ fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)
 fn new_keys(prompt: &Prompt<'_>, block_size: u32, keys: Vec<Key>) -> RowKeys {
     let (KeySpec { salt, lora_id }, chain) = (prompt.spec, Chain::new(&prompt.spec, block_size, 0));
     let (extras, surplus) = (Extras::default(), Vec::new());
-    let due = Vec::new();
     RowKeys {
         chain,
         keys,
+        ahead: Vec::new(),
         lora_id,
         salt,
         tenant: 0,
         extras,
         surplus,
         before_last: None,
-        due,
+        due: Vec::new(),
         junction: 0,
         resumed: 0,
         computed: 0,
@@ -442,6 +442,7 @@ impl Sequences {
                 }
             })?),
         };
+        let keys = if self.groups.ahead() > 0 { self.look_ahead(prompt, keys.into_owned()) } else { keys };
         let (hits, run, others) = if alone {
             // Hashing already looked up each block except the last, up to the first missing one.
             let end = if prompt.hashed.is_some() || found.len() + 1 == limit { limit } else { found.len() };
@@ -449,7 +450,7 @@ impl Sequences {
             found.extend(keys.keys[rest].iter().map_while(|key| view.tiers.device().find(key)));
             (found.len(), found.len(), Vec::new())
         } else {
-            let Start { hits, run, mut tables } = self.find_groups(view, &keys.keys[..limit]);
+            let Start { hits, run, mut tables } = self.find_groups(view, &keys.found_by()[..limit]);
             let others = tables.split_off(1);
             found.extend(tables.into_iter().flatten());
             (hits, run, others)
@@ -465,6 +466,13 @@ impl Sequences {
             tail,
             others,
         })
+    }
+
+    /// Keys of a prompt for a drafter.
+    #[cold]
+    fn look_ahead<'a>(&self, prompt: &Prompt<'a>, mut keys: RowKeys) -> Cow<'a, RowKeys> {
+        keys.look_ahead(prompt.tokens, self.block_size);
+        Cow::Owned(keys)
     }
 
     /// Number of tokens in a prompt's sequence once it is opened, if its first `hits` blocks are cached.
@@ -593,8 +601,8 @@ impl Sequences {
             }
             // Forks could give a block's tokens different ids, and a block has one key, so the row is no longer
             // followed.
-            let first = row.known as usize;
-            let blocks = &row.first.table[first / size..(first + now.len()).div_ceil(size)];
+            let first = row.known.saturating_sub(self.groups.ahead()) as usize;
+            let blocks = &row.first.table[first / size..(row.known as usize + now.len()).div_ceil(size)];
             if blocks.iter().any(|&block| view.tiers.pool(row.tier).refs(block) > 1) {
                 row.unfollow();
             } else {

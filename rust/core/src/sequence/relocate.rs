@@ -128,8 +128,10 @@ impl Sequences {
             let drafts = if group == Group::Recurrent { lookahead } else { 0 };
             let entries = blocks_for(end - u64::from(drafts), self.block_size) - held;
             new += entries - group.skipped(row.len, 1, held, self.block_size) + drafts as usize;
-            if row.len % self.block_size != 0 {
-                partial.extend(self.rows.table(id).table.get(held - 1).filter(|&&block| !self.is_null(block)));
+            // If the tokens are first written to a block that there is, it may have to be copied.
+            let first = (self.groups.first_written(row.len, id.group) / self.block_size) as usize;
+            if first < held {
+                partial.extend(self.rows.table(id).table.get(first).filter(|&&block| !self.is_null(block)));
             }
         }
         partial.sort_unstable();
@@ -313,7 +315,7 @@ impl Sequences {
         targets: &mut std::slice::Iter<'_, BlockId>,
         partial: &mut Vec<BlockId>,
     ) {
-        let full = (self.rows.len_of(id) / self.block_size) as usize;
+        let full = self.groups.whole(self.rows.len_of(id), self.block_size) as usize;
         let mut table = self.take_filled(step, id, route.from);
         for (i, block) in table.iter_mut().enumerate() {
             let source = *block;

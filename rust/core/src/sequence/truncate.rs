@@ -29,7 +29,7 @@ impl Sequences {
         let row = self.rows.at_mut(sequence);
         let shortens = tokens < row.len;
         if shortens {
-            cut_keys(row, tokens, self.block_size);
+            cut_keys(row, tokens, self.groups.whole(tokens, self.block_size));
         }
         row.len = tokens;
         row.writable = 0;
@@ -41,9 +41,10 @@ impl Sequences {
 
     fn truncate_table(&mut self, step: &mut OpenStep<'_>, id: TableId, tokens: u32, shortens: bool) {
         let (size, tier) = (self.block_size, self.rows.at(id.sequence).tier);
+        let whole = self.groups.whole(tokens, size);
         let row = self.rows.table_mut(id);
         if shortens {
-            row.published = row.published.min(tokens / size);
+            row.published = row.published.min(whole);
         }
         row.note_cut();
         let cut = row.table.cut(blocks_for(u64::from(tokens), size));
@@ -71,13 +72,13 @@ impl Sequences {
 
 /// Drops the keys of removed tokens. The last full block can be reopened; a row truncated further back is no longer
 /// published.
-fn cut_keys(row: &mut Row, tokens: u32, size: u32) {
+fn cut_keys(row: &mut Row, tokens: u32, whole: u32) {
     let Some(keys) = &mut row.keys else { return };
-    let full = (tokens / size) as usize;
+    let full = whole as usize;
     if full < keys.keys.len() && (full + 1 < keys.keys.len() || !keys.reopen_last()) {
         return row.unfollow();
     }
-    keys.computed = keys.computed.min(tokens / size);
+    keys.computed = keys.computed.min(whole);
     // Tokens after the keys may not have known ids yet.
     row.known = row.known.min(tokens);
 }

@@ -8,16 +8,20 @@ use std::ops::Range;
 const FULL: Group = Group::Full;
 const WINDOW: Group = Group::SlidingWindow { window: 6 };
 const STATE: Group = Group::Recurrent;
+const DRAFTER: Group = Group::Drafter;
 const CHUNKED: Group = Group::Chunked { chunk: 8 };
 
 /// Models with one group that frees blocks while it runs, and with several groups.
-const SINGLE: [&[Group]; 4] = [&[WINDOW], &[Group::SlidingWindow { window: 1 }], &[STATE], &[CHUNKED]];
-const HYBRID: [&[Group]; 9] = [
+const SINGLE: [&[Group]; 5] = [&[WINDOW], &[Group::SlidingWindow { window: 1 }], &[STATE], &[CHUNKED], &[DRAFTER]];
+const HYBRID: [&[Group]; 12] = [
     &[FULL, WINDOW],
     &[FULL, STATE],
     &[WINDOW, STATE, FULL],
     &[FULL, CHUNKED],
     &[FULL, FULL],
+    &[FULL, DRAFTER],
+    &[DRAFTER, STATE, FULL],
+    &[FULL, WINDOW, DRAFTER, FULL],
     &[FULL, WINDOW, FULL, STATE],
     &[
         STATE,
@@ -26,7 +30,7 @@ const HYBRID: [&[Group]; 9] = [
         WINDOW,
         CHUNKED,
         FULL,
-        FULL,
+        DRAFTER,
         Group::Chunked { chunk: 6 },
         WINDOW,
     ],
@@ -49,6 +53,8 @@ pub(crate) fn needed(group: Group, first: u32, len: u32) -> Range<u32> {
         Group::Chunked { chunk } => first - first % chunk..len,
         // The states in between are passed over.
         Group::Recurrent => first.saturating_sub(1)..first.min(len),
+        // The next step writes the last entry.
+        Group::Drafter => 0..len.saturating_sub(1),
         _ => 0..len,
     }
 }
@@ -58,9 +64,15 @@ pub(crate) fn in_group(number: usize, value: u64) -> u64 {
     value ^ (number as u64) << 40
 }
 
+/// What a group has of a token of a sequence: a drafter's entry depends on the next token, too.
+pub(crate) fn entry((number, group): (usize, Group), tokens: &[u64], at: u32) -> u64 {
+    let next = tokens.get(at as usize + 1).filter(|_| group == Group::Drafter);
+    in_group(number, tokens[at as usize]) ^ next.map_or(0, |next| next.rotate_left(17))
+}
+
 /// Whether a group leaves blocks behind.
 pub(crate) fn leaves(group: Group) -> bool {
-    !matches!(group, Group::Full | Group::CrossAttention)
+    !matches!(group, Group::Full | Group::Drafter | Group::CrossAttention)
 }
 
 impl World {
@@ -77,21 +89,23 @@ impl World {
         usize::from(self.groups.iter().any(|group| leaves(*group)) && !self.manager.pool(tier).is_empty())
     }
 
-    /// Records what tokens write. A recurrent group writes one state per step, when the step runs.
-    pub(crate) fn place(&mut self, (number, group): (usize, Group), slots: &[i64], content: &[u64]) {
-        if group != Group::Recurrent {
-            self.pending.extend(slots.iter().copied().zip(content.iter().map(|&value| in_group(number, value))));
+    /// Records what a sequence's tokens from `first` on write. A recurrent group writes one state per step, when the step
+    /// runs.
+    pub(crate) fn place(&mut self, group: (usize, Group), slots: &[i64], tokens: &[u64], first: u32) {
+        if group.1 != Group::Recurrent {
+            let entries = (first..).map(|at| entry(group, tokens, at));
+            self.pending.extend(slots.iter().copied().zip(entries));
         }
     }
 
     /// Writes the tokens of a new sequence from `first` on in all groups, including its encoder's.
     pub(crate) fn write(&mut self, sequence: SequenceId, first: u32) {
-        let tokens = self.truth[&sequence][first as usize..].to_vec();
+        let tokens = self.truth[&sequence].clone();
         for (number, group) in self.growing() {
             let row = self.manager.table_of(sequence, number).unwrap();
-            let mut slots = vec![0; tokens.len()];
-            self.manager.slot_mapping(&[(row, first..first + slots.len() as u32)], &mut slots).unwrap();
-            self.place((number, group), &slots, &tokens);
+            let mut slots = vec![0; tokens.len() - first as usize];
+            self.manager.slot_mapping(&[(row, first..tokens.len() as u32)], &mut slots).unwrap();
+            self.place((number, group), &slots, &tokens, first);
         }
         self.dirty.push(sequence);
         self.computed.push((sequence, first));
@@ -103,7 +117,7 @@ impl World {
         let row = self.manager.table_of(sequence, self.groups.len() - 1).unwrap();
         let mut slots = vec![0; content.len()];
         self.manager.slot_mapping(&[(row, 0..tokens)], &mut slots).unwrap();
-        self.place((self.groups.len() - 1, Group::CrossAttention), &slots, &content);
+        self.place((self.groups.len() - 1, Group::CrossAttention), &slots, &content, 0);
         self.encoded.insert(sequence, content);
     }
 
@@ -112,7 +126,7 @@ impl World {
         let tokens = &self.truth[&sequence];
         if (first as usize) < tokens.len() {
             for (number, group) in self.growing().filter(|&(_, group)| group == Group::Recurrent) {
-                self.compare(sequence, number, needed(group, first, tokens.len() as u32), tokens);
+                self.compare(sequence, (number, group), needed(group, first, tokens.len() as u32), tokens);
             }
         }
     }
@@ -124,19 +138,20 @@ impl World {
         let is_overwritten = |group| group == Group::Recurrent && (first as usize) < tokens.len();
         for (number, group) in self.growing().filter(|&(_, group)| !is_overwritten(group)) {
             let range = needed(group, first, tokens.len() as u32);
-            self.compare(sequence, number, range, tokens);
+            self.compare(sequence, (number, group), range, tokens);
         }
         if let Some(tokens) = self.encoded.get(&sequence) {
-            self.compare(sequence, self.groups.len() - 1, 0..tokens.len() as u32, tokens);
+            let encoder = (self.groups.len() - 1, Group::CrossAttention);
+            self.compare(sequence, encoder, 0..tokens.len() as u32, tokens);
         }
     }
 
-    fn compare(&self, sequence: SequenceId, number: usize, range: Range<u32>, tokens: &[u64]) {
+    fn compare(&self, sequence: SequenceId, group: (usize, Group), range: Range<u32>, tokens: &[u64]) {
         let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];
-        let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
+        let table = self.manager.block_table(self.manager.table_of(sequence, group.0).unwrap()).unwrap();
         for i in range {
             let found = memory[table[(i / BLOCK) as usize].index()][(i % BLOCK) as usize];
-            assert_eq!(found, in_group(number, tokens[i as usize]), "token {i} of {sequence} in group {number}");
+            assert_eq!(found, entry(group, tokens, i), "token {i} of {sequence} in group {group:?}");
         }
     }
 

@@ -4,7 +4,7 @@
 //! transfer has read it, the transfer reads garbage. A failed load brings garbage, too, and tokens computed from
 //! garbage are garbage.
 
-use super::groups::{in_group, needed};
+use super::groups::{entry, in_group, needed};
 use super::{BLOCK, Bytes, GARBAGE, World};
 use blockyard_core::{BlockId, Error, Group, Kind, Pairs, SequenceId, Stats, StepDecision, TicketId, Tier};
 use std::collections::{BTreeMap, BTreeSet};
@@ -196,12 +196,14 @@ impl World {
 
     /// Slots of a sequence's tokens from `first` on, of all groups.
     fn slots_from(&self, sequence: SequenceId, first: u32) -> Vec<i64> {
-        let tokens = first..self.truth[&sequence].len() as u32;
-        self.growing().flat_map(|(number, _)| self.slots(sequence, number, tokens.clone())).collect()
+        let end = self.truth[&sequence].len() as u32;
+        // A drafter writes the entry before them, too, unless they follow cached tokens.
+        let first_of = |group| if group == Group::Drafter { first.saturating_sub(1) } else { first };
+        self.growing().flat_map(|(number, group)| self.slots(sequence, number, first_of(group)..end)).collect()
     }
 
     /// Slots of some positions in one group.
-    fn slots(&self, sequence: SequenceId, number: usize, positions: Range<u32>) -> Vec<i64> {
+    pub(crate) fn slots(&self, sequence: SequenceId, number: usize, positions: Range<u32>) -> Vec<i64> {
         let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
         let slot = |i| i64::from(table[(i / BLOCK) as usize].0) * i64::from(BLOCK) + i64::from(i % BLOCK);
         positions.map(slot).collect()
@@ -214,7 +216,7 @@ impl World {
             let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
             needed(group, tokens.start, tokens.end).all(|i| {
                 let found = memory[table[(i / BLOCK) as usize].index()][(i % BLOCK) as usize];
-                found == in_group(number, self.truth[&sequence][i as usize])
+                found == entry((number, group), &self.truth[&sequence], i)
             })
         })
     }

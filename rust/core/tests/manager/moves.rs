@@ -1,8 +1,9 @@
 //! Rules for moves within the device: they land as late as their tickets allow, and no sequence notices.
 
 use super::World;
+use super::groups::leaves;
 use blockyard_core::defrag::{Budget, Goal, Wanted, runs};
-use blockyard_core::{BlockId, Cached, Error, Group, Kind, TableId, Tier};
+use blockyard_core::{BlockId, Cached, Error, Kind, TableId, Tier};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone, Copy)]
@@ -132,7 +133,7 @@ impl World {
         let here = self.truth.keys().filter(|&&sequence| self.manager.tier(sequence) == Ok(Tier::Device));
         let rows =
             here.flat_map(|&s| (0..self.groups.len()).map(move |group| self.manager.table_of(s, group).unwrap()));
-        let null = self.groups.iter().any(|group| !matches!(group, Group::Full | Group::CrossAttention));
+        let null = self.groups.iter().any(|group| leaves(*group));
         let blocks = |row: TableId| -> Vec<BlockId> {
             let table = self.manager.block_table(row).unwrap();
             table.iter().copied().filter(|block| !null || block.0 > 0).collect()

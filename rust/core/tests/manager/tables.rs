@@ -120,19 +120,26 @@ impl World {
         for (i, sequence) in sequences.iter().enumerate() {
             let next = self.next_ids(*sequence, tokens);
             let content = self.content(*sequence, &next, known);
+            let first = self.truth[sequence].len() as u32;
+            let truth = self.truth.get_mut(sequence).unwrap();
+            truth.extend(&content);
+            let truth = truth.clone();
             let groups = self.growing().zip(slots.chunks_exact((sequences.len() * tokens as usize).max(1)));
             for (group, slots) in groups {
                 let at = i * tokens as usize;
                 let slots = &slots[at..at + tokens as usize];
-                self.place(group, slots, &content);
+                self.place(group, slots, &truth, first);
+                if group.1 == Group::Drafter && first > 0 && tokens > 0 {
+                    let before = self.slots(*sequence, group.0, first - 1..first);
+                    self.place(group, &before, &truth, first - 1);
+                }
                 if group.1 == Group::Recurrent && drafts[i] > 0 {
-                    let first = (tokens - drafts[i] - 1) as usize;
-                    let states = slots.iter().zip(&content).skip(first);
+                    let certain = (tokens - drafts[i] - 1) as usize;
+                    let states = slots.iter().zip(&content).skip(certain);
                     let states = states.map(|(&slot, &state)| (*sequence, slot, in_group(group.0, state)));
                     self.draft_states.extend(states);
                 }
             }
-            self.truth.get_mut(sequence).unwrap().extend(content);
             self.compare_slots(*sequence, tokens, slots, i * tokens as usize);
         }
     }

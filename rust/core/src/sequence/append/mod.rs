@@ -390,7 +390,7 @@ impl Sequences {
         self.refuse_unwritten_drafts(view, sequence)?;
         let (end, certain) = (end_of(row, count, lookahead)?, count - drafts);
         let (passed, unwritten) = (self.passed_over(id, certain), row.written == view.transfers.open());
-        for i in self.written_blocks(row.len, table, count, lookahead) {
+        for i in self.written_blocks(id, table, count, lookahead) {
             if !view.tiers.device().block(table[i]).is_exclusive() {
                 // The copy would read the block before this step has written the row's earlier tokens to it.
                 if unwritten {
@@ -445,8 +445,9 @@ impl Sequences {
     }
 
     /// Existing table entries that will be written once `count` tokens and `lookahead` slots after them are appended.
-    fn written_blocks(&self, len: u32, table: &[BlockId], count: u32, lookahead: u32) -> Range<usize> {
-        let first = (len / self.block_size) as usize;
+    fn written_blocks(&self, id: TableId, table: &[BlockId], count: u32, lookahead: u32) -> Range<usize> {
+        let len = self.rows.at(id.sequence).len;
+        let first = (self.groups.first_written(len, id.group) / self.block_size) as usize;
         let end = u64::from(len) + u64::from(count) + u64::from(lookahead);
         if end == u64::from(len) {
             return first..first;
@@ -466,7 +467,7 @@ impl Sequences {
         fresh: &mut std::slice::Iter<'_, BlockId>,
     ) {
         let (len, blocks) = (self.rows.at(id.sequence).len, self.rows.table(id).table.len());
-        for i in self.written_blocks(len, &self.rows.table(id).table, count, lookahead) {
+        for i in self.written_blocks(id, &self.rows.table(id).table, count, lookahead) {
             let block = self.rows.table(id).table[i];
             if self.is_null(block) {
                 continue; // passed over
@@ -536,8 +537,9 @@ impl Sequences {
             // Writing a block that a transfer still reads must be recorded, which the first pass does not do. If
             // nothing is written yet, the block may also be linked to a copy in another tier.
             let own = device.block(block).is_exclusive() && !device.block(block).is_read_ahead();
-            // Only the second pass checks whether the state at the end of a block is the last that this step writes.
-            let awaits = ends && self.is_recurrent(id);
+            // Only the second pass checks whether the state at the end of a block is the last that this step writes, and
+            // whether a drafter may write the entry before a block.
+            let awaits = ends && (self.is_recurrent(id) || self.groups.ahead() > 0);
             // Nor may it write a block that is being moved.
             own && !awaits && !device.is_moving(block)
         })

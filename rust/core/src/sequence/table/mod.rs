@@ -6,7 +6,7 @@ use super::extras::Extras;
 use crate::error::fault;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::hash::{Chain, Key};
+use crate::hash::{Chain, Key, RESERVED_TOKEN};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::memory;
 use std::ops::Deref;
@@ -258,6 +258,8 @@ pub(crate) struct RowKeys {
     pub(crate) chain: Chain,
     /// Keys of the full blocks, first to last.
     pub(crate) keys: Vec<Key>,
+    /// With a drafter, the keys by which the blocks are found: each is that of a block and the token after it.
+    pub(crate) ahead: Vec<Key>,
     /// Adapter that the sequence runs with.
     pub(crate) lora_id: u64,
     /// Salt of the sequence's tenant.
@@ -296,12 +298,42 @@ impl RowKeys {
         }
     }
 
+    /// The keys by which the blocks are found.
+    #[inline]
+    pub(crate) fn found_by(&self) -> &[Key] {
+        if self.ahead.is_empty() { &self.keys } else { &self.ahead }
+    }
+
+    /// Makes the key by which the next block is found, whose next token is known now.
+    pub(crate) fn push_ahead(&mut self, next: u32, block_size: u32) {
+        let at = self.ahead.len();
+        // An image has the same ids as another one.
+        let frames = self.extras.frames((at + 1) * block_size as usize, 1);
+        let key = match self.chain_at(at, block_size) {
+            // With blocks of one token, this is also the next block's key, which no token makes of this one.
+            Some(mut chain) if !frames.is_empty() => chain.framed_block(frames, &[next]).before(RESERVED_TOKEN),
+            _ => self.keys[at].before(next),
+        };
+        self.ahead.push(key);
+    }
+
+    /// Makes the keys by which a prompt's blocks are found with a drafter; the last is still open if no token follows.
+    pub(crate) fn look_ahead(&mut self, tokens: &[u32], block_size: u32) {
+        if self.keys.len() * block_size as usize == tokens.len() {
+            self.reopen_last();
+        }
+        for at in 1..=self.keys.len() {
+            self.push_ahead(tokens[at * block_size as usize], block_size);
+        }
+    }
+
     /// Reopens the last full block. Returns false if the chain before it is no longer known.
     pub(crate) fn reopen_last(&mut self) -> bool {
         let Some(before) = self.before_last.take() else { return false };
         self.chain = before;
         self.keys.pop();
         let full = self.keys.len();
+        self.ahead.truncate(full);
         self.surplus.truncate(self.surplus.partition_point(|&(block, _)| (block as usize) < full));
         true
     }
@@ -389,7 +421,7 @@ impl SequenceRows {
             unused: Vec::new(),
             worn_out: 0,
             epoch: 0,
-            recent: RecentTokens::new(block_size),
+            recent: RecentTokens::new(block_size, u32::from(groups.contains(&Group::Drafter))),
         }
     }
 

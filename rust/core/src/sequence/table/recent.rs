@@ -13,11 +13,17 @@ const BLOCKS: usize = 2;
 pub(super) struct RecentTokens {
     ids: Vec<u32>,
     block_size: u32,
+    /// Tokens after a block that it waits for, before it is hashed.
+    ahead: u32,
+    /// Entries whose tokens complete a block.
+    last: [usize; BLOCKS],
 }
 
 impl RecentTokens {
-    pub(super) fn new(block_size: u32) -> Self {
-        Self { ids: Vec::new(), block_size }
+    pub(super) fn new(block_size: u32, ahead: u32) -> Self {
+        let (size, ahead_at) = (block_size as usize, ahead as usize);
+        let last = [size - 1 + ahead_at, (2 * size - 1 + ahead_at) % (2 * size)];
+        Self { ids: Vec::new(), block_size, ahead, last }
     }
 
     /// Entries of a row.
@@ -47,6 +53,11 @@ impl RecentTokens {
         if self.ids.len() < end {
             self.ids.resize(end, 0);
         }
+    }
+
+    /// The id of one of a row's last tokens.
+    fn token(&self, row: usize, position: u32) -> u32 {
+        self.ids[row * self.span() + position as usize % self.span()]
     }
 
     /// Token ids of one of a row's last two blocks.
@@ -92,7 +103,7 @@ impl SequenceRows {
         let at = row.known as usize % span;
         self.recent.ids[index * span + at] = token;
         row.known += 1;
-        if at + 1 == span / BLOCKS || at + 1 == span {
+        if self.recent.last.contains(&at) {
             self.hash_block(index);
         }
     }
@@ -102,7 +113,15 @@ impl SequenceRows {
     fn hash_block(&mut self, index: usize) {
         let row = &mut self.entries[index];
         let Some(keys) = &mut row.keys else { return };
+        let RecentTokens { block_size, ahead, .. } = self.recent;
+        // The first token completes no block.
+        if (row.known.saturating_sub(ahead) / block_size) as usize == keys.keys.len() {
+            return;
+        }
         let tokens = self.recent.block(index, keys.keys.len());
-        keys.push_block(tokens, self.recent.block_size);
+        keys.push_block(tokens, block_size);
+        if ahead > 0 {
+            keys.push_ahead(self.recent.token(index, row.known - 1), block_size);
+        }
     }
 }
