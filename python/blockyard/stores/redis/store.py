@@ -81,6 +81,7 @@ class RedisStore(RemoteStore):
     """
 
     _reuses_rows = True
+    _there_seconds = 3.0  # other processes and the server evict blocks, and a lookup is one short round trip
 
     def __init__(
         self,
@@ -282,14 +283,14 @@ class RedisStore(RemoteStore):
 
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
-    ) -> tuple[Record, NDArray[np.uint8], list[str]]:
+    ) -> tuple[Record, NDArray[np.uint8], list[str], NDArray[np.uint8]]:
         if out is None or self._format.codec is not None:
             return super()._fetch_under(epoch, keys, out)
         asked = self._reading(self._record.key)
         names = self._names_of(keys, epoch.token)
         found, heads, is_lost, ((answer, why),) = self._get_parts(names, out, head_bytes=HEADER, more=[asked])
-        rows, reasons, _ = self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
-        return self._record.parse(self._row_of(answer, why)), rows, reasons
+        checked = self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
+        return self._record.parse(self._row_of(answer, why)), *checked
 
     def _fetch(
         self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
