@@ -7,6 +7,7 @@ parsers of their URL options.
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -81,6 +82,10 @@ class RemoteStore(ThreadedStore):
             failure = self._public(as_error(error))
         if failure is not None:  # without the client's exception as its context, which may quote a secret
             raise StoreError(f"{self.url!r}: {failure}")
+        if self._use == "prefix":
+            # Otherwise puts before the first look at the record might be older than the last `forget`.
+            with suppress(StoreError):  # forgotten, or a node is lost: blocks are misses for now
+                self._confirm()
 
     def close(self, timeout: float = 5.0) -> bool:
         """Give up batches in flight, and delete the blocks of swap space; see `ExternalStore.close`."""

@@ -441,6 +441,12 @@ class RedisStore(RemoteStore):
         """Record why nodes of a cluster do not answer, or why blocks were refused."""
         if why is not None:
             self._note(self._public(StoreError(why)))
+            self._expire()
+
+    def _expire(self) -> None:
+        """Know of no block after a lost connection: the server may have been started again without its data."""
+        with self._lock:
+            self._known.expire()
 
     def _run(self, commands: list[list[bytes]]) -> tuple[list[Any], str | None]:
         """Run commands. Returns the answers, which may be errors, and why nodes of a cluster did not answer."""
@@ -470,6 +476,7 @@ class RedisStore(RemoteStore):
         try:
             return call(*arguments, **options)
         except StoreError as error:
+            self._expire()
             raise self._public(error) from None
 
 

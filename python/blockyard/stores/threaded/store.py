@@ -262,13 +262,9 @@ class ThreadedStore(BatchStore):
             return self._carry_out_under_epoch(batch)
         except ForgottenError:
             return None, ["forgotten"] * len(batch.names)
-        except Exception:
-            with self._lock:
-                self._known.expire()  # the server may have been started again without its data
-            raise
 
     def _go_down(self) -> None:
-        self._known.expire()
+        self._known.expire()  # the storage may be started again without its data
         super()._go_down()
 
     def _carry_out_under_epoch(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
@@ -290,11 +286,10 @@ class ThreadedStore(BatchStore):
     def _confirm(self, *, seconds: float = 0.0) -> Epoch:
         """Return the epoch; under a new token nothing is known of any key."""
         epoch = self._epochs.confirm(seconds=seconds)
-        if epoch.token != self._token:
-            with self._lock:
-                if self._token:
-                    self._known.clear()
-                self._token = epoch.token
+        with self._lock:
+            if self._token not in {b"", epoch.token}:
+                self._known.clear()
+            self._token = epoch.token
         return epoch
 
     def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8], epoch: Epoch) -> list[str]:
