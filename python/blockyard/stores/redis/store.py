@@ -33,6 +33,20 @@ answer[3] = string.match(info, 'master_repl_offset:(%d+)') or '0'
 for offset in string.gmatch(info, 'state=online,offset=(%d+)') do answer[#answer + 1] = offset end
 return answer
 """
+# Runs the commands of `lists` without effect. Returns the first one that fails, and why.
+_PROBE: Final = b"""
+local key = KEYS[1]
+for _, command in ipairs({
+  {'EXISTS', key}, {'GET', key}, {'SET', key, '', 'PX', 1}, {'DEL', key}, {'UNLINK', key}, {'ZADD', key, 'XX', 0, '-'},
+  {'ZREM', key, '-'}, {'ZCARD', key}, {'ZRANGE', key, 0, 0}, {'ZREVRANGEBYSCORE', key, 0, 0}, {'ZSCORE', key, '-'},
+  {'ZMSCORE', key, '-'}, {'ZPOPMIN', key}, {'HGET', key, '-'}, {'HMGET', key, '-'}, {'HDEL', key, '-'},
+  {'HEXISTS', key, '-'}, {'HKEYS', key}, {'HGETALL', key}, {'EXPIRE', key, 1},
+}) do
+  local found = redis.pcall(unpack(command))
+  if type(found) == 'table' and found.err then return {command[1], found.err} end
+end
+"""
+_NOT_ALLOWED: Final = ("unknown command", "Unknown Redis command", "NOPERM", "can't run", "ACL", "permission")
 _SET: Final = b"if (redis.call('GET', KEYS[1]) or '') == ARGV[1] then redis.call('SET', KEYS[1], ARGV[2]) end"
 _WAIT: Final = [b"WAIT", b"1000", b"10"]  # asks replicas to confirm now, not once a second, and waits 10 ms
 _KEEP_SHARE: Final = 0.75  # share of `timeout_base` for which `forget` waits for replicas
@@ -433,6 +447,22 @@ class RedisStore(RemoteStore):
 
     def _ask(self) -> None:
         self._accepted([[b"EXISTS", self._prefix]])
+        if self._lists:
+            self._require_commands()
+
+    def _require_commands(self) -> None:
+        """Raise if the server does not know a command, or the user may not run it; a full server may refuse others."""
+        key = self._prefix + b"probe"
+        answers, _ = self._run([[b"GETEX", key, b"PERSIST"], [b"EVAL", _PROBE, b"1", key]])
+        name, why = b"", ""
+        for command, answer in zip((b"GETEX", b"EVAL"), answers, strict=True):
+            if isinstance(answer, list):
+                name, why = answer[0], answer[1].decode(errors="replace")
+            elif isinstance(answer, StoreError):
+                name, why = command, str(answer)
+            if any(text in why for text in _NOT_ALLOWED):
+                needs = "a prefix store needs Redis 6.2 or newer, and a user with this right"
+                raise StoreError(f"the server refuses {name.decode()}: {needs}: {why}")
 
     def _disconnect(self) -> None:
         self._client.close()
