@@ -13,7 +13,7 @@ The store needs `pip install "blockyard[s3]"`.
 
 - Swap space: objects of this store alone, deleted when it is closed. Objects of a killed process remain.
 - Prefix store: shared by every process with this namespace. A block is stored only if it is absent. A value is fully
-  checked before it is a hit; a damaged one is deleted.
+  checked before it is a hit; one that two reads find damaged is deleted.
 - The store evicts nothing, since a bucket has no size. `size` limits what one process remembers of it. Give the bucket
   a lifecycle rule that deletes objects under `blockyard/` some days after they were written; a deleted one is a miss.
 - `forget` takes one request. The forgotten objects stay until the lifecycle rule deletes them.
