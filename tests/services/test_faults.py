@@ -1,4 +1,4 @@
-"""Every kind of store meets every kind of fault: what is wrong on the way is a hit later, and damage at rest is replaced.
+"""Every kind of store meets every kind of fault: what is wrong on the way is a hit later, damage at rest is replaced.
 
 `pytest tests/services/test_faults.py -s` prints the table that `docs/operate/reliability.md` shows. The file store's
 errors and late answers are in `rust/store/tests/keyed.rs`, since Python cannot come between it and its disk.
@@ -33,7 +33,7 @@ SLAB_HIDDEN = 2.2  # seconds; a slab does not read a block again for two seconds
 Change = Callable[[bytes, int], bytes]
 
 
-def fail(value: bytes, look: int) -> bytes:  # noqa: ARG001
+def fail(value: bytes, look: int) -> bytes:
     raise ConnectionResetError("connection reset by peer")
 
 
@@ -105,7 +105,7 @@ def change_medium(medium: dict[bytes, NDArray[np.uint8]], name: bytes, value: by
         medium.pop(name, None)
 
 
-def plug_in(folder: Path, stack: ExitStack) -> Kind:  # noqa: ARG001
+def plug_in(folder: Path, stack: ExitStack) -> Kind:
     medium: dict[bytes, NDArray[np.uint8]] = {}
     place = Place(
         lambda store, key: medium[name].tobytes() if (name := name_of(store, key)) in medium else b"",
@@ -128,7 +128,7 @@ def hook_objects(store: Any, hook: Callable[[bytes], bytes]) -> None:
     store._read_whole = changed
 
 
-def objects(folder: Path, stack: ExitStack) -> Kind:  # noqa: ARG001
+def objects(folder: Path, stack: ExitStack) -> Kind:
     def path(store: Any, key: bytes) -> Path:
         return folder / "l" / store._path(np.frombuffer(name_of(store, key), np.uint8))
 
@@ -262,7 +262,9 @@ def test_what_is_wrong_at_rest_is_deleted_at_the_second_look_or_replaced(name: s
             with kind.open() as other:
                 assert read(other, key) == "", f"{name}, {fault}: a put replaces it"
             assert read(store, key) == ""
-            cells[fault] = f"{looks[0]}, {'kept' if there else 'deleted' if fault in DELETED else 'gone'}, put replaces it"
+            cells[fault] = (
+                f"{looks[0]}, {'kept' if there else 'deleted' if fault in DELETED else 'gone'}, put replaces it"
+            )
     print(f"| {name} |", " | ".join(f"{fault}: {cell}" for fault, cell in cells.items()), "|")
 
 
@@ -348,11 +350,11 @@ def test_a_store_that_was_once_forgotten_takes_the_first_puts_of_each_process(tm
 def test_a_server_that_refuses_a_command_is_refused_by_the_command_s_name(tmp_path: Path):
     with serving("valkey-server", tmp_path, "--rename-command", "GETEX", "") as server:
         url = f"redis://127.0.0.1:{server.port}?size=8MiB"
-        with pytest.raises(StoreError, match="the server refuses GETEX: a prefix store needs Redis 6.2 or newer"):
+        with pytest.raises(StoreError, match=r"the server refuses GETEX: a prefix store needs Redis 6.2 or newer"):
             open_store(url, bytes_per_block=WIDTH, use="prefix")
     (tmp_path / "2").mkdir()
     with serving("valkey-server", tmp_path / "2") as server, redis.Redis(port=server.port) as client:
         client.acl_setuser("somebody", enabled=True, nopass=True, commands=["+@all", "-zadd"], keys=["*"])
         url = f"redis://somebody:none@127.0.0.1:{server.port}?size=8MiB"
-        with pytest.raises(StoreError, match="the server refuses ZADD: .* a user with this right"):
+        with pytest.raises(StoreError, match=r"the server refuses ZADD: .* a user with this right"):
             open_store(url, bytes_per_block=WIDTH, use="prefix")

@@ -266,8 +266,8 @@ class PrefixStore:
         """Limit one tenant's blocks in the store, as `manager.prefix.set_quota` does on the device.
 
         Waits for the store, which counts the blocks of all processes: see `ExternalStore.set_quota`. On a server, the
-        quota outlives this process; a file's ends with it, so set it again. Blocks refused beyond it count as unwritten,
-        see `stats`.
+        quota outlives this process; a file's ends with it, so set it again. Blocks refused beyond it count as
+        unwritten, see `stats`.
 
         Args:
             salt: the tenant; None for prompts without a salt.

@@ -57,7 +57,7 @@ def is_damage(reason: str) -> bool:
 
 
 def is_whole(reason: str) -> bool:
-    """Return whether a damaged value has the start and length of a value. Any other answer may not come from storage."""
+    """Return whether a damaged value starts and ends as values do. If not, perhaps the storage did not send it."""
     return reason not in _OF_ANOTHER
 
 
