@@ -76,8 +76,12 @@ STORE_FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         THREADED,
         [
             ('        elif reason != "absent" and not is_damage(reason):', "        elif is_damage(reason):"),
-            ("        elif not self.is_hidden(key):  # a damaged block has been deleted\n", "        else:\n"),
-            ("        self._until.pop(key, None)\n", ""),
+            (
+                "        elif not self.is_hidden(key):  # absent, or a damaged block that has been deleted\n",
+                "        else:\n",
+            ),
+            ("        if seen and self._doubted.get(key) == seen:\n", "        if seen:\n"),
+            ("        there = [time > since for time in times]\n", "        there = [time > -inf for time in times]\n"),
         ],
     ),
     (

@@ -139,8 +139,7 @@ def test_no_damaged_value_is_a_hit():
             tried, hits = tried + count, hits + int(read.ok.sum())
             assert not read.rows.any()
             assert not store.contains(keys).any()
-            with pytest.raises(FileNotFoundError):
-                obstore.head(medium, names[7])
+            assert obstore.head(medium, names[7]), "one look deletes nothing; the next put replaces it"
         assert (tried, hits) == (10_000, 0)
         assert set(store.stats().misses) >= {"payload_checksum", "magic", "namespace", "key", "version"}
     assert np.array_equal(rows, rows_of(count, width=width))

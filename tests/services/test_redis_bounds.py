@@ -371,3 +371,36 @@ def test_new_blocks_find_room_though_the_server_has_lost_what_follows_what(
         eventually(lambda: swept(store, client))
         assert all(put(store, chain(2, 12)))
         assert len(values(client)) == 20
+
+
+def test_names_whose_values_are_gone_leave_the_lists_when_they_are_read(server: Server, client: "redis.Redis"):
+    """The server drops values itself: by `ttl`, by `maxmemory`, in a failover."""
+    keys, rows = chain(1, 8), np.ones((8, WIDTH), np.uint8)
+    owners = Owners(
+        np.frombuffer(TENANT * 8, np.uint8).reshape(-1, 32),
+        np.frombuffer(b"".join([NOBODY, *keys[:-1]]), np.uint8).reshape(-1, 32),
+    )
+    with opened(server) as store:
+        store.set_quota(TENANT, 8)
+        assert store.wait(store.submit_put(keys, rows, owners)).ok.all()
+        assert store.quota(TENANT) == (8, 8)
+        names = [store._full_name(name.tobytes()) for name in store._names_of(keys, store._confirm().token)]
+        client.delete(*names[4:])
+        assert [not reason for reason in store.wait(store.submit_get(keys)).reasons] == [True] * 4 + [False] * 4
+        assert client.zcard(store._lists[0]._order) == 4
+        assert store.quota(TENANT) == (4, 8)
+        assert store.wait(store.submit_put(keys, rows, owners)).ok.all()
+        assert store.quota(TENANT) == (8, 8)
+
+
+def test_a_smaller_size_drops_a_bounded_number_of_blocks_with_each_put(server: Server, client: "redis.Redis"):
+    many, row = 2500, np.ones((1, WIDTH), np.uint8)
+    with opened(server, 3000) as store:
+        keys = [number.to_bytes(32, "little") for number in range(1, many + 1)]
+        assert store.wait(store.submit_put(keys, np.ones((many, WIDTH), np.uint8))).ok.all()
+    with opened(server, 100) as store:
+        held = []
+        for number in range(4):
+            assert store.wait(store.submit_put([bytes(31) + bytes([number + 1])], row)).ok.all()
+            held.append(client.zcard(store._lists[0]._order))
+    assert held == [many - 1000, many - 2000, 100, 100]

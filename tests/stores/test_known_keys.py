@@ -94,3 +94,49 @@ def test_the_oldest_entries_are_forgotten_first(known: KnownKeys):
     assert known.look_up([keys[0], keys[1], keys[-1]])[0] == [True, False, True]
     known.trim(1)
     assert known.count_there() == 1024
+
+
+def test_a_key_that_is_there_is_looked_up_again_and_unknown_after_its_time(clock: Clock):
+    known = KnownKeys(clock, 4.0)
+    ended(known)
+    assert known.look_up([KEY]) == ([True], False)
+    clock.now += 2.1
+    assert known.look_up([KEY]) == ([True], True)
+    assert known.take_wanted() == [KEY]
+    assert known.is_due(KEY)
+    known.note(KEY, is_there=True)
+    clock.now += 4.1
+    assert known.look_up([KEY]) == ([False], True)
+    assert not known.is_lacked(KEY)
+
+
+def test_what_is_there_is_unknown_after_a_lost_connection(known: KnownKeys):
+    ended(known)
+    known.expire()
+    assert known.look_up([KEY]) == ([False], True)
+    assert known.count_there() == 0
+
+
+def test_a_damaged_key_is_read_again_after_two_seconds_and_not_looked_up(known: KnownKeys, clock: Clock):
+    ended(known)
+    assert not known.doubt(KEY, b"one")
+    ended(known, "payload_checksum")
+    assert state(known) == (False, True, True)
+    clock.now += FAILED_SECONDS + 0.01
+    assert state(known) == (False, False, False)
+    assert not known.look_up([KEY])[1]
+    assert not known.is_due(KEY)
+    ended(known)
+    assert not known.is_doubted(KEY)
+    assert known.look_up([KEY]) == ([True], False)
+
+
+def test_damage_is_confirmed_by_the_same_bytes_alone(known: KnownKeys):
+    assert not known.doubt(KEY, b"one")
+    assert not known.doubt(KEY, b"two")
+    assert not known.doubt(KEY, b"")
+    assert not known.doubt(KEY, b"")
+    assert not known.doubt(KEY, b"one")
+    assert known.doubt(KEY, b"one")
+    ended(known, "absent")
+    assert not known.doubt(KEY, b"one")

@@ -6,18 +6,27 @@ from memory_stores import KeyedStore, get, names, put
 
 from blockyard._core import checksum_rows
 from blockyard.errors import InvalidArgumentError
+from blockyard.stores.threaded import known_keys
 
 
 @pytest.mark.parametrize("place", [0, 20, 24, 40, 70, 97, 120, 128, -1])
-def test_a_damaged_value_is_a_miss_is_deleted_and_can_be_put_again(place: int):
+def test_a_damaged_value_is_a_miss_is_deleted_at_the_second_look_and_can_be_put_again(
+    place: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(known_keys, "FAILED_SECONDS", -1.0)  # a key may be read again at once
     with KeyedStore() as store:
         put(store, 2)
         damaged = next(name for name, value in store.blocks.items() if value[64] == 1 and value.nbytes > 192)
         store.blocks[damaged][place] ^= 4
-        assert [bool(reason) for reason in get(store, 2)] == [True, False]
-        assert damaged not in store.blocks
-        assert store.contains(names(2)).tolist() == [False, True]
-        assert get(store, 2) == ("absent", "")
+        for _ in range(2):
+            assert damaged in store.blocks
+            assert [bool(reason) for reason in get(store, 2)] == [True, False]
+            assert store.contains(names(2)).tolist() == [False, True]
+        if place in {20, 97}:  # without its magic bytes or length, it may be an answer that no storage gave
+            assert damaged in store.blocks
+        else:
+            assert damaged not in store.blocks
+            assert get(store, 2) == ("absent", "")
         put(store, 2)
         assert get(store, 2) == ("", "")
 

@@ -102,3 +102,4 @@ def _trim() -> None:
 
 def _passing() -> None:
     store.is_damage = known_keys.is_damage = lambda reason: reason == "error" or value.is_damage(reason)
+    known_keys.KnownKeys.doubt = lambda self, key, seen: True  # type: ignore[method-assign]

@@ -188,8 +188,8 @@ class ExternalStore(ABC):
     ) -> int:
         """Start to read blocks by key.
 
-        A key without a block is a miss, `"absent"`. A damaged block is deleted. After a transient failure, this process
-        may treat the key as absent for a few seconds; see `lacks`.
+        A key without a block is a miss, `"absent"`. After a failed read, this process may treat the key as absent for a
+        few seconds; see `lacks`. A damaged block is deleted once a second read has found the same damage.
 
         Args:
             keys: as for `submit_put`; repeats are allowed.
@@ -276,6 +276,8 @@ class ExternalStore(ABC):
         The storage itself counts, atomically with each put from any process. If a tenant exceeds its quota, the store
         drops that tenant's blocks: those that no stored block follows in a prompt, the least recently used first. So a
         prompt longer than the quota keeps its beginning. Blocks put before the tenant had a quota may not count.
+
+        A server keeps the quota. A file store does until it is closed: set it again after opening.
 
         Args:
             tenant: 32 bytes, see `Owners`.

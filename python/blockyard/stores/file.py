@@ -188,6 +188,7 @@ class GuardedSlab(RemoteStore):
 
     keeps_quotas = True
     _reuses_rows = True
+    _there_seconds = 3.0  # the slab evicts blocks, and a lookup costs nothing
 
     def __init__(self, found: FileURL, *, num_slots: int | None, use: Use, revision: str, **options: Any) -> None:
         super().__init__(found.parts, num_slots=num_slots or 1, use=use, **options)
@@ -232,6 +233,9 @@ class GuardedSlab(RemoteStore):
         """Delete values."""
         if self._use == "prefix":
             collect(self._slab, self._slab.submit_delete, keys)
+
+    def _prepare_to_replace(self, names: NDArray[np.uint8]) -> None:
+        self.delete(names)  # the slab keeps a value that it finds intact
 
     def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Return whether each key has a value."""

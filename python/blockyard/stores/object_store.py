@@ -13,7 +13,7 @@ The store needs `pip install "blockyard[s3]"`.
 
 - Swap space: objects of this store alone, deleted when it is closed. Objects of a killed process remain.
 - Prefix store: shared by every process with this namespace. A block is stored only if it is absent. A value is fully
-  checked before it is a hit; a damaged one is deleted.
+  checked before it is a hit; one that two reads find damaged is deleted.
 - The store evicts nothing, since a bucket has no size. `size` limits what one process remembers of it. Give the bucket
   a lifecycle rule that deletes objects under `blockyard/` some days after they were written; a deleted one is a miss.
 - `forget` takes one request. The forgotten objects stay until the lifecycle rule deletes them.
@@ -195,6 +195,7 @@ class ObjectStore(RemoteStore):
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
         self._ob, self._client = (connect or _connect)(found, found.timeout_base + self._format.width / _SLOWEST)
         self._can_create = True
+        self._to_replace: set[bytes] = set()  # names whose next put replaces the object
         self._bulk_delete = found.scheme == "s3"
         self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows
 
@@ -202,10 +203,20 @@ class ObjectStore(RemoteStore):
         """Store values. In a prefix store, existing blocks are kept."""
         self._remember(keys)
         is_block = self._is_block(rows)
-        failed = self._each_of(
-            len(rows), lambda index: self._put_one(self._path(keys[index]), self._format.stored(rows[index]), is_block)
-        )
+        with self._lock:
+            replaced = {name for key in keys if (name := key.tobytes()) in self._to_replace}
+            self._to_replace -= replaced
+
+        def put(index: int) -> None:
+            keeps = is_block and keys[index].tobytes() not in replaced
+            self._put_one(self._path(keys[index]), self._format.stored(rows[index]), keeps)
+
+        failed = self._each_of(len(rows), put)
         return np.array([index not in failed for index in range(len(rows))], np.bool_)
+
+    def _prepare_to_replace(self, names: NDArray[np.uint8]) -> None:
+        with self._lock:
+            self._to_replace.update(name.tobytes() for name in names)
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Read values. The header check rejects those of another length."""
@@ -338,7 +349,7 @@ class ObjectStore(RemoteStore):
 
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
-    ) -> tuple[Record, NDArray[np.uint8], list[str]]:
+    ) -> tuple[Record, NDArray[np.uint8], list[str], NDArray[np.uint8]]:
         check = self._epochs.begin_check()
         names = self._names_of(keys, epoch.token)
         found: list[Any] = []
@@ -352,8 +363,8 @@ class ObjectStore(RemoteStore):
             self._calls.each(2, lambda part: check_early() if part else found.extend(self._fetch(names, keys)))
         else:  # the check comes last, so that one read of the record serves all batches that have begun by then
             found.extend(self._fetch_into(out, names, keys, last=check_early))
-        rows, reasons, _ = found
-        return self._epochs.read_for(check), rows, reasons
+        rows, reasons, seen = found
+        return self._epochs.read_for(check), rows, reasons, seen
 
     def _ask(self) -> None:
         try:
@@ -368,12 +379,13 @@ class ObjectStore(RemoteStore):
     def _path(self, key: NDArray[np.uint8]) -> str:
         return self._folder + key.tobytes().hex()
 
-    def _put_one(self, path: str, value: memoryview, is_block: bool) -> None:  # noqa: FBT001
+    def _put_one(self, path: str, value: memoryview, keeps: bool) -> None:  # noqa: FBT001
+        """Store a value; `keeps` leaves an existing one."""
         try:
-            if is_block and len(value) >= _LARGE:
+            if keeps and len(value) >= _LARGE:
                 if self._size_of(path) != len(value):  # multipart uploads cannot be conditional
                     self._ob.put(self._client, path, value, use_multipart=True, chunk_size=_RANGE, max_concurrency=4)
-            elif is_block and self._can_create:
+            elif keeps and self._can_create:
                 self._create(path, value)
             else:
                 self._ob.put(self._client, path, value, use_multipart=len(value) >= _LARGE, chunk_size=_RANGE)
@@ -394,7 +406,7 @@ class ObjectStore(RemoteStore):
         """Read part of a value into its row. Returns the reason for a miss, or `""`."""
         if end - start == len(row):
             value = self._read_whole(path, len(row))
-            if value is not None and self._format.accepts_size(row, len(value)):
+            if value is not None and self._format.accepts_size(row, value):
                 row[: len(value)] = value
             return "absent" if value is None else ""
         try:

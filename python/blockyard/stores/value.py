@@ -27,6 +27,7 @@ __all__ = [
     "check_parts",
     "check_values",
     "is_damage",
+    "is_whole",
     "seal_values",
     "spread_out",
     "value_length",
@@ -44,14 +45,20 @@ _FIELDS: Final = (
     (slice(104, 128), "header_checksum"),
 )
 _DAMAGE: Final = {"payload_checksum", "slot", "generation", "truncated"} | {reason for _, reason in _FIELDS}
+_OF_ANOTHER: Final = {"magic", "length", "truncated"}  # what an error page or a cut answer looks like
 
 
 def is_damage(reason: str) -> bool:
-    """Return whether a miss means that the stored block is damaged; only then may it be deleted.
+    """Return whether a miss means that a damaged value was read. It is deleted only if a second read confirms it.
 
     All other reasons are transient: the storage did not answer in time, refused, or was full. The block may be intact.
     """
     return reason in _DAMAGE
+
+
+def is_whole(reason: str) -> bool:
+    """Return whether a damaged value starts and ends as values do. If not, perhaps the storage did not send it."""
+    return reason not in _OF_ANOTHER
 
 
 def seal_values(

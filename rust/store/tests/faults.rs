@@ -54,6 +54,7 @@ impl Faulty {
             threads: 4,
             memory_bytes: 1 << 22,
             timeout_base: PATIENCE,
+            hidden: PATIENCE,
         };
         let store = SlabStore::open_keyed(Arc::clone(&device) as _, options).unwrap();
         (device, store)

@@ -57,6 +57,7 @@ fn options() -> StoreOptions {
         threads: 2,
         memory_bytes: 1 << 20,
         timeout_base: Duration::from_secs(60),
+        hidden: Duration::ZERO,
     }
 }
 

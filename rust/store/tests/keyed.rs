@@ -8,7 +8,9 @@ mod disk;
 #[path = "common/keyed.rs"]
 mod keyed;
 
-use blockyard_store::{Buffer, Error, Geometry, LentRow, Miss, PAGE, Progress, SlabStore, StoreOptions, revision_name};
+use blockyard_store::{
+    BlockDevice, Buffer, Error, Geometry, LentRow, Miss, PAGE, Progress, SlabStore, StoreOptions, revision_name,
+};
 use disk::Disk;
 use keyed::{
     LONG, PAYLOAD, SLOTS, assert_no_slot_leaked, collect, contains, delete, disk, get, key, open, options, put, row,
@@ -16,6 +18,9 @@ use keyed::{
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const ABSENT: Result<Vec<u8>, Miss> = Err(Miss::Absent);
@@ -138,7 +143,7 @@ fn a_key_whose_read_failed_is_absent_at_once_and_can_be_put_again() {
 }
 
 #[test]
-fn a_key_whose_read_missed_its_deadline_is_absent_at_once() {
+fn a_key_whose_read_missed_its_deadline_is_a_hit_once_the_disk_has_answered() {
     let disk = disk();
     let store =
         SlabStore::open_keyed(disk.device(), StoreOptions { timeout_base: Duration::from_secs(1), ..options() });
@@ -152,15 +157,119 @@ fn a_key_whose_read_missed_its_deadline_is_absent_at_once() {
     assert_eq!(late, [Err(Miss::Timeout)]);
     // The store claims no blocks until the hung thread has returned.
     let end = Instant::now() + LONG;
-    while contains(&store, &[1, 2]) != [false, true] {
+    while contains(&store, &[1, 2]) != [true, true] {
         assert!(Instant::now() < end);
         std::thread::sleep(Duration::from_millis(1));
     }
-    assert_eq!(get(&store, &[1, 2]), [ABSENT, Ok(row(2, 0))]);
+    assert_eq!(get(&store, &[1, 2]), [Ok(row(1, 0)), Ok(row(2, 0))]);
     let given_up = store.submit_get(&[key(2)]).unwrap();
     drop(store.take(given_up).unwrap());
     assert_eq!(contains(&store, &[2]), [true], "a caller that gives up says nothing about the block");
     assert_no_slot_leaked(&store, 0);
+}
+
+/// A store that reads a block again at once after a failed read.
+fn hiding_nothing(disk: &Disk) -> SlabStore {
+    SlabStore::open_keyed(disk.device(), StoreOptions { hidden: Duration::ZERO, ..options() }).unwrap()
+}
+
+/// Offset of a byte in the payload of a slot.
+fn within(slot: u32) -> usize {
+    usize::try_from(options().geometry.offset(slot)).unwrap() + 4096 + 1000
+}
+
+const DAMAGED: Result<Vec<u8>, Miss> = Err(Miss::PayloadChecksum);
+
+#[test]
+fn a_read_that_fails_deletes_nothing() {
+    let disk = disk();
+    let store = hiding_nothing(&disk);
+    put(&store, &[1, 2], 0);
+    for _ in 0..3 {
+        disk.fail(Some((1, 5)));
+        assert_eq!(get(&store, &[1, 2]), [Err(Miss::Io), Err(Miss::Io)]);
+        disk.fail(None);
+        assert_eq!(contains(&store, &[1, 2]), [true; 2]);
+        assert_eq!(get(&store, &[1, 2]), [Ok(row(1, 0)), Ok(row(2, 0))]);
+    }
+    disk.fail(Some((1, 5)));
+    get(&store, &[1, 2]);
+    disk.fail(None);
+    assert_eq!(get(&open(&disk.killed()), &[1, 2]), [Ok(row(1, 0)), Ok(row(2, 0))]);
+}
+
+#[test]
+fn a_block_that_two_reads_find_damaged_alike_is_deleted_for_good() {
+    let disk = disk();
+    let store = hiding_nothing(&disk);
+    put(&store, &[1, 2], 0);
+    disk.change(|bytes| bytes[within(0)] ^= 1);
+    assert_eq!(get(&store, &[1]), [DAMAGED]);
+    assert_eq!((contains(&store, &[1]), store.lacks(&[key(1)]).unwrap()), (vec![false], vec![false]), "look again");
+    assert_eq!(store.stats().unwrap().cached_blocks, 2);
+    assert_eq!(get(&store, &[1]), [DAMAGED]);
+    assert_eq!((store.lacks(&[key(1)]).unwrap(), store.stats().unwrap().cached_blocks), (vec![true], 1));
+    assert!(store.close(LONG));
+    disk.drop_checkpoint();
+    assert_eq!(get(&open(&disk), &[1, 2]), [ABSENT, Ok(row(2, 0))]);
+}
+
+#[test]
+fn a_block_that_is_damaged_on_the_way_is_a_hit_later() {
+    let disk = disk();
+    let store = hiding_nothing(&disk);
+    put(&store, &[1], 0);
+    for at in 0..4 {
+        disk.change(|bytes| bytes[within(0) + at] ^= 1);
+        assert_eq!(get(&store, &[1]), [DAMAGED]);
+        disk.change(|bytes| bytes[within(0) + at] ^= 1);
+    }
+    assert_eq!(get(&store, &[1]), [Ok(row(1, 0))]);
+    assert_eq!(contains(&store, &[1]), [true]);
+}
+
+#[test]
+fn reads_of_one_moment_are_one_look_at_damage() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[1], 0);
+    disk.change(|bytes| bytes[within(0)] ^= 1);
+    assert_eq!(get(&store, &[1, 1]), [DAMAGED, DAMAGED]);
+    assert_eq!((get(&store, &[1]), store.stats().unwrap().cached_blocks), (vec![ABSENT], 1));
+    disk.change(|bytes| bytes[within(0)] ^= 1);
+    assert!(store.close(LONG));
+    assert_eq!(get(&open(&disk), &[1]), [Ok(row(1, 0))]);
+}
+
+#[test]
+fn a_put_replaces_a_block_whose_read_failed() {
+    let disk = disk();
+    let store = open(&disk);
+    put(&store, &[1, 2], 0);
+    disk.change(|bytes| bytes[within(0)] ^= 1);
+    assert_eq!(get(&store, &[1]), [DAMAGED]);
+    disk.fail(Some((1, 5)));
+    assert_eq!(get(&store, &[2]), [Err(Miss::Io)]);
+    disk.fail(None);
+    assert_eq!(put(&store, &[1, 2], 0), [Ok(()); 2]);
+    assert_eq!(get(&store, &[1, 2]), [Ok(row(1, 0)), Ok(row(2, 0))]);
+    assert_eq!(store.stats().unwrap().written_blocks, 4);
+}
+
+#[test]
+fn a_put_that_cannot_replace_a_block_leaves_it() {
+    for (errno, left) in [(30, Ok(row(1, 0))), (5, DAMAGED)] {
+        let disk = disk();
+        let store = hiding_nothing(&disk);
+        put(&store, &[1], 0);
+        disk.fail(Some((1, errno)));
+        assert_eq!((get(&store, &[1]), put(&store, &[1], 0)), (vec![Err(Miss::Io)], vec![Err(Miss::Io)]));
+        disk.fail(None);
+        assert!(matches!(&get(&store, &[1])[0], found if *found == left || left.is_err() && found.is_err()));
+        assert_eq!(put(&store, &[1], 0), [Ok(())]);
+        assert_eq!(get(&store, &[1]), [Ok(row(1, 0))]);
+        assert_no_slot_leaked(&store, 0);
+    }
 }
 
 #[test]
@@ -347,6 +456,34 @@ fn without_its_superblock_a_slab_is_empty() {
     assert_no_slot_leaked(&store, 1);
 }
 
+/// A disk whose first read has a wrong byte.
+struct FlipsOnce(Arc<dyn BlockDevice>, AtomicBool);
+
+impl BlockDevice for FlipsOnce {
+    fn read_at(&self, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
+        let found = self.0.read_at(bytes, offset)?;
+        bytes[100] ^= u8::from(!self.1.swap(true, Ordering::SeqCst));
+        Ok(found)
+    }
+
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+        self.0.write_at(bytes, offset)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync()
+    }
+}
+
+#[test]
+fn a_superblock_that_is_damaged_on_the_way_forgets_nothing() {
+    let disk = disk();
+    put(&open(&disk), &[1, 2], 0);
+    let device = Arc::new(FlipsOnce(disk.device(), AtomicBool::new(false)));
+    let store = SlabStore::open_keyed(device, options()).unwrap();
+    assert_eq!(get(&store, &[1, 2]), [Ok(row(1, 0)), Ok(row(2, 0))]);
+}
+
 #[test]
 fn another_namespace_or_length_finds_nothing_and_takes_the_slots() {
     let same = options().geometry;
@@ -524,8 +661,10 @@ impl Pair {
                 let expected = if self.model.contains_key(&n) { Miss::Io } else { Miss::Absent };
                 assert_eq!(get(&self.store, &[n]), [Err(expected)]);
                 self.disk.fail(None);
-                self.model.remove(&n);
-                delete_surely(&self.store, n);
+                assert_eq!((contains(&self.store, &[n]), get(&self.store, &[n])), (vec![false], vec![ABSENT]));
+                if let Some(&epoch) = self.model.get(&n) {
+                    assert_eq!(put(&self.store, &[n], epoch), [Ok(())], "a put ends that");
+                }
             }
             Action::Forget => {
                 self.store.forget(None).unwrap();

@@ -109,6 +109,7 @@ fn buffered_and_direct_slabs_hold_the_same() {
                 threads: 2,
                 memory_bytes: 1 << 20,
                 timeout_base: Duration::from_secs(20),
+                hidden: Duration::ZERO,
             },
         )
         .unwrap();
@@ -131,6 +132,7 @@ fn keyed(options: &SlabOptions) -> SlabStore {
         threads: 2,
         memory_bytes: 1 << 20,
         timeout_base: Duration::from_secs(20),
+        hidden: Duration::ZERO,
     };
     SlabStore::open_keyed(Arc::new(slab), store).unwrap()
 }

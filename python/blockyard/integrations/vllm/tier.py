@@ -196,20 +196,18 @@ class BlockyardTier(SecondaryTierManager):
         done: list[OffloadKey] = []
         for part in self._parts(len(keys)):
             digests = _digests(keys[part])
-            bad: list[bytes] = []
+            num_damaged = 0
             try:
                 entry = yield self._store.submit_get, digests
                 ok = entry.ok
-                bad = [digest for digest, reason in zip(digests, entry.reasons, strict=True) if is_damage(reason)]
+                num_damaged = sum(map(is_damage, entry.reasons))
                 self._rows[chunks[part][ok]] = entry.rows[ok]
             except Exception:  # noqa: BLE001 (a load that failed is a miss)
                 _LOG.exception("a load failed")
                 ok = np.zeros(len(digests), np.bool_)
             done += [key for key, good in zip(keys[part], ok, strict=True) if good]
             if not ok.all():
-                _LOG.warning("%d chunks could not be loaded, %d are damaged", len(ok) - int(ok.sum()), len(bad))
-            if bad:
-                yield self._store.submit_delete, bad
+                _LOG.warning("%d chunks could not be loaded, %d are damaged", len(ok) - int(ok.sum()), num_damaged)
         return self._outcome(done)
 
     def _outcome(self, done: list[OffloadKey]) -> _Outcome:

@@ -2,9 +2,9 @@
 
 An object is split into blocks of one width, so that objects of different lengths share one store and its size limit.
 Each block starts with the object's length and the XXH3-128 of its bytes. An object is a hit only if all its blocks come
-back intact with the same header, and its length is as requested. If it is damaged, its first block is deleted. After
-any other failure it stays, and the store hides the missing block for a while. A store never overwrites a key, so a put
-first deletes blocks with other bytes.
+back intact with the same header, and its length is as requested. If a block belongs to another object, the first one is
+deleted. After any other failure all stay, and the store hides the missing block for a while. A store never overwrites a
+key, so a put first deletes blocks with other bytes.
 """
 
 from __future__ import annotations
@@ -213,14 +213,13 @@ class PrefixObjects:
                 found = yield self._store.submit_get, names
                 parts = self._split(found.ok, sizes[first:last])
                 rows = self._split(found.rows, sizes[first:last])
-                damaged = self._split(np.array([is_damage(reason) for reason in found.reasons]), sizes[first:last])
                 bad: list[bytes] = []
                 for index, (ok, data) in enumerate(zip(parts, rows, strict=True), first):
                     if ok.all() and _is_one(data, sizes[index]):
                         take(index, data[:, _HEADER:].reshape(-1)[: sizes[index]])
                         loaded[index] = True
-                    elif ok[0] and (damaged[index - first].any() or (ok.all() and _length(data) == sizes[index])):
-                        bad.append(_name(keys[index], 0))  # a part is damaged, or belongs to another object
+                    elif ok.all() and _length(data) == sizes[index]:
+                        bad.append(_name(keys[index], 0))  # an intact part belongs to another object
                 if bad:
                     yield self._store.submit_delete, bad
             except Exception:  # noqa: BLE001 (a load that failed is a miss)

@@ -11,8 +11,8 @@ User and password may be percent-encoded; no message shows them. The client is t
 - Swap space: keys of this store alone, deleted when it is closed, or after `ttl`.
 - Prefix store: shared by every process with this namespace. A full store drops the least recently used blocks that no
   other follows, so prompts lose their ends first; in a cluster, each batch its last blocks first. The server itself
-  counts, atomically with each put (`blockyard.stores.redis.lists`). A value is fully checked before it is a hit; a
-  damaged one is deleted.
+  counts, atomically with each put (`blockyard.stores.redis.lists`). A value is fully checked before it is a hit; one
+  that two reads find damaged is deleted.
 - A single server supports quotas for tenants; a cluster does not.
 - A `forget` is confirmed once all connected replicas have it. A failover may undo puts and deletions.
 - Redis 6.2 or newer, for `GETEX`: a server that may not write does not tell which blocks are valid, so all are misses.

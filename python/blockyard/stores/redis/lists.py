@@ -170,12 +170,13 @@ local function drop(name)
   disown(name)
 end
 
-local function drop_beyond(capacity)
-  for _ = 1, redis.call('ZCARD', order) - capacity do
+-- The next puts go on: no call may keep the server from answering others for long.
+local function drop_beyond(capacity, added)
+  for _ = 1, math.min(redis.call('ZCARD', order) - capacity, added + AT_ONCE) do
     drop(redis.call('ZRANGE', order, 0, 0)[1])  -- the block before it may be the next
   end
 end
-"""
+""".replace("AT_ONCE", str(_AT_ONCE))
 
 _DROPPING_OF: Final = """
 local function drop_of(tenant, quota, most)
@@ -229,7 +230,7 @@ touch_leaves(names)
 for i, owner in ipairs(whose) do
   own(names[i], use_of(names[i]), string.sub(owner, 1, 16), string.sub(owner, 17))
 end
-drop_beyond(tonumber(ARGV[1]))
+drop_beyond(tonumber(ARGV[1]), count)
 local function is_there(key)
   local found = redis.pcall('EXISTS', prefix .. key)
   return type(found) == 'number' and found or 1  -- while the slot moves, the other node may have it
@@ -241,13 +242,23 @@ end
 return answer
 """
 
-# ARGV: names of the blocks that are read.
+# ARGV: names of the blocks that are read. Marks those with a value as used, and drops the others, which the server has
+# expired or evicted: they would fill the store.
 _TOUCH: Final = """
-local uses = {}
-for i = 1, #ARGV do uses[2 * i - 1], uses[2 * i] = use - i, ARGV[i] end
-add_inner(uses, ARGV)
+local uses, names = {}, {}
+for i = 1, #ARGV do
+  local found = redis.pcall('EXISTS', prefix .. ARGV[i])
+  if found == 0 then
+    if redis.call('ZSCORE', order, ARGV[i]) then drop(ARGV[i]) end
+  elseif found == 1 then
+    names[#names + 1] = ARGV[i]
+    uses[2 * #names - 1], uses[2 * #names] = use - i, ARGV[i]
+  end
+end
+if #names == 0 then return end
+add_inner(uses, names)
 redis.call('ZADD', order, 'XX', unpack(uses))
-touch_leaves(ARGV)
+touch_leaves(names)
 """
 
 _DROP: Final = "for i = 1, #ARGV do drop(ARGV[i]) end"
@@ -289,7 +300,7 @@ for i = 3, #ARGV do
   if redis.call('EXISTS', prefix .. ARGV[i]) == 1 then redis.call('ZADD', order, 'NX', 0, ARGV[i]) end
   note_children(ARGV[i])
 end
-drop_beyond(tonumber(ARGV[2]))
+drop_beyond(tonumber(ARGV[2]), #ARGV)
 return 1
 """.replace("SECONDS", str(_SWEEP_SECONDS))
 
@@ -341,7 +352,7 @@ def _scripts(*, has_quotas: bool) -> _Scripts:
     dropping = _USE + whose + _DROPPING + (_DROPPING_OF if has_quotas else "")
     scripts = (
         dropping + (_OWNING if has_quotas else "") + _SETTLE,
-        _USE + whose + _TOUCH,
+        dropping + _TOUCH,
         dropping + _DROP,
         _USE + _SWEEPER + _BEGIN_SWEEP,
         _USE + _SWEEPER + _ON_SWEEP + _SCAN,

@@ -33,6 +33,20 @@ answer[3] = string.match(info, 'master_repl_offset:(%d+)') or '0'
 for offset in string.gmatch(info, 'state=online,offset=(%d+)') do answer[#answer + 1] = offset end
 return answer
 """
+# Runs the commands of `lists` without effect. Returns the first one that fails, and why.
+_PROBE: Final = b"""
+local key = KEYS[1]
+for _, command in ipairs({
+  {'EXISTS', key}, {'GET', key}, {'SET', key, '', 'PX', 1}, {'DEL', key}, {'UNLINK', key}, {'ZADD', key, 'XX', 0, '-'},
+  {'ZREM', key, '-'}, {'ZCARD', key}, {'ZRANGE', key, 0, 0}, {'ZREVRANGEBYSCORE', key, 0, 0}, {'ZSCORE', key, '-'},
+  {'ZMSCORE', key, '-'}, {'ZPOPMIN', key}, {'HGET', key, '-'}, {'HMGET', key, '-'}, {'HDEL', key, '-'},
+  {'HEXISTS', key, '-'}, {'HKEYS', key}, {'HGETALL', key}, {'EXPIRE', key, 1},
+}) do
+  local found = redis.pcall(unpack(command))
+  if type(found) == 'table' and found.err then return {command[1], found.err} end
+end
+"""
+_NOT_ALLOWED: Final = ("unknown command", "Unknown Redis command", "NOPERM", "can't run", "ACL", "permission")
 _SET: Final = b"if (redis.call('GET', KEYS[1]) or '') == ARGV[1] then redis.call('SET', KEYS[1], ARGV[2]) end"
 _WAIT: Final = [b"WAIT", b"1000", b"10"]  # asks replicas to confirm now, not once a second, and waits 10 ms
 _KEEP_SHARE: Final = 0.75  # share of `timeout_base` for which `forget` waits for replicas
@@ -81,6 +95,7 @@ class RedisStore(RemoteStore):
     """
 
     _reuses_rows = True
+    _there_seconds = 3.0  # other processes and the server evict blocks, and a lookup is one short round trip
 
     def __init__(
         self,
@@ -282,14 +297,14 @@ class RedisStore(RemoteStore):
 
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
-    ) -> tuple[Record, NDArray[np.uint8], list[str]]:
+    ) -> tuple[Record, NDArray[np.uint8], list[str], NDArray[np.uint8]]:
         if out is None or self._format.codec is not None:
             return super()._fetch_under(epoch, keys, out)
         asked = self._reading(self._record.key)
         names = self._names_of(keys, epoch.token)
         found, heads, is_lost, ((answer, why),) = self._get_parts(names, out, head_bytes=HEADER, more=[asked])
-        rows, reasons, _ = self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
-        return self._record.parse(self._row_of(answer, why)), rows, reasons
+        checked = self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
+        return self._record.parse(self._row_of(answer, why)), *checked
 
     def _fetch(
         self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
@@ -432,6 +447,22 @@ class RedisStore(RemoteStore):
 
     def _ask(self) -> None:
         self._accepted([[b"EXISTS", self._prefix]])
+        if self._lists:
+            self._require_commands()
+
+    def _require_commands(self) -> None:
+        """Raise if the server does not know a command, or the user may not run it; a full server may refuse others."""
+        key = self._prefix + b"probe"
+        answers, _ = self._run([[b"GETEX", key, b"PERSIST"], [b"EVAL", _PROBE, b"1", key]])
+        name, why = b"", ""
+        for command, answer in zip((b"GETEX", b"EVAL"), answers, strict=True):
+            if isinstance(answer, list):
+                name, why = answer[0], answer[1].decode(errors="replace")
+            elif isinstance(answer, StoreError):
+                name, why = command, str(answer)
+            if any(text in why for text in _NOT_ALLOWED):
+                needs = "a prefix store needs Redis 6.2 or newer, and a user with this right"
+                raise StoreError(f"the server refuses {name.decode()}: {needs}: {why}")
 
     def _disconnect(self) -> None:
         self._client.close()
@@ -440,6 +471,12 @@ class RedisStore(RemoteStore):
         """Record why nodes of a cluster do not answer, or why blocks were refused."""
         if why is not None:
             self._note(self._public(StoreError(why)))
+            self._expire()
+
+    def _expire(self) -> None:
+        """Know of no block after a lost connection: the server may have been started again without its data."""
+        with self._lock:
+            self._known.expire()
 
     def _run(self, commands: list[list[bytes]]) -> tuple[list[Any], str | None]:
         """Run commands. Returns the answers, which may be errors, and why nodes of a cluster did not answer."""
@@ -469,6 +506,7 @@ class RedisStore(RemoteStore):
         try:
             return call(*arguments, **options)
         except StoreError as error:
+            self._expire()
             raise self._public(error) from None
 
 

@@ -9,9 +9,9 @@ from blockyard.stores.value import is_damage
 __all__ = ["ABSENT_SECONDS", "FAILED_SECONDS", "KnownKeys"]
 
 ABSENT_SECONDS: Final = 1.0  # how long an absent key is not looked up again
-FAILED_SECONDS: Final = 2.0  # how long a key is not read after a transient failure
-_THERE: Final = inf  # stored instead of a time for keys that have a block
+FAILED_SECONDS: Final = 2.0  # how long a key is not read after a failed read
 _MAX_WANTED: Final = 1 << 16  # maximum number of keys waiting for a lookup
+_MAX_DOUBTED: Final = 1 << 16  # maximum number of keys whose last read was damaged
 _MIN_KNOWN: Final = 1024  # remember at least this many keys, however few slots there are
 
 
@@ -20,29 +20,49 @@ class KnownKeys:
 
     Nothing above a store remembers absent keys: callers ask the store's `lacks`.
 
-    A failed read hides its key for two seconds, so that one key cannot keep a thread busy; then it is read again. An
-    unconfirmed deletion hides its key until the key is put again.
+    All of it expires, since other processes and the storage itself change what is stored. A key that is asked for is
+    looked up again before that.
+
+    A failed read hides its key for two seconds, so that one key cannot keep a thread busy; then it is read again. If a
+    read was damaged, the key has no block until a read or put proves it. An unconfirmed deletion hides its key until
+    the key is put again.
 
     Args:
         clock: returns the time in seconds.
+        there_seconds: how long a key that has a block is known to have it.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], there_seconds: float = inf) -> None:
         self._clock = clock
-        # `_THERE`, or the time until which a key counts as absent; negative if the key must not even be read.
+        self._there_seconds = there_seconds
+        self._there: dict[bytes, float] = {}  # when it was known that a key has a block, the oldest first
+        # The time until which a key counts as absent; negative if the key must not even be read.
         self._until: dict[bytes, float] = {}
+        self._doubted: dict[bytes, bytes] = {}  # digest of each damaged value as it was read; empty if unknown
         self._wanted: dict[bytes, None] = {}  # keys to look up
 
     def clear(self) -> None:
         """Know nothing."""
         self._until.clear()
+        self._there.clear()
+        self._doubted.clear()
+
+    def expire(self) -> None:
+        """Know of no key that it has a block: the storage may have lost it."""
+        self._there.clear()
 
     def look_up(self, keys: Sequence[bytes]) -> tuple[list[bool], bool]:
         """Return whether each key is known to have a block, and whether some need a lookup; see `take_wanted`."""
-        now, known = self._clock(), [self._until.get(key, 0.0) for key in keys]
-        there = [until == _THERE for until in known]
-        if not all(there):
-            wanted = [key for key, until in zip(keys, known, strict=True) if abs(until) < now]
+        now = self._clock()
+        since, renewed = now - self._there_seconds, now - self._there_seconds / 2
+        times = [self._there.get(key, -inf) for key in keys]
+        there = [time > since for time in times]
+        if not all(time > renewed for time in times):
+            wanted = [
+                key
+                for key, time in zip(keys, times, strict=True)
+                if time <= renewed and abs(self._until.get(key, 0.0)) < now and key not in self._doubted
+            ]
             self._wanted.update(dict.fromkeys(wanted[: max(0, _MAX_WANTED - len(self._wanted))]))
         return there, bool(self._wanted)
 
@@ -57,42 +77,77 @@ class KnownKeys:
 
     def is_due(self, key: bytes) -> bool:
         """Return whether a key needs a lookup."""
-        return abs(self._until.get(key, 0.0)) < self._clock()
+        now = self._clock()
+        is_known = self._there.get(key, -inf) > now - self._there_seconds / 2 or key in self._doubted
+        return not is_known and abs(self._until.get(key, 0.0)) < now
 
     def is_lacked(self, key: bytes) -> bool:
         """Return whether a read of a key would be a miss now."""
-        until = self._until.get(key, 0.0)
-        return until != _THERE and abs(until) >= self._clock()
+        return abs(self._until.get(key, 0.0)) >= self._clock()
 
     def note(self, key: bytes, *, is_there: bool) -> None:
         """Record whether the storage has the key."""
-        self._set(key, _THERE if is_there else self._clock() + ABSENT_SECONDS)
+        self._there.pop(key, None)
+        self._until.pop(key, None)
+        if is_there:
+            self._there[key] = self._clock()
+        else:
+            self._until[key] = self._clock() + ABSENT_SECONDS
 
     def note_deleted(self, keys: Iterable[bytes]) -> None:
         """Record that keys are being deleted."""
-        self._until.update(dict.fromkeys(keys, -_THERE))
+        for key in keys:
+            self._there.pop(key, None)
+            self._until[key] = -inf
 
     def note_ended(self, key: bytes, reason: str, *, is_delete: bool) -> None:
         """Record how a key's put, get or deletion ended."""
+        if not reason or reason == "absent":
+            self._doubted.pop(key, None)
         if not reason:
             self.note(key, is_there=not is_delete)
         elif is_delete or reason in {"closed", "unavailable"}:
             return
         elif reason != "absent" and not is_damage(reason):
-            self._set(key, -(self._clock() + FAILED_SECONDS))
-        elif not self.is_hidden(key):  # a damaged block has been deleted
+            self._hide(key)
+        elif not self.is_hidden(key):  # absent, or a damaged block that has been deleted
             self.note(key, is_there=False)
+
+    def doubt(self, key: bytes, seen: bytes) -> bool:
+        """Record that a value was damaged when it was read; its key is hidden until it may be read again.
+
+        Args:
+            key: the value's key.
+            seen: digest of the bytes that were read; empty if they may not even be the value's.
+
+        Returns:
+            Whether an earlier read has found the same bytes: then the value is damaged where it lies.
+        """
+        if seen and self._doubted.get(key) == seen:
+            return True
+        self._doubted.pop(key, None)
+        self._doubted[key] = seen
+        if len(self._doubted) > _MAX_DOUBTED:
+            del self._doubted[next(iter(self._doubted))]
+        self._hide(key)
+        return False
+
+    def is_doubted(self, key: bytes) -> bool:
+        """Return whether the last read of a key was damaged."""
+        return key in self._doubted
 
     def trim(self, num_slots: int) -> None:
         """Forget the oldest entries, down to one for each slot of the store."""
         most = max(num_slots, _MIN_KNOWN)
-        while len(self._until) > most:
-            del self._until[next(iter(self._until))]
+        for known in (self._there, self._until):
+            while len(known) > most:
+                del known[next(iter(known))]
 
     def count_there(self) -> int:
-        """Return how many keys are known to have a block."""
-        return list(self._until.values()).count(_THERE)
+        """Return how many keys are known to have a block, or were a moment ago."""
+        return len(self._there)
 
-    def _set(self, key: bytes, until: float) -> None:
+    def _hide(self, key: bytes) -> None:
+        self._there.pop(key, None)
         self._until.pop(key, None)
-        self._until[key] = until
+        self._until[key] = -(self._clock() + FAILED_SECONDS)

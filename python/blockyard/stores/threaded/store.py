@@ -19,7 +19,7 @@ from blockyard.stores.threaded.known_keys import KnownKeys
 from blockyard.stores.threaded.order import Batch, Name
 from blockyard.stores.threaded.value_format import ValueFormat
 from blockyard.stores.url import public_url, secrets_of
-from blockyard.stores.value import HEADER, answered, is_damage, spread_out
+from blockyard.stores.value import HEADER, answered, is_damage, is_whole, spread_out
 
 __all__ = ["ThreadedStore"]
 
@@ -86,6 +86,7 @@ class ThreadedStore(BatchStore):
     """
 
     _reuses_rows = False  # whether rows are free for reuse once `put` has returned
+    _there_seconds = 60.0  # how long a key is known to have a block; less if lookups are cheap
 
     def __init__(
         self,
@@ -107,7 +108,8 @@ class ThreadedStore(BatchStore):
         self.namespace = self._format.namespace
         self._seed = self.namespace + self._runtime.random_bytes(16)
         self._digests: dict[Name, dict[Name, bytes]] = {}  # digests of each slot's last write
-        self._known = KnownKeys(self._runtime.monotonic)
+        self._known = KnownKeys(self._runtime.monotonic, self._there_seconds)
+        self._token = b""  # of the epoch under which the keys are known
         self._record = EpochRecord(self, self._digest_of(b"BLKYEPOCH2"), self._format)
         self._epochs = SharedEpoch(self._record.read, self._record.replace, revision, self._keep_epoch)
 
@@ -261,12 +263,16 @@ class ThreadedStore(BatchStore):
         except ForgottenError:
             return None, ["forgotten"] * len(batch.names)
 
+    def _go_down(self) -> None:
+        self._known.expire()  # the storage may be started again without its data
+        super()._go_down()
+
     def _carry_out_under_epoch(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
         keys = [name for name in batch.names if isinstance(name, bytes)]
         if batch.kind == "get":
             return self._get(batch, keys)
         # A deleted block must not be found under another process's epoch either.
-        epoch = self._epochs.confirm(seconds=0.0 if batch.kind == "delete" else _EPOCH_SECONDS)
+        epoch = self._confirm(seconds=0.0 if batch.kind == "delete" else _EPOCH_SECONDS)
         if batch.age < self._epochs.age:  # it was submitted under an earlier epoch
             return None, ["forgotten"] * len(keys)
         names = self._names_of(keys, epoch.token)
@@ -277,10 +283,23 @@ class ThreadedStore(BatchStore):
             late = {name for other in self._late for name in other.names}
         return None, ["lost" if key in late else "" for key in keys]
 
+    def _confirm(self, *, seconds: float = 0.0) -> Epoch:
+        """Return the epoch; under a new token nothing is known of any key."""
+        epoch = self._epochs.confirm(seconds=seconds)
+        with self._lock:
+            if self._token not in {b"", epoch.token}:
+                self._known.clear()
+            self._token = epoch.token
+        return epoch
+
     def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8], epoch: Epoch) -> list[str]:
         values, reasons = self._sealed(self._rows_of(batch), keys)
         if batch.ended:  # the caller may have changed the rows since
             return reasons
+        with self._lock:
+            doubted = [index for index, key in enumerate(keys) if self._known.is_doubted(key)]
+        if doubted:
+            self._prepare_to_replace(names[doubted])
         self._put_good(names, values, reasons, batch.owners, epoch)
         self._give_values(values, reasons)
         return reasons
@@ -329,25 +348,42 @@ class ThreadedStore(BatchStore):
         if not there:
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
         # Every read but the first fetches the record with it.
-        epoch = self._epochs.known() or self._epochs.confirm()
+        epoch = self._epochs.known() or self._confirm()
         out = batch.rows if len(there) == len(batch.reasons) else None
         wanted = [keys[index] for index in there]
-        stored, rows, found = self._fetch_under(epoch, wanted, out)
+        stored, rows, found, seen = self._fetch_under(epoch, wanted, out)
         if not self._epochs.counts(epoch, stored):
             # The record was lost and replaced for the same weights, or the blocks were forgotten.
-            self._epochs.confirm()
+            self._confirm()
             return None, ["absent"] * len(keys)
         for index, reason in zip(there, found, strict=True):
             reasons[index] = reason
-        bad = [key for key, reason in zip(wanted, found, strict=True) if is_damage(reason)]
-        if bad:
-            try:
-                self.delete(np.unique(self._names_of(bad, epoch.token), axis=0))
-            except Exception as error:  # noqa: BLE001 (the block is a miss either way)
-                self._note(error)
+        if any(found):
+            self._judge_damage(epoch, wanted, found, seen)
         if batch.age < self._epochs.stopped_at:
             return None, ["forgotten"] * len(keys)
         return spread_out(rows, there, len(keys)), reasons
+
+    def _judge_damage(self, epoch: Epoch, keys: list[bytes], reasons: list[str], seen: NDArray[np.uint8]) -> None:
+        """Doubt the values that are damaged, and delete those that an earlier read has found damaged in the same way.
+
+        A value that the codec refuses is only replaced by the next put: perhaps this process's codec is at fault.
+        """
+        damaged = {
+            key: digest.tobytes() if is_damage(reason) and is_whole(reason) else b""
+            for key, reason, digest in zip(keys, reasons, seen, strict=True)
+            if is_damage(reason) or reason == "codec"
+        }
+        with self._lock:
+            bad = [key for key, digest in damaged.items() if self._known.doubt(key, digest)]
+        if bad:
+            try:
+                self.delete(self._names_of(bad, epoch.token))
+            except Exception as error:  # noqa: BLE001 (the block is a miss either way)
+                self._note(error)
+
+    def _prepare_to_replace(self, names: NDArray[np.uint8]) -> None:
+        """Make the next put of these names replace their values, as `put` does anyway in most stores."""
 
     # ---- values: blocks with a header ----
 
@@ -403,15 +439,15 @@ class ThreadedStore(BatchStore):
         keys: list[bytes],
         out: NDArray[np.uint8] | None = None,  # noqa: ARG002 (for stores that can read straight into it)
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        """Read values. Returns their blocks, a reason for each, and the checksums in their headers.
+        """Read values. Returns their blocks, a reason for each, and what was read, see `ValueFormat.check`.
 
         A store that reads directly into the caller's rows, `out`, returns these.
         """
         values = self._buffers.take(len(keys), self._format.width)
         values[:, :HEADER] = 0
         missed = self._get_values(names, values)
-        sums = values[:, :16].copy()
-        reasons = [why or reason for why, reason in zip(missed, self._format.check(values, keys), strict=True)]
+        checked, sums = self._format.check(values, keys)
+        reasons = [why or reason for why, reason in zip(missed, checked, strict=True)]
         if self._format.codec is None:
             return values[:, HEADER:], reasons, sums
         rows = self._buffers.take(len(keys), self.bytes_per_block)
@@ -431,7 +467,7 @@ class ThreadedStore(BatchStore):
             self.has(np.frombuffer(self._runtime.random_bytes(32), np.uint8)[None])
             return []
         try:
-            epoch = self._epochs.confirm(seconds=_EPOCH_SECONDS)
+            epoch = self._confirm(seconds=_EPOCH_SECONDS)
         except ForgottenError:
             return []
         age = self._age
@@ -494,11 +530,10 @@ class ThreadedStore(BatchStore):
 
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
-    ) -> tuple[Record, NDArray[np.uint8], list[str]]:
+    ) -> tuple[Record, NDArray[np.uint8], list[str], NDArray[np.uint8]]:
         """Read the record, and blocks under an epoch. Stores that can do both in one request override this."""
         stored = self._epochs.read()
-        rows, reasons, _ = self._fetch(self._names_of(keys, epoch.token), keys, out)
-        return stored, rows, reasons
+        return stored, *self._fetch(self._names_of(keys, epoch.token), keys, out)
 
     def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
         names = b"".join(hashlib.sha256(self._seed + slot.to_bytes(8, "little")).digest() for slot in slots)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from blockyard._core import checksum_rows
 from blockyard.stores.codec import Codec, MacKey, guarded_namespace, read_mac_key
 from blockyard.stores.value import HEADER, check_values, seal_values, value_length
 
@@ -64,9 +65,17 @@ class ValueFormat:
         seal_values(values, self.namespace, keys, lengths=lengths, mac_key=self.mac_key)
         return reasons
 
-    def check(self, values: NDArray[np.uint8], keys: Sequence[bytes]) -> list[str]:
-        """Return why each value is a miss, `""` for intact ones; see `check_values`."""
-        return check_values(values, self.namespace, keys, varies=self.codec is not None, mac_key=self.mac_key)
+    def check(self, values: NDArray[np.uint8], keys: Sequence[bytes]) -> tuple[list[str], NDArray[np.uint8]]:
+        """Return why each value is a miss, `""` for intact ones, and what was read; see `check_values`.
+
+        The latter is the checksum of an intact value, and a digest of any other, uint8 `[n, 16]`.
+        """
+        sums = values[:, :16].copy()
+        reasons = check_values(values, self.namespace, keys, varies=self.codec is not None, mac_key=self.mac_key)
+        bad = [index for index, reason in enumerate(reasons) if reason]
+        if bad:
+            sums[bad] ^= checksum_rows(values[bad], self.mac_key)
+        return reasons, sums
 
     def decode(self, codec: Codec, values: NDArray[np.uint8], reasons: list[str], rows: NDArray[np.uint8]) -> None:
         """Decode the values without a reason into rows, and set the reasons of those that fail."""
@@ -87,9 +96,10 @@ class ValueFormat:
         """Return the bytes of a row to store: without the zeros that pad a codec's output."""
         return (row[: HEADER + value_length(row)] if self.is_encoded(row) else row).data
 
-    def accepts_size(self, row: NDArray[np.uint8], size: int) -> bool:
-        """Return whether `size` stored bytes are a valid length for a row. Zeroes the rest of the row."""
+    def accepts_size(self, row: NDArray[np.uint8], value: NDArray[np.uint8]) -> bool:
+        """Return whether stored bytes have a valid length for a row. Zeroes the rest of the row."""
+        size = len(value)
         if not self.is_encoded(row):
             return size == len(row)
         row[min(size, len(row)) :] = 0
-        return HEADER <= size <= len(row)
+        return HEADER <= size <= len(row) and size == HEADER + value_length(value)

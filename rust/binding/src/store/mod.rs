@@ -144,7 +144,9 @@ impl PySlabStore {
         py.detach(|| {
             let geometry = Geometry::fit(bytes_per_block, size, num_slots)?;
             let revision = revision_name(revision);
-            let options = StoreOptions { geometry, namespace, revision, threads, memory_bytes: memory, timeout_base };
+            let memory_bytes = memory;
+            let hidden = Duration::from_secs(2); // as `FAILED_SECONDS` of the stores in Python
+            let options = StoreOptions { geometry, namespace, revision, threads, memory_bytes, timeout_base, hidden };
             options.check()?;
             let file = SlabOptions { directory, geometry, namespace, direct };
             if is_keyed && !drop {

@@ -3,7 +3,8 @@
 //! Invariants:
 //! - operations on one slot run one at a time, in the order in which they were submitted;
 //! - a slot is `Valid` only between the reported end of a write and the start of the next;
-//! - a key is in the index from the submission of its write until it is evicted, deleted, or an operation on it fails;
+//! - a key is in the index from the submission of its write until it is evicted, deleted or found damaged twice, or its
+//!   first write fails;
 //! - the header of a slot that is not suspect has no key other than the one in the index: deletion relies on it.
 
 use crate::buffer::{Buffer, LentRow};
@@ -17,11 +18,14 @@ use std::collections::hash_map::{Entry, HashMap};
 use std::collections::{HashSet, VecDeque};
 use std::time::{Duration, Instant};
 
+mod doubts;
 mod memory;
 mod submit;
 
+use doubts::Doubts;
 use memory::Memory;
 
+pub(crate) use doubts::Seen;
 pub(crate) use submit::LentRows;
 
 /// Maximum bytes of adjacent blocks in one call: larger calls gain nothing, and would leave other threads idle.
@@ -106,6 +110,10 @@ pub(crate) struct Queue {
     suspects: HashSet<u32>,
     /// Keys evicted by writes that have not ended, with their slots, by the writes' generations.
     evicting: HashMap<u64, (u32, Key)>,
+    /// Writes that replace a block of their key: the generation of that block, by their own. It stays if they fail.
+    renewing: HashMap<u64, u64>,
+    /// Blocks whose last read failed.
+    doubts: Doubts,
     ready: VecDeque<Op>,
     /// Slots with an operation that is ready or running, and the operations behind it.
     busy: HashMap<u32, VecDeque<Op>>,
@@ -134,16 +142,19 @@ pub(crate) struct QueueOptions {
     pub(crate) limit: u64,
     pub(crate) timeout_base: Duration,
     pub(crate) threads: usize,
+    pub(crate) hidden: Duration,
 }
 
 impl Queue {
     pub(crate) fn new(options: QueueOptions, first_generation: u64) -> Self {
-        let QueueOptions { slots, stride, limit, timeout_base, threads } = options;
+        let QueueOptions { slots, stride, limit, timeout_base, threads, hidden } = options;
         Self {
             slots: vec![SlotState::Empty; slots as usize],
             index: Index::new(0, first_generation),
             suspects: HashSet::new(),
             evicting: HashMap::new(),
+            renewing: HashMap::new(),
+            doubts: Doubts::new(hidden),
             ready: VecDeque::new(),
             busy: HashMap::new(),
             tickets: Tickets::new(),
@@ -176,11 +187,14 @@ impl Queue {
         }
     }
 
-    /// For each key, whether it has a block whose write has landed; false for all while the device hangs.
-    pub(crate) fn contains(&self, keys: &[Key]) -> Vec<bool> {
+    /// For each key, whether it has a block whose write has landed, except while its last read was damaged or failed a
+    /// moment ago; false for all while the device hangs.
+    pub(crate) fn contains(&self, keys: &[Key], now: Instant) -> Vec<bool> {
         let landed = |key| {
-            let found = self.index.find(key);
-            found.is_some_and(|(slot, generation)| self.slots[slot as usize].holds(generation))
+            self.index.find(key).is_some_and(|found @ (slot, generation)| {
+                let is_doubted = self.doubts.has_damage(found) || self.doubts.hides(found, now);
+                self.slots[slot as usize].holds(generation) && !is_doubted
+            })
         };
         if self.hung_until.is_some() {
             return vec![false; keys.len()];
@@ -188,9 +202,10 @@ impl Queue {
         keys.iter().map(landed).collect()
     }
 
-    /// For each key, whether the store has neither a block nor a write of one in flight.
-    pub(crate) fn lacks(&self, keys: &[Key]) -> Vec<bool> {
-        keys.iter().map(|key| self.index.find(key).is_none()).collect()
+    /// For each key, whether the store has neither a block nor a write of one in flight, or does not read it now.
+    pub(crate) fn lacks(&self, keys: &[Key], now: Instant) -> Vec<bool> {
+        let is_lacked = |key| self.index.find(key).is_none_or(|found| self.doubts.hides(found, now));
+        keys.iter().map(is_lacked).collect()
     }
 
     /// Forgets every key, including those being written; returns the first valid generation from now on, and what
@@ -386,15 +401,22 @@ impl Queue {
         }
     }
 
-    /// Closes a ticket. Keys whose reads missed its deadline are forgotten, so that no read waits for them again.
+    /// Closes a ticket. Keys whose reads missed its deadline are hidden for a while: the device may only be late.
     pub(crate) fn take(&mut self, ticket: u64, now: Instant) -> Result<Outcomes> {
         if self.running > 0 && self.tickets.is_unanswered(ticket, now, self.answers) {
             self.hung_until = Some(now + self.timeout_base);
         }
         for place in self.tickets.overdue(ticket, now) {
-            self.drop_key(place, Reuse::Last);
+            if self.is_current(place) {
+                self.doubts.note((place.slot, place.generation), None, now);
+            }
         }
         self.tickets.take(ticket)
+    }
+
+    /// Whether the index has a block where an operation expects it.
+    fn is_current(&self, place: Place) -> bool {
+        self.index.find(&place.key) == Some((place.slot, place.generation))
     }
 
     /// Forgets the key of an operation that failed, and wipes its header.
@@ -420,31 +442,60 @@ impl Queue {
         } else if let Some((slot, _)) = evicted {
             self.suspects.insert(slot);
         }
+        let renewed = self.renewing.remove(&place.generation);
         if is_wanted && result.is_ok() {
             self.stats.written_blocks += 1;
             self.slots[place.slot as usize] = SlotState::Valid { generation: place.generation, proven: true };
+            self.doubts.clear(place.slot);
+        } else if let Some(before) = renewed.filter(|_| self.is_current(place)) {
+            self.keep_renewed(place, if result.is_ok() { place.generation } else { before });
         } else {
             self.drop_key(place, Reuse::Last);
         }
         self.advance(place.slot);
     }
 
-    /// Ends a read. The key of one that failed is forgotten.
-    pub(crate) fn finish_read(&mut self, place: Place, buffer: Buffer, result: std::result::Result<(), Miss>) {
+    /// Keeps the block that an unsuccessful write was to replace. Each read checks whether it is still intact.
+    fn keep_renewed(&mut self, place: Place, generation: u64) {
+        self.index.renew(place.slot, &place.key, generation);
+        self.slots[place.slot as usize] = SlotState::Valid { generation, proven: false };
+    }
+
+    /// Ends a read. If it failed, its block is hidden for a while; only damage that a second look finds deletes it.
+    pub(crate) fn finish_read(
+        &mut self,
+        place: Place,
+        buffer: Buffer,
+        result: std::result::Result<(), (Miss, Option<Seen>)>,
+        now: Instant,
+    ) {
         match result {
             Ok(()) => {
                 self.slots[place.slot as usize] = SlotState::Valid { generation: place.generation, proven: true };
+                self.doubts.clear(place.slot);
                 if self.settle(place, Ok(Some(buffer))) {
                     self.stats.read_blocks += 1;
                 }
             }
-            Err(miss) => {
-                self.drop_key(place, Reuse::First);
+            Err((miss, seen)) => {
+                if self.is_current(place) {
+                    self.doubt(place, seen, now);
+                }
                 self.settle(place, Err(miss));
                 self.memory.release(Some(buffer));
             }
         }
         self.advance(place.slot);
+    }
+
+    fn doubt(&mut self, place: Place, seen: Option<Seen>, now: Instant) {
+        let found = (place.slot, place.generation);
+        if self.doubts.note(found, seen, now) {
+            self.drop_key(place, Reuse::First);
+        } else if seen.is_some() {
+            // Nor may the next opener take it for proven.
+            self.slots[place.slot as usize] = SlotState::Valid { generation: place.generation, proven: false };
+        }
     }
 
     /// Ends the wiping of a header.

@@ -49,15 +49,16 @@ impl Queue {
         Ok(ticket)
     }
 
-    /// Returns whether a put of each key must write, and so needs a buffer: the key has no slot, or its block has
-    /// not been read since a crash.
+    /// Returns whether a put of each key must write, and so needs a buffer: the key has no slot, its block has not been
+    /// read since a crash, or its last read failed.
     pub(crate) fn is_new(&self, keys: &[Key]) -> Vec<bool> {
         keys.iter().map(|key| self.index.find(key).is_none_or(|found| self.is_unproven(found))).collect()
     }
 
-    fn is_unproven(&self, (slot, generation): (u32, u64)) -> bool {
+    fn is_unproven(&self, found: (u32, u64)) -> bool {
+        let (slot, generation) = found;
         let state = self.slots[slot as usize];
-        state.holds(generation) && !state.proves(generation)
+        state.holds(generation) && (!state.proves(generation) || self.doubts.has(found))
     }
 
     /// Submits a batch of puts, each with a buffer if there was memory. Keys that have a slot are only confirmed.
@@ -96,6 +97,7 @@ impl Queue {
         match (self.index.find(&key), buffer) {
             (Some(found), Some(buffer)) if self.is_unproven(found) => {
                 let (slot, generation) = (found.0, self.take_generation());
+                self.renewing.insert(generation, found.1);
                 self.index.renew(slot, &key, generation);
                 let owner = self.index.owner(slot);
                 self.enqueue(slot, Op::Write(Place { slot, generation, owner, ..place }, buffer));
@@ -173,7 +175,7 @@ impl Queue {
             let row = rows.as_mut().and_then(Iterator::next);
             let (slot, generation) = self.index.find(&key).unwrap_or_default();
             let place = Place { ticket, index, slot, key, generation, owner: None };
-            if generation == 0 {
+            if generation == 0 || self.doubts.hides((slot, generation), now) {
                 self.settle(place, Err(Miss::Absent));
             } else if self.memory.reserve(1) == 0 {
                 self.settle(place, Err(Miss::QueueFull));

@@ -2,9 +2,18 @@
 
 use super::*;
 
+const HIDDEN: Duration = Duration::from_secs(2);
+
 fn queue() -> Queue {
     Queue::new(
-        QueueOptions { slots: 4, stride: 8192, limit: 4 * 8192, timeout_base: Duration::from_secs(1), threads: 2 },
+        QueueOptions {
+            slots: 4,
+            stride: 8192,
+            limit: 4 * 8192,
+            timeout_base: Duration::from_secs(1),
+            threads: 2,
+            hidden: HIDDEN,
+        },
         100,
     )
 }
@@ -28,7 +37,7 @@ fn work(queue: &mut Queue) -> Vec<(&'static str, u32, u64)> {
             Job::Read(run) => {
                 for (place, buffer) in run {
                     done.push(("read", place.slot, place.generation));
-                    queue.finish_read(place, buffer, Ok(()));
+                    queue.finish_read(place, buffer, Ok(()), Instant::now());
                 }
             }
             Job::Wipe(place) => {

@@ -121,6 +121,7 @@ mod tests {
             threads: 2,
             memory_bytes: 1 << 20,
             timeout_base,
+            hidden: Duration::ZERO,
         }
     }
 

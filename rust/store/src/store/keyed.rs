@@ -96,8 +96,8 @@ impl SlabStore {
         result
     }
 
-    /// Reads blocks by key; a key may be named more than once. A key without a block is a miss (`Absent`), and a key
-    /// whose read fails has no block from then on.
+    /// Reads blocks by key; a key may be named more than once. A key without a block is a miss (`Absent`), and so is
+    /// one whose read failed a moment ago. A damaged block is deleted once a second look has found the same bytes.
     ///
     /// # Errors
     /// `NotKeyed`, `Closed`, `Forked`; nothing was submitted.
@@ -123,22 +123,24 @@ impl SlabStore {
         self.submit_keys(|queue, now| queue.submit_deletes(keys, now))
     }
 
-    /// For each key, whether it has a block whose write has landed. Nothing is read: only a get proves the bytes.
+    /// For each key, whether it has a block whose write has landed and whose last read did not fail. Nothing is read:
+    /// only a get proves the bytes.
     ///
     /// # Errors
     /// `NotKeyed`, `Forked`.
     pub fn contains(&self, keys: &[Key]) -> Result<Vec<bool>> {
         self.check_keyed()?;
-        Ok(self.shared.lock().queue.contains(keys))
+        Ok(self.shared.lock().queue.contains(keys, Instant::now()))
     }
 
-    /// For each key, whether a get is sure to be a miss: the store has no block under it, and none is being written.
+    /// For each key, whether a get is sure to be a miss: the store has no block under it, and none is being written, or
+    /// its read failed a moment ago.
     ///
     /// # Errors
     /// `NotKeyed`, `Forked`.
     pub fn lacks(&self, keys: &[Key]) -> Result<Vec<bool>> {
         self.check_keyed()?;
-        Ok(self.shared.lock().queue.lacks(keys))
+        Ok(self.shared.lock().queue.lacks(keys, Instant::now()))
     }
 
     /// Forgets every key: for this store at once, for later openers when it returns. Takes the same time for any

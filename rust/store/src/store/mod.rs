@@ -60,6 +60,8 @@ pub struct StoreOptions {
     pub memory_bytes: u64,
     /// Timeout of an operation, in addition to the time for the bytes in flight.
     pub timeout_base: Duration,
+    /// How long a block under a key is not read again after a failed read.
+    pub hidden: Duration,
 }
 
 impl StoreOptions {
@@ -83,9 +85,10 @@ impl StoreOptions {
     }
 
     fn queue(&self, first_generation: u64) -> Queue {
-        let Self { geometry, memory_bytes: limit, timeout_base, threads, .. } = *self;
+        let Self { geometry, memory_bytes: limit, timeout_base, threads, hidden, .. } = *self;
         let Geometry { slots, .. } = geometry;
-        Queue::new(QueueOptions { slots, stride: geometry.stride(), limit, timeout_base, threads }, first_generation)
+        let stride = geometry.stride();
+        Queue::new(QueueOptions { slots, stride, limit, timeout_base, threads, hidden }, first_generation)
     }
 }
 

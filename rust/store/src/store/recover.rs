@@ -88,11 +88,17 @@ impl StoreOptions {
     }
 }
 
-/// The superblock, if it is intact.
+/// The superblock, if it is intact. Looks twice: without it, every block counts as forgotten.
 pub(super) fn read_superblock(device: &dyn BlockDevice) -> io::Result<Option<Superblock>> {
-    let mut page = Buffer::new(PAGE);
-    read_whole(device, page.as_mut_slice(), 0)?;
-    Ok(page.as_slice().first_chunk().and_then(|page| Superblock::decode(page).ok()))
+    for _ in 0..2 {
+        let mut page = Buffer::new(PAGE);
+        read_whole(device, page.as_mut_slice(), 0)?;
+        let found = page.as_slice().first_chunk().and_then(|page| Superblock::decode(page).ok());
+        if found.is_some() {
+            return Ok(found);
+        }
+    }
+    Ok(None)
 }
 
 /// The header read for a slot, if it is intact and was written for that slot.

@@ -44,6 +44,7 @@ fn store() -> Arc<SlabStore> {
         threads: 2,
         memory_bytes: 1 << 20,
         timeout_base: LONG,
+        hidden: LONG,
     };
     let memory = Memory(Mutex::new(vec![0; usize::try_from(geometry.total()).unwrap()]));
     Arc::new(SlabStore::open(Arc::new(memory), options).unwrap())
@@ -116,6 +117,7 @@ fn keyed() -> Arc<SlabStore> {
         threads: 2,
         memory_bytes: 1 << 20,
         timeout_base: LONG,
+        hidden: LONG,
     };
     let memory = Memory(Mutex::new(vec![0; usize::try_from(geometry.total()).unwrap()]));
     let mut queue = options.queue(1);

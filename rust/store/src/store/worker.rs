@@ -5,12 +5,13 @@ use super::{Shared, StoreState};
 use crate::buffer::Buffer;
 use crate::device::{BlockDevice, read_blocks, write_blocks};
 use crate::geometry::{Geometry, PAGE};
-use crate::header::{Expected, Header};
+use crate::header::{Expected, Header, checksum_of_two};
 use crate::miss::Miss;
-use crate::queue::{Job, Queue};
+use crate::queue::{Job, Queue, Seen};
 use crate::sync::{Arc, MutexGuard};
 use crate::ticket::Place;
 use std::io;
+use std::time::Instant;
 
 /// Adjacent blocks.
 type Run = Vec<(Place, Buffer)>;
@@ -23,8 +24,11 @@ enum JobKind {
     Wipe,
 }
 
+/// A miss, and for a damaged block what was read.
+type Failed = (Miss, Option<Seen>);
+
 /// The device's answer for each block of a run, and for blocks that were read, the result of the check.
-type Answers = Vec<io::Result<Result<(), Miss>>>;
+type Answers = Vec<io::Result<Result<(), Failed>>>;
 
 pub(super) struct Worker {
     pub(super) shared: Arc<Shared>,
@@ -105,7 +109,10 @@ impl Worker {
         let check = |(result, (place, buffer)): (io::Result<()>, &(Place, Buffer))| {
             let payload = || buffer.payload(self.geometry.payload_bytes);
             result.map(|()| match kind {
-                JobKind::Read => self.expected(*place).check(buffer.as_slice(), payload()),
+                JobKind::Read => self.expected(*place).check(buffer.as_slice(), payload()).map_err(|miss| {
+                    let header = &buffer.as_slice()[..PAGE];
+                    (miss, Some(checksum_of_two(None, header, payload())))
+                }),
                 JobKind::Write | JobKind::Wipe => Ok(()),
             })
         };
@@ -133,18 +140,18 @@ fn settle(queue: &mut Queue, kind: JobKind, run: Run, answers: Answers) {
     for ((place, buffer), answer) in run.into_iter().zip(answers) {
         let result = outcome(queue, what, place.slot, answer).and_then(|checked| checked);
         match kind {
-            JobKind::Write => queue.finish_write(place, buffer, result),
-            JobKind::Read => queue.finish_read(place, buffer, result),
-            JobKind::Wipe => queue.finish_wipe(place, result),
+            JobKind::Write => queue.finish_write(place, buffer, result.map_err(|(miss, _)| miss)),
+            JobKind::Read => queue.finish_read(place, buffer, result, Instant::now()),
+            JobKind::Wipe => queue.finish_wipe(place, result.map_err(|(miss, _)| miss)),
         }
     }
     queue.answered();
 }
 
 /// Turns a system error into a miss and keeps its message.
-fn outcome<T>(queue: &mut Queue, what: &str, slot: u32, result: io::Result<T>) -> Result<T, Miss> {
+fn outcome<T>(queue: &mut Queue, what: &str, slot: u32, result: io::Result<T>) -> Result<T, Failed> {
     let truncated = |error: &io::Error| error.kind() == io::ErrorKind::UnexpectedEof;
     let error = result.as_ref().err().filter(|error| !truncated(error));
     queue.note_answer(error.map(|error| format!("{what} slot {slot}: {error}")));
-    result.map_err(|error| if truncated(&error) { Miss::Truncated } else { Miss::Io })
+    result.map_err(|error| if truncated(&error) { (Miss::Truncated, Some([0; 16])) } else { (Miss::Io, None) })
 }

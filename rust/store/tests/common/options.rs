@@ -17,5 +17,6 @@ pub(crate) fn options() -> StoreOptions {
         threads: 2,
         memory_bytes: 1 << 20,
         timeout_base: Duration::from_secs(20),
+        hidden: LONG,
     }
 }
