@@ -273,6 +273,7 @@ VALID: dict[str, Any] = {
     "OffloadManager.complete_load.keys": [b"a"],
     "OffloadManager.evict.protected": [b"a"],
     "OffloadManager.prepare_load.keys": [b"a"],
+    "OffloadManager.touch.inserted": [b"a"],
     "OnlineDefragmenter.fresh": None,
     "OnlineDefragmenter.hot": [],
     "OnlineDefragmenter.goals": None,

@@ -192,7 +192,7 @@ class ScheduledMachine(Machine):
             assert texts[-1].tokens[start:] == tokens, f"row {row} has other tokens than request {step.owner(row)[0]}"
         return texts
 
-    def compute(self, rig: Rig, step: Step, texts: list[Tracked], *, by_layer: bool) -> list[list[Cells]]:
+    def compute(self, rig: Rig, step: Step, texts: list[Tracked], *, by_layer: bool) -> list[list[Cells]]:  # noqa: C901 (three kinds of group)
         """Write and read like a model; return what each layer has read for each row, group by group."""
         size = self.config.block_size
         found: list[list[Cells]] = [[] for _ in texts]
@@ -224,8 +224,8 @@ class ScheduledMachine(Machine):
                         assert places.all(), "a state would be written to the null block"
                         cells[:, places] = cells_of(np.array(texts[row].values, np.int64)[kept], layer)
                         continue
-                    if kind == "drafter":  # it writes the entry before its tokens, too, unless that was found
-                        at = np.arange(first - (first > 0 and (row < step.decodes or int(step.handles[row]) in self.begun)), end)
+                    if kind == "drafter":
+                        at = np.arange(self.first_entry(step, row, first), end)
                         entries = np.array(texts[row].entries(kind)[at[0] : end], np.int64)
                         cells[:, tables[number, row, at // size] * size + at % size] = cells_of(entries, layer)
                     at = np.arange(begin_of(kind, window, first), end - (kind == "drafter"))
@@ -238,6 +238,11 @@ class ScheduledMachine(Machine):
         rig.streams.fence().synchronize()
         self.begun |= set(step.handles.tolist())
         return found
+
+    def first_entry(self, step: Step, row: int, first: int) -> int:
+        """Return the first entry that a drafter writes: that before a row's tokens, unless it was found."""
+        has_begun = row < step.decodes or int(step.handles[row]) in self.begun
+        return first - (first > 0 and has_begun)
 
     def state(self, cells: Cells, table: NDArray[np.int64], length: int) -> Cells:
         """Return the state after a row's first tokens."""

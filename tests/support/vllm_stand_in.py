@@ -49,21 +49,7 @@ def fill(made: dict[str, ModuleType], name: str, namespace: Namespace) -> None:
         setattr(module, key, value)
 
 
-def records() -> Namespace:
-    class LookupResult(Enum):
-        MISS = auto()
-        HIT = auto()
-        HIT_PENDING = auto()
-        RETRY = auto()
-
-    class OffloadPolicy(Enum):
-        CHUNK_LEVEL = "chunk_level"
-        REQUEST_LEVEL = "request_level"
-
-    class Medium(Enum):
-        CPU = "CPU"
-        STORAGE = "STORAGE"
-
+def request_context() -> type:
     @dataclass
     class ReqContext:
         req_id: str
@@ -84,6 +70,24 @@ def records() -> Namespace:
         def get_offload_key_position(self, key: bytes) -> int | None:
             return self._offload_key_positions.get(key)
 
+    return ReqContext
+
+
+def records() -> Namespace:
+    class LookupResult(Enum):
+        MISS = auto()
+        HIT = auto()
+        HIT_PENDING = auto()
+        RETRY = auto()
+
+    class OffloadPolicy(Enum):
+        CHUNK_LEVEL = "chunk_level"
+        REQUEST_LEVEL = "request_level"
+
+    class Medium(Enum):
+        CPU = "CPU"
+        STORAGE = "STORAGE"
+
     class LoadStoreSpec:
         pass
 
@@ -102,7 +106,7 @@ def records() -> Namespace:
         "LookupResult": LookupResult,
         "OffloadPolicy": OffloadPolicy,
         "Medium": Medium,
-        "ReqContext": ReqContext,
+        "ReqContext": request_context(),
         "RequestOffloadingContext": record(
             "RequestOffloadingContext", [("policy", OffloadPolicy, OffloadPolicy.CHUNK_LEVEL)]
         ),

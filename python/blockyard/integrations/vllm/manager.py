@@ -76,7 +76,7 @@ class _Chain:
     def in_order(self, req_context: ReqContext) -> list[OffloadKey]:
         """Return the keys by the end of their tokens, or as they came if vLLM does not know one's."""
         ends = {key: req_context.get_offload_key_position(key) for key in self.keys}
-        return list(ends) if None in ends.values() else sorted(ends, key=ends.__getitem__)  # type: ignore[arg-type]
+        return list(ends) if None in ends.values() else sorted(ends, key=ends.__getitem__)
 
 
 class BlockyardManager(OffloadingManager):

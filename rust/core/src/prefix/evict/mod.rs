@@ -92,7 +92,8 @@ pub trait Evictor: fmt::Debug + Send + Sync {
     /// Removes a block, evictable or not, that is used again or gone; returns whether it was evictable.
     fn remove(&mut self, block: BlockId, departure: Departure) -> bool;
 
-    /// Puts an evictable block where it would be if it became evictable now; that is no use of it. By default it is one.
+    /// Puts an evictable block where it would be if it became evictable now, without counting it as used. The default
+    /// counts it.
     fn reorder(&mut self, block: BlockId) {
         if self.remove(block, Departure::Hit) {
             self.insert(block);
