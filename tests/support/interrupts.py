@@ -185,17 +185,23 @@ class CountedInterrupt:
         if self.where:
             self._again -= 1
             if self._again == 0:
-                if not _is_finalizing(sys._getframe()):
+                if self._can_come(code):
                     raise self._error
-                self._again = 1  # Python drops what a finalizer raises
+                self._again = 1
         else:
-            if self.passed == self._place and _is_finalizing(sys._getframe()):
-                self._place += 1  # Python drops what a finalizer raises
+            if self.passed == self._place and not self._can_come(code):
+                self._place += 1
             if self.passed == self._place:
                 self.where = str(Place(code, offset, in_main=True))
                 raise self._error
             self.passes.setdefault((id(code), offset), []).append(self.passed)
             self.passed += 1
+
+    def _can_come(self, code: CodeType) -> bool:
+        """Whether the exception can come here. Python drops what a finalizer raises."""
+        # Once a thread has been started, only a signal comes before `start` returns.
+        is_started = code is threading.Thread.start.__code__ and self._error is not KeyboardInterrupt
+        return not is_started and not _is_finalizing(sys._getframe())
 
 
 def _is_finalizing(frame: FrameType | None) -> bool:
