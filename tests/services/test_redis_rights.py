@@ -104,9 +104,13 @@ def test_a_user_without_a_right_shows_no_password(tmp_path: Path):
     with serving("valkey-server", tmp_path) as node:
         admit(node)
         with redis.Redis(port=node.port) as client:
+            url = f"redis://blockyard:PASSWORD@127.0.0.1:{node.port}?timeout_base=60"
+            store = open_store(url, bytes_per_block=512, num_slots=8, use="prefix")
             client.execute_command("ACL", "SETUSER", "blockyard", "-eval", "-get")
-        url = f"redis://blockyard:PASSWORD@127.0.0.1:{node.port}?timeout_base=60"
-        with open_store(url, bytes_per_block=512, num_slots=8, use="prefix") as store:
+        with pytest.raises(StoreError, match="the server refuses EVAL") as refused:
+            open_store(url, bytes_per_block=512, num_slots=8, use="prefix")
+        assert "PASSWORD" not in str(refused.value)
+        with store:
             assert not store.wait(store.submit_put([bytes(32)], np.ones((1, 512), np.uint8)), 60).ok.any()
             with pytest.raises(StoreError) as caught:
                 store.forget()

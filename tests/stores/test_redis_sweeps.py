@@ -46,7 +46,7 @@ PLANTED = {
     "listed blocks are listed again": (SEARCHED["full"], "adopt", b"'NX', 0", b"0"),
     "unlisted blocks count as just used": (SEARCHED["full"], "adopt", b"'NX', 0", b"'NX', 9e9"),
     "deleted blocks are listed": (SEARCHED["deletions"], "adopt", b"EXISTS', prefix .. ARGV[i]", b"EXISTS', order"),
-    "a sweep drops nothing": (SEARCHED["full"], "adopt", b"drop_beyond(tonumber(ARGV[2]))", b""),
+    "a sweep drops nothing": (SEARCHED["full"], "adopt", b"drop_beyond(tonumber(ARGV[2]), #ARGV)", b""),
 }
 
 

@@ -378,7 +378,7 @@ _SERVING: dict[str, tuple[int, Patch]] = {
     "memory is given back while blocks use it": (40, _given_back_in_use),
 }
 _REDIS: dict[str, tuple[int, Patch]] = {
-    "a full server drops nothing": (40, _script("settle", b"drop_beyond(tonumber(ARGV[1]))", b"")),
+    "a full server drops nothing": (40, _script("settle", b"drop_beyond(tonumber(ARGV[1]), count)", b"")),
     "a put does not look at quotas": (40, _script("settle", b"drop_of(tenant, quota, 1)", b"if true then return end")),
     "a quota waits for blocks that the server has lost": (
         100,
@@ -420,7 +420,7 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
     "forget tells nobody": (20, _forgets_alone),
     "reads do not look at the record": (20, _found_when_forgotten),
     "names do not depend on the epoch": (20, _no_token),
-    "a deletion uses an epoch of a second ago": (80, _delete_under_old_epoch),
+    "a deletion uses an epoch of a second ago": (120, _delete_under_old_epoch),
     "a deletion deletes nothing": (40, _deletes_nothing),
     "damage is not looked for": (100, _no_key_check),
     "a refused put is said to be stored": (20, _all_stored),
@@ -461,7 +461,7 @@ _FOUND_BY = {
     "a put has the epoch that counts when it lands": 24,
     "a process that was told forgets it": 10,
     "forget does not wait for the storage": 20,
-    "a deletion uses an epoch of a second ago": 71,
+    "a deletion uses an epoch of a second ago": 107,
     "damage is not looked for": 22,
     "a refused put is said to be stored": 4,
     "a miss is counted twice": 1,

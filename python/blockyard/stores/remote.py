@@ -84,7 +84,7 @@ class RemoteStore(ThreadedStore):
             raise StoreError(f"{self.url!r}: {failure}")
         if self._use == "prefix":
             # Otherwise puts before the first look at the record might be older than the last `forget`.
-            with suppress(StoreError):  # forgotten, or a node is lost: blocks are misses for now
+            with suppress(Exception):  # forgotten, or a node is lost: blocks are misses for now
                 self._confirm()
 
     def close(self, timeout: float = 5.0) -> bool:
