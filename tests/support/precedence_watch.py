@@ -15,6 +15,7 @@ class PrecedenceWatch:
 
     scheduler: Scheduler
     waited = 0
+    head: object = None  # the request that goes first, while it is kept waiting
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +28,10 @@ class PrecedenceWatch:
         # Only what is held at rest counts: not what transfers lease, and tokens that a prompt's chunk takes.
         others = [ticket for ticket in self.manager.stats().open_tickets if ticket != step.decision.ticket]
         is_quiet = not (len(step.decision) or others or step.samples < step.rows or len(step.token_ids) >= 20)
-        self.waited = self.waited + 1 if is_quiet and self.is_kept_waiting(step) else 0
+        head = self.kept_waiting(step) if is_quiet else None
+        # Those behind it wait for seats and blocks of their own priority, too.
+        self.waited = 0 if head is None else self.waited + 1 if head is self.head else 1
+        self.head = head
         if self.waited > PATIENCE:
             raise AssertionError(f"a request has waited {self.waited} steps for what one of a lower priority holds")
 
@@ -50,13 +54,13 @@ class PrecedenceWatch:
             overtaken[name] = (ahead, count)
         self.overtaken = overtaken
 
-    def is_kept_waiting(self: Any, step: Step) -> bool:
-        """Whether the first idle sequences would fit if all requests of a lower priority left."""
+    def kept_waiting(self: Any, step: Step) -> object:
+        """Return the request that goes first if it would fit without all requests of a lower priority; else None."""
         heads = (self.scheduler._swapping.swapped.head(), self.scheduler._waiting.head())
         first = min((idle for idle in heads if idle is not None), key=lambda idle: idle.rank[0], default=None)
         owners: list[Request] = [self.live[step.owner(row)[0]] for row in range(step.rows)]
         if first is None or first.state.seats or all(owner.priority <= first.rank[0] for owner in owners):
-            return False
+            return None
         size, manager = self.manager.block_size, self.manager
         groups = len(manager.pool().groups)
         kept, freed, to_come = set(), set(), 0
@@ -71,4 +75,4 @@ class PrecedenceWatch:
         wanted = sum(-(-(len(tokens) + 1) // size) for tokens in first.tokens) * groups + to_come
         pool = manager.pool()
         has_blocks = wanted + pool.reserved <= pool.num_free + len(freed - kept)
-        return has_blocks and len(first.indices) + first.forks <= seats
+        return first.state if has_blocks and len(first.indices) + first.forks <= seats else None
