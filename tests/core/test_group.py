@@ -302,3 +302,24 @@ def test_a_prefix_is_not_forked_before_another_token() -> None:
             drafting(groups=groups, host_blocks=8, prefix_caching=PrefixCaching(host=True))
     assert (DRAFTER.kind, DRAFTER.window, repr(DRAFTER)) == ("drafter", None, "CacheGroup.drafter()")
     assert DRAFTER != FULL
+
+
+@pytest.mark.parametrize("chunks", [[1, 1, 1], [3]])
+def test_a_move_of_the_block_that_a_drafter_writes_again_is_cancelled(chunks: list[int]) -> None:
+    manager = BlockManager(block_size=4, device_blocks=16, watermark=0.0, groups=[CacheGroup.drafter()])
+    first, sequence = manager.allocate(20), manager.allocate(5)
+    settle(manager)
+    for count in chunks:
+        manager.append(sequence, count)
+        settle(manager)
+    settle(manager)
+    settle(manager)
+    manager.free(first)
+    manager.defrag.run("dense", 0)
+    manager.append(sequence, 1)  # the step also writes the entry of the token before
+    written = int(manager.block_table(sequence)[1])
+    decision = manager.take_decision()
+    assert written not in {int(pair[0]) for pair in decision.move[0].ids}
+    manager.complete(decision.ticket)
+    assert manager.block_table(sequence)[1] == written
+    manager.check()

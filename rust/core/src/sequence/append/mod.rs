@@ -267,7 +267,11 @@ impl Sequences {
                 let id = TableId { sequence, group };
                 if group == 0 {
                     let row = self.rows.get(sequence)?;
-                    *ends = count == 1 && batch.lookahead == 0 && ends_block(row, self.block_size);
+                    // A drafter's entry before the token is written too: the block that has it must be the row's own.
+                    *ends = count == 1
+                        && batch.lookahead == 0
+                        && self.groups.ahead() == 0
+                        && ends_block(row, self.block_size);
                 }
                 let need = if *ends {
                     Need { blocks: 1, entries: 1, skipped: 0 }
