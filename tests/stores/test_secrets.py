@@ -230,7 +230,7 @@ def test_every_option_that_is_passed_to_obstore_is_known_to_it_and_none_makes_it
 
 
 def test_no_generated_repr_shows_a_url():
-    """A dataclass or a NamedTuple with a URL shows it, unless it has a repr of its own or hides the field."""
+    """A dataclass or a NamedTuple with a URL shows it, unless it defines `__repr__` or hides the field."""
     found = []
     for path in (Path(base.__file__).parents[1]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

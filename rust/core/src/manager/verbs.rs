@@ -302,7 +302,8 @@ impl Manager {
     /// Truncates a sequence to its first `tokens` tokens, in any tier; blocks that hold none of them are freed,
     /// including those of an earlier lookahead. The next append copies the last block first if another sequence or the
     /// cache shares it. A recurrent group can drop the drafts of the last append, until the sequence is appended to,
-    /// swapped or truncated again: the state after the last token that stays is kept, the others are freed.
+    /// swapped or truncated again: the state after the last token that stays is kept, the others are freed. Marking drafts
+    /// as computed may free states between them.
     ///
     /// # Errors
     /// The sequence is unknown, shorter, has lost bytes, or has tokens that the current step has yet to write; it no

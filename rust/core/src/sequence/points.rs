@@ -117,7 +117,7 @@ impl Sequences {
 
     /// Drops those points before the end of a prompt, `at` blocks into it, that are closer together than is worth their
     /// tails: the further back, the rarer. Where prompts part, they stay; so does the one where this prompt resumed, if
-    /// it added more than a tail: a system prompt has an end that its first question must not take from the next.
+    /// it added a tail's blocks or more: its next prompt may part there, as a second question behind a system prompt does.
     fn thin(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, at: usize, resumed: usize) {
         let (interval, mut last, mut gone) = (self.groups.interval(self.block_size), at, Vec::new());
         let Some(points) = step.tiers.device().points().filter(|_| interval > 0) else { return };

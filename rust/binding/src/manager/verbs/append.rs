@@ -161,7 +161,8 @@ impl PyBlockManager {
     /// these tokens are freed, and so are those of an earlier lookahead.
     ///
     /// A recurrent group can drop the `draft_tokens` of the sequence's last append, until it is appended to, swapped
-    /// or truncated again. Its table then has the state after the last token that stays; nothing is copied.
+    /// or truncated again. Its table then has the state after the last token that stays; nothing is copied. Do not mark
+    /// drafts as computed before: with prefix caching, states between them are then freed.
     ///
     /// Args:
     ///     sequence: handle.
