@@ -208,6 +208,12 @@ FAULTS = {
         "len.saturating_sub(self.ahead)",
         "len",
     ),
+    "a drafter's entry before a new block is written unseen": (
+        "sequence/append/mod.rs",
+        "&& self.groups.ahead() == 0",
+        "self.groups.ahead() == 0",
+        "true",
+    ),
 }
 
 

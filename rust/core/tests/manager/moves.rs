@@ -11,6 +11,12 @@ pub(crate) enum Op {
     Defragment(Goals, Budget, Cached),
     /// Everything lands, then blocks are moved, and the step is taken, perhaps to fail.
     Settled(Goals, Option<usize>),
+    /// A sequence is decoded for some steps. Others are freed, and in the last step blocks are moved before it is decoded.
+    Decoded {
+        pick: usize,
+        steps: u32,
+        goal: Goal,
+    },
     /// A sequence is swapped in by a load that may fail; before the load ends, copies of its blocks are moved.
     Copied {
         pick: usize,
@@ -65,6 +71,7 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         5 => (goals(), budget(), prop::sample::select(&Cached::ALL[..]))
             .prop_map(|(goals, budget, cached)| Op::Defragment(goals, budget, cached)),
         2 => (goals(), prop::option::of(0usize..8)).prop_map(|(goals, lost)| Op::Settled(goals, lost)),
+        1 => (0usize..64, 1u32..6, goal()).prop_map(|(pick, steps, goal)| Op::Decoded { pick, steps, goal }),
         1 => (0usize..64, prop::option::of(0usize..8), 1u32..9, goals())
             .prop_map(|(pick, lost, tokens, goals)| Op::Copied { pick, lost, tokens, goals }),
         2 => (0usize..4, prop_oneof![2 => (1u32..3).prop_map(Goal::Contiguous), 1 => goal()], prop::option::weighted(0.3, 0usize..8), prop::option::of(0usize..8), 5u32..20)
@@ -89,6 +96,21 @@ impl World {
                 }
             }
             Op::Exchanged { count, goal, freed, lost, tokens } => self.exchange(count, goal, freed, lost, tokens),
+            Op::Decoded { pick, steps, goal } => {
+                let (decoded, others) = (self.pick(pick, 1), self.pick(pick + 1, 2));
+                let others: Vec<_> = others.into_iter().filter(|other| !decoded.contains(other)).collect();
+                self.settle();
+                for left in (0..steps).rev() {
+                    if left == 0 {
+                        self.free(&others);
+                        let wanted = [Some(Wanted { goal, slack: 0 }), None];
+                        self.defragment(Goals { wanted, named: None }, Budget::UNLIMITED, Cached::Move);
+                    }
+                    self.append(&decoded, (1, 0, 0), None);
+                    self.step(None);
+                    self.settle();
+                }
+            }
             Op::Copied { pick, lost, tokens, goals } => {
                 let others = self.pick(pick + 1, 2);
                 for sequence in self.pick(pick, 1) {
