@@ -78,6 +78,21 @@ def test_an_append_with_drafts_takes_what_its_query_counts():
     manager.check()
 
 
+def test_an_append_into_a_block_may_take_what_the_states_before_it_release():
+    manager = BlockManager(block_size=16, device_blocks=5, watermark=0.0, groups=[STATE])
+    sequence = begun(manager, 3)
+    manager.append([sequence], 4, draft_tokens=3)
+    settle(manager)
+    manager.fork(sequence)  # the state after the last token must be copied, and no block is free for it
+    assert manager.pool().num_free == 0
+    for options in ({"num_tokens": 1}, {"num_tokens": [3], "draft_tokens": [2]}, {"num_tokens": [1], "draft_tokens": [0]}):
+        assert manager.can_append([sequence], **options).status.name == "OK", options
+    manager.append([sequence])
+    (pair,) = manager.take_decision().blocks_to_copy
+    assert pair[1] == manager.block_table(sequence)[-1]
+    manager.check()
+
+
 def test_a_state_that_forks_share_is_copied_before_drafts_overwrite_it():
     manager = manager_of(16, groups=[STATE])
     sequence = begun(manager, 3)
@@ -174,7 +189,9 @@ def test_kept_block_tables_do_not_show_the_states_behind_the_entries():
         (0, 1, "draft_tokens is 1, must be at most 0"),
         (3, [1], "length of draft_tokens is 1, must be 2"),
         ([3, 1], [2, 1], "draft_tokens is 1, must be at most 0"),
-        (3, -1, "draft_tokens is -1"),
+        (3, -1, "draft_tokens is -1, must be one int or one per sequence"),
+        (3, np.int64(-1), "draft_tokens is -1, must be one int or one per sequence"),
+        (3, np.float32(1), "draft_tokens is 1.0, must be one int or one per sequence"),
         (3, 2**32, "draft_tokens is 4294967296"),
         (3, "two", "draft_tokens is 'two'"),
     ],
