@@ -48,10 +48,16 @@ pub(crate) fn refused(error: impl Into<PyErr>, value: &Bound<'_, PyAny>, name: &
     if about_value { invalid(format!("{name} is {}, must be {must}", shown(value))) } else { error }
 }
 
-/// Formats a value for a message: numbers and short strings in full.
+/// Formats a value for a message: numbers, NumPy's too, and short strings in full.
 pub(crate) fn shown(value: &Bound<'_, PyAny>) -> String {
     const MAX_REPR: usize = 60;
-    if value.is_instance_of::<PyInt>() || value.is_instance_of::<PyFloat>() || value.is_instance_of::<PyString>() {
+    let is_number = |value: &Bound<'_, PyAny>| value.is_instance_of::<PyInt>() || value.is_instance_of::<PyFloat>();
+    if value.getattr("shape").and_then(|shape| shape.len()).is_ok_and(|axes| axes == 0) {
+        if let Some(item) = value.call_method0("item").ok().filter(is_number) {
+            return shown(&item);
+        }
+    }
+    if is_number(value) || value.is_instance_of::<PyString>() {
         if let Some(repr) = value.repr().ok().map(|repr| repr.to_string()).filter(|repr| repr.len() <= MAX_REPR) {
             return repr;
         }

@@ -75,7 +75,11 @@ where
             return Ok(Err(numbers));
         }
     }
-    value.extract().map_or_else(|_| numbers(value, &what, must).map(Err), |number| Ok(Ok(number)))
+    match value.extract::<T>().map_err(Into::into) {
+        Ok(number) => Ok(Ok(number)),
+        Err(error) if value.try_iter().is_err() => Err(refused(error, value, &what, must)),
+        Err(_) => numbers(value, &what, must).map(Err),
+    }
 }
 
 /// Reads the handles of a batch of sequences: an array, any sequence of ints, or one int.
