@@ -19,7 +19,7 @@ LAYOUT = KVLayout("kv_first", LAYERS, BLOCK_SIZE, num_kv_heads=1, head_size=HEAD
 
 
 class Faulty(Wrapper):
-    """Reports decisions late; damages some of the blocks that they write, and reports these as lost."""
+    """Reports decisions late; damages some of the blocks that they write, the first ones too, and reports these as lost."""
 
     def __init__(self, inner: StepExecutor, seed: int, *, share: float) -> None:
         super().__init__(inner)
@@ -54,7 +54,7 @@ class Faulty(Wrapper):
         lost = list(done.lost)
         for kind, moved in self._decisions.pop(done.ticket).transfers():
             pairs = written(kind, moved)
-            if len(pairs) and self._random.random() < self._share:
+            if len(pairs) and (not self.losses or self._random.random() < self._share):
                 ids = pairs.ids[self._random.randrange(len(pairs)) :][:1].copy()
                 lost.append(Pairs(pairs.src, pairs.dst, ids))
                 self._write_noise(pairs.dst, ids[:, 1].copy())

@@ -240,6 +240,7 @@ def behind_tls(port: int, name: Path, authority: Path) -> Iterator[int]:
         await asyncio.gather(carry(reader, to_server), carry(from_server, writer))
 
     async def end() -> None:
+        server.close()  # here: the loop's thread closes it too, when its last connection ends
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -256,7 +257,6 @@ def behind_tls(port: int, name: Path, authority: Path) -> Iterator[int]:
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
-        server.close()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         with warnings.catch_warnings():
