@@ -19,7 +19,7 @@ LAYOUT = KVLayout("kv_first", LAYERS, BLOCK_SIZE, num_kv_heads=1, head_size=HEAD
 
 
 class Faulty(Wrapper):
-    """Reports decisions late; damages some of the blocks that they write, the first ones too, and reports these as lost."""
+    """Reports decisions late; damages some of the blocks that they write, the first at once, and reports them lost."""
 
     def __init__(self, inner: StepExecutor, seed: int, *, share: float) -> None:
         super().__init__(inner)
