@@ -2,6 +2,7 @@
 
 import importlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,6 +173,56 @@ def test_what_is_loaded_keeps_its_chunk_and_the_rest_misses(engine: Callable[...
     assert again.found(KEYS[4:8], "two") == 0
     again.manager.complete_load(KEYS[:4], again.context())
     assert again.found(KEYS[4:8], "three") == 4
+
+
+def test_a_chunk_that_finds_no_room_is_read_again_once_there_is_some(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    first = engine(chunks=24)
+    first.compute(KEYS[:12])
+    first.close()
+    again = engine(chunks=8)
+    assert again.found(KEYS[4:12]) == 8
+    held = again.context()
+    again.manager.prepare_load(KEYS[4:12], held)  # vLLM copies them, as long as that takes
+    monkeypatch.setattr(again.tier, "_timeout_base", 600.0)
+    two = again.context("two")
+    for _ in range(3):
+        assert again.lookups(KEYS[:4], two) == ["RETRY"] * 4
+        again.settle()
+    again.manager.complete_load(KEYS[4:12], held)
+    until = time.monotonic() + 60
+    while (states := again.lookups(KEYS[:4], two)) != ["HIT"] * 4:
+        assert "MISS" not in states
+        assert time.monotonic() < until
+        again.settle()
+
+
+def test_more_chunks_than_may_be_written_at_once_are_written_as_writes_end(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    first = engine(chunks=16)
+    store, begun, go_on = first.tier._store, threading.Event(), threading.Event()
+    put, rows = store.submit_put, []
+
+    def submit_put(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        rows.append(len(arguments[0]))
+        return put(*arguments)
+
+    monkeypatch.setattr(store, "submit_put", submit_put)
+    first.compute_only(KEYS[:6])
+    assert begun.wait(60)
+    first.compute_only(KEYS[6:14])
+    # Takes two free chunks, and four that wait to be written.
+    assert first.manager.prepare_store(KEYS[14:20], first.context()) is not None
+    go_on.set()
+    first.settle_store()
+    assert sum(rows) == first.tier.counts.written == 10
+    assert first.tier.counts.not_written == 4
+    first.close()
+    assert engine(chunks=24).found(KEYS[:6]) == 6
 
 
 def test_a_load_that_a_reset_meets_is_no_hit(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -35,6 +36,7 @@ _STAGING_DEADLINE_MS: Final = 60_000
 _CLOSE_SECONDS: Final = 10.0
 _END_SECONDS: Final = 1.0
 _FORGET_SECONDS: Final = 0.005  # how often a job checks whether the store has forgotten
+_FULL_SECONDS: Final = 0.01  # before a chunk that found no room in host memory is read again
 _NOT_FORGOTTEN: Final = (
     "the store has not confirmed that it forgot its chunks after a reset. Give engines whose weights differ from those "
     "before the reset another revision"
@@ -47,10 +49,15 @@ Report = Callable[[list[OffloadKey], list[OffloadKey]], None]
 
 @dataclass(slots=True)
 class _Lookups:
-    """Keys that one request has looked up, each only once, so that no key makes it wait forever."""
+    """Keys that one request has looked up, each only once, so that no key makes it wait forever.
+
+    Attributes:
+        again: those to look up again from a time on, since host memory had no room for them.
+    """
 
     until: float
     asked: set[OffloadKey] = field(default_factory=set)
+    again: dict[OffloadKey, float] = field(default_factory=dict)
     loaded: set[OffloadKey] = field(default_factory=set)  # those that came from the store
     pending: set[OffloadKey] = field(default_factory=set)
 
@@ -116,6 +123,7 @@ class ExternalTier:
         self._state = threading.Lock()  # guards all below; taken after `lock`, never before
         self._requests: dict[str, _Lookups] = {}
         self._wanted: dict[OffloadKey, None] = {}
+        self._unwritten: dict[OffloadKey, None] = {}  # stored on the host while as many as may be were being written
         self._coming: dict[OffloadKey, _ChunkJob] = {}
         self._jobs: list[_ChunkJob] = []
         # Loads never queue behind stores.
@@ -137,25 +145,36 @@ class ExternalTier:
             request = self._requests.get(context.req_id)
             if request is None:
                 request = self._requests[context.req_id] = _Lookups(now + self._timeout_base_of(context))
-            if now >= request.until:
-                return LookupResult.MISS
-            if self._is_under_way(key):
-                request.asked.add(key)
-                return LookupResult.RETRY
-            if key in request.asked or not self._is_allowed(context):
-                return LookupResult.MISS
-            if len(request.pending) >= _WINDOW:
-                request.pending = {other for other in request.pending if self._is_under_way(other)}
-                if len(request.pending) >= _WINDOW:
-                    # vLLM stops looking in this step, and asks again in the next.
-                    return LookupResult.MISS
-            if self._store.lacks(self._digests([key]))[0]:
-                return LookupResult.MISS
+            is_coming = now < request.until and self._is_coming(key, request, context)
+        return LookupResult.RETRY if is_coming else LookupResult.MISS
+
+    def _is_coming(self, key: OffloadKey, request: _Lookups, context: ReqContext) -> bool:
+        """Return whether a key may come; one that the request has not looked up yet is looked up at the step's end."""
+        if self._is_under_way(key):
             request.asked.add(key)
-            request.pending.add(key)
-            request.until += self._store.bytes_per_block / _BYTES_PER_SECOND
+            return True
+        if not self._is_allowed(context):
+            return False
+        if key in request.asked:
+            return self._is_asked_again(key, request)
+        if len(request.pending) >= _WINDOW:
+            request.pending = {other for other in request.pending if self._is_under_way(other)}
+        # Beyond the window vLLM stops looking in this step, and asks again in the next.
+        if len(request.pending) >= _WINDOW or self._store.lacks(self._digests([key]))[0]:
+            return False
+        request.asked.add(key)
+        request.pending.add(key)
+        request.until += self._store.bytes_per_block / _BYTES_PER_SECOND
+        self._wanted[key] = None
+        return True
+
+    def _is_asked_again(self, key: OffloadKey, request: _Lookups) -> bool:
+        """Return whether a key that was looked up found no room and may come yet."""
+        at = request.again.get(key)
+        if at is not None and time.monotonic() >= at:
+            del request.again[key]
             self._wanted[key] = None
-        return LookupResult.RETRY
+        return at is not None
 
     def has_loaded(self, key: OffloadKey, context: ReqContext) -> bool:
         """Return whether a hit of this request came from the store, at its own lookup."""
@@ -166,6 +185,8 @@ class ExternalTier:
     def end_step(self, preempted: Sequence[str] = ()) -> None:
         """Start reading the chunks looked up in this step. Preempted requests may ask again."""
         self._reap()
+        if self._unwritten:
+            self._write_more()
         with self._state:
             for req_id in preempted:
                 self._requests.pop(req_id, None)
@@ -185,19 +206,34 @@ class ExternalTier:
     # ---- stores ----
 
     def write(self, keys: list[OffloadKey]) -> None:
-        """Start writing chunks from host memory; those beyond the limit are skipped."""
+        """Start writing chunks from host memory; those beyond the limit follow as writes end, if still there."""
         if not self._region.is_complete or not self._has_forgotten:
             return
         self._reap()
         with self._state:
-            room = max(0, self._max_writing - sum(len(job.keys) for job in self._jobs if job.held))
-            self.counts.not_written += max(0, len(keys) - room)
-            keys = keys[:room]
-            epoch = self._epoch
-        for first in range(0, len(keys), self._batch):
-            job = self._add(_ChunkJob(keys[first : first + self._batch]))
-            chunks = keep(job.held, self._offload.prepare_load, job.keys)
-            self._submit("store", job, self._put(job, chunks, epoch))
+            self._unwritten.update(dict.fromkeys(keys))
+        self._write_more()
+
+    def _write_more(self) -> None:
+        """Start as many writes as the limit allows."""
+        with self._lock:
+            while True:
+                with self._state:
+                    room = self._max_writing - sum(len(job.keys) for job in self._jobs if job.held)
+                    chosen = list(islice(self._unwritten, max(0, min(room, self._batch))))
+                    for key in chosen:
+                        del self._unwritten[key]
+                    epoch = self._epoch
+                if not chosen:
+                    return
+                found = self._offload.lookup(chosen)
+                here = [key for key, state in zip(chosen, found, strict=True) if state == "hit"]
+                with self._state:
+                    self.counts.not_written += len(chosen) - len(here)
+                if here:
+                    job = self._add(_ChunkJob(here))
+                    chunks = keep(job.held, self._offload.prepare_load, here)
+                    self._submit("store", job, self._put(job, chunks, epoch))
 
     def reset(self, *, keep: bool) -> None:
         """Drop operations in flight; unless `keep`, forget everything in the store, as the weights may have changed."""
@@ -205,6 +241,7 @@ class ExternalTier:
             self._resets += 1
             self._requests.clear()
             self._wanted.clear()
+            self._unwritten.clear()
             self._coming.clear()
             if not keep:
                 # Chunks stored from now on may belong to unnamed weights: use a namespace that no other engine has.
@@ -216,9 +253,10 @@ class ExternalTier:
 
     def close(self) -> None:
         """Wait a while for writes to end, then close the store. Idempotent."""
-        with self._state:
-            running = [future for job in self._jobs for future in job.futures]
-        wait(running, _CLOSE_SECONDS)
+        until = time.monotonic() + _CLOSE_SECONDS
+        while running := self._running():
+            if not wait(running, until - time.monotonic()).done:
+                break
         if not self._has_forgotten:
             _LOG.error("the engine ends: %s", _NOT_FORGOTTEN)
         self._work.close(cancel=True, timeout=0.0)
@@ -226,6 +264,10 @@ class ExternalTier:
         self._work.close(timeout=_END_SECONDS)  # the store has given up the jobs' operations
         self._region.close()
         self._reap()
+
+    def _running(self) -> list[Future[None]]:
+        with self._state:
+            return [future for job in self._jobs for future in job.futures if not future.done()]
 
     # ---- jobs over the store, in its thread ----
 
@@ -248,6 +290,7 @@ class ExternalTier:
     def _load(self, job: _ChunkJob, epoch: bytes, resets: int) -> Steps[None]:
         keys = job.keys
         staged: set[OffloadKey] = set()
+        good: list[int] = []
         try:
             entry = yield self._store.submit_get, self._digests(keys, epoch)
             good = [place for place, ok in enumerate(entry.ok) if ok]
@@ -258,8 +301,16 @@ class ExternalTier:
                 self.counts.loaded += len(staged)
                 self.counts.missed += len(keys) - len(staged)
                 if resets == self._resets:
+                    self._ask_again({keys[place] for place in good} - staged)
                     for key in keys:
                         self._coming.pop(key, None)
+
+    def _ask_again(self, keys: set[OffloadKey]) -> None:
+        """Let requests look up keys again that found no room, but not those whose keys alone would fill the host."""
+        at = time.monotonic() + _FULL_SECONDS
+        for request in self._requests.values():
+            if keys and len(request.asked) <= self._offload.num_chunks // 2:
+                request.again.update(dict.fromkeys(keys & request.asked, at))
 
     def _stage(
         self, job: _ChunkJob, keys: list[OffloadKey], rows: list[NDArray[np.uint8]], resets: int
@@ -311,6 +362,7 @@ class ExternalTier:
             with self._state:
                 self.counts.written += done
                 self.counts.not_written += len(new) - done
+            self._write_more()
 
     def _give_back(self, job: _ChunkJob) -> None:
         """Release a job's host chunks."""
