@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import vllm_modules
 from servers import serving
-from vllm_sides import KEYS, Engine
+from vllm_sides import CHUNKS, KEYS, Engine
 
 from blockyard.errors import StoreError
 
@@ -49,6 +49,33 @@ def test_chunks_come_back_after_a_restart_and_are_hits_only_when_they_are_there(
     again.settle()
     assert again.lookups(KEYS[:7], context) == ["HIT"] * 6 + ["MISS"]
     assert again.load(KEYS[:6])
+
+
+@pytest.mark.parametrize("url", ["file", None])
+@pytest.mark.parametrize("canonical", [False, True])
+def test_workers_with_the_same_bytes_keep_them_once(engine: Callable[..., Engine], url: str | None, canonical: bool):
+    options = {} if url else {"prefix_store": None, "revision": None}
+    fields = {"replicated_layout": True, "canonical_layout": canonical}
+    first = engine(world=4, fields=fields, **options)
+    assert first.manager.num_chunks == CHUNKS
+    region = first.tier._region if url else first.manager.region
+    assert region.is_complete
+    assert not region._path.exists()
+    first.compute_only(KEYS[:6])
+    assert first.load(KEYS[:6])
+    for written, blocks in enumerate(first.blocks):
+        blocks[:] = written
+    first.copy("submit_store", [0], first.manager.prepare_store(KEYS[6:7], first.context()).store_spec)
+    first.manager.complete_store(KEYS[6:7], first.context())
+    chunks = first.manager.prepare_load(KEYS[6:7], first.context())
+    first.copy("submit_load", [1], chunks)
+    assert all(bool((blocks[1] == 0).all()) for blocks in first.blocks)  # as the first worker wrote them
+    if url:
+        first.settle()
+        first.close()
+        again = engine(world=4, fields=fields)
+        assert again.found(KEYS[:7]) == 7
+        assert again.load(KEYS[:6])
 
 
 def test_a_request_that_waits_for_the_store_has_its_hits_from_there_and_later_ones_from_the_host(

@@ -25,7 +25,7 @@ class Engine:
         chunks: host chunks.
         world: workers.
         current: the configuration that vLLM shows its workers; if None, a revision names the weights.
-        fields: fields of the spec's configuration.
+        fields: fields of the spec's configuration. With `replicated_layout` the workers have the same bytes.
         options: of `BlockyardSpec`.
     """
 
@@ -44,7 +44,12 @@ class Engine:
     ) -> None:
         Engine.made += 1
         self.vllm = vllm
-        extra = {"host_bytes": world * chunks * BLOCK, "prefix_store": f"file://{root}?size=1MiB&drop=on", **options}
+        self.copies = 1 if (fields or {}).get("replicated_layout") else world
+        extra = {
+            "host_bytes": self.copies * chunks * BLOCK,
+            "prefix_store": f"file://{root}?size=1MiB&drop=on",
+            **options,
+        }
         if current is None:
             extra.setdefault("revision", "a")
         name = f"test-{os.getpid()}-{Engine.made}"
@@ -64,8 +69,9 @@ class Engine:
         config.parallel.__dict__["rank"] = 0
         self.manager = vllm.ours.BlockyardSpec(config).get_manager()
         self.tier = self.manager._external
-        self.store = FailingStore(self.tier._store, timeout=0.2)
-        self.tier._store = self.tier._work._store = self.store
+        if self.tier is not None:
+            self.store = FailingStore(self.tier._store, timeout=0.2)
+            self.tier._store = self.tier._work._store = self.store
         self.jobs = 0
 
     def context(self, name: str = "one", *actions: Any) -> Any:
@@ -88,7 +94,7 @@ class Engine:
         prepared = self.manager.prepare_store(keys, context)
         for block, key in enumerate(prepared.keys_to_store):
             for rank, blocks in enumerate(self.blocks):
-                blocks[block] = content(key, rank)
+                blocks[block] = content(key, rank % self.copies)
         self.copy("submit_store", list(range(len(prepared.keys_to_store))), prepared.store_spec)
         self.manager.complete_store(prepared.keys_to_store, context)
 
@@ -100,7 +106,7 @@ class Engine:
         self.copy("submit_load", list(range(len(keys))), chunks)
         self.manager.complete_load(keys, self.context())
         return all(
-            bool((blocks[place] == content(key, rank)).all())
+            bool((blocks[place] == content(key, rank % self.copies)).all())
             for rank, blocks in enumerate(self.blocks)
             for place, key in enumerate(keys)
         )
@@ -122,7 +128,7 @@ class Engine:
     def settle_store(self) -> None:
         """Wait until the external store has answered."""
         until = time.monotonic() + 300
-        while self.tier.is_busy:
+        while self.tier is not None and self.tier.is_busy:
             assert time.monotonic() < until
             time.sleep(0.001)
 

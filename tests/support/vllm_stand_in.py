@@ -193,7 +193,11 @@ def configuration() -> Namespace:
         "OffloadingConfig": "groups worker_kv_bytes_per_block enable_kv_cache_events extra_config engine_id model "
         "cache parallel",
     }
-    return {name: dataclasses.make_dataclass(name, fields.split()) for name, fields in names.items()}
+    flags = [(name, bool, False) for name in ("replicated_layout", "canonical_layout")]
+    more: Namespace = {"OffloadingConfig": flags}
+    return {
+        name: dataclasses.make_dataclass(name, [*fields.split(), *more.get(name, ())]) for name, fields in names.items()
+    }
 
 
 def common(base: Namespace) -> Namespace:

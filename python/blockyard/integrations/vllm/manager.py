@@ -89,6 +89,9 @@ class BlockyardManager(OffloadingManager):
         weights_fixed: whether the weights stay the same while the engine runs, even across a cache reset.
         info: facts for `config_info`.
         recorder: records the requests to a trace; None for no recording.
+
+    Attributes:
+        region: memory that the workers share without an external store. Its name goes once all have mapped it.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class BlockyardManager(OffloadingManager):
         self._looked_up: dict[OffloadKey, list[object]] = {}  # held keys have a chunk
         self._let: list[object] = []
         self._pins = Pins(self._offload)
+        self.region: SharedRegion | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -421,6 +425,8 @@ class BlockyardManager(OffloadingManager):
             self._recorder.close()
         if self._external is not None:
             self._external.close()
+        if self.region is not None:
+            self.region.close()
         self._offload.reset()
 
     def _keep(self, key: OffloadKey) -> bool:

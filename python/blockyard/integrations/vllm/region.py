@@ -31,18 +31,19 @@ _LOCK: Final = struct.Struct("hhqqi")  # `struct flock` of a 64-bit Linux
 class SharedRegion:
     """One process's view of the host memory shared by an engine's workers and its scheduler.
 
-    The file in `/dev/shm` has one part per worker, and a page that records which processes have mapped it, and what
-    each worker computes with. The last process to map it unlinks the name, so the memory is freed with the last
-    process, however that ends. Each process holds a lock on its place while it has the memory mapped; the lock ends
-    with the process. A file without such locks was left by dead processes: the next process removes it and creates a
-    new one.
+    The file in `/dev/shm` has one part per worker, or one for all, and a page that records which processes have mapped
+    it, and what each worker computes with. The last process to map it unlinks the name, so the memory is freed with the
+    last process, however that ends. Each process holds a lock on its place while it has the memory mapped; the lock
+    ends with the process. A file without such locks was left by dead processes: the next process removes it and creates
+    a new one.
 
     Args:
         engine_id: the engine's id, from vLLM.
-        part_bytes: bytes of memory per worker.
+        part_bytes: bytes of a part.
         world_size: number of workers, all on this machine.
         place: rank of this worker; `world_size` for the scheduler.
         identity: digest of what this worker computes with; see `identity`.
+        is_one: whether all workers use one part, since they have the same bytes.
 
     Raises:
         OutOfMemoryError: `/dev/shm` has too little room.
@@ -50,13 +51,20 @@ class SharedRegion:
     """
 
     def __init__(
-        self, engine_id: str, part_bytes: int, world_size: int, place: int, identity: bytes = bytes(_DIGEST_BYTES)
+        self,
+        engine_id: str,
+        part_bytes: int,
+        world_size: int,
+        place: int,
+        identity: bytes = bytes(_DIGEST_BYTES),
+        *,
+        is_one: bool = False,
     ) -> None:
         if not 0 <= place <= world_size < _MAX_PLACES:
             raise InvalidArgumentError(f"place is {place}, must be 0 to world_size {world_size}, at most 63")
         self._part_bytes = part_bytes
         self._stride = -(-max(1, part_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._world_size = world_size
+        self._world_size, self._num_parts = world_size, 1 if is_one else world_size
         self._all = (2 << world_size) - 1
         self._path = _FOLDER / f"blockyard-{os.geteuid()}-{hashlib.sha256(engine_id.encode()).hexdigest()[:32]}"
         file = self._open()
@@ -64,10 +72,10 @@ class SharedRegion:
             self._attach(file, place, identity)
             # The mapping keeps the descriptor open, and with it the lock.
             fcntl.flock(file, fcntl.LOCK_UN)
-            self._state = HostMapping(mmap.PAGESIZE, file=file, offset=self._stride * world_size)
+            self._state = HostMapping(mmap.PAGESIZE, file=file, offset=self._stride * self._num_parts)
             self._parts = [
-                HostMapping(self._stride, file=file, offset=self._stride * rank)
-                for rank in (range(world_size) if place == world_size else [place])
+                HostMapping(self._stride, file=file, offset=self._stride * part)
+                for part in (range(self._num_parts) if place == world_size else [min(place, self._num_parts - 1)])
             ]
             # An engine that ends before all processes have mapped the file leaves none behind.
             process = Process("shared host memory")
@@ -100,7 +108,7 @@ class SharedRegion:
         self._finish()
 
     def rows(self, count: int) -> list[NDArray[np.uint8]]:
-        """View the memory of each worker as rows, uint8 `[count, bytes]`; for the scheduler."""
+        """View each part as rows, uint8 `[count, bytes]`; for the scheduler."""
         return [part.tensor[: self._part_bytes].numpy().reshape(count, -1) for part in self._parts]
 
     def _open(self) -> int:
@@ -120,7 +128,8 @@ class SharedRegion:
 
     def _attach(self, file: int, place: int, identity: bytes) -> None:
         """Register this process; the first one creates the file, the last one unlinks it. The lock is held."""
-        at, size = self._stride * self._world_size, self._stride * self._world_size + mmap.PAGESIZE
+        at = self._stride * self._num_parts
+        size = at + mmap.PAGESIZE
         there = os.fstat(file)
         if there.st_uid != os.geteuid():
             raise InvalidArgumentError(f"{self._path} belongs to user {there.st_uid}, must be this one's")

@@ -73,15 +73,17 @@ class BlockyardSpec(OffloadingSpec):
         super().__init__(config)
         options = {name: value for name, value in config.extra_config.items() if value is not None}
         _check_connectors(options, config)
-        self.bytes_per_chunk: int = (
-            config.worker_kv_bytes_per_block * config.parallel.world_size * config.cache.blocks_per_chunk
-        )
+        # Workers that have the same bytes, as those of MLA models do, share one copy, which the first one writes.
+        self.replicated_layout = config.parallel.world_size > 1 and getattr(config, "replicated_layout", False)
+        copies = 1 if self.replicated_layout else config.parallel.world_size
+        self.bytes_per_chunk: int = config.worker_kv_bytes_per_block * copies * config.cache.blocks_per_chunk
         self._unused = _unused(options, config)
         host_bytes = _host_bytes(options, self.bytes_per_chunk, self._unused)
         # Without blocks there is nothing to store, and nothing to size chunks by.
         self.num_chunks: int = host_bytes // self.bytes_per_chunk if self.bytes_per_chunk else 0
         self.policy = read_choice("policy", options.get("policy"), _POLICIES, "lru")
         self._external = _external(options)
+        self._is_shared = bool(self.num_chunks) and (self._external is not None or self.replicated_layout)
         self._manager: BlockyardManager | None = None
         self._worker: BlockyardWorker | None = None
 
@@ -110,6 +112,8 @@ class BlockyardSpec(OffloadingSpec):
             about = "no prefix store"
             if self._external is not None and self.num_chunks:
                 about = self._open_external(self._manager, self._external)
+            elif self._is_shared:
+                self._manager.region = self._region(self.config.parallel.world_size)
             if self._unused:
                 _LOG.warning("kv_connector_extra_config has options without effect: %s", ", ".join(self._unused))
             chunks = self.num_chunks, self.bytes_per_chunk
@@ -119,13 +123,14 @@ class BlockyardSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> BlockyardWorker:
         """Return the worker that copies between these KV caches and host memory, always the same object."""
         if self._worker is None:
-            shared = self._external is not None and self.num_chunks
+            rank = self.config.parallel.rank
             self._worker = BlockyardWorker(
                 kv_caches,
                 blocks_per_chunk=self.blocks_per_chunk,
                 num_chunks=self.num_chunks,
-                region=self._region(self.config.parallel.rank, self._identity()) if shared else None,
-                block_bytes=self.config.worker_kv_bytes_per_block if shared else None,
+                region=self._region(rank, self._identity()) if self._is_shared else None,
+                block_bytes=self.config.worker_kv_bytes_per_block if self._is_shared else None,
+                stores=rank == 0 or not self.replicated_layout,
             )
         return self._worker
 
@@ -155,16 +160,17 @@ class BlockyardSpec(OffloadingSpec):
             InvalidArgumentError: it cannot tell, and there is no `revision`.
         """
         external = self._external
+        if external is None:
+            return bytes(32)
         layers = [name for group in self.config.groups for name in group.layer_names]
         found = identify(current_config(), layers)
-        if external is not None:
-            require_revision(external.revision, external.url, found.problem)
+        require_revision(external.revision, external.url, found.problem)
         return found.digest
 
     def _region(self, place: int, identity: bytes = bytes(32)) -> SharedRegion:
         world = self.config.parallel.world_size
         part = self.num_chunks * self.blocks_per_chunk * self.config.worker_kv_bytes_per_block
-        return SharedRegion(self.config.engine_id, part, world, place, identity)
+        return SharedRegion(self.config.engine_id, part, world, place, identity, is_one=self.replicated_layout)
 
 
 class _External(NamedTuple):

@@ -81,6 +81,7 @@ class BlockyardWorker(OffloadingWorker):
         num_chunks: number of host chunks, as in the manager.
         region: memory for them shared with the scheduler; None means private memory.
         block_bytes: bytes per block in that region.
+        stores: False for a worker whose stores copy nothing, since another one writes the same bytes to the region.
 
     Raises:
         InvalidArgumentError: the tensors do not match one another.
@@ -95,12 +96,13 @@ class BlockyardWorker(OffloadingWorker):
         num_chunks: int,
         region: SharedRegion | None = None,
         block_bytes: int | None = None,
+        stores: bool = True,
     ) -> None:
         device_rows = [_rows(cache.tensor, cache.page_size_bytes) for cache in kv_caches.tensors]
         if not device_rows:
             raise InvalidArgumentError("kv_caches.tensors is empty, must hold at least one tensor")
         self._device = device_rows[0].device
-        self._per_chunk, self._num_chunks = blocks_per_chunk, num_chunks
+        self._per_chunk, self._num_chunks, self._stores = blocks_per_chunk, num_chunks, stores
         widths = [rows.shape[1] for rows in device_rows]
         starts = [sum(widths[:index]) for index in range(len(widths))]
         width = sum(widths) if block_bytes is None else block_bytes
@@ -201,6 +203,8 @@ class BlockyardWorker(OffloadingWorker):
             raise InvalidArgumentError(f"job_id is {job_id}, which is already in flight")
         chunks = np.asarray(host.block_ids, np.int64)
         mappings = self._mappings(device, chunks, to)
+        if to == "large" and not self._stores:
+            mappings = []
         job = _CopyJob(sum(len(mapping) * self._block_bytes[group] for group, mapping in mappings))
         if len(chunks):
             self._host.wait((int(chunks.max()) + 1) * self._per_chunk)
