@@ -100,8 +100,10 @@ bench: release
 	done
 
 bench-engines: release .make/engines/.ready-$(VLLM_VERSION)
-	ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python BENCH_JSON="$(BENCH_JSON)" \
-	    $(BIN)/python benches/engines/bench_vllm.py
+	@for script in benches/engines/bench_*.py; do \
+	    ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python BENCH_JSON="$(BENCH_JSON)" \
+	        $(BIN)/python $$script || exit 1; \
+	done
 
 # ---- checking ----
 

@@ -1,0 +1,372 @@
+"""How many prompt tokens vLLM finds in device and host memory: with its own offloading, or with ours.
+
+    make bench-engines [BENCH_JSON=FILE]
+    ENGINES_PYTHON=PYTHON python benches/engines/bench_vllm_hits.py [--workload agents] [--ratios 1 2 4]
+
+PYTHON has vLLM. Its real scheduler, block pool and connectors serve recorded and generated requests; only the model and
+the copies are left out: each step's tokens are computed, and its transfers have ended, when the next one begins. Eight
+requests run at a time, those of a session one after the other. Prompts have their recorded length, answers one token.
+A block stands for 256 tokens of a recorded session, for 512 of Mooncake's trace, and for 64 of a document.
+
+The device holds a share of all distinct blocks, the host as many blocks as the device, twice as many, and so on; all
+systems have equally many. `lazy` is `SimpleCPUOffloadConnector` with `lazy_offload`, which stores what the device is
+about to drop; the others store what is computed. With BENCH_JSON=FILE it also adds its figures to the flat JSON object
+in FILE. It asserts that each system loads from the host, and with `--check` that ours finds as much as the best of
+vLLM's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = os.environ.get("ENGINES_PYTHON", "")
+if __name__ == "__main__" and PYTHON and sys.executable != PYTHON:
+    os.environ["PYTHONPATH"] = str(ROOT / "python")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.execv(PYTHON, [PYTHON, *sys.argv])
+if not PYTHON:
+    sys.exit("nothing measured: ENGINES_PYTHON does not name a Python with vLLM; make bench-engines does")
+sys.path[:0] = [str(ROOT / "benches")]
+
+import torch  # noqa: E402
+from figures import keep  # noqa: E402
+from policies.sessions import at_a_time, coarser  # noqa: E402
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
+from vllm.utils.hashing import sha256  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor  # noqa: E402
+from vllm.v1.kv_offload.base import TransferResult  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
+from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata  # noqa: E402
+from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+
+from blockyard.traces import read_trace  # noqa: E402
+
+BLOCK, SEATS, STEP_TOKENS, MAX_LEN = 16, 8, 2_048, 1 << 20
+LOOKED_AHEAD = 64
+"""Waiting requests among which one of a session without a running request is chosen."""
+DEVICE_SHARE = 0.05
+GOAL = 0.99
+"""What ours finds, over what each of vLLM's finds."""
+OURS = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.integrations.vllm"}
+Ids = Sequence[int]
+
+
+class System(NamedTuple):
+    """What keeps the host: a connector, its options without the size, and the option for that."""
+
+    connector: str
+    options: dict[str, Any]
+    size: str
+
+
+SYSTEMS = {
+    "vllm_lru": System("OffloadingConnector", {"spec_name": "CPUOffloadingSpec"}, "cpu_bytes_to_use"),
+    "vllm_arc": System(
+        "OffloadingConnector", {"spec_name": "CPUOffloadingSpec", "eviction_policy": "arc"}, "cpu_bytes_to_use"
+    ),
+    "vllm_lazy": System("SimpleCPUOffloadConnector", {"lazy_offload": True}, "cpu_bytes_to_use"),
+    "ours_lru": System("OffloadingConnector", OURS, "host_bytes"),
+    "ours_adaptive": System("OffloadingConnector", {**OURS, "policy": "adaptive"}, "host_bytes"),
+}
+
+
+class Served(NamedTuple):
+    """A request: its session and the numbers of its prompt's blocks, which are equal where the tokens before are."""
+
+    session: int | None
+    blocks: Ids
+
+
+def agents(requests: int, part: int | None) -> list[Served]:
+    """Return agent sessions, eight at a time."""
+    trace = read_trace(_traces() / "claude_code.jsonl.gz")
+    found = coarser(at_a_time(trace, SEATS, part, apart=90.0), 4)
+    return [Served(request.session, request.hash_ids) for request in found if request.hash_ids][:requests]
+
+
+def documents(requests: int, part: int | None) -> list[Served]:
+    """Return questions about 150 documents of 40 to 160 blocks, some of them asked about more than others."""
+    chance = random.Random(part or 0)
+    lengths = [chance.randint(40, 160) for _ in range(150)]
+    weights = [1 / (rank + 1) for rank in range(len(lengths))]
+    found = []
+    for number in range(requests):
+        (document,) = chance.choices(range(len(lengths)), weights)
+        text = [document << 8 | place for place in range(lengths[document])]
+        found.append(Served(None, [*text, *(1 << 24 | number << 2 | place for place in range(3))]))
+    return found
+
+
+def mooncake(requests: int, part: int | None) -> list[Served]:
+    """Return the requests of Mooncake's trace in order."""
+    found = read_trace(_traces() / "synthetic_trace.jsonl")[part or 0 :: 1 if part is None else 2]
+    return [Served(None, request.hash_ids) for request in found if request.hash_ids][:requests]
+
+
+WORKLOADS = {"agents": agents, "documents": documents, "mooncake": mooncake}
+
+
+def _traces() -> Path:
+    return Path(os.environ.get("BLOCKYARD_TRACES", ROOT.parent / "shared" / "traces"))
+
+
+class Copies:
+    """Ends each transfer at once. It stands for the worker of every system, whose copies no hit depends on."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+        self.stored = self.loaded = 0
+
+    def submit_store(self, job: int, _device: Any, host: Any) -> bool:
+        """Count the stored chunks."""
+        self.stored += len(host.block_ids)
+        self.ended.append(job)
+        return True
+
+    def submit_load(self, job: int, host: Any, _device: Any) -> bool:
+        """Count the loaded chunks."""
+        self.loaded += len(host.block_ids)
+        self.ended.append(job)
+        return True
+
+    def get_finished(self) -> list[Any]:
+        """Return all transfers since the last call."""
+        ended, self.ended = self.ended, []
+        return [TransferResult(job, success=True) for job in ended]
+
+    def wait(self, _jobs: set[int]) -> None:
+        """Nothing is under way."""
+
+    def shutdown(self) -> None:
+        """Nothing is open."""
+
+
+class LazyWorker:
+    """The worker side of `SimpleCPUOffloadConnector` without its copies."""
+
+    def __init__(self) -> None:
+        self.worker = Copies()
+        self._loaded: set[str] = set()
+        self._stored: dict[int, int] = {}
+
+    def handle_preemptions(self, _metadata: Any) -> None:
+        """Nothing is under way."""
+
+    def start_kv_transfers(self, metadata: Any) -> None:
+        """End the step's loads."""
+        self.worker.loaded += len(metadata.load_cpu_blocks)
+        self._loaded.update(metadata.load_event_to_reqs.get(metadata.load_event) or ())
+
+    def prepare_store_kv(self, metadata: Any) -> None:
+        """End the step's stores."""
+        self.worker.stored += len(metadata.store_cpu_blocks)
+        if metadata.store_event >= 0:
+            self._stored[metadata.store_event] = 1
+
+    def get_finished(self, _ended: set[str]) -> tuple[None, set[str]]:
+        """Return the requests whose loads have ended."""
+        loaded, self._loaded = self._loaded, set()
+        return None, loaded
+
+    def build_connector_worker_meta(self) -> Any:
+        """Return the stores that have ended."""
+        stored, self._stored = self._stored, {}
+        return SimpleCPUOffloadWorkerMetadata(completed_store_events=stored) if stored else None
+
+
+def start(model: Path, blocks: int, system: System | None, host_blocks: int) -> tuple[Any, Any]:
+    """Return vLLM's scheduler, and the worker side of its connector; None without one."""
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    page = spec.page_size_bytes
+    transfer = None
+    if system is not None:
+        options = {**system.options, system.size: host_blocks * page}
+        transfer = KVTransferConfig(kv_connector=system.connector, kv_role="kv_both", kv_connector_extra_config=options)
+    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(model), tokenizer=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_LEN
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=SEATS,
+            max_num_batched_tokens=STEP_TOKENS,
+            max_model_len=MAX_LEN,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+        ),
+        cache_config=cache,
+        kv_transfer_config=transfer,
+        device_config=DeviceConfig("cpu"),
+    )
+    cache.num_gpu_blocks = blocks
+    tensor = KVCacheTensor(page * blocks, ["layer"], page * blocks, page)
+    caches = KVCacheConfig(
+        num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+    )
+    scheduler = Scheduler(config, caches, StructuredOutputManager(config), block_size=BLOCK)
+    worker: Any = None
+    if system is not None and system.connector == "OffloadingConnector":
+        worker = OffloadingConnector(config, KVConnectorRole.WORKER, caches).connector_worker
+        worker.worker = Copies()
+    elif system is not None:
+        worker = LazyWorker()
+    return scheduler, worker
+
+
+class Found(NamedTuple):
+    """What a system found."""
+
+    share: float
+    """Of the prompts' tokens."""
+    steps: int
+    stored: int
+    loaded: int
+    seconds: float
+
+
+def serve(model: Path, requests: Sequence[Served], blocks: int, system: System | None, host_blocks: int) -> Found:
+    """Serve requests, eight at a time."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    scheduler, worker = start(model, blocks, system, host_blocks)
+    waiting, running, begun = deque(requests), dict[str, tuple[Served, Any]](), time.perf_counter()
+    total = computed = steps = number = 0
+    while waiting or running:
+        while len(running) < SEATS and (chosen := _next(waiting, {served.session for served, _ in running.values()})):
+            tokens = _tokens(chosen.blocks)
+            request = Request(
+                request_id=str(number),
+                prompt_token_ids=tokens,
+                sampling_params=SamplingParams(max_tokens=1, ignore_eos=True),
+                pooling_params=None,
+                block_hasher=hasher,
+            )
+            number += 1
+            total += len(tokens)
+            running[request.request_id] = chosen, request
+            scheduler.add_request(request)
+        step = scheduler.schedule()
+        steps += 1
+        computed += step.total_num_scheduled_tokens
+        scheduler.update_from_output(
+            step, _output(step, {name: request for name, (_, request) in running.items()}, worker)
+        )
+        running = {name: served for name, served in running.items() if not served[1].is_finished()}
+    copies = Copies() if worker is None else worker.worker
+    return Found(1 - computed / total, steps, copies.stored, copies.loaded, time.perf_counter() - begun)
+
+
+def _next(waiting: deque[Served], busy: set[int | None]) -> Served | None:
+    """Take the first request whose session has none that runs."""
+    for place in range(min(len(waiting), LOOKED_AHEAD)):
+        if waiting[place].session is None or waiting[place].session not in busy:
+            found = waiting[place]
+            del waiting[place]
+            return found
+    return None
+
+
+def _tokens(blocks: Ids) -> list[int]:
+    """Return the tokens that stand for blocks, and one more, which is always computed."""
+    filling = [0] * (BLOCK - 2)
+    return [token for block in blocks for token in (block >> 20, block & 0xFFFFF, *filling)] + [1]
+
+
+def _output(step: Any, requests: dict[str, Any], worker: Any) -> Any:
+    """Return what vLLM's model runner would: a token for each request whose prompt is computed, and the transfers."""
+    transfers = None
+    if worker is not None:
+        metadata = step.kv_connector_metadata
+        worker.handle_preemptions(metadata)
+        worker.start_kv_transfers(metadata)
+        worker.prepare_store_kv(metadata)
+        sent, loaded = worker.get_finished(step.finished_req_ids)
+        transfers = KVConnectorOutput(
+            finished_sending=sent,
+            finished_recving=loaded,
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+    names = list(step.num_scheduled_tokens)
+    ended = [requests[name].num_computed_tokens >= requests[name].num_tokens for name in names]
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: place for place, name in enumerate(names)},
+        sampled_token_ids=[[7] if is_last else [] for is_last in ended],
+        kv_connector_output=transfers,
+    )
+
+
+def write_model(folder: Path) -> Path:
+    """Write the configuration of a small model."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    more = {"vocab_size": 128, "max_position_embeddings": MAX_LEN, "torch_dtype": "float32"}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 1, **sizes, **more}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def main() -> None:
+    """Serve each workload with each system, print what they find, and add to BENCH_JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--workload", choices=WORKLOADS, action="append", help="several times for several; default: all"
+    )
+    parser.add_argument(
+        "--ratios", type=float, nargs="+", default=[1, 2, 4], help="blocks of the host over the device's"
+    )
+    parser.add_argument("--requests", type=int, default=800, help="of each workload")
+    parser.add_argument("--part", type=int, choices=(0, 1), help="only this half of the recorded requests")
+    parser.add_argument("--check", action="store_true", help="stop with an error if a goal is missed")
+    options = parser.parse_args()
+    figures = {}
+    with tempfile.TemporaryDirectory() as name:
+        model = write_model(Path(name))
+        for workload in options.workload or WORKLOADS:
+            requests = WORKLOADS[workload](options.requests, options.part)
+            distinct, longest = len({b for r in requests for b in r.blocks}), max(len(r.blocks) for r in requests)
+            blocks = max(round(distinct * DEVICE_SHARE), longest + 2 * SEATS)
+            alone = serve(model, requests, blocks, None, 0)
+            print(f"\n{workload}: {len(requests)} requests, {distinct} blocks, {blocks} on the device")
+            print(f"{'':24}{'found':>8}{'on host':>9}{'stored':>9}{'loaded':>9}{'steps':>8}{'seconds':>9}")
+            print(f"{'vLLM alone':24}{alone.share:8.3f}{'':27}{alone.steps:8}{alone.seconds:9.1f}", flush=True)
+            for ratio in options.ratios:
+                for system, what in SYSTEMS.items():
+                    found = serve(model, requests, blocks, what, round(blocks * ratio))
+                    print(
+                        f"{f'host {ratio:g} x, {system}':24}{found.share:8.3f}{found.share - alone.share:9.3f}"
+                        f"{found.stored:9}{found.loaded:9}{found.steps:8}{found.seconds:9.1f}",
+                        flush=True,
+                    )
+                    figures[f"hits_{workload}_{ratio:g}x_{system}"] = found.share
+                    assert found.loaded, f"{system} has loaded nothing"
+    keep(figures)
+    missed = [name for name, share in figures.items() if "vllm" in name and share * GOAL > _ours(figures, name)]
+    if options.check and missed:
+        sys.exit(f"bench_vllm_hits: ours finds less than {GOAL} of {', '.join(missed)}")
+
+
+def _ours(figures: dict[str, float], name: str) -> float:
+    """Return what the better of our policies finds in the same cell."""
+    cell = name.split("_vllm", maxsplit=1)[0]
+    return max(figures[f"{cell}_{system}"] for system in SYSTEMS if system.startswith("ours"))
+
+
+if __name__ == "__main__":
+    main()
