@@ -267,11 +267,12 @@ class Loads:
         why = "closed" if self._is_closed else "unavailable" if is_late else ""
         if why:
             return self._finish(load, why)
-        if len(load.keys) and self._is_reading(load.keys[0]):
-            load.waits_from = self._num_changes
+        if self._waits_for_read(load):
             return False
         if load.waits_from is not None:
             self._find_missing(load)
+            if self._waits_for_read(load):
+                return False
         if load.miss or not len(load.keys):
             return self._end(load)
         if self._store.lacks(load.keys[:1])[0]:  # what the store lacks does not wait for room below
@@ -397,6 +398,8 @@ class Loads:
         self._stats.hit_bytes += found * self._size
         load.tokens += found * self._manager.block_size
         load.brought.update(key.tobytes() for key in copy.job.keys[copy.landed])
+        left = sum(len(read.keys) - read.num_placed for read in load.reads) + sum(len(copy.job) for copy in load.copies)
+        self._allow(load, left + len(load.ahead))
         return True
 
     def _end_round(self, load: Load) -> bool:
@@ -413,7 +416,7 @@ class Loads:
             return self._end(load)
         if load.keys[0].tobytes() in load.brought:  # evicted in the meantime, for this prompt or another
             return self._finish(load, "no_room")
-        self._allow(load, load.tokens // self._manager.block_size + len(load.keys) + load.num_loading)
+        self._allow(load, len(load.keys) + load.num_loading)
         return True
 
     def _end(self, load: Load, miss: str = "") -> bool:
@@ -425,8 +428,9 @@ class Loads:
         load.waits_from = self._num_changes
         return False
 
-    def _allow(self, load: Load, num_blocks: int) -> None:
-        """Extend the deadline by the time for the blocks that it does not allow for yet."""
+    def _allow(self, load: Load, num_left: int) -> None:
+        """Extend the deadline by the time for blocks that it does not allow for yet: as many as can be in flight."""
+        num_blocks = load.tokens // self._manager.block_size + min(num_left, self._max_blocks)
         load.until += max(0, num_blocks - load.allowed) * self._size / _BYTES_PER_SECOND
         load.allowed = max(num_blocks, load.allowed)
 
@@ -477,6 +481,13 @@ class Loads:
         return found
 
     # ---- reads and their rows ----
+
+    def _waits_for_read(self, load: Load) -> bool:
+        """Whether another load is reading the first block that this one lacks."""
+        is_reading = len(load.keys) > 0 and self._is_reading(load.keys[0])
+        if is_reading:
+            load.waits_from = self._num_changes
+        return is_reading
 
     def _is_reading(self, key: NDArray[np.uint8]) -> bool:
         """Whether a load is reading the block of a key."""
