@@ -50,7 +50,6 @@ class SteppedStore:
     def __init__(self, medium: dict[bytes, NDArray[np.uint8]], rng: random.Random, *, replaces: bool) -> None:
         self.medium, self.rng, self.replaces = medium, rng, replaces
         self.step: Callable[[], None] = lambda: None
-        self.width = 0
 
     def _each(self, count: int) -> list[int]:
         """Return a batch's blocks in the order in which they are processed."""
