@@ -48,6 +48,7 @@ class Read:
     """
 
     keys: NDArray[np.uint8]
+    names: bytes  # the same keys, in which to find one fast
     batch: PendingBatch
     rows: NDArray[np.uint8]
     leg: TraceSpan = NO_SPAN
@@ -250,7 +251,7 @@ class Loads:
     def _advance(self, load: Load) -> None:
         """Advance a load as far as possible."""
         while not load.done:
-            if self._take_copy(load):
+            if load.copies and self._take_copy(load):
                 continue
             is_waiting = load.waits_from == self._num_changes
             if not is_waiting and (self._take_rows(load) or self._read_next(load) or self._end_round(load)):
@@ -289,9 +290,11 @@ class Loads:
 
     def _read_next(self, load: Load) -> bool:
         """Have the store read the next piece of the round, if there is room for it."""
-        count = min(len(load.ahead), self._blocks_at_once, max(1, self._staging_room()))
         # If the store was late, one piece at a time shows whether it still is.
-        if not count or count > self._staging_room() or (self._late_at is not None and load.reads):
+        if not len(load.ahead) or (self._late_at is not None and load.reads):
+            return False
+        count = min(len(load.ahead), self._blocks_at_once, self._staging_room())
+        if count <= 0:
             return False
         if self._is_reading(load.ahead[0]):
             load.ahead = _NO_KEYS  # another load is faster
@@ -302,7 +305,7 @@ class Loads:
             return False
         keys, rows = np.ascontiguousarray(load.ahead[:count]), self._buffers.take(count, self._size)
         try:
-            read = Read(keys, self._store.get(keys, rows), rows)
+            read = Read(keys, keys.tobytes(), self._store.get(keys, rows), rows)
         except StoreError:
             return self._fail(load, "error")
         self._reads[read] = None
@@ -384,7 +387,7 @@ class Loads:
 
     def _take_copy(self, load: Load) -> bool:
         """Publish the blocks of a copy that has ended."""
-        if not load.copies or not load.copies[0].transfer.done:
+        if not load.copies[0].transfer.done:
             return False
         copy = load.copies.popleft()
         has_landed = copy.transfer.error is None
@@ -491,9 +494,8 @@ class Loads:
 
     def _is_reading(self, key: NDArray[np.uint8]) -> bool:
         """Whether a load is reading the block of a key."""
-        return any(
-            not read.is_closed and (read.keys[read.num_placed :] == key).all(axis=1).any() for read in self._reads
-        )
+        name = key.tobytes()
+        return any(not read.is_closed and read.names.find(name, 32 * read.num_placed) >= 0 for read in self._reads)
 
     def _staging_room(self) -> int:
         """Return how many more blocks can have staging rows."""
