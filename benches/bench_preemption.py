@@ -41,6 +41,7 @@ from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers import Generator
 from blockyard.integrations.transformers.model import PagedModel
 from blockyard.scheduler import Step
+from blockyard.stores import ExternalStore
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
@@ -292,18 +293,24 @@ def time_legs(cache: KVCache, repeat: int) -> dict[tuple[str, str, str], dict[in
                     raise SystemExit(f"{src} to {dst}: {sum(map(len, lost))} of {blocks} blocks were lost")
                 if kind == "swap_out":
                     cache.engine.write("device" if src == "device" else "host", pairs[:, 0].copy(), zeros[:blocks])
-            slots = np.sort(ids[:, 1])
-            for index, submit in enumerate((store.submit_write, store.submit_read), len(LEGS)):
-                began = time.perf_counter()
-                done = store.wait(submit(slots, lent[:blocks]))
-                taken[index, turn] = time.perf_counter() - began
-                assert done.ok.all()
+            taken[len(LEGS) :, turn] = time_alone(store, np.sort(ids[:, 1]), lent[:blocks])
         # The first turn warms up.
         for leg, seconds in zip((*LEGS, *alone), np.median(taken[:, 1:], axis=1).tolist(), strict=True):
             times.setdefault(leg, {})[blocks] = seconds
     if not np.array_equal(cache.engine.read("device", np.arange(most)), rows):
         raise SystemExit("the device got other bytes back than it gave away")
     return times
+
+
+def time_alone(store: ExternalStore, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> list[float]:
+    """Return the seconds in which the store alone writes and then reads slots."""
+    taken = []
+    for submit in (store.submit_write, store.submit_read):
+        began = time.perf_counter()
+        done = store.wait(submit(slots, rows))
+        taken.append(time.perf_counter() - began)
+        assert done.ok.all()
+    return taken
 
 
 def main() -> None:

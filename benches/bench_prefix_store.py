@@ -8,10 +8,11 @@ a prompt whose 4 small blocks are in a file store until they are on the device, 
 500; and the threads of the process meanwhile. A prompt of 64 blocks of 256 KiB is written to a file store and loaded by
 another cache, best of five.
 
-Last, prompts of a model with 128 KiB per token are loaded from a file to the host and to the device, in turns with reads
-of the same blocks from the bare store into warm rows: the medians, and the median of the ratios of the turns. Below
-0.85 of the bare store's rate from 256 MiB on, and 0.70 for less, the benchmark fails. Each block must be read once. Objects
-follow, as SGLang's and LMCache's adapters load them into host memory. `--only load` measures nothing else. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+Last, prompts of a model with 128 KiB per token are loaded from a file to the host and to the device, in turns with
+reads of the same blocks from the bare store into warm rows: the medians, and the median of the ratios of the turns.
+Each block must be read once. The benchmark fails below 0.85 of the bare store's rate from 256 MiB on, or 0.70 for less.
+Objects follow, as SGLang's and LMCache's adapters load them into host memory. `--only load` measures nothing else. With
+BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -195,6 +196,7 @@ class FromFile:
         self.prefixes.wait()
 
     def table(self, sequence: Any) -> NDArray[np.int64]:
+        """Return the sequence's blocks of the prompt."""
         return np.array(self.cache.manager.block_table(sequence)[: self.most], np.int64)
 
     def bare(self, count: int) -> float:
@@ -236,16 +238,20 @@ class Objects:
         room = 2 * count * size + (8 << 20)
         self.objects = PrefixObjects(f"file://{folder}-objects?size={room}", object_bytes=size, fields={})
         assert all(self.objects.put(self.names, self.sizes, self.data.__getitem__))
-        self.keys, self.rows = np.random.default_rng(0).integers(0, 256, (count, 32), dtype=np.uint8), aligned(count, size)
+        self.keys = np.random.default_rng(0).integers(0, 256, (count, 32), dtype=np.uint8)
+        self.rows = aligned(count, size)
         self.store = open_store(f"file://{folder}-bare?size={room}", bytes_per_block=size, use="prefix")
         assert self.store.wait(self.store.submit_put(self.keys, self.rows)).ok.all()
 
     def bare(self) -> float:
+        """Return the seconds in which the bare store reads as many bytes into warm rows."""
         began = time.perf_counter()
         assert self.store.wait(self.store.submit_get(self.keys, self.rows)).ok.all()
         return time.perf_counter() - began
 
     def load(self, *, checked: bool) -> float:
+        """Return the seconds in which all objects are loaded."""
+
         def take(index: int, data: NDArray[np.uint8]) -> None:
             self.host[index] = data
 

@@ -11,8 +11,9 @@ new in each, and all engines get the same.
 - preemption: 16 such requests do not fit.
 - first token: of a prompt of 1,920 tokens that was computed before, and is found on the device, on the host once the
   device has been cleared, and in the file once the host has been, too. Other prompts are served before and after it is
-  cleared. The number of tokens found in each place is checked. In turns with these, a file store without an engine reads
-  as many bytes: the file may cost half of the host's time more than that. `--only first-token` measures nothing else.
+  cleared. The number of tokens found in each place is checked. In turns with these, a file store without an engine
+  reads as many bytes: the file may cost half of the host's time more than that. `--only first-token` measures nothing
+  else.
 
 With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """

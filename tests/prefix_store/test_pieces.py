@@ -60,7 +60,9 @@ def store() -> Iterator[GatedStore]:
 @pytest.fixture
 def cache(store: GatedStore) -> Iterator[KVCache]:
     options = {"device_blocks": 2 * BLOCKS, "prefix_caching": True, "namespace": b"model"}
-    with KVCache(LAYOUT, prefix_store=store, prefetch_timeout_base=PATIENCE, max_staging=STAGED * SIZE, **options) as made:
+    with KVCache(
+        LAYOUT, prefix_store=store, prefetch_timeout_base=PATIENCE, max_staging=STAGED * SIZE, **options
+    ) as made:
         yield made
         store.is_gated = False
         store.let_go()

@@ -139,8 +139,7 @@ class Processes:
         opened = iter(views)
 
         def open_store(url: str, *, bytes_per_block: int, **more: Any) -> SteppedStore:
-            view = next(opened)
-            return view
+            return next(opened)
 
         monkeypatch.setattr(objects, "open_store", open_store)
         stores = [PrefixObjects("stepped://", object_bytes=PART, fields={}) for _ in views]

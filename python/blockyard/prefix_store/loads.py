@@ -265,28 +265,25 @@ class Loads:
         """Find the blocks to read, up to the first that the store lacks."""
         reads = [read for read in self._reads if not read.is_closed]
         is_late = self._late_at is not None and (reads or self._late_at == self._store.num_answers)
-        why = "closed" if self._is_closed else "unavailable" if is_late else ""
-        if why:
-            return self._finish(load, why)
-        if self._waits_for_read(load):
-            return False
-        if load.waits_from is not None:
+        if self._is_closed or is_late:
+            return self._finish(load, "closed" if self._is_closed else "unavailable")
+        is_waiting = self._waits_for_read(load)
+        if not is_waiting and load.waits_from is not None:
             self._find_missing(load)
-            if self._waits_for_read(load):
-                return False
+            is_waiting = self._waits_for_read(load)
+        if is_waiting:
+            return False
         if load.miss or not len(load.keys):
             return self._end(load)
         if self._store.lacks(load.keys[:1])[0]:  # what the store lacks does not wait for room below
             return self._end(load, "absent")
         if self._staging_room() < min(len(load.keys), self._max_blocks // 4 or 1):
             return False
-        if self._room(load) <= 0:
-            return self._end(load, "no_room")
-        count = _leading(self._store.contains(load.keys)) or _leading(~self._store.lacks(load.keys[:PROBED]))
-        if not count:
-            return self._end(load, "absent")
-        load.ahead, load.in_round = load.keys[:count], True
-        return True
+        count = 0
+        if has_room := self._room(load) > 0:
+            count = _leading(self._store.contains(load.keys)) or _leading(~self._store.lacks(load.keys[:PROBED]))
+        load.ahead, load.in_round = load.keys[:count], count > 0
+        return load.in_round or self._end(load, "absent" if has_room else "no_room")
 
     def _read_next(self, load: Load) -> bool:
         """Have the store read the next piece of the round, if there is room for it."""
@@ -349,7 +346,7 @@ class Loads:
             self._log.note(answer.reasons)
 
     def _place_none(self, load: Load, read: Read, count: int) -> bool:
-        """Handle blocks that arrived without room for the first of them, or without being missing any more."""
+        """Handle arrived blocks that have no room, or that the prompt no longer misses."""
         if load.copies:
             return False
         self._find_missing(load)
@@ -381,8 +378,9 @@ class Loads:
         load.tier = job.tier
         read.num_copies += 1
         load.copies.append(Copy(job, transfer, landed, read))
-        attributes = {"blocks": len(blocks), "bytes": rows.nbytes, "source": "staging", "target": job.tier}
-        load.copies[-1].leg = load.trace.begin_leg("transfer", **attributes)
+        load.copies[-1].leg = load.trace.begin_leg(
+            "transfer", blocks=len(blocks), bytes=rows.nbytes, source="staging", target=job.tier
+        )
         return True
 
     def _take_copy(self, load: Load) -> bool:
