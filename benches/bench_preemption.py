@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_file_fio import aligned
 from bench_redis import binary, serving
 from figures import keep
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers import Generator
 from blockyard.integrations.transformers.model import PagedModel
 from blockyard.scheduler import Step
+from blockyard.stores import ExternalStore
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256
@@ -47,7 +49,7 @@ STEP_TOKENS = 256
 """Tokens up to which a forward pass of the stand-in takes no longer than that of one token."""
 STORE_BYTES = 1 << 30
 MODES = ("host", "file", "redis", "none", "recompute", "warm")
-PAYLOADS = (1, 4, 16, 64, 256)
+PAYLOADS = (1, 4, 16, 64, 256, 1024)
 """Blocks that one swap of `--legs` moves."""
 LEGS = (
     ("swap_out", "device", "host"),
@@ -260,15 +262,21 @@ def legs(given: argparse.Namespace, modes: tuple[str, ...]) -> dict[str, float]:
 
 
 def time_legs(cache: KVCache, repeat: int) -> dict[tuple[str, str, str], dict[int, float]]:
-    """Return the average seconds of each leg by number of blocks; checks that the device gets its bytes back."""
+    """Return the median seconds of each leg by number of blocks; checks that the device gets its bytes back.
+
+    In turns with the legs, the store alone writes and reads as many blocks, in the order of their slots.
+    """
     random, ticket = np.random.default_rng(0), 0
     most = max(PAYLOADS)
     times: dict[tuple[str, str, str], dict[int, float]] = {leg: {} for leg in LEGS}
     rows = random.integers(0, 256, (most, cache.layout.bytes_per_block), dtype=np.uint8)
     zeros = np.zeros_like(rows)
     cache.engine.write("device", np.arange(most), rows)
+    alone = [("", "rows", "external"), ("", "external", "rows")]
+    lent, store = aligned(most, cache.layout.bytes_per_block), cache.swap_store
+    assert store is not None
     for blocks in PAYLOADS:
-        taken = np.zeros((len(LEGS), repeat + 1))
+        taken = np.zeros((len(LEGS) + len(alone), repeat + 1))
         for turn in range(repeat + 1):
             ids = np.column_stack((np.arange(most), random.permutation(most)))[:blocks]
             for index, (kind, src, dst) in enumerate(LEGS):
@@ -285,11 +293,24 @@ def time_legs(cache: KVCache, repeat: int) -> dict[tuple[str, str, str], dict[in
                     raise SystemExit(f"{src} to {dst}: {sum(map(len, lost))} of {blocks} blocks were lost")
                 if kind == "swap_out":
                     cache.engine.write("device" if src == "device" else "host", pairs[:, 0].copy(), zeros[:blocks])
-        for leg, seconds in zip(LEGS, taken[:, 1:].mean(axis=1).tolist(), strict=True):  # the first turn warms up
-            times[leg][blocks] = seconds
+            taken[len(LEGS) :, turn] = time_alone(store, np.sort(ids[:, 1]), lent[:blocks])
+        # The first turn warms up.
+        for leg, seconds in zip((*LEGS, *alone), np.median(taken[:, 1:], axis=1).tolist(), strict=True):
+            times.setdefault(leg, {})[blocks] = seconds
     if not np.array_equal(cache.engine.read("device", np.arange(most)), rows):
         raise SystemExit("the device got other bytes back than it gave away")
     return times
+
+
+def time_alone(store: ExternalStore, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> list[float]:
+    """Return the seconds in which the store alone writes and then reads slots."""
+    taken = []
+    for submit in (store.submit_write, store.submit_read):
+        began = time.perf_counter()
+        done = store.wait(submit(slots, rows))
+        taken.append(time.perf_counter() - began)
+        assert done.ok.all()
+    return taken
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What our connector costs vLLM on a CPU, and what it saves: tokens a second, tokens computed again, first tokens.
 
     make bench-engines [BENCH_JSON=FILE]
-    ENGINES_PYTHON=PYTHON python benches/engines/bench_vllm.py [--rounds 6] [--model small|tiny]
+    ENGINES_PYTHON=PYTHON python benches/engines/bench_vllm.py [--rounds 6] [--model small|tiny] [--only first-token]
 
 PYTHON has vLLM. Three engines run side by side and take turns: vLLM alone, with `BlockyardSpec`, and with a file store
 below that. Each runs in the processes that vLLM starts by default. The order changes from round to round, prompts are
@@ -11,7 +11,9 @@ new in each, and all engines get the same.
 - preemption: 16 such requests do not fit.
 - first token: of a prompt of 1,920 tokens that was computed before, and is found on the device, on the host once the
   device has been cleared, and in the file once the host has been, too. Other prompts are served before and after it is
-  cleared. The number of tokens found in each place is checked.
+  cleared. The number of tokens found in each place is checked. In turns with these, a file store without an engine
+  reads as many bytes: the file may cost half of the host's time more than that. `--only first-token` measures nothing
+  else.
 
 With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """
@@ -19,10 +21,12 @@ With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import statistics
 import sys
 import tempfile
+import time
 from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
@@ -31,8 +35,11 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benches"), str(ROOT / "tests" / "support")]
 
+from bench_file_fio import aligned  # noqa: E402
 from figures import keep  # noqa: E402
 from vllm_engine import PYTHON, SPEC, Engine  # noqa: E402
+
+from blockyard.stores import open_store  # noqa: E402
 
 MODELS = {
     "tiny": {"max_position_embeddings": 4096},
@@ -121,9 +128,34 @@ LEGS = (
 )
 
 
-def first_tokens(engines: Engines, rounds: int, numbers: Any) -> dict[str, float]:
+class Disk:
+    """A file store that no engine uses, with as many bytes as the prompt has in chunks.
+
+    Args:
+        folder: of the store.
+        shape: the model's.
+    """
+
+    def __init__(self, folder: Path, shape: dict[str, int]) -> None:
+        heads = shape["num_key_value_heads"] * shape["hidden_size"] // shape["num_attention_heads"]
+        chunk = shape["num_hidden_layers"] * 2 * heads * 4 * 32  # K and V in float32, 32 tokens
+        count = PROMPT["length"] // 32
+        self.keys = [hashlib.sha256(bytes([number])).digest() for number in range(count)]
+        self.rows = aligned(count, chunk)
+        self.store = open_store(f"file://{folder}?size=256MiB", bytes_per_block=chunk, use="prefix")
+        assert self.store.wait(self.store.submit_put(self.keys, self.rows)).ok.all()
+
+    def read(self) -> float:
+        """Return the milliseconds of a read of all bytes into warm rows."""
+        began = time.perf_counter()
+        assert self.store.wait(self.store.submit_get(self.keys, self.rows)).ok.all()
+        return 1e3 * (time.perf_counter() - began)
+
+
+def first_tokens(engines: Engines, rounds: int, numbers: Any, disk: Disk | None) -> dict[str, float]:
     """Print how long the first token of a prompt takes: computed, and from each tier that holds it."""
     taken: dict[str, list[float]] = {leg.title: [] for leg in LEGS}
+    alone: list[float] = []
     for _ in range(rounds):
         prompts, tokens = next(numbers), []
         for leg in LEGS:
@@ -136,6 +168,8 @@ def first_tokens(engines: Engines, rounds: int, numbers: Any) -> dict[str, float
             assert result["found"] == expected, f"{leg.title}: tokens found are {result['found']}, must be {expected}"
             tokens.append(result["tokens"])
             taken[leg.title].append(1e3 * result["first_token"][0])
+            if disk is not None:
+                alone.append(disk.read())
         assert all(said == tokens[0] for said in tokens), "other tokens than vLLM alone"
     print(f"\nfirst token of a prompt of {PROMPT['length']} tokens, ms: median, least, most; tokens found")
     for leg in LEGS:
@@ -144,6 +178,11 @@ def first_tokens(engines: Engines, rounds: int, numbers: Any) -> dict[str, float
             f"{leg.title:20}{statistics.median(times):8.0f}{min(times):8.0f}{max(times):8.0f}"
             "   " + ", ".join(f"{found:,} {tier}" for tier, found in leg.found)
         )
+    if disk is not None:
+        host, file = (statistics.median(taken[title]) for title in ("from the host", "from the file"))
+        most = 1.5 * host + statistics.median(alone)
+        print(f"the bytes alone take {statistics.median(alone):.0f} ms, so the file may take {most:.0f} ms")
+        assert file <= most, f"the first token from the file takes {file:.0f} ms"
     return {
         f"vllm_first_token_{title.replace(',', '').replace(' ', '_')}_ms": statistics.median(times)
         for title, times in taken.items()
@@ -156,6 +195,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--threads", type=int, default=1, help="of a model's operators")
+    parser.add_argument("--only", choices=("first-token",), help="measure nothing but first tokens")
     options = parser.parse_args()
     if not PYTHON:
         print("nothing measured: ENGINES_PYTHON does not name a Python with vLLM; make bench-engines does")
@@ -170,7 +210,10 @@ def main() -> None:
             "prefetch_timeout_base": 60,
         }
         engines = {}
-        for subject, extra in {ALONE: {}, "host": ours, "file": {**ours, **below}}.items():
+        subjects = {ALONE: {}, "host": ours, "file": {**ours, **below}}
+        if options.only:
+            del subjects["host"]
+        for subject, extra in subjects.items():
             engine = Engine(
                 folder / "model",
                 folder / f"{subject}.log",
@@ -184,10 +227,11 @@ def main() -> None:
         numbers = count(1)
         print(f"model {options.model}, {options.threads} thread, load {os.getloadavg()[0]:.1f}")
         figures = {}
-        for title, asked in {"decode": DECODE, "preemption": PREEMPTED}.items():
+        for title, asked in ({} if options.only else {"decode": DECODE, "preemption": PREEMPTED}).items():
             rounds = in_turns(engines, options.rounds, numbers, **asked)
             figures |= throughput(title, rounds, list(engines), asked)
-        figures |= first_tokens(engines, options.rounds, numbers)
+        disk = Disk(folder / "disk", MODELS["small"]) if options.model == "small" else None
+        figures |= first_tokens(engines, options.rounds, numbers, disk)
         print(f"load {os.getloadavg()[0]:.1f} at the end")
     keep(figures)
 

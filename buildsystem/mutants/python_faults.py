@@ -311,8 +311,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "prefix_store/loads.py",
         PREFIXES,
         [
-            ("        count = _leading(ok)\n", "        count = int(ok.sum())\n"),
-            (" or _leading(~self._store.lacks(keys[:PROBED]))", " or len(keys[:PROBED])"),
+            ("        count = _leading(answer.ok)\n", "        count = int(answer.ok.sum())\n"),
+            (" or _leading(~self._store.lacks(load.keys[:PROBED]))", " or len(load.keys[:PROBED])"),
             ("        load.tokens += found * self._manager.block_size", "        load.tokens += found"),
             (
                 "        found = self._end_job(copy.job, copy.landed & has_landed)",
@@ -469,8 +469,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         TRACED,
         [
             ("            self._end_spans(load, why)\n", ""),
-            ("        load.trace.end_leg(copy.transfer.error)\n", ""),
-            ("hit_blocks=count, miss_reason=load.miss)", "hit_blocks=len(ok), miss_reason=load.miss)"),
+            ("        load.trace.end_leg(copy.transfer.error, leg=copy.leg)\n", ""),
+            ("hit_blocks=count, miss_reason=load.miss)", "hit_blocks=len(answer.ok), miss_reason=load.miss)"),
         ],
     ),
     (

@@ -110,19 +110,19 @@ class Trace:
         if _tracer is not None:
             keep(self._spans, partial(begin, name, **attributes))
 
-    def begin_leg(self, name: str, **attributes: Value) -> None:
-        """Begin the span of a leg within the whole."""
-        if self._spans:
-            keep(self._spans, partial(self._spans[0].begin, name, **attributes))
+    def begin_leg(self, name: str, **attributes: Value) -> TraceSpan:
+        """Begin the span of a leg within the whole. Returns it, for `end_leg`."""
+        return keep(self._spans, partial(self._spans[0].begin, name, **attributes)) if self._spans else NO_SPAN
 
-    def end_leg(self, error: Exception | None = None, **attributes: Value) -> None:
-        """End the span of the running leg; see `TraceSpan.end`. Idempotent."""
-        for leg in self._spans[1:]:
-            leg.end(error, **attributes)
-        del self._spans[1:]
+    def end_leg(self, error: Exception | None = None, *, leg: TraceSpan | None = None, **attributes: Value) -> None:
+        """End the span of one running leg, or of all; see `TraceSpan.end`. Idempotent."""
+        for running in self._spans[1:]:
+            if leg is None or running is leg:
+                running.end(error, **attributes)
+                self._spans.remove(running)
 
     def end(self, error: Exception | None = None, **attributes: Value) -> None:
-        """End the spans of the running leg and of the whole. Idempotent."""
+        """End the spans of the running legs and of the whole. Idempotent."""
         self.end_leg(error)
         for span in self._spans:
             span.end(error, **attributes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import mmap
 import os
 import signal
 import sys
@@ -37,6 +38,7 @@ __all__ = [
     "RateLimit",
     "as_error",
     "describe",
+    "fresh_pages",
     "interrupts_blocked",
     "keep",
     "missing",
@@ -70,6 +72,7 @@ _RESTLESS_SECONDS: Final = 0.0005  # polls closer together than this come from a
 _PARTING_SECONDS: Final = 10.0
 _ATTEMPTS, _PAUSE_SECONDS = 10, 0.1  # of a thread that lacks memory
 _KEPT_BYTES: Final = 256 << 20  # kept for reuse
+_HUGE_PAGE: Final = 2 << 20
 _LOGGED_SECONDS: Final = 60.0
 T = TypeVar("T")
 _log = logging.getLogger("blockyard.workers")
@@ -331,8 +334,26 @@ def _try_again(name: str, run: Callable[[], None], abandon: Callable[[BaseExcept
     _log.warning("thread %s ended: out of memory", name)
 
 
-def _fresh(num_bytes: int) -> NDArray[np.uint8]:
-    return np.empty(num_bytes, np.uint8)
+def fresh_pages(num_bytes: int) -> NDArray[np.uint8]:
+    """Return zeroed memory that starts at a page, in huge pages where it is large enough, uint8 `[num_bytes]`.
+
+    A file store reads into it in place. The kernel then pins one page instead of 512, which halves the time of a read.
+
+    Raises:
+        MemoryError: the system has too little memory.
+    """
+    is_large = num_bytes >= _HUGE_PAGE
+    try:
+        memory = mmap.mmap(-1, max(1, num_bytes + (_HUGE_PAGE if is_large else 0)), mmap.MAP_PRIVATE)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"cannot allocate {num_bytes} bytes: {error}") from error
+    start = 0
+    if is_large:
+        start = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE
+        with contextlib.suppress(OSError):  # kernels without them refuse, which only affects speed
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    # Not a slice: its base would be the whole mapping, which `Buffers.give` would keep.
+    return np.frombuffer(memory, np.uint8, num_bytes, start)
 
 
 class Buffers:
@@ -345,7 +366,7 @@ class Buffers:
         max_bytes: maximum number of bytes to keep.
     """
 
-    def __init__(self, make: Callable[[int], NDArray[np.uint8]] = _fresh, max_bytes: int = _KEPT_BYTES) -> None:
+    def __init__(self, make: Callable[[int], NDArray[np.uint8]] = fresh_pages, max_bytes: int = _KEPT_BYTES) -> None:
         self._make = make
         self._max_bytes = max_bytes
         self._lock = threading.Lock()

@@ -6,7 +6,7 @@ import torch
 
 from blockyard._core import Mapping
 from blockyard.engine.engine import CacheEngine
-from blockyard.engine.memory import Memory, as_tensor
+from blockyard.engine.memory import EngineTier, Memory, Rows, Run, as_tensor
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KINDS, KVLayout
@@ -18,15 +18,45 @@ def memory(request: pytest.FixtureRequest) -> Memory:
     return Memory(layout, device_blocks=5, host_blocks=3)
 
 
-def test_views_of_both_tiers_and_of_rows_go_together(memory: Memory):
-    width = memory.layout.bytes_per_block
-    device, host = memory.views["device"], memory.views["host"]
-    assert [view.shape[1] for view in device] == [view.shape[1] for view in host]
-    assert sum(view.shape[1] for view in device) == width
-    for tier, rows in (("device", torch.zeros((4, width), dtype=torch.uint8)), ("host", memory.staging(2))):
-        cache, pieces = memory.between(tier, rows)
-        assert [view.shape[1] for view in cache] == [view.shape[1] for view in pieces]
-        assert {len(view) for view in pieces} == {len(rows)}
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_rows_go_to_blocks_of_both_tiers_and_back(memory: Memory, tier: EngineTier):
+    width = memory.bytes_per_block
+    given, found = torch.randint(1, 256, (2, width), dtype=torch.uint8), torch.ones((3, width), dtype=torch.uint8)
+    there = Mapping([[1, 0], [0, 2]], src_blocks=2, dst_blocks=3, rule="swap")
+    back = Mapping([[0, 0], [1, 1], [2, 2]], src_blocks=3, dst_blocks=3, rule="swap")
+    memory.run_with(tier, given, written=True)(there)
+    memory.run_with(tier, found, written=False)(back)
+    assert torch.equal(found, torch.stack([given[1], torch.zeros_like(given[0]), given[0]]))
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("written", [False, True])
+def test_views_of_a_staging_buffer_are_checked_once_and_those_of_other_rows_each_time(
+    memory: Memory, tier: EngineTier, written: bool
+):
+    def run(rows: Rows) -> Run:
+        return memory.run_with(tier, as_tensor(memory.buffer_of(rows)[0]), written=written)
+
+    staged = memory.buffers.take(3, memory.bytes_per_block)
+    first = run(staged)
+    assert memory.buffer_of(staged[1:])[1] == 1
+    memory.buffers.give(staged)
+    again = memory.buffers.take(2, memory.bytes_per_block)
+    assert np.shares_memory(again, staged)
+    assert run(again[1:]) is run(again) is first
+    own = np.zeros((3, memory.bytes_per_block), np.uint8)
+    assert memory.buffer_of(own)[0] is own
+    assert run(own) is not run(own)
+    strided = staged[::2]
+    assert memory.buffer_of(strided)[0] is strided
+
+
+def test_only_a_number_of_staging_buffers_is_kept_for_their_views(memory: Memory):
+    taken = [memory.buffers.take(1, memory.bytes_per_block) for _ in range(70)]
+    runs = [memory.run_with("host", as_tensor(memory.buffer_of(rows)[0]), written=True) for rows in taken]
+    kept = [memory.run_with("host", as_tensor(memory.buffer_of(rows)[0]), written=True) for rows in taken[-60:]]
+    assert kept == runs[-60:]
+    assert memory.run_with("host", as_tensor(memory.buffer_of(taken[0])[0]), written=True) is not runs[0]
 
 
 def test_an_unknown_tier_is_refused(memory: Memory):

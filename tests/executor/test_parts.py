@@ -1,11 +1,18 @@
 """The parts of a step: what they are in each state, and the legs that they go."""
 
+import threading
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
+import torch
+from memory_stores import MemoryStore
+from numpy.typing import NDArray
 from simulated_device import SimulatedStore
 
 from blockyard import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
+from blockyard.engine.streams import Event, StreamName, WorkerStreams
 from blockyard.errors import MappingError
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.parts import Part, Tiers, cut, engine_tier, written
@@ -65,6 +72,60 @@ def test_a_decision_is_cut_with_device_reads_first_and_store_reads_last():
         (load, one, two),
         (load, one, two, copy),
     )
+
+
+@pytest.mark.parametrize(("kind", "column"), [("swap_in", 0), ("swap_out", 1)])
+def test_a_store_gets_blocks_in_the_order_of_its_slots(kind: str, column: int):
+    engine, _ = rig()
+    ids = [(2, 1), (0, 3), (3, 0), (1, 2)]
+    moved = pairs("external", "host", *ids) if kind == "swap_in" else pairs("host", "external", *ids)
+    _, parts = cut(Tiers(engine), StepDecision(1, [(kind, moved)]), [], engine.fence(), 3)
+    cut_ids = np.concatenate([part.pairs.ids for part in parts])
+    assert [len(part.pairs) for part in parts] == [3, 1]
+    assert cut_ids[:, column].tolist() == [0, 1, 2, 3]
+    assert sorted(map(tuple, cut_ids.tolist())) == sorted(ids)
+
+
+class Lazy:
+    """A stream's work that runs when somebody waits for it."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work: Callable[[], None] | None = work
+        self.error: Exception | None = None
+
+    def query(self) -> bool:
+        return self.work is None
+
+    def synchronize(self) -> None:
+        work, self.work = self.work, None
+        if work is not None:
+            work()
+
+
+class LazyStreams(WorkerStreams):
+    def launch(self, stream: StreamName, work: Callable[[], None], waits: Sequence[Event] = ()) -> Event:
+        return Lazy(work)
+
+
+def test_the_store_gets_the_next_piece_while_it_writes_one():
+    class Slow(MemoryStore):
+        """Its writes end once it has two of them."""
+
+        writing = threading.Barrier(2, timeout=10.0)
+
+        def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+            self.writing.wait()
+            return super().put(keys, rows)
+
+    rows = np.random.default_rng(0).integers(0, 256, (4, SIZE), dtype=np.uint8)
+    with (
+        Slow(bytes_per_block=SIZE) as store,
+        CacheEngine(LAYOUT, device_blocks=4, host_blocks=4, streams=LazyStreams()) as engine,
+    ):
+        executor = StepExecutor(engine, store, chunk_bytes=2 * SIZE)
+        engine.memory.host_rows.copy_(torch.from_numpy(rows))
+        moved = pairs("host", "external", (0, 0), (1, 1), (2, 2), (3, 3))
+        assert executor.execute(StepDecision(1, [("swap_out", moved)])) == []
 
 
 def test_device_writes_come_behind_the_device_reads_of_the_decisions_that_are_named():

@@ -1,8 +1,11 @@
 """Memory that batches use again."""
 
-import numpy as np
+import mmap
 
-from blockyard.workers import Buffers
+import numpy as np
+import pytest
+
+from blockyard.workers import Buffers, fresh_pages
 
 
 def test_returned_memory_is_reused_for_requests_that_fit():
@@ -33,3 +36,23 @@ def test_little_is_kept():
         buffers.give(row)
     again = [buffers.take(1, 100 << 20) for _ in range(4)]
     assert sum(np.shares_memory(one, row) for one in again for row in rows) == 2
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, mmap.PAGESIZE, (2 << 20) - 1, 2 << 20, (5 << 20) + 3])
+def test_fresh_memory_is_zeroed_and_starts_at_a_page_or_at_a_huge_one(num_bytes: int):
+    memory = fresh_pages(num_bytes)
+    assert memory.shape == (num_bytes,)
+    assert not memory.any()
+    memory[:] = 1
+    assert memory.ctypes.data % (2 << 20 if num_bytes >= 2 << 20 else mmap.PAGESIZE) == 0
+
+
+def test_rows_that_were_given_back_still_start_at_a_page():
+    buffers = Buffers()
+    buffers.give(buffers.take(3, 1 << 20)[1:])
+    assert buffers.take(3, 1 << 20).ctypes.data % (2 << 20) == 0
+
+
+def test_too_much_memory_is_a_memory_error():
+    with pytest.raises(MemoryError, match=f"cannot allocate {1 << 60} bytes"):
+        fresh_pages(1 << 60)

@@ -1,5 +1,6 @@
 """`PrefixObjects`: objects of any length over blocks of one width."""
 
+import mmap
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,13 +39,35 @@ def test_an_object_of_another_length_is_a_miss(tmp_path: Path):
 def test_an_object_that_is_larger_than_a_batch_is_one_and_no_batch_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(objects, "BATCH_BYTES", 300)
+    monkeypatch.setattr(objects, "BATCH_BYTES", 10_000)
     store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
     assert list(store._batches([1000, 1000, 100, 100, 100])) == [(0, 1, 10), (1, 2, 10), (2, 4, 2), (4, 5, 1)]
     store.close()
 
 
-@pytest.mark.parametrize("batch_bytes", [1, 300, 1 << 20])
+def test_objects_in_a_file_are_read_in_place_into_rows_that_are_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=5000, fields={})
+    made: list[int] = []
+    make = store._buffers._make
+    monkeypatch.setattr(store._buffers, "_make", lambda size: made.append(size) or make(size))
+    data = np.random.default_rng(0).integers(0, 256, (4, 5000), dtype=np.uint8)
+    keys, sizes = [str(number) for number in range(4)], [5000] * 4
+    first = 0
+    for _ in range(3):
+        data += 1
+        assert store.put(keys, sizes, data.__getitem__) == [True] * 4
+        taken: dict[int, bytes] = {}
+        assert store.get(keys, sizes, lambda index, got: taken.update({index: got.tobytes()})) == [True] * 4  # noqa: B023
+        assert taken == {index: row.tobytes() for index, row in enumerate(data)}
+        first = first or len(made)
+    assert len(made) == first
+    assert all(size % mmap.PAGESIZE == 0 for size in made)
+    store.close()
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 10_000, 1 << 20])
 def test_objects_of_many_lengths_come_back_from_any_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
 ):
@@ -116,9 +139,7 @@ class Processes:
         opened = iter(views)
 
         def open_store(url: str, *, bytes_per_block: int, **more: Any) -> SteppedStore:
-            view = next(opened)
-            view.width = bytes_per_block
-            return view
+            return next(opened)
 
         monkeypatch.setattr(objects, "open_store", open_store)
         stores = [PrefixObjects("stepped://", object_bytes=PART, fields={}) for _ in views]

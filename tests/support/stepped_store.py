@@ -50,7 +50,6 @@ class SteppedStore:
     def __init__(self, medium: dict[bytes, NDArray[np.uint8]], rng: random.Random, *, replaces: bool) -> None:
         self.medium, self.rng, self.replaces = medium, rng, replaces
         self.step: Callable[[], None] = lambda: None
-        self.width = 0
 
     def _each(self, count: int) -> list[int]:
         """Return a batch's blocks in the order in which they are processed."""
@@ -69,12 +68,11 @@ class SteppedStore:
             self.medium.pop(names[place], None)
         return SimpleNamespace(ok=np.ones(len(names), np.bool_), rows=None, reasons=("",) * len(names))
 
-    def submit_get(self, names: Sequence[bytes]) -> Any:
+    def submit_get(self, names: Sequence[bytes], rows: NDArray[np.uint8]) -> Any:
         found: dict[int, Any] = {}
         for place in self._each(len(names)):
             self.step()
             found[place] = self.medium.get(names[place])
-        rows = np.zeros((len(names), self.width), np.uint8)
         for place, row in found.items():
             rows[place] = 0 if row is None else row
         ok = np.array([found[place] is not None for place in range(len(names))])

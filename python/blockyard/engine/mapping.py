@@ -90,19 +90,21 @@ def _ints(blocks: IdList) -> Ids:
     return ids.astype(np.int64, copy=False)
 
 
-def with_rows(blocks: IdList, num_blocks: int, *, written: bool) -> Mapping:
+def with_rows(blocks: IdList, num_blocks: int, *, written: bool, first: int = 0) -> Mapping:
     """Pair blocks with consecutive rows.
 
     Args:
         blocks: ints `[n]`; no repeats if they are `written`.
         num_blocks: blocks in the tier; ids are 0-based.
         written: whether blocks are written and rows read, or the other way round.
+        first: the first row.
 
     Raises:
         MappingError: they are not ints, have another shape, an id is out of range, or one repeats.
     """
     ids = _ints(blocks)
-    sides = [(np.arange(len(ids)), len(ids)), (ids, num_blocks)]
+    end = first + len(ids)
+    sides = [(np.arange(first, end), end), (ids, num_blocks)]
     (sources, src_blocks), (targets, dst_blocks) = sides if written else sides[::-1]
     pairs = np.column_stack((sources, targets))
     return Mapping(pairs, src_blocks=src_blocks, dst_blocks=dst_blocks, rule="swap")

@@ -20,7 +20,7 @@ from blockyard.engine.ops.library import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.kv import BlockLayout, check_views
 from blockyard.layout.sizes import as_int
-from blockyard.workers import Buffers
+from blockyard.workers import Buffers, fresh_pages
 
 __all__ = ["EngineTier", "Memory", "Rows", "Run", "as_tensor", "torch_dtype"]
 
@@ -33,6 +33,9 @@ MAX_BLOCKS: Final = 2**31 - 1
 
 KEPT_BYTES: Final = 1 << 30
 """Bytes of staging rows kept for reuse."""
+
+_BOUND_BUFFERS: Final = 64
+"""Number of staging buffers whose views stay checked."""
 
 GROUP_BYTES: Final = 128 << 10
 """On CUDA, layers are loaded in groups of at least this many bytes per block: shorter rows are not worth staging."""
@@ -110,6 +113,8 @@ class Memory:
         }
         self.buffers = Buffers(self._staging_of, KEPT_BYTES)
         self._bound: dict[object, Run] = {}
+        self._made: dict[int, weakref.ref[Rows]] = {}  # the staging buffers, by their addresses
+        self._bound_rows: dict[tuple[EngineTier, bool, int], Run] = {}  # a run keeps its buffer
         found = self.views["device"][0]
         wrong_device = found.device.type != self.device.type or (found.device.index or 0) != (self.device.index or 0)
         if wrong_device:
@@ -187,11 +192,40 @@ class Memory:
             groups[-1] += rest
         return groups
 
-    def between(self, tier: EngineTier, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the corresponding views of a tier and of rows, uint8 `[n, bytes_per_block]`."""
-        if tier == "host":
-            return [self.host_rows], [rows]
-        return self.views["device"], self.layout.row_views(rows)
+    def run_with(self, tier: EngineTier, rows: Tensor, *, written: bool) -> Run:
+        """Return a call that carries out mappings between a tier and rows.
+
+        Args:
+            tier: the tier.
+            rows: uint8 `[n, bytes_per_block]`. If they are a whole staging buffer, the views are checked once for all
+                calls, as that takes longer than a small copy.
+            written: whether the tier is written and rows read, or the other way round.
+        """
+        made = self._made.get(rows.data_ptr())
+        key = (tier, written, rows.data_ptr())
+        is_ours = made is not None and (buffer := made()) is not None and buffer.nbytes == rows.nbytes
+        run = self._bound_rows.get(key) if is_ours else None
+        if run is None:
+            views = [rows] if tier == "host" else self.layout.row_views(rows)
+            cache = [self.host_rows] if tier == "host" else self.views["device"]
+            run = bind(views, cache) if written else bind(cache, views)
+            if is_ours:
+                self._bound_rows[key] = run
+                while len(self._bound_rows) > _BOUND_BUFFERS:
+                    del self._bound_rows[next(iter(self._bound_rows))]
+        return run
+
+    def buffer_of(self, rows: Rows) -> tuple[Rows, int]:
+        """Return the rows of the staging buffer that rows are part of, and the first; for other rows these and 0."""
+        base = rows
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        address = base.ctypes.data
+        made = self._made.get(address)
+        first, rest = divmod(rows.ctypes.data - address, self.bytes_per_block)
+        if made is None or made() is not base or rest or not rows.flags.c_contiguous:
+            return rows, 0
+        return base.reshape(-1, self.bytes_per_block), first
 
     def by_layer(self) -> list[list[int]]:
         """Return the indices of each layer's views; empty if views are not in layer order."""
@@ -206,7 +240,9 @@ class Memory:
         They are page-aligned, so that the file store reads and writes them in place.
         """
         num_bytes = num_rows * self.bytes_per_block
-        whole = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=self.pin_memory)
+        if not self.pin_memory:
+            return torch.from_numpy(fresh_pages(num_bytes)).view(num_rows, self.bytes_per_block)
+        whole = torch.empty(num_bytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
         start = -whole.data_ptr() % mmap.PAGESIZE
         return whole[start : start + num_bytes].view(num_rows, self.bytes_per_block)
 
@@ -214,6 +250,8 @@ class Memory:
         """Make staging rows in few sizes, so that most can be reused."""
         num_rows = 1 << (num_bytes // self.bytes_per_block - 1).bit_length()
         rows: Rows = self.staging(num_rows).numpy()
+        self._made = {address: made for address, made in self._made.items() if made() is not None}
+        self._made[rows.ctypes.data] = weakref.ref(rows)
         return rows.reshape(-1)
 
     def release(self) -> None:
@@ -222,6 +260,7 @@ class Memory:
         self._take_back()
         self.views.clear()
         self._bound.clear()
+        self._bound_rows.clear()
         self.buffers.clear()
         self.tensors = []
         self.host_pool.close()

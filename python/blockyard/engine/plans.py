@@ -14,7 +14,6 @@ from torch import Tensor
 from blockyard._core import Mapping
 from blockyard.engine.mapping import IdList, IdPairs, with_rows
 from blockyard.engine.memory import EngineTier, Memory, Rows, Run, as_tensor
-from blockyard.engine.ops import bind
 from blockyard.engine.ops.checks import MappingRule
 from blockyard.engine.transfers import Transfer, Work
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
@@ -80,13 +79,14 @@ def reading(
         MappingError: an id is out of range.
         LayoutError: the rows have another shape or dtype, or cannot be written by the device.
     """
+    buffer, first = memory.buffer_of(into) if isinstance(into, np.ndarray) else (None, 0)
     try:
-        mapping = with_rows(blocks, memory.num_blocks(tier), written=False)
+        mapping = with_rows(blocks, memory.num_blocks(tier), written=False, first=first)
     except MappingError as error:
         raise _naming_tier(error, memory, [tier], blocks) from None
     rows = memory.staging(len(mapping)) if into is None else _read_rows(memory, into, len(mapping))
-    pieces = _pieces(bind(*memory.between(tier, rows)), mapping, chunk)
-    return Transfer("read", tier, "rows", mapping, rows.numel(), pieces, memory=rows)
+    run = memory.run_with(tier, rows if buffer is into or buffer is None else torch.from_numpy(buffer), written=False)
+    return Transfer("read", tier, "rows", mapping, rows.numel(), _pieces(run, mapping, chunk), memory=rows)
 
 
 def writing(
@@ -103,14 +103,16 @@ def writing(
     wanted = (len(mapping), memory.bytes_per_block)
     if rows.dtype != np.uint8 or rows.shape != wanted:
         raise LayoutError(f"rows are {rows.dtype} {list(rows.shape)}, wanted uint8 {list(wanted)}")
-    source = as_tensor(rows)
+    buffer, first = memory.buffer_of(rows)
+    source = as_tensor(buffer)
     # An asynchronous copy needs page-locked rows; and an empty array has no usable strides.
     staged = copies or (memory.pin_memory and not source.is_pinned())
     if (staged and tier == "device" and memory.device.type == "cuda") or not len(mapping):
-        source = memory.staging(len(mapping)).copy_(source)
-    cache, views = memory.between(tier, source)
-    pieces = _pieces(bind(views, cache), mapping, chunk)
-    return Transfer("write", "rows", tier, mapping, source.numel(), pieces, memory=source)
+        source, first = memory.staging(len(mapping)).copy_(as_tensor(rows)), 0
+    if first:
+        mapping = with_rows(blocks, memory.num_blocks(tier), written=True, first=first)
+    pieces = _pieces(memory.run_with(tier, source, written=True), mapping, chunk)
+    return Transfer("write", "rows", tier, mapping, rows.nbytes, pieces, memory=source)
 
 
 def _read_rows(memory: Memory, rows: Rows, count: int) -> Tensor:

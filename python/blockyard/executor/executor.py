@@ -41,8 +41,9 @@ from blockyard.types import Histogram
 
 __all__ = ["PART_BYTES", "Executor", "StepDone", "StepExecutor"]
 
-PART_BYTES: Final = 64 << 20
-"""Longer transfers with the external tier are split into pieces of this size."""
+PART_BYTES: Final = 4 << 20
+"""Longer transfers with the external tier are split into pieces of this size: the engine copies one while the store
+reads or writes others."""
 
 
 class StepDone(NamedTuple):
@@ -532,12 +533,11 @@ class StepExecutor(Executor):
 
     def _wait_for_leg(self, parts: Iterable[Part]) -> None:
         """Wait for one running leg, preferably of these parts; `_progress` processes it."""
-        for part in chain(parts, self._parts()):
-            if part.ended or part.waiting:
-                continue
-            part.wait()
-            return
-        raise InvariantError("parts of a decision wait, but nothing is in flight")
+        running = [part for part in chain(parts, self._parts()) if not (part.ended or part.waiting)]
+        if not running:
+            raise InvariantError("parts of a decision wait, but nothing is in flight")
+        # The store gets the next piece while it writes one.
+        next((part for part in running if part.writes_store and part.batch is None), running[0]).wait()
 
     def _parts(self) -> Iterator[Part]:
         """Yield the parts of all running decisions, in submission order."""

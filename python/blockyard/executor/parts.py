@@ -302,7 +302,7 @@ def cut(
         Part(tiers, kind, piece, after_compute)
         for kind, pairs in transfers
         if kind == "swap_out"
-        for piece in _pieces(pairs, chunk_blocks if pairs.dst == "external" else None)
+        for piece in (_pieces(_by_slot(pairs, 1), chunk_blocks) if pairs.dst == "external" else [pairs])
     ]
     own = reads if decision.ticket in decision.after else ()
     earlier_reads = tuple(part for part in (*named, *own) if part.reads_device)
@@ -315,7 +315,7 @@ def cut(
             awaited.update((pairs.dst, block) for block in pairs.ids[:, 1].tolist())
             store_reads += [
                 Part(tiers, kind, piece, after_compute, ordered_after=earlier_reads)
-                for piece in _pieces(pairs, chunk_blocks)
+                for piece in _pieces(_by_slot(pairs, 0), chunk_blocks)
             ]
         elif kind == "swap_in":
             part = Part(tiers, kind, pairs, after_compute, ordered_after=earlier_reads, by_layer=by_layer)
@@ -340,10 +340,17 @@ def cut(
     return earlier_reads, [*reads, *loads, *within, *store_reads]
 
 
-def _pieces(pairs: Pairs, size: int | None) -> Iterator[Pairs]:
-    step = size or max(1, len(pairs))
-    for first in range(0, len(pairs), step):
-        yield Pairs(pairs.src, pairs.dst, pairs.ids[first : first + step])
+def _by_slot(pairs: Pairs, column: int) -> Pairs:
+    """Return pairs in the order of the store's slots: a file store reads and writes neighbours in one call."""
+    slots = pairs.ids[:, column]
+    if len(slots) < 2 or (slots[1:] > slots[:-1]).all():
+        return pairs
+    return Pairs(pairs.src, pairs.dst, pairs.ids[np.argsort(slots, kind="stable")])
+
+
+def _pieces(pairs: Pairs, size: int) -> Iterator[Pairs]:
+    for first in range(0, len(pairs), size):
+        yield Pairs(pairs.src, pairs.dst, pairs.ids[first : first + size])
 
 
 def written(kind: str, pairs: Pairs) -> Pairs:

@@ -1,14 +1,15 @@
 """Loads the beginnings of prompts from a prefix store.
 
-A load waits for room, then the store reads its blocks into staging rows, then the engine copies the rows into the
-manager's blocks. It repeats this with the blocks still missing, until none are, one does not arrive, or its deadline
-passes. While other loads bring blocks of its prompt, it waits for them before it ends.
+A load reads its blocks from the store into staging rows, piece by piece: several reads are in flight, and while the
+store reads one piece, the engine copies earlier ones into the manager's blocks. A round of reads takes the blocks that
+the prompt lacks, as far as there is room. Rounds repeat until no block is missing, one does not arrive, or the deadline
+passes. While other loads bring blocks of its prompt, a load waits for them before it ends.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -21,43 +22,50 @@ from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.stores.log_lines import MissLog
 from blockyard.stores.threaded.runtime import runtime
-from blockyard.tracing import Trace
+from blockyard.tracing import NO_SPAN, Trace, TraceSpan
 
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine
     from blockyard.engine.transfers import Transfer
 
-__all__ = ["Load", "Loads", "Prefetch"]
+__all__ = ["READ_AT_ONCE", "Load", "Loads", "Prefetch"]
 
 PROBED: Final = 4
 """Number of blocks to read speculatively if the store does not know yet whether it has them."""
+READ_AT_ONCE: Final = 8 << 20
+"""Bytes of one read: smaller ones cost more calls, larger ones are copied later."""
 _BYTES_PER_SECOND: Final = 200e6  # deadlines assume at least this rate
+_ALL: Final = 2**31 - 1
+_NO_KEYS: Final = np.empty((0, 32), np.uint8)
 
 
 @dataclass(slots=True, eq=False)
 class Read:
     """A store read: the blocks of these keys, uint8 `[n, 32]`, into staging rows.
 
-    The store owns the rows until the batch has an answer. `num_placed` of them have been copied to blocks.
+    The store owns the rows until the batch has an answer, and `num_copies` transfers read them. `num_placed` of the
+    blocks have a job, or need none. Once it `is_closed`, no other block gets one.
     """
 
     keys: NDArray[np.uint8]
+    names: bytes  # the same keys, in which to find one fast
     batch: PendingBatch
-    rows: NDArray[np.uint8] | None
+    rows: NDArray[np.uint8]
+    leg: TraceSpan = NO_SPAN
     num_placed: int = 0
+    num_copies: int = 0
+    is_closed: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A copy from rows to the blocks of a job. `landed` marks the blocks that it writes, bool `[n]`.
-
-    If `is_last`, the next block of the prompt did not arrive.
-    """
+    """A copy from the rows of a read to the blocks of a job. `landed` marks the blocks that it writes, bool `[n]`."""
 
     job: StoreJob
     transfer: Transfer
     landed: NDArray[np.bool_]
-    is_last: bool
+    read: Read
+    leg: TraceSpan = NO_SPAN
 
 
 @dataclass(slots=True, eq=False)
@@ -67,25 +75,28 @@ class Load:
     Attributes:
         prompt: the prompt with its keys.
         began: start time, on the monotonic clock.
-        keys: keys of the blocks that no tier has and no load is bringing, uint8 `[n, 32]`.
-        num_loading: number of blocks of the prompt that other loads are bringing.
+        keys: keys of the blocks that no tier has and no load is bringing, as last found, uint8 `[n, 32]`.
+        num_loading: number of blocks of the prompt that loads were bringing then.
+        found_at: `_num_changes` of the loads then.
         until: deadline.
         allowed: number of blocks that the deadline allows for.
         tokens: number of tokens loaded.
         brought: keys of the blocks that were loaded.
-        found_at: `_num_changes` of the loads when `keys` and `num_loading` were found.
         waits_from: `_num_changes` when it began to wait for another load; None if it does not wait.
-        read: the store read in progress, or the one being copied; None if there is none.
-        copy: the copy in progress; None if there is none.
+        ahead: keys of the blocks that this round has still to read.
+        in_round: whether a round has begun and not ended.
+        reads: reads with blocks that have no job yet, in the prompt's order.
+        copies: copies in flight, in the same order.
         done: whether the load has ended.
         tier: the tier that blocks were loaded to; "" before the first.
         miss: why a block did not arrive; "" if all did so far.
-        trace: spans of the load, and of the read or copy in progress.
+        failure: why it ends as soon as no copy is in flight; "" if it does not.
+        trace: spans of the load, and of its reads and copies in progress.
     """
 
     prompt: HashedPrompt
     began: float
-    keys: NDArray[np.uint8] = field(default_factory=lambda: np.empty((0, 32), np.uint8))
+    keys: NDArray[np.uint8] = field(default_factory=_NO_KEYS.copy)
     num_loading: int = 0
     found_at: int = 0
     until: float = 0.0
@@ -93,11 +104,14 @@ class Load:
     tokens: int = 0
     brought: set[bytes] = field(default_factory=set)
     waits_from: int | None = None
-    read: Read | None = None
-    copy: Copy | None = None
+    ahead: NDArray[np.uint8] = field(default_factory=_NO_KEYS.copy)
+    in_round: bool = False
+    reads: deque[Read] = field(default_factory=deque)
+    copies: deque[Copy] = field(default_factory=deque)
     done: bool = False
     tier: str = ""
     miss: str = ""
+    failure: str = ""
     trace: Trace = field(default_factory=Trace)
 
 
@@ -165,7 +179,8 @@ class Loads:
         self._max_blocks = max_blocks
         self._buffers = engine.memory.buffers
         self._store_jobs = manager.prefix.store_jobs
-        self._abandoned: list[Read] = []  # reads past their deadline; the store owns their rows until they end
+        self._blocks_at_once = max(1, min(max_blocks // 4, READ_AT_ONCE // self._size))
+        self._reads: dict[Read, None] = {}  # those whose rows are in use
         self._late_at: int | None = None  # number of the store's answers when a read passed its deadline
         self._num_changes = 0  # number of jobs that have begun, and of jobs, reads and loads that have ended
         self._is_closed = False
@@ -193,12 +208,21 @@ class Loads:
 
     def advance(self) -> None:
         """Advance all loads as far as possible; never waits."""
-        if self._abandoned:
-            for read in self._abandoned:
-                self._give_back(read)
-            self._abandoned = [read for read in self._abandoned if read.batch.answer is None]
+        for read in tuple(self._reads):
+            self._give_back(read)
         for load in tuple(self.open):
             self._advance(load)
+
+    @property
+    def are_copying(self) -> bool:
+        """Whether the engine is copying pieces."""
+        return any(load.copies for load in self.open)
+
+    def wait_for_engine(self) -> None:
+        """Wait until the engine has copied the pieces that have arrived."""
+        for load in self.open:
+            if load.copies:
+                self._engine.transfers.wait(load.copies[-1].transfer)
 
     def close(self) -> None:
         """Stop loading."""
@@ -206,10 +230,12 @@ class Loads:
 
     def give_up_all(self, why: str) -> None:
         """Let prompts continue without the store; the manager has ended the jobs. May be called again."""
+        self._reads = {read: None for read in self._reads if read.batch.answer is None}
+        for read in self._reads:
+            read.is_closed, read.num_copies = True, 0
         for load in self.open:
-            if load.read is not None and load.read.batch.answer is None:
-                self._abandoned.append(load.read)
-            load.read = load.copy = None
+            load.reads.clear()
+            load.copies.clear()
             load.done = True
             self._end_spans(load, why)
             self._stats.misses[why] += 1
@@ -219,135 +245,180 @@ class Loads:
     # ---- one load ----
 
     def _find_missing(self, load: Load) -> None:
-        load.keys, load.num_loading = self._store_jobs.missing(load.prompt, self._max_blocks)
+        load.keys, load.num_loading = self._store_jobs.missing(load.prompt, _ALL)
         load.found_at, load.waits_from = self._num_changes, None
 
     def _advance(self, load: Load) -> None:
         """Advance a load as far as possible."""
         while not load.done:
-            if load.copy is not None:
-                goes_on = self._take_copies(load, load.copy)
-            elif load.waits_from == self._num_changes:
-                goes_on = False
-            elif load.read is not None:
-                goes_on = self._take_rows(load, load.read)
-            else:
-                goes_on = self._begin_read(load)
-            if not goes_on:
-                # A load with a copy in flight is not given up: nothing can free its blocks before the copy ends.
-                if load.copy is None and self._runtime.monotonic() >= load.until:
-                    self._give_up(load)
-                return
+            if load.copies and self._take_copy(load):
+                continue
+            is_waiting = load.waits_from == self._num_changes
+            if not is_waiting and (self._take_rows(load) or self._read_next(load) or self._end_round(load)):
+                continue
+            # A load with a copy in flight is not given up: nothing can free its blocks before the copy ends.
+            if not load.copies and self._runtime.monotonic() >= load.until:
+                self._give_up(load)
+            return
 
-    def _begin_read(self, load: Load) -> bool:
-        reads = [other.read for other in self.open if other.read is not None]
+    def _begin_round(self, load: Load) -> bool:
+        """Find the blocks to read, up to the first that the store lacks."""
+        reads = [read for read in self._reads if not read.is_closed]
         is_late = self._late_at is not None and (reads or self._late_at == self._store.num_answers)
-        why = "closed" if self._is_closed else "unavailable" if is_late else ""
-        if why:
-            return self._finish(load, why)
-        first = load.keys[:1].tobytes()
-        if any(read.keys[0].tobytes() == first for read in reads):
-            load.waits_from = self._num_changes
-            return False
-        if load.waits_from is not None:
+        if self._is_closed or is_late:
+            return self._finish(load, "closed" if self._is_closed else "unavailable")
+        is_waiting = self._waits_for_read(load)
+        if not is_waiting and load.waits_from is not None:
             self._find_missing(load)
+            is_waiting = self._waits_for_read(load)
+        if is_waiting:
+            return False
         if load.miss or not len(load.keys):
             return self._end(load)
         if self._store.lacks(load.keys[:1])[0]:  # what the store lacks does not wait for room below
             return self._end(load, "absent")
-        staging = self._max_blocks - sum(len(read.keys) for read in reads + self._abandoned)
-        if staging < min(len(load.keys), self._max_blocks // 4 or 1):
+        if self._staging_room() < min(len(load.keys), self._max_blocks // 4 or 1):
+            return False
+        count = 0
+        if has_room := self._room(load) > 0:
+            count = _leading(self._store.contains(load.keys)) or _leading(~self._store.lacks(load.keys[:PROBED]))
+        load.ahead, load.in_round = load.keys[:count], count > 0
+        return load.in_round or self._end(load, "absent" if has_room else "no_room")
+
+    def _read_next(self, load: Load) -> bool:
+        """Have the store read the next piece of the round, if there is room for it."""
+        # If the store was late, one piece at a time shows whether it still is.
+        if not len(load.ahead) or (self._late_at is not None and load.reads):
+            return False
+        count = min(len(load.ahead), self._blocks_at_once, self._staging_room())
+        if count <= 0:
+            return False
+        if self._is_reading(load.ahead[0]):
+            load.ahead = _NO_KEYS  # another load is faster
             return False
         # What the store sends without a place to go would be read again.
-        room = self._store_jobs.room(load.prompt) - sum(len(read.keys) for read in reads)
-        return self._read(load, load.keys[: min(staging, room)]) if room > 0 else self._end(load, "no_room")
-
-    def _read(self, load: Load, keys: NDArray[np.uint8]) -> bool:
-        """Let the store read blocks, up to the first that it lacks."""
-        count = _leading(self._store.contains(keys)) or _leading(~self._store.lacks(keys[:PROBED]))
-        if not count:
-            return self._end(load, "absent")
-        keys, rows = np.ascontiguousarray(keys[:count]), self._buffers.take(count, self._size)
-        with suppress(StoreError):
-            batch = self._store.get(keys, rows)
-            load.read = Read(keys, batch, rows)
-            load.trace.begin_leg("store_read", blocks=count, bytes=rows.nbytes)
-        return load.read is not None or self._finish(load, "error")
-
-    def _take_rows(self, load: Load, read: Read) -> bool:
-        """Get manager blocks for the blocks that arrived, up to the first that did not."""
-        answer = read.batch.answer
-        if answer is None:
+        count = min(count, self._room(load))
+        if count <= 0:
             return False
+        keys, rows = np.ascontiguousarray(load.ahead[:count]), self._buffers.take(count, self._size)
+        try:
+            read = Read(keys, keys.tobytes(), self._store.get(keys, rows), rows)
+        except StoreError:
+            return self._fail(load, "error")
+        self._reads[read] = None
+        load.reads.append(read)
+        load.ahead = load.ahead[count:]
+        read.leg = load.trace.begin_leg("store_read", blocks=count, bytes=rows.nbytes)
+        return True
+
+    def _take_rows(self, load: Load) -> bool:
+        """Get manager blocks for the blocks of the next read that arrived, up to the first that did not."""
+        if not load.reads or (answer := load.reads[0].batch.answer) is None:
+            return False
+        read = load.reads[0]
         self._late_at = None
-        ok = answer.ok
-        count = _leading(ok)
-        if count and not self._engine.transfers.has_room(count * self._size, "in", "host"):
+        count = _leading(answer.ok)
+        num_rows = count - read.num_placed
+        if num_rows and not self._engine.transfers.has_room(num_rows * self._size, "in", "host"):
             return False  # the step's own transfers go first
-        is_last = count < len(ok)
-        if is_last and count and _reason(answer, count) == "queue_full":
-            is_last = False  # the store's queue is shared; the next read includes these blocks
-        if is_last and not load.miss:
-            load.miss = _reason(answer, count)
-            self._stats.misses[load.miss] += 1
-            self._log.note(answer.reasons)
-        load.trace.end_leg(answer.error, hit_blocks=count, miss_reason=load.miss)
-        if not count:
-            self._drop_read(load)
-            return self._end(load)
-        job = self._store_jobs.begin_load(load.prompt, count - read.num_placed)
+        if count < len(answer.ok):
+            self._stop_round(load, answer, count)
+        load.trace.end_leg(answer.error, leg=read.leg, hit_blocks=count, miss_reason=load.miss)
+        if not num_rows:
+            self._close_read(load)
+            return True
+        job = self._store_jobs.begin_load(load.prompt, num_rows)
         if not len(job):
-            self._find_missing(load)
-            return self._end(load, "no_room" if len(load.keys) else "")  # with its rows, if it waits
+            return self._place_none(load, read, count)
         self._num_changes += 1
+        return self._copy(load, read, job, slice(read.num_placed, count))
+
+    def _stop_round(self, load: Load, answer: Answer, count: int) -> None:
+        """Drop the reads after one of which only `count` blocks arrived: what follows is useless without the next."""
+        load.ahead = _NO_KEYS
+        while len(load.reads) > 1:
+            self._close(load.reads.pop())
+        why = _reason(answer, count)
+        # The store's queue is shared, so the next round includes these blocks.
+        if not load.miss and not (count and why == "queue_full"):
+            load.miss = why
+            self._stats.misses[why] += 1
+            self._log.note(answer.reasons)
+
+    def _place_none(self, load: Load, read: Read, count: int) -> bool:
+        """Handle arrived blocks that have no room, or that the prompt no longer misses."""
+        if load.copies:
+            return False
+        self._find_missing(load)
+        left = read.keys[read.num_placed : count]
+        if len(load.keys) and (left == load.keys[0]).all(axis=1).any():
+            return self._end(load, "no_room")  # with its rows, if it waits
+        self._close_read(load)
+        return True
+
+    def _copy(self, load: Load, read: Read, job: StoreJob, arrived: slice) -> bool:
+        """Copy rows into the blocks of a job."""
         # The job has later blocks of the prompt if another load already brought these.
-        blocks, rows, landed = _rows_of(job, read.keys[:count], answer.rows[:count])
+        blocks, rows, landed, num_placed = _rows_of(job, read.keys[arrived], read.batch.answer.rows[arrived])  # type: ignore[union-attr]
+        read.num_placed += num_placed
+        if not len(blocks) or read.num_placed == arrived.stop:
+            load.reads.popleft()
+            read.is_closed = True
+        if not len(blocks):
+            self._end_job(job, landed)
+            self._give_back(read)
+            return True
         try:
             transfer = self._engine.submit_write(
                 job.tier, blocks, rows, after_compute=self._engine.fence(), on_full="refuse"
             )
         except BlockyardError:
             self._end_job(job, [False] * len(job))
-            return self._finish(load, "copy_failed")
+            return self._fail(load, "copy_failed")
         load.tier = job.tier
-        load.copy = Copy(job, transfer, landed, is_last)
-        load.trace.begin_leg("transfer", blocks=len(blocks), bytes=rows.nbytes, source="staging", target=job.tier)
+        read.num_copies += 1
+        load.copies.append(Copy(job, transfer, landed, read))
+        load.copies[-1].leg = load.trace.begin_leg(
+            "transfer", blocks=len(blocks), bytes=rows.nbytes, source="staging", target=job.tier
+        )
         return True
 
-    def _take_copies(self, load: Load, copy: Copy) -> bool:
-        if not copy.transfer.done:
+    def _take_copy(self, load: Load) -> bool:
+        """Publish the blocks of a copy that has ended."""
+        if not load.copies[0].transfer.done:
             return False
+        copy = load.copies.popleft()
         has_landed = copy.transfer.error is None
-        load.trace.end_leg(copy.transfer.error)
+        load.trace.end_leg(copy.transfer.error, leg=copy.leg)
         found = self._end_job(copy.job, copy.landed & has_landed)
-        load.copy = None
+        copy.read.num_copies -= 1
+        self._give_back(copy.read)
         if not has_landed:
-            return self._finish(load, "copy_failed")
+            return self._fail(load, "copy_failed")
         self._stats.hit_blocks += found
         self._stats.hit_bytes += found * self._size
         load.tokens += found * self._manager.block_size
         load.brought.update(key.tobytes() for key in copy.job.keys[copy.landed])
+        left = sum(len(read.keys) - read.num_placed for read in load.reads) + sum(len(copy.job) for copy in load.copies)
+        self._allow(load, left + len(load.ahead))
+        return True
+
+    def _end_round(self, load: Load) -> bool:
+        """Begin the next round, or end the load, once nothing is in flight."""
+        if load.reads or load.copies:
+            return False
+        if load.failure:
+            return self._finish(load, load.failure)
+        if not load.in_round:
+            return self._begin_round(load)
+        load.ahead, load.in_round = _NO_KEYS, False
         self._find_missing(load)
-        if self._has_more(load, int(copy.landed.sum())):
-            return True
-        self._drop_read(load)
-        if copy.is_last or not len(load.keys):
+        if load.miss or not len(load.keys):
             return self._end(load)
         if load.keys[0].tobytes() in load.brought:  # evicted in the meantime, for this prompt or another
             return self._finish(load, "no_room")
-        self._allow(load, load.tokens // self._manager.block_size + len(load.keys) + load.num_loading)
+        self._allow(load, len(load.keys) + load.num_loading)
         return True
-
-    def _has_more(self, load: Load, num_placed: int) -> bool:
-        """Whether the read has rows left that the prompt still misses: those had no room in the first tier."""
-        read = load.read
-        if read is None or read.batch.answer is None:
-            return False
-        read.num_placed += num_placed
-        arrived = read.keys[: _leading(read.batch.answer.ok)]
-        if read.num_placed >= len(arrived) or not len(load.keys) or load.keys[0].tobytes() in load.brought:
-            return False
-        return bool((arrived == load.keys[0]).all(axis=1).any())
 
     def _end(self, load: Load, miss: str = "") -> bool:
         """End a load that brings no more blocks, once no other is bringing blocks of its prompt."""
@@ -358,8 +429,9 @@ class Loads:
         load.waits_from = self._num_changes
         return False
 
-    def _allow(self, load: Load, num_blocks: int) -> None:
-        """Extend the deadline by the time for the blocks that it does not allow for yet."""
+    def _allow(self, load: Load, num_left: int) -> None:
+        """Extend the deadline by the time for blocks that it does not allow for yet: as many as can be in flight."""
+        num_blocks = load.tokens // self._manager.block_size + min(num_left, self._max_blocks)
         load.until += max(0, num_blocks - load.allowed) * self._size / _BYTES_PER_SECOND
         load.allowed = max(num_blocks, load.allowed)
 
@@ -369,17 +441,24 @@ class Loads:
         Other prompts do the same until the store answers anything. Then one prompt at a time tries the store again,
         until one succeeds in time.
         """
-        if load.read is not None and load.read.batch.answer is None:
-            self._abandoned.append(load.read)
+        if any(read.batch.answer is None for read in load.reads):
             self._late_at = self._store.num_answers
         self._finish(load, "timeout")
+
+    def _fail(self, load: Load, why: str) -> bool:
+        """Read no more: the load ends once its copies have. Returns True: it has made progress."""
+        load.failure, load.ahead = why, _NO_KEYS
+        while load.reads:
+            self._close_read(load)
+        return True
 
     def _finish(self, load: Load, miss: str = "") -> bool:
         """End a load that has no copy in flight. Returns True: it has made progress."""
         if miss:
             self._stats.misses[miss] += 1
         self._end_spans(load, miss)
-        self._drop_read(load)
+        while load.reads:
+            self._close_read(load)
         load.done = True
         self.open.remove(load)
         self._stats.load_seconds.observe(self._runtime.monotonic() - load.began)
@@ -402,17 +481,46 @@ class Loads:
         self._num_changes += 1
         return found
 
-    def _drop_read(self, load: Load) -> None:
-        self._give_back(load.read)
-        load.read = None
-        self._num_changes += 1
+    # ---- reads and their rows ----
 
-    def _give_back(self, read: Read | None) -> None:
-        """Return the rows of a read to the buffers, once neither store nor engine uses them."""
-        if read is not None and read.batch.answer is not None and read.rows is not None:
-            rows, read.rows = read.rows, None
-            if read.batch.answer.are_rows_free:
-                self._buffers.give(rows)
+    def _waits_for_read(self, load: Load) -> bool:
+        """Whether another load is reading the first block that this one lacks."""
+        is_reading = len(load.keys) > 0 and self._is_reading(load.keys[0])
+        if is_reading:
+            load.waits_from = self._num_changes
+        return is_reading
+
+    def _is_reading(self, key: NDArray[np.uint8]) -> bool:
+        """Whether a load is reading the block of a key."""
+        name = key.tobytes()
+        return any(not read.is_closed and read.names.find(name, 32 * read.num_placed) >= 0 for read in self._reads)
+
+    def _staging_room(self) -> int:
+        """Return how many more blocks can have staging rows."""
+        return self._max_blocks - sum(len(read.keys) for read in self._reads)
+
+    def _room(self, load: Load) -> int:
+        """Return how many more blocks of a prompt have a place to go."""
+        unplaced = sum(len(read.keys) - read.num_placed for read in self._reads if not read.is_closed)
+        return self._store_jobs.room(load.prompt) - unplaced
+
+    def _close_read(self, load: Load) -> None:
+        """Drop the first read of a load."""
+        self._close(load.reads.popleft())
+
+    def _close(self, read: Read) -> None:
+        """Give no more blocks of a read to the manager. The store keeps its rows until it has an answer."""
+        read.is_closed = True
+        self._num_changes += 1
+        self._give_back(read)
+
+    def _give_back(self, read: Read) -> None:
+        """Return the rows of a closed read to the buffers, once neither store nor engine uses them."""
+        answer = read.batch.answer
+        if read.is_closed and not read.num_copies and answer is not None and read in self._reads:
+            del self._reads[read]
+            if answer.are_rows_free:
+                self._buffers.give(read.rows)
 
 
 def _leading(found: NDArray[np.bool_]) -> int:
@@ -427,15 +535,17 @@ def _reason(answer: Answer, index: int) -> str:
 
 def _rows_of(
     job: StoreJob, keys: NDArray[np.uint8], rows: NDArray[np.uint8]
-) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
-    """Find the blocks of a job that were read: their ids, their rows, and a mask over the job's blocks, bool `[n]`.
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_], int]:
+    """Find the blocks of a job that were read.
 
-    `rows` holds the blocks of `keys`; all of them arrived.
+    Returns:
+        Their ids, their rows, a mask over the job's blocks, bool `[n]`, and the number of leading rows that are used
+        or no longer needed. `rows` holds the blocks of `keys`, all of which arrived.
     """
     count = len(job)
     if np.array_equal(job.keys, keys[:count]):
-        return job.blocks, rows[:count], np.ones(count, np.bool_)
+        return job.blocks, rows[:count], np.ones(count, np.bool_), count
     # Blocks may have been loaded or evicted since the keys were requested.
     index = {key.tobytes(): at for at, key in enumerate(keys)}
     at = np.array([index.get(key.tobytes(), -1) for key in job.keys])
-    return job.blocks[at >= 0], np.ascontiguousarray(rows[at[at >= 0]]), at >= 0
+    return job.blocks[at >= 0], np.ascontiguousarray(rows[at[at >= 0]]), at >= 0, int(at.max()) + 1

@@ -212,7 +212,10 @@ class PrefixStore:
             if end is not None and self._runtime.monotonic() >= end:
                 return False
             self._writes.wait_for_engine()
-            self._wait_for_news()
+            if not self._checked.is_busy and self._loads.are_copying:
+                self._loads.wait_for_engine()
+            else:
+                self._wait_for_news()
 
     def stats(self) -> PrefixStoreStats:
         """Return the counters since the store was connected. Any thread can call it."""

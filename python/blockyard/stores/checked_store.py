@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -62,10 +62,7 @@ class Answer(NamedTuple):
     @property
     def are_rows_free(self) -> bool:
         """Whether the store has finished with the batch's rows. After a miss, one of its threads may still use them."""
-        return self.error is None and bool(
-            np.count_nonzero(self.ok) == len(self.ok)
-            or all(good or reason in NOTHING_READ for good, reason in zip(self.ok, self.reasons, strict=True))
-        )
+        return self.error is None and are_rows_free(self.ok, self.reasons)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +75,14 @@ class PendingBatch:
     ticket: int = -1
     since: float = 0.0
     answer: Answer | None = None
+
+
+def are_rows_free(ok: NDArray[np.bool_], reasons: Sequence[str]) -> bool:
+    """Return whether a store has finished with the rows of a batch that it has answered, see `Answer.are_rows_free`."""
+    return bool(
+        np.count_nonzero(ok) == len(ok)
+        or all(good or reason in NOTHING_READ for good, reason in zip(ok, reasons, strict=True))
+    )
 
 
 class CheckedStore:

@@ -21,6 +21,7 @@ from blockyard.integrations.compat import engine_log
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager, PreparedStore
+from blockyard.stores.adapters.chunks import ChunkRows
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.base import ExternalStore
 from blockyard.workers import keep, start_worker
@@ -31,7 +32,7 @@ _LOG = engine_log("vLLM")
 TIMEOUT_BASE_SECONDS: Final = 5.0
 _BYTES_PER_SECOND: Final = 16_000_000  # slower storage causes misses
 _WINDOW: Final = 64  # keys of one request looked up before the first answer is known
-_JOB_BYTES: Final = 32 << 20  # a job holds its host chunks until it ends
+_JOB_BYTES: Final = 8 << 20  # of a job: one is copied while others are read, and it holds its host chunks until it ends
 _STAGING_DEADLINE_MS: Final = 60_000
 _CLOSE_SECONDS: Final = 10.0
 _END_SECONDS: Final = 1.0
@@ -113,7 +114,7 @@ class ExternalTier:
     ) -> None:
         self._store, self._region, self._offload = store, region, offload
         self._lock, self._report, self._timeout_base = lock, report, timeout_base
-        self._parts = region.rows(offload.num_chunks)
+        self._rows = ChunkRows(region.rows(offload.num_chunks))
         self._batch = max(1, _JOB_BYTES // store.bytes_per_block)
         self._max_writing = max(1, offload.num_chunks // 2)
         self._epoch = b""
@@ -127,7 +128,7 @@ class ExternalTier:
         self._coming: dict[OffloadKey, _ChunkJob] = {}
         self._jobs: list[_ChunkJob] = []
         # Loads never queue behind stores.
-        self._work = StoreJobs(store, "blockyard-vllm-external", {"load": 2, "store": 1})
+        self._work = StoreJobs(store, "blockyard-vllm-external", {"load": 4, "store": 1})
         self.counts = Counts()
 
     @property
@@ -290,18 +291,20 @@ class ExternalTier:
     def _load(self, job: _ChunkJob, epoch: bytes, resets: int) -> Steps[None]:
         keys = job.keys
         staged: set[OffloadKey] = set()
-        good: list[int] = []
+        places: dict[OffloadKey, int] = {}
         try:
-            entry = yield self._store.submit_get, self._digests(keys, epoch)
-            good = [place for place, ok in enumerate(entry.ok) if ok]
-            staged = self._stage(job, [keys[place] for place in good], [entry.rows[place] for place in good], resets)
+            rows = self._rows.take(len(keys))
+            entry = yield self._store.submit_get, self._digests(keys, epoch), rows
+            places = {key: place for place, key in enumerate(keys) if entry.ok[place]}
+            staged = self._stage(job, places, entry.rows, resets)
+            self._rows.give(rows, entry)
         finally:
             self._give_back(job)
             with self._state:
                 self.counts.loaded += len(staged)
                 self.counts.missed += len(keys) - len(staged)
                 if resets == self._resets:
-                    self._ask_again({keys[place] for place in good} - staged)
+                    self._ask_again(set(places) - staged)
                     for key in keys:
                         self._coming.pop(key, None)
 
@@ -313,10 +316,10 @@ class ExternalTier:
                 request.again.update(dict.fromkeys(keys & request.asked, at))
 
     def _stage(
-        self, job: _ChunkJob, keys: list[OffloadKey], rows: list[NDArray[np.uint8]], resets: int
+        self, job: _ChunkJob, places: dict[OffloadKey, int], rows: NDArray[np.uint8], resets: int
     ) -> set[OffloadKey]:
-        """Copy verified chunks to host memory, as many as get a chunk there; only then are they hits."""
-        store = None
+        """Copy the verified chunks at these rows to host memory, as many as get a chunk; only then are they hits."""
+        store, keys = None, list(places)
         deadline = int(time.monotonic() * 1000) + _STAGING_DEADLINE_MS
         while keys and store is None:
             with self._lock:
@@ -329,12 +332,7 @@ class ExternalTier:
                     keys = keys[: len(keys) // 2]
         if store is None:
             return set()
-        places = {key: place for place, key in enumerate(keys)}
-        for key, chunk in zip(store.keys, store.chunks.tolist(), strict=True):
-            first = 0
-            for part in self._parts:
-                np.copyto(part[chunk], rows[places[key]][first : first + part.shape[1]])
-                first += part.shape[1]
+        self._rows.write(store.chunks, rows, np.array([places[key] for key in store.keys], np.int64))
         with self._lock:
             with self._state:
                 for request in self._requests.values():
@@ -353,10 +351,10 @@ class ExternalTier:
             digests = self._digests(keys, epoch)
             new = np.flatnonzero(~self._store.contains(digests))
             if len(new):
-                rows = [part[chunks[new]] for part in self._parts]
-                block = rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1)
-                entry = yield self._store.submit_put, [digests[place] for place in new], block
+                rows = self._rows.read(chunks[new])
+                entry = yield self._store.submit_put, [digests[place] for place in new], rows
                 done = int(np.count_nonzero(entry.ok))
+                self._rows.give(rows, entry)
         finally:
             self._give_back(job)
             with self._state:

@@ -20,6 +20,7 @@ from blockyard.integrations.compat import engine_log
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.stores import open_store
 from blockyard.stores.adapters.checkpoint import require_revision
+from blockyard.stores.adapters.chunks import ChunkRows
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.adapters.objects import BATCH_BYTES, about_store, check_place, store_url
 from blockyard.stores.adapters.options import read_text, refuse_unknown
@@ -124,8 +125,9 @@ class BlockyardTier(SecondaryTierManager):
         require_revision(revision, url or "", _UNSEEN)
         url = store_url(root_dir, url, size)
         self.cache_hit_source = hit_source(url)
-        self._rows = _rows(primary_kv_view)
-        width = int(self._rows.shape[1])
+        host = _rows(primary_kv_view)
+        width = int(host.shape[1])
+        self._width, self._rows = width, ChunkRows([host])
         name = namespace(offloading_spec, width, revision)
         self._store = open_store(url, bytes_per_block=width, namespace=name, use="prefix")
         self._batch = max(1, BATCH_BYTES // width)
@@ -188,20 +190,23 @@ class BlockyardTier(SecondaryTierManager):
     def _put(self, keys: list[OffloadKey], chunks: NDArray[np.int64]) -> Steps[_Outcome]:
         done: list[OffloadKey] = []
         for part in self._parts(len(keys)):
-            entry = yield self._store.submit_put, _digests(keys[part]), self._rows[chunks[part]]
+            rows = self._rows.read(chunks[part])
+            entry = yield self._store.submit_put, _digests(keys[part]), rows
+            self._rows.give(rows, entry)
             done += [key for key, ok in zip(keys[part], entry.ok, strict=True) if ok]
         return self._outcome(done)
 
     def _get(self, keys: list[OffloadKey], chunks: NDArray[np.int64]) -> Steps[_Outcome]:
         done: list[OffloadKey] = []
         for part in self._parts(len(keys)):
-            digests = _digests(keys[part])
+            digests, rows = _digests(keys[part]), self._rows.take(len(keys[part]))
             num_damaged = 0
             try:
-                entry = yield self._store.submit_get, digests
+                entry = yield self._store.submit_get, digests, rows
                 ok = entry.ok
                 num_damaged = sum(map(is_damage, entry.reasons))
-                self._rows[chunks[part][ok]] = entry.rows[ok]
+                self._rows.write(chunks[part][ok], entry.rows, np.flatnonzero(ok))
+                self._rows.give(rows, entry)
             except Exception:  # noqa: BLE001 (a load that failed is a miss)
                 _LOG.exception("a load failed")
                 ok = np.zeros(len(digests), np.bool_)
@@ -211,7 +216,7 @@ class BlockyardTier(SecondaryTierManager):
         return self._outcome(done)
 
     def _outcome(self, done: list[OffloadKey]) -> _Outcome:
-        return _Outcome(done, len(done) * self._rows.shape[1], time.perf_counter())
+        return _Outcome(done, len(done) * self._width, time.perf_counter())
 
     def _parts(self, count: int) -> Iterable[slice]:
         return (slice(first, min(first + self._batch, count)) for first in range(0, count, self._batch))

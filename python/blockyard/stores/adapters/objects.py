@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import math
+import mmap
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +24,16 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import checksum_rows
+from blockyard._core import Completion, checksum_rows
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores import ExternalStore, StoreStats, open_store
 from blockyard.stores.adapters.jobs import Steps, StoreJobs, run
 from blockyard.stores.adapters.options import read_size
 from blockyard.stores.base import check_url
+from blockyard.stores.checked_store import are_rows_free
 from blockyard.stores.url import public_repr, public_url
 from blockyard.stores.value import is_damage
+from blockyard.workers import Buffers
 
 __all__ = ["BATCH_BYTES", "PrefixObjects", "about_store", "check_place", "store_url"]
 
@@ -125,7 +128,10 @@ class PrefixObjects:
 
     def __init__(self, url: str, *, object_bytes: int, fields: Mapping[str, Any]) -> None:
         self._part_bytes = object_bytes
-        self._width = _HEADER + object_bytes
+        width = _HEADER + object_bytes
+        # A file store reads and writes whole pages in place, and keeps blocks in whole pages anyway.
+        self._width = -(-width // mmap.PAGESIZE) * mmap.PAGESIZE if url.startswith("file:") else width
+        self._buffers = Buffers()  # fresh rows take several times as long as the disk
         # A file store knows its keys without asking.
         self._patience = 0.0 if url.startswith("file:") else _ASK_SECONDS
         text = json.dumps(fields, sort_keys=True, default=str)
@@ -156,11 +162,11 @@ class PrefixObjects:
         stored = [False] * len(keys)
         for first, last, parts in self._batches(sizes):
             try:
-                rows = np.empty((parts, self._width), np.uint8)
+                rows = self._buffers.take(parts, self._width)
                 row = 0
                 for index in range(first, last):
                     count = self._parts(sizes[index])
-                    _fill(rows[row : row + count], read(index), sizes[index])
+                    _fill(rows[row : row + count], read(index), sizes[index], self._part_bytes)
                     row += count
                 done = yield from self._replace(keys[first:last], sizes[first:last], rows)
             except Exception:  # noqa: BLE001 (the engine continues without it)
@@ -169,16 +175,23 @@ class PrefixObjects:
             stored[first:last] = done
         return stored
 
+    def _give(self, rows: NDArray[np.uint8], done: Completion) -> None:
+        """Use the rows of an ended batch again, unless the store may still use them."""
+        if are_rows_free(done.ok, done.reasons):
+            self._buffers.give(rows)
+
     def _replace(self, keys: Sequence[str], sizes: Sequence[int], rows: NDArray[np.uint8]) -> Steps[list[bool]]:
         """Store the blocks of objects except those already present, after deleting other bytes under their keys."""
         names, counts = self._names(keys, sizes), [self._parts(size) for size in sizes]
         firsts = np.cumsum([0, *counts[:-1]])
-        found = yield self._store.submit_get, [names[first] for first in firsts]
+        there = self._buffers.take(len(firsts), self._width)
+        found = yield self._store.submit_get, [names[first] for first in firsts], there
         stored = found.ok & (found.rows[:, :_HEADER] == rows[firsts, :_HEADER]).all(axis=1)
+        self._give(there, found)
         if len(names) > len(keys) and stored.any():
-            there = self._store.contains(names)
-            there[firsts] = True
-            stored &= [bool(part.all()) for part in self._split(there, sizes)]
+            has = self._store.contains(names)
+            has[firsts] = True
+            stored &= [bool(part.all()) for part in self._split(has, sizes)]
         # The content of a block that did not come back is unknown: leave it.
         is_known = [not reason or reason == "absent" or is_damage(reason) for reason in found.reasons]
         left = np.flatnonzero(np.repeat(~stored & is_known, counts))
@@ -190,11 +203,21 @@ class PrefixObjects:
             gone = np.repeat([bool(part.all()) for part in self._split(ok, sizes)], counts)
             left = left[gone[left]]
         if len(left):
-            chosen = rows if len(left) == len(rows) else rows[left]
+            chosen = rows if len(left) == len(rows) else self._chosen(rows, left)
             put = yield self._store.submit_put, [names[place] for place in left], chosen
             ok[left] = put.ok
+            self._give(chosen, put)
             stored = np.array([bool(part.all()) for part in self._split(ok, sizes)]) & is_known
+        else:
+            self._buffers.give(rows)
         return [bool(one) for one in stored]
+
+    def _chosen(self, rows: NDArray[np.uint8], places: NDArray[np.integer]) -> NDArray[np.uint8]:
+        """Return some of the rows as rows of their own; the others are used again."""
+        chosen = self._buffers.take(len(places), self._width)
+        np.take(rows, places, axis=0, out=chosen)
+        self._buffers.give(rows)
+        return chosen
 
     def get(
         self, keys: Sequence[str], sizes: Sequence[int], take: Callable[[int, NDArray[np.uint8]], None]
@@ -205,21 +228,26 @@ class PrefixObjects:
     def get_steps(
         self, keys: Sequence[str], sizes: Sequence[int], take: Callable[[int, NDArray[np.uint8]], None]
     ) -> Steps[list[bool]]:
-        """Load objects; return which came back intact. `take(i, data)` is called only for these, with their bytes."""
+        """Load objects; return which came back intact.
+
+        `take(i, data)` is called only for these, with their bytes, which it must copy.
+        """
         loaded = [False] * len(keys)
-        for first, last, _ in self._batches(sizes):
+        for first, last, count in self._batches(sizes):
             names = self._names(keys[first:last], sizes[first:last])
             try:
-                found = yield self._store.submit_get, names
+                target = self._buffers.take(count, self._width)
+                found = yield self._store.submit_get, names, target
                 parts = self._split(found.ok, sizes[first:last])
                 rows = self._split(found.rows, sizes[first:last])
                 bad: list[bytes] = []
                 for index, (ok, data) in enumerate(zip(parts, rows, strict=True), first):
                     if ok.all() and _is_one(data, sizes[index]):
-                        take(index, data[:, _HEADER:].reshape(-1)[: sizes[index]])
+                        take(index, data[:, _HEADER : _HEADER + self._part_bytes].reshape(-1)[: sizes[index]])
                         loaded[index] = True
                     elif ok.all() and _length(data) == sizes[index]:
                         bad.append(_name(keys[index], 0))  # an intact part belongs to another object
+                self._give(target, found)
                 if bad:
                     yield self._store.submit_delete, bad
             except Exception:  # noqa: BLE001 (a load that failed is a miss)
@@ -305,19 +333,20 @@ class PrefixObjects:
             yield first, len(sizes), parts
 
 
-def _fill(rows: NDArray[np.uint8], data: NDArray[np.uint8], size: int) -> None:
-    """Write an object into blocks, uint8 `[blocks, width]`."""
+def _fill(rows: NDArray[np.uint8], data: NDArray[np.uint8], size: int, part_bytes: int) -> None:
+    """Write an object into blocks, uint8 `[blocks, width]`, with `part_bytes` of it in each."""
     if data.nbytes != size:
         raise InvalidArgumentError(f"an object has {data.nbytes} bytes, must have {size}")
-    part_bytes, flat = rows.shape[1] - _HEADER, np.ascontiguousarray(data).reshape(-1)
+    end, flat = _HEADER + part_bytes, np.ascontiguousarray(data).reshape(-1)
     rows[:, :_LENGTH_BYTES] = np.frombuffer(size.to_bytes(_LENGTH_BYTES, "little"), np.uint8)
     rows[:, _LENGTH_BYTES:_HEADER] = checksum_rows(flat[None])
     whole = size // part_bytes
-    rows[:whole, _HEADER:] = flat[: whole * part_bytes].reshape(whole, part_bytes)
+    rows[:, end:] = 0
+    rows[:whole, _HEADER:end] = flat[: whole * part_bytes].reshape(whole, part_bytes)
     if whole < len(rows):
         rest = size - whole * part_bytes
         rows[whole, _HEADER : _HEADER + rest] = flat[whole * part_bytes :]
-        rows[whole, _HEADER + rest :] = 0
+        rows[whole, _HEADER + rest : end] = 0
 
 
 def _is_one(rows: NDArray[np.uint8], size: int) -> bool:
