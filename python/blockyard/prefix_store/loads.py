@@ -221,8 +221,8 @@ class Loads:
     def wait_for_engine(self) -> None:
         """Wait until the engine has copied the pieces that have arrived."""
         for load in self.open:
-            if load.copies:
-                self._engine.transfers.wait(load.copies[-1].transfer)
+            for copy in load.copies:  # to host or device, so on streams of their own
+                self._engine.transfers.wait(copy.transfer)
 
     def close(self) -> None:
         """Stop loading."""
