@@ -34,6 +34,7 @@ PYTHON = os.environ.get("ENGINES_PYTHON", "")
 if __name__ == "__main__" and PYTHON and sys.executable != PYTHON:
     os.environ["PYTHONPATH"] = str(ROOT / "python")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # vLLM's choices depend on the order of sets
     os.execv(PYTHON, [PYTHON, *sys.argv])
 if not PYTHON:
     sys.exit("nothing measured: ENGINES_PYTHON does not name a Python with vLLM; make bench-engines does")

@@ -78,22 +78,6 @@ def test_an_append_with_drafts_takes_what_its_query_counts():
     manager.check()
 
 
-def test_an_append_into_a_block_may_take_what_the_states_before_it_release():
-    manager = BlockManager(block_size=16, device_blocks=5, watermark=0.0, groups=[STATE])
-    sequence = begun(manager, 3)
-    manager.append([sequence], 4, draft_tokens=3)
-    settle(manager)
-    manager.fork(sequence)  # the state after the last token must be copied, and no block is free for it
-    assert manager.pool().num_free == 0
-    drafted = ({"num_tokens": [3], "draft_tokens": [2]}, {"num_tokens": [1], "draft_tokens": [0]})
-    for options in ({"num_tokens": 1}, *drafted):
-        assert manager.can_append([sequence], **options).status.name == "OK", options
-    manager.append([sequence])
-    (pair,) = manager.take_decision().blocks_to_copy
-    assert pair[1] == manager.block_table(sequence)[-1]
-    manager.check()
-
-
 def test_a_state_that_forks_share_is_copied_before_drafts_overwrite_it():
     manager = manager_of(16, groups=[STATE])
     sequence = begun(manager, 3)

@@ -109,19 +109,18 @@ impl Sequences {
         let (mut new, mut freed, mut held, mut shared) = (0, 0, 0, std::mem::take(&mut self.scratch));
         shared.clear();
         let mut result = Ok(());
-        let keeps_drafts = self.keeps_drafts(counts);
         for (i, id) in self.growing_tables_of(sequences).enumerate() {
             let (sequence, count) = (id.sequence, counts.at(i % sequences.len()));
-            let drafts = if keeps_drafts { counts.drafts_at(i % sequences.len()) } else { 0 };
+            let drafts = if self.groups.has_states() { counts.drafts_at(i % sequences.len()) } else { 0 };
             let row = if id.group == 0 { self.rows.next_in_batch(sequence) } else { Ok(self.rows.at_mut(sequence)) };
             match row {
-                Ok(row) if !keeps_drafts && fits(row.len, count, lookahead, row.writable) => {
+                Ok(row) if drafts == 0 && fits(row.len, count, lookahead, row.writable) => {
                     held = held.max(row.first.table.len());
                 }
                 Ok(_) => match self.need(view, id, (count, drafts), lookahead, &mut shared) {
                     Ok(need) => {
                         new += need.blocks;
-                        freed += self.freed(view, id);
+                        freed += self.freed(view, id, need);
                         held = held.max(self.rows.table(id).table.len());
                     }
                     Err(error) => result = Err(error),
@@ -197,7 +196,7 @@ impl Sequences {
         // Two passes, since nearly all rows of a decode step take no block: the first needs no look at the pool, and
         // the second takes the blocks of all others at once.
         let mut work = std::mem::take(&mut self.work);
-        let passed = if self.keeps_drafts(batch.counts) {
+        let passed = if self.groups.has_states() && matches!(batch.counts, Counts::Drafted { .. }) {
             defer_all(&mut self.rows, &batch, &mut work)
         } else {
             let pass = if batch.tables.is_some() { pass::<true> } else { pass::<false> };
@@ -262,7 +261,6 @@ impl Sequences {
         let Work { slow, ended, .. } = work;
         ended.clear();
         ended.resize(slow.len(), false);
-        let keeps_drafts = self.keeps_drafts(batch.counts);
         for group in 0..self.groups.num_growing() {
             for (&Slow { index, .. }, ends) in slow.iter().zip(&mut *ended) {
                 let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
@@ -285,12 +283,8 @@ impl Sequences {
                     tables.require_width(sequence, self.entries(id).len() + need.entries)?;
                 }
                 new += need.blocks;
+                freed += self.freed(view, id, need);
                 passed += need.skipped;
-                let row = self.rows.at(sequence);
-                // Of a row that fits and is here for its tables alone, its query counts nothing.
-                if keeps_drafts || !fits(row.len, count, batch.lookahead, row.writable) {
-                    freed += self.freed(view, id);
-                }
             }
         }
         if passed > 0 {
@@ -423,14 +417,9 @@ impl Sequences {
         Ok(Need { blocks: entries - skipped + self.draft_states(id, count, drafts), entries, skipped })
     }
 
-    /// Whether the states after draft tokens take blocks.
-    fn keeps_drafts(&self, counts: Counts<'_>) -> bool {
-        self.groups.has_states() && matches!(counts, Counts::Drafted { .. })
-    }
-
-    /// Blocks that become available once a row, before its tables grow, leaves behind what no new token needs.
-    fn freed(&self, view: View<'_>, id: TableId) -> usize {
-        if !self.groups.has_nulls() {
+    /// Blocks that become available once a row that takes new ones leaves behind what no new token needs.
+    fn freed(&self, view: View<'_>, id: TableId, need: Need) -> usize {
+        if !self.groups.has_nulls() || need.blocks == 0 {
             return 0;
         }
         let (row, own) = (self.rows.at(id.sequence), self.rows.table(id));
