@@ -152,7 +152,7 @@ impl ReachedState {
     }
 
     fn has_window(&self) -> bool {
-        self.manager.groups().iter().any(|group| matches!(group, Group::SlidingWindow { .. }))
+        self.manager.groups().iter().any(|group| matches!(group, Group::SlidingWindow { .. } | Group::Chunked { .. }))
     }
 
     /// The answer of the call's `can_` query, if it has one.
