@@ -1,5 +1,8 @@
 """The copy engine's memory: shapes, views that belong together, and what does not fit."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from blockyard.engine.memory import EngineTier, Memory, Rows, Run, as_tensor
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KINDS, KVLayout
+from blockyard.workers import Buffers
 
 
 @pytest.fixture(params=KINDS)
@@ -57,6 +61,19 @@ def test_only_a_number_of_staging_buffers_is_kept_for_their_views(memory: Memory
     kept = [memory.run_with("host", as_tensor(memory.buffer_of(rows)[0]), written=True) for rows in taken[-60:]]
     assert kept == runs[-60:]
     assert memory.run_with("host", as_tensor(memory.buffer_of(taken[0])[0]), written=True) is not runs[0]
+
+
+def test_staging_buffers_of_some_bytes_are_kept_for_their_views(memory: Memory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("blockyard.engine.memory.BOUND_BYTES", 5 * memory.bytes_per_block)
+    memory.buffers = Buffers(memory._staging_of, 0)  # keeps none itself
+    made: list[weakref.ref[Rows]] = []
+    for count in (1, 2, 2, 8, 1, 4, 4):
+        rows = memory.buffer_of(memory.buffers.take(count, memory.bytes_per_block))[0]
+        memory.run_with("host", as_tensor(rows), written=True)
+        made.append(weakref.ref(rows.base))
+        del rows
+    gc.collect()
+    assert [one() is not None for one in made] == [False] * 6 + [True]
 
 
 def test_an_unknown_tier_is_refused(memory: Memory):

@@ -34,8 +34,8 @@ MAX_BLOCKS: Final = 2**31 - 1
 KEPT_BYTES: Final = 1 << 30
 """Bytes of staging rows kept for reuse."""
 
-_BOUND_BUFFERS: Final = 64
-"""Number of staging buffers whose views stay checked."""
+BOUND_BUFFERS, BOUND_BYTES = 64, 256 << 20
+"""How many staging buffers' views stay checked, and their bytes: they keep a buffer that would else be freed."""
 
 GROUP_BYTES: Final = 128 << 10
 """On CUDA, layers are loaded in groups of at least this many bytes per block: shorter rows are not worth staging."""
@@ -114,7 +114,7 @@ class Memory:
         self.buffers = Buffers(self._staging_of, KEPT_BYTES)
         self._bound: dict[object, Run] = {}
         self._made: dict[int, weakref.ref[Rows]] = {}  # the staging buffers, by their addresses
-        self._bound_rows: dict[tuple[EngineTier, bool, int], Run] = {}  # a run keeps its buffer
+        self._bound_rows: dict[tuple[EngineTier, bool, int], tuple[Run, int]] = {}  # with the bytes of its buffer
         found = self.views["device"][0]
         wrong_device = found.device.type != self.device.type or (found.device.index or 0) != (self.device.index or 0)
         if wrong_device:
@@ -204,15 +204,18 @@ class Memory:
         made = self._made.get(rows.data_ptr())
         key = (tier, written, rows.data_ptr())
         is_ours = made is not None and (buffer := made()) is not None and buffer.nbytes == rows.nbytes
-        run = self._bound_rows.get(key) if is_ours else None
-        if run is None:
-            views = [rows] if tier == "host" else self.layout.row_views(rows)
-            cache = [self.host_rows] if tier == "host" else self.views["device"]
-            run = bind(views, cache) if written else bind(cache, views)
-            if is_ours:
-                self._bound_rows[key] = run
-                while len(self._bound_rows) > _BOUND_BUFFERS:
-                    del self._bound_rows[next(iter(self._bound_rows))]
+        if is_ours and key in self._bound_rows:
+            return self._bound_rows[key][0]
+        views = [rows] if tier == "host" else self.layout.row_views(rows)
+        cache = [self.host_rows] if tier == "host" else self.views["device"]
+        run = bind(views, cache) if written else bind(cache, views)
+        if is_ours:
+            self._bound_rows[key] = run, rows.numel()
+            while (
+                len(self._bound_rows) > BOUND_BUFFERS
+                or sum(num_bytes for _, num_bytes in self._bound_rows.values()) > BOUND_BYTES
+            ):
+                del self._bound_rows[next(iter(self._bound_rows))]
         return run
 
     def buffer_of(self, rows: Rows) -> tuple[Rows, int]:
