@@ -258,6 +258,9 @@ class ExternalTier:
         while running := self._running():
             if not wait(running, until - time.monotonic()).done:
                 break
+        with self._state:
+            self.counts.not_written += len(self._unwritten)
+            self._unwritten.clear()  # a job that ends now must not submit others
         if not self._has_forgotten:
             _LOG.error("the engine ends: %s", _NOT_FORGOTTEN)
         self._work.close(cancel=True, timeout=0.0)
