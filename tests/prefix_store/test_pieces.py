@@ -111,7 +111,7 @@ def test_one_piece_is_copied_while_others_are_read_and_each_block_is_read_once(c
     assert cache.prefix_store is not None
     fetch = cache.prefix_store.prefetch(prompt_of(BLOCKS))
     pieces = STAGED // PIECE
-    poll_until(cache, lambda: len(store.reads) == pieces)  # so many are in flight before the first has an answer
+    poll_until(cache, lambda: len(store.reads) == pieces)  # all are in flight before the first is answered
     store.let_go(0)
     # The first piece is there, and the next read has begun, while three are still being read.
     poll_until(cache, lambda: fetch.tokens == PIECE * LAYOUT.block_size and len(store.reads) == pieces + 1)
