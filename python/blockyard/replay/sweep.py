@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -178,6 +179,6 @@ def _open_pool(jobs: int) -> Iterator[Executor]:
         except BaseException:
             for process in tuple(pool._processes.values()):  # noqa: SLF001 (`terminate_workers` is new in Python 3.14)
                 process.terminate()
-            # Python before 3.12.1 waits forever for its thread that writes to them (gh-94777).
-            pool._call_queue._reader.close()  # type: ignore[attr-defined]  # noqa: SLF001
+            if sys.version_info < (3, 11, 5):  # it waits forever for its thread that writes to them (gh-94777)
+                pool._call_queue._reader.close()  # type: ignore[attr-defined]  # noqa: SLF001
             raise
