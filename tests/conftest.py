@@ -3,6 +3,7 @@
 import ctypes
 import fcntl
 import gc
+import logging
 import os
 import signal
 import tempfile
@@ -58,6 +59,14 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield
+
+
+@pytest.fixture(autouse=True)
+def logging_stays_usable() -> Iterator[None]:
+    """Fails a test that leaves a log handler's lock taken, as an interrupt may: all threads that log would wait."""
+    yield
+    for handler in logging.root.handlers:
+        assert handler.lock is None or not handler.lock._is_owned()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import dis
 import functools
 import gc
 import itertools
+import logging
 import signal
 import sys
 import threading
@@ -246,6 +247,8 @@ class SignalInterrupt:
         # so it would be at the end of `armed`, after the call.
         is_ours = frame is not None and caller is not frame and not _is_finalizing(frame)
         is_ours = is_ours and called is not None and called.f_code.co_filename != contextlib.__file__
+        # Before 3.13 `logging` takes its locks outside `try`: later all threads that log would wait for ever.
+        is_ours = is_ours and frame is not None and frame.f_code.co_filename != logging.__file__
         if is_ours and caller is not None and caller.f_code.co_name in _CALLERS:
             self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             raise KeyboardInterrupt
