@@ -150,7 +150,7 @@ class Copies:
     def get_finished(self) -> list[Any]:
         """Return all transfers since the last call."""
         ended, self.ended = self.ended, []
-        return [TransferResult(job, success=True) for job in ended]
+        return [TransferResult(job, success=True, transfer_size=1, transfer_time=1e-6) for job in ended]
 
     def wait(self, _jobs: set[int]) -> None:
         """Nothing is under way."""

@@ -5,7 +5,7 @@ serve_vllm.py MODEL_FOLDER '{"extra": {...}, "asked": true, "processes": true, "
 
 vLLM runs in this process, which faults and sabotage need; with processes, in those that it starts by default.
 With faults, each round begins with empty caches of device and host, and with an external store that fails in that way.
-When asked, it reads a round from each line of standard input, a JSON object such as {"prompts": 1, "clear": "host"},
+"connector" names the connector. When asked, it reads a round from each line of standard input, a JSON object such as {"prompts": 1, "clear": "host"},
 and prints a result for each. "engine" and "model" change vLLM's arguments and the model's shape.
 """
 
@@ -119,8 +119,9 @@ def engine(folder: str, options: dict[str, Any]) -> Any:
 
     more = {}
     if options.get("extra"):
+        connector = options.get("connector", {"kv_connector": "OffloadingConnector"})
         more["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=options["extra"]
+            kv_role="kv_both", kv_connector_extra_config=options["extra"], **connector
         )
         sabotage(options.get("sabotage", ""))
     arguments = {

@@ -10,6 +10,7 @@ Importing this raises `ImportError` if vLLM is missing, or if its interfaces are
 
 import sys
 from importlib import import_module
+from typing import Any
 
 from blockyard.integrations.compat import require_bases, require_fields, warn_version
 
@@ -37,6 +38,7 @@ from blockyard.integrations.vllm.worker import BlockyardWorker  # noqa: E402
 
 __all__ = [
     "AdaptivePolicy",
+    "BlockyardConnector",
     "BlockyardManager",
     "BlockyardSpec",
     "BlockyardTier",
@@ -50,3 +52,12 @@ require_fields(OffloadingEvent, _WHICH, "keys", "medium", "removed")
 require_fields(PrepareStoreOutput, _WHICH, "keys_to_store", "store_spec", "evicted_keys")
 require_fields(TransferResult, _WHICH, "job_id", "success", "transfer_size", "transfer_time")
 require_fields(JobResult, _WHICH, "job_id", "success", "successful_keys", "transfer_time", "transfer_bytes")
+
+
+def __getattr__(name: str) -> Any:
+    # It imports vLLM's connectors, which take long and which nothing else here needs.
+    if name == "BlockyardConnector":
+        from blockyard.integrations.vllm.connector import BlockyardConnector  # noqa: PLC0415
+
+        return BlockyardConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -89,6 +89,10 @@ class Pins:
         for key in known:
             self._until[key] = max(until, self._until.get(key, 0))
 
+    def has(self, key: bytes) -> bool:
+        """Whether a key is pinned."""
+        return key in self._until
+
     def expire(self, now: int) -> None:
         """Release the keys whose deadline has passed."""
         self._settle()

@@ -122,6 +122,7 @@ class BlockyardManager(OffloadingManager):
         self._flushed: list[list[bytes]] = []
         self._left: dict[OffloadKey, tuple[int, int]] = {}  # loads of each key, stale ones first
         self._ended: list[object] = []
+        self._evictions = 0  # by `evict`
         self._reported_evictions = 0
         self._reported_external = [0, 0, 0, 0]
         self._weights_fixed = weights_fixed
@@ -143,6 +144,16 @@ class BlockyardManager(OffloadingManager):
     def lock(self) -> AbstractContextManager[Any]:
         """The lock to hold across calls that belong together."""
         return self._lock
+
+    @property
+    def num_empty(self) -> int:
+        """Chunks that hold no key and are not being written."""
+        return self._offload.num_chunks - self._offload.num_stored - self._offload.num_storing
+
+    @property
+    def num_free(self) -> int:
+        """Chunks that a store can get: empty ones, and those whose keys can be evicted."""
+        return self._offload.num_free
 
     def use_external(self, store: ExternalStore, region: SharedRegion, timeout_base: float, url: str) -> None:
         """Use a prefix store for chunks missing on the host, and write the host's chunks to it; see `ExternalTier`."""
@@ -186,6 +197,21 @@ class BlockyardManager(OffloadingManager):
         if found == "hit" and (self._looked_up.get(key) or self._keep(key)):
             return _HIT
         return _RESULTS["pending"] if found == "pending" else self._external.lookup(key, req_context)
+
+    def find_all(self, keys: list[OffloadKey]) -> list[str]:
+        """Return "hit", "pending" or "miss" for each key."""
+        return list(self._lookup(keys))
+
+    def is_idle(self, key: OffloadKey) -> bool:
+        """Whether no load and no pin holds a key's chunk."""
+        return key not in self._loading and not self._pins.has(key)
+
+    def evict(self, keys: list[OffloadKey]) -> None:
+        """Evict keys."""
+        with self._lock:
+            evicted = _keys(self._offload.forget(keys))
+            self._evictions += len(evicted)
+            self._report(evicted, removed=True)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         """Return the source of a hit: the external store if this request waited for it, else host memory."""
@@ -404,7 +430,7 @@ class BlockyardManager(OffloadingManager):
         stats.set_gauge(Metrics.WRITE_USAGE, writing / chunks)
         stats.set_gauge(Metrics.READ_USAGE, max(0, held - writing) / chunks)
         stats.set_gauge(Metrics.STORED, manager.num_stored / chunks)
-        evicted = manager.num_evicted  # read once: the external store's thread may evict more meanwhile
+        evicted = self._evictions + manager.num_evicted  # read once: the external store's thread may evict more meanwhile
         stats.increase_counter(Metrics.EVICTED, evicted - self._reported_evictions)
         self._reported_evictions = evicted
         if self._external is not None:

@@ -82,6 +82,7 @@ class BlockyardSpec(OffloadingSpec):
         # Without blocks there is nothing to store, and nothing to size chunks by.
         self.num_chunks: int = host_bytes // self.bytes_per_chunk if self.bytes_per_chunk else 0
         self.policy = read_choice("policy", options.get("policy"), _POLICIES, "lru")
+        self.is_exclusive = False
         self._external = _external(options)
         self._is_shared = bool(self.num_chunks) and (self._external is not None or self.replicated_layout)
         self._manager: BlockyardManager | None = None
@@ -100,7 +101,8 @@ class BlockyardSpec(OffloadingSpec):
     def get_manager(self) -> BlockyardManager:
         """Return the scheduler side, always the same object."""
         if self._manager is None:
-            facts = (self.num_chunks, self.blocks_per_chunk, self.bytes_per_chunk, self.policy)
+            policy = "exclusive" if self.is_exclusive else self.policy
+            facts = (self.num_chunks, self.blocks_per_chunk, self.bytes_per_chunk, policy)
             self._manager = BlockyardManager(
                 self.num_chunks,
                 policy=self.policy,
@@ -117,7 +119,7 @@ class BlockyardSpec(OffloadingSpec):
             if self._unused:
                 _LOG.warning("kv_connector_extra_config has options without effect: %s", ", ".join(self._unused))
             chunks = self.num_chunks, self.bytes_per_chunk
-            _LOG.info("Blockyard: %d host chunks of %d bytes, policy %s, %s", *chunks, self.policy, about)
+            _LOG.info("Blockyard: %d host chunks of %d bytes, policy %s, %s", *chunks, policy, about)
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> BlockyardWorker:

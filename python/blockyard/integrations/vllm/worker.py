@@ -52,6 +52,7 @@ class _GroupCopies(NamedTuple):
 @dataclass(slots=True)
 class _CopyJob:
     num_bytes: int
+    reads: frozenset[int] = frozenset()  # device blocks
     events: list[Event] = field(default_factory=list)
     begun: Any = None
     ended: Any = None
@@ -70,7 +71,8 @@ class BlockyardWorker(OffloadingWorker):
     """Copies between one worker's KV caches and its host chunks, in the background.
 
     Loads go before stores, and expedited loads before other loads: on CUDA each has its own stream, and on a CPU a
-    thread serves them in that order, piece by piece. All wait for compute queued before they were submitted.
+    thread serves them in that order, piece by piece. All wait for compute queued before they were submitted, and a load
+    waits for the stores that read the blocks it writes to.
 
     While a CUDA graph is being captured on the current stream, every call raises `CaptureError`; graph and jobs are
     unaffected.
@@ -205,7 +207,13 @@ class BlockyardWorker(OffloadingWorker):
         mappings = self._mappings(device, chunks, to)
         if to == "large" and not self._stores:
             mappings = []
+        blocks = frozenset(device.block_ids.tolist())
         job = _CopyJob(sum(len(mapping) * self._block_bytes[group] for group, mapping in mappings))
+        waits = [self._streams.fence()]
+        if to == "large":
+            job.reads = blocks
+        else:
+            waits += [other.events[-1] for other in self._jobs.values() if not blocks.isdisjoint(other.reads)]
         if len(chunks):
             self._host.wait((int(chunks.max()) + 1) * self._per_chunk)
         works: list[Callable[[], None]] = [partial(self._begin, job)]
@@ -214,7 +222,6 @@ class BlockyardWorker(OffloadingWorker):
             if run is not None:
                 works += [partial(run, piece) for piece in self._pieces(mapping, self._block_bytes[group])]
         works.append(partial(self._end, job))
-        waits = [self._streams.fence()]
         try:
             for work in works:
                 keep(job.events, self._streams.launch, stream, work, waits)

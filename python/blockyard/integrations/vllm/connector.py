@@ -1,0 +1,86 @@
+"""`BlockyardConnector`: vLLM's offloading connector over Blockyard's host memory, exclusive where it can be."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.vllm.exclusive import ExclusiveScheduler, ExclusiveWorker
+from blockyard.integrations.vllm.spec import BlockyardSpec
+
+__all__ = ["BlockyardConnector"]
+
+_SPEC: Final = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.integrations.vllm"}
+
+
+class BlockyardConnector(OffloadingConnector):  # type: ignore[misc] (vLLM is not there to be checked against)
+    """Keeps in host memory what the device drops, so that both together hold more.
+
+    It takes the options of `BlockyardSpec`. With `policy` or `prefix_store`, and for models with other than full
+    attention or with chunks of several blocks, the host keeps all that is computed, as with `BlockyardSpec`.
+
+    Args:
+        vllm_config: from vLLM.
+        role: of the scheduler, or of a worker.
+        kv_cache_config: from vLLM.
+
+    Raises:
+        InvalidArgumentError: an option is wrong.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        _name_spec(vllm_config)
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        config = build_offloading_config(vllm_config, kv_cache_config)
+        self._canonical_layout = config.canonical_layout
+        spec = BlockyardSpec(config)
+        spec.is_exclusive = is_exclusive = _can_be_exclusive(spec, kv_cache_config)
+        self.connector_scheduler = self.connector_worker = None
+        if role == KVConnectorRole.SCHEDULER:
+            scheduler = ExclusiveScheduler if is_exclusive else OffloadingConnectorScheduler
+            self.connector_scheduler = scheduler(spec, vllm_config, kv_cache_config)
+        else:
+            worker = ExclusiveWorker if is_exclusive else OffloadingConnectorWorker
+            self.connector_worker = worker(spec, vllm_config, kv_cache_config)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
+        """Return the metrics of vLLM's connector and of `BlockyardSpec`."""
+        _name_spec(vllm_config)
+        return super().build_prom_metrics(vllm_config, *arguments)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Use vLLM's pool of device blocks."""
+        if isinstance(self.connector_scheduler, ExclusiveScheduler):
+            self.connector_scheduler.bind(gpu_block_pool)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the device blocks whose loads have failed; vLLM computes them, or fails their requests."""
+        worker = self.connector_worker
+        return worker.take_bad_blocks() if isinstance(worker, ExclusiveWorker) else set()
+
+
+def _name_spec(vllm_config: Any) -> None:
+    """Name the spec among the options, where vLLM's connector and its metrics look for it."""
+    options = vllm_config.kv_transfer_config.kv_connector_extra_config
+    for name, value in _SPEC.items():
+        if options.setdefault(name, value) != value:
+            raise InvalidArgumentError(f"{name} is {options[name]!r:.100}, but BlockyardConnector has {value!r}")
+
+
+def _can_be_exclusive(spec: BlockyardSpec, kv_cache_config: Any) -> bool:
+    """Whether a host can hold what the device drops, block by block."""
+    config, options = spec.config, spec.config.extra_config
+    if any(options.get(name) is not None for name in ("policy", "prefix_store")) or not spec.num_chunks:
+        return False
+    groups, tokens = kv_cache_config.kv_cache_groups, config.cache.tokens_per_hash
+    is_one = len(groups) == 1 and type(groups[0].kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
+    has_blocks = config.cache.blocks_per_chunk == 1 and config.groups[0].tokens_per_block == tokens
+    return is_one and has_blocks and config.parallel.dcp_size * config.parallel.pcp_size == 1
