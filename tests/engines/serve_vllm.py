@@ -5,8 +5,9 @@ serve_vllm.py MODEL_FOLDER '{"extra": {...}, "asked": true, "processes": true, "
 
 vLLM runs in this process, which faults and sabotage need; with processes, in those that it starts by default.
 With faults, each round begins with empty caches of device and host, and with an external store that fails in that way.
-"connector" names the connector. When asked, it reads a round from each line of standard input, a JSON object such as {"prompts": 1, "clear": "host"},
-and prints a result for each. "engine" and "model" change vLLM's arguments and the model's shape.
+When asked, it reads a round from each line of standard input, a JSON object such as {"prompts": 1, "clear": "host"},
+and prints a result for each. "connector" has other arguments for vLLM's choice of one; "engine" and "model" change its
+arguments and the model's shape.
 """
 
 import json

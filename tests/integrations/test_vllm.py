@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -230,6 +231,35 @@ def test_a_failed_store_frees_its_chunk(vllm: SimpleNamespace, context: Any):
     assert events == ([(KEYS[:1], True)] if hasattr(vllm.base.OffloadingManager, "on_reset_flushed") else [])
     assert store(manager, context, KEYS[1:2]).evicted_keys == []
     assert lookups(manager, context, KEYS[:2]) == "MISS HIT"
+
+
+def test_evicted_keys_are_misses_unless_a_load_holds_them(vllm: SimpleNamespace, context: Any):
+    manager = manager_of(vllm, 3)
+    store(manager, context, KEYS[:3])
+    manager.prepare_load(KEYS[1:2], context)
+    assert [manager.is_idle(key) for key in KEYS[:3]] == [True, False, True]
+    assert (manager.num_empty, manager.num_free) == (0, 2)
+    manager.evict([KEYS[0], KEYS[5]])
+    assert manager.find_all(KEYS[:3]) == ["miss", "hit", "hit"]
+    assert (manager.num_empty, manager.num_free) == (1, 2)
+    assert [event.keys for event in manager.take_events() if event.removed] == [KEYS[:1]]
+
+
+def test_an_exclusive_host_evicts_copies_then_what_was_never_found_again(vllm: SimpleNamespace):
+    order = import_module(f"{vllm.ours.__name__}.order").HostOrder(num_chunks=5, num_blocks=5)
+    order.find(KEYS[:6])
+    order.hold(KEYS[:8])
+    assert list(order) == [*KEYS[:2], *KEYS[6:8], *KEYS[2:6]]  # those found again have four of five chunks
+    order.copy(KEYS[4:6])
+    assert list(order) == [*KEYS[4:6], *KEYS[6:8], *KEYS[:4]]
+    order.hold([KEYS[5], KEYS[6]])  # the device has dropped the first
+    assert list(order) == [KEYS[4], KEYS[0], KEYS[7], KEYS[6], *KEYS[1:4], KEYS[5]]
+    order.drop(KEYS[7])
+    order.find(KEYS)  # ten of them are remembered
+    order.hold([KEYS[0], KEYS[2]])
+    assert list(order) == [KEYS[4], KEYS[6], KEYS[0], KEYS[1], KEYS[3], KEYS[5], KEYS[2]]
+    order.clear()
+    assert not list(order)
 
 
 def test_events_say_what_was_stored_and_removed(vllm: SimpleNamespace, context: Any):
@@ -545,6 +575,32 @@ def test_loads_go_before_stores_and_expedited_loads_first(vllm: SimpleNamespace,
     worker.wait({0, 1, 2, 3})
     assert order == [0, 3, 2, 1]
     assert [result.job_id for result in worker.get_finished()] == [0, 1, 2, 3]
+    worker.shutdown()
+
+
+def test_a_load_waits_for_the_stores_that_read_the_blocks_it_writes_to(
+    vllm: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    worker = one_group(vllm)
+    chunks, ids = vllm.common.CPULoadStoreSpec, vllm.base.GPULoadStoreSpec
+    order: list[int] = []
+    begun, hold, begin = threading.Event(), threading.Event(), worker._begin
+
+    def note(job: Any) -> None:
+        begin(job)
+        begun.set()
+        assert hold.wait(300)
+        order.append(next(job_id for job_id, known in worker._jobs.items() if known is job))
+
+    monkeypatch.setattr(worker, "_begin", note)
+    worker.submit_store(0, ids([5, 6], [2], [0]), chunks([0]))
+    assert begun.wait(300)
+    worker.submit_store(1, ids([1, 2], [2], [0]), chunks([1]))
+    worker.submit_load(2, chunks([2]), ids([2, 3], [2], [0]))
+    worker.submit_load(3, chunks([2]), ids([7, 8], [2], [0]), expedited=True)
+    hold.set()
+    worker.wait({0, 1, 2, 3})
+    assert order == [0, 3, 1, 2]
     worker.shutdown()
 
 

@@ -23,7 +23,7 @@ SECONDS = 1800  # on busy machines, importing vLLM may take minutes
 def serve(folder: Path, **options: Any) -> Any:
     """Run `serve_vllm.py`, and return its result, which it documents, and vLLM's log."""
     finished = subprocess.run(
-        _command(folder, options), check=False, capture_output=True, text=True, timeout=SECONDS, env=_environment()
+        _command(folder, options), check=False, capture_output=True, text=True, timeout=SECONDS, env=environment()
     )
     results = [line for line in finished.stdout.splitlines() if line.startswith("RESULT ")]
     assert finished.returncode == 0, finished.stderr[-4000:]
@@ -49,7 +49,7 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=_environment(),
+                env=environment(),
                 start_new_session=True,
             )
         self._answers: queue.Queue[str | None] = queue.Queue()
@@ -105,7 +105,8 @@ def _command(folder: Path, options: dict[str, Any]) -> list[str]:
     return [PYTHON, str(HERE / "serve_vllm.py"), str(folder), json.dumps(options)]
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Return the environment of a process that runs vLLM and ours."""
     paths = [str(HERE), str(HERE.parents[1] / "python")]
     # vLLM imports thousands of files, which takes a fraction of the time once they are compiled.
     known = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}

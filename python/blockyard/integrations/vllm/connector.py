@@ -20,7 +20,7 @@ __all__ = ["BlockyardConnector"]
 _SPEC: Final = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.integrations.vllm"}
 
 
-class BlockyardConnector(OffloadingConnector):  # type: ignore[misc] (vLLM is not there to be checked against)
+class BlockyardConnector(OffloadingConnector):
     """Keeps in host memory what the device drops, so that both together hold more.
 
     It takes the options of `BlockyardSpec`. With `policy` or `prefix_store`, and for models with other than full

@@ -7,14 +7,12 @@ are written to.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
-    OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
     TransferJob,
 )
@@ -23,76 +21,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext
 
 from blockyard.integrations.vllm.manager import BlockyardManager
+from blockyard.integrations.vllm.order import HostOrder
 
-__all__ = ["ExclusiveScheduler", "ExclusiveWorker", "HostOrder"]
+__all__ = ["ExclusiveScheduler", "ExclusiveWorker"]
 
 _STEPS_AHEAD: Final = 2
-"""Steps for whose blocks the pool's front is kept stored: a store ends in the step after the one that asked for it."""
-_AGAIN_SHARE: Final = 0.8
-"""Share of the chunks up to which keys found again outlive the others."""
-
-
-class HostOrder:
-    """The order in which host chunks are evicted: segmented LRU, and before it what the device has as well.
-
-    Args:
-        num_chunks: chunks of host memory.
-        num_blocks: blocks of device memory.
-    """
-
-    def __init__(self, num_chunks: int, num_blocks: int) -> None:
-        self._most_again = int(num_chunks * _AGAIN_SHARE)
-        self._most_found = num_chunks + num_blocks
-        self._copies: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._once: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._again: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._found: OrderedDict[OffloadKey, None] = OrderedDict()
-
-    def find(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that a request found keys, on the device or the host."""
-        for key in keys:
-            self._found[key] = None
-            self._found.move_to_end(key)
-        while len(self._found) > self._most_found:
-            self._found.popitem(last=False)
-
-    def hold(self, keys: Iterable[OffloadKey]) -> None:
-        """Put keys that only the host holds from now on last; the last key is evicted last."""
-        for key in keys:
-            self.drop(key)
-            (self._again if key in self._found else self._once)[key] = None
-
-    def copy(self, keys: Iterable[OffloadKey]) -> None:
-        """Put keys that the device has as well first."""
-        for key in keys:
-            self.drop(key)
-            self._copies[key] = None
-
-    def drop(self, key: OffloadKey) -> None:
-        """Forget the place of a key."""
-        for keys in (self._copies, self._once, self._again):
-            keys.pop(key, None)
-
-    def __iter__(self) -> Iterator[OffloadKey]:
-        """Return the keys, the first to be evicted first."""
-        over = max(0, len(self._again) - self._most_again)
-        return chain(self._copies, islice(self._again, over), self._once, islice(self._again, over, None))
-
-    def clear(self) -> None:
-        """Forget all keys."""
-        for keys in (self._copies, self._once, self._again, self._found):
-            keys.clear()
-
-
-@dataclass
-class ExclusiveMetadata(OffloadingConnectorMetadata):
-    """A step's transfers.
-
-    Attributes:
-        early: stores of blocks that the step's loads write to. They are submitted before those.
-    """
-
-    early: set[int] = field(default_factory=set)
+"""Steps whose blocks are stored in advance: a store ends a step or two later."""
 
 
 @dataclass
@@ -118,14 +52,15 @@ class _Store:
 
     Attributes:
         keys: in the pool's order.
-        blocks: those that stay out of the pool until it ends.
-        running: workers that have not ended it.
-        is_good: whether none of them has failed.
+        blocks: ids of the device blocks that it reads.
+        running: number of workers that have not ended it.
+        context: stands for a request.
+        is_good: whether no worker has failed.
         is_stale: whether the cache was reset since.
     """
 
     keys: list[OffloadKey]
-    blocks: list[Any]
+    blocks: list[int]
     running: int
     context: ReqContext
     is_good: bool = True
@@ -151,11 +86,11 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         self._order = HostOrder(self.manager.num_chunks, kv_cache_config.num_blocks)
         self._pool: Any = None
         self._running: dict[int, _Store] = {}
+        self._read_by: dict[int, int] = {}  # by block, the running store that reads it
         self._new: dict[int, TransferJob] = {}
-        self._early: set[int] = set()
-        # Blocks that the pool may give away next and their keys, in the pool's order; those whose keys the host has.
+        # Blocks that the pool may give away next, with their keys, in its order; those looked at before.
         self._watched: dict[int, OffloadKey] = {}
-        self._ready: dict[int, OffloadKey] = {}
+        self._looked_at: dict[int, OffloadKey] = {}
         self._asked: tuple[str, int] | None = None  # the request last looked up, and its tokens on the device
 
     def bind(self, pool: Any) -> None:
@@ -171,14 +106,15 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         if found is not None:
             self._asked = request.request_id, num_computed_tokens
-            # Blocks with tokens that are on the device may leave the pool's front first.
-            self._watch(-(-(num_computed_tokens + found) // self._block_tokens) + self._step_blocks)
+            # Blocks of tokens that are on the device may leave the pool's front before the others are given away.
+            blocks = -(-(num_computed_tokens + found) // self._block_tokens)
+            self._watched.update(self._front(blocks + self._step_blocks))
         return found, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan a load into a request's blocks, and before it the stores of what they held."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._store_given([block.block_id for block in blocks.blocks[0]], before_load=num_external_tokens > 0)
+        self._store_given([block.block_id for block in blocks.blocks[0]])
         asked, self._asked = self._asked, None
         if asked is not None and asked[0] == request.request_id and not request.num_preemptions:
             found = (asked[1] + num_external_tokens) // self._block_tokens
@@ -190,70 +126,48 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         return {}
 
     def _build_store_jobs(self, _scheduler_output: Any) -> dict[int, TransferJob]:
-        """Store what this step has given away unforeseen, and what the next ones will give away."""
-        given = self._watched.keys() & self._current_batch_allocated_block_ids
-        self._store_given(given, before_load=False)
-        self._watched = {}
-        front = self._front(_STEPS_AHEAD * self._step_blocks)
-        ready = self._ready
-        self._ready = {block.block_id: block.block_hash for block in front if block.block_hash is not None}
-        unready = [block for block in front if block.block_hash not in (None, ready.get(block.block_id))]
-        self._store_keys([(block.block_hash, block) for block in unready], hold=True)
-        self._watch(self._step_blocks)
+        """Store what this step has given away unforeseen, and what the next steps will give away."""
+        given = self._current_batch_allocated_block_ids
+        self._store_given(self._watched.keys() & given)
+        loaded = [job.dst_spec.block_ids.tolist() for job in self._current_batch_load_jobs.values()]
+        computed = (self._read_by.keys() & given).difference(*loaded)  # the worker orders loads itself
+        self._current_batch_jobs_to_flush.update(self._read_by[at] for at in computed)
+        front = dict(self._front(_STEPS_AHEAD * self._step_blocks))
+        before, self._looked_at, self._watched = self._looked_at, front, dict(front)
+        self._store([(key, at) for at, key in front.items() if before.get(at) != key])
         jobs, self._new = self._new, {}
         return jobs
 
-    def build_connector_meta(self, scheduler_output: Any) -> ExclusiveMetadata:
-        """Return the step's transfers."""
-        meta = super().build_connector_meta(scheduler_output)
-        early, self._early = self._early, set()
-        return ExclusiveMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush, early)
+    def _front(self, count: int) -> list[tuple[int, OffloadKey]]:
+        """Return those of the pool's next blocks that hold a key, and their keys."""
+        blocks = islice(self._pool.free_block_queue.iter_blocks_after(None), count)
+        return [(block.block_id, block.block_hash) for block in blocks if block.block_hash is not None]
 
-    def _front(self, count: int) -> list[Any]:
-        """Return the blocks that the pool gives away next, at most half of the free ones."""
-        queue = self._pool.free_block_queue
-        return list(islice(queue.iter_blocks_after(None), min(count, queue.num_free_blocks // 2)))
-
-    def _watch(self, count: int) -> None:
-        """Remember the keys of blocks that the pool may give away before the next look."""
-        for block in islice(self._pool.free_block_queue.iter_blocks_after(None), count):
-            if block.block_hash is not None:
-                self._watched[block.block_id] = block.block_hash
-
-    def _store_given(self, ids: Collection[int], *, before_load: bool) -> None:
-        """Store what blocks held that the pool has just given away; nothing has written to them yet."""
+    def _store_given(self, ids: Collection[int]) -> None:
+        """Store what blocks held that the pool has just given away: nothing has been written to them yet."""
         blocks, watched = self._pool.blocks, self._watched
         given = {at for at in ids if at in watched and blocks[at].block_hash != watched[at]}
-        if not given:
-            return
-        in_order = [(watched.pop(at), blocks[at]) for at in list(watched) if at in given]
-        job = self._store_keys(in_order, hold=False)
-        if job is not None and before_load:
-            self._early.add(job)
-        elif job is not None:
-            self._current_batch_jobs_to_flush.add(job)
+        if given:
+            self._store([(watched.pop(at), at) for at in list(watched) if at in given])
 
-    def _store_keys(self, blocks: list[tuple[OffloadKey, Any]], *, hold: bool) -> int | None:
-        """Store blocks that the host lacks, as many as it has room for, those that the pool gives away last first."""
+    def _store(self, blocks: list[tuple[OffloadKey, int]]) -> None:
+        """Store blocks whose keys the host lacks; if it has too little room, those that the pool gives away last."""
         found = self.manager.find_all([key for key, _ in blocks])
         self._order.hold(key for (key, _), what in zip(blocks, found, strict=True) if what == "hit")
-        new = {key: block for (key, block), what in zip(blocks, found, strict=True) if what == "miss"}
+        new = {key: at for (key, at), what in zip(blocks, found, strict=True) if what == "miss"}
         keys = list(new)[max(0, len(new) - self._make_room(len(new))) :]
         context = ReqContext(req_id="")
         output = self.manager.prepare_store(keys, context) if keys else None
         if output is None or not output.keys_to_store:
-            return None
+            return
         for key in output.evicted_keys:
             self._order.drop(key)
-        keys = list(output.keys_to_store)
-        stored = [new[key] for key in keys]
-        if hold:
-            self._pool.touch(stored)
-        job = self._generate_job_id()
-        self._running[job] = _Store(keys, stored if hold else [], self.config.num_workers, context)
-        source = GPULoadStoreSpec([block.block_id for block in stored], group_sizes=[len(stored)], block_indices=[0])
+        keys, job = list(output.keys_to_store), self._generate_job_id()
+        ids = [new[key] for key in keys]
+        self._running[job] = _Store(keys, ids, self.config.num_workers, context)
+        self._read_by.update(dict.fromkeys(ids, job))
+        source = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[0])
         self._new[job] = TransferJob(req_id="", src_spec=source, dst_spec=output.store_spec)
-        return job
 
     def _make_room(self, chunks: int) -> int:
         """Evict keys until so many chunks are empty, if there are as many; return how many a store can get."""
@@ -290,27 +204,26 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         if store.running > 0:
             return
         del self._running[job]
+        for at in store.blocks:
+            if self._read_by.get(at) == job:
+                del self._read_by[at]
         if not store.is_stale:
             self.manager.complete_store(store.keys, store.context, store.is_good)
-        if store.is_good and not store.is_stale:
-            self._order.hold(store.keys)
-        for block in store.blocks:
-            block.ref_cnt -= 1
-        # The front, so that they are given away as they would have been.
-        self._pool.free_block_queue.prepend_n([block for block in store.blocks if block.ref_cnt == 0])
+            if store.is_good:
+                self._order.hold(store.keys)
 
     def reset_cache(self) -> None:
-        """Forget all keys. Blocks being stored go back to the pool when their stores have ended."""
+        """Forget all keys."""
         super().reset_cache()
         self._current_batch_jobs_to_flush.update(self._running)
         for store in self._running.values():
             store.is_stale = True
         self._order.clear()
-        self._watched, self._ready = {}, {}
+        self._watched, self._looked_at = {}, {}
 
 
 class ExclusiveWorker(OffloadingConnectorWorker):
-    """The worker side: submits early stores before loads, and reports failures."""
+    """The worker side: submits stores as their step begins, and reports failures."""
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
@@ -319,9 +232,10 @@ class ExclusiveWorker(OffloadingConnectorWorker):
         self._bad_blocks: set[int] = set()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Submit the stores that must come before this step's computation and loads."""
-        for job in sorted(kv_connector_metadata.early):
-            entry = kv_connector_metadata.store_jobs.pop(job)
+        """Submit the stores before the step's computation and loads write to their blocks, and wait for some."""
+        stores = kv_connector_metadata.store_jobs
+        for job in list(stores):
+            entry = stores.pop(job)
             if self._is_store_writer:
                 self.worker.submit_store(job, entry.src_spec, entry.dst_spec)
             else:
@@ -329,7 +243,7 @@ class ExclusiveWorker(OffloadingConnectorWorker):
         super().handle_preemptions(kv_connector_metadata)
 
     def start_kv_transfers(self, metadata: Any) -> None:
-        """Submit the stores of the step before, and this step's loads."""
+        """Submit the step's loads."""
         self._written.update({job: list(entry.dst_spec.block_ids) for job, entry in metadata.load_jobs.items()})
         super().start_kv_transfers(metadata)
 

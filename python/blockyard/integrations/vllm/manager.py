@@ -430,7 +430,8 @@ class BlockyardManager(OffloadingManager):
         stats.set_gauge(Metrics.WRITE_USAGE, writing / chunks)
         stats.set_gauge(Metrics.READ_USAGE, max(0, held - writing) / chunks)
         stats.set_gauge(Metrics.STORED, manager.num_stored / chunks)
-        evicted = self._evictions + manager.num_evicted  # read once: the external store's thread may evict more meanwhile
+        # Read once: the external store's thread may evict more meanwhile.
+        evicted = self._evictions + manager.num_evicted
         stats.increase_counter(Metrics.EVICTED, evicted - self._reported_evictions)
         self._reported_evictions = evicted
         if self._external is not None:

@@ -1,0 +1,70 @@
+"""`BlockyardConnector` in vLLM on a CPU: equal tokens, right bytes over random requests, and rules that are needed.
+
+`make test-engines` makes the environment and names its Python in `ENGINES_PYTHON`.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_engine import CONNECTOR, HERE, PYTHON, SPEC, environment, serve
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON, reason="ENGINES_PYTHON does not name a Python with vLLM; make test-engines does"),
+]
+
+LOADED, STORED = "vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes"
+FAULTS = [
+    "loads do not wait for stores",
+    "computation does not wait for stores",
+    "stores begin with the next step",
+    "failed loads count",
+    "failed stores count",
+    "a reset forgets nothing",
+]
+
+
+@pytest.mark.parametrize("host_bytes", ["16MiB", 10 * 32768])
+@pytest.mark.parametrize("processes", [False, True])
+def test_tokens_are_those_of_vllm_alone(folder: Path, alone: Any, host_bytes: Any, processes: bool):
+    found = serve(folder, extra={"host_bytes": host_bytes}, connector=CONNECTOR, processes=processes)
+    assert found["tokens"] == alone["tokens"]
+    assert found["counters"][STORED] > 0
+    assert found["counters"][LOADED] > 0
+    assert found["cached"] > alone["cached"]
+
+
+@pytest.mark.parametrize("sabotage", ["loads", "wrong chunks"])
+def test_a_broken_load_changes_tokens(folder: Path, alone: Any, sabotage: str):
+    found = serve(folder, extra={"host_bytes": "16MiB"}, connector=CONNECTOR, sabotage=sabotage)
+    assert found["tokens"] != alone["tokens"]
+
+
+def test_with_a_policy_the_host_keeps_what_is_computed(folder: Path, alone: Any):
+    options = {"host_bytes": "16MiB", "policy": "adaptive"}
+    found = serve(folder, extra=options, connector=CONNECTOR)
+    assert found["tokens"] == alone["tokens"]
+    assert found["counters"][STORED] == serve(folder, extra={**SPEC, **options})["counters"][STORED]
+
+
+def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    command = [PYTHON, str(HERE / "connector_machine.py"), *map(str, arguments)]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=1800, env=environment())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_request_reads_wrong_bytes(seed: int):
+    finished = run(seed, 1500)
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    counts = json.loads(finished.stdout.rpartition("RESULT ")[2])
+    assert min(counts[what] for what in ("loads", "stores", "flushed", "failures", "aborts", "resets")) > 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_without_one_of_the_rules_bytes_are_wrong(fault: str):
+    finished = run(2, 6000, fault)
+    assert finished.returncode != 0
+    assert "reads wrong bytes" in finished.stderr
