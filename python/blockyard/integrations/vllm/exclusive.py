@@ -26,7 +26,7 @@ from blockyard.integrations.vllm.order import HostOrder
 __all__ = ["ExclusiveScheduler", "ExclusiveWorker"]
 
 _STEPS_AHEAD: Final = 2
-"""Steps whose blocks are stored in advance: a store ends a step or two later."""
+"""Number of steps whose blocks are stored in advance: a store ends one or two steps later."""
 
 
 @dataclass
@@ -170,7 +170,7 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         self._new[job] = TransferJob(req_id="", src_spec=source, dst_spec=output.store_spec)
 
     def _make_room(self, chunks: int) -> int:
-        """Evict keys until so many chunks are empty, if there are as many; return how many a store can get."""
+        """Evict keys until `chunks` are empty, or no more can be; return how many a store can get."""
         short = chunks - self.manager.num_empty
         if short > 0:
             victims = list(islice(filter(self.manager.is_idle, self._order), short))
