@@ -92,8 +92,8 @@ class World:
 
         def run(mapping: Any) -> None:
             time.sleep(chance.choice([0, 0, 1e-4, 2e-3]))
-            if chance.random() < 0.01:
-                self.counts["failures"] += 1
+            self.counts["copies"] += 1
+            if self.counts["copies"] % 97 == 0:
                 raise OSError("this copy fails")
             copy(mapping)
 
@@ -117,14 +117,13 @@ class World:
 
     def run(self, steps: int) -> None:
         """Serve random requests."""
-        for _ in range(steps):
+        must_reset = False
+        for number in range(steps):
             while len(self.requests) < self.chance.choice([0, SEATS, 2 * SEATS]):
                 self.add()
-            what = self.chance.random()
-            if what < 0.01 and self.requests:
+            if number % 90 == 89 and self.requests:
                 self._abort(self.chance.choice(list(self.requests)))
-            elif what < 0.015:
-                self._reset()
+            must_reset = (must_reset or number % 200 == 199) and not self._reset()
             self._step()
         while self.requests or self.scheduler.has_finished_requests() or self.side_is_busy():
             self._step()
@@ -141,14 +140,15 @@ class World:
         del self.requests[name]
         self.counts["aborts"] += 1
 
-    def _reset(self) -> None:
+    def _reset(self) -> bool:
+        """Change the weights: what was computed before must not be found. False if vLLM refuses."""
         try:
             is_reset = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        except RuntimeError:  # a request waits for its load: vLLM refuses, and nothing is forgotten
-            return
-        if is_reset:
-            self.weights += 1  # what was computed before must not be found
-            self.counts["resets"] += 1
+        except RuntimeError:  # a request waits for its load; nothing is forgotten
+            return False
+        self.weights += is_reset
+        self.counts["resets"] += is_reset
+        return bool(is_reset)
 
     def _step(self) -> None:
         step = self.scheduler.schedule()

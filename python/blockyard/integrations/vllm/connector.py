@@ -17,6 +17,10 @@ from blockyard.integrations.vllm.spec import BlockyardSpec
 
 __all__ = ["BlockyardConnector"]
 
+_REPLACED = ("_build_store_jobs", "_build_partial_tail_store_jobs", "_generate_job_id")
+if not all(hasattr(OffloadingConnectorScheduler, name) for name in _REPLACED):
+    raise ImportError("BlockyardConnector needs vLLM 0.32: here the scheduler side of the offloading connector differs")
+
 _SPEC: Final = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.integrations.vllm"}
 
 
