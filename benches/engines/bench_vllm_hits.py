@@ -10,7 +10,7 @@ A block stands for 256 tokens of a recorded session, for 512 of Mooncake's trace
 
 The device holds a share of all distinct blocks, the host as many blocks as the device, twice as many, and so on; all
 systems have equally many. `lazy` is `SimpleCPUOffloadConnector` with `lazy_offload`, which stores what the device is
-about to drop, as `ours_exclusive` does, our `BlockyardConnector`; the others store what is computed. With
+about to drop, as `ours_exclusive` does, our `BlockyardKVConnector`; the others store what is computed. With
 BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. It asserts that each system loads from the
 host, and with `--check` that the best of ours finds at least .99 of what each of vLLM's finds.
 """
@@ -85,7 +85,7 @@ SYSTEMS = {
     "vllm_lazy": System("SimpleCPUOffloadConnector", {"lazy_offload": True}, "cpu_bytes_to_use"),
     "ours_lru": System("OffloadingConnector", OURS, "host_bytes"),
     "ours_adaptive": System("OffloadingConnector", {**OURS, "policy": "adaptive"}, "host_bytes"),
-    "ours_exclusive": System("BlockyardConnector", {}, "host_bytes"),
+    "ours_exclusive": System("BlockyardKVConnector", {}, "host_bytes"),
 }
 
 
@@ -202,7 +202,7 @@ def start(model: Path, blocks: int, system: System | None, host_blocks: int) -> 
         options = {**system.options, system.size: host_blocks * page}
         transfer = KVTransferConfig(
             kv_connector=system.connector,
-            kv_connector_module_path=OURS["spec_module_path"] if system.connector == "BlockyardConnector" else None,
+            kv_connector_module_path=OURS["spec_module_path"] if system.connector == "BlockyardKVConnector" else None,
             kv_role="kv_both",
             kv_connector_extra_config=options,
         )

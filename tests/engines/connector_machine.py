@@ -1,4 +1,4 @@
-"""Random requests through vLLM's scheduler and `BlockyardConnector`, both sides, over bytes that tell what they hold.
+"""Random requests through vLLM's scheduler and `BlockyardKVConnector`, both sides, over bytes that tell what they hold.
 
 connector_machine.py SEED STEPS [FAULT]      FAULT is one of `FAULTS`
 
@@ -31,7 +31,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from blockyard.integrations.vllm import exclusive, worker
+from blockyard.integrations.vllm import worker
+from blockyard.integrations.vllm.exclusive_host import sides
 
 BLOCK, PAGE, MAX_LEN = 16, 128, 1 << 12
 BLOCKS, CHUNKS, STEP_TOKENS, SEATS = 48, 40, 64, 4
@@ -61,7 +62,7 @@ class World:
             scheduler_config=SchedulerConfig(**limits, enable_chunked_prefill=True, is_encoder_decoder=False),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             kv_transfer_config=KVTransferConfig(
-                kv_connector="BlockyardConnector",
+                kv_connector="BlockyardKVConnector",
                 kv_connector_module_path="blockyard.integrations.vllm",
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
@@ -228,20 +229,20 @@ def loads_do_not_wait(patch: Any) -> None:
 
 
 def nothing_is_flushed(patch: Any) -> None:
-    build = exclusive.ExclusiveScheduler.build_connector_meta
+    build = sides.ExclusiveScheduler.build_connector_meta
 
     def unflushed(self: Any, output: Any) -> Any:
         meta = build(self, output)
         meta.jobs_to_flush = set()
         return meta
 
-    patch(exclusive.ExclusiveScheduler, "build_connector_meta", unflushed)
+    patch(sides.ExclusiveScheduler, "build_connector_meta", unflushed)
 
 
 def failed_stores_count(patch: Any) -> None:
-    end = exclusive.ExclusiveScheduler._end_store
+    end = sides.ExclusiveScheduler._end_store
     patch(
-        exclusive.ExclusiveScheduler,
+        sides.ExclusiveScheduler,
         "_end_store",
         lambda self, job, workers, is_good: end(self, job, workers, is_good=True),
     )
@@ -251,11 +252,11 @@ FAULTS = {
     "loads do not wait for stores": loads_do_not_wait,
     "computation does not wait for stores": nothing_is_flushed,
     "stores begin with the next step": lambda patch: patch(
-        exclusive.ExclusiveWorker, "handle_preemptions", exclusive.OffloadingConnectorWorker.handle_preemptions
+        sides.ExclusiveWorker, "handle_preemptions", sides.OffloadingConnectorWorker.handle_preemptions
     ),
-    "failed loads count": lambda patch: patch(exclusive.ExclusiveWorker, "take_bad_blocks", lambda self: set()),
+    "failed loads count": lambda patch: patch(sides.ExclusiveWorker, "take_bad_blocks", lambda self: set()),
     "failed stores count": failed_stores_count,
-    "a reset forgets nothing": lambda patch: patch(exclusive.ExclusiveScheduler, "reset_cache", lambda self: None),
+    "a reset forgets nothing": lambda patch: patch(sides.ExclusiveScheduler, "reset_cache", lambda self: None),
 }
 """Broken rules by name."""
 

@@ -147,7 +147,7 @@ def test_each_configuration_of_the_guide_makes_what_it_names(vllm: SimpleNamespa
     made = set()
     for transfer in documented():
         extra = transfer["kv_connector_extra_config"]
-        if transfer["kv_connector"] == "BlockyardConnector":  # tests/engines loads it, in vLLM
+        if transfer["kv_connector"] == "BlockyardKVConnector":  # tests/engines loads it, in vLLM
             assert vllm_modules.config(vllm, extra).extra_config == {"host_bytes": "64GiB"}
             continue
         if extra.get("spec_module_path") == vllm.ours.__name__:
@@ -249,7 +249,7 @@ def test_evicted_keys_are_misses_unless_a_load_holds_them(vllm: SimpleNamespace,
 
 
 def test_an_exclusive_host_evicts_copies_then_what_was_never_found_again(vllm: SimpleNamespace):
-    order = import_module(f"{vllm.ours.__name__}.order").HostOrder(num_chunks=5, num_blocks=5)
+    order = import_module(f"{vllm.ours.__name__}.exclusive_host.order").HostOrder(num_chunks=5, num_blocks=5)
     order.find(KEYS[:6])
     order.hold(KEYS[:8])
     assert list(order) == [*KEYS[:2], *KEYS[6:8], *KEYS[2:6]]  # those found again have four of five chunks

@@ -13,7 +13,7 @@ from typing import Any
 PYTHON = os.environ.get("ENGINES_PYTHON", "")
 OURS = "blockyard.integrations.vllm"
 SPEC = {"spec_name": "BlockyardSpec", "spec_module_path": OURS, "host_bytes": "16MiB"}
-CONNECTOR = {"kv_connector": "BlockyardConnector", "kv_connector_module_path": OURS}
+CONNECTOR = {"kv_connector": "BlockyardKVConnector", "kv_connector_module_path": OURS}
 HERE = Path(__file__).parents[1] / "engines"
 
 

@@ -38,7 +38,7 @@ from blockyard.integrations.vllm.worker import BlockyardWorker  # noqa: E402
 
 __all__ = [
     "AdaptivePolicy",
-    "BlockyardConnector",
+    "BlockyardKVConnector",
     "BlockyardManager",
     "BlockyardSpec",
     "BlockyardTier",
@@ -56,8 +56,8 @@ require_fields(JobResult, _WHICH, "job_id", "success", "successful_keys", "trans
 
 def __getattr__(name: str) -> Any:
     # It imports vLLM's connectors, which take long and which nothing else here needs.
-    if name == "BlockyardConnector":
-        from blockyard.integrations.vllm.connector import BlockyardConnector  # noqa: PLC0415
+    if name == "BlockyardKVConnector":
+        from blockyard.integrations.vllm.exclusive_host.connector import BlockyardKVConnector  # noqa: PLC0415
 
-        return BlockyardConnector
+        return BlockyardKVConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`BlockyardConnector` in vLLM on a CPU: equal tokens, right bytes over random requests, and rules that are needed.
+"""`BlockyardKVConnector` in vLLM on a CPU: equal tokens, right bytes over random requests, and rules that are needed.
 
 `make test-engines` makes the environment and names its Python in `ENGINES_PYTHON`.
 """

@@ -1,4 +1,4 @@
-"""`BlockyardConnector`: vLLM's offloading connector over Blockyard's host memory, exclusive where it can be."""
+"""`BlockyardKVConnector`: vLLM's offloading connector over Blockyard's host memory, exclusive where it can be."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.vllm.exclusive import ExclusiveScheduler, ExclusiveWorker
+from blockyard.integrations.vllm.exclusive_host.sides import ExclusiveScheduler, ExclusiveWorker
 from blockyard.integrations.vllm.spec import BlockyardSpec
 
-__all__ = ["BlockyardConnector"]
+__all__ = ["BlockyardKVConnector"]
 
 _REPLACED = ("_build_store_jobs", "_build_partial_tail_store_jobs", "_generate_job_id")
 if not all(hasattr(OffloadingConnectorScheduler, name) for name in _REPLACED):
-    raise ImportError("BlockyardConnector needs vLLM 0.32: here the scheduler side of the offloading connector differs")
+    raise ImportError(
+        "BlockyardKVConnector needs vLLM 0.32: here the scheduler side of the offloading connector differs"
+    )
 
 _SPEC: Final = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.integrations.vllm"}
 
 
-class BlockyardConnector(OffloadingConnector):
+class BlockyardKVConnector(OffloadingConnector):
     """Keeps in host memory what the device drops, so that both together hold more.
 
     It takes the options of `BlockyardSpec`. With `policy` or `prefix_store`, and for models with other than full
@@ -76,7 +78,7 @@ def _name_spec(vllm_config: Any) -> None:
     options = vllm_config.kv_transfer_config.kv_connector_extra_config
     for name, value in _SPEC.items():
         if options.setdefault(name, value) != value:
-            raise InvalidArgumentError(f"{name} is {options[name]!r:.100}, but BlockyardConnector has {value!r}")
+            raise InvalidArgumentError(f"{name} is {options[name]!r:.100}, but BlockyardKVConnector has {value!r}")
 
 
 def _can_be_exclusive(spec: BlockyardSpec, kv_cache_config: Any) -> bool:

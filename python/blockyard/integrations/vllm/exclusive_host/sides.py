@@ -20,8 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext
 
+from blockyard.integrations.vllm.exclusive_host.order import HostOrder
 from blockyard.integrations.vllm.manager import BlockyardManager
-from blockyard.integrations.vllm.order import HostOrder
 
 __all__ = ["ExclusiveScheduler", "ExclusiveWorker"]
 
@@ -47,7 +47,7 @@ class ExclusiveWorkerMetadata(OffloadingWorkerMetadata):
 
 
 @dataclass(slots=True)
-class _Store:
+class _RunningStore:
     """A store that no request has asked for.
 
     Attributes:
@@ -85,12 +85,13 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         self._step_blocks = -(-limits.max_num_batched_tokens // self._block_tokens) + limits.max_num_seqs
         self._order = HostOrder(self.manager.num_chunks, kv_cache_config.num_blocks)
         self._pool: Any = None
-        self._running: dict[int, _Store] = {}
+        self._running: dict[int, _RunningStore] = {}
         self._read_by: dict[int, int] = {}  # by block, the running store that reads it
         self._new: dict[int, TransferJob] = {}
         # Blocks that the pool may give away next, with their keys, in its order; those looked at before.
         self._watched: dict[int, OffloadKey] = {}
         self._looked_at: dict[int, OffloadKey] = {}
+        self._left, self._is_stored = 0, False  # watched blocks left, at least, and whether the host has their keys
         self._asked: tuple[str, int] | None = None  # the request last looked up, and its tokens on the device
 
     def bind(self, pool: Any) -> None:
@@ -106,9 +107,12 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
         if found is not None:
             self._asked = request.request_id, num_computed_tokens
-            # Blocks of tokens that are on the device may leave the pool's front before the others are given away.
+            # Blocks of tokens that are on the device may leave the pool's front, too.
             blocks = -(-(num_computed_tokens + found) // self._block_tokens)
-            self._watched.update(self._front(blocks + self._step_blocks))
+            self._left -= blocks
+            if self._left < self._step_blocks:
+                self._watched.update(self._front(blocks + _STEPS_AHEAD * self._step_blocks))
+                self._left, self._is_stored = _STEPS_AHEAD * self._step_blocks, False
         return found, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -132,9 +136,12 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         loaded = [job.dst_spec.block_ids.tolist() for job in self._current_batch_load_jobs.values()]
         computed = (self._read_by.keys() & given).difference(*loaded)  # the worker orders loads itself
         self._current_batch_jobs_to_flush.update(self._read_by[at] for at in computed)
-        front = dict(self._front(_STEPS_AHEAD * self._step_blocks))
-        before, self._looked_at, self._watched = self._looked_at, front, dict(front)
-        self._store([(key, at) for at, key in front.items() if before.get(at) != key])
+        self._left -= len(given)
+        if self._left < self._step_blocks or not self._is_stored:
+            front = dict(self._front(_STEPS_AHEAD * self._step_blocks))
+            before, self._looked_at, self._watched = self._looked_at, front, dict(front)
+            self._left, self._is_stored = _STEPS_AHEAD * self._step_blocks, True
+            self._store([(key, at) for at, key in front.items() if before.get(at) != key])
         jobs, self._new = self._new, {}
         return jobs
 
@@ -164,7 +171,7 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
             self._order.drop(key)
         keys, job = list(output.keys_to_store), self._generate_job_id()
         ids = [new[key] for key in keys]
-        self._running[job] = _Store(keys, ids, self.config.num_workers, context)
+        self._running[job] = _RunningStore(keys, ids, self.config.num_workers, context)
         self._read_by.update(dict.fromkeys(ids, job))
         source = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[0])
         self._new[job] = TransferJob(req_id="", src_spec=source, dst_spec=output.store_spec)
@@ -219,7 +226,7 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         for store in self._running.values():
             store.is_stale = True
         self._order.clear()
-        self._watched, self._looked_at = {}, {}
+        self._watched, self._looked_at, self._left = {}, {}, 0
 
 
 class ExclusiveWorker(OffloadingConnectorWorker):

@@ -1,0 +1,1 @@
+"""An exclusive host in vLLM: `BlockyardKVConnector`."""
