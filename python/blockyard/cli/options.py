@@ -394,6 +394,21 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="use operator times measured on this machine, such as h100_sxm; needs --model-config",
     )
+    group.add_argument(
+        "--fit-blocks",
+        type=_count(1),
+        metavar="N",
+        help="blocks that the engine of --fit had (default: from the meta.json beside the file, as are its limits)",
+    )
+    group.add_argument(
+        "--device-bandwidth",
+        type=_factor,
+        metavar="X",
+        help="GB/s of an accelerator's memory; with --model-config, no step of --fit is faster than its reads",
+    )
+    group.add_argument("--tensor-parallel-size", type=_count(1), default=1, metavar="N", help="accelerators per engine")
+    group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="dtype of keys and values")
+    group.add_argument("--greedy", action="store_true", help="with --system: all requests sample at temperature 0")
     group.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
     group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens per block of the engine")
     group.add_argument("--max-num-seqs", type=_count(1), default=256, metavar="N", help="sequences per step")

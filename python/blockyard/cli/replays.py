@@ -15,13 +15,15 @@ from blockyard.cli import pictures
 from blockyard.cli.result import Result
 from blockyard.errors import InvalidArgumentError
 from blockyard.layout.model import ModelMemory
+from blockyard.layout.weights import weight_bytes
 from blockyard.progress import Progress, show_progress
 from blockyard.replay.engine import EngineOptions, replay_times
 from blockyard.replay.history import History
 from blockyard.replay.hits import OPTIMAL
 from blockyard.replay.packed import PackedTrace
 from blockyard.replay.serving import Served, serve_all
-from blockyard.replay.step_time import EngineLimits, LinearStepTime, StepTime
+from blockyard.replay.step_time import EngineLimits, EngineRun, LinearStepTime, StepTime
+from blockyard.replay.step_time.fit import fit_run, lower_bounds
 from blockyard.replay.sweep import Point, open_executor, read_blocks, sweep
 from blockyard.scheduler import PREEMPTION_MODES, PreemptionMode
 from blockyard.timeline import Timeline
@@ -31,8 +33,6 @@ __all__ = ["engine_of", "modes_of", "names_of", "replay", "step_time_of", "timel
 
 _MILLISECONDS: Final = 1e3
 _BYTES_PER_TOKEN: Final = 131072  # of Llama-3.1-8B in bfloat16
-_MANY_BLOCKS: Final = 2**20
-"""Pool size assumed for `--fit`: large enough that the engine preempted nothing."""
 
 
 def replay(options: argparse.Namespace) -> Result:
@@ -61,16 +61,33 @@ def step_time_of(options: argparse.Namespace) -> StepTime | None:
             options.system,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            tensor_parallel_size=options.tensor_parallel_size,
+            kv_cache_dtype=options.kv_cache_dtype,
+            greedy=options.greedy,
         )
     if options.fit is not None:
-        limits = EngineLimits(
-            num_blocks=_MANY_BLOCKS,
-            block_size=options.block_size,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-        )
-        return LinearStepTime.fit_requests(options.fit, limits)
+        return _fit(options)
     return None if options.step_time is None else LinearStepTime(*options.step_time)
+
+
+def _fit(options: argparse.Namespace) -> LinearStepTime:
+    """Fit step times to a run of an engine, whose limits are in the `meta.json` beside it."""
+    limits = EngineLimits.of_run(
+        options.fit,
+        num_blocks=options.fit_blocks,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
+    bounds = (0.0, 0.0, 0.0, 0.0)
+    if options.device_bandwidth is not None:
+        if options.model_config is None:
+            raise InvalidArgumentError("--device-bandwidth needs --model-config, a model's config.json")
+        token = _memory_of(options).bytes_per_token
+        bandwidth = options.device_bandwidth * 1e9 * options.tensor_parallel_size
+        bounds = lower_bounds(weight_bytes(options.model_config, active=True), token, bandwidth)
+    fit = fit_run(EngineRun.read(options.fit), limits, LinearStepTime, at_least=bounds)
+    return LinearStepTime(*fit.numbers)
 
 
 # ---- hits ----
@@ -271,10 +288,16 @@ def _bytes_per_block(options: argparse.Namespace, requests: Sequence[TraceReques
     """Bytes of a block. For a model with windows or states, the mean over the trace's requests at their full length."""
     if options.bytes_per_token is not None or options.model_config is None:
         return int((options.bytes_per_token or _BYTES_PER_TOKEN) * options.block_size)
-    memory = ModelMemory.from_config(options.model_config)
+    memory = _memory_of(options)
     lengths = [request.input_tokens + request.output_tokens for request in requests] or [options.block_size]
     total: int = sum(map(memory.bytes, lengths))
     return max(-(-total * int(options.block_size) // max(sum(lengths), 1)), 1)
+
+
+def _memory_of(options: argparse.Namespace) -> ModelMemory:
+    """Return what the model of `--model-config` caches."""
+    dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    return ModelMemory.from_config(options.model_config, dtype=dtype)
 
 
 def _distinct(requests: Sequence[TraceRequest], block_size: int) -> int:

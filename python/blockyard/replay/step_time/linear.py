@@ -61,7 +61,14 @@ class LinearStepTime:
             context += rows
 
     @classmethod
-    def fit_requests(cls, path: str | Path, limits: EngineLimits, *, first: int | None = None) -> LinearStepTime:
+    def fit_requests(
+        cls,
+        path: str | Path,
+        limits: EngineLimits,
+        *,
+        first: int | None = None,
+        at_least: Sequence[float] = (0.0, 0.0, 0.0, 0.0),
+    ) -> LinearStepTime:
         """Fit the four numbers to a run of an engine.
 
         Replays the run with the real scheduler to find each request's steps, then finds the numbers whose sums over
@@ -71,9 +78,13 @@ class LinearStepTime:
             path: `requests.jsonl` of the run; see `EngineRun.read`.
             limits: limits that the engine ran with.
             first: fit the times of the first requests only; all are replayed.
+            at_least: lower bounds of the four numbers, such as `fit.lower_bounds` of the hardware. In a run whose cache
+                was always full, the number of rows hardly changes, and several fits match equally well; a line in the
+                log says so.
 
         Raises:
             TraceError: the file cannot be read or a line is malformed.
             OutOfBlocksError: a request does not fit into the cache that `limits` describes.
+            InvalidArgumentError: a bound is out of range.
         """
-        return cls(*fit_run(EngineRun.read(path), limits, cls, first=first))
+        return cls(*fit_run(EngineRun.read(path), limits, cls, first=first, at_least=at_least).numbers)
