@@ -23,7 +23,7 @@ _CLOSE: Final = 1e-3
 """Largest relative change of a predicted time at which the fit ends."""
 
 
-_UNSURE: Final = 300.0
+_UNSURE: Final = 300
 """Condition above which a run does not tell the four numbers apart: 74, 97 and 221 for runs that did, 445 and 996 for
 runs that did not (`benches/bench_step_time.py`)."""
 _log = logging.getLogger("blockyard.replay")
@@ -96,7 +96,7 @@ def fit_run(
     fit = Fit(tuple(best.tolist()), condition, tuple(bounds.tolist()))
     if fit.remedy:
         _log.warning(
-            "the run does not tell the four numbers apart (condition %.0f, above %.0f): %s",
+            "the run does not tell the four numbers apart (condition %d, above %d): %s",
             fit.condition,
             _UNSURE,
             fit.remedy,
