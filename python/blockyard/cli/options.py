@@ -374,6 +374,12 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--jobs", type=_count(1), metavar="N", help="number of processes (default: one per core)")
     command.add_argument("--executor", metavar="URL", help="run on a Dask cluster instead: dask://HOST:PORT")
     command.add_argument("--max-num-batched-tokens", type=_count(1), default=8192, metavar="N", help="tokens per step")
+    command.add_argument(
+        "--hash-tokens",
+        type=_count(1),
+        metavar="N",
+        help="tokens per hash id of the trace, if its lines do not say (default: inferred from their lengths)",
+    )
     group = command.add_argument_group(
         "times",
         "With --step-time, --fit or --system, whole engines with the real scheduler serve the trace in virtual time.",

@@ -24,7 +24,7 @@ def plan(options: argparse.Namespace) -> Result:
     step_time = replays.step_time_of(options)
     if step_time is None:
         raise InvalidArgumentError("plan needs step times: give --step-time, --fit or --system")
-    requests = read_trace(options.trace, first=options.first)
+    requests = read_trace(options.trace, first=options.first, hash_tokens=options.hash_tokens)
     policies, modes = replays.names_of(options.policies), replays.modes_of(options)
     count = len(options.host_gib) * len(options.store_gib) * len(policies) * len(modes)
     with open_executor(options.jobs, options.executor) as executor, show_progress("plan", quiet=options.quiet) as view:

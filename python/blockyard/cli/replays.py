@@ -39,7 +39,7 @@ def replay(options: argparse.Namespace) -> Result:
     """Run traces through caches, or serve them with engines."""
     pictures.require(options)
     step_time = step_time_of(options)
-    traces = [(path, read_trace(path, first=options.first)) for path in options.traces]
+    traces = [(path, read_trace(path, first=options.first, hash_tokens=options.hash_tokens)) for path in options.traces]
     with (
         open_executor(options.jobs, options.executor) as executor,
         show_progress("replay", quiet=options.quiet) as view,
