@@ -25,6 +25,8 @@ VALUES = {
     "bytes_per_token": "4",
     "host_bandwidth": "2",
     "max_num_seqs": "2",
+    "memory_utilization": "0.5",
+    "weights_gib": "2",
     "model_config": "CONFIG",
     "preemption_modes": "swap",
     "prefix_caching": None,
@@ -35,7 +37,7 @@ VALUES = {
 }
 """Values other than the defaults, for options that a command does not read."""
 CASES = {
-    "replay, hits": (["replay", "TRACE", *SMALL], 14),
+    "replay, hits": (["replay", "TRACE", *SMALL], 11),
     "replay, times": (["replay", "TRACE", *SMALL, *STEP], 6),
     "replay, times and bytes": (["replay", "TRACE", *SMALL, *STEP, "--bytes-per-token", "1048576"], 7),
     "plan": (["plan", "TRACE", *SMALL, *STEP], 5),

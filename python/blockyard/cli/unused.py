@@ -16,7 +16,7 @@ def _has_times(options: argparse.Namespace) -> bool:
 
 
 def _no_size(options: argparse.Namespace) -> bool:
-    return getattr(options, "device_gib", None) is None
+    return getattr(options, "memory_gib", None) is None
 
 
 _JOBS: Final = (("jobs",), lambda options: options.executor is not None, "with --executor")
@@ -30,7 +30,7 @@ _OF_SYSTEM: Final = (("greedy",), lambda options: options.system is None, "witho
 _OF_BOTH: Final = (
     ("tensor_parallel_size",),
     lambda options: options.system is None and options.device_bandwidth is None and _no_size(options),
-    "without --system, --device-bandwidth or --device-gib",
+    "without --system, --device-bandwidth or --memory-gib",
 )
 _OF_CONFIG: Final = (
     ("kv_cache_dtype",),
@@ -38,7 +38,7 @@ _OF_CONFIG: Final = (
     "without --model-config",
 )
 _OF_TIMES: Final = (
-    *("trace_events", "model_config", "sessions", "bytes_per_token", "block_size", "max_num_seqs"),
+    *("trace_events", "sessions", "max_num_seqs"),
     *("preemption_modes", "prefix_caching", "host_bandwidth"),
 )
 _OF_HARDWARE: Final = (_OF_FIT, _OF_SYSTEM, _OF_BOTH, _OF_CONFIG)
@@ -50,7 +50,13 @@ _RULES: Final[dict[str, tuple[tuple[tuple[str, ...], Callable[[argparse.Namespac
         _JOBS,
         *_OF_HARDWARE,
     ),
-    "plan": (_CONFIG, _JOBS, *_OF_HARDWARE),
+    "plan": (
+        _CONFIG,
+        _JOBS,
+        _OF_FIT,
+        _OF_SYSTEM,
+        (("memory_utilization", "weights_gib"), lambda options: options.memory_gib is None, "without --memory-gib"),
+    ),
     "simulate": ((("seeds",), lambda options: options.replay is not None, "with --replay"),),
     "demo": (
         (("trace_requests", "scale"), lambda options: options.trace is None, "without --trace"),
