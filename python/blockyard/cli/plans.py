@@ -50,7 +50,7 @@ def plan(options: argparse.Namespace) -> Result:
         )
     shown = found.recommended or min(found.choices, key=lambda choice: choice.ttft)
     timeline = replays.timeline_of(options, requests, shown.options, step_time)
-    facts = {"trace": options.trace.name, "step time": repr(step_time), "recommendation": found.sentence()}
+    facts = {"trace": options.trace.name, "step time": str(step_time), "recommendation": found.sentence()}
     files = pictures.files_of(options, f"Plan for {options.trace.name}", timeline, facts, partial(_draw, found))
     code = EXIT_WRONG if found.recommended is None else EXIT_OK
     return Result({"trace": str(options.trace)} | found.as_dict(), partial(_show, found), code, files=files)
@@ -89,7 +89,7 @@ def _arguments(options: argparse.Namespace) -> str:
 
 
 def _draw(found: Plan, drawing: Any) -> dict[str, object]:
-    cost = ("cost per million generated tokens", "currency")
+    cost = ("cost per million tokens", "currency")
     names = {_name(choice, found): choice for choice in found.choices}
     points = {name: (choice.per_million_tokens, choice.ttft) for name, choice in names.items()}
     samples = {name: choice.served.times.ttft for name, choice in names.items() if choice.is_best}

@@ -249,10 +249,8 @@ def _knee(points: Sequence[Point], block_bytes: int) -> str:
     enough = min(size for size, rate in sizes.items() if rate >= _ENOUGH * best)
     if len(sizes) < 2 or not best:
         return ""
-    return (
-        f"{points[0].policy} finds {sizes[enough]:.1%} with {enough * block_bytes / GIB:.3g} GiB, and at most {best:.1%} with "
-        f"{max(sizes) * block_bytes / GIB:.3g} GiB."
-    )
+    small, large = (f"{blocks * block_bytes / GIB:.3g} GiB" for blocks in (enough, max(sizes)))
+    return f"{points[0].policy} finds {sizes[enough]:.1%} with {small}, and at most {best:.1%} with {large}."
 
 
 def _share_of(part: int, whole: int) -> str:
@@ -289,7 +287,7 @@ def _times(
 
     found = [{"trace": str(path), "engines": [engine.as_dict() for engine in engines]} for path, engines in reports]
     timeline = timeline_of(options, traces[0][1], reports[0][1][0].options, step_time)
-    facts = {"step time": repr(step_time), "timeline": _name(reports[0][1][0].options)}
+    facts = {"step time": str(step_time), "timeline": _name(reports[0][1][0].options)}
     files = pictures.files_of(options, "Engines in virtual time", timeline, facts, partial(_draw_times, reports))
     return Result({"traces": found}, show, files=files)
 

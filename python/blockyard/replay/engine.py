@@ -164,6 +164,9 @@ class ReplayWatch(Protocol):
     def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:
         """A step was computed; it may stand for many plain decoding steps. The prefix store has `stored` blocks."""
 
+    def idle(self, time: float, scheduler: Scheduler) -> None:
+        """All requests have ended at this time; none has arrived yet."""
+
     def copies(self, start: float, end: float, way: str, blocks: int) -> None:
         """Blocks were copied to or from the host; `way` is the kind of transfer."""
 
@@ -340,6 +343,8 @@ class _Replay:
                 if self._decided_at < self._now or self._arrived:
                     self._decided_at, self._seats, self._ended = self._now, 0, 0
                     continue
+                if self._watch is not None:
+                    self._watch.idle(self._now, scheduler)
                 later = self._next_event()
                 if later == inf:
                     break

@@ -136,7 +136,7 @@ def read_blocks(text: str, distinct: int, *, least: int = 0) -> list[int]:
             value = float(number) * distinct / 100 if is_share else int(number)
         except ValueError:
             raise InvalidArgumentError(f"size {part.strip()!r} is neither a number nor a percentage") from None
-        if not (0 <= value if is_share else least <= value) or value >= 2**31:
+        if not (0 if is_share else least) <= value < 2**31:
             raise InvalidArgumentError(f"size {part.strip()!r} is not from {least} to {2**31 - 1} blocks")
         sizes.append(max(round(value), least))
     return sizes

@@ -39,6 +39,12 @@ class LinearStepTime:
     decode_row: float
     context_token: float
 
+    def __str__(self) -> str:
+        return (
+            f"{self.fixed * 1e3:.4g} ms a step, {self.prefill_token * 1e6:.4g} us a prompt token, "
+            f"{self.decode_row * 1e6:.4g} us a decoding sequence, {self.context_token * 1e9:.4g} ns a cached token"
+        )
+
     def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
         """Return the seconds of one step; see `StepTime`."""
         tokens, context = 0, int(decode_context.sum())
