@@ -317,14 +317,7 @@ def make_plan(
     prefixes = has_prefixes(requests) and engine.prefix_caching
     if not prefixes:
         store_gib, policies = (0,), policies[:1]
-    kinds = []
-    for host, store, policy, mode in product(host_gib, store_gib, policies, preemption_modes):
-        if not host and mode != preemption_modes[0]:
-            continue
-        blocks = [int(size * GIB // engine.bytes_per_block) for size in (host, store)]
-        kinds.append(
-            replace(engine, host_blocks=blocks[0], store_blocks=blocks[1], eviction=policy, preemption_mode=mode)
-        )
+    kinds = _kinds(engine, host_gib, store_gib, policies, preemption_modes)
     counts = list(engines) or [1]
     spread = [spread_by_prefix(requests, count) for count in counts]
     drawn = [redraw_arrivals(requests, seed) for seed in range(arrival_seeds)]
@@ -348,13 +341,35 @@ def make_plan(
         )
         for index, (options, count) in enumerate(product(kinds, counts))
     ]
-    recommended = _recommend(choices, max_ttft)
+    marked, chosen = _marked(choices, _recommend(choices, max_ttft))
+    return Plan(marked, chosen, max_ttft, prefixes, arguments)
+
+
+def _kinds(
+    engine: EngineOptions,
+    host_gib: Sequence[float],
+    store_gib: Sequence[float],
+    policies: Sequence[str],
+    preemption_modes: Sequence[PreemptionMode],
+) -> list[EngineOptions]:
+    """Return every combination; without host memory only the first mode."""
+    found = []
+    for host, store, policy, mode in product(host_gib, store_gib, policies, preemption_modes):
+        if host or mode == preemption_modes[0]:
+            blocks = [int(size * GIB // engine.bytes_per_block) for size in (host, store)]
+            sized = replace(engine, host_blocks=blocks[0], store_blocks=blocks[1])
+            found.append(replace(sized, eviction=policy, preemption_mode=mode))
+    return found
+
+
+def _marked(choices: Sequence[Choice], recommended: Choice | None) -> tuple[list[Choice], Choice | None]:
+    """Return the choices in order of cost, then of time to first token, with the front marked; and the recommended."""
     marked, quickest, chosen = [], float("inf"), None
     for choice in sorted(choices, key=lambda one: (float(f"{one.per_million_tokens:.6g}"), one.ttft)):
         marked.append(replace(choice, is_best=choice.ttft < quickest))
         quickest = min(quickest, choice.ttft)
         chosen = marked[-1] if choice is recommended else chosen
-    return Plan(marked, chosen, max_ttft, prefixes, arguments)
+    return marked, chosen
 
 
 def _recommend(choices: Sequence[Choice], max_ttft: float) -> Choice | None:
