@@ -243,7 +243,7 @@ def _show_hits(
 
 
 def _knee(points: Sequence[Point], block_bytes: int) -> str:
-    """Say which size of the first policy finds nearly as much as its largest one."""
+    """Return a sentence: which size of the first policy finds nearly as much as its largest one."""
     sizes = {one.device_blocks + one.host_blocks: one.hit_rate for one in points if one.policy == points[0].policy}
     best = max(sizes.values())
     enough = min(size for size, rate in sizes.items() if rate >= _ENOUGH * best)

@@ -95,7 +95,7 @@ class Writes:
                 self._take_answer(self._putting[0], batch.answer)
                 del self._putting[0]
                 unseen -= 1
-            if unseen:  # some did not come in order
+            if unseen:  # some did not arrive in order
                 self._putting = [
                     write
                     for write in self._putting

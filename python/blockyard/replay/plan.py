@@ -188,7 +188,7 @@ class Plan:
         return f"{engines}{host}{store}{policy} {rest}"
 
     def _ties(self) -> str:
-        """Say how many choices cost no more than arrivals change."""
+        """Return a sentence on how many choices cost no more than arrivals change."""
         chosen = self.recommended
         same = [one for one in self.choices if chosen is not None and one is not chosen and not _is_more(one, chosen)]
         return f" {len(same)} other choices cost as much, as far as the arrivals tell." if same else ""
