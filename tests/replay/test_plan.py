@@ -242,7 +242,9 @@ def test_replay_serves_engines_where_a_step_has_a_time(tmp_path: Path, capsys: p
     assert main([*command, "--html", str(page), "--trace-events", str(events)]) == 0
     text = capsys.readouterr().out
     assert "rows.jsonl: times in milliseconds" in text
-    assert len(text.splitlines()) == 4
+    assert len(text.splitlines()) == 4 + 3  # title, columns, two engines, and the legend
+    for column in text.splitlines()[1].split():
+        assert column in {"mean", "p99"} or column in "\n".join(text.splitlines()[4:])
     names = {event.get("name") for event in json.loads(events.read_text())["traceEvents"]}
     assert {"prefill", "decode"} <= names
     assert "TTFT of rows.jsonl" in page.read_text()

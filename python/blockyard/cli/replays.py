@@ -377,6 +377,13 @@ def _draw_times(reports: Sequence[tuple[Path, list[Served]]], drawing: Any) -> d
     return figures
 
 
+_TIMES_LEGEND: Final = (
+    "device, host: blocks of an engine; policy: eviction; preempt: how a sequence is preempted; TTFT: to first token",
+    "TPOT: time per token after the first; latency: from arrival to last token, mean; tokens/s: generated",
+    "hits: share of the prompts' tokens that were cached; preempted: preemptions",
+)
+
+
 def _show_times(path: Path, engines: Sequence[Served], stream: TextIO) -> None:
     print(f"{path.name}: times in milliseconds", file=stream)
     print(
@@ -393,6 +400,7 @@ def _show_times(path: Path, engines: Sequence[Served], stream: TextIO) -> None:
         print(f"{sizes} {what} {times} {rates}", file=stream)
         if served.times.refused:
             print(f"   {served.times.refused} requests need more blocks than the device has", file=stream)
+    print("\n".join(_TIMES_LEGEND), file=stream)
 
 
 def _ms(times: dict[str, float], name: str, digits: int = 0) -> str:
