@@ -10,6 +10,7 @@ import pytest
 from browser import CHROMIUM, Page, browser_page
 
 from blockyard.cli import main
+from blockyard.pictures import pareto_figure, write_html
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 
@@ -86,6 +87,16 @@ def test_no_text_lies_on_another_and_no_panel_is_empty(
         assert max(legends) <= 24
         facts = browser.evaluate("[...document.querySelectorAll('td')].map((cell) => cell.textContent).join()")
         assert "StepTime(" not in facts
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_numbers_of_close_choices_do_not_lie_on_each_other(tmp_path: Path, width: int) -> None:
+    pairs = ((12.62, 7.54), (12.63, 7.53), (12.68, 5.6), (13.57, 3.04), (13.58, 3.03), (15.08, 2.73), (15.09, 2.72))
+    choices = {f"{number} GiB host, lru": pair for number, pair in enumerate(pairs)}
+    figure = pareto_figure(choices, ("cost", "$/h"), ("TTFT", "s"), recommended="3 GiB host, lru")
+    write_html(tmp_path / "page.html", "Plan", {"Cost": figure}, {})
+    with browser_page(tmp_path / "page.html", tmp_path / "profile", width=width) as browser:
+        assert overlaps(browser) == []
 
 
 def overlaps(browser: Page) -> list[tuple[str, str]]:

@@ -15,6 +15,8 @@ __all__ = ["cdf_figure", "hit_rate_figure", "pareto_figure"]
 
 _MAX_POINTS: Final = 1000
 """Maximum number of points of a distribution; more samples are reduced to quantiles."""
+_CORNERS: Final = ("top right", "bottom left", "top left", "bottom right")
+"""Where the numbers of choices are, so that those of neighbours that are close do not lie on each other."""
 _MAX_TICKS: Final = 10
 """Maximum number of capacities that each get a tick on the axis."""
 
@@ -120,7 +122,7 @@ def pareto_figure(
         data[-1]["marker"]["size"] = 18
     for number, name in enumerate(front, 1):
         data.append(_points(f"{number}: {name}", [name], choices, color=COLORS[0], mode="markers+text"))
-        data[-1] |= {"text": [str(number)], "textposition": "top right", "customdata": [name]}
+        data[-1] |= {"text": [str(number)], "textposition": _CORNERS[number % len(_CORNERS)], "customdata": [name]}
     for trace in data:
         trace.setdefault("customdata", trace["text"])
         trace["hovertemplate"] = f"%{{customdata}}<br>%{{x:.4g}} {x[1]}, %{{y:.4g}} {y[1]}<extra></extra>"

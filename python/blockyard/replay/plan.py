@@ -190,8 +190,12 @@ class Plan:
     def _ties(self) -> str:
         """Return a sentence on how many choices cost no more than arrivals change."""
         chosen = self.recommended
-        same = [one for one in self.choices if chosen is not None and one is not chosen and not _is_more(one, chosen)]
-        return f" {len(same)} other choices cost as much, as far as the arrivals tell." if same else ""
+        if chosen is None:
+            return ""
+        others = [one for one in self.choices if one is not chosen]
+        same = [one for one in others if not _is_more(one, chosen) and not _is_more(chosen, one)]
+        count = "One other choice costs" if len(same) == 1 else f"{len(same)} other choices cost"
+        return f" {count} as much, as far as the arrivals tell." if same else ""
 
     def _knee(self) -> str:
         """Say from which host size on more of it saves little."""
