@@ -3,9 +3,10 @@
     python benches/bench_replay.py [TRACE] [--requests 200000]
 
 Requests of 50 blocks, of which 30 are one of 20,000 prefixes, go through a pool of 200,000 blocks. Then engines of
-128 sequences serve agent sessions, with and without tiers below the device: `claude_code.jsonl.gz` in the folder that
-BLOCKYARD_TRACES names (../shared/traces), or TRACE. Times are of the thread's CPU. With BENCH_JSON=FILE it also adds
-its figures to the flat JSON object in FILE.
+128 sequences, with and without tiers below the device, serve chats that arrive at 10 requests a second, and agent
+sessions: `claude_code.jsonl.gz` in the folder that BLOCKYARD_TRACES names (../shared/traces), or TRACE. A decision of
+the scheduler stands for one step, or for many of plain decoding; chats have few of these. Times are of the thread's
+CPU. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,7 @@ from blockyard.replay.engine import EngineOptions, replay_times
 from blockyard.replay.hits import replay_hits
 from blockyard.replay.packed import PackedTrace
 from blockyard.replay.step_time import LinearStepTime
-from blockyard.traces import read_trace
+from blockyard.traces import TraceRequest, read_trace
 
 BLOCKS, SHARED, BEGINNINGS, POOL = 50, 30, 20_000, 200_000
 STEP_TIME = LinearStepTime(fixed=0.01, prefill_token=4e-5, decode_row=2e-5, context_token=9e-8)
@@ -49,6 +51,23 @@ def requests_of(count: int) -> PackedTrace:
     return PackedTrace(16, blocks.reshape(-1), starts, lengths, distinct, none, one)
 
 
+def chats(count: int = 1500) -> list[TraceRequest]:
+    """Make turns of chats, 10 a second: each turn's prompt continues the one before it, of 200 to 3,000 tokens."""
+    rng = np.random.default_rng(0)
+    arrivals = np.cumsum(rng.exponential(0.1, count)).tolist()
+    lengths, answers = rng.integers(200, 3000, count).tolist(), rng.integers(20, 400, count).tolist()
+    rows, blocks, used = [], dict[int, list[int]](), 0
+    for arrival, length, answer, session in zip(
+        arrivals, lengths, answers, rng.integers(0, 100, count).tolist(), strict=True
+    ):
+        known = blocks.get(session, [])[: length // 16 * 3 // 4]
+        ids = known + list(range(used, used + length // 16 - len(known)))
+        used += len(ids) - len(known)
+        blocks[session] = ids
+        rows.append(TraceRequest(arrival, length, answer, ids, 16.0))
+    return rows
+
+
 def main() -> None:
     """Print the costs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,19 +84,23 @@ def main() -> None:
         figures[f"replay_{policy}_us"] = cost
         rate = hits.device.sum() / len(trace.blocks)
         print(f"{policy:<9} {cost:6.1f} us a request of {BLOCKS} blocks, hit rate {rate:.3f}")
-    if not arguments.trace.exists():
-        print(f"no trace {arguments.trace}: engines are left out")
-        return keep(figures)
-    requests = read_trace(arguments.trace, first=700)
-    for name, options in ENGINES.items():
-        replay_times(requests[:1], options, STEP_TIME)  # the first with a store imports torch
-        begin = time.thread_time()
-        times = replay_times(requests, options, STEP_TIME)
-        rate = times.steps / (time.thread_time() - begin)
-        figures[f"replay_{name}_steps_per_s"] = rate
-        print(
-            f"{name.replace('_', ' + '):<21} {rate:9.0f} steps/s, {times.steps} steps, {times.scheduler.steps} decided"
-        )
+    workloads = {"chat": chats()}
+    if arguments.trace.exists():
+        workloads["agents"] = read_trace(arguments.trace, first=700)
+    else:
+        print(f"no trace {arguments.trace}: agents are left out")
+    for work, requests in workloads.items():
+        for name, options in ENGINES.items():
+            replay_times(requests[:1], options, STEP_TIME)  # the first with a store imports torch
+            limits = replace(options, max_concurrent_sessions=None) if work == "chat" else options
+            begin = time.thread_time()
+            times = replay_times(requests, limits, STEP_TIME)
+            took = time.thread_time() - begin
+            figures[f"replay_{work}_{name}_decisions_per_s"] = times.scheduler.steps / took
+            print(
+                f"{work + ', ' + name.replace('_', ' + '):<30} {times.scheduler.steps / took:9.0f} decisions/s, "
+                f"{times.scheduler.steps} of them for {times.steps} steps, hit rate {times.hit_rate:.3f}"
+            )
     return keep(figures)
 
 

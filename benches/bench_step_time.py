@@ -30,7 +30,10 @@ from typing import Any
 
 import numpy as np
 
+from blockyard.layout.model import ModelMemory
+from blockyard.layout.weights import weight_bytes
 from blockyard.replay.step_time import EngineLimits, EngineRun, LinearStepTime, serve
+from blockyard.replay.step_time.fit import fit_run, lower_bounds
 from blockyard.replay.step_time.tables import TableStepTime, read_config
 
 SYSTEMS = {"RTXPRO6000": "rtx_pro_6000_server", "H100": "h100_sxm", "H200": "h200_sxm", "A100": "a100_sxm"}
@@ -60,16 +63,20 @@ def report(folder: Path, system: str | None, config_path: Path | None, *, what_i
     if (folder / "config.json").exists():
         instance = json.loads((folder / "config.json").read_text("utf-8"))["nodes"][0]["instances"][0]
     system = system or SYSTEMS.get(str(instance.get("hardware", "")).upper())
-    if system is None:
-        sys.exit(f"{folder.name}: unknown hardware {instance.get('hardware')!r}, give --system")
     config = read_config(config_path or shipped_config(meta["model"]))
     gpus = engine["tensor_parallel_size"]
-    limits = EngineLimits(
-        num_blocks=kv_blocks(config, gpus, instance.get("npu_mem", {})),
-        max_num_seqs=engine["max_num_seqs"],
-        max_num_batched_tokens=engine["max_num_batched_tokens"],
-    )
+    memory = instance.get("npu_mem", {})
+    recorded = meta.get("kv_cache", {}).get("num_gpu_blocks")
+    blocks = recorded or kv_blocks(config, gpus, memory)
+    limits = EngineLimits.of_run(folder / "requests.jsonl", num_blocks=blocks)
     run = EngineRun.read(folder / "requests.jsonl")
+    which = "as recorded" if recorded else "from the memory's size"
+    print(f"{folder.name}: {len(run)} requests, {gpus} x {system}, {limits.num_blocks} blocks, {which}")
+    for bounds in ((0.0, 0.0, 0.0, 0.0), hardware_bounds(config, gpus, memory)):
+        fit(run, limits, bounds)
+    if system is None:
+        print(f"no tables of {instance.get('hardware')!r}: give --system to predict from those of another GPU\n")
+        return
     options: dict[str, Any] = {
         "engine_version": meta["vllm_version"],
         "tensor_parallel_size": gpus,
@@ -79,11 +86,9 @@ def report(folder: Path, system: str | None, config_path: Path | None, *, what_i
         "greedy": True,  # LLMServingSim's bench samples at temperature 0
     }
     tables = TableStepTime(config, system, **options)
-    print(f"{folder.name}: {len(run)} requests, {gpus} x {system}, {limits.num_blocks} blocks")
     predicted = serve(run, tables, limits).run
     table(folder, run, predicted)
     queue(folder, predicted)
-    fit(folder, run, limits)
     if what_if:
         show("as above", run, predicted)
         show(
@@ -133,16 +138,27 @@ def queue(folder: Path, predicted: EngineRun) -> None:
         print(f"{name} requests, each second: off by {off.mean():.1f} on average, {off.max():.0f} at most")
 
 
-def fit(folder: Path, run: EngineRun, limits: EngineLimits) -> None:
+def fit(run: EngineRun, limits: EngineLimits, bounds: tuple[float, float, float, float]) -> None:
     half = len(run) // 2
-    found = LinearStepTime.fit_requests(folder / "requests.jsonl", limits, first=half)
-    predicted = serve(run, found, limits).run
+    found = fit_run(run, limits, LinearStepTime, first=half, at_least=bounds)
+    step_time = LinearStepTime(*found.numbers)
+    predicted = serve(run, step_time, limits).run
     print(
-        f"fit of the first {half} requests: {found.fixed * 1e3:.2f} ms a step, {found.prefill_token * 1e6:.1f} us a "
-        f"prompt token, {found.decode_row * 1e6:.1f} us a row, {found.context_token * 1e9:.1f} ns a cached token"
+        f"fit of the first {half} requests, {'bounded by the hardware' if any(bounds) else 'without bounds'}: "
+        f"{step_time.fixed * 1e3:.2f} ms a step, {step_time.prefill_token * 1e6:.1f} us a prompt token, "
+        f"{step_time.decode_row * 1e6:.1f} us a row, {step_time.context_token * 1e9:.1f} ns a cached token; "
+        f"condition {found.condition:.0f}"
     )
     for part, rows in (("  these", slice(half)), ("  the others", slice(half, None))):
         show(part, run.part(rows), predicted.part(rows))
+
+
+def hardware_bounds(
+    config: Mapping[str, Any], gpus: int, memory: Mapping[str, float]
+) -> tuple[float, float, float, float]:
+    """Return the least that each of the four numbers can be; the run's `config.json` has GB/s."""
+    token_bytes = ModelMemory.from_config(config).bytes_per_token
+    return lower_bounds(weight_bytes(config, active=True), token_bytes, memory["mem_bw"] * 1e9 * gpus)
 
 
 def shipped_config(model: str) -> Path:
@@ -156,15 +172,9 @@ def shipped_config(model: str) -> Path:
 
 
 def kv_blocks(config: Mapping[str, Any], gpus: int, memory: Mapping[str, float]) -> int:
-    """Return the number of 16-token blocks that fit next to 16-bit weights."""
-    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-    head, kv_heads = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads", heads)
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    inner = config.get("moe_intermediate_size", config["intermediate_size"]) * experts or config["intermediate_size"]
-    weights = layers * (hidden * head * (2 * heads + 2 * kv_heads) + 3 * hidden * inner)
-    weights += config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    room = memory.get("mem_size", 96) * 1e9 * memory.get("mem_util", 0.9) * gpus - 2 * weights
-    return int(room // (2 * 2 * layers * kv_heads * head * 16))
+    """Return the number of 16-token blocks that fit next to the weights; `mem_size` is in GiB."""
+    room = memory.get("mem_size", 96) * 2**30 * memory.get("mem_util", 0.9) * gpus - weight_bytes(config)
+    return int(room // ModelMemory.from_config(config).bytes(16))
 
 
 if __name__ == "__main__":

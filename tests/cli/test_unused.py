@@ -17,9 +17,16 @@ SMALL = ("--device-blocks", "8", "--jobs", "1", "-q")
 CONFIG = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "torch_dtype": "float32"}
 VALUES = {
     "block_size": "8",
+    "device_bandwidth": "2",
+    "fit_blocks": "2",
+    "greedy": "",
+    "kv_cache_dtype": "fp8",
+    "tensor_parallel_size": "2",
     "bytes_per_token": "4",
     "host_bandwidth": "2",
     "max_num_seqs": "2",
+    "memory_utilization": "0.5",
+    "weights_gib": "2",
     "model_config": "CONFIG",
     "preemption_modes": "swap",
     "prefix_caching": None,
@@ -30,11 +37,11 @@ VALUES = {
 }
 """Values other than the defaults, for options that a command does not read."""
 CASES = {
-    "replay, hits": (["replay", "TRACE", *SMALL], 9),
-    "replay, times": (["replay", "TRACE", *SMALL, *STEP], 1),
-    "replay, times and bytes": (["replay", "TRACE", *SMALL, *STEP, "--bytes-per-token", "1048576"], 2),
-    "plan": (["plan", "TRACE", *SMALL, *STEP], 0),
-    "plan, bytes": (["plan", "TRACE", *SMALL, *STEP, "--bytes-per-token", "1048576"], 1),
+    "replay, hits": (["replay", "TRACE", *SMALL], 11),
+    "replay, times": (["replay", "TRACE", *SMALL, *STEP], 6),
+    "replay, times and bytes": (["replay", "TRACE", *SMALL, *STEP, "--bytes-per-token", "1048576"], 7),
+    "plan": (["plan", "TRACE", *SMALL, *STEP], 5),
+    "plan, bytes": (["plan", "TRACE", *SMALL, *STEP, "--bytes-per-token", "1048576"], 6),
     "simulate": (["simulate", "--seeds", "1", "--seconds", "0.01", "--work", "calls", "-q"], 0),
     "simulate, replay": (["simulate", "--replay", "none", "--seconds", "0.01", "--work", "calls", "-q"], 1),
     "record": (["record", "RECORDING", "--", "true"], 0),
@@ -80,7 +87,7 @@ def test_an_option_that_a_command_does_not_read_is_refused_by_name(
     assert len(unused) == num_unused
     for name in unused:
         value, option = VALUES[name], name.replace("_", "-")
-        more = [f"--no-{option}"] if value is None else [f"--{option}", files.get(value, value)]
+        more = [f"--no-{option}"] if value is None else [f"--{option}", *([files.get(value, value)] if value else [])]
         words = [word for word in arguments if word not in {"--", "true"}]
         assert cli.main([*words, *more]) == 2
         assert capsys.readouterr().err.startswith(f"blockyard: {more[0]} is given with")

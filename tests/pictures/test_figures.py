@@ -80,11 +80,13 @@ def test_the_front_has_what_no_other_choice_beats(better: Any) -> None:
     found = traces(pareto_figure(choices, ("cost", "$/h"), ("TTFT", "s"), better=better, recommended="7"))
     front = found["Pareto front"]
     assert set(zip(front["x"], front["y"], strict=True)) == wanted
-    assert sorted(front["text"] + found["dominated"]["text"], key=int) == list(choices)
-    assert [choices[name] for name in found["dominated"]["text"]] == list(
-        zip(found["dominated"]["x"], found["dominated"]["y"], strict=True)
-    )
-    assert found["recommended"]["text"] == ["7"]
+    dominated = found.get("dominated", {"text": [], "x": [], "y": []})
+    assert sorted(front["text"] + dominated["text"], key=int) == list(choices)
+    assert [choices[name] for name in dominated["text"]] == list(zip(dominated["x"], dominated["y"], strict=True))
+    assert found["recommended: 7"]["text"] == ["7"]
+    labels = {name.split(": ")[1]: trace for name, trace in found.items() if name[0].isdigit()}
+    assert list(labels) == front["text"]  # each has its number in the figure and its name in the legend
+    assert [trace["text"] for trace in labels.values()] == [[str(number + 1)] for number in range(len(labels))]
 
 
 def test_a_recommendation_must_be_a_choice() -> None:

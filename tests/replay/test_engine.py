@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from blockyard.errors import InvalidArgumentError
 from blockyard.replay import engine
 from blockyard.replay.engine import EngineOptions, Times, replay_times
+from blockyard.replay.history import History
 from blockyard.traces import TraceRequest
 
 
@@ -221,3 +222,13 @@ def test_many_steps_decided_at_once_are_those_decided_one_by_one(
 def test_a_block_that_is_no_part_of_a_hash_id_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"block_size is 5, must divide the tokens of a hash id, \[8.0\]"):
         run([TraceRequest(0.0, 17, 1, (1, 2), 8.0)], block_size=5)
+
+
+def test_an_engine_without_requests_is_recorded_as_idle_until_the_next_one():
+    history = History()
+    rows = [TraceRequest(0.0, 9, 3), TraceRequest(1000.0, 9, 3)]
+    times = replay_times(rows, EngineOptions(100, prefix_caching=False), Steps(), watch=history)
+    ended, arrived = times.last_token[0], times.arrival[1]
+    running = [one for one in history.timeline.counters if (one.track, one.name) == ("requests", "running")]
+    assert [one.value for one in running if ended <= one.time < arrived] == [0]
+    assert [one.time for one in running if one.value == 0] == [ended, times.last_token[1]]

@@ -171,6 +171,9 @@ class Watched:
         for row in range(step.decodes, step.rows):
             self.found.setdefault(int(step.owner(row)[0]), int(step.start[row]) // self._block_size)
 
+    def idle(self, time: float, scheduler: Scheduler) -> None:
+        """Nothing happens."""
+
     def copies(self, start: float, end: float, way: str, blocks: int) -> None:
         pass
 

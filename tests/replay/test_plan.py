@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.replay.engine import EngineOptions
 from blockyard.replay.plan import GIB, Plan, Prices, make_plan
 from blockyard.replay.step_time import LinearStepTime
+from blockyard.replay.traffic import part_of, redraw_arrivals, spread_by_prefix
 from blockyard.traces import TraceRequest
 
 STEP = LinearStepTime(fixed=0.01, prefill_token=1e-3, decode_row=0.0, context_token=0.0)
@@ -52,6 +54,7 @@ def test_the_cheapest_is_recommended_that_keeps_the_limit():
     assert [choice.host_gib > 1 for choice in quick.choices if choice.is_best] == [False, True]
     assert quick.recommended is not None
     assert quick.recommended.host_gib > 1
+    assert "One other choice costs as much" in quick.sentence()  # recompute; what is cheaper is too slow
     nothing = plan(max_ttft=1e-6)
     assert nothing.recommended is None
     assert nothing.sentence().startswith("No choice gives 90 % of first tokens within 1e-06 s; the fastest gives them")
@@ -68,7 +71,8 @@ def test_a_store_is_a_choice_and_the_configuration_has_it():
     found = plan(host_gib=(2,), store_gib=(4,), preemption_modes=("swap",))
     assert found.recommended is not None
     assert found.recommended.store_gib == pytest.approx(4, rel=0.01)
-    cache, vllm = found.configuration()
+    paste = found.configuration()
+    cache, vllm = paste.kv_cache, paste.kv_transfer_config
     assert vllm is not None
     assert 'prefix_store="file:///var/cache/blockyard?size=4GiB"' in cache
     assert vllm["kv_connector_extra_config"]["prefix_store"].startswith("file:///var/cache/blockyard?size=")
@@ -76,11 +80,108 @@ def test_a_store_is_a_choice_and_the_configuration_has_it():
 
 def test_the_arguments_of_the_cache_are_those_that_it_takes(tmp_path: Path):
     found = plan(host_gib=(0.1,), store_gib=(0.1,), preemption_modes=("swap",))
-    cache, _ = found.configuration()
+    cache = found.configuration().kv_cache
     layout = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
     names = {"layout": layout, "KVCache": KVCache, "PrefixCaching": PrefixCaching}
     with eval(cache.replace("/var/cache", str(tmp_path)), names) as opened:
         assert opened.manager.pool().num_blocks == ENGINE.device_blocks
+
+
+def test_waits_for_copies_cost_as_much_as_compute():
+    rows = [TraceRequest(0.0, 320, 640) for _ in range(40)]
+    crowded = EngineOptions(600, max_num_seqs=40, eviction="lru", host_bandwidth=1e9)
+    modes: Any = ("swap", "recompute")
+    found = make_plan(rows, crowded, STEP, PRICES, host_gib=[8], preemption_modes=modes)
+    for choice in found.choices:  # no engine ever waits for a request
+        assert choice.served.times.busy_seconds == pytest.approx(choice.served.times.seconds)
+        assert choice.served.preemptions
+
+
+def test_of_equal_costs_the_fastest_is_recommended_and_of_equals_the_first():
+    found = plan(host_gib=(2,), policies=("lru", "adaptive"), preemption_modes=("swap", "recompute"))
+    (first, *_), costs = found.choices, {choice.per_million_tokens for choice in found.choices}
+    assert len(costs) == 1
+    assert found.recommended is not None
+    assert (found.recommended.options.eviction, found.recommended.options.preemption_mode) == ("lru", "swap")
+    assert first.ttft == min(choice.ttft for choice in found.choices)
+    assert "3 other choices cost as much" in found.sentence()
+
+
+def test_engines_share_the_requests_by_prefix_and_cost_money_all_the_time():
+    one, two = sorted(
+        plan(host_gib=(2,), preemption_modes=("swap",), engines=(1, 2)).choices, key=lambda it: it.engines
+    )
+    assert (one.engines, two.engines, two.per_hour) == (1, 2, pytest.approx(2 * one.per_hour))
+    assert one.per_million_tokens == pytest.approx(
+        one.per_hour * one.served.times.seconds / 3600 / (2 * len(ROWS)) * 1e6
+    )
+    assert np.array_equal(two.served.times.output_tokens, one.served.times.output_tokens)
+    assert not np.isnan(two.served.times.last_token).any()
+    assert two.served.times.hit_rate >= one.served.times.hit_rate  # a prefix stays with its engine
+
+
+def test_a_prefix_and_a_conversation_stay_with_their_engine():
+    rows = [TraceRequest(0.0, 9, 1, (at % 5, 9), 4.0) for at in range(20)]
+    rows += [TraceRequest(1.0, 9, 1, session=at % 3) for at in range(9)]
+    rows += [TraceRequest(2.0, 9, 1, after=(3,))]
+    places = spread_by_prefix(rows, 3)
+    assert sorted(index for place in places for index in place) == list(range(30))
+    engine_of = {index: number for number, place in enumerate(places) for index in place}
+    assert all(engine_of[at] == engine_of[at % 5] for at in range(20))
+    assert all(engine_of[20 + at] == engine_of[20 + at % 3] for at in range(9))
+    assert engine_of[29] == engine_of[3]
+    assert [part_of(rows, place)[-1].after for place in places if 29 in place] == [(place_of(places, 3),)]
+    assert max(map(len, places)) - min(map(len, places)) < 8
+
+
+def place_of(places: list[list[int]], index: int) -> int:
+    return next(place.index(index) for place in places if index in place)
+
+
+def test_arrivals_are_drawn_again_with_the_same_gaps():
+    rng = np.random.default_rng(0)
+    rows = [TraceRequest(float(time), 9, 1) for time in np.sort(rng.uniform(0, 100, 200))]
+    rows += [TraceRequest(0.0, 9, 1, after=(0,), delay=float(at)) for at in range(5)]
+    again, other = redraw_arrivals(rows, 1), redraw_arrivals(rows, 2)
+    assert redraw_arrivals(rows, 0) == rows
+    assert again == redraw_arrivals(rows, 1) != other
+    before, after = (np.diff([row.arrival for row in one[:200]], prepend=0.0) for one in (rows, again))
+    assert np.sort(after) == pytest.approx(np.sort(before))
+    assert not np.array_equal(before, after)
+    assert sorted(row.delay for row in again[200:]) == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_policy_that_wins_only_by_chance_is_not_called_cheaper():
+    found = plan(host_gib=(0,), policies=("lru", "adaptive"), preemption_modes=("swap",), arrival_seeds=3)
+    assert all(len(choice.costs) == len(choice.ttfts) == 3 for choice in found.choices)
+    assert "for 3 seeds of arrivals" in found.sentence()
+
+
+def test_a_trace_without_prefixes_says_so_and_compares_no_caches():
+    rows = [replace(row, hash_ids=(), hash_tokens=0.0) for row in ROWS]
+    found = make_plan(rows, ENGINE, STEP, PRICES, host_gib=(0,), store_gib=(0, 4), policies=("lru", "adaptive"))
+    assert len(found.choices) == 1
+    assert found.sentence().startswith("The trace does not say which prompts share a beginning")
+    assert "eviction and" not in found.sentence()
+    assert "PrefixCaching" not in found.configuration().kv_cache
+
+
+def test_the_scheduler_to_paste_is_the_one_that_was_replayed():
+    found = plan(host_gib=(2,), preemption_modes=("recompute",), arguments=" --kv-cache-dtype fp8")
+    paste = found.configuration()
+    assert (
+        paste.scheduler
+        == 'Scheduler(cache, max_num_seqs=256, max_num_batched_tokens=8192, preemption_mode="recompute")'
+    )
+    flags = "--block-size 4 --num-gpu-blocks-override 60 --max-num-seqs 256 --max-num-batched-tokens 8192"
+    assert paste.vllm == f"vllm serve MODEL --kv-cache-dtype fp8 {flags}"
+
+
+def test_host_memory_beyond_the_knee_is_called_superfluous():
+    assert (
+        "Host memory beyond 2 GiB saves less than 5 % of the time"
+        in plan(host_gib=(0, 2, 2.01), preemption_modes=("swap",)).sentence()
+    )
 
 
 def write(folder: Path) -> Path:
@@ -111,6 +212,25 @@ def test_the_command_prints_choices_recommendation_and_configuration(
     assert main([*command, "--max-ttft", "1e-6", "-q"]) == 1
 
 
+def test_weights_and_cache_must_fit_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = "--block-size 4 --bytes-per-token 2684354 --host-gib 0 --store-gib 0 --jobs 1 --weights-gib 1"
+    command = ["plan", str(write(tmp_path)), *options.split(), "--step-time", "0.01,1e-3,0,0", "--memory-gib", "2"]
+    assert main(command) == 0
+    assert "device of an engine: 80 blocks of 4 tokens = 320 tokens = 0.8 GiB" in capsys.readouterr().out
+    assert main([*command, "--tensor-parallel-size", "2", "--device-blocks", "90"]) == 0
+    assert main([*command, "--device-gib", "0.9"]) == 2
+    assert "leaves 0.8 GiB beside 1 GiB of weights; 90 blocks take 0.9 GiB" in capsys.readouterr().err
+    assert main([*command[:-4], "--step-time", "0.01,1e-3,0,0", "--memory-gib", "2", "--weights-gib", "2"]) == 2
+    assert "a block takes room, too" in capsys.readouterr().err
+
+
+def test_memory_that_one_owns_costs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = "--device-blocks 60 --block-size 4 --bytes-per-token 2684354 --host-gib 2 --jobs 1 --host-price 0"
+    command = ["plan", str(write(tmp_path)), *options.split(), "--step-time", "0.01,1e-3,0,0", "--format", "json"]
+    assert main([*command, "--store-gib", "0", "--device-price", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["choices"][0]["cost_per_hour"] == 2.0
+
+
 def test_the_command_needs_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", str(write(tmp_path))]) == 2
     assert "plan needs step times: give --step-time, --fit or --system" in capsys.readouterr().err
@@ -123,7 +243,9 @@ def test_replay_serves_engines_where_a_step_has_a_time(tmp_path: Path, capsys: p
     assert main([*command, "--html", str(page), "--trace-events", str(events)]) == 0
     text = capsys.readouterr().out
     assert "rows.jsonl: times in milliseconds" in text
-    assert len(text.splitlines()) == 4
+    assert len(text.splitlines()) == 4 + 3  # title, columns, two engines, and the legend
+    for column in text.splitlines()[1].split():
+        assert column in {"mean", "p99"} or column in "\n".join(text.splitlines()[4:])
     names = {event.get("name") for event in json.loads(events.read_text())["traceEvents"]}
     assert {"prefill", "decode"} <= names
     assert "TTFT of rows.jsonl" in page.read_text()

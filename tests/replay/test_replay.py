@@ -104,21 +104,43 @@ def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch
 def test_the_command_prints_a_table_and_the_same_bytes_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     trace = str(write(tmp_path))
     command = ["replay", trace, "--device-blocks", "8,100%", "--host-blocks", "0,8", "--jobs", "1", "--window", "0.5"]
+    command += ["--block-size", "4", "--bytes-per-token", "1048576"]
     outputs = []
     for form in ("text", "text", "json", "json"):
         assert main([*command, "--format", form]) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
     assert outputs[2] == outputs[3]
-    assert outputs[0].startswith("loop.jsonl: 18 requests, 72 blocks of 4 tokens, 12 distinct\n")
+    assert outputs[0].startswith("loop.jsonl: 18 requests, 72 blocks of 4 tokens, 12 distinct; a block of the cache")
+    assert "lru finds 94.1% with 0.0781 GiB" in outputs[0]
+    assert "LRU to best: how far from lru" in outputs[0]
     (found,) = json.loads(outputs[2])["traces"]
     assert len(found["caches"]) == 10  # `optimal` has no host tier
     assert {cache["total_tokens"] for cache in found["caches"]} == {9 * 17}
 
 
+def test_sizes_are_those_of_the_engines_blocks_with_and_without_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    trace, found = str(write(tmp_path)), {}
+    for sizes in ("--device-blocks 8 --block-size 2", "--device-blocks 4", "--device-gib 1"):  # of blocks of 4 tokens
+        options = f"{sizes} --policies lru --bytes-per-token 16777216 --jobs 1 --format json"
+        options += "" if "--block-size" in sizes else " --block-size 4"
+        assert main(["replay", trace, *options.split()]) == 0
+        (cache,) = json.loads(capsys.readouterr().out)["traces"][0]["caches"]
+        found[sizes] = (cache["device_blocks"], cache["hit_tokens"], cache["too_long"])
+    small, same, large = found.values()
+    assert (small[0], same[0], large[0]) == (8, 4, 16)
+    assert small[1:] == same[1:] == (0, 18)  # 4 blocks of 4 tokens, and each prompt has 17
+    assert large[1] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--device-blocks", "0"], "--device-blocks: size '0' is not from 1 to"),
+        (["--device-blocks", "0", "--step-time", "1,0,0,0"], "--device-blocks: size '0' is not from 1 to"),
+        (["--device-gib", "0"], "--device-gib: 0 GiB hold no block of 2097152 bytes"),
         (["--window", "1"], "argument --window: '1' is not a number of at least 0 and below 1"),
         (["--policies", "clock"], "policy is 'clock', must be one of lru, adaptive, optimal"),
         (["--device-blocks", "x"], "size 'x' is neither a number nor a percentage"),

@@ -113,6 +113,9 @@ class Stored:
     def step(self, _start: float, end: float, _step: Step, _scheduler: Scheduler, stored: int) -> None:
         self.at[end] = stored
 
+    def idle(self, time: float, scheduler: Scheduler) -> None:
+        """Nothing happens."""
+
     def copies(self, start: float, end: float, way: str, blocks: int) -> None:
         pass
 

@@ -90,6 +90,33 @@ def _all_stored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ThreadedStore, "_put_good", pretend)
 
 
+def _late_put_stored(patch: pytest.MonkeyPatch) -> None:
+    """A put whose answer did not arrive in time is said to be stored."""
+    give_up = batches.BatchStore._give_up
+
+    def pretend(self: Any, batch: Any, reason: str) -> None:
+        give_up(self, batch, "" if (batch.kind, reason) == ("put", "timeout") else reason)
+
+    patch.setattr(batches.BatchStore, "_give_up", pretend)
+
+
+def _third_overtakes(patch: pytest.MonkeyPatch) -> None:
+    """The third batch of a key does not wait for the second, which still waits for the first."""
+
+    def add(self: Any, batch: Any) -> None:
+        found = {id(last): last for name in batch.names if (last := self._last.get(name)) and not last.before}
+        for earlier in found.values():
+            earlier.followers.append(batch)
+            batch.before += 1
+        self._last.update(dict.fromkeys(batch.names, batch))
+
+    patch.setattr(order.BatchOrder, "add", add)
+
+
+def _known_after_forget(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(known_keys.KnownKeys, "clear", lambda self: self._until.clear())
+
+
 def _no_order(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(order.BatchOrder, "add", lambda self, batch: self._last.update(dict.fromkeys(batch.names, batch)))
 
@@ -424,7 +451,10 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
     "a deletion deletes nothing": (40, _deletes_nothing),
     "damage is not looked for": (100, _no_key_check),
     "a refused put is said to be stored": (20, _all_stored),
+    "a put whose answer came too late is said to be stored": (60, _late_put_stored),
     "batches of one key run in any order": (150, _no_order),
+    "the third batch of a key overtakes the second": (60, _third_overtakes),
+    "known keys survive forget": (20, _known_after_forget),
     "rows of a batch change places": (20, _wrong_row),
     "memory of a put is not given back": (20, _leak),
     "a miss is counted twice": (20, _miscount),
@@ -440,9 +470,11 @@ _FLEETS: dict[str, dict[str, Any]] = {
     "the record replaced whatever is there": {"kinds": ("update", "slow", "gray")},
     "a deletion uses an epoch of a second ago": {"kinds": ("record_loss", "forget"), "store": "object"},
     "a refused put is said to be stored": {"kinds": ("full",)},
+    "a put whose answer came too late is said to be stored": {"kinds": ("slow",)},
+    "the third batch of a key overtakes the second": {"kinds": ("slow",)},
     "batches of one key run in any order": {"kinds": ("slow", "repeat"), "store": "object"},
     "a key that failed is never read again": {"kinds": ("partition", "lossy")},
-    "a quota waits for blocks that the server has lost": {"kinds": ("node_loss",)},
+    "a quota waits for blocks that the server has lost": {"kinds": ("node_loss",), "num_faults": 8},
     "a failed move counts as landed": {"kinds": ("copy",)},
     "a block leaves its list before it is deleted": {"kinds": ("move",), "num_faults": 12},
     "a script runs where half of its keys are": {"kinds": ("move",), "num_faults": 12},
@@ -464,6 +496,8 @@ _FOUND_BY = {
     "a deletion uses an epoch of a second ago": 107,
     "damage is not looked for": 22,
     "a refused put is said to be stored": 4,
+    "a put whose answer came too late is said to be stored": 15,
+    "the third batch of a key overtakes the second": 26,
     "a miss is counted twice": 1,
     "storage that was down is never asked again": 1,
     "a key that failed is never read again": 84,

@@ -63,7 +63,10 @@ def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 
 
 def test_requests_out_of_order_are_sorted_by_arrival(tmp_path: Path) -> None:
-    path = write(tmp_path, mooncake(timestamp=900, input_length=9) + mooncake(timestamp=400, input_length=4))
+    path = write(
+        tmp_path,
+        mooncake(timestamp=900, input_length=9, hash_ids=[]) + mooncake(timestamp=400, input_length=4, hash_ids=[]),
+    )
     assert [(row.arrival, row.input_tokens) for row in read_trace(path)] == [(0.0, 4), (0.5, 9)]
 
 
@@ -197,3 +200,35 @@ def test_published_traces_are_read_whole(traces: Path, name: str, requests: int,
 def test_first_requests_of_the_azure_trace(traces: Path) -> None:
     rows = read_trace(traces / "AzureLLMInferenceTrace_conv.csv", first=2)
     assert rows == [TraceRequest(0.0, 374, 44), TraceRequest(4.314579, 396, 109)]
+
+
+@pytest.mark.parametrize("size", [1, 16, 24, 48, 100, 400, 528, 784, 1000, 1056])
+@pytest.mark.parametrize("partial", [False, True])
+def test_any_block_size_is_inferred_from_the_lengths(tmp_path: Path, size: int, partial: bool) -> None:
+    lengths = [(20 + at * 7 % 10) * size + at * 13 % size for at in range(60)]
+    counts = [-(-length // size) if partial else length // size for length in lengths]
+    rows = [
+        mooncake(input_length=length, hash_ids=list(range(count)))
+        for length, count in zip(lengths, counts, strict=True)
+    ]
+    assert {row.hash_tokens for row in read_trace(write(tmp_path, "".join(rows)))} == {size}
+
+
+def test_lines_that_fit_no_block_size_are_refused_unless_it_is_given(tmp_path: Path) -> None:
+    path = write(tmp_path, mooncake(input_length=160, hash_ids=[1, 2]) + mooncake(input_length=160, hash_ids=[3] * 9))
+    with pytest.raises(TraceError, match=r"fits the lengths of all 2 lines; give hash_tokens \(--hash-tokens\)"):
+        read_trace(path)
+    assert {row.hash_tokens for row in read_trace(path, hash_tokens=18)} == {18}
+    with pytest.raises(TraceError, match="request 2: 9 hash ids of 32 tokens for 160 tokens"):
+        read_trace(path, hash_tokens=32)
+    with pytest.raises(InvalidArgumentError, match="hash_tokens is 0, must be at least 1"):
+        read_trace(path, hash_tokens=0)
+
+
+def test_a_session_id_names_the_conversation_and_a_delay_follows_its_last_answer(tmp_path: Path) -> None:
+    line = {"session_id": "a", "input_length": 1024, "output_length": 5, "hash_ids": [0, 1]}
+    lines = [line | {"timestamp": 5}, line | {"session_id": "b", "timestamp": 7}, line | {"delay": 3000}]
+    rows = read_trace(write(tmp_path, "\n".join(map(json.dumps, lines))))
+    assert [(row.session, row.after, row.delay) for row in rows] == [(0, (), 0.0), (1, (), 0.0), (0, (0,), 3.0)]
+    with pytest.raises(TraceError, match="line 1: without timestamp"):
+        read_trace(write(tmp_path, json.dumps(line | {"delay": 3000})))

@@ -317,13 +317,16 @@ def _add_replay(commands: Any) -> None:
         help="traces: JSONL of Mooncake, Qwen-Bailian, kv-cache-tester or `blockyard record`, also compressed",
     )
     command.add_argument("--first", type=_count(1), metavar="N", help="requests of each trace to read (default: all)")
-    command.add_argument(
+    device, host = command.add_mutually_exclusive_group(), command.add_mutually_exclusive_group()
+    device.add_argument(
         "--device-blocks",
         default="1%,2%,5%,10%,20%,50%,100%",
         metavar="SIZES",
-        help="sizes of the device pool, in blocks or as percentages of the trace's distinct blocks",
+        help="sizes of the device pool in blocks of --block-size tokens, or percentages of the trace's distinct ones",
     )
-    command.add_argument("--host-blocks", default="0", metavar="SIZES", help="sizes of the host tier, in the same form")
+    device.add_argument("--device-gib", type=_numbers, metavar="LIST", help="the same in GiB")
+    host.add_argument("--host-blocks", default="0", metavar="SIZES", help="sizes of the host tier, in the same form")
+    host.add_argument("--host-gib", type=_numbers, metavar="LIST", help="the same in GiB")
     command.add_argument(
         "--policies",
         default="lru,adaptive,optimal",
@@ -347,11 +350,45 @@ def _add_plan(commands: Any) -> None:
         "plan",
         "serve a trace with engines of different tiers and policies, and say which are worth their cost",
         "plan trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8 --max-ttft 1",
-        "plan trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8 --html plan.html",
+        "plan trace.jsonl --step-time 0.01,4e-5,2e-5,9e-8 --engines 1,2,4",
     )
     command.add_argument("trace", type=Path, metavar="TRACE", help="a trace, as for `blockyard replay`")
     command.add_argument("--first", type=_count(1), metavar="N", help="requests of the trace to read (default: all)")
-    command.add_argument("--device-blocks", type=_count(1), default=20000, metavar="N", help="blocks on the device")
+    sizes = command.add_mutually_exclusive_group()
+    sizes.add_argument(
+        "--device-blocks",
+        type=_count(1),
+        metavar="N",
+        help="blocks of the cache on the devices of an engine, --block-size tokens each (default: what --memory-gib "
+        "leaves, else 20000)",
+    )
+    sizes.add_argument("--device-gib", type=_factor, metavar="X", help="the same in GiB")
+    command.add_argument(
+        "--memory-gib", type=_factor, metavar="X", help="GiB of an accelerator: weights and cache must fit it"
+    )
+    command.add_argument(
+        "--memory-utilization", type=_part, default=0.9, metavar="X", help="share of --memory-gib that they may take"
+    )
+    command.add_argument(
+        "--weights-gib",
+        type=_factor,
+        metavar="X",
+        help="GiB of all weights (default: from --model-config, unquantized)",
+    )
+    command.add_argument(
+        "--engines",
+        type=_counts,
+        metavar="LIST",
+        help="numbers of engines to try; requests are spread by prefix, and engines cost money all the time (default: "
+        "one engine, whose pauses cost nothing)",
+    )
+    command.add_argument(
+        "--arrival-seeds",
+        type=_count(1),
+        default=1,
+        metavar="N",
+        help="serve each choice with N draws of the arrivals, so that noise does not choose",
+    )
     command.add_argument("--host-gib", type=_numbers, default="0,32,128", metavar="LIST", help="sizes of host memory")
     command.add_argument("--store-gib", type=_numbers, default="0,1024", metavar="LIST", help="sizes of the store")
     command.add_argument("--policies", default="adaptive", metavar="NAMES", help="eviction policies: lru, adaptive")
@@ -363,8 +400,10 @@ def _add_plan(commands: Any) -> None:
     )
     prices = command.add_argument_group("prices per hour, in any currency")
     prices.add_argument("--device-price", type=_factor, default=2.5, metavar="X", help="accelerators of one engine")
-    prices.add_argument("--host-price", type=_factor, default=0.005, metavar="X", help="a GiB of host memory")
-    prices.add_argument("--store-price", type=_factor, default=0.0002, metavar="X", help="a GiB of the store")
+    prices.add_argument(
+        "--host-price", type=_price, default=0.005, metavar="X", help="a GiB of host memory; 0 for memory that you own"
+    )
+    prices.add_argument("--store-price", type=_price, default=0.0002, metavar="X", help="a GiB of the store")
     _add_engine_options(command)
     _add_picture_options(command)
 
@@ -374,6 +413,12 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--jobs", type=_count(1), metavar="N", help="number of processes (default: one per core)")
     command.add_argument("--executor", metavar="URL", help="run on a Dask cluster instead: dask://HOST:PORT")
     command.add_argument("--max-num-batched-tokens", type=_count(1), default=8192, metavar="N", help="tokens per step")
+    command.add_argument(
+        "--hash-tokens",
+        type=_count(1),
+        metavar="N",
+        help="tokens per hash id of the trace, if its lines do not say (default: inferred from their lengths)",
+    )
     group = command.add_argument_group(
         "times",
         "With --step-time, --fit or --system, whole engines with the real scheduler serve the trace in virtual time.",
@@ -394,6 +439,21 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="use operator times measured on this machine, such as h100_sxm; needs --model-config",
     )
+    group.add_argument(
+        "--fit-blocks",
+        type=_count(1),
+        metavar="N",
+        help="blocks that the engine of --fit had (default: from the meta.json beside the file, as are its limits)",
+    )
+    group.add_argument(
+        "--device-bandwidth",
+        type=_factor,
+        metavar="X",
+        help="GB/s of an accelerator's memory; with --model-config, no step of --fit is faster than its reads",
+    )
+    group.add_argument("--tensor-parallel-size", type=_count(1), default=1, metavar="N", help="accelerators per engine")
+    group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="dtype of keys and values")
+    group.add_argument("--greedy", action="store_true", help="with --system: all requests sample at temperature 0")
     group.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
     group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens per block of the engine")
     group.add_argument("--max-num-seqs", type=_count(1), default=256, metavar="N", help="sequences per step")
@@ -476,6 +536,27 @@ def _numbers(text: str) -> tuple[float, ...]:
     if not all(0 <= value < float("inf") for value in values):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of non-negative numbers separated by commas")
     return values
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Parse whole numbers of at least 1 separated by commas; an argparse type."""
+    return tuple(map(_count(1), text.split(",")))
+
+
+def _price(text: str) -> float:
+    """Parse a number of at least 0; an argparse type."""
+    values = _numbers(text)
+    if len(values) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one number")
+    return values[0]
+
+
+def _part(text: str) -> float:
+    """Parse a share above 0, at most 1; an argparse type."""
+    value = _factor(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0 and at most 1")
+    return value
 
 
 def _share(text: str) -> float:

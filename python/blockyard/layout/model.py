@@ -122,7 +122,7 @@ class ModelMemory:
         Raises:
             InvalidArgumentError: a field is missing, or one that changes the cache is unknown; the message names it.
         """
-        given = _read(config)
+        given = read_config(config)
         fields = _Fields(given)
         fields.cache_dtype, fields.state_dtype = _cache_dtype(given, fields, dtype), state_dtype
         for name in (dtype, state_dtype):
@@ -142,6 +142,11 @@ class ModelMemory:
     def bytes(self, tokens: int) -> int:
         """Return the bytes that a sequence of `tokens` tokens caches."""
         return sum(layer.bytes(tokens) for layer in self.layers)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes by which a long sequence's caches grow with each token."""
+        return sum(layer.entry_bytes / layer.ratio for layer in self.layers if layer.entries is None)
 
     def bytes_by_kind(self, tokens: int) -> dict[LayerKind, int]:
         """Return the bytes that a sequence of `tokens` tokens caches, by kind of layer."""
@@ -207,7 +212,7 @@ class _Fields:
     def state_item(self, usual: str | None = None) -> int:
         """Return the bytes of one element of a recurrent state; by default that of the model."""
         name = self.state_dtype or self.get("mamba_ssm_cache_dtype") or self.get("mamba_ssm_dtype") or usual
-        return _size_of(str(name or _model_dtype(self)))
+        return size_of_dtype(str(name or _model_dtype(self)))
 
     def refuse_unread(self) -> None:
         family = str(self.all.get("model_type"))
@@ -223,7 +228,12 @@ class _Fields:
                 raise InvalidArgumentError(f"config has {name} = {value!r:.40}, which is not known for {family}")
 
 
-def _read(config: Any) -> Mapping[str, Any]:
+def read_config(config: Any) -> Mapping[str, Any]:
+    """Read a configuration, or the part of one that describes the language model.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, or is not a JSON object.
+    """
     if isinstance(config, (str, Path)):
         path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
         try:
@@ -238,11 +248,16 @@ def _read(config: Any) -> Mapping[str, Any]:
         if isinstance(config.get(name), Mapping):
             top = {key: config[key] for key in ("dtype", "torch_dtype", "quantization_config") if config.get(key)}
             text = {key: value for key, value in config[name].items() if value is not None}
-            return _read({**top, **text})
+            return read_config({**top, **text})
     return config
 
 
-def _size_of(name: str) -> int:
+def size_of_dtype(name: str) -> int:
+    """Return the bytes of one element.
+
+    Raises:
+        InvalidArgumentError: the dtype is unknown.
+    """
     name = name.removeprefix("torch.")
     if name not in _ITEM_SIZES:
         raise InvalidArgumentError(f"dtype is {name!r}, must be one of {', '.join(_DTYPES)}")
@@ -261,7 +276,7 @@ def _cache_dtype(given: Mapping[str, Any], fields: _Fields, dtype: str | None) -
     scheme = quantized.get("kv_cache_scheme") or {}
     algorithm = quantized.get("kv_cache_quant_algo") or ("FP8" if scheme else None)
     if algorithm is None:
-        _size_of(name := _model_dtype(fields))
+        size_of_dtype(name := _model_dtype(fields))
         return name
     if str(algorithm).upper() != "FP8" or scheme.get("num_bits", 8) != 8:
         raise InvalidArgumentError(f"quantization_config of the config has {algorithm!r} keys and values, must be FP8")
@@ -446,7 +461,7 @@ def _linear(fields: _Fields) -> list[LayerCache]:
         if all(fields.get(name) is not None for name in names):
             state, conv, usual = state_of(fields)
             width = (fields.first("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel") - 1) if conv else 0
-            size = state * fields.state_item(usual) + conv * width * _size_of(_model_dtype(fields))
+            size = state * fields.state_item(usual) + conv * width * size_of_dtype(_model_dtype(fields))
             return [LayerCache("recurrent", size, 1)]
     known = "; ".join(" and ".join(names) for names, _ in _STATES)
     raise InvalidArgumentError(f"config has recurrent layers and none of the fields that describe their state: {known}")
@@ -500,7 +515,7 @@ _STATES: Final[tuple[tuple[tuple[str, ...], _State], ...]] = (
 
 def _conv(fields: _Fields) -> list[LayerCache]:
     width = fields.count("conv_L_cache") - 1
-    return [LayerCache("conv", fields.count("hidden_size") * width * _size_of(_model_dtype(fields)), 1)]
+    return [LayerCache("conv", fields.count("hidden_size") * width * size_of_dtype(_model_dtype(fields)), 1)]
 
 
 def _compressed(fields: _Fields, name: str, *, overlap: bool) -> list[LayerCache]:

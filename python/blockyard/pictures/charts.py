@@ -9,12 +9,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.pictures.style import COLORS, DASHES, GREY, SYMBOLS, Axis, Figure, axis_of, title_of
+from blockyard.pictures.style import COLORS, DASHES, GREY, SYMBOLS, Axis, Figure, above, axis_of, title_of
 
 __all__ = ["cdf_figure", "hit_rate_figure", "pareto_figure"]
 
 _MAX_POINTS: Final = 1000
 """Maximum number of points of a distribution; more samples are reduced to quantiles."""
+_CORNERS: Final = ("top right", "bottom left", "top left", "bottom right")
+"""Where the numbers of choices are, so that those of neighbours that are close do not lie on each other."""
 _MAX_TICKS: Final = 10
 """Maximum number of capacities that each get a tick on the axis."""
 
@@ -47,7 +49,7 @@ def hit_rate_figure(
         "xaxis": axis_of(capacity, capacities) | ticks,
         "yaxis": {"title": title_of(("hit rate", "% of prompt tokens")), "rangemode": "tozero"},
     }
-    return {"data": data, "layout": layout}
+    return {"data": data, "layout": layout | above(data)}
 
 
 def cdf_figure(samples: Mapping[str, ArrayLike], quantity: Axis) -> Figure:
@@ -75,9 +77,8 @@ def cdf_figure(samples: Mapping[str, ArrayLike], quantity: Axis) -> Figure:
     layout = {
         "xaxis": axis_of(quantity, values),
         "yaxis": {"title": title_of(("requests", "%")), "range": [0, 100]},
-        "legend": {"orientation": "h", "y": -0.25},
     }
-    return {"data": data, "layout": layout}
+    return {"data": data, "layout": layout | above(data)}
 
 
 def pareto_figure(
@@ -89,6 +90,8 @@ def pareto_figure(
     recommended: str | None = None,
 ) -> Figure:
     """Draw choices, and the front: those that no other choice beats on one axis without being worse on the other.
+
+    The choices on the front are numbered; the legend has their names.
 
     Args:
         choices: positions by name.
@@ -103,26 +106,31 @@ def pareto_figure(
     if recommended is not None and recommended not in choices:
         raise InvalidArgumentError(f"recommended is {recommended!r}, must be one of {', '.join(choices)}")
     sign, front, best = (1 if better == "lower" else -1), list[str](), float("inf")
-    for name in sorted(choices, key=lambda name: (choices[name][0], sign * choices[name][1], name)):
+    for name in sorted(
+        choices, key=lambda name: (choices[name][0], sign * choices[name][1], name != recommended, name)
+    ):
         if sign * choices[name][1] < best:
             front.append(name)
             best = sign * choices[name][1]
     others = [name for name in choices if name not in front]
-    data = [
-        _points("dominated", others, choices, color=GREY, symbol="x"),
-        _points("Pareto front", front, choices, color=COLORS[0], mode="lines+markers"),
-    ]
-    data[1]["line"]["shape"] = "hv"
+    data = [_points("Pareto front", front, choices, color=COLORS[0], mode="lines")]
+    data[0]["line"]["shape"] = "hv"
+    if others:
+        data.append(_points("dominated", others, choices, color=GREY, symbol="x"))
     if recommended is not None:
-        data.append(_points("recommended", [recommended], choices, color=COLORS[1], symbol="star"))
-        data[-1]["marker"]["size"] = 16
+        data.append(_points(f"recommended: {recommended}", [recommended], choices, color=COLORS[1], symbol="star"))
+        data[-1]["marker"]["size"] = 18
+    for number, name in enumerate(front, 1):
+        data.append(_points(f"{number}: {name}", [name], choices, color=COLORS[0], mode="markers+text"))
+        data[-1] |= {"text": [str(number)], "textposition": _CORNERS[number % len(_CORNERS)], "customdata": [name]}
     for trace in data:
-        trace["hovertemplate"] = f"%{{text}}<br>%{{x:.4g}} {x[1]}, %{{y:.4g}} {y[1]}<extra></extra>"
+        trace.setdefault("customdata", trace["text"])
+        trace["hovertemplate"] = f"%{{customdata}}<br>%{{x:.4g}} {x[1]}, %{{y:.4g}} {y[1]}<extra></extra>"
     layout = {
         "xaxis": axis_of(x, [position[0] for position in choices.values()]),
-        "yaxis": axis_of(y, [position[1] for position in choices.values()]),
+        "yaxis": axis_of(y, [position[1] for position in choices.values()]) | {"rangemode": "tozero"},
     }
-    return {"data": data, "layout": layout}
+    return {"data": data, "layout": layout | above(data)}
 
 
 def _line(

@@ -66,12 +66,20 @@ const axis = (line) => (
 const base = (ink, line) => ({
   paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: {color: ink, family: $json_font, size: 13},
   margin: {l: 90, r: 20, t: 36, b: 60}, hoverlabel: {align: "left"},
-  modebar: {bgcolor: "rgba(0,0,0,0)", color: line, activecolor: ink}, xaxis: axis(line), yaxis: axis(line),
+  modebar: {bgcolor: "rgba(0,0,0,0)", color: line, activecolor: ink},
+  xaxis: {...axis(line), ticklabelstandoff: 6}, yaxis: axis(line),
 });
+// On a narrow page, long names of the legend and the axis are broken into lines.
+const broken = (text) => text && innerWidth < 600 ? text.replace(/(.{20,}?) /g, "$$1<br>") : text;
+const titled = ({xaxis, ...rest}) =>
+  ({...rest, xaxis: {...xaxis, ...(xaxis?.title && {title: {text: broken(xaxis.title.text)}})}});
 const draw = (isDark) => {
   const template = {layout: isDark ? base("#e6e8ea", "#3d444d") : base("#1b1f23", "#d0d7de")};
-  return Promise.all(figures.map((figure, number) => Plotly.react("figure-" + number, figure.data,
-    {...figure.layout, template}, {displaylogo: false, responsive: true, plotlyServerURL: ""})));
+  const options = {displaylogo: false, responsive: true, plotlyServerURL: ""};
+  return Promise.all(figures.map((figure, number) => {
+    const data = figure.data.map((trace) => ({...trace, name: broken(trace.name)}));
+    return Plotly.react("figure-" + number, data, {...titled(figure.layout), template}, options);
+  }));
 };
 draw(dark.matches).then(() => { document.body.dataset.drawn = figures.length; });
 dark.addEventListener("change", () => draw(dark.matches));

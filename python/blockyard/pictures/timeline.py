@@ -48,7 +48,8 @@ def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",))
         "xaxis": {"title": {"text": _TIME_TITLES[timeline.time_unit]}, "anchor": f"y{_suffix(len(heights))}"},
     }
     if start < end:
-        layout["xaxis"]["range"] = [start - (end - start) / 100, end + (end - start) / 100]
+        around = (end - start) / 100
+        layout["xaxis"]["range"] = [max(start - around, min(start, 0.0)), end + around]
     top, data = total, list[dict[str, Any]]()
     for number, height in enumerate(heights, 1):
         suffix = _suffix(number)

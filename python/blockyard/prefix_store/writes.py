@@ -90,12 +90,19 @@ class Writes:
             del self._reading[0]
         # A hanging store has thousands of batches and no answers.
         answers = self._store.num_answers
-        if self._num_answers != answers:
-            self._putting = [
-                write
-                for write in self._putting
-                if write.batch is None or (answer := write.batch.answer) is None or not self._take_answer(write, answer)
-            ]
+        if unseen := answers - self._num_answers:  # those of reads, too
+            while self._putting and (batch := self._putting[0].batch) is not None and batch.answer is not None:
+                self._take_answer(self._putting[0], batch.answer)
+                del self._putting[0]
+                unseen -= 1
+            if unseen:  # some did not arrive in order
+                self._putting = [
+                    write
+                    for write in self._putting
+                    if write.batch is None
+                    or (answer := write.batch.answer) is None
+                    or not self._take_answer(write, answer)
+                ]
             self._num_answers = answers
         self._waits_for_engine = False
         while not self._is_closed and (room := self._max_blocks - self.num_blocks) > 0:

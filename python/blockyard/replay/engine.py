@@ -99,7 +99,7 @@ class Times:
         refused: number of requests that can never fit.
         seconds: end of the last step.
         steps: number of steps with compute.
-        busy_seconds: total time of compute.
+        busy_seconds: total time with unfinished requests: compute, and waits for copies.
         scheduler: counters of the scheduler.
         store: counters of the prefix store's storage; None without a store.
         hit_rate: share of the prompts' tokens that were cached when requests were first admitted.
@@ -163,6 +163,9 @@ class ReplayWatch(Protocol):
 
     def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:
         """A step was computed; it may stand for many plain decoding steps. The prefix store has `stored` blocks."""
+
+    def idle(self, time: float, scheduler: Scheduler) -> None:
+        """All requests have ended at this time; none has arrived yet."""
 
     def copies(self, start: float, end: float, way: str, blocks: int) -> None:
         """Blocks were copied to or from the host; `way` is the kind of transfer."""
@@ -340,6 +343,8 @@ class _Replay:
                 if self._decided_at < self._now or self._arrived:
                     self._decided_at, self._seats, self._ended = self._now, 0, 0
                     continue
+                if self._watch is not None:
+                    self._watch.idle(self._now, scheduler)
                 later = self._next_event()
                 if later == inf:
                     break
@@ -470,7 +475,7 @@ class _Replay:
         return end
 
     def _compute(self, step: Step, loaded: float) -> None:
-        decodes, decided_at = step.decodes, self._decided_at
+        decodes, decided_at, waits_from = step.decodes, self._decided_at, self._now
         begin = max(self._now, loaded)
         count, start, self._now = self._model_steps(step, begin)
         self._decided_at = start if self._options.async_scheduling else self._now
@@ -479,7 +484,7 @@ class _Replay:
             stored = 0 if self._tier is None else self._tier.stats.cached_blocks
             self._watch.step(begin, self._now, step, self._scheduler, stored)
         self._steps += count
-        self._busy += self._now - begin
+        self._busy += self._now - waits_from
         self._last_took = (self._now - begin) / count
         self._decoded += count
         for row in range(decodes, step.rows):
@@ -548,6 +553,7 @@ class _Replay:
             later = min(later, self._now + _IDLE_SECONDS)  # a load may pass its deadline
         if later == inf:
             raise InvariantError(f"{self._scheduler.num_unfinished} requests wait, but nothing is in flight")
+        self._busy += max(0.0, later - self._now)
         self._now = self._decided_at = max(self._now, later)
 
 

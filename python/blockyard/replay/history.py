@@ -29,19 +29,26 @@ class History:
         kind = "decode" if step.decodes == step.rows else "prefill" if not step.decodes else "prefill and decode"
         args = {"sequences": step.rows, "tokens": len(step.token_ids)}
         self.timeline.add(Span("steps", kind, start, end, args))
+        if stored or ("store (blocks)", "stored") in self._values:
+            self._count("store (blocks)", "stored", start, stored)
+        self._state(start, scheduler)
+
+    def idle(self, time: float, scheduler: Scheduler) -> None:
+        """Record that nothing runs, so that the last step's state does not last until the next step."""
+        self._state(time, scheduler)
+
+    def _state(self, time: float, scheduler: Scheduler) -> None:
         stats = scheduler.manager.stats()
         for tier in ("device", "host"):
             if size := stats.num_blocks[tier]:
                 panel = f"{tier} (blocks)"
-                self._count(panel, "in use", start, stats.used_blocks[tier])
-                self._count(panel, "cached", start, stats.cached_blocks[tier])
-                self._count(panel, "size", start, size)
-        if stored or ("store (blocks)", "stored") in self._values:
-            self._count("store (blocks)", "stored", start, stored)
+                self._count(panel, "in use", time, stats.used_blocks[tier])
+                self._count(panel, "cached", time, stats.cached_blocks[tier])
+                self._count(panel, "size", time, size)
         running, swapped = scheduler.num_running, scheduler.num_swapped
-        self._count("requests", "running", start, running)
-        self._count("requests", "waiting", start, scheduler.num_unfinished - running - swapped)
-        self._count("requests", "swapped", start, swapped)
+        self._count("requests", "running", time, running)
+        self._count("requests", "waiting", time, scheduler.num_unfinished - running - swapped)
+        self._count("requests", "swapped", time, swapped)
 
     def copies(self, start: float, end: float, way: str, blocks: int) -> None:
         """Record a batch of copies."""

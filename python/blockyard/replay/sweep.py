@@ -118,8 +118,10 @@ def _measure(trace: PackedTrace, cache: tuple[str, int, int], first: int, max_nu
     )
 
 
-def read_blocks(text: str, distinct: int) -> list[int]:
+def read_blocks(text: str, distinct: int, *, least: int = 0) -> list[int]:
     """Parse sizes: numbers of blocks, or percentages of the trace's distinct blocks, separated by commas.
+
+    A percentage of few blocks is rounded up to `least`; a number below it is refused.
 
         >>> read_blocks("1%,50", 1000)
         [10, 50]
@@ -134,9 +136,9 @@ def read_blocks(text: str, distinct: int) -> list[int]:
             value = float(number) * distinct / 100 if is_share else int(number)
         except ValueError:
             raise InvalidArgumentError(f"size {part.strip()!r} is neither a number nor a percentage") from None
-        if not 0 <= value < 2**31:
-            raise InvalidArgumentError(f"size {part.strip()!r} is not from 0 to {2**31 - 1} blocks")
-        sizes.append(round(value))
+        if not (0 if is_share else least) <= value < 2**31:
+            raise InvalidArgumentError(f"size {part.strip()!r} is not from {least} to {2**31 - 1} blocks")
+        sizes.append(max(round(value), least))
     return sizes
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -43,19 +44,37 @@ def parser_for(text: str) -> tuple[Parser, bool]:
 
 
 class _Mooncake:
-    """Lines with `timestamp` in milliseconds, two lengths and, optionally, hash ids and the name of a session."""
+    """Lines with `timestamp` in milliseconds, two lengths and, optionally, hash ids and the name of a session.
+
+    A session's later lines may have a `delay` in milliseconds after the previous answer instead of a timestamp.
+    """
 
     def __init__(self) -> None:
         self._session_of: dict[int | str, int] = {}
+        self._last_of: dict[int, tuple[int, int]] = {}  # index and time of each session's last line
+        self._rows = 0
 
     def read(self, text: str) -> Iterable[Row]:
-        fields = _json_object(text, "timestamp", "input_length", "output_length")
-        name, session = fields.get("session"), None
+        fields = _json_object(text, "input_length", "output_length")
+        key = "session" if fields.get("session") is not None else "session_id"
+        name, session = fields.get(key), None
         if name is not None:
             if type(name) not in (int, str):
-                raise ValueError(f"session is {_shorten(name)}, not a number or a name")
+                raise ValueError(f"{key} is {_shorten(name)}, not a number or a name")
             session = self._session_of.setdefault(name, len(self._session_of))
-        return [(round(_number(fields, "timestamp", "milliseconds") * 10**6), _request(fields, session=session))]
+        request, clock = _request(fields, session=session), 0
+        last = None if session is None else self._last_of.get(session)
+        if "timestamp" in fields:
+            clock = round(_number(fields, "timestamp", "milliseconds") * 10**6)
+        elif "delay" in fields and last is not None:
+            delay = _number(fields, "delay", "milliseconds") / 1e3
+            request, clock = replace(request, after=(last[0],), delay=delay), last[1] + round(delay * 10**9)
+        else:
+            raise ValueError("without timestamp")
+        if session is not None:
+            self._last_of[session] = self._rows, clock
+        self._rows += 1
+        return [(clock, request)]
 
 
 def _request(fields: dict[str, Any], hash_tokens: float = 0.0, session: int | None = None) -> TraceRequest:

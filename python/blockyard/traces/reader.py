@@ -15,10 +15,11 @@ from blockyard.traces.formats import Row, parser_for
 from blockyard.traces.request import TraceRequest
 
 MAX_LINE_BYTES = 16 * 2**20
-_HASH_BLOCKS = tuple(2**n for n in range(3, 15))
+_MAX_HASH_TOKENS = 2**14
+"""Most tokens per hash id that are inferred; larger ones must be given."""
 
 
-def read_trace(path: str | Path, *, first: int | None = None) -> list[TraceRequest]:
+def read_trace(path: str | Path, *, first: int | None = None, hash_tokens: int | None = None) -> list[TraceRequest]:
     """Read a trace file; the requests are sorted by arrival.
 
     Formats: Mooncake's JSONL, which `TraceRecorder` also writes, Qwen-Bailian's JSONL, Azure's CSV, agent sessions of
@@ -28,6 +29,7 @@ def read_trace(path: str | Path, *, first: int | None = None) -> list[TraceReque
     Args:
         path: path of the trace file.
         first: number of requests to read from the start of the file; all if None.
+        hash_tokens: tokens per hash id, for lines that do not say it; None to infer it from the lengths.
 
     Returns:
         The requests. Arrivals start at 0 and never decrease. All sessions of an agent trace start at 0.
@@ -35,15 +37,16 @@ def read_trace(path: str | Path, *, first: int | None = None) -> list[TraceReque
     Raises:
         TraceError: the file cannot be read, its format is unknown, or a line is malformed; the message names file, line
             and problem.
-        InvalidArgumentError: `first` is less than 1.
+        InvalidArgumentError: `first` or `hash_tokens` is less than 1.
     """
-    if first is not None and first < 1:
-        raise InvalidArgumentError(f"first is {first}, must be at least 1")
+    for name, value in (("first", first), ("hash_tokens", hash_tokens)):
+        if value is not None and value < 1:
+            raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
     path = Path(path)
     rows = list(islice(iter_trace(path), first))
     if not rows:
         raise TraceError(f"{path}, line 1: the trace holds no requests")
-    return _in_order(rows)
+    return _in_order(path, rows, hash_tokens)
 
 
 def iter_trace(path: Path) -> Iterator[Row]:
@@ -90,35 +93,66 @@ def _lines(path: Path, file: BufferedIOBase) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def _in_order(rows: list[Row]) -> list[TraceRequest]:
+def _in_order(path: Path, rows: list[Row], hash_tokens: int | None) -> list[TraceRequest]:
     """Sort requests by arrival and renumber `after`. Ties keep the order of the file."""
     order = sorted(range(len(rows)), key=lambda index: rows[index][0])
     place = {index: position for position, index in enumerate(order)}
     start = rows[order[0]][0]
-    guessed = _hash_block([request for _, request in rows])
-    return [
+    requests = [request for _, request in rows]
+    try:
+        size = float(hash_tokens or infer_hash_tokens(requests))
+    except ValueError as error:
+        raise TraceError(f"{path}: {error}; give hash_tokens (--hash-tokens)") from None
+    found = [
         replace(
             request,
             arrival=(clock - start) / 1e9,
-            hash_tokens=(request.hash_tokens or guessed) if request.hash_ids or request.output_hash_ids else 0.0,
+            hash_tokens=(request.hash_tokens or size) if request.hash_ids or request.output_hash_ids else 0.0,
             after=tuple(place[other] for other in request.after),
         )
         for clock, request in (rows[index] for index in order)
     ]
+    for index, request in zip(order, found, strict=True):
+        if request.hash_ids and (len(request.hash_ids) - 1) * request.hash_tokens >= request.input_tokens:
+            raise TraceError(
+                f"{path}, request {index + 1}: {len(request.hash_ids)} hash ids of {request.hash_tokens:g} tokens "
+                f"for {request.input_tokens} tokens"
+            )
+    return found
 
 
-def _hash_block(requests: list[TraceRequest]) -> float:
-    """Infer the number of tokens per hash id from the lengths, for formats without this number.
+def infer_hash_tokens(requests: list[TraceRequest]) -> int:
+    """Infer the tokens per hash id from the lengths, for formats without this number; 0 if every request has it.
 
-    In some traces a last, partial block has an id, in others it does not. The result is the power of two that matches
-    the most requests.
+    In some traces a last, partial block has an id, in others it does not: all lines follow one of the two, or each line
+    either. Of the numbers that fit every line, it is the roundest: the one with the most
+    factors of two and five.
+
+    Raises:
+        ValueError: no number fits every line.
     """
-    unknown = [request for request in requests if request.hash_ids and not request.hash_tokens]
-    counts = {
-        size: sum(
-            len(request.hash_ids) in (request.input_tokens // size, -(-request.input_tokens // size))
-            for request in unknown
-        )
-        for size in _HASH_BLOCKS
-    }
-    return float(max(counts, key=lambda size: (counts[size], size)))
+    shapes = [(one.input_tokens, len(one.hash_ids)) for one in requests if one.hash_ids and not one.hash_tokens]
+    if not shapes:
+        return 0
+    # With n ids: length // size == n for size in (length / (n + 1), length / n], and -(-length // size) == n for
+    # size in [length / n, length / (n - 1)).
+    whole = (max(length // (n + 1) + 1 for length, n in shapes), min(length // n for length, n in shapes))
+    least = max(-(-length // n) for length, n in shapes)
+    most = min((-(-length // (n - 1)) - 1 for length, n in shapes if n > 1), default=_MAX_HASH_TOKENS)
+    for ranges in ([whole, (least, most)], [(whole[0], most)]):
+        sizes = [size for low, high in ranges for size in range(low, min(high, _MAX_HASH_TOKENS) + 1)]
+        if sizes:
+            return max(sizes, key=lambda size: (_roundness(size), size))
+    raise ValueError(
+        f"no number of tokens up to {_MAX_HASH_TOKENS} per hash id fits the lengths of all {len(shapes)} lines"
+    )
+
+
+def _roundness(size: int) -> int:
+    """Return how often a number can be divided by two or five."""
+    count = 0
+    for factor in (2, 5):
+        while size % factor == 0:
+            size //= factor
+            count += 1
+    return count

@@ -39,6 +39,12 @@ class LinearStepTime:
     decode_row: float
     context_token: float
 
+    def __str__(self) -> str:
+        return (
+            f"{self.fixed * 1e3:.4g} ms a step, {self.prefill_token * 1e6:.4g} us a prompt token, "
+            f"{self.decode_row * 1e6:.4g} us a decoding sequence, {self.context_token * 1e9:.4g} ns a cached token"
+        )
+
     def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
         """Return the seconds of one step; see `StepTime`."""
         tokens, context = 0, int(decode_context.sum())
@@ -61,7 +67,14 @@ class LinearStepTime:
             context += rows
 
     @classmethod
-    def fit_requests(cls, path: str | Path, limits: EngineLimits, *, first: int | None = None) -> LinearStepTime:
+    def fit_requests(
+        cls,
+        path: str | Path,
+        limits: EngineLimits,
+        *,
+        first: int | None = None,
+        at_least: Sequence[float] = (0.0, 0.0, 0.0, 0.0),
+    ) -> LinearStepTime:
         """Fit the four numbers to a run of an engine.
 
         Replays the run with the real scheduler to find each request's steps, then finds the numbers whose sums over
@@ -71,9 +84,13 @@ class LinearStepTime:
             path: `requests.jsonl` of the run; see `EngineRun.read`.
             limits: limits that the engine ran with.
             first: fit the times of the first requests only; all are replayed.
+            at_least: lower bounds of the four numbers, such as `fit.lower_bounds` of the hardware. In a run whose cache
+                was always full, the number of rows hardly changes, and several fits match equally well; a line in the
+                log says so.
 
         Raises:
             TraceError: the file cannot be read or a line is malformed.
             OutOfBlocksError: a request does not fit into the cache that `limits` describes.
+            InvalidArgumentError: a bound is out of range.
         """
-        return cls(*fit_run(EngineRun.read(path), limits, cls, first=first))
+        return cls(*fit_run(EngineRun.read(path), limits, cls, first=first, at_least=at_least).numbers)

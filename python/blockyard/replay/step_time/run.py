@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,30 @@ class EngineLimits:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     async_scheduling: bool = True
+
+    @classmethod
+    def of_run(cls, path: str | Path, *, num_blocks: int | None = None, **usual: int) -> EngineLimits:
+        """Read the limits of a recorded run from the `meta.json` beside its `requests.jsonl`.
+
+        Args:
+            path: `requests.jsonl` of the run.
+            num_blocks: number of blocks of the run; None for the file's.
+            usual: limits by their names, for those that the file does not have.
+
+        Raises:
+            TraceError: `meta.json` cannot be read.
+            InvalidArgumentError: the number of blocks is neither given nor in the file.
+        """
+        meta = _read_meta(Path(path).parent / "meta.json")
+        resolved = meta.get("resolved_config", {})
+        parts = (meta.get("kv_cache", {}), meta.get("engine_kwargs", {}), resolved.get("scheduler_config", {}))
+        known = usual | {key: value for part in parts for key, value in part.items() if value is not None}
+        known["num_blocks"] = num_blocks or known.get("num_gpu_blocks")
+        if known["num_blocks"] is None:
+            raise InvalidArgumentError(
+                f"{path} has no meta.json beside it with num_gpu_blocks: give the number of blocks that the run had"
+            )
+        return cls(**{one.name: known[one.name] for one in fields(cls) if one.name in known})
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,18 +158,32 @@ def check_limits(limits: EngineLimits) -> None:
         )
 
 
+def _read_meta(path: Path) -> dict[str, Any]:
+    """Read a `meta.json`; empty if there is none."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise TraceError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    parts = ("kv_cache", "engine_kwargs", "resolved_config")
+    if not isinstance(found, dict) or not all(isinstance(found.get(part, {}), dict) for part in parts):
+        raise TraceError(f"{path}: not the description of a run")
+    return found
+
+
 def _row(path: str | Path, number: int, line: str) -> tuple[float, ...]:
     try:
-        fields = json.loads(line)
-        missing = [name for name in (*_COUNTS, *_TIMES) if name not in fields]
+        row = json.loads(line)
+        missing = [name for name in (*_COUNTS, *_TIMES) if name not in row]
     except (ValueError, TypeError, RecursionError):
         raise TraceError(f"{path}, line {number}: not a JSON object") from None
     if missing:
         raise TraceError(f"{path}, line {number}: without {', '.join(missing)}")
     for name in _COUNTS:
-        if type(fields[name]) is not int or not 1 <= fields[name] < 2**31:
-            raise TraceError(f"{path}, line {number}: {name} is {fields[name]!r}, not a number of tokens")
+        if type(row[name]) is not int or not 1 <= row[name] < 2**31:
+            raise TraceError(f"{path}, line {number}: {name} is {row[name]!r}, not a number of tokens")
     for name in _TIMES:
-        if type(fields[name]) not in {int, float} or not abs(fields[name]) < 2**53:
-            raise TraceError(f"{path}, line {number}: {name} is {fields[name]!r}, not seconds")
-    return tuple(fields[name] for name in (*_COUNTS, *_TIMES))
+        if type(row[name]) not in {int, float} or not abs(row[name]) < 2**53:
+            raise TraceError(f"{path}, line {number}: {name} is {row[name]!r}, not seconds")
+    return tuple(row[name] for name in (*_COUNTS, *_TIMES))

@@ -115,6 +115,9 @@ class _Log:
         before = self._begins[-1][1] if self._begins else 0
         self._begins += [(start, len(self._took))] if before < len(self._took) else []
 
+    def idle(self, time: float, scheduler: Scheduler) -> None:
+        """Do nothing: only steps count."""
+
     def copies(self, start: float, end: float, way: str, blocks: int) -> None:
         """Do nothing: without a host, nothing is copied."""
 

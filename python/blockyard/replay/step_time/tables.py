@@ -69,6 +69,8 @@ class TableStepTime:
                 raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
         config = read_config(config)
         self._name = f"{config['architectures'][0]}, {system!r}, tensor_parallel_size={tensor_parallel_size}"
+        gpus = f"{tensor_parallel_size} x {system}" if tensor_parallel_size > 1 else system
+        self._text = f"operators of {config['architectures'][0]}, measured on {gpus}"
         operators = Operators(
             config,
             system,
@@ -88,6 +90,9 @@ class TableStepTime:
 
     def __repr__(self) -> str:
         return f"TableStepTime({self._name})"
+
+    def __str__(self) -> str:
+        return self._text
 
     def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
         """Return the seconds of one step; see `StepTime`."""

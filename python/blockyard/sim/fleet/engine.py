@@ -32,6 +32,8 @@ _LATE_SECONDS: Final = 5.0  # how long an abandoned request may still arrive
 NEW_KEYS: Final = 6  # per second
 _HIDDEN: Final = 3.0  # seconds after a failure during which the store may report a key as absent
 _IN_FLIGHT: Final = 5
+_BURSTS: Final = 0.95  # up to this draw of a call, put, delete and get the same keys at once
+_READS_BACK: Final = 0.25  # share of puts that it reads as soon as it has their answer
 
 
 def key_of(key: int) -> bytes:
@@ -51,6 +53,7 @@ class _Pending:
     weights: str
     at: float
     changed_at: float
+    number: int = 0
 
 
 class SimulatedEngine:
@@ -98,6 +101,10 @@ class SimulatedEngine:
         self._asked_at = 0.0  # when it submitted the read that revealed this
         self._forgot_at = 0.0  # end of its last `forget` call
         self._last_put: dict[int, Put] = {}
+        # Own batches of each key, by number: puts, confirmed deletions, and hits with the number of the put they found.
+        self._put_in: dict[int, int] = {}
+        self._deleted: dict[int, list[_Pending]] = {}
+        self._hits: dict[int, list[tuple[_Pending, Put]]] = {}
         self._failed_at: dict[int, float] = {}  # last failed read or write of each key
         self._has_tenants = has_tenants
         self._sure_at = 0.0  # time from which its last clock jump no longer matters
@@ -114,7 +121,9 @@ class SimulatedEngine:
         chance, link = self.loop.random, self.link
         while self.loop.now < until and not link.is_dead:
             if len(self._pending) >= _IN_FLIGHT or (self._pending and chance.random() < 0.4):
-                self._collect(chance.randrange(len(self._pending)))
+                batch = self._collect(chance.randrange(len(self._pending)))
+                if batch.kind == "put" and not link.is_dead and chance.random() < _READS_BACK:
+                    self.get(batch.keys)
             else:
                 self._act()
             if chance.random() < 0.7:
@@ -205,10 +214,18 @@ class SimulatedEngine:
         until(self.loop.now + _LATE_SECONDS)
         if said == "ok":
             self.oracle.check_forgot(name, began_at, begins=revision is None)
+            self._check_known(began_at)
         self.oracle.unsettle(-1, self.loop.now)
         self._say(f"forget {revision!r}: {said}")
         self._log.mark(self._who, "forget")
         return said == "ok"
+
+    def _check_known(self, began_at: float) -> None:
+        """Check that the store, which has just forgotten all blocks, knows of none that is older."""
+        keys = list(self._last_put)
+        for key, is_known in zip(keys, self.store.contains([key_of(key) for key in keys]).tolist(), strict=True):
+            if is_known and not self.link.is_dead:
+                self.oracle.check_known(key, self.weights, began_at)
 
     def lift_quotas(self) -> bool:
         """Remove all quotas. Returns whether the store confirmed it."""
@@ -266,6 +283,9 @@ class SimulatedEngine:
             self.put(keys)
         elif draw < 0.9:
             self.get(keys)
+        elif draw < _BURSTS:  # of keys whose batches wait for each other
+            for act in (self.put, self.delete, self.get):
+                act(keys)
         else:
             there = self.store.contains([key_of(key) for key in keys])
             lacked = self.store.lacks([key_of(key) for key in keys])
@@ -277,16 +297,17 @@ class SimulatedEngine:
     ) -> None:
         self.num_operations += 1
         at, changed_at = self.loop.now, self.oracle.weights_changed_at
-        pending = _Pending(kind, call(), keys, puts, rows, self.weights, at, changed_at)
+        pending = _Pending(kind, call(), keys, puts, rows, self.weights, at, changed_at, self.num_operations)
+        self._put_in.update((put.number, pending.number) for put in puts)
         self._pending.append(pending)
         self._say(f"{kind} {keys} is {pending.ticket}")
 
-    def _collect(self, place: int) -> None:
+    def _collect(self, place: int) -> _Pending:
         batch, store, link = self._pending.pop(place), self.store, self.link
         began = self.loop.now
         done = store.wait(batch.ticket)
         if link.is_dead:  # killed while it waited: the answer is lost
-            return
+            return batch
         if self.loop.now - began > DEADLINE + 1.0 + (CLOCK_STEP if batch.at < self._sure_at else 0.0):
             raise BrokenPromiseError(
                 f"engine {self.number}: {batch.kind} took {self.loop.now - began:.3f} s, its deadline is {DEADLINE} s"
@@ -298,6 +319,7 @@ class SimulatedEngine:
         self._judge(batch, done)
         if batch.rows is not None and not set(done.reasons) & {"timeout", "closed"}:
             batch.rows[:] = 7  # the caller may reuse its rows now
+        return batch
 
     def _judge(self, batch: _Pending, done: Completion) -> None:
         """Check an answer against what the fleet has done."""
@@ -317,10 +339,26 @@ class SimulatedEngine:
             key = batch.keys[index]
             if batch.kind == "get":
                 self.oracle.check_hit(done.rows[index], key, batch.weights, batch.at, batch.changed_at)
+                put = self.oracle.puts[int(bytes(done.rows[index][:8]))]
+                self._hits.setdefault(key, []).append((batch, put))
             elif batch.kind == "put":
                 batch.puts[index].confirmed_at = self.loop.now
             else:
                 self.oracle.confirm_deletion(key, batch.at, self.loop.now)
+                self._deleted.setdefault(key, []).append(batch)
+            self._check_order(key)
+
+    def _check_order(self, key: int) -> None:
+        """Check that no read of this engine has found its own block behind its own deletion, in order of submission."""
+        for read, put in self._hits.get(key, ()):
+            begun = self._put_in.get(put.number)
+            settled = max(self._sure_at, self._forgot_at, self.oracle.rolled_back_at, self.oracle.lost_at)
+            if begun is None or put.confirmed_at is None or put.submitted_at <= settled:
+                continue
+            if any(begun < deletion.number < read.number for deletion in self._deleted.get(key, ())):
+                raise BrokenPromiseError(
+                    f"key {key}: a read found put {put.number} behind a deletion submitted before it"
+                )
 
     def _judge_miss(self, batch: _Pending, key: int, reason: str) -> None:
         if not reason:

@@ -36,9 +36,6 @@ class FleetLog:
         self._loop = loop
         self._counts: Counts[str] = Counts()
         self._faults: list[tuple[float, str, str]] = []  # those that have begun
-        for track, *names in _COUNTED.values():
-            for name in names:
-                self.timeline.add(Counter(track, name, 0.0, 0))
 
     def say(self, who: str, text: str) -> None:
         """Add a line."""
@@ -75,10 +72,18 @@ class FleetLog:
         self.timeline.add(Span(who, kind, start, self._loop.now, {"blocks": len(reasons), "result": result}))
         if kind in _COUNTED:
             track, good, bad = _COUNTED[kind]
-            for name, count in ((good, counts["ok"]), (bad, len(reasons) - counts["ok"])):
-                self._counts[name] += count
-                self.timeline.add(Counter(track, name, self._loop.now, self._counts[name]))
+            self._count(track, {good: counts["ok"], bad: len(reasons) - counts["ok"]})
 
     def add_request(self, who: str, name: str, start: float, *, prompt: int, tokens: int) -> None:
         """Add a finished request with the number of its tokens."""
-        self.timeline.add(Span(who, f"request {name}", start, self._loop.now, {"prompt": prompt, "tokens": tokens}))
+        args: dict[str, float | str] = {"request": name, "prompt": prompt, "tokens": tokens}
+        self.timeline.add(Span(who, "request", start, self._loop.now, args))
+        self._count("requests", {"finished": 1})
+
+    def _count(self, track: str, counts: dict[str, int]) -> None:
+        """Add to the counters of a panel; it exists from its first event on."""
+        for name, count in counts.items():
+            if name not in self._counts:
+                self.timeline.add(Counter(track, name, 0.0, 0))
+            self._counts[name] += count
+            self.timeline.add(Counter(track, name, self._loop.now, self._counts[name]))

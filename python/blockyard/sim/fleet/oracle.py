@@ -197,6 +197,21 @@ class Oracle:
                 f"key {key}: absent, though put {put.number} of {put.submitted_at:.3f} s was confirmed"
             )
 
+    def check_known(self, key: int, weights: str, began_at: float) -> None:
+        """Check a key that an engine says to have a block, right after its `forget` was confirmed.
+
+        Args:
+            key: the key.
+            weights: the engine's weights.
+            began_at: when it called `forget`.
+
+        Raises:
+            BrokenPromiseError: no engine with these weights has put the key since.
+        """
+        since = min(began_at, self.weights_changed_at) - _LATE
+        if not any(put.key == key and put.weights == weights and put.submitted_at >= since for put in self.puts):
+            raise BrokenPromiseError(f"key {key}: known to be there right after forget, but not put since")
+
     def check_hit(self, row: NDArray[np.uint8], key: int, weights: str, asked_at: float, changed_at: float) -> None:
         """Check a block that an engine has found.
 

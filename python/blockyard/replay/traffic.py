@@ -1,0 +1,94 @@
+"""Variations of a trace: its requests spread over several engines, and its arrivals drawn again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.traces import TraceRequest
+
+__all__ = ["has_prefixes", "redraw_arrivals", "spread_by_prefix"]
+
+_NEIGHBOURS: Final = 64
+"""Requests among which gaps between arrivals are exchanged, so that busy and quiet times stay where they are."""
+
+
+def has_prefixes(requests: Sequence[TraceRequest]) -> bool:
+    """Whether a trace says which prompts share a beginning."""
+    return any(len(request.hash_ids) for request in requests)
+
+
+def spread_by_prefix(requests: Sequence[TraceRequest], engines: int) -> list[list[int]]:
+    """Give each request to one of several engines, as a router does that knows prefixes.
+
+    Requests of a conversation go to one engine, and so do those whose prompts begin with the same block. A new
+    conversation or beginning goes to the engine with the fewest tokens so far.
+
+    Args:
+        requests: the trace.
+        engines: number of engines.
+
+    Returns:
+        Indices of the requests of each engine, in order of arrival.
+
+    Raises:
+        InvalidArgumentError: `engines` is less than 1.
+    """
+    if engines < 1:
+        raise InvalidArgumentError(f"engines is {engines}, must be at least 1")
+    places: list[list[int]] = [[] for _ in range(engines)]
+    tokens = [0] * engines
+    engine_of_key: dict[tuple[str, int], int] = {}
+    engine_of: list[int] = []
+    for index, request in enumerate(requests):
+        keys = [("after", other) for other in request.after]
+        keys += [] if request.session is None else [("session", request.session)]
+        keys += [("block", request.hash_ids[0])] if len(request.hash_ids) else []
+        known = (engine_of[number] if kind == "after" else engine_of_key.get((kind, number)) for kind, number in keys)
+        engine = next((one for one in known if one is not None), None)
+        if engine is None:
+            engine = min(range(engines), key=tokens.__getitem__)
+        for key in keys:
+            engine_of_key.setdefault(key, engine)
+        engine_of.append(engine)
+        places[engine].append(index)
+        tokens[engine] += request.input_tokens + request.output_tokens
+    return places
+
+
+def part_of(requests: Sequence[TraceRequest], indices: Sequence[int]) -> list[TraceRequest]:
+    """Return some requests of a trace; those that they wait for must be among them."""
+    place = {index: number for number, index in enumerate(indices)}
+    return [replace(requests[one], after=tuple(place[other] for other in requests[one].after)) for one in indices]
+
+
+def redraw_arrivals(requests: Sequence[TraceRequest], seed: int) -> list[TraceRequest]:
+    """Return a trace with other arrivals of the same kind: gaps and delays are exchanged among neighbours.
+
+    Args:
+        requests: the trace, in order of arrival.
+        seed: 0 for the trace's own arrivals.
+    """
+    if not seed:
+        return list(requests)
+    rng = np.random.default_rng(seed)
+    free = [index for index, request in enumerate(requests) if not request.after]
+    waiting = [index for index, request in enumerate(requests) if request.after]
+    arrivals = np.array([requests[index].arrival for index in free])
+    gaps = _exchange(np.diff(arrivals, prepend=0.0), rng)
+    delays = _exchange(np.array([requests[index].delay for index in waiting]), rng)
+    found = list(requests)
+    for index, arrival in zip(free, np.cumsum(gaps).tolist(), strict=True):
+        found[index] = replace(found[index], arrival=arrival)
+    for index, delay in zip(waiting, delays.tolist(), strict=True):
+        found[index] = replace(found[index], delay=delay)
+    return found
+
+
+def _exchange(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    parts = [rng.permutation(values[first : first + _NEIGHBOURS]) for first in range(0, len(values), _NEIGHBOURS)]
+    return np.concatenate(parts) if parts else values

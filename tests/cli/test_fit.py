@@ -1,0 +1,62 @@
+"""`--fit`: the run's own limits, and bounds from the hardware."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from blockyard import cli
+from blockyard.errors import InvalidArgumentError
+
+STEP = {"arrival_time": 0.0, "queued_ts": 1.0, "scheduled_ts": 1.0, "first_token_ts": 1.1, "last_token_ts": 2.0}
+CONFIG = {
+    "hidden_size": 1000,
+    "intermediate_size": 1000,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 10,
+    "vocab_size": 10000,
+    "model_type": "llama",
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "requests.jsonl"
+    rows = [STEP | {"input_toks": 64 + at, "output_toks": 20, "arrival_time": float(at)} for at in range(4)]
+    path.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), "utf-8")
+    return path
+
+
+def fitted(run: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, str]:
+    command = ["replay", str(run), "--fit", str(run), "--jobs", "1", "--device-blocks", "40", "--policies", "lru"]
+    return cli.main([*command, "--format", "json", *more]), capsys.readouterr().err
+
+
+def test_a_fit_without_the_runs_number_of_blocks_is_refused(run: Path, capsys: pytest.CaptureFixture[str]):
+    code, error = fitted(run, capsys)
+    assert (code, "no meta.json beside it with num_gpu_blocks" in error) == (2, True)
+    assert fitted(run, capsys, "--fit-blocks", "40")[0] == 0
+
+
+def test_a_fit_takes_the_number_of_blocks_from_the_file_beside_the_run(run: Path, capsys: pytest.CaptureFixture[str]):
+    (run.parent / "meta.json").write_text(json.dumps({"kv_cache": {"num_gpu_blocks": 4}}), "utf-8")
+    code, error = fitted(run, capsys)
+    assert (code, "request 0 needs 6 blocks, the cache has 4" in error) == (2, True)
+
+
+def test_the_hardware_bounds_a_fit(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    bounds = []
+
+    def note(_run: object, _limits: object, _make: object, *, at_least: tuple[float, ...]) -> object:
+        bounds.append(at_least)
+        raise InvalidArgumentError("enough")
+
+    monkeypatch.setattr("blockyard.cli.replays.fit_run", note)
+    config = ("--fit-blocks", "40", "--device-bandwidth", "1", "--model-config", str(run.parent / "config.json"))
+    for gpus in (1, 2):
+        assert fitted(run, capsys, *config, "--tensor-parallel-size", str(gpus)) == (2, "blockyard: enough\n")
+        weights = 2 * (10 * 7 * 1000 * 1000 + 1000 * 10000)  # bytes: 10 layers, and the output embedding
+        assert bounds[-1] == pytest.approx((weights / 1e9 / gpus, 0, 0, 2 * 2 * 10 * 1000 / 1e9 / gpus))
+    code, error = fitted(run, capsys, *config[:4])
+    assert (code, "--device-bandwidth needs --model-config" in error) == (2, True)
