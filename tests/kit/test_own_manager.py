@@ -216,5 +216,5 @@ def test_a_copy_engine_that_drops_copies_is_found():
 
 
 def test_a_machine_for_own_calls_names_what_is_missing():
-    with pytest.raises(InvalidArgumentError, match="got allocate: .* also needs free, block_table, factory"):
+    with pytest.raises(InvalidArgumentError, match=r"got allocate: .* also needs free, block_table, factory"):
         manager_machine(allocate=lambda mine, length: mine.allocate(length))

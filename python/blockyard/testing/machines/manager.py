@@ -347,7 +347,7 @@ def manager_machine(
     fork: Callable[[Any, Any], object] | None = None,
     copies: Callable[[Any], Iterable[tuple[int, int]]] | None = None,
     full: type[Exception] | tuple[type[Exception], ...] = OutOfBlocksError,
-) -> type[ManagerMachine] | type[OwnManagerMachine]:
+) -> type[ManagerMachine | OwnManagerMachine]:
     """Make a state machine for a manager with the calls of `BlockManager`, or with its own calls.
 
     Args:

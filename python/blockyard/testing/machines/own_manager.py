@@ -58,7 +58,6 @@ class OwnManagerMachine(RecordingMachine):
     def step(self, freed: list[int], forked: list[int], lengths: list[int], grown: list[int]) -> None:
         """Run one step."""
         self.record.next_step()
-        self.record.counts["steps"] += 1
         for pick in freed:
             if self.sequences:
                 self.free(pick % len(self.sequences))
