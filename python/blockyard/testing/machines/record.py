@@ -266,7 +266,7 @@ class RecordingMachine(RuleBasedStateMachine):
 
     @classmethod
     def covered(cls) -> str:
-        """Say how often the run did what."""
+        """Return how often the run did what."""
         return ", ".join(f"{name} {count:,}" for name, count in cls.totals.items())
 
     @classmethod
