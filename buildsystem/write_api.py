@@ -262,6 +262,7 @@ def members_of(target: type) -> Iterator[tuple[str, object]]:
             described = inspect.isroutine(value) or isinstance(value, property | staticmethod | classmethod)
             described |= type(value).__name__ in {"getset_descriptor", "member_descriptor", "cached_property"}
             is_hidden = name.startswith(("_", "test_"))  # the names of tests are sentences
+            is_hidden |= any(mark.startswith("hypothesis_stateful_") for mark in getattr(value, "__dict__", ()))
             if is_hidden or name in seen or not (described or type(value) is target):
                 continue
             seen.add(name)

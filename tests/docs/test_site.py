@@ -1,11 +1,15 @@
 """The site builds without a warning, reads nothing from the network, and lists its pages for language models."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from browser import CHROMIUM, LOADED, browser_page
+from sphinx.util.inventory import InventoryFile
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -46,6 +50,70 @@ def test_language_models_find_every_page(site: Path):
     assert all((site / path).exists() for path in linked)
     full = (site / "llms-full.txt").read_text(encoding="utf-8")
     assert not [name for name in sources() if not titles(name) <= set(full.splitlines())]
+
+
+def test_an_inventory_leads_other_sites_to_the_anchor_of_each_method(site: Path):
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
+    for kind, name in (
+        ("py:class", "blockyard.BlockManager"),
+        ("py:method", "blockyard.BlockManager.append"),
+        ("py:method", "blockyard.Scheduler.schedule"),
+        ("py:function", "blockyard.testing.machines.manager_machine"),
+    ):
+        page, _, anchor = inventory[kind][name].uri.partition("#")
+        assert anchor == name
+        assert f'id="{name}"' in (site / page).read_text(encoding="utf-8")
+
+
+def test_a_page_of_a_class_has_what_help_says_without_the_rules_of_machines(site: Path):
+    page = (site / "reference/names/blockyard.BlockManager.html").read_text(encoding="utf-8")
+    for said in ("<strong>lookahead</strong>", "Returns", "Raises", "too few free blocks", "&gt;&gt;&gt; "):
+        assert said in page, said
+    machine = (site / "reference/names/blockyard.testing.machines.ManagerMachine.html").read_text(encoding="utf-8")
+    assert "preempt_and_resume" not in machine
+    assert "same_ids" in machine
+
+
+def test_the_search_finds_an_option_by_its_words(site: Path):
+    text = (site / "searchindex.js").read_text(encoding="utf-8")
+    index: Any = json.loads(text[text.index("(") + 1 : text.rindex(")")])
+    found = [index["terms"][word] for word in ("prefetch", "timeout")]
+    both = set.intersection(*[{pages} if isinstance(pages, int) else set(pages) for pages in found])
+    assert "reference/names/blockyard.KVCache" in {index["docnames"][page] for page in both}
+
+
+PAGES = ("index", "engines/vllm", "reference/store-urls", "reference/errors", "benchmarks/manager", "changelog")
+BROKEN_WORDS = """
+[...document.querySelectorAll('td, th')].flatMap(cell => {
+  const walk = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), broken = [];
+  while (walk.nextNode()) {
+    for (const word of walk.currentNode.data.matchAll(/\\w+/g)) {
+      const range = document.createRange();
+      range.setStart(walk.currentNode, word.index);
+      range.setEnd(walk.currentNode, word.index + word[0].length);
+      if (new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1) broken.push(word[0]);
+    }
+  }
+  return broken;
+})
+"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_window_shows_the_contents_and_breaks_no_word_in_a_table(site: Path, tmp_path: Path, width: int):
+    with browser_page(site / "index.html", tmp_path / "profile", width=width, ready=LOADED) as browser:
+        for name in (*PAGES, "reference/names/blockyard.BlockManager"):
+            browser.open(site / f"{name}.html", dark=False, width=width, ready=LOADED)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width, name
+            assert browser.evaluate(BROKEN_WORDS) == [], name
+
+            contents = browser.evaluate(
+                "(tree => tree && [tree.getBoundingClientRect().left, tree.getBoundingClientRect().right])"
+                "(document.querySelector('.toc-tree'))"
+            )
+            if width == 1280 and contents:
+                assert 0 < contents[0] < contents[1] <= width, name
 
 
 def test_pages_name_tests_that_exist():

@@ -135,7 +135,7 @@ def simulation() -> Simulation:
     config = Config(block_size=2, device_blocks=4)
     watch = SequenceWatch()
     watch.manager, watch.memory = BlockManager(**config.arguments()), LateMemory(config)
-    watch.texts["a"] = [1, 2, 3, draw_token([1, 2, 3], 0)]
+    watch.texts["a", 0] = [1, 2, 3, draw_token([1, 2, 3], 0)]
     return Simulation(watch, lambda decision: [])
 
 

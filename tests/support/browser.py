@@ -18,6 +18,8 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SECONDS = 240.0
+DRAWN = "document.body && document.body.dataset.drawn"
+LOADED = "document.readyState === 'complete' && location.href !== 'about:blank'"
 # Chromium uses descriptors 3 and 4 for its protocol.
 START = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
@@ -58,8 +60,8 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def open(self, path: Path, *, dark: bool, width: int) -> None:
-        """Open a page and wait until its figures are drawn."""
+    def open(self, path: Path, *, dark: bool, width: int, ready: str) -> None:
+        """Open a page and wait until it is ready."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Runtime", "Log", "Network", "Page"):
@@ -69,7 +71,7 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.call("Page.navigate", url=path.as_uri())
         until = time.monotonic() + SECONDS
-        while not self.evaluate("document.body && document.body.dataset.drawn"):
+        while not self.evaluate(ready):
             assert time.monotonic() < until, "the page draws nothing"
             assert not self.problems, self.problems
             time.sleep(0.05)
@@ -110,7 +112,9 @@ def pipe() -> list[int]:
 
 
 @contextmanager
-def browser_page(path: Path, profile: Path, *, dark: bool = False, width: int = 1280) -> Iterator[Page]:
+def browser_page(
+    path: Path, profile: Path, *, dark: bool = False, width: int = 1280, ready: str = DRAWN
+) -> Iterator[Page]:
     """Open a file in a headless Chromium.
 
     Args:
@@ -118,6 +122,7 @@ def browser_page(path: Path, profile: Path, *, dark: bool = False, width: int = 
         profile: an empty folder for the browser.
         dark: whether `prefers-color-scheme` is dark.
         width: width of the window, in pixels.
+        ready: JavaScript that is true once the page is ready.
     """
     assert CHROMIUM is not None
     (theirs_in, to), (back, theirs_out) = pipe(), pipe()
@@ -132,7 +137,7 @@ def browser_page(path: Path, profile: Path, *, dark: bool = False, width: int = 
     os.close(theirs_out)
     try:
         page = Page(to, back)
-        page.open(path, dark=dark, width=width)
+        page.open(path, dark=dark, width=width, ready=ready)
         yield page
     finally:
         os.close(to)  # it ends with its pipe

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, Final, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from blockyard._core import AllocStatus, BlockManager, Pairs
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.testing.interfaces import Config, ManagerLike, TierName
+from blockyard.testing.machines.own_manager import OwnManagerMachine
 from blockyard.testing.machines.record import RecordingMachine
 from blockyard.testing.machines.side_by_side import (
     MAX_OPEN,
@@ -335,18 +337,36 @@ class ManagerMachine(SideBySide, RecordingMachine):
 
 
 def manager_machine(
-    factory: Callable[[Config], ManagerLike] | None = None,
+    factory: Callable[[Config], Any] | None = None,
     *,
     same_ids: bool = True,
-) -> type[ManagerMachine]:
-    """Make a state machine for a manager.
+    allocate: Callable[[Any, int], object] | None = None,
+    free: Callable[[Any, Any], object] | None = None,
+    block_table: Callable[[Any, Any], Iterable[int]] | None = None,
+    append: Callable[[Any, Any], object] | None = None,
+    fork: Callable[[Any, Any], object] | None = None,
+    copies: Callable[[Any], Iterable[tuple[int, int]]] | None = None,
+    full: type[Exception] | tuple[type[Exception], ...] = OutOfBlocksError,
+) -> type[ManagerMachine | OwnManagerMachine]:
+    """Make a state machine for a manager with the calls of `BlockManager`, or with its own calls.
 
     Args:
         factory: makes the manager under test; defaults to Blockyard's.
         same_ids: whether it must choose the same block ids as the reference model, lowest first.
+        allocate: for a manager with its own calls: opens a sequence of some tokens and returns it. The arguments below
+            count only with this one.
+        free: frees a sequence.
+        block_table: returns the block ids of a sequence.
+        append: appends one token to a sequence, and may return its slot; sequences never grow if None.
+        fork: returns a new sequence that shares all blocks of another; never called if None.
+        copies: returns the block copies `(from, to)` since it was last called, to run before the step's writes.
+        full: what the manager raises if too few blocks are free.
 
     Returns:
         A state machine; its `TestCase` runs under pytest and unittest.
+
+    Raises:
+        InvalidArgumentError: a manager with its own calls lacks `factory`, `allocate`, `free` or `block_table`.
 
     Example:
         >>> from hypothesis import settings
@@ -355,5 +375,18 @@ def manager_machine(
         >>> machine = manager_machine(lambda config: BlockManager(**config.arguments()))
         >>> run_state_machine_as_test(machine, settings=settings(max_examples=2, deadline=None, database=None))
     """
+    given: dict[str, Callable[..., Any] | None] = {"allocate": allocate, "free": free, "block_table": block_table}
+    given |= {"append": append, "fork": fork, "copies": copies}
+    calls = {name: call for name, call in given.items() if call is not None}
+    if calls:
+        missing = [name for name in ("allocate", "free", "block_table") if name not in calls]
+        if factory is None or missing:
+            missing += ["factory"] if factory is None else []
+            raise InvalidArgumentError(
+                f"got {', '.join(calls)}: a manager with its own calls also needs {', '.join(missing)}"
+            )
+        own = {"make_manager": staticmethod(factory), "calls": calls}
+        own["full"] = full if isinstance(full, tuple) else (full,)
+        return type("OwnManagerMachineOf", (OwnManagerMachine,), own)
     made = factory or (lambda config: BlockManager(**config.arguments()))
     return type("ManagerMachineOf", (ManagerMachine,), {"make_manager": staticmethod(made), "same_ids": same_ids})

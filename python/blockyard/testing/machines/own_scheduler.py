@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from blockyard.scheduler import Request, Scheduler
 from blockyard.testing.interfaces import Config
 from blockyard.testing.machines.record import show
 from blockyard.testing.machines.scheduler import (
+    DRAFTS,
     IDLE_STEPS,
     ResizingSchedulerMachine,
     SchedulerMachine,
@@ -26,10 +27,16 @@ from blockyard.testing.machines.watch import SequenceWatch, common
 
 __all__ = ["OwnSchedulerMachine", "Simulation", "scheduler_machine"]
 
-REQUESTS = st.tuples(requests(max_n=1, priorities=1), follow_ups())
+SALTS = st.sampled_from([None, None, b"", b"tenant"])
+OWN_REQUESTS = st.builds(lambda request, salt: replace(request, salt=salt), requests(), SALTS)
+REQUESTS = st.tuples(OWN_REQUESTS, follow_ups())
 ARRIVALS = st.lists(REQUESTS, max_size=2)
 LOSSES: st.SearchStrategy[list[int]] = st.just([]) | st.lists(st.integers(0, 63), min_size=1, max_size=2)
 
+FIELDS = {"n": 1, "priority": 0, "salt": None, "stop_token_ids": frozenset[int]()}
+"""Fields of a request that a scheduler may have no use for, and what they are then."""
+JUDGED = 20
+"""Number of due hits from which a run must have hit the prefix cache."""
 BEYOND = 4
 """Number of tokens that a scheduler may compute beyond the end of a request."""
 
@@ -45,10 +52,13 @@ class OwnSchedulerMachine(SchedulerMachine):
         add_request: adds a request to the scheduler.
         run_step: runs one step and returns the outputs of finished requests, by request id.
         abort_request: aborts a request by id; None if the scheduler cannot.
+        fields: what is drawn of a request beside its id, prompt and `max_tokens`.
     """
 
+    fields: ClassVar[frozenset[str]] = frozenset()
+
     add_request: ClassVar[Callable[[Any, Request], object]]
-    run_step: ClassVar[Callable[[Any, Simulation], Mapping[str, Sequence[int]]]]
+    run_step: ClassVar[Callable[[Any, Simulation], Mapping[str, Any]]]
     abort_request: ClassVar[Callable[[Any, str], object] | None] = None
     make_record: ClassVar[Callable[[], SequenceWatch]] = SequenceWatch
     step_count = 30
@@ -57,6 +67,7 @@ class OwnSchedulerMachine(SchedulerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.added = 0
+        self.ended: list[Request] = []
 
     @initialize(
         config=configs(
@@ -65,7 +76,7 @@ class OwnSchedulerMachine(SchedulerMachine):
             host_blocks=st.integers(0, 12),
             watermarks=st.sampled_from([0.0, 0.0, 0.1]),
         ),
-        first=st.lists(requests(max_n=1, priorities=1), min_size=2, max_size=8),
+        first=st.lists(OWN_REQUESTS, min_size=2, max_size=8),
     )
     def start(self, config: Config, first: list[Request]) -> None:
         """Create manager, scheduler and memory, and submit a few requests."""
@@ -77,26 +88,50 @@ class OwnSchedulerMachine(SchedulerMachine):
         for request in first:
             self.add(request)
 
-    @rule(request=requests(max_n=1, priorities=1), like=follow_ups())
+    @rule(request=OWN_REQUESTS, like=follow_ups())
     def add(self, request: Request, like: FollowUp | None = None) -> None:
         """Add a request, truncated so that the device can hold it to its end."""
         device = self.manager.pool("device")
-        slots = (device.num_blocks - device.reserved) * self.manager.block_size
+        blocks, size = device.num_blocks - device.reserved, self.manager.block_size
         request = follow_up(request, self.earlier, like)
+        n = min(request.n, blocks) if "n" in self.fields else 1
+        slots = blocks // n * size
         prompt = list(request.prompt)[: max(1, slots // 2)]
         most = min(request.max_tokens, slots - len(prompt))
         if most < 1:
             return
         self.added += 1
         name = f"{request.request_id[0]}{self.added}"
-        own = {"request_id": name, "prompt": prompt, "max_tokens": most}
-        request = replace(request, **own, stop_token_ids=frozenset(), extras=())
+        own: dict[str, Any] = {field: plain for field, plain in FIELDS.items() if field not in self.fields}
+        own = {"n": n} | own | {"request_id": name, "prompt": prompt, "max_tokens": most, "extras": ()}
+        request = replace(request, **own)
         self.accept(request)
         # A scheduler that runs a step ahead continues beyond the end and drops those tokens.
-        (drawn,) = reference_tokens(replace(request, max_tokens=most + BEYOND))
-        self.record.texts[name] = [*prompt, *drawn]
+        beyond = replace(request, max_tokens=most + BEYOND, stop_token_ids=frozenset())
+        for index, drawn in enumerate(reference_tokens(beyond)):
+            self.record.texts[name, index] = [*prompt, *drawn]
+        if "salt" in self.fields:
+            self.record.salts[name] = request.salt
+        self.record.counts["requests"] += 1
+        self.record.counts["hits due"] += self.is_due(request)
         type(self).add_request(self.scheduler, request)
         self.manager.check()
+
+    def is_due(self, request: Request) -> bool:
+        """Return whether a finished request has computed at least the first block of a prompt, under the same salt."""
+        size, start = self.manager.block_size, list(request.prompt[:-1])
+        same = [ended for ended in self.ended if ended.salt == request.salt] if self.manager.prefix.enabled else []
+        return any(common(start, list(ended.prompt)) >= size for ended in same)
+
+    @classmethod
+    def judge(cls) -> None:
+        """A scheduler over a prefix cache must have hits."""
+        due = cls.totals["hits due"]
+        if due >= JUDGED and not cls.totals["tokens hit"]:
+            raise AssertionError(
+                f"{due} prompts began like that of a finished request, and allocate has never hit the prefix cache: "
+                f"pass token ids to allocate and append, and call mark_computed after each step"
+            )
 
     @rule(pick=st.integers(0, 7))
     def abort(self, pick: int) -> None:
@@ -105,20 +140,26 @@ class OwnSchedulerMachine(SchedulerMachine):
         if self.live and abort_request is not None:
             name = sorted(self.live)[pick % len(self.live)]
             self.record.note(f"abort(request_id={name!r})")
+            self.record.counts["aborts"] += 1
             abort_request(self.scheduler, name)
             del self.live[name]
             self.manager.check()
 
-    @rule(lost=LOSSES, arrivals=ARRIVALS)
-    def step(self, lost: list[int], arrivals: Sequence[tuple[Request, FollowUp | None]] = ()) -> None:
+    @rule(lost=LOSSES, arrivals=ARRIVALS, drafts=DRAFTS)
+    def step(
+        self,
+        lost: list[int],
+        arrivals: Sequence[tuple[Request, FollowUp | None]] = (),
+        drafts: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """Run one step. Requests may arrive before it, and pairs may be lost in it."""
         for request, like in arrivals:
             self.add(request, like)
         self.record.next_step()
-        simulation = Simulation(self.record, lambda decision: self.losses(decision, lost))
+        simulation = Simulation(self.record, lambda decision: self.losses(decision, lost), drafts)
         finished = type(self).run_step(self.scheduler, simulation)
         for name, tokens in finished.items():
-            self.end(name, list(map(int, tokens)))
+            self.end(name, tokens)
         self.manager.check()
         self.idle = 0 if simulation.worked or finished or not self.live else self.idle + 1
         if self.idle > IDLE_STEPS:
@@ -127,29 +168,42 @@ class OwnSchedulerMachine(SchedulerMachine):
                 f"({', '.join(map(repr, sorted(self.live)[:8]))}) and {self.idle} steps did nothing"
             )
 
-    @rule(count=st.integers(2, 8), arrivals=ARRIVALS)
-    def run(self, count: int, arrivals: Sequence[tuple[Request, FollowUp | None]]) -> None:
+    @rule(count=st.integers(2, 8), arrivals=ARRIVALS, drafts=DRAFTS)
+    def run(
+        self,
+        count: int,
+        arrivals: Sequence[tuple[Request, FollowUp | None]],
+        drafts: Sequence[tuple[int, int]] = (),
+    ) -> None:
         """Run some steps without losses."""
         for request, like in arrivals:
             self.add(request, like)
         for _ in range(count if self.live else 1):
-            self.step(lost=[])
+            self.step(lost=[], drafts=drafts)
 
-    def end(self, name: str, tokens: list[int]) -> None:
+    def end(self, name: str, tokens: Any) -> None:
         """A finished request must be live and have the same tokens as with unlimited memory."""
         self.record.note(f"finished {name!r}")
         request = self.live.pop(name, None)
         if request is None:
             raise AssertionError(f"step {self.record.step}: request {name!r} finished and is not live")
-        (expected,) = reference_tokens(request)
-        if tuple(tokens) != expected:
-            at = common(tokens, expected)
-            owners = [handle for handle, followed in self.record.sequences.items() if followed.request == name]
-            of = f" (sequence {owners[-1]})" if owners else ""
+        self.ended = [*self.ended[-7:], request]
+        self.record.counts["finished"] += 1
+        outputs = [list(map(int, one)) for one in (tokens if "n" in self.fields else [tokens])]
+        if len(outputs) != request.n:
             raise AssertionError(
-                f"step {self.record.step}: request {name!r}{of} drew {show(tokens)}, in endless memory "
-                f"{show(expected)}: output {at} differs"
+                f"step {self.record.step}: request {name!r} returned {len(outputs)} outputs, n is {request.n}"
             )
+        for index, (output, expected) in enumerate(zip(outputs, reference_tokens(request), strict=True)):
+            if tuple(output) != expected:
+                at = common(output, expected)
+                owners = [handle for handle, followed in self.record.sequences.items() if followed.request == name]
+                of = f" (sequence {owners[-1]})" if owners else ""
+                which = f" of sequence {index}" if request.n > 1 else ""
+                raise AssertionError(
+                    f"step {self.record.step}: request {name!r}{of} drew {show(output)}, in endless memory "
+                    f"{show(expected)}: output {at}{which} differs"
+                )
 
     def run_undisturbed(self) -> None:
         """Run one step at the end."""
@@ -168,27 +222,31 @@ def scheduler_machine(
     make: Callable[[BlockManager, Config], Any] | None = None,
     *,
     add: Callable[[Any, Request], object] | None = None,
-    step: Callable[[Any, Simulation], Mapping[str, Sequence[int]]] | None = None,
+    step: Callable[[Any, Simulation], Mapping[str, Any]] | None = None,
     abort: Callable[[Any, str], object] | None = None,
     manager: Callable[[Config], BlockManager] | None = None,
     resize: bool = False,
+    fields: Collection[str] = (),
 ) -> type[SchedulerMachine]:
     """Make a state machine for a scheduler with its own interface, or with the interface `SchedulerLike`.
 
     Args:
         make: makes the scheduler under test over a manager; defaults to Blockyard's.
-        add: adds a request; only `request_id`, `prompt` (token ids) and `max_tokens` are set.
+        add: adds a request; only `request_id`, `prompt` (token ids), `max_tokens` and the `fields` are set.
         step: runs one step: calls `execute` and `forward` of a `Simulation`, and returns the outputs of finished
             requests, by request id. Without `add` and `step`, the scheduler must implement `SchedulerLike`.
         abort: aborts a request by id; requests are never aborted if None.
         manager: makes the manager; defaults to Blockyard's.
+        fields: what else to draw of a request, for a scheduler with `step`: any of "n", "priority", "salt" and
+            "stop_token_ids". With "n", `step` returns a list of `n` outputs for each finished request.
         resize: whether to also shrink and grow the device, see `ResizingSchedulerMachine`; not with `step`.
 
     Returns:
         A state machine; its `TestCase` runs under pytest and unittest.
 
     Raises:
-        InvalidArgumentError: only one of `add` and `step` is given, or they are given with `resize` or without `make`.
+        InvalidArgumentError: only one of `add` and `step` is given, or they are given with `resize` or without `make`,
+            or `fields` without them, or it has another name.
 
     Example:
         >>> from hypothesis import settings
@@ -201,6 +259,8 @@ def scheduler_machine(
         "make_scheduler": staticmethod(make or (lambda manager, _: Scheduler(manager))),
         "make_manager": staticmethod(manager or (lambda config: BlockManager(**config.arguments()))),
     }
+    if unknown := sorted(set(fields) - (set(FIELDS) if step is not None else set())):
+        raise InvalidArgumentError(f"fields has {unknown}, must be some of {list(FIELDS)}, and none without step")
     base: type[SchedulerMachine] = ResizingSchedulerMachine if resize else SchedulerMachine
     if add is not None and step is not None:
         if resize or make is None:
@@ -208,7 +268,7 @@ def scheduler_machine(
                 f"resize is {resize}, make is {make}: with step, make is required and resize is not allowed"
             )
         base = OwnSchedulerMachine
-        members |= {"add_request": staticmethod(add), "run_step": staticmethod(step)}
+        members |= {"add_request": staticmethod(add), "run_step": staticmethod(step), "fields": frozenset(fields)}
         if abort is not None:
             members["abort_request"] = staticmethod(abort)
     elif (add, step, abort) != (None, None, None):

@@ -6,7 +6,7 @@ import inspect
 import sys
 import traceback
 import unittest
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -40,16 +40,19 @@ class CallRecord:
 
     Attributes:
         step: number of the current step.
+        counts: what was covered, by name: for managers the number of calls.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.counts: Counter[str] = Counter()
         self._steps: deque[tuple[int, list[str]]] = deque([(0, [])], maxlen=STEPS)
         self._refused: tuple[BaseException, str, dict[str, Any]] | None = None
 
     def next_step(self) -> None:
         """Begin a step."""
         self.step += 1
+        self.counts["steps"] += 1
         self._steps.append((self.step, []))
 
     def note(self, line: str) -> None:
@@ -70,6 +73,7 @@ class CallRecord:
         text = show_call(name, arguments)
         self.before(name, arguments, text)
         result = self.query(name, function, args, options)
+        self.counts[name] += 1
         self.note(text if result is None else f"{text} -> {show(result)}")
         self.after(name, arguments, result)
         return result
@@ -194,6 +198,7 @@ def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
         def runTest(self) -> None:  # noqa: N802 (unittest's name)
             __tracebackhide__ = True
             failure = None
+            machine.totals = Counter()
             left_out = () if self.shrink else (Phase.shrink, Phase.explain)
             phases = [phase for phase in self.settings.phases if phase not in left_out]
             used = hypothesis.settings(self.settings, phases=phases, report_multiple_bugs=False)
@@ -203,6 +208,8 @@ def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
                 failure = _failure(machine, error, calls=self.shrink)
             if failure is not None:
                 raise failure from None
+            print(f"{machine.__name__} covered {machine.covered()}")
+            machine.judge()
 
     run: Any = MachineTestCase.runTest
     run.is_hypothesis_test = True
@@ -239,10 +246,12 @@ class RecordingMachine(RuleBasedStateMachine):
     Attributes:
         record: calls of the last steps.
         last: record of the last example.
+        totals: what all examples of a run covered, by name.
         step_count: default number of rules in an example.
     """
 
     last: ClassVar[CallRecord | None] = None
+    totals: ClassVar[Counter[str]] = Counter()
     make_record: ClassVar[Callable[[], CallRecord]] = CallRecord
     step_count: ClassVar[int] = 50
     TestCase = cast("Any", _TestCaseOf())
@@ -251,7 +260,18 @@ class RecordingMachine(RuleBasedStateMachine):
         super().__init__()
         self.record = type(self).make_record()
         type(self).last = self.record
+        type(self).totals["examples"] += 1
+        self.record.counts = type(self).totals
         self._outer = sys.exc_info()[1]
+
+    @classmethod
+    def covered(cls) -> str:
+        """Return how often the run did what."""
+        return ", ".join(f"{name} {count:,}" for name, count in cls.totals.items())
+
+    @classmethod
+    def judge(cls) -> None:
+        """Check at the end of a run what only all of its examples show."""
 
     @property
     def failed(self) -> bool:

@@ -14,6 +14,7 @@ from blockyard._core import Pairs, StepDecision
 from blockyard.errors import BlockyardError, MappingError
 from blockyard.testing.machines.record import show
 from blockyard.testing.machines.scheduler import draw_token
+from blockyard.testing.machines.strategies import VOCABULARY
 from blockyard.testing.machines.watch import SequenceWatch, common, holds
 
 __all__ = ["Simulation"]
@@ -27,11 +28,17 @@ class Simulation:
     Args:
         watch: follows the manager's calls; its memory holds tokens in place of keys and values.
         lose: picks the pairs of a decision to lose.
+        drafts: number of draft tokens, and how many of them are right, for each call of `draft` in turn.
     """
 
-    def __init__(self, watch: SequenceWatch, lose: Callable[[StepDecision], list[Pairs]]) -> None:
+    def __init__(
+        self,
+        watch: SequenceWatch,
+        lose: Callable[[StepDecision], list[Pairs]],
+        drafts: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self.watch = watch
-        self._lose = lose
+        self._lose, self._drafts, self._drafted = lose, drafts, 0
         self.worked = False
 
     def execute(self, decision: StepDecision) -> list[Pairs]:
@@ -46,6 +53,22 @@ class Simulation:
         self.worked |= len(decision) > 0
         return lost
 
+    def draft(self, tokens: Ints) -> list[int]:
+        """Guess the tokens after those of a sequence, as a drafter does: up to 4, the first ones right.
+
+        Args:
+            tokens: all tokens of the sequence so far, prompt first, `[tokens]`.
+        """
+        if not self._drafts:
+            return []
+        count, right = self._drafts[self._drafted % len(self._drafts)]
+        self._drafted += 1
+        text = _ints(tokens)
+        whole = next((whole for whole in self.watch.texts.values() if whole[: len(text)] == text), text)
+        following = [*whole[len(text) : len(text) + count], *([0] * count)][:count]
+        self.watch.counts["tokens drafted"] += count
+        return [token if at < right else (token + 1) % VOCABULARY for at, token in enumerate(following)]
+
     def forward(
         self,
         token_ids: Ints,
@@ -53,6 +76,9 @@ class Simulation:
         block_tables: Sequence[Ints] | NDArray[np.integer[Any]],
         query_lens: Ints,
         seq_lens: Ints,
+        *,
+        draft_lens: Ints | None = None,
+        indices: Ints | None = None,
     ) -> list[int]:
         """Write the new tokens to their slots, read each sequence through its block table, and draw its next token.
 
@@ -62,9 +88,12 @@ class Simulation:
             block_tables: blocks of each sequence, `[sequences, blocks]`.
             query_lens: number of new tokens of each sequence, `[sequences]`.
             seq_lens: length of each sequence including new tokens, `[sequences]`.
+            draft_lens: how many of its new tokens, the last ones, are draft tokens, `[sequences]`; none by default.
+            indices: index of each sequence in its request, from 0 to `n - 1`, `[sequences]`; 0 by default.
 
         Returns:
-            The next token of each sequence; meaningless while its prompt is incomplete.
+            The next token of each sequence; meaningless while its prompt is incomplete. A sequence with draft tokens
+            has `1 + draft_lens[i]` of them: before the drafts, and after each.
 
         Raises:
             AssertionError: the lengths disagree, two tokens share a slot, or a sequence reads tokens that are not its
@@ -72,19 +101,24 @@ class Simulation:
         """
         tokens, slots = _ints(token_ids), _ints(slot_mapping)
         lengths, ends = _ints(seq_lens), list(accumulate(_ints(query_lens), initial=0))
+        drafts = [0] * len(lengths) if draft_lens is None else _ints(draft_lens)
+        turns = [0] * len(lengths) if indices is None else _ints(indices)
         if not (len(tokens) == len(slots) == ends[-1] and len(block_tables) == len(query_lens) == len(lengths)):
             raise AssertionError(
                 f"step {self.watch.step}: forward got {len(tokens)} token_ids and {len(slots)} slots in slot_mapping, "
                 f"query_lens sum to {ends[-1]}; {len(block_tables)} block_tables, {len(query_lens)} query_lens, "
                 f"{len(lengths)} seq_lens"
             )
+        self._refuse_lengths(_ints(query_lens), drafts, turns)
         self.watch.note(
             f"forward(token_ids={show(tokens)}, slot_mapping={show(slots)}, block_tables={show(list(block_tables))}, "
             f"query_lens={show(_ints(query_lens))}, seq_lens={show(lengths)})"
         )
         self.worked |= bool(tokens)
         rows = [
-            _ForwardRow(self.watch, i, first, tokens[first:end], slots[first:end], _ints(block_tables[i]), lengths[i])
+            _ForwardRow(
+                self.watch, i, first, tokens[first:end], slots[first:end], _ints(block_tables[i]), lengths[i], drafts[i]
+            )
             for i, (first, end) in enumerate(pairwise(ends))
         ]
         self._refuse_shared_slots(rows, slots)
@@ -95,9 +129,24 @@ class Simulation:
         for row in rows:
             for slot in row.slots:
                 self.watch.writers[slot // self.watch.memory.block_size] = f"forward of step {self.watch.step}"
-        drawn = [draw_token(row.read(), 0) for row in rows]
+        texts = [row.read() for row in rows]
+        drawn = [
+            draw_token(text[: len(text) - left], turn)
+            for text, count, turn in zip(texts, drafts, turns, strict=True)
+            for left in range(count, -1, -1)
+        ]
         self.watch.note(f"forward -> {show(drawn)}")
         return drawn
+
+    def _refuse_lengths(self, news: list[int], drafts: list[int], turns: list[int]) -> None:
+        """Check the number of draft tokens of each sequence."""
+        if not len(news) == len(drafts) == len(turns) or any(
+            not 0 <= drafted < max(new, 1) for drafted, new in zip(drafts, news, strict=True)
+        ):
+            raise AssertionError(
+                f"step {self.watch.step}: forward got draft_lens {show(drafts)} and indices {show(turns)} for "
+                f"query_lens {show(news)}: one for each sequence, with fewer draft tokens than new tokens"
+            )
 
     def _refuse_shared_slots(self, rows: Sequence[_ForwardRow], slots: Sequence[int]) -> None:
         """Check that no two tokens of a step share a slot."""
@@ -122,6 +171,7 @@ class _ForwardRow:
     slots: list[int]
     table: list[int]
     length: int
+    drafts: int = 0
 
     def __post_init__(self) -> None:
         self.size = self.watch.memory.block_size
@@ -133,7 +183,8 @@ class _ForwardRow:
             text = self.watch.memory.read(self.table, self.length)
         except MappingError:
             raise AssertionError(f"step {self.watch.step}: {self.explain([])}") from None
-        names = [name for name, whole in self.watch.texts.items() if whole[: self.length] == text]
+        sure = self.length - self.drafts
+        names = [name for (name, _), whole in self.watch.texts.items() if whole[:sure] == text[:sure]]
         if not names or text[self.length - len(self.tokens) :] != self.tokens:
             raise AssertionError(f"step {self.watch.step}: {self.explain(text)}")
         owner = self.owner()
@@ -147,6 +198,14 @@ class _ForwardRow:
         followed = self.watch.sequences[handle]
         taken = {self.watch.sequences[other].request for other in self.watch.live() if other != handle}
         followed.table = tuple(self.table)
+        salts = {name: self.watch.salts.get(name) for name in names}
+        if self.watch.salts:
+            if followed.salt not in salts.values():
+                raise AssertionError(
+                    f"step {self.watch.step}: {self.watch.name(handle)} was opened with salt {followed.salt!r}, its "
+                    f"request {names[-1]!r} has salt {salts[names[-1]]!r}"
+                )
+            names = [name for name in names if salts[name] == followed.salt]
         if followed.request not in names:
             followed.request = next((name for name in reversed(names) if name not in taken), names[-1])
 
@@ -262,9 +321,8 @@ class _ForwardRow:
     def explain_tokens(self, owner: int, here: str, text: Sequence[int]) -> str:
         """Explain wrong tokens with correct table, slots and length."""
         request = self.watch.sequences[owner].request
-        whole = self.watch.texts.get(request) or max(
-            self.watch.texts.values(), key=lambda tokens: common(text, tokens), default=[]
-        )
+        own = [whole for (name, _), whole in self.watch.texts.items() if name == request]
+        whole = max(own or self.watch.texts.values(), key=lambda tokens: common(text, tokens), default=[])
         at = min(common(text, whole), self.length - 1)
         expected = f"wanted token {whole[at]}" if at < len(whole) else f"its request ends after {len(whole)} tokens"
         first = self.length - len(self.tokens)

@@ -35,6 +35,7 @@ class Followed:
     opened: int  # the step
     tokens: list[int | None]  # None: the manager does not know the id
     told: list[str]  # for each token: the call that named it
+    salt: bytes | None = None
     request: str = ""
     freed: int | None = None
     lost: str = ""  # the call that reported the loss
@@ -138,6 +139,8 @@ class TicketWatch(CallRecord):
                 f"which was never executed"
             )
         taken.executed, taken.losses = self.step, tuple(losses)
+        self.counts["blocks swapped"] += sum(map(len, (*decision.swap_out, *decision.swap_in)))
+        self.counts["blocks lost"] += len(losses)
         loads = [pairs for pairs in decision.swap_in if pairs.dst == "device" and not decision.prefetch]
         self.memory.submit(decision, {int(block) for pairs in loads for block in pairs.ids[:, 1]}, losses)
 
@@ -161,7 +164,8 @@ class SequenceWatch(TicketWatch):
 
     Attributes:
         manager: the manager under the scheduler.
-        texts: all tokens of each request, prompt first, as with unlimited memory.
+        texts: all tokens of each sequence of a request, prompt first, as with unlimited memory.
+        salts: the salt of each request.
         writers: last writer of each device block.
     """
 
@@ -170,7 +174,8 @@ class SequenceWatch(TicketWatch):
     def __init__(self) -> None:
         super().__init__()
         self.sequences: dict[int, Followed] = {}
-        self.texts: dict[str, list[int]] = {}
+        self.texts: dict[tuple[str, int], list[int]] = {}
+        self.salts: dict[str, bytes | None] = {}
         self.writers: dict[int, str] = {}
 
     # ---- calls of the manager ----
@@ -228,15 +233,19 @@ class SequenceWatch(TicketWatch):
         opened = handles(result)
         texts = [_tokens(prompt) for prompt in arguments.get("prompts", ())]
         texts = texts or [[None] * length for length in map(self.manager.num_tokens, opened)]
-        for handle, text in zip(opened, texts, strict=True):
-            self.sequences[handle] = Followed(self.step, text, [f"allocate in step {self.step}"] * len(text))
+        given = arguments.get("salt")
+        salts = given if isinstance(given, list | tuple) else [given] * len(opened)
+        for handle, text, salt in zip(opened, texts, salts, strict=True):
+            self.sequences[handle] = Followed(self.step, text, [f"allocate in step {self.step}"] * len(text), salt)
+        results = result if isinstance(result, tuple) else (result,)
+        self.counts["tokens hit"] += sum(getattr(sequence, "cached_tokens", 0) for sequence in results)
 
     def _after_fork(self, arguments: dict[str, Any], result: Any) -> None:
         parent, shared = self.sequences[int(arguments["sequence"])], arguments.get("shared_tokens")
         rest = 0 if shared is None else int(arguments["num_tokens"]) - int(shared)
         for handle in handles(result):
             tokens, told = [*parent.tokens[:shared], *[None] * rest], [*parent.told[:shared], *[""] * rest]
-            self.sequences[handle] = Followed(self.step, tokens, told)
+            self.sequences[handle] = Followed(self.step, tokens, told, parent.salt)
 
     def _after_truncate(self, arguments: dict[str, Any], _: Any) -> None:
         followed, kept = self.sequences[int(arguments["sequence"])], int(arguments["num_tokens"])

@@ -1,0 +1,209 @@
+"""`OwnManagerMachine`: a block manager with its own calls and exceptions, over simulated memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule
+
+from blockyard._core import Pairs
+from blockyard.errors import MappingError
+from blockyard.testing.interfaces import Config
+from blockyard.testing.machines.record import RecordingMachine, show
+from blockyard.testing.memory import SimulatedMemory
+
+__all__ = ["OwnManagerMachine"]
+
+FULL: Final = object()
+"""What `OwnManagerMachine.call` returns if the manager has too few free blocks."""
+
+_picks = st.lists(st.integers(0, 63), max_size=4)
+_few = st.lists(st.integers(0, 63), max_size=1)
+
+
+class OwnManagerMachine(RecordingMachine):
+    """Random steps on a manager whose calls the caller names; made by `manager_machine`.
+
+    A step frees, forks, opens and grows sequences, executes the copies, writes the new tokens to the slots that the
+    block tables name, and reads every token of every sequence back. A call may raise `full` only if the free blocks do
+    not suffice, and must then change no block table.
+
+    Attributes:
+        make_manager: makes the manager under test.
+        make_memory: makes the memory that copies run on; override it to inject a fault.
+        calls: the manager's calls by name: `allocate`, `free`, `block_table`, and those it has of `append`, `fork` and
+            `copies`.
+        full: what the manager raises when it has too few free blocks.
+    """
+
+    make_manager: ClassVar[Callable[[Config], Any]]
+    make_memory: ClassVar[Callable[[Config], SimulatedMemory]] = SimulatedMemory
+    calls: ClassVar[dict[str, Callable[..., Any]]]
+    full: ClassVar[tuple[type[BaseException], ...]]
+
+    @initialize(block_size=st.integers(1, 4), device_blocks=st.integers(2, 12))
+    def start(self, block_size: int, device_blocks: int) -> None:
+        """Create manager and memory."""
+        self.config = Config(block_size, device_blocks)
+        self.record.note(f"manager: {self.config}")
+        self.manager = type(self).make_manager(self.config)
+        self.memory = type(self).make_memory(self.config)
+        self.sequences: list[tuple[Any, list[int]]] = []  # handles with the tokens that must be read back
+        self.next_token = 0
+
+    @rule(freed=_picks, forked=_few, lengths=st.lists(st.integers(1, 10), max_size=2), grown=_picks)
+    def step(self, freed: list[int], forked: list[int], lengths: list[int], grown: list[int]) -> None:
+        """Run one step."""
+        self.record.next_step()
+        for pick in freed:
+            if self.sequences:
+                self.free(pick % len(self.sequences))
+        for pick in forked if "fork" in self.calls else ():
+            self.fork(pick)
+        writes = [written for length in lengths for written in self.allocate(length)]
+        for at in dict.fromkeys(pick % len(self.sequences) for pick in grown if self.sequences):
+            writes += self.append(at) if "append" in self.calls else []
+        self.run(writes)
+
+    @precondition(lambda self: "append" in self.calls)
+    @rule(count=st.integers(1, 6), picks=_picks)
+    def decode(self, count: int, picks: list[int]) -> None:
+        """Run some steps that only append."""
+        for _ in range(count):
+            self.step(freed=[], forked=[], lengths=[], grown=picks)
+
+    def teardown(self) -> None:
+        """Free everything; then all blocks fit into one sequence again."""
+        if self.failed or not hasattr(self, "manager"):
+            return
+        self.record.next_step()
+        while self.sequences:
+            self.free(0)
+        self.allocate(self.config.device_blocks * self.config.block_size)
+        while self.sequences:
+            self.free(0)
+
+    # ---- calls ----
+
+    def free(self, at: int) -> None:
+        """Free a sequence."""
+        handle, _ = self.sequences.pop(at)
+        self.call("free", handle)
+
+    def fork(self, pick: int) -> None:
+        """Open a sequence that shares all blocks of another."""
+        if self.sequences:
+            handle, tokens = self.sequences[pick % len(self.sequences)]
+            child = self.call("fork", handle, blocks=int(len(tokens) % self.config.block_size > 0))
+            if child is not FULL:
+                self.sequences.append((child, list(tokens)))
+
+    def allocate(self, length: int) -> list[tuple[int, int]]:
+        """Open a sequence. Returns its slots and tokens."""
+        handle = self.call("allocate", length, blocks=-(-length // self.config.block_size))
+        if handle is FULL:
+            return []
+        self.sequences.append((handle, self.fresh(length)))
+        return self.written(len(self.sequences) - 1, length, None)
+
+    def append(self, at: int) -> list[tuple[int, int]]:
+        """Append a token to a sequence. Returns its slot and the token."""
+        handle, tokens = self.sequences[at]
+        last = len(tokens) // self.config.block_size
+        starts = len(tokens) % self.config.block_size == 0
+        others = {block for i, (other, _) in enumerate(self.sequences) if i != at for block in self.table(other)}
+        needed = int(starts or self.table(handle)[last] in others)
+        slot = self.call("append", handle, blocks=needed)
+        if slot is FULL:
+            return []
+        tokens += self.fresh(1)
+        return self.written(at, 1, slot)
+
+    def written(self, at: int, count: int, told: Any) -> list[tuple[int, int]]:
+        """Return slots and tokens of the last tokens of a sequence; `told` is the slot that `append` returned."""
+        handle, tokens = self.sequences[at]
+        size, table = self.config.block_size, self.table(handle)
+        if len(table) * size < len(tokens):
+            self.refuse(f"block_table(sequence={handle!r}) is {show(table)}, {len(tokens)} tokens need more blocks")
+        places = [table[i // size] * size + i % size for i in range(len(tokens) - count, len(tokens))]
+        if told is not None and [int(slot) for slot in np.atleast_1d(told)] != places:
+            self.refuse(f"append(sequence={handle!r}) returned slot {show(told)}, its block table names {places[0]}")
+        return list(zip(places, tokens[-count:], strict=True))
+
+    def run(self, writes: Sequence[tuple[int, int]]) -> None:
+        """Execute the copies, write the tokens, and read every sequence back."""
+        try:
+            if "copies" in self.calls:
+                ids = [(int(src), int(dst)) for src, dst in self.call("copies")]
+                for pair in ids:
+                    self.memory.transfer("copy", Pairs("device", "device", np.array([pair])))
+                self.record.counts["copies"] += len(ids)
+            self.memory.write([slot for slot, _ in writes], [token for _, token in writes])
+            for handle, tokens in self.sequences:
+                table = self.table(handle)
+                found = self.memory.read(table, len(tokens))
+                if found != tokens:
+                    at = next(i for i, (a, b) in enumerate(zip(found, tokens, strict=True)) if a != b)
+                    self.refuse(
+                        f"sequence {handle!r}: position {at} (block {table[at // self.config.block_size]} of "
+                        f"{show(table)}) reads token {found[at]}, wanted {tokens[at]}{self.sharers(table, at)}"
+                    )
+        except MappingError as error:
+            self.refuse(str(error))
+
+    def sharers(self, table: list[int], at: int) -> str:
+        """Name the sequences that use the block of a position."""
+        block = table[at // self.config.block_size]
+        users = [repr(handle) for handle, _ in self.sequences for other in self.table(handle) if other == block]
+        return f"; block {block} is in the tables of sequences {', '.join(users)}" if len(users) > 1 else ""
+
+    # ---- helpers ----
+
+    def call(self, name: str, *args: Any, blocks: int = 0) -> Any:
+        """Call the manager, which may be full if it needs `blocks`."""
+        shown = ", ".join(show(arg) for arg in args)
+        before = self.tables()
+        try:
+            result = self.calls[name](self.manager, *args)
+        except self.full as error:
+            text = f"{name}({shown}) raised {type(error).__name__}"
+            free = self.config.device_blocks - len({block for table in before for block in table})
+            if blocks <= free:
+                self.refuse(f"{text} ({error}); it needs {blocks} blocks, {free} are in no block table")
+            self.record.note(text)
+            self.record.counts["refusals"] += 1
+            if self.tables() != before:
+                self.refuse(f"{text} and changed block tables: {show(before)} became {show(self.tables())}")
+            return FULL
+        except Exception as error:
+            self.record.note(f"{name}({shown}) raised {type(error).__name__}")
+            raise AssertionError(
+                f"step {self.record.step}: {name}({shown}) raised {type(error).__name__}: {error}; when blocks run out "
+                f"it must raise {' or '.join(kind.__name__ for kind in self.full)}, see `full`"
+            ) from error
+        self.record.counts[name] += name != "copies"
+        self.record.note(f"{name}({shown})" + ("" if result is None else f" -> {show(result)}"))
+        if result is None and name in ("allocate", "fork"):
+            self.refuse(f"{name}({shown}) returned None, must return the new sequence")
+        return result
+
+    def tables(self) -> list[list[int]]:
+        """Return the block tables of all sequences."""
+        return [self.table(handle) for handle, _ in self.sequences]
+
+    def table(self, handle: Any) -> list[int]:
+        """Return the block table of a sequence."""
+        given: Iterable[Any] = self.calls["block_table"](self.manager, handle)
+        return [int(block) for block in given]
+
+    def fresh(self, count: int) -> list[int]:
+        """Return tokens that no other position holds."""
+        self.next_token += count
+        return list(range(self.next_token - count, self.next_token))
+
+    def refuse(self, text: str) -> None:
+        """Fail the example."""
+        raise AssertionError(f"step {self.record.step}: {text}")

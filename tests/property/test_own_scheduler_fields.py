@@ -1,0 +1,256 @@
+"""A scheduler with its own calls that knows n > 1, draft tokens, salts and stop tokens, and bugs planted in it."""
+
+import unittest
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import noticing
+import pytest
+from hypothesis import seed, settings
+
+from blockyard import BlockManager
+from blockyard.errors import InvalidArgumentError
+from blockyard.scheduler import Request
+from blockyard.testing import Config
+from blockyard.testing.machines import scheduler_machine
+
+
+@dataclass(eq=False)
+class Row:
+    """A sequence of a request: its tokens, the prompt first, of which all but the last are computed."""
+
+    index: int
+    tokens: list[int]
+    sequence: int
+    new: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Job:
+    request: Request
+    rows: list[Row] = field(default_factory=list)
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+
+
+class Wide:
+    """First come, first served. The newest request makes room and starts again."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self.manager = manager
+        self.waiting, self.running = deque[Job](), list[Job]()
+
+    def step(self, simulation: Any) -> dict[str, list[list[int]]]:
+        batch = self.grow(simulation)
+        decision = self.manager.take_decision()
+        self.manager.complete(decision.ticket, simulation.execute(decision))
+        draws = simulation.forward(
+            [token for row in batch for token in row.new],
+            [slot for row in batch for slot in row.slots],
+            [self.manager.block_table(row.sequence) for row in batch],
+            [len(row.new) for row in batch],
+            [self.manager.num_tokens(row.sequence) for row in batch],
+            draft_lens=[len(row.drafts) for row in batch],
+            indices=self.indices(batch),
+        )
+        for row in batch:
+            self.accept(row, [draws.pop(0) for _ in range(1 + len(row.drafts))])
+        finished = {}
+        for job in list(self.running):
+            self.end(job)
+            if len(job.outputs) == job.request.n:
+                self.running.remove(job)
+                finished[job.request.request_id] = [job.outputs[index] for index in range(job.request.n)]
+        return finished
+
+    def grow(self, simulation: Any) -> list[Row]:
+        """Give every running sequence its next token with drafts, then admit."""
+        for job in self.running:
+            for row in job.rows:
+                left = len(job.request.prompt) + job.request.max_tokens - len(row.tokens)
+                row.drafts = simulation.draft(row.tokens)[: left - 1]
+                row.new = [row.tokens[-1], *row.drafts]
+        full = False
+        while not self.manager.can_append(*self.counted()):
+            self.restart(self.running.pop())
+            full = True
+        rows = [row for job in self.running for row in job.rows]
+        ids = [token for row in rows for token in row.new]
+        slots = self.manager.append(*self.counted(), token_ids=ids).tolist()
+        for row in rows:
+            row.slots = [slots.pop(0) for _ in row.new]
+        while self.waiting and not full and self.fits(self.waiting[0].request):
+            rows.append(self.admit(self.waiting.popleft()))
+        return rows
+
+    def fits(self, request: Request) -> bool:
+        return bool(self.manager.can_allocate(list(request.prompt), salt=request.salt))
+
+    def counted(self) -> tuple[list[int], list[int]]:
+        rows = [row for job in self.running for row in job.rows]
+        return [row.sequence for row in rows], [len(row.new) for row in rows]
+
+    def admit(self, job: Job) -> Row:
+        prompt = list(job.request.prompt)
+        sequence = self.allocate(prompt, job.request)
+        cached = sequence.cached_tokens
+        slots = self.manager.slot_mapping(sequence, cached, len(prompt)).tolist()
+        job.rows = [Row(0, prompt, int(sequence), prompt[cached:], slots=slots)]
+        self.running.append(job)
+        return job.rows[0]
+
+    def restart(self, job: Job) -> None:
+        self.manager.free([row.sequence for row in job.rows])
+        self.waiting.appendleft(Job(job.request))
+
+    def accept(self, row: Row, draws: list[int]) -> None:
+        """Keep the draft tokens that the model draws, too."""
+        for draft, token in zip([*row.drafts, -1], draws, strict=True):
+            row.tokens.append(token)
+            if draft != token:
+                break
+        self.truncate(row)
+        self.mark(row)
+
+    def end(self, job: Job) -> None:
+        """Fork after the prompt; free what has ended."""
+        size, request = len(job.request.prompt), job.request
+        if len(job.rows) == 1 and not job.outputs and len(job.rows[0].tokens) == size + 1:
+            for index in range(1, request.n):
+                child = int(self.manager.fork(job.rows[0].sequence))
+                self.manager.truncate(child, size - 1)
+                job.rows.append(Row(index, list(request.prompt), child))
+        for row in list(job.rows):
+            output = row.tokens[size:]
+            stop = next((i + 1 for i, token in enumerate(output) if token in self.stops(request)), request.max_tokens)
+            if len(output) >= stop:
+                job.outputs[row.index] = output[:stop]
+                job.rows.remove(row)
+                self.manager.free(row.sequence)
+
+    def abort(self, name: str) -> None:
+        for job in [job for job in self.running if job.request.request_id == name]:
+            self.running.remove(job)
+            self.manager.free([row.sequence for row in job.rows])
+        self.waiting = deque(job for job in self.waiting if job.request.request_id != name)
+
+    # ---- places for bugs ----
+
+    def allocate(self, prompt: list[int], request: Request) -> Any:
+        return self.manager.allocate(prompt, salt=request.salt)
+
+    def indices(self, rows: list[Row]) -> list[int]:
+        return [row.index for row in rows]
+
+    def stops(self, request: Request) -> frozenset[int]:
+        return request.stop_token_ids
+
+    def truncate(self, row: Row) -> None:
+        self.manager.truncate(row.sequence, len(row.tokens) - 1)
+
+    def mark(self, row: Row) -> None:
+        self.manager.mark_computed(row.sequence)
+
+
+def caching(config: Config) -> BlockManager:
+    return BlockManager(
+        block_size=config.block_size, device_blocks=config.device_blocks, watermark=0, prefix_caching=True
+    )
+
+
+def machine(scheduler: type = Wide) -> type[Any]:
+    return scheduler_machine(
+        lambda manager, _: scheduler(manager),
+        add=lambda mine, request: mine.waiting.append(Job(request)),
+        step=lambda mine, simulation: mine.step(simulation),
+        abort=lambda mine, name: mine.abort(name),
+        manager=caching,
+        fields=("n", "priority", "salt", "stop_token_ids"),
+    )
+
+
+def run(machine: type[Any]) -> str:
+    case, outcome = seed(0)(machine).TestCase, unittest.TestResult()
+    case.settings = settings(case.settings, database=None, max_examples=60)
+    case("runTest").run(outcome)
+    return "".join(text for _, text in [*outcome.failures, *outcome.errors])
+
+
+def test_a_scheduler_with_all_fields_passes_and_the_run_says_what_it_covered(capsys: pytest.CaptureFixture[str]):
+    assert run(machine()) == ""
+    said = capsys.readouterr().out
+    for name in (
+        "examples",
+        "steps",
+        "requests",
+        "finished",
+        "aborts",
+        "tokens hit",
+        "hits due",
+        "tokens drafted",
+        "fork",
+    ):
+        assert f" {name} " in said, said
+
+
+class DrawsEverySequenceAlike(Wide):
+    def indices(self, rows: list[Row]) -> list[int]:
+        return [0 for _ in rows]
+
+
+class IgnoresStops(Wide):
+    def stops(self, request: Request) -> frozenset[int]:
+        return frozenset()
+
+
+class MixesTenants(Wide):
+    def allocate(self, prompt: list[int], request: Request) -> Any:
+        return self.manager.allocate(prompt)
+
+
+class BelievesDrafts(Wide):
+    def accept(self, row: Row, draws: list[int]) -> None:
+        super().accept(row, [*row.drafts, draws[-1]])
+
+
+class KeepsRejectedDrafts(Wide):
+    def truncate(self, row: Row) -> None:
+        pass
+
+
+class ReturnsOneOutput(Wide):
+    def step(self, simulation: Any) -> dict[str, list[list[int]]]:
+        return {name: outputs[:1] for name, outputs in super().step(simulation).items()}
+
+
+@pytest.mark.parametrize(
+    ("bug", "says"),
+    [
+        (DrawsEverySequenceAlike, r"output \d+ of sequence [12] differs|position \d+"),
+        (IgnoresStops, r"in endless memory .* differs"),
+        (MixesTenants, r"sequence \d+.* was opened with salt None, its request '\w+' has salt b'"),
+        (BelievesDrafts, r"sequence \d+|request '\w+'"),
+        (KeepsRejectedDrafts, r"sequence \d+"),
+        (ReturnsOneOutput, r"request '\w+' returned 1 outputs, n is [23]"),
+    ],
+)
+def test_a_bug_is_noticed(bug: type, says: str):
+    noticing.assert_noticed(machine(bug), step_count=30, match=says)
+
+
+class NeverMarks(Wide):
+    def mark(self, row: Row) -> None:
+        pass
+
+
+def test_a_scheduler_that_never_hits_where_hits_were_due_fails():
+    assert "allocate has never hit the prefix cache" in run(machine(NeverMarks))
+
+
+def test_fields_that_a_request_does_not_have_are_refused():
+    with pytest.raises(InvalidArgumentError, match=r"fields has \['beams'\], must be some of \['n', "):
+        scheduler_machine(lambda manager, _: Wide(manager), add=print, step=print, fields=["beams"])
+    with pytest.raises(InvalidArgumentError, match=r"fields has \['n'\], .* none without step"):
+        scheduler_machine(fields=["n"])
