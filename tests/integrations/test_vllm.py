@@ -554,16 +554,16 @@ def test_loads_go_before_stores_and_expedited_loads_first(vllm: SimpleNamespace,
     worker = one_group(vllm)
     chunks, ids = vllm.common.CPULoadStoreSpec, vllm.base.GPULoadStoreSpec
     order: list[int] = []
-    begun, hold, begin = threading.Event(), threading.Event(), worker._begin
+    begun, hold, run = threading.Event(), threading.Event(), worker._run
     jobs: dict[int, Any] = {}
 
-    def note(job: Any) -> None:
-        begin(job)
+    def note(job: Any, copies: Any, **marks: bool) -> None:
+        run(job, copies, **marks)
         begun.set()
         assert hold.wait(300)
         order.append(next(job_id for job_id, known in jobs.items() if known is job))
 
-    monkeypatch.setattr(worker, "_begin", note)
+    monkeypatch.setattr(worker, "_run", note)
     monkeypatch.setattr(worker, "_jobs", jobs)
     submit: list[Callable[[int], Any]] = [
         lambda job: worker.submit_store(job, ids([1, 2], [2], [0]), chunks([0])),
@@ -587,15 +587,15 @@ def test_a_load_waits_for_the_stores_that_read_the_blocks_it_writes_to(
     worker = one_group(vllm)
     chunks, ids = vllm.common.CPULoadStoreSpec, vllm.base.GPULoadStoreSpec
     order: list[int] = []
-    begun, hold, begin = threading.Event(), threading.Event(), worker._begin
+    begun, hold, run = threading.Event(), threading.Event(), worker._run
 
-    def note(job: Any) -> None:
-        begin(job)
+    def note(job: Any, copies: Any, **marks: bool) -> None:
+        run(job, copies, **marks)
         begun.set()
         assert hold.wait(300)
         order.append(next(job_id for job_id, known in worker._jobs.items() if known is job))
 
-    monkeypatch.setattr(worker, "_begin", note)
+    monkeypatch.setattr(worker, "_run", note)
     worker.submit_store(0, ids([5, 6], [2], [0]), chunks([0]))
     assert begun.wait(300)
     worker.submit_store(1, ids([1, 2], [2], [0]), chunks([1]))

@@ -40,6 +40,7 @@ __all__ = ["BlockyardWorker"]
 
 _LOG = engine_log("vLLM")
 _Run = Callable[[Mapping], None]
+_Copy = Callable[[], None]
 
 
 class _GroupCopies(NamedTuple):
@@ -216,12 +217,15 @@ class BlockyardWorker(OffloadingWorker):
             waits += [other.events[-1] for other in self._jobs.values() if not blocks.isdisjoint(other.reads)]
         if len(chunks):
             self._host.wait((int(chunks.max()) + 1) * self._per_chunk)
-        works: list[Callable[[], None]] = [partial(self._begin, job)]
+        copies: list[_Copy] = []
         for group, mapping in mappings:
             run = self._groups[group].store if to == "large" else self._groups[group].load
             if run is not None:
-                works += [partial(run, piece) for piece in self._pieces(mapping, self._block_bytes[group])]
-        works.append(partial(self._end, job))
+                copies += [partial(run, piece) for piece in self._pieces(mapping, self._block_bytes[group])]
+        # Each launch may wake a thread, so the first copy notes the job's begin, and the last its end.
+        works = [
+            partial(self._run, job, [copy], begins=copy is copies[0], ends=copy is copies[-1]) for copy in copies
+        ] or [partial(self._run, job, [])]
         try:
             for work in works:
                 keep(job.events, self._streams.launch, stream, work, waits)
@@ -272,11 +276,12 @@ class BlockyardWorker(OffloadingWorker):
         limit = self._streams.chunk_bytes
         return [mapping] if limit is None else mapping.split(max(1, limit // max(1, block_bytes)))
 
-    def _begin(self, job: _CopyJob) -> None:
-        job.begun = self._mark()
-
-    def _end(self, job: _CopyJob) -> None:
-        job.ended = self._mark()
+    def _run(self, job: _CopyJob, copies: list[_Copy], *, begins: bool = True, ends: bool = True) -> None:
+        """Run copies, and note when the job began and ended."""
+        job.begun = self._mark() if begins else job.begun
+        for copy in copies:
+            copy()
+        job.ended = self._mark() if ends else job.ended
 
     def _mark(self) -> Any:
         if not self._on_cuda:
