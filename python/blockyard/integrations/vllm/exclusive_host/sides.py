@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
     TransferJob,
 )
@@ -27,6 +28,11 @@ __all__ = ["ExclusiveScheduler", "ExclusiveWorker"]
 
 _STEPS_AHEAD: Final = 2
 """Number of steps whose blocks are stored in advance: a store ends one or two steps later."""
+
+
+@dataclass
+class ExclusiveMetadata(OffloadingConnectorMetadata):
+    """What an exclusive scheduler side wants of the workers: its stores begin with their step."""
 
 
 @dataclass
@@ -186,6 +192,11 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
             self.manager.evict(victims)
         return self.manager.num_free
 
+    def build_connector_meta(self, scheduler_output: Any) -> ExclusiveMetadata:
+        """Return the transfers of a step."""
+        meta = super().build_connector_meta(scheduler_output)
+        return ExclusiveMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush)
+
     # ---- the end of transfers ----
 
     def has_pending_push_work(self) -> bool:
@@ -221,8 +232,9 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
 
     def reset_cache(self) -> None:
         """Forget all keys."""
+        flushed, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()  # by a reset before
         super().reset_cache()
-        self._current_batch_jobs_to_flush.update(self._running)
+        self._current_batch_jobs_to_flush.update(flushed, self._running)
         for store in self._running.values():
             store.is_stale = True
         self._order.clear()
@@ -230,18 +242,27 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
 
 
 class ExclusiveWorker(OffloadingConnectorWorker):
-    """The worker side: submits stores as their step begins, and reports failures."""
+    """The worker side: submits stores as their step begins, and reports failures.
+
+    The scheduler side decides whether the host is exclusive, since a worker may see other specs of the layers: with
+    another scheduler side this is vLLM's worker.
+    """
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._connector_worker_meta = ExclusiveWorkerMetadata()
         self._written: dict[int, list[int]] = {}  # device blocks by load
         self._bad_blocks: set[int] = set()
+        self._is_exclusive = False
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Submit the stores before the step's computation and loads write to their blocks, and wait for some."""
+        self._is_exclusive = isinstance(kv_connector_metadata, ExclusiveMetadata)
         stores = kv_connector_metadata.store_jobs
-        for job in list(stores):
+        if self._is_exclusive and kv_connector_metadata.jobs_to_flush:
+            # After a reset, a store may write to a chunk that a load from before it still reads.
+            self.worker.wait(kv_connector_metadata.jobs_to_flush)
+        for job in list(stores) if self._is_exclusive else ():
             entry = stores.pop(job)
             if self._is_store_writer:
                 self.worker.submit_store(job, entry.src_spec, entry.dst_spec)
@@ -251,11 +272,14 @@ class ExclusiveWorker(OffloadingConnectorWorker):
 
     def start_kv_transfers(self, metadata: Any) -> None:
         """Submit the step's loads."""
-        self._written.update({job: list(entry.dst_spec.block_ids) for job, entry in metadata.load_jobs.items()})
+        if self._is_exclusive:
+            self._written.update({job: list(entry.dst_spec.block_ids) for job, entry in metadata.load_jobs.items()})
         super().start_kv_transfers(metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return no request whose stores, and the requests whose loads have ended."""
+        if not self._is_exclusive:
+            return super().get_finished(finished_req_ids)
         meta, loaded = self._connector_worker_meta, set()
         for result in self.worker.get_finished():
             job, request = result.job_id, self._load_jobs.pop(result.job_id, None)
