@@ -3,10 +3,10 @@
 connector_machine.py SEED STEPS IN_FLIGHT [FAULT]      FAULT is one of `FAULTS`
 
 With IN_FLIGHT 2, vLLM's asynchronous scheduler plans a step before the last one has ended. The seed says how many
-workers there are, how many tokens are drafted, and how the workers see the cache. A token's bytes are a hash of all
-tokens up to it, of the weights and of the worker. Each step checks the bytes of all tokens that its requests build on,
-as attention reads them. Copies take random times. With FAULT, one rule is broken, and the bytes must show it. Prints
-counts as JSON.
+workers there are, how many tokens are drafted, how the workers see the cache, and whether all loads fail. A token's
+bytes are a hash of all tokens up to it, of the weights and of the worker. Each step checks the bytes of all tokens that
+its requests build on, as attention reads them. Copies take random times. With FAULT, one rule is broken, and the bytes
+must show it. Prints counts as JSON.
 """
 
 import json
@@ -91,15 +91,16 @@ class Worker:
         side.connector_worker._init_worker(one)
         copies = side.connector_worker.worker
         (group,) = copies._groups
-        copies._groups = [worker._GroupCopies(self._late(group.store), self._late(group.load))]
+        load = self._late(group.load, fails=world.no_load_ends_well)
+        copies._groups = [worker._GroupCopies(self._late(group.store), load)]
 
-    def _late(self, copy: Any) -> Any:
+    def _late(self, copy: Any, *, fails: bool = False) -> Any:
         chance, counts = random.Random(self.world.chance.random()), self.world.counts
 
         def run(mapping: Any) -> None:
             time.sleep(chance.choice([0, 0, 1e-4, 2e-3]))
             counts["copies"] += 1
-            if counts["copies"] % 97 == 0:
+            if fails or counts["copies"] % 97 == 0:
                 raise OSError("this copy fails")
             copy(mapping)
 
@@ -153,6 +154,7 @@ class World:
         self.chance = random.Random(seed)
         self.weights, self.counts = 0, Counter[str]()
         self.in_flight, num_workers, self.drafts = in_flight, 1 + seed // 2 % 2, 3 * (seed % 2)
+        self.no_load_ends_well = seed % 8 == 7
         self.requests: dict[str, Any] = {}
         self.tokens: dict[str, list[int]] = {}
         self.planned: deque[tuple[Any, Any, list[Row]]] = deque()  # steps that have not run
@@ -242,8 +244,12 @@ class World:
                 self._abort(self.chance.choice(list(self.requests)))
             must_reset = (must_reset or number % 200 == 199) and not self._reset()
             self._step()
-        while self.requests or self.scheduler.has_requests() or self.running or self.planned:
+        for _ in range(5000):
             self._step()
+            if not (self.requests or self.scheduler.has_requests() or self.running or self.planned):
+                break
+        else:
+            raise AssertionError("the requests do not end")
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == BLOCKS - 1, "a block is lost"
         self.order.manager._offload.check()

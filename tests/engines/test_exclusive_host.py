@@ -56,7 +56,7 @@ def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 7])
 def test_no_request_reads_wrong_bytes(seed: int, in_flight: int):
     finished = run(seed, 1500, in_flight)
     assert finished.returncode == 0, finished.stderr[-4000:]

@@ -93,6 +93,7 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         self._pool: Any = None
         self._running: dict[int, _RunningStore] = {}
         self._read_by: dict[int, int] = {}  # by block, the running store that reads it
+        self._failed_loads: set[int] = set()  # that some worker has not ended
         self._new: dict[int, TransferJob] = {}
         # Blocks that the pool may give away next, with their keys, in its order; those looked at before.
         self._watched: dict[int, OffloadKey] = {}
@@ -207,13 +208,28 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         """Note which transfers have ended."""
         meta = connector_output.kv_connector_worker_meta
         jobs = meta.completed_jobs if isinstance(meta, OffloadingWorkerMetadata) else {}
+        failed = getattr(meta, "failed", set())
         for job in [job for job in jobs if job in self._running]:
-            self._end_store(job, jobs.pop(job), is_good=job not in getattr(meta, "failed", ()))
-        loads = {job: self._jobs[job].keys for job in jobs if job in self._jobs}
+            self._end_store(job, jobs.pop(job), is_good=job not in failed)
+        loads = {job: (self._jobs[job].keys, self._is_gone(job)) for job in jobs if job in self._jobs}
+        self._failed_loads |= failed & loads.keys()
         super().update_connector_output(connector_output)
-        for job, keys in loads.items():
+        for job, (keys, is_gone) in loads.items():
             if job not in self._jobs:
-                self._order.copy(keys)
+                self._end_load(job, keys, is_gone=is_gone)
+
+    def _is_gone(self, job: int) -> bool:
+        """Whether the request of a load has finished: the device drops what is loaded."""
+        return bool(self._req_status[self._jobs[job].req_id].req.is_finished())
+
+    def _end_load(self, job: int, keys: Collection[OffloadKey], *, is_gone: bool) -> None:
+        if job in self._failed_loads:  # or the request would load, and fail, for ever
+            self._failed_loads.remove(job)
+            for key in keys:
+                self._order.drop(key)
+            self.manager.evict(list(keys))
+        elif not is_gone:
+            self._order.copy(keys)
 
     def _end_store(self, job: int, workers: int, *, is_good: bool) -> None:
         store = self._running[job]
@@ -237,6 +253,7 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         self._current_batch_jobs_to_flush.update(flushed, self._running)
         for store in self._running.values():
             store.is_stale = True
+        self._failed_loads.clear()
         self._order.clear()
         self._watched, self._looked_at, self._left = {}, {}, 0
 
