@@ -55,9 +55,10 @@ def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=1800, env=environment())
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_no_request_reads_wrong_bytes(seed: int):
-    finished = run(seed, 1500)
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 7])
+def test_no_request_reads_wrong_bytes(seed: int, in_flight: int):
+    finished = run(seed, 1500, in_flight)
     assert finished.returncode == 0, finished.stderr[-4000:]
     counts = json.loads(finished.stdout.rpartition("RESULT ")[2])
     assert min(counts[what] for what in ("loads", "stores", "flushed", "aborts", "resets")) > 0
@@ -66,6 +67,6 @@ def test_no_request_reads_wrong_bytes(seed: int):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_without_one_of_the_rules_bytes_are_wrong(fault: str):
-    finished = run(2, 6000, fault)
+    finished = run(2, 6000, 1, fault)
     assert finished.returncode != 0
     assert "reads wrong bytes" in finished.stderr

@@ -7,7 +7,6 @@ from typing import Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
@@ -47,14 +46,14 @@ class BlockyardKVConnector(OffloadingConnector):
         config = build_offloading_config(vllm_config, kv_cache_config)
         self._canonical_layout = config.canonical_layout
         spec = BlockyardSpec(config)
-        spec.is_exclusive = is_exclusive = _can_be_exclusive(spec, kv_cache_config)
+        is_cached = vllm_config.cache_config.enable_prefix_caching  # without, the pool has no keys to store
+        spec.is_exclusive = is_exclusive = is_cached and _can_be_exclusive(spec, kv_cache_config)
         self.connector_scheduler = self.connector_worker = None
         if role == KVConnectorRole.SCHEDULER:
             scheduler = ExclusiveScheduler if is_exclusive else OffloadingConnectorScheduler
             self.connector_scheduler = scheduler(spec, vllm_config, kv_cache_config)
         else:
-            worker = ExclusiveWorker if is_exclusive else OffloadingConnectorWorker
-            self.connector_worker = worker(spec, vllm_config, kv_cache_config)
+            self.connector_worker = ExclusiveWorker(spec, vllm_config, kv_cache_config)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
@@ -69,8 +68,7 @@ class BlockyardKVConnector(OffloadingConnector):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the device blocks whose loads have failed; vLLM computes them, or fails their requests."""
-        worker = self.connector_worker
-        return worker.take_bad_blocks() if isinstance(worker, ExclusiveWorker) else set()
+        return set() if self.connector_worker is None else self.connector_worker.take_bad_blocks()
 
 
 def _name_spec(vllm_config: Any) -> None:

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
     TransferJob,
 )
@@ -27,6 +28,11 @@ __all__ = ["ExclusiveScheduler", "ExclusiveWorker"]
 
 _STEPS_AHEAD: Final = 2
 """Number of steps whose blocks are stored in advance: a store ends one or two steps later."""
+
+
+@dataclass
+class ExclusiveMetadata(OffloadingConnectorMetadata):
+    """What an exclusive scheduler side wants of the workers: its stores begin with their step."""
 
 
 @dataclass
@@ -87,6 +93,7 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         self._pool: Any = None
         self._running: dict[int, _RunningStore] = {}
         self._read_by: dict[int, int] = {}  # by block, the running store that reads it
+        self._failed_loads: set[int] = set()  # that some worker has not ended
         self._new: dict[int, TransferJob] = {}
         # Blocks that the pool may give away next, with their keys, in its order; those looked at before.
         self._watched: dict[int, OffloadKey] = {}
@@ -186,6 +193,11 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
             self.manager.evict(victims)
         return self.manager.num_free
 
+    def build_connector_meta(self, scheduler_output: Any) -> ExclusiveMetadata:
+        """Return the transfers of a step."""
+        meta = super().build_connector_meta(scheduler_output)
+        return ExclusiveMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush)
+
     # ---- the end of transfers ----
 
     def has_pending_push_work(self) -> bool:
@@ -196,13 +208,28 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         """Note which transfers have ended."""
         meta = connector_output.kv_connector_worker_meta
         jobs = meta.completed_jobs if isinstance(meta, OffloadingWorkerMetadata) else {}
+        failed = getattr(meta, "failed", set())
         for job in [job for job in jobs if job in self._running]:
-            self._end_store(job, jobs.pop(job), is_good=job not in getattr(meta, "failed", ()))
-        loads = {job: self._jobs[job].keys for job in jobs if job in self._jobs}
+            self._end_store(job, jobs.pop(job), is_good=job not in failed)
+        loads = {job: (self._jobs[job].keys, self._is_gone(job)) for job in jobs if job in self._jobs}
+        self._failed_loads |= failed & loads.keys()
         super().update_connector_output(connector_output)
-        for job, keys in loads.items():
+        for job, (keys, is_gone) in loads.items():
             if job not in self._jobs:
-                self._order.copy(keys)
+                self._end_load(job, keys, is_gone=is_gone)
+
+    def _is_gone(self, job: int) -> bool:
+        """Whether the request of a load has finished: the device drops what is loaded."""
+        return bool(self._req_status[self._jobs[job].req_id].req.is_finished())
+
+    def _end_load(self, job: int, keys: Collection[OffloadKey], *, is_gone: bool) -> None:
+        if job in self._failed_loads:  # or the request would load, and fail, for ever
+            self._failed_loads.remove(job)
+            for key in keys:
+                self._order.drop(key)
+            self.manager.evict(list(keys))
+        elif not is_gone:
+            self._order.copy(keys)
 
     def _end_store(self, job: int, workers: int, *, is_good: bool) -> None:
         store = self._running[job]
@@ -221,27 +248,38 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
 
     def reset_cache(self) -> None:
         """Forget all keys."""
+        flushed, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()  # by a reset before
         super().reset_cache()
-        self._current_batch_jobs_to_flush.update(self._running)
+        self._current_batch_jobs_to_flush.update(flushed, self._running)
         for store in self._running.values():
             store.is_stale = True
+        self._failed_loads.clear()
         self._order.clear()
         self._watched, self._looked_at, self._left = {}, {}, 0
 
 
 class ExclusiveWorker(OffloadingConnectorWorker):
-    """The worker side: submits stores as their step begins, and reports failures."""
+    """The worker side: submits stores as their step begins, and reports failures.
+
+    The scheduler side decides whether the host is exclusive, since a worker may see other specs of the layers: with
+    another scheduler side this is vLLM's worker.
+    """
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._connector_worker_meta = ExclusiveWorkerMetadata()
         self._written: dict[int, list[int]] = {}  # device blocks by load
         self._bad_blocks: set[int] = set()
+        self._is_exclusive = False
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Submit the stores before the step's computation and loads write to their blocks, and wait for some."""
+        self._is_exclusive = isinstance(kv_connector_metadata, ExclusiveMetadata)
         stores = kv_connector_metadata.store_jobs
-        for job in list(stores):
+        if self._is_exclusive and kv_connector_metadata.jobs_to_flush:
+            # After a reset, a store may write to a chunk that a load from before it still reads.
+            self.worker.wait(kv_connector_metadata.jobs_to_flush)
+        for job in list(stores) if self._is_exclusive else ():
             entry = stores.pop(job)
             if self._is_store_writer:
                 self.worker.submit_store(job, entry.src_spec, entry.dst_spec)
@@ -251,11 +289,14 @@ class ExclusiveWorker(OffloadingConnectorWorker):
 
     def start_kv_transfers(self, metadata: Any) -> None:
         """Submit the step's loads."""
-        self._written.update({job: list(entry.dst_spec.block_ids) for job, entry in metadata.load_jobs.items()})
+        if self._is_exclusive:
+            self._written.update({job: list(entry.dst_spec.block_ids) for job, entry in metadata.load_jobs.items()})
         super().start_kv_transfers(metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return no request whose stores, and the requests whose loads have ended."""
+        if not self._is_exclusive:
+            return super().get_finished(finished_req_ids)
         meta, loaded = self._connector_worker_meta, set()
         for result in self.worker.get_finished():
             job, request = result.job_id, self._load_jobs.pop(result.job_id, None)
