@@ -223,7 +223,7 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         return bool(self._req_status[self._jobs[job].req_id].req.is_finished())
 
     def _end_load(self, job: int, keys: Collection[OffloadKey], *, is_gone: bool) -> None:
-        if job in self._failed_loads:  # or the request would load, and fail, for ever
+        if job in self._failed_loads:  # or the request would load, and fail, forever
             self._failed_loads.remove(job)
             for key in keys:
                 self._order.drop(key)
