@@ -262,12 +262,15 @@ class World:
     def _reset(self) -> bool:
         """Change the weights: what was computed before must not be found. False if vLLM refuses."""
         is_reset = False
-        for _ in range(self.chance.choice([1, 1, 2])):
-            try:
-                preempts = self.chance.random() < 0.5
-                is_reset = self.scheduler.reset_prefix_cache(reset_running_requests=preempts, reset_connector=True)
-            except RuntimeError:  # a request waits for its load; nothing is forgotten
-                return False
+        try:
+            for _ in range(self.chance.choice([1, 1, 2])):
+                preempts, everything = self.chance.random() < 0.5, self.chance.random() < 0.7
+                is_reset = self.scheduler.reset_prefix_cache(
+                    reset_running_requests=preempts, reset_connector=everything
+                )
+                is_reset = is_reset and everything
+        except RuntimeError:  # a request waits for its load; nothing is forgotten
+            return False
         if is_reset:
             self._run_planned()
             self.weights += 1
@@ -337,7 +340,7 @@ class World:
         """Accept some drafts, and sample one more token, if the row has computed all others."""
         if min(row.begins, len(row.tokens) - 1) + row.count < len(row.tokens) + len(row.drafts):
             return []
-        found = row.drafts[: self.chance.randrange(len(row.drafts) + 1)] + [self.chance.randrange(100)]
+        found = [*row.drafts[: self.chance.randrange(len(row.drafts) + 1)], self.chance.randrange(100)]
         row.tokens += found
         return found
 

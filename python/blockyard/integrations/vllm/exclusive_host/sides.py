@@ -8,7 +8,7 @@ are written to.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Final
 
@@ -195,7 +195,9 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: Any) -> ExclusiveMetadata:
         """Return the transfers of a step."""
-        meta = super().build_connector_meta(scheduler_output)
+        # vLLM would wait for the stores of preempted requests. They have none here, but loads, if they went on at once
+        # after a reset, and vLLM asserts that there are none.
+        meta = super().build_connector_meta(replace(scheduler_output, preempted_req_ids=None))
         return ExclusiveMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush)
 
     # ---- the end of transfers ----
