@@ -50,6 +50,13 @@ def test_with_a_policy_the_host_keeps_what_is_computed(folder: Path, alone: Any)
     assert found["counters"][STORED] == serve(folder, extra={**SPEC, **options})["counters"][STORED]
 
 
+def test_without_prefix_caching_the_host_keeps_what_is_computed(folder: Path, alone: Any):
+    off = {"enable_prefix_caching": False}
+    found = serve(folder, extra={"host_bytes": "16MiB"}, connector=CONNECTOR, engine=off)
+    assert found["tokens"] == alone["tokens"]
+    assert found["counters"][LOADED] > 0
+
+
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [PYTHON, str(HERE / "connector_machine.py"), *map(str, arguments)]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=1800, env=environment())

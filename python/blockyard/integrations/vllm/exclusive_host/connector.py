@@ -28,8 +28,9 @@ _SPEC: Final = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.int
 class BlockyardKVConnector(OffloadingConnector):
     """Keeps in host memory what the device drops, so that both together hold more.
 
-    It takes the options of `BlockyardSpec`. With `policy` or `prefix_store`, and for models with other than full
-    attention or with chunks of several blocks, the host keeps all that is computed, as with `BlockyardSpec`.
+    It takes the options of `BlockyardSpec`. With `policy` or `prefix_store`, without vLLM's prefix caching, and for
+    models with other than full attention or with chunks of several blocks, the host keeps all that is computed, as with
+    `BlockyardSpec`.
 
     Args:
         vllm_config: from vLLM.
