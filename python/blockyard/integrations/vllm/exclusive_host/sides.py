@@ -119,7 +119,7 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
             self._left -= blocks
             if self._left < self._step_blocks:
                 self._watched.update(self._front(blocks + _STEPS_AHEAD * self._step_blocks))
-                self._left, self._is_stored = _STEPS_AHEAD * self._step_blocks, False
+                self._left, self._is_stored = self._reach(blocks), False
         return found, is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -147,10 +147,15 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         if self._left < self._step_blocks or not self._is_stored:
             front = dict(self._front(_STEPS_AHEAD * self._step_blocks))
             before, self._looked_at, self._watched = self._looked_at, front, dict(front)
-            self._left, self._is_stored = _STEPS_AHEAD * self._step_blocks, True
+            self._left, self._is_stored = self._reach(0), True
             self._store([(key, at) for at, key in front.items() if before.get(at) != key])
         jobs, self._new = self._new, {}
         return jobs
+
+    def _reach(self, behind: int) -> int:
+        """Return how many free blocks a look at the pool's front covers; what is freed later is not among them."""
+        free: int = self._pool.free_block_queue.num_free_blocks
+        return min(_STEPS_AHEAD * self._step_blocks, free - behind)
 
     def _front(self, count: int) -> list[tuple[int, OffloadKey]]:
         """Return those of the pool's next blocks that hold a key, and their keys."""
@@ -210,7 +215,7 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         """Note which transfers have ended."""
         meta = connector_output.kv_connector_worker_meta
         jobs = meta.completed_jobs if isinstance(meta, OffloadingWorkerMetadata) else {}
-        failed = getattr(meta, "failed", set())
+        failed: set[int] = getattr(meta, "failed", set())
         for job in [job for job in jobs if job in self._running]:
             self._end_store(job, jobs.pop(job), is_good=job not in failed)
         loads = {job: (self._jobs[job].keys, self._is_gone(job)) for job in jobs if job in self._jobs}
@@ -250,7 +255,8 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
 
     def reset_cache(self) -> None:
         """Forget all keys."""
-        flushed, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()  # by a reset before
+        flushed = set(self._current_batch_jobs_to_flush)  # by a reset before
+        self._current_batch_jobs_to_flush.clear()
         super().reset_cache()
         self._current_batch_jobs_to_flush.update(flushed, self._running)
         for store in self._running.values():
@@ -298,7 +304,8 @@ class ExclusiveWorker(OffloadingConnectorWorker):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return no request whose stores, and the requests whose loads have ended."""
         if not self._is_exclusive:
-            return super().get_finished(finished_req_ids)
+            sent, loaded = super().get_finished(finished_req_ids)
+            return sent, loaded
         meta, loaded = self._connector_worker_meta, set()
         for result in self.worker.get_finished():
             job, request = result.job_id, self._load_jobs.pop(result.job_id, None)
