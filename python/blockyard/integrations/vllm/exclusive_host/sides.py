@@ -88,7 +88,7 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._block_tokens: int = self.config.kv_group_configs[0].tokens_per_block
         limits = vllm_config.scheduler_config
-        self._step_blocks = -(-limits.max_num_batched_tokens // self._block_tokens) + limits.max_num_seqs
+        self._step_blocks: int = -(-limits.max_num_batched_tokens // self._block_tokens) + limits.max_num_seqs
         self._order = HostOrder(self.manager.num_chunks, kv_cache_config.num_blocks)
         self._pool: Any = None
         self._running: dict[int, _RunningStore] = {}
