@@ -367,6 +367,14 @@ def nothing_is_flushed(patch: Any) -> None:
     patch(sides.ExclusiveScheduler, "build_connector_meta", unflushed)
 
 
+def stores_begin_late(patch: Any) -> None:
+    def deferred(self: Any, metadata: Any) -> None:
+        self._is_exclusive = True
+        sides.OffloadingConnectorWorker.handle_preemptions(self, metadata)
+
+    patch(sides.ExclusiveWorker, "handle_preemptions", deferred)
+
+
 def failed_stores_count(patch: Any) -> None:
     end = sides.ExclusiveScheduler._end_store
     patch(
@@ -379,9 +387,7 @@ def failed_stores_count(patch: Any) -> None:
 FAULTS = {
     "loads do not wait for stores": loads_do_not_wait,
     "computation does not wait for stores": nothing_is_flushed,
-    "stores begin with the next step": lambda patch: patch(
-        sides.ExclusiveWorker, "handle_preemptions", sides.OffloadingConnectorWorker.handle_preemptions
-    ),
+    "stores begin with the next step": stores_begin_late,
     "failed loads count": lambda patch: patch(sides.ExclusiveWorker, "take_bad_blocks", lambda self: set()),
     "failed stores count": failed_stores_count,
     "a reset forgets nothing": lambda patch: patch(sides.ExclusiveScheduler, "reset_cache", lambda self: None),
