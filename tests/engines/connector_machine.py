@@ -49,6 +49,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -59,6 +60,7 @@ from blockyard.integrations.vllm.exclusive_host import sides
 
 BLOCK, PAGE, MAX_LEN = 16, 128, 1 << 12
 BLOCKS, CHUNKS, STEP_TOKENS, SEATS = 48, 40, 64, 4
+PIN = KvHintsEnvelope("0.1", "1", [KvHintAction("1", "blockyard.pin", "1", {"seconds": 0.05})])
 
 
 @dataclass
@@ -229,6 +231,7 @@ class World:
             ),
             pooling_params=None,
             block_hasher=self.hasher,
+            kv_hints=PIN if self.chance.random() < 0.2 else None,
         )
         self.counts["requests"] += 1
         self.requests[request.request_id] = request

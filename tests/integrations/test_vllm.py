@@ -258,9 +258,9 @@ def test_an_exclusive_host_evicts_copies_then_what_was_never_found_again(vllm: S
     order.hold([KEYS[5], KEYS[6]])  # the device has dropped the first
     assert list(order) == [KEYS[4], KEYS[0], KEYS[7], KEYS[6], *KEYS[1:4], KEYS[5]]
     order.drop(KEYS[7])
-    order.find(KEYS)  # ten of them are remembered
-    order.hold([KEYS[0], KEYS[2]])
-    assert list(order) == [KEYS[4], KEYS[6], KEYS[0], KEYS[1], KEYS[3], KEYS[5], KEYS[2]]
+    order.find(KEYS)  # the first ten of them are remembered, so that no key outlives those before it
+    order.hold([KEYS[11], KEYS[0]])
+    assert list(order) == [KEYS[4], KEYS[1], KEYS[6], KEYS[11], KEYS[2], KEYS[3], KEYS[5], KEYS[0]]
     order.clear()
     assert not list(order)
 

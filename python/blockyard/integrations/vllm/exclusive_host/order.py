@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Final
 
@@ -29,9 +29,9 @@ class HostOrder:
         self._again: OrderedDict[bytes, None] = OrderedDict()
         self._found: OrderedDict[bytes, None] = OrderedDict()
 
-    def find(self, keys: Iterable[bytes]) -> None:
-        """Note that a request found keys, on the device or the host."""
-        for key in keys:
+    def find(self, keys: Sequence[bytes]) -> None:
+        """Note that a request found keys, on the device or the host; the first is remembered longest."""
+        for key in reversed(keys):
             self._found[key] = None
             self._found.move_to_end(key)
         while len(self._found) > self._most_found:

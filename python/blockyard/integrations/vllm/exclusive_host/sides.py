@@ -202,6 +202,8 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         """Return the transfers of a step."""
         # vLLM would wait for the stores of preempted requests. They have none here, but loads, if they went on at once
         # after a reset, and vLLM asserts that there are none.
+        if scheduler_output.preempted_req_ids:
+            self._is_stored = False  # what one got and gave back in this step, no list of blocks says
         meta = super().build_connector_meta(replace(scheduler_output, preempted_req_ids=None))
         return ExclusiveMetadata(meta.load_jobs, meta.store_jobs, meta.jobs_to_flush)
 
