@@ -134,6 +134,14 @@ def test_a_prefix_and_a_conversation_stay_with_their_engine():
     assert max(map(len, places)) - min(map(len, places)) < 8
 
 
+def test_a_request_cannot_wait_for_conversations_of_two_engines():
+    rows = [TraceRequest(0.0, 9, 1, (at,), 9.0) for at in range(2)]
+    rows.append(TraceRequest(1.0, 9, 1, after=(0, 1)))
+    assert spread_by_prefix(rows, 1) == [[0, 1, 2]]
+    with pytest.raises(InvalidArgumentError, match="request 2 waits for several conversations"):
+        spread_by_prefix(rows, 2)
+
+
 def place_of(places: list[list[int]], index: int) -> int:
     return next(place.index(index) for place in places if index in place)
 

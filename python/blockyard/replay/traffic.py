@@ -36,7 +36,7 @@ def spread_by_prefix(requests: Sequence[TraceRequest], engines: int) -> list[lis
         Indices of the requests of each engine, in order of arrival.
 
     Raises:
-        InvalidArgumentError: `engines` is less than 1.
+        InvalidArgumentError: `engines` is less than 1, or a request waits for conversations of several engines.
     """
     if engines < 1:
         raise InvalidArgumentError(f"engines is {engines}, must be at least 1")
@@ -45,6 +45,8 @@ def spread_by_prefix(requests: Sequence[TraceRequest], engines: int) -> list[lis
     engine_of_key: dict[tuple[str, int], int] = {}
     engine_of: list[int] = []
     for index, request in enumerate(requests):
+        if len({engine_of[other] for other in request.after}) > 1:
+            raise InvalidArgumentError(f"request {index} waits for several conversations, must wait for those of one")
         keys = [("after", other) for other in request.after]
         keys += [] if request.session is None else [("session", request.session)]
         keys += [("block", request.hash_ids[0])] if len(request.hash_ids) else []
