@@ -110,7 +110,7 @@ bench-engines: release .make/engines/.ready-$(VLLM_VERSION)
 test: lint test-rust test-python
 
 test-rust: setup
-	cargo test --workspace --locked --no-fail-fast
+	PROPTEST_RNG_SEED=0 cargo test --workspace --locked --no-fail-fast
 
 test-python: dev
 	$(BIN)/python -m pytest -m "not slow" --numprocesses logical --maxprocesses 8 --dist worksteal

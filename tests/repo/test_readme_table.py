@@ -32,7 +32,7 @@ GROUPS = {
     "cross attention": [FULL, CacheGroup.cross_attention()],
 }
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
-SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "eos_token_id": None}
 PROMPT = list(range(1, 18))
 
 Groups = Sequence[CacheGroup]
