@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from blockyard import cli
+from blockyard.tools import cli
 
 LINE = {"timestamp": 0, "input_length": 40, "output_length": 5, "hash_ids": [0, 1], "block_size": 16}
 STEP = ("--step-time", "0.01,0,0,0", "--device-blocks", "8")
@@ -56,7 +57,7 @@ def test_what_was_there_stays_until_all_is_written(
     events.write_text("before")
     events.chmod(0o640)
     with monkeypatch.context() as patched:
-        patched.setattr("blockyard.timeline.Timeline.write_trace_events", fills_the_disk)
+        patched.setattr("blockyard.tools.timeline.Timeline.write_trace_events", fills_the_disk)
         assert replay(trace, *STEP, "--trace-events", events) == 3
     assert f"cannot write {events}: No space left on device" in capsys.readouterr().err
     assert events.read_text() == "before"
@@ -64,6 +65,11 @@ def test_what_was_there_stays_until_all_is_written(
     assert json.loads(events.read_text())["traceEvents"]
     assert events.stat().st_mode & 0o777 == 0o640
     assert sorted(trace.parent.iterdir()) == [events, trace]
+
+
+def errors(ended: subprocess.CompletedProcess[str]) -> list[str]:
+    """What a replay says on standard error apart from its progress, which a slow machine shows."""
+    return [line for line in ended.stderr.splitlines() if not re.match(r"replay( \.\.\.|: )", line)]
 
 
 def test_a_name_that_the_terminal_cannot_show_is_shown_with_escapes(trace: Path):
@@ -74,7 +80,7 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_with_escapes(trace: Path)
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     for options in ((), ("--html", trace.with_name("page"), *STEP), ("--format", "json"), ("--output", report)):
         ended = subprocess.run([*command, *options], env=environment, check=False, capture_output=True, text=True)
-        assert (ended.returncode, ended.stderr) == (0, "")
+        assert (ended.returncode, errors(ended)) == (0, [])
         assert options[:1] == ("--output",) or "Spur-" in ended.stdout
     assert report.read_text(encoding="utf-8").startswith("Spur-\u00e4\\udcff.jsonl: 4 requests")
 
@@ -122,8 +128,8 @@ def test_a_plan_for_a_device_that_holds_no_request_recommends_nothing(trace: Pat
 def test_a_prompt_of_two_thousand_million_tokens_takes_no_memory_where_it_does_not_fit(trace: Path):
     trace.write_text(json.dumps(LINE | {"input_length": 2**31 - 1}) + "\n" + json.dumps(LINE) + "\n")
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30)); "
-    program = limit + "from blockyard import cli; sys.exit(cli.main())"
+    program = limit + "from blockyard.tools import cli; sys.exit(cli.main())"
     command = [sys.executable, "-c", program, "replay", str(trace), "--jobs", "1", *STEP]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, errors(ended)) == (0, [])
     assert "1 requests need more blocks than the device has" in ended.stdout
