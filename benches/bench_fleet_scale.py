@@ -3,7 +3,7 @@
     python benches/bench_fleet_scale.py [--most 1000] [--requests 12] [--lookups 400]
 
 Every engine is a real `ObjectStore`: batches, threads, known keys, epochs. Server, network and time are models
-(`blockyard.sim`), so the requests that arrive at the server can be counted. Nothing fails.
+(`blockyard.tools.sim`), so the requests that arrive at the server can be counted. Nothing fails.
 
 An engine gets `--requests` prompts, one per second on average. A prompt is one of 300 shared documents of 6 blocks,
 drawn from a Zipf distribution, and a unique question of 2 blocks. The engine has no cache: it looks up all 8 blocks in
@@ -33,13 +33,13 @@ from typing import Any
 import numpy as np
 from figures import keep
 
-from blockyard.sim.fleet.clock import EngineRuntime
-from blockyard.sim.fleet.servers.object_server import ObjectServer
-from blockyard.sim.loop import Loop
 from blockyard.stores.object_store import ObjectStore, read_url
 from blockyard.stores.threaded.epochs import EPOCH_BYTES
 from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.stores.value import HEADER
+from blockyard.tools.sim.fleet.clock import EngineRuntime
+from blockyard.tools.sim.fleet.servers.object_server import ObjectServer
+from blockyard.tools.sim.loop import Loop
 
 BLOCK_BYTES = 256
 DOCUMENTS, DOCUMENT_BLOCKS, QUESTION_BLOCKS = 300, 6, 2

@@ -39,8 +39,8 @@ from typing import Any
 from policies import fitting
 from policies.server import OUTPUT, SIZE, Server
 
-from blockyard.replay.packed import PackedTrace
-from blockyard.replay.sweep import open_executor
+from blockyard.tools.replay.packed import PackedTrace
+from blockyard.tools.replay.sweep import open_executor
 from blockyard.traces import TraceRequest
 
 SLOT = 8192

@@ -42,8 +42,8 @@ from policies.traffic import WORKLOADS, traffic
 
 from blockyard import BlockManager, PrefixCaching
 from blockyard.errors import InvalidArgumentError
-from blockyard.replay.optimal import optimal_hits
-from blockyard.replay.packed import PackedTrace
+from blockyard.tools.replay.optimal import optimal_hits
+from blockyard.tools.replay.packed import PackedTrace
 from blockyard.traces import TraceRequest, read_trace
 from blockyard.types import HashedPrompt
 

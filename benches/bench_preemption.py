@@ -35,13 +35,13 @@ from figures import keep
 from numpy.typing import NDArray
 
 from blockyard import KVCache, Pairs, StepDecision
-from blockyard.demo.demo_model import demo_model
-from blockyard.demo.models import fitting_threads
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers import Generator
 from blockyard.integrations.transformers.model import PagedModel
 from blockyard.scheduler import Step
 from blockyard.stores import ExternalStore
+from blockyard.tools.demo.demo_model import demo_model
+from blockyard.tools.demo.models import fitting_threads
 
 BLOCK_SIZE = 16
 MAX_NUM_SEQS = 256

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from figures import keep
 
-from blockyard.replay.engine import EngineOptions, replay_times
-from blockyard.replay.hits import replay_hits
-from blockyard.replay.packed import PackedTrace
-from blockyard.replay.step_time import LinearStepTime
+from blockyard.tools.replay.engine import EngineOptions, replay_times
+from blockyard.tools.replay.hits import replay_hits
+from blockyard.tools.replay.packed import PackedTrace
+from blockyard.tools.replay.step_time import LinearStepTime
 from blockyard.traces import TraceRequest, read_trace
 
 BLOCKS, SHARED, BEGINNINGS, POOL = 50, 30, 20_000, 200_000

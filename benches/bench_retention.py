@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from blockyard.errors import BlockyardError, InvariantError
-from blockyard.replay import engine
-from blockyard.replay.engine import EngineOptions, Times
-from blockyard.replay.step_time import LinearStepTime
+from blockyard.tools.replay import engine
+from blockyard.tools.replay.engine import EngineOptions, Times
+from blockyard.tools.replay.step_time import LinearStepTime
 from blockyard.traces import TraceRequest, read_trace
 
 STEP_TIME = LinearStepTime(fixed=0.01, prefill_token=4e-5, decode_row=2e-5, context_token=9e-8)

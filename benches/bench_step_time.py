@@ -32,9 +32,9 @@ import numpy as np
 
 from blockyard.layout.model import ModelMemory
 from blockyard.layout.weights import weight_bytes
-from blockyard.replay.step_time import EngineLimits, EngineRun, LinearStepTime, serve
-from blockyard.replay.step_time.fit import fit_run, lower_bounds
-from blockyard.replay.step_time.tables import TableStepTime, read_config
+from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStepTime, serve
+from blockyard.tools.replay.step_time.fit import fit_run, lower_bounds
+from blockyard.tools.replay.step_time.tables import TableStepTime, read_config
 
 SYSTEMS = {"RTXPRO6000": "rtx_pro_6000_server", "H100": "h100_sxm", "H200": "h200_sxm", "A100": "a100_sxm"}
 METRICS = {"TTFT": "ttft", "TPOT": "tpot", "Latency": "latency"}

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from blockyard.demo.demo_model import demo_config
 from blockyard.integrations.transformers import Generator
+from blockyard.tools.demo.demo_model import demo_config
 
 BLOCK, HEAD, GROUP = 16, 128, 4
 # Prompts that fit on the device and on the host, since a step copies at most an eighth of either to the host before it

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from blockyard import BlockManager, KVCache, KVLayout, PrefixCaching, Request, Scheduler
 from blockyard.events import export_keys
 from blockyard.prefix_store import Prefetch
-from blockyard.replay.packed import PackedTrace
 from blockyard.scheduler import Step
+from blockyard.tools.replay.packed import PackedTrace
 from blockyard.types import HashedPrompt
 from policies.bus import Bus
 

@@ -439,7 +439,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ],
     ),
     (
-        "cli/__init__.py",
+        "tools/cli/__init__.py",
         ("cli/test_cli.py",),
         [
             ('and (options.format == "json" or not options.quiet)', "and not options.quiet"),
@@ -457,7 +457,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ],
     ),
     (
-        "doctor.py",
+        "tools/doctor.py",
         ("cli/test_doctor.py",),
         [
             ('"ok" if runs else "fail"', '"ok" if runs else "warn"'),

@@ -19,12 +19,13 @@ import demo_report
 import pytest
 from demo_report import REPORT
 
-from blockyard import __version__, cli
-from blockyard.cli import commands, options
-from blockyard.cli.result import Result
-from blockyard.demo import run as demo
-from blockyard.demo.report import Damage, Sabotage
+from blockyard import __version__
 from blockyard.errors import BlockyardError, InvariantError
+from blockyard.tools import cli
+from blockyard.tools.cli import commands, options
+from blockyard.tools.cli.result import Result
+from blockyard.tools.demo import run as demo
+from blockyard.tools.demo.report import Damage, Sabotage
 
 BIG_URL_SIZE = "900TiB"
 
@@ -65,8 +66,8 @@ def test_module_runs_as_a_program() -> None:
 
 def test_refused_command_line_loads_no_torch() -> None:
     program = (
-        "import sys, blockyard.cli\n"
-        "code = blockyard.cli.main(['demo', '--trace', '/absent/trace.csv'])\n"
+        "import sys, blockyard.tools.cli\n"
+        "code = blockyard.tools.cli.main(['demo', '--trace', '/absent/trace.csv'])\n"
         "assert code == 2, code\n"
         "assert not {'torch', 'transformers', 'rich'} & set(sys.modules)\n"
     )
@@ -155,8 +156,8 @@ def test_our_errors_end_in_one_line_and_exit_2(
 
 HOLDS = """
 import sys, time
-from blockyard import cli
-from blockyard.demo import run
+from blockyard.tools import cli
+from blockyard.tools.demo import run
 from blockyard.stores import open_store
 
 def hold(options, *, quiet, timeline):
@@ -254,8 +255,8 @@ def test_any_other_error_has_an_exit_code_of_its_own(
 
 PRINTS = """
 import sys
-from blockyard import cli
-from blockyard.cli import commands, result
+from blockyard.tools import cli
+from blockyard.tools.cli import commands, result
 commands.doctor = lambda _options: result.Result({}, lambda stream: print("all is well", file=stream))
 sys.exit(cli.main(["doctor"]))
 """
@@ -402,8 +403,8 @@ def test_text_goes_to_the_file_and_nothing_to_standard_output(
 
 REPORTS = """
 import sys
-from blockyard import cli
-from blockyard.demo import run
+from blockyard.tools import cli
+from blockyard.tools.demo import run
 from demo_report import REPORT
 
 run.make_report = lambda *_, **__: REPORT

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import blockyard
-from blockyard import doctor
-from blockyard.cli import main
+from blockyard.tools import doctor
+from blockyard.tools.cli import main
 
 BUILT = {
     "built": True,
@@ -170,7 +170,7 @@ def test_arch_specific_code_runs_on_that_arch_alone():
 
 
 def test_importing_the_doctor_does_not_load_torch():
-    code = "import sys, blockyard.doctor; sys.exit('torch' in sys.modules)"
+    code = "import sys, blockyard.tools.doctor; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

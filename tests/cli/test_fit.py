@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from blockyard import cli
 from blockyard.errors import InvalidArgumentError
+from blockyard.tools import cli
 
 STEP = {"arrival_time": 0.0, "queued_ts": 1.0, "scheduled_ts": 1.0, "first_token_ts": 1.1, "last_token_ts": 2.0}
 CONFIG = {
@@ -52,7 +52,7 @@ def test_the_hardware_bounds_a_fit(run: Path, capsys: pytest.CaptureFixture[str]
         bounds.append(at_least)
         raise InvalidArgumentError("enough")
 
-    monkeypatch.setattr("blockyard.cli.replays.fit_run", note)
+    monkeypatch.setattr("blockyard.tools.cli.replays.fit_run", note)
     config = ("--fit-blocks", "40", "--device-bandwidth", "1", "--model-config", str(run.parent / "config.json"))
     for gpus in (1, 2):
         assert fitted(run, capsys, *config, "--tensor-parallel-size", str(gpus)) == (2, "blockyard: enough\n")

@@ -14,13 +14,13 @@ import pytest
 import shtab
 from demo_report import REPORT
 
-from blockyard import cli
-from blockyard.cli.options import EXIT_CODES, make_parser
-from blockyard.demo import run as demo
-from blockyard.doctor import run_doctor
 from blockyard.progress import show_progress
-from blockyard.sim.fleet.campaign import Campaign
 from blockyard.stores import open_store
+from blockyard.tools import cli
+from blockyard.tools.cli.options import EXIT_CODES, make_parser
+from blockyard.tools.demo import run as demo
+from blockyard.tools.doctor import run_doctor
+from blockyard.tools.sim.fleet.campaign import Campaign
 
 CHOICES = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)).choices
 COMMANDS = tuple(CHOICES)
@@ -73,8 +73,8 @@ def test_example_runs(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "make_report", checked)
-    monkeypatch.setattr("blockyard.sim.run_campaign", lambda _seeds, fleet, **_: Campaign(fleet))
-    monkeypatch.setattr("blockyard.cli.recording.run_recorded", lambda _path, _program: 0)
+    monkeypatch.setattr("blockyard.tools.sim.run_campaign", lambda _seeds, fleet, **_: Campaign(fleet))
+    monkeypatch.setattr("blockyard.tools.cli.recording.run_recorded", lambda _path, _program: 0)
     monkeypatch.setattr("os.sched_getaffinity", lambda _process: {0})  # each process of `plan` would load torch
     if "calibrate" in example:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -140,7 +140,7 @@ def test_files_and_folders_are_completed_where_they_are_meant(scripts: dict[str,
 
 
 def test_completion_without_shtab_says_what_to_install() -> None:
-    program = "import sys; sys.modules['shtab'] = None; import blockyard.cli; blockyard.cli.main()"
+    program = "import sys; sys.modules['shtab'] = None; import blockyard.tools.cli; blockyard.tools.cli.main()"
     command = [sys.executable, "-c", program, "--print-completion", "bash"]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert ended.returncode == 2

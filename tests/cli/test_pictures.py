@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from blockyard import cli
+from blockyard.tools import cli
 
 FLEET = ("simulate", "--seed", "5", "--seeds", "2", "--seconds", "1", "-q")
 
@@ -27,8 +27,8 @@ def test_a_simulation_writes_the_first_seed_the_same_each_time(tmp_path: Path) -
 
 
 def test_a_failure_is_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blockyard.sim.fleet.fleet._RECOVERY_SECONDS", -1e9)
-    monkeypatch.setattr("blockyard.sim.fleet.engine.SimulatedEngine.forget", lambda *_: False)
+    monkeypatch.setattr("blockyard.tools.sim.fleet.fleet._RECOVERY_SECONDS", -1e9)
+    monkeypatch.setattr("blockyard.tools.sim.fleet.engine.SimulatedEngine.forget", lambda *_: False)
     page, trace = tmp_path / "a.html", tmp_path / "a.json"
     assert cli.main([*FLEET, "--html", str(page), "--trace-events", str(trace)]) == 1
     marks = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "i"]
@@ -40,7 +40,7 @@ def test_a_failure_is_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_that_cannot_be_written_is_refused_before_the_run(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delattr("blockyard.sim.run_campaign")
+    monkeypatch.delattr("blockyard.tools.sim.run_campaign")
     assert cli.main([*FLEET, option, str(tmp_path / "absent" / "file")]) == 2
     assert "absent is not a folder" in capsys.readouterr().err
 
@@ -54,8 +54,8 @@ def test_a_full_disk_is_an_output_that_cannot_be_written(option: str, capsys: py
 @pytest.mark.parametrize("command", [FLEET, ("demo",)])
 def test_a_page_without_plotly_is_refused_before_the_run(command: tuple[str, ...], tmp_path: Path) -> None:
     program = (
-        "import sys; sys.modules['plotly'] = None; import blockyard.cli; code = blockyard.cli.main();"
-        "assert 'blockyard.sim' not in sys.modules and 'torch' not in sys.modules; sys.exit(code)"
+        "import sys; sys.modules['plotly'] = None; import blockyard.tools.cli; code = blockyard.tools.cli.main();"
+        "assert 'blockyard.tools.sim' not in sys.modules and 'torch' not in sys.modules; sys.exit(code)"
     )
     run = [sys.executable, "-c", program, *command, "--html", str(tmp_path / "a.html")]
     ended = subprocess.run(run, check=False, capture_output=True, text=True)
@@ -64,7 +64,7 @@ def test_a_page_without_plotly_is_refused_before_the_run(command: tuple[str, ...
 
 
 def test_a_trace_needs_no_plotly(tmp_path: Path) -> None:
-    program = "import sys; sys.modules['plotly'] = None; import blockyard.cli; sys.exit(blockyard.cli.main())"
+    program = "import sys; sys.modules['plotly'] = None; from blockyard.tools import cli; sys.exit(cli.main())"
     trace = tmp_path / "a.json"
     subprocess.run([sys.executable, "-c", program, *FLEET, "--trace-events", str(trace)], check=True)
     assert json.loads(trace.read_text())["traceEvents"]

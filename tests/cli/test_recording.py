@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from blockyard import cli
+from blockyard.tools import cli
 from blockyard.traces import read_trace
 
 ENGINE = """

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from blockyard import cli
-from blockyard.cli import commands
-from blockyard.cli.options import make_parser
+from blockyard.tools import cli
+from blockyard.tools.cli import commands
+from blockyard.tools.cli.options import make_parser
 
 STEP = ("--step-time", "0.01,1e-3,0,0")
 SMALL = ("--device-blocks", "8", "--jobs", "1", "-q")

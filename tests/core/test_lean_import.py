@@ -17,13 +17,13 @@ LEAN_MODULES = [
     "blockyard.stores",
     "blockyard.scheduler",
     "blockyard.prefix_store",
-    "blockyard.replay.engine",
-    "blockyard.replay.plan",
+    "blockyard.tools.replay.engine",
+    "blockyard.tools.replay.plan",
     "blockyard.tracing",
     "blockyard.traces",
-    "blockyard.cli",
+    "blockyard.tools.cli",
     "blockyard.integrations.vllm_v0",
-    "blockyard.doctor",
+    "blockyard.tools.doctor",
 ]
 
 PROBE = """
@@ -44,7 +44,7 @@ def test_import_loads_neither_torch_nor_cuda(module: str):
 
 def test_import_works_where_torch_is_not_installed():
     # None in sys.modules makes every later import of that name fail.
-    code = "import sys; sys.modules['torch'] = None; import blockyard, blockyard.cli, blockyard.stores"
+    code = "import sys; sys.modules['torch'] = None; import blockyard, blockyard.tools.cli, blockyard.stores"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONWARNINGS": "error"})
 
 

@@ -15,13 +15,14 @@ import pytest
 import torch
 from forks import in_child
 
-from blockyard import cli, progress
+from blockyard import progress
 from blockyard.engine.cuda import calibrate
 from blockyard.engine.cuda.calibrate import BATCH_SIZES, choose_batch_pieces, choose_thread_blocks
 from blockyard.engine.cuda.journal import Journal
 from blockyard.engine.ops import strategy
 from blockyard.engine.ops.strategy import Rule, StrategyTable
 from blockyard.errors import BlockyardError
+from blockyard.tools import cli
 
 SIZES, COUNTS = (1024, 4096, 16384, 65536), (16, 1000, 50_000)
 

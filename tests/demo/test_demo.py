@@ -14,17 +14,17 @@ import pytest
 from transformers import PreTrainedModel
 
 from blockyard import BlockManager, progress
-from blockyard.cli import main
-from blockyard.demo import models, run, serve
-from blockyard.demo.demo_model import demo_config, demo_model
-from blockyard.demo.models import bytes_per_block, load_model
-from blockyard.demo.report import SABOTAGE_KINDS, Difference, Report
-from blockyard.demo.run import DemoOptions, compare, make_report, pool_sizes
-from blockyard.demo.workload import StandardText, WorkItem, text_workload
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StoreURLError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.progress import Progress
 from blockyard.scheduler import Request, Scheduler
+from blockyard.tools.cli import main
+from blockyard.tools.demo import models, run, serve
+from blockyard.tools.demo.demo_model import demo_config, demo_model
+from blockyard.tools.demo.models import bytes_per_block, load_model
+from blockyard.tools.demo.report import SABOTAGE_KINDS, Difference, Report
+from blockyard.tools.demo.run import DemoOptions, compare, make_report, pool_sizes
+from blockyard.tools.demo.workload import StandardText, WorkItem, text_workload
 
 # Small enough for seconds, pressed enough that every kind of transfer and of preemption happens.
 SMALL = DemoOptions(

@@ -2,7 +2,7 @@
 
 import torch
 
-from blockyard.demo.demo_model import BYTE_VOCAB_SIZE, demo_config, demo_model
+from blockyard.tools.demo.demo_model import BYTE_VOCAB_SIZE, demo_config, demo_model
 
 SMALL = demo_config(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2)
 

@@ -10,18 +10,18 @@ import pytest
 from numpy.typing import NDArray
 
 from blockyard import BlockManager, Pairs, StepDecision
-from blockyard.demo.executors import (
-    CorruptingExecutor,
-    CountingExecutor,
-    SabotagedExecutor,
-    SteadyExecutor,
-)
-from blockyard.demo.report import SABOTAGE_KINDS
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError
 from blockyard.executor.executor import Executor, StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import open_store
+from blockyard.tools.demo.executors import (
+    CorruptingExecutor,
+    CountingExecutor,
+    SabotagedExecutor,
+    SteadyExecutor,
+)
+from blockyard.tools.demo.report import SABOTAGE_KINDS
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=2, num_kv_heads=1, head_size=2, dtype="float32")
 DEVICE, HOST, EXTERNAL = 8, 4, 4

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from blockyard.demo.demo_model import demo_config, demo_model
-from blockyard.demo.history import StepHistory
-from blockyard.demo.serve import Faults, PagedRun, serve
-from blockyard.demo.workload import StandardText, text_workload
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.progress import show_progress
-from blockyard.timeline import Timeline
+from blockyard.tools.demo.demo_model import demo_config, demo_model
+from blockyard.tools.demo.history import StepHistory
+from blockyard.tools.demo.serve import Faults, PagedRun, serve
+from blockyard.tools.demo.workload import StandardText, text_workload
+from blockyard.tools.timeline import Timeline
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from blockyard.demo.demo_model import demo_config, demo_model
-from blockyard.demo.models import (
+from blockyard.errors import InvalidArgumentError
+from blockyard.tools.demo.demo_model import demo_config, demo_model
+from blockyard.tools.demo.models import (
     choose_device,
     fitting_threads,
     load_encode,
@@ -19,8 +20,7 @@ from blockyard.demo.models import (
     name_of_weights,
     require_memory,
 )
-from blockyard.demo.run import DemoOptions, make_report
-from blockyard.errors import InvalidArgumentError
+from blockyard.tools.demo.run import DemoOptions, make_report
 
 
 @pytest.fixture(scope="module")

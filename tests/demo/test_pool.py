@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockyard.demo.pool import PoolReport, Shrink, pool_rows
+from blockyard.tools.demo.pool import PoolReport, Shrink, pool_rows
 
 SHRINK = Shrink(
     blocks_before=8,

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from demo_report import REPORT
 
-from blockyard.demo.report import (
+from blockyard.tools.demo.report import (
     Damage,
     Difference,
     Report,

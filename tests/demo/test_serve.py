@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from blockyard.demo.demo_model import demo_config, demo_model
-from blockyard.demo.serve import Faults, reference, serve
-from blockyard.demo.workload import WorkItem
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.progress import show_progress
 from blockyard.scheduler import Step
+from blockyard.tools.demo.demo_model import demo_config, demo_model
+from blockyard.tools.demo.serve import Faults, reference, serve
+from blockyard.tools.demo.workload import WorkItem
 
 MODEL = demo_model(demo_config(num_layers=1, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2))
 ITEMS = [

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from blockyard.demo.demo_model import demo_model
-from blockyard.demo.pool import PoolReport
-from blockyard.demo.report import Report, print_report
-from blockyard.demo.run import DemoOptions, make_report
-from blockyard.demo.shrink import PoolWatch
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
+from blockyard.tools.demo.demo_model import demo_model
+from blockyard.tools.demo.pool import PoolReport
+from blockyard.tools.demo.report import Report, print_report
+from blockyard.tools.demo.run import DemoOptions, make_report
+from blockyard.tools.demo.shrink import PoolWatch
 
 OPTIONS = DemoOptions(
     device="cpu",

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from blockyard.demo.demo_model import demo_config, demo_model
-from blockyard.demo.report import Difference
-from blockyard.demo.ties import MAX_TIES, settle_ties
-from blockyard.demo.workload import WorkItem
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.model import reference_generate
+from blockyard.tools.demo.demo_model import demo_config, demo_model
+from blockyard.tools.demo.report import Difference
+from blockyard.tools.demo.ties import MAX_TIES, settle_ties
+from blockyard.tools.demo.workload import WorkItem
 
 MODEL = demo_model(demo_config(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2))
 ITEMS = [

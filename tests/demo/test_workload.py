@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from blockyard.demo.workload import StandardText, WorkItem, text_workload, trace_workload
 from blockyard.errors import InvalidArgumentError
+from blockyard.tools.demo.workload import StandardText, WorkItem, text_workload, trace_workload
 from blockyard.traces import TraceRequest
 
 

@@ -13,10 +13,10 @@ import pytest
 from simulated_device import SimulatedStore
 
 from blockyard import KVCache, KVLayout
-from blockyard.demo.demo_model import demo_model
 from blockyard.errors import SequenceStateError
 from blockyard.integrations.transformers import Generator
 from blockyard.stores import Completion, ExternalStore
+from blockyard.tools.demo.demo_model import demo_model
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=2, num_kv_heads=1, head_size=1, dtype="int64")
 SIZE = LAYOUT.bytes_per_block

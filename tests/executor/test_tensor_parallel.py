@@ -13,9 +13,9 @@ import pytest
 from ranks_world import Forgetful, World
 
 from blockyard import CacheEngine, KVLayout, Pairs, StepDecision, StepExecutor
-from blockyard.demo.executors import Wrapper
 from blockyard.errors import InvalidArgumentError, MappingError, StoreError, UnknownTicketError, WorkerError
 from blockyard.executor import Executor, ParallelExecutor, RemoteExecutor, StepDone, serve_executor
+from blockyard.tools.demo.executors import Wrapper
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="uint8")
 

@@ -10,13 +10,13 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from blockyard import BlockManager, CacheGroup, Pairs
 from blockyard._core import StepOwner
-from blockyard.demo.demo_model import demo_config, demo_model
-from blockyard.demo.executors import SteadyExecutor, Wrapper
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError, StoreURLError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.integrations.transformers.model import reference_generate
 from blockyard.scheduler import Scheduler
+from blockyard.tools.demo.demo_model import demo_config, demo_model
+from blockyard.tools.demo.executors import SteadyExecutor, Wrapper
 
 TRANSFERS = {
     *(("swap_out", "device", tier) for tier in ("host", "external")),

@@ -11,10 +11,6 @@ import torch
 from forks import in_child
 from servers import serving
 
-from blockyard.demo import models
-from blockyard.demo.demo_model import demo_config, demo_model
-from blockyard.demo.executors import SteadyExecutor, Wrapper
-from blockyard.demo.run import DemoOptions, make_report
 from blockyard.errors import ForkedError, InvalidArgumentError, WorkerError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
@@ -22,6 +18,10 @@ from blockyard.integrations.transformers.model import reference_generate
 from blockyard.integrations.transformers.ranks import CacheOptions
 from blockyard.stores.url import rank_url
 from blockyard.testing.faults import flip_bytes
+from blockyard.tools.demo import models
+from blockyard.tools.demo.demo_model import demo_config, demo_model
+from blockyard.tools.demo.executors import SteadyExecutor, Wrapper
+from blockyard.tools.demo.run import DemoOptions, make_report
 
 
 @pytest.fixture(autouse=True, scope="module")

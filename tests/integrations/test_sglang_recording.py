@@ -13,8 +13,8 @@ import engine_drivers
 import pytest
 import sglang_stand_in
 
-from blockyard.replay.hits import replay_hits
-from blockyard.replay.packed import PackedTrace
+from blockyard.tools.replay.hits import replay_hits
+from blockyard.tools.replay.packed import PackedTrace
 from blockyard.traces import read_trace
 
 KEYS = [f"{n:064x}" for n in range(6)]

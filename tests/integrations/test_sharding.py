@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from blockyard.demo.demo_model import demo_config, demo_model
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.transformers.sharding import RowParallelLinear, require_divisible, shard_model
+from blockyard.tools.demo.demo_model import demo_config, demo_model
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
 

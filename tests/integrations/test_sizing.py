@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from blockyard import KVCache
-from blockyard.demo.demo_model import demo_config, demo_model
 from blockyard.engine import CacheEngine
 from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.integrations.transformers import PagedModel, sizing
 from blockyard.integrations.transformers.sizing import available_blocks, available_memory
+from blockyard.tools.demo.demo_model import demo_config, demo_model
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import pytest
 import torch
 import transformers
 
-from blockyard.demo.demo_model import demo_config, demo_model
 from blockyard.errors import InvalidArgumentError, LayoutError
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import StepInput
 from blockyard.integrations.transformers.model import PagedModel, reference_generate
+from blockyard.tools.demo.demo_model import demo_config, demo_model
 
 BLOCK = 4
 SHAPE = {

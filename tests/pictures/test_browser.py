@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, Page, browser_page
 
-from blockyard.cli import main
-from blockyard.pictures import pareto_figure, write_html
+from blockyard.tools.cli import main
+from blockyard.tools.pictures import pareto_figure, write_html
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 

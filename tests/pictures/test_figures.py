@@ -12,8 +12,8 @@ import pytest
 from plotly import graph_objects
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.pictures import Figure, cdf_figure, hit_rate_figure, pareto_figure, timeline_figure
-from blockyard.timeline import Counter, Mark, Span, Timeline
+from blockyard.tools.pictures import Figure, cdf_figure, hit_rate_figure, pareto_figure, timeline_figure
+from blockyard.tools.timeline import Counter, Mark, Span, Timeline
 
 
 def traces(figure: Figure) -> dict[str, dict[str, Any]]:

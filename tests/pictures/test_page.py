@@ -15,8 +15,8 @@ import pytest
 from browser import CHROMIUM, browser_page
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.pictures import Figure, cdf_figure, hit_rate_figure, pareto_figure, timeline_figure, write_html
-from blockyard.timeline import Counter, Mark, Span, Timeline
+from blockyard.tools.pictures import Figure, cdf_figure, hit_rate_figure, pareto_figure, timeline_figure, write_html
+from blockyard.tools.timeline import Counter, Mark, Span, Timeline
 
 TITLE = "Replay of <trace> & more"
 FACTS = {"requests": 1000, "hits": "31 % </script><script>alert(1)</script>"}

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.timeline import Counter, Mark, Span, Timeline
+from blockyard.tools.timeline import Counter, Mark, Span, Timeline
 
 # Values that the format allows for each phase that is used: name, and its type.
 FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {

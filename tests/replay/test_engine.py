@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.replay import engine
-from blockyard.replay.engine import EngineOptions, Times, replay_times
-from blockyard.replay.history import History
+from blockyard.tools.replay import engine
+from blockyard.tools.replay.engine import EngineOptions, Times, replay_times
+from blockyard.tools.replay.history import History
 from blockyard.traces import TraceRequest
 
 

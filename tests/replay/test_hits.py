@@ -19,12 +19,12 @@ from policies.evictor import Optimal, chains, replay
 
 from blockyard import Scheduler
 from blockyard.errors import InvalidArgumentError
-from blockyard.replay import engine
-from blockyard.replay.engine import EngineOptions, replay_times
-from blockyard.replay.hits import replay_hits
-from blockyard.replay.optimal import optimal_hits
-from blockyard.replay.packed import NEVER, PackedTrace
 from blockyard.scheduler import Step
+from blockyard.tools.replay import engine
+from blockyard.tools.replay.engine import EngineOptions, replay_times
+from blockyard.tools.replay.hits import replay_hits
+from blockyard.tools.replay.optimal import optimal_hits
+from blockyard.tools.replay.packed import NEVER, PackedTrace
 from blockyard.traces import TraceRequest, read_trace
 
 SIZE = 4

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from blockyard import KVCache, KVLayout, PrefixCaching
-from blockyard.cli import main
 from blockyard.errors import InvalidArgumentError
-from blockyard.replay.engine import EngineOptions
-from blockyard.replay.plan import GIB, Plan, Prices, make_plan
-from blockyard.replay.step_time import LinearStepTime
-from blockyard.replay.traffic import part_of, redraw_arrivals, spread_by_prefix
+from blockyard.tools.cli import main
+from blockyard.tools.replay.engine import EngineOptions
+from blockyard.tools.replay.plan import GIB, Plan, Prices, make_plan
+from blockyard.tools.replay.step_time import LinearStepTime
+from blockyard.tools.replay.traffic import part_of, redraw_arrivals, spread_by_prefix
 from blockyard.traces import TraceRequest
 
 STEP = LinearStepTime(fixed=0.01, prefill_token=1e-3, decode_row=0.0, context_token=0.0)

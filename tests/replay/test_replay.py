@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from blockyard.cli import main
 from blockyard.errors import InvalidArgumentError
-from blockyard.replay.packed import PackedTrace
-from blockyard.replay.sweep import open_executor, read_blocks, sweep
+from blockyard.tools.cli import main
+from blockyard.tools.replay.packed import PackedTrace
+from blockyard.tools.replay.sweep import open_executor, read_blocks, sweep
 from blockyard.traces import TraceRequest
 
 # A loop over 12 blocks in prompts of 4: LRU finds nothing in a pool of 8, and the best policy finds some.

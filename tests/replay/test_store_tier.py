@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockyard import Scheduler
-from blockyard.replay import engine
-from blockyard.replay.engine import EngineOptions, Times, replay_times
-from blockyard.replay.history import History
-from blockyard.replay.step_time import LinearStepTime
 from blockyard.scheduler.step import Step
+from blockyard.tools.replay import engine
+from blockyard.tools.replay.engine import EngineOptions, Times, replay_times
+from blockyard.tools.replay.history import History
+from blockyard.tools.replay.step_time import LinearStepTime
 from blockyard.traces import TraceRequest
 
 STEP = LinearStepTime(fixed=0.01, prefill_token=1e-3, decode_row=0.0, context_token=0.0)

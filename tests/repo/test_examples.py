@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from blockyard.demo.demo_model import demo_config, demo_model
+from blockyard.tools.demo.demo_model import demo_config, demo_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -17,9 +17,9 @@ else:
 
 OPEN = "from blockyard import open_store; open_store({url!r}, bytes_per_block=4096)"
 DRIVER = "from blockyard.engine.elastic.cuda import load_driver; load_driver()"
-COMPLETION = "import blockyard.cli; sys.exit(blockyard.cli.main(['--print-completion', 'bash']))"
-DASK = "from blockyard.replay.sweep import open_executor; open_executor(None, 'dask://localhost:1').__enter__()"
-DEMO = "import blockyard.cli; sys.exit(blockyard.cli.main(['demo']))"
+COMPLETION = "import blockyard.tools.cli; sys.exit(blockyard.tools.cli.main(['--print-completion', 'bash']))"
+DASK = "from blockyard.tools.replay.sweep import open_executor; open_executor(None, 'dask://localhost:1').__enter__()"
+DEMO = "import blockyard.tools.cli; sys.exit(blockyard.tools.cli.main(['demo']))"
 
 # (module that is missing, what a user runs, what needs the module, the extra)
 MISSING = [
@@ -36,10 +36,10 @@ MISSING = [
     ("obstore", OPEN.format(url="s3://bucket/kv?size=1MiB"), "'s3://bucket/kv?size=1MiB'", "s3"),
     ("opentelemetry", "from blockyard.tracing import instrument; instrument()", "blockyard.tracing", "otel"),
     ("distributed", DASK, "--executor dask", "dask"),
-    ("greenlet", "import blockyard.sim", "blockyard.sim", "sim"),
-    ("plotly", "import blockyard.pictures", "blockyard.pictures", "html"),
-    ("lupa", "import blockyard.sim", "blockyard.sim", "sim"),
-    ("aiconfigurator_core", "import blockyard.replay.step_time.tables", "TableStepTime", "tables"),
+    ("greenlet", "import blockyard.tools.sim", "blockyard.tools.sim", "sim"),
+    ("plotly", "import blockyard.tools.pictures", "blockyard.tools.pictures", "html"),
+    ("lupa", "import blockyard.tools.sim", "blockyard.tools.sim", "sim"),
+    ("aiconfigurator_core", "import blockyard.tools.replay.step_time.tables", "TableStepTime", "tables"),
     ("shtab", COMPLETION, "--print-completion", "cli"),
     ("cuda", DRIVER, "an elastic cache on a GPU", "elastic"),
 ]

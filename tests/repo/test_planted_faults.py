@@ -28,7 +28,7 @@ def test_no_fault_is_listed_twice_and_each_part_has_some():
     parts = {fault.file.split("/")[0] for fault in FAULTS}
     assert parts == {
         *("engine", "scheduler", "executor", "prefix_store", "cache.py", "integrations", "stores"),
-        *("cli", "progress.py", "doctor.py"),
+        *("progress.py", "tools"),
     }
 
 

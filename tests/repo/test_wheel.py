@@ -35,7 +35,7 @@ assert manager.pool("device").num_free == 8
 assert "torch" not in sys.modules
 """
 
-DOCTOR = "import sys, blockyard.cli; assert blockyard.__file__.startswith(sys.prefix); blockyard.cli.main(['doctor'])"
+DOCTOR = "import sys; from blockyard.tools import cli; assert cli.__file__.startswith(sys.prefix); cli.main(['doctor'])"
 
 
 def run(*command: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -12,9 +12,9 @@ from simulated_device import SimulatedStore
 
 from blockyard import BlockManager, KVCache, KVLayout, StepDecision
 from blockyard._core import HashedPrompt
-from blockyard.demo.executors import Wrapper
 from blockyard.errors import BlockyardError, InvalidArgumentError, InvariantError, StepOrderError
 from blockyard.scheduler import Request, Scheduler, Step
+from blockyard.tools.demo.executors import Wrapper
 
 BLOCK, LAYERS = 4, 2
 LAYOUT = KVLayout("kv_first", LAYERS, BLOCK, num_kv_heads=1, head_size=1, dtype="int64")

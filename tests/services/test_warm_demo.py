@@ -15,13 +15,13 @@ from obstore.store import S3Store
 from servers import serving, serving_objects
 
 from blockyard._core import inspect_slab
-from blockyard.demo.run import DemoOptions, make_report
 from blockyard.errors import StoreError
+from blockyard.tools.demo.run import DemoOptions, make_report
 
 OPTIONS = {"requests": 3, "prompt_tokens": (48, 96), "output_tokens": (8, 16), "device": "cpu", "seed": 3}
 CHILD = """
 import sys
-from blockyard.demo.run import DemoOptions, make_report
+from blockyard.tools.demo.run import DemoOptions, make_report
 make_report(DemoOptions(prefix_store=sys.argv[1], **eval(sys.argv[2])))
 """
 ENOUGH = 8

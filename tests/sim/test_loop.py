@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from blockyard.sim.loop import Loop, StuckError
+from blockyard.tools.sim.loop import Loop, StuckError
 
 
 def test_time_jumps_to_the_first_that_waits_for_it():

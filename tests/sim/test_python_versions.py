@@ -17,9 +17,9 @@ PACKAGES = ("numpy", "greenlet", "lupa")  # serving engines and prefix stores ne
 
 PROGRAM = """
 import hashlib, json
-from blockyard.replay.engine import EngineOptions, replay_times
-from blockyard.replay.step_time import LinearStepTime
-from blockyard.sim import FleetOptions, simulate_fleet
+from blockyard.tools.replay.engine import EngineOptions, replay_times
+from blockyard.tools.replay.step_time import LinearStepTime
+from blockyard.tools.sim import FleetOptions, simulate_fleet
 from blockyard.traces import TraceRequest
 
 found = {seed: simulate_fleet(seed, FleetOptions(work="calls")).digest for seed in range(8)}

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from blockyard import __version__
 from blockyard._core import SlabStore
-from blockyard.cli import main
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
 from blockyard.events import export_keys
 from blockyard.stores import ThreadedStore, base, open_store
 from blockyard.testing.faults import PARTS, corrupt_slots
+from blockyard.tools.cli import main
 
 WIDTH = 5000
 SPACE = bytes(range(32))

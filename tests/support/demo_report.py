@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockyard.demo.report import Peak, Report, SwapStoreCounters, TransferCount
+from blockyard.tools.demo.report import Peak, Report, SwapStoreCounters, TransferCount
 
 REPORT = Report(
     version="0.1.0",

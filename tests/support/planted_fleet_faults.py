@@ -13,16 +13,16 @@ from blockyard.prefix_store import PrefixStore
 from blockyard.prefix_store.loads import Loads
 from blockyard.prefix_store.writes import Writes
 from blockyard.scheduler.admission import Admission
-from blockyard.sim import FleetOptions
-from blockyard.sim.fleet.servers.redis_cluster import RedisClusterLink
-from blockyard.sim.fleet.servers.redis_server import RedisLink
-from blockyard.sim.fleet.texts import BLOCK_SIZE
-from blockyard.sim.fleet.upkeep import Upkeep
 from blockyard.stores import Completion, ThreadedStore, object_store, remote
 from blockyard.stores.redis import RedisStore, lists
 from blockyard.stores.redis import store as redis_store
 from blockyard.stores.threaded import batches, breaker, epochs, known_keys, order, store, value_format
 from blockyard.stores.threaded.epochs import Epoch, SharedEpoch
+from blockyard.tools.sim import FleetOptions
+from blockyard.tools.sim.fleet.servers.redis_cluster import RedisClusterLink
+from blockyard.tools.sim.fleet.servers.redis_server import RedisLink
+from blockyard.tools.sim.fleet.texts import BLOCK_SIZE
+from blockyard.tools.sim.fleet.upkeep import Upkeep
 
 __all__ = ["PLANTED", "planted"]
 

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from blockyard import BlockManager, CacheEngine, KVLayout, Pairs, StepDecision, StepExecutor, open_store
-from blockyard.demo.executors import Wrapper
 from blockyard.executor import Executor, ParallelExecutor, StepDone
 from blockyard.executor.parts import written
+from blockyard.tools.demo.executors import Wrapper
 
 BLOCK_SIZE, HEAD_BYTES, LAYERS = 4, 8, 2
 DEVICE_BLOCKS, HOST_BLOCKS = 20, 16

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from blockyard.sim.fleet.servers.redis_data import RedisData
 from blockyard.stores.redis.lists import Lists
+from blockyard.tools.sim.fleet.servers.redis_data import RedisData
 
 PREFIX = b"blockyard:test:"
 RECORD = PREFIX + bytes(32)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
-from blockyard.replay.step_time import EngineLimits, EngineRun, LinearStepTime, serve
+from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStepTime, serve
 
 SECOND = LinearStepTime(1.0, 0.0, 0.0, 0.0)
 

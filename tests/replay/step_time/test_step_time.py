@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from blockyard.errors import InvalidArgumentError, TraceError
-from blockyard.replay.step_time import EngineLimits, EngineRun, LinearStepTime, serve
-from blockyard.replay.step_time.fit import fit_run, lower_bounds
+from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStepTime, serve
+from blockyard.tools.replay.step_time.fit import fit_run, lower_bounds
 
 LIMITS = EngineLimits(num_blocks=4000, max_num_seqs=16, max_num_batched_tokens=256)
 TRUTH = LinearStepTime(fixed=0.01, prefill_token=4e-5, decode_row=1e-4, context_token=1e-7)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from blockyard.replay.step_time.surface import Surface
+from blockyard.tools.replay.step_time.surface import Surface
 
 
 @pytest.mark.parametrize(("x", "y"), [(1, 2), (2.5, 3), (4, 16), (8, 20), (0, 1), (9, 9.5)])

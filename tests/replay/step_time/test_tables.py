@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.replay.step_time import EngineLimits, EngineRun, serve
+from blockyard.tools.replay.step_time import EngineLimits, EngineRun, serve
 
 pytest.importorskip("aiconfigurator_core", reason='needs pip install "blockyard[tables]"')
 
-from blockyard.replay.step_time.tables import TableStepTime, read_config
+from blockyard.tools.replay.step_time.tables import TableStepTime, read_config
 
 SYSTEM = "rtx_pro_6000_server"
 NOTHING = np.zeros(0, np.int64)

@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 from planted_fleet_faults import PLANTED, planted
 
-from blockyard.cli import main
 from blockyard.errors import InvalidArgumentError
-from blockyard.sim import FAULTS, Fault, FleetOptions, read_faults, run_campaign, simulate_fleet
-from blockyard.sim.fleet.campaign import shrink
-from blockyard.sim.fleet.faults import OF_CLUSTER, draw_faults
-from blockyard.sim.fleet.serving import ServingEngine
+from blockyard.tools.cli import main
+from blockyard.tools.sim import FAULTS, Fault, FleetOptions, read_faults, run_campaign, simulate_fleet
+from blockyard.tools.sim.fleet.campaign import shrink
+from blockyard.tools.sim.fleet.faults import OF_CLUSTER, draw_faults
+from blockyard.tools.sim.fleet.serving import ServingEngine
 
 SEEDS = 60
 
@@ -50,7 +50,7 @@ def test_no_seed_of_many_breaks_a_promise(first: int, engines: int, store: str):
 
 
 def test_a_seed_is_one_run_in_any_process():
-    code = "from blockyard.sim import simulate_fleet\nfor seed in range(4): print(simulate_fleet(seed).digest)"
+    code = "from blockyard.tools.sim import simulate_fleet\nfor seed in range(4): print(simulate_fleet(seed).digest)"
     env = {"PYTHONHASHSEED": "1"}  # this process has a random one
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == (digests := [simulate_fleet(seed).digest for seed in range(4)])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 
-from blockyard.sim import FleetOptions, read_faults, simulate_fleet
-from blockyard.sim.fleet.log import FleetLog
-from blockyard.sim.loop import Loop
-from blockyard.timeline import Counter, Mark, Span
+from blockyard.tools.sim import FleetOptions, read_faults, simulate_fleet
+from blockyard.tools.sim.fleet.log import FleetLog
+from blockyard.tools.sim.loop import Loop
+from blockyard.tools.timeline import Counter, Mark, Span
 
 FAULTS = "partition:1:0.5:1,node_loss:-1:1:0.5,crash:2:1.5:0.25,gray:-1:2:0.75,clock:0:2.5:0.5"
 

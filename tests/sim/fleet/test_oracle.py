@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from blockyard.sim import FleetOptions, read_faults, simulate_fleet
-from blockyard.sim.fleet.engine import SimulatedEngine
-from blockyard.sim.fleet.log import FleetLog
-from blockyard.sim.fleet.oracle import BrokenPromiseError, Oracle
-from blockyard.sim.fleet.servers.object_server import RECORD_BYTES
-from blockyard.sim.fleet.servers.redis_server import RedisServer
-from blockyard.sim.loop import Loop
 from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.stores.value import HEADER
+from blockyard.tools.sim import FleetOptions, read_faults, simulate_fleet
+from blockyard.tools.sim.fleet.engine import SimulatedEngine
+from blockyard.tools.sim.fleet.log import FleetLog
+from blockyard.tools.sim.fleet.oracle import BrokenPromiseError, Oracle
+from blockyard.tools.sim.fleet.servers.object_server import RECORD_BYTES
+from blockyard.tools.sim.fleet.servers.redis_server import RedisServer
+from blockyard.tools.sim.loop import Loop
 
 KEY = 7
 

@@ -12,8 +12,8 @@ import redis
 from servers import serving
 
 from blockyard.errors import StoreError
-from blockyard.sim.fleet.servers.redis_data import RedisData
 from blockyard.stores.redis.lists import Lists
+from blockyard.tools.sim.fleet.servers.redis_data import RedisData
 
 
 def test_the_model_answers_as_a_real_server(tmp_path: Path):

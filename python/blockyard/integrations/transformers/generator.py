@@ -117,7 +117,7 @@ class Generator:
 
     Example:
         >>> from blockyard.integrations.transformers import Generator
-        >>> from blockyard.demo.demo_model import demo_model
+        >>> from blockyard.tools.demo.demo_model import demo_model
         >>> with Generator(demo_model(), device_blocks=8, host_blocks=8) as generator:
         ...     outputs = list(generator.generate([[72, 105], [33]], max_new_tokens=4))
         >>> sorted((output.index, len(output.tokens)) for output in outputs)

@@ -50,7 +50,7 @@ class PagedModel:
         >>> import numpy as np
         >>> import torch
         >>> from blockyard.integrations.transformers.model import PagedModel, StepInput
-        >>> from blockyard.demo.demo_model import demo_model
+        >>> from blockyard.tools.demo.demo_model import demo_model
         >>> paged = PagedModel(demo_model(), block_size=16)
         >>> paged.bind([torch.zeros(paged.layout.tensor_shape(8)) for _ in range(paged.layout.num_layers)])
         >>> where = StepInput(np.array([0]), np.array([2]), np.array([[5]]), np.array([80, 81]))

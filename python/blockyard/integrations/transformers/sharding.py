@@ -82,7 +82,7 @@ def shard_model(model: PreTrainedModel, rank: int, size: int) -> PreTrainedModel
         UnsupportedModelError: the model declares no plan, or one with layers that cannot be sharded here.
 
     Example:
-        >>> from blockyard.demo.demo_model import demo_model
+        >>> from blockyard.tools.demo.demo_model import demo_model
         >>> share = shard_model(demo_model(), 0, 2)
         >>> tuple(share.model.layers[0].self_attn.k_proj.weight.shape)  # the whole has 128 rows
         (64, 256)

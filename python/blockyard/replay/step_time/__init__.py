@@ -1,8 +1,0 @@
-"""Predicts how long an engine's steps take, from measured operators or from a recorded run of your own engine."""
-
-from blockyard.replay.engine import StepTime
-from blockyard.replay.step_time.linear import LinearStepTime
-from blockyard.replay.step_time.run import EngineLimits, EngineRun
-from blockyard.replay.step_time.serve import ServedRun, serve
-
-__all__ = ["EngineLimits", "EngineRun", "LinearStepTime", "ServedRun", "StepTime", "serve"]

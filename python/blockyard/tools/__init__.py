@@ -1,0 +1,1 @@
+"""What an engine never imports: the command line, the demo, replays, simulated fleets, and their pictures."""

@@ -1,0 +1,150 @@
+"""`blockyard plan`: which tiers and policies are worth their cost for a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final, TextIO
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.layout.weights import weight_bytes
+from blockyard.progress import show_progress
+from blockyard.tools.cli import pictures, replays
+from blockyard.tools.cli.result import EXIT_OK, EXIT_WRONG, Result
+from blockyard.tools.replay.plan import GIB, Choice, Plan, Prices, make_plan
+from blockyard.tools.replay.sweep import open_executor
+from blockyard.traces import TraceRequest, read_trace
+
+__all__ = ["plan"]
+
+_DEVICE_BLOCKS: Final = 20000
+"""Blocks on the device if nothing says how many."""
+
+
+def plan(options: argparse.Namespace) -> Result:
+    """Serve a trace with every choice, and recommend one."""
+    pictures.require(options)
+    step_time = replays.step_time_of(options)
+    if step_time is None:
+        raise InvalidArgumentError("plan needs step times: give --step-time, --fit or --system")
+    requests = read_trace(options.trace, first=options.first, hash_tokens=options.hash_tokens)
+    policies, modes = replays.names_of(options.policies), replays.modes_of(options)
+    with open_executor(options.jobs, options.executor) as executor, show_progress("plan", quiet=options.quiet) as view:
+        found = make_plan(
+            requests,
+            replays.engine_of(options, _device_blocks(options, requests), requests),
+            step_time,
+            Prices(options.device_price, options.host_price, options.store_price),
+            host_gib=options.host_gib,
+            store_gib=options.store_gib,
+            policies=policies,
+            preemption_modes=modes,
+            engines=options.engines or (),
+            arrival_seeds=options.arrival_seeds,
+            max_ttft=options.max_ttft or float("inf"),
+            arguments=_arguments(options),
+            executor=executor,
+            show=partial(view.step, note="replays"),
+        )
+    shown = found.recommended or min(found.choices, key=lambda choice: choice.ttft)
+    timeline = replays.timeline_of(options, requests, shown.options, step_time)
+    facts = {"trace": options.trace.name, "step time": str(step_time), "recommendation": found.sentence()}
+    files = pictures.files_of(options, f"Plan for {options.trace.name}", timeline, facts, partial(_draw, found))
+    code = EXIT_WRONG if found.recommended is None else EXIT_OK
+    return Result({"trace": str(options.trace)} | found.as_dict(), partial(_show, found), code, files=files)
+
+
+def _device_blocks(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> int:
+    """Return the blocks on the devices of one engine, which must fit their memory beside the weights."""
+    size = replays.bytes_per_block(options, requests)
+    blocks = options.device_blocks
+    if options.device_gib is not None:
+        blocks = int(options.device_gib * GIB // size)
+        if not blocks:
+            raise InvalidArgumentError(f"--device-gib is {options.device_gib:g}, a block takes {size / GIB:.3g} GiB")
+    if options.memory_gib is None:
+        return blocks or _DEVICE_BLOCKS
+    if options.model_config is None and options.weights_gib is None:
+        raise InvalidArgumentError("--memory-gib needs --model-config or --weights-gib: what do the weights take?")
+    weights = options.weights_gib
+    weights = weight_bytes(options.model_config) if weights is None else weights * GIB
+    room = options.memory_gib * GIB * options.memory_utilization * options.tensor_parallel_size - weights
+    fit = int(room // size)
+    if fit < 1 or (blocks or 0) > fit:
+        wanted = f"{blocks} blocks take {blocks * size / GIB:.3g} GiB" if blocks else "a block takes room, too"
+        raise InvalidArgumentError(
+            f"--memory-gib is {options.memory_gib:g}: {options.memory_utilization:g} of it, on "
+            f"{options.tensor_parallel_size} accelerators, leaves {room / GIB:.3g} GiB beside "
+            f"{weights / GIB:.3g} GiB of weights; {wanted}"
+        )
+    return blocks or fit
+
+
+def _arguments(options: argparse.Namespace) -> str:
+    """Return the arguments of `vllm serve` that all choices share."""
+    found = f" --tensor-parallel-size {options.tensor_parallel_size}" if options.tensor_parallel_size > 1 else ""
+    return found + (f" --kv-cache-dtype {options.kv_cache_dtype}" if options.kv_cache_dtype != "auto" else "")
+
+
+def _draw(found: Plan, drawing: Any) -> dict[str, object]:
+    cost = ("cost per million tokens", "currency")
+    names = {_name(choice, found): choice for choice in found.choices}
+    points = {name: (choice.per_million_tokens, choice.ttft) for name, choice in names.items()}
+    samples = {name: choice.served.times.ttft for name, choice in names.items() if choice.is_best}
+    chosen = None if found.recommended is None else _name(found.recommended, found)
+    return {
+        "Cost against time to first token": drawing.pareto_figure(
+            points, cost, ("TTFT of 90 %", "s"), recommended=chosen
+        ),
+        "Time to first token of the best": drawing.cdf_figure(samples, ("TTFT", "s")),
+    }
+
+
+def _name(choice: Choice, found: Plan) -> str:
+    """Name a choice by what differs between the choices."""
+    named = [_parts(one) for one in found.choices]
+    differ = [len(set(column)) > 1 for column in zip(*named, strict=True)]
+    return ", ".join(part for part, shown in zip(_parts(choice), differ, strict=True) if shown) or "the only choice"
+
+
+def _parts(choice: Choice) -> tuple[str, ...]:
+    sizes = (f"{choice.engines} engines", f"{choice.host_gib:g} GiB host", f"{choice.store_gib:g} GiB store")
+    return (*sizes, choice.options.eviction, choice.options.preemption_mode)
+
+
+_LEGEND: Final = (
+    "engines: engines that share the trace; host, store: GiB of each engine; preempt: how a sequence is preempted",
+    "hits: share of the prompts' tokens that were cached; TTFT: 90 % of first tokens are within it; TPOT: per token",
+    "hour: price of all engines; million: cost of a million generated tokens; *: no other choice is cheaper and faster",
+)
+
+
+def _show(found: Plan, stream: TextIO) -> None:
+    device = found.choices[0].options
+    size = device.device_blocks * device.bytes_per_block / GIB
+    tokens = device.device_blocks * device.block_size
+    print(
+        f"device of an engine: {device.device_blocks} blocks of {device.block_size} tokens = {tokens} tokens = "
+        f"{size:.3g} GiB\n\nengines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million",
+        file=stream,
+    )
+    for choice in found.choices:
+        served, options = choice.served, choice.options
+        tpot = served.times.tpot
+        policy = options.eviction if found.has_prefixes else "-"
+        sizes = (
+            f"{choice.engines:>7} {choice.host_gib:>5g} {choice.store_gib:>5g} {policy:<8} {options.preemption_mode:<9}"
+        )
+        times = f"{served.times.hit_rate:>6.1%} {choice.ttft:>10.3f} {tpot.mean() * 1e3 if len(tpot) else 0:>8.1f}"
+        mark = " *" if choice.is_best else ""
+        print(f"{sizes} {times} {choice.per_hour:>8.3f} {choice.per_million_tokens:>10.4f}{mark}", file=stream)
+    print("\n".join(("", *_LEGEND, "", found.sentence())), file=stream)
+    if found.recommended is not None:
+        paste = found.configuration()
+        config = "" if paste.kv_transfer_config is None else json.dumps(paste.kv_transfer_config)
+        print(f"\n{paste.kv_cache}\n{paste.scheduler}", file=stream)
+        print(f"\n{paste.vllm}" + (f" --kv-transfer-config '{config}'" if config else ""), file=stream)
+        if found.recommended.options.preemption_mode != "recompute" and found.recommended.served.preemptions:
+            print("vLLM recomputes what it preempts, whatever the plan says.", file=stream)

@@ -1,0 +1,407 @@
+"""`blockyard replay`: cache hits without a model of time, or whole engines in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Final, TextIO, cast
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.layout.model import ModelMemory
+from blockyard.layout.weights import weight_bytes
+from blockyard.progress import Progress, show_progress
+from blockyard.scheduler import PREEMPTION_MODES, PreemptionMode
+from blockyard.tools.cli import pictures
+from blockyard.tools.cli.result import Result
+from blockyard.tools.replay.engine import EngineOptions, replay_times
+from blockyard.tools.replay.history import History
+from blockyard.tools.replay.hits import OPTIMAL
+from blockyard.tools.replay.packed import PackedTrace
+from blockyard.tools.replay.plan import GIB
+from blockyard.tools.replay.serving import Served, serve_all
+from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStepTime, StepTime
+from blockyard.tools.replay.step_time.fit import fit_run, lower_bounds
+from blockyard.tools.replay.sweep import Point, open_executor, read_blocks, sweep
+from blockyard.tools.timeline import Timeline
+from blockyard.traces import TraceRequest, read_trace
+
+__all__ = ["bytes_per_block", "engine_of", "modes_of", "names_of", "replay", "step_time_of", "timeline_of"]
+
+_MILLISECONDS: Final = 1e3
+_ENOUGH: Final = 0.9
+"""Share of a policy's most hits from which on a larger cache is said to bring little."""
+_BYTES_PER_TOKEN: Final = 131072  # of Llama-3.1-8B in bfloat16
+
+
+def replay(options: argparse.Namespace) -> Result:
+    """Run traces through caches, or serve them with engines."""
+    pictures.require(options)
+    step_time = step_time_of(options)
+    traces = [(path, read_trace(path, first=options.first, hash_tokens=options.hash_tokens)) for path in options.traces]
+    with (
+        open_executor(options.jobs, options.executor) as executor,
+        show_progress("replay", quiet=options.quiet) as view,
+    ):
+        if step_time is None:
+            return _hits(options, traces, executor, view)
+        return _times(options, traces, step_time, executor, view)
+
+
+def step_time_of(options: argparse.Namespace) -> StepTime | None:
+    """Return the step times that the options ask for, or None."""
+    if options.system is not None:
+        from blockyard.tools.replay.step_time.tables import TableStepTime  # noqa: PLC0415 (loads tables)
+
+        if options.model_config is None:
+            raise InvalidArgumentError("--system needs --model-config, a model's config.json")
+        return TableStepTime(
+            options.model_config,
+            options.system,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            tensor_parallel_size=options.tensor_parallel_size,
+            kv_cache_dtype=options.kv_cache_dtype,
+            greedy=options.greedy,
+        )
+    if options.fit is not None:
+        return _fit(options)
+    return None if options.step_time is None else LinearStepTime(*options.step_time)
+
+
+def _fit(options: argparse.Namespace) -> LinearStepTime:
+    """Fit step times to a run of an engine, whose limits are in the `meta.json` beside it."""
+    limits = EngineLimits.of_run(
+        options.fit,
+        num_blocks=options.fit_blocks,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
+    bounds = (0.0, 0.0, 0.0, 0.0)
+    if options.device_bandwidth is not None:
+        if options.model_config is None:
+            raise InvalidArgumentError("--device-bandwidth needs --model-config, a model's config.json")
+        token = _memory_of(options).bytes_per_token
+        bandwidth = options.device_bandwidth * 1e9 * options.tensor_parallel_size
+        bounds = lower_bounds(weight_bytes(options.model_config, active=True), token, bandwidth)
+    fit = fit_run(EngineRun.read(options.fit), limits, LinearStepTime, at_least=bounds)
+    return LinearStepTime(*fit.numbers)
+
+
+# ---- hits ----
+
+
+def _hits(
+    options: argparse.Namespace,
+    traces: Sequence[tuple[Path, list[TraceRequest]]],
+    executor: Executor | None,
+    view: Progress,
+) -> Result:
+    reports = []
+    for path, requests in traces:
+        try:
+            trace = PackedTrace.of(requests)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{path}: {error}") from None
+        sizes = _sizes(options, requests, trace.num_distinct * trace.block_tokens // options.block_size)
+        caches = _caches(options, sizes)
+        points = sweep(
+            trace,
+            [(policy, *_in_trace(options, trace, device, host)) for policy, device, host in caches],
+            first=int(len(trace) * options.window),
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            executor=executor,
+            show=partial(view.step, total=len(caches), note="caches"),
+        )
+        points = [
+            replace(point, device_blocks=device, host_blocks=host)
+            for point, (_, device, host) in zip(points, caches, strict=True)
+        ]
+        reports.append((path, trace, points, bytes_per_block(options, requests)))
+
+    def show(stream: TextIO) -> None:
+        for path, trace, points, size in reports:
+            _show_hits(path, trace, points, options.block_size, size, stream)
+
+    found = [
+        {
+            "trace": str(path),
+            "num_requests": len(trace),
+            "num_blocks": len(trace.blocks),
+            "num_distinct_blocks": trace.num_distinct,
+            "block_tokens": trace.block_tokens,
+            "cache_block_tokens": options.block_size,
+            "bytes_per_block": size,
+            "caches": [point.as_dict() for point in points],
+        }
+        for path, trace, points, size in reports
+    ]
+    facts: dict[str, object] = {
+        path.name: f"{len(trace)} requests, {trace.num_distinct} distinct blocks of {trace.block_tokens} tokens"
+        for path, trace, _, _ in reports
+    }
+    files = pictures.files_of(options, "Hits over capacity", None, facts, partial(_draw_hits, reports))
+    return Result({"window": options.window, "traces": found}, show, files=files)
+
+
+def _draw_hits(reports: Sequence[tuple[Path, PackedTrace, list[Point], int]], drawing: Any) -> dict[str, object]:
+    figures = {}
+    for path, _, points, _ in reports:
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for point in points:
+            name = f"{point.policy}, {point.host_blocks} host blocks" if point.host_blocks else point.policy
+            curves.setdefault(name, []).append((point.device_blocks, point.hit_rate))
+        optimum = curves.pop(OPTIMAL, [])
+        figures[f"Hit rate of {path.name}"] = drawing.hit_rate_figure(curves, optimum=optimum)
+    return figures
+
+
+def _caches(options: argparse.Namespace, sizes: Sequence[tuple[int, int]]) -> list[tuple[str, int, int]]:
+    policies = names_of(options.policies)
+    caches = [(policy, device, host) for device, host in sizes for policy in policies]
+    found = [cache for cache in caches if cache[0] != OPTIMAL or not cache[2]]  # the optimum has no host tier
+    if OPTIMAL in policies and all(cache[0] != OPTIMAL for cache in found):
+        _refuse_given_optimal(options, f"--host-blocks is {options.host_blocks}, must include 0 with it")
+    return found
+
+
+def _in_trace(options: argparse.Namespace, trace: PackedTrace, device: int, host: int) -> tuple[int, int]:
+    """Convert sizes in blocks of the engine to whole blocks of the trace."""
+    tokens = options.block_size
+    return max(device * tokens // trace.block_tokens, 1), host * tokens // trace.block_tokens
+
+
+def _refuse_given_optimal(options: argparse.Namespace, why: str) -> None:
+    """Refuse `optimal`, which would be left out, unless it comes with the default policies."""
+    if options.policies != options.default_of("policies"):
+        raise InvalidArgumentError(f"--policies is {options.policies!r}, which has {OPTIMAL}: {why}")
+
+
+def _sizes(options: argparse.Namespace, requests: Sequence[TraceRequest], distinct: int) -> list[tuple[int, int]]:
+    """Return every combination of device pool and host tier sizes, in blocks of the engine."""
+    found = []
+    for tier, least in (("device", 1), ("host", 0)):
+        name, in_gib = f"{tier}_blocks", getattr(options, f"{tier}_gib")
+        try:
+            if in_gib is None:
+                sizes = read_blocks(getattr(options, name), distinct, least=least)
+            else:
+                name = f"{tier}_gib"
+                sizes = [_blocks_of(options, size, requests, least) for size in in_gib]
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{_option(name)}: {error}") from None
+        found.append(sizes)
+    return [(device, host) for device, host in product(*found)]
+
+
+def _blocks_of(options: argparse.Namespace, gib: float, requests: Sequence[TraceRequest], least: int) -> int:
+    size = bytes_per_block(options, requests)
+    if (blocks := int(gib * GIB // size)) < least:
+        raise InvalidArgumentError(f"{gib:g} GiB hold no block of {size} bytes")
+    return blocks
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def names_of(text: str) -> list[str]:
+    """Split a comma-separated list of names."""
+    return [name.strip() for name in text.split(",")]
+
+
+_HITS_LEGEND: Final = (
+    "device, host: blocks of the cache; tokens, GiB: of both tiers; hit rate: share of the prompts' tokens found",
+    "of it host: share of these found on the host; LRU to best: how far from lru to the optimum",
+    "too long: requests that the device cannot hold",
+)
+
+
+def _show_hits(
+    path: Path, trace: PackedTrace, points: list[Point], block_size: int, block_bytes: int, stream: TextIO
+) -> None:
+    print(
+        f"{path.name}: {len(trace)} requests, {len(trace.blocks)} blocks of {trace.block_tokens} tokens, "
+        f"{trace.num_distinct} distinct; a block of the cache has {block_size} tokens, {block_bytes} bytes",
+        file=stream,
+    )
+    print("   device      host     tokens      GiB policy    hit rate of it host LRU to best too long", file=stream)
+    hits = {(point.device_blocks, point.policy): point.hit_tokens for point in points if not point.host_blocks}
+    for point in points:
+        host, way = _share_of(point.host_hit_tokens, point.hit_tokens), _way(point, hits)
+        blocks = point.device_blocks + point.host_blocks
+        both = f"{blocks * block_size:>10} {blocks * block_bytes / GIB:>8.3g}"
+        sizes = f"{point.device_blocks:>9} {point.host_blocks:>9} {both}"
+        found = f"{sizes} {point.policy:<9} {point.hit_rate:>8.2%} {host:>10} {way:>11} {point.too_long or '':>8}"
+        print(found.rstrip(), file=stream)
+    print("\n".join(filter(None, (*_HITS_LEGEND, _knee(points, block_bytes)))), file=stream)
+
+
+def _knee(points: Sequence[Point], block_bytes: int) -> str:
+    """Return a sentence: which size of the first policy finds nearly as much as its largest one."""
+    sizes = {one.device_blocks + one.host_blocks: one.hit_rate for one in points if one.policy == points[0].policy}
+    best = max(sizes.values())
+    enough = min(size for size, rate in sizes.items() if rate >= _ENOUGH * best)
+    if len(sizes) < 2 or not best:
+        return ""
+    small, large = (f"{blocks * block_bytes / GIB:.3g} GiB" for blocks in (enough, max(sizes)))
+    return f"{points[0].policy} finds {sizes[enough]:.1%} with {small}, and at most {best:.1%} with {large}."
+
+
+def _share_of(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if part else ""
+
+
+def _way(point: Point, hits: dict[tuple[int, str], int]) -> str:
+    """How far a policy gets from LRU to the optimum, at one size without a host tier."""
+    worst, best = (hits.get((point.device_blocks, name), 0) for name in ("lru", OPTIMAL))
+    if point.policy in {"lru", OPTIMAL} or point.host_blocks or best <= worst or not worst:
+        return ""
+    return f"{(point.hit_tokens - worst) / (best - worst):.0%}"
+
+
+# ---- times ----
+
+
+def _times(
+    options: argparse.Namespace,
+    traces: Sequence[tuple[Path, list[TraceRequest]]],
+    step_time: StepTime,
+    executor: Executor | None,
+    view: Progress,
+) -> Result:
+    reports = []
+    for path, requests in traces:
+        engines = _engines(options, requests)
+        show_done = partial(view.step, total=len(engines), note="engines")
+        reports.append((path, serve_all(requests, engines, step_time, executor=executor, show=show_done)))
+
+    def show(stream: TextIO) -> None:
+        for path, engines in reports:
+            _show_times(path, engines, stream)
+
+    found = [{"trace": str(path), "engines": [engine.as_dict() for engine in engines]} for path, engines in reports]
+    timeline = timeline_of(options, traces[0][1], reports[0][1][0].options, step_time)
+    facts = {"step time": str(step_time), "timeline": _name(reports[0][1][0].options)}
+    files = pictures.files_of(options, "Engines in virtual time", timeline, facts, partial(_draw_times, reports))
+    return Result({"traces": found}, show, files=files)
+
+
+def timeline_of(
+    options: argparse.Namespace, requests: Sequence[TraceRequest], engine: EngineOptions, step_time: StepTime
+) -> Timeline | None:
+    """Replay a trace with one engine for its timeline; None if no file shows it."""
+    if not pictures.have_timeline(options):
+        return None
+    history = History()
+    replay_times(requests, engine, step_time, watch=history)
+    return history.timeline
+
+
+def _engines(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> list[EngineOptions]:
+    sizes = _sizes(options, requests, _distinct(requests, options.block_size))
+    modes = modes_of(options)
+    policies = names_of(options.policies)
+    if OPTIMAL in policies:
+        _refuse_given_optimal(options, "engines do not know the future, give lru, adaptive")
+        policies = [policy for policy in policies if policy != OPTIMAL]
+    return [
+        replace(engine_of(options, device, requests), host_blocks=host, preemption_mode=mode, eviction=policy)
+        for (device, host), policy, mode in product(sizes, policies, modes)
+    ]
+
+
+def modes_of(options: argparse.Namespace) -> list[PreemptionMode]:
+    """Return the preemption modes to try."""
+    modes = names_of(options.preemption_modes)
+    for mode in modes:
+        if mode not in PREEMPTION_MODES:
+            raise InvalidArgumentError(f"--preemption-modes has {mode!r}, must be one of {', '.join(PREEMPTION_MODES)}")
+    return cast(list[PreemptionMode], modes)
+
+
+def engine_of(options: argparse.Namespace, device_blocks: int, requests: Sequence[TraceRequest]) -> EngineOptions:
+    """Return the engine that the options describe, without tiers."""
+    return EngineOptions(
+        device_blocks=device_blocks,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        bytes_per_block=bytes_per_block(options, requests),
+        host_bandwidth=options.host_bandwidth * 1e9,
+        prefix_caching=options.prefix_caching,
+        max_concurrent_sessions=options.sessions,
+    )
+
+
+def bytes_per_block(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> int:
+    """Bytes of a block. For a model with windows or states, the mean over the trace's requests at their full length."""
+    if options.bytes_per_token is not None or options.model_config is None:
+        return int((options.bytes_per_token or _BYTES_PER_TOKEN) * options.block_size)
+    memory = _memory_of(options)
+    lengths = [request.input_tokens + request.output_tokens for request in requests] or [options.block_size]
+    total: int = sum(map(memory.bytes, lengths))
+    return max(-(-total * int(options.block_size) // max(sum(lengths), 1)), 1)
+
+
+def _memory_of(options: argparse.Namespace) -> ModelMemory:
+    """Return what the model of `--model-config` caches."""
+    dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    return ModelMemory.from_config(options.model_config, dtype=dtype)
+
+
+def _distinct(requests: Sequence[TraceRequest], block_size: int) -> int:
+    """Distinct blocks of the prompts; all blocks if the trace has no hash ids."""
+    if any(len(request.hash_ids) for request in requests):
+        trace = PackedTrace.of(requests)
+        return trace.num_distinct * trace.block_tokens // block_size
+    return sum(-(-request.input_tokens // block_size) for request in requests)
+
+
+def _name(options: EngineOptions) -> str:
+    host = f" + {options.host_blocks} host" if options.host_blocks else ""
+    return f"{options.device_blocks} device{host} blocks, {options.eviction}, {options.preemption_mode}"
+
+
+def _draw_times(reports: Sequence[tuple[Path, list[Served]]], drawing: Any) -> dict[str, object]:
+    figures = {}
+    for path, engines in reports:
+        for title in ("TTFT", "TPOT"):
+            samples = {_name(served.options): getattr(served.times, title.lower()) for served in engines}
+            figures[f"{title} of {path.name}"] = drawing.cdf_figure(samples, (title, "s"))
+    return figures
+
+
+_TIMES_LEGEND: Final = (
+    "device, host: blocks of an engine; policy: eviction; preempt: how a sequence is preempted; TTFT: to first token",
+    "TPOT: time per token after the first; latency: from arrival to last token, mean; tokens/s: generated",
+    "hits: share of the prompts' tokens that were cached; preempted: preemptions",
+)
+
+
+def _show_times(path: Path, engines: Sequence[Served], stream: TextIO) -> None:
+    print(f"{path.name}: times in milliseconds", file=stream)
+    print(
+        "   device     host policy   preempt   TTFT mean      p99  TPOT mean  latency  tokens/s  hits  preempted",
+        file=stream,
+    )
+    for served in engines:
+        options, found = served.options, served.as_dict()
+        ttft, tpot, latency = found["ttft"], found["tpot"], found["latency"]
+        sizes = f"{options.device_blocks:>9} {options.host_blocks:>8}"
+        what = f"{options.eviction:<8} {options.preemption_mode:<9}"
+        times = f"{_ms(ttft, 'mean'):>9} {_ms(ttft, 'p99'):>8} {_ms(tpot, 'mean', 1):>10} {_ms(latency, 'mean'):>8}"
+        rates = f"{served.output_rate:>9.0f} {served.times.hit_rate:>5.1%} {served.preemptions:>10}"
+        print(f"{sizes} {what} {times} {rates}", file=stream)
+        if served.times.refused:
+            print(f"   {served.times.refused} requests need more blocks than the device has", file=stream)
+    print("\n".join(_TIMES_LEGEND), file=stream)
+
+
+def _ms(times: dict[str, float], name: str, digits: int = 0) -> str:
+    return f"{times[name] * _MILLISECONDS:.{digits}f}" if times else ""

@@ -1,0 +1,567 @@
+"""`replay_times`: one engine in virtual time. Scheduler and block manager are real; compute and copies are modelled."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count as counting
+from math import inf
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard import BlockManager, PrefixCaching, Request, Scheduler
+from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
+from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
+from blockyard.scheduler.step import Step
+from blockyard.stores.base import StoreStats
+from blockyard.tools.replay.link import CopyLink
+from blockyard.tools.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
+from blockyard.tools.replay.store_tier import StoreTier
+from blockyard.traces import TraceRequest
+
+__all__ = ["EngineOptions", "ReplayWatch", "StepTime", "Times", "replay_times"]
+
+_MAX_STEPS: Final = 64
+"""Maximum number of plain decoding steps that the scheduler decides at once, as if a step computed several tokens.
+
+The results are the same, except that the blocks they fill are published together, and cached blocks may be evicted in
+another order, since their last use is counted in decided steps.
+"""
+_IDLE_SECONDS: Final = 0.01
+"""Time between polls of loads while there is nothing to compute, as in engines."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of one engine: its pools, its scheduler, and the speed of its copies.
+
+    Attributes:
+        device_blocks: blocks on the device.
+        host_blocks: blocks on the host, for swaps and for cached blocks that the device evicts.
+        block_size: tokens per block; each hash id of the trace must cover a multiple of it.
+        max_num_seqs: maximum number of sequences in a step.
+        max_num_batched_tokens: maximum number of tokens in a step.
+        preemption_mode: as for `Scheduler`; `"auto"` compares the costs of a swap and a recompute in this replay.
+        eviction: as for `PrefixCaching`.
+        prefix_caching: whether prompts share blocks.
+        watermark: share of the device blocks that admission keeps free, as for `BlockManager`.
+        bytes_per_block: bytes of a block, all layers.
+        host_bandwidth: bytes per second between device and host, in each direction.
+        host_latency: seconds per batch of copies, in addition to the time for its bytes.
+        store_blocks: blocks that the prefix store below device and host can hold; 0 for no store.
+        store_writes: which blocks are written to the store, as for `PrefixStore`.
+        store_read_bandwidth: bytes per second read from the store.
+        store_write_bandwidth: bytes per second written to the store.
+        store_latency: seconds per batch, in addition to the time for its bytes.
+        async_scheduling: whether each step is decided while the previous one is computed, as vLLM does. Then a request
+            waits for up to one more step, and a freed seat stays empty for one step.
+        max_concurrent_sessions: maximum number of conversations at a time; when one ends, the next begins. None for no
+            limit.
+    """
+
+    device_blocks: int
+    host_blocks: int = 0
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    preemption_mode: PreemptionMode = "auto"
+    eviction: str = "adaptive"
+    prefix_caching: bool = True
+    watermark: float = 0.01
+    bytes_per_block: int = 2 << 20
+    host_bandwidth: float = 25e9
+    host_latency: float = 20e-6
+    store_blocks: int = 0
+    store_writes: str = "through"
+    store_read_bandwidth: float = 3e9
+    store_write_bandwidth: float = 2e9
+    store_latency: float = 200e-6
+    async_scheduling: bool = True
+    max_concurrent_sessions: int | None = None
+
+
+@dataclass(eq=False)
+class Times:
+    """The times of a replay in seconds from its start, and its counters. Refused requests have NaN.
+
+    Attributes:
+        arrival: when each request arrived, float64 `[r]`.
+        queued: when the engine saw it, float64 `[r]`.
+        scheduled: when its first step was decided, float64 `[r]`.
+        first_token: when its first token was sampled, float64 `[r]`.
+        last_token: when its last token was sampled, float64 `[r]`.
+        output_tokens: number of tokens it generates, int64 `[r]`.
+        refused: number of requests that can never fit.
+        seconds: end of the last step.
+        steps: number of steps with compute.
+        busy_seconds: total time with unfinished requests: compute, and waits for copies.
+        scheduler: counters of the scheduler.
+        store: counters of the prefix store's storage; None without a store.
+        hit_rate: share of the prompts' tokens that were cached when requests were first admitted.
+        loaded_blocks: number of cached blocks loaded from the host.
+    """
+
+    arrival: NDArray[np.float64]
+    queued: NDArray[np.float64]
+    scheduled: NDArray[np.float64]
+    first_token: NDArray[np.float64]
+    last_token: NDArray[np.float64]
+    output_tokens: NDArray[np.int64]
+    refused: int
+    seconds: float
+    steps: int
+    busy_seconds: float
+    scheduler: SchedulerStats
+    hit_rate: float
+    loaded_blocks: int
+    store: dict[str, int] | None
+
+    @property
+    def ttft(self) -> NDArray[np.float64]:
+        """Time to first token of each finished request, in seconds."""
+        return _known(self.first_token - self.arrival)
+
+    @property
+    def tpot(self) -> NDArray[np.float64]:
+        """Time per output token after the first, in seconds, of each finished request with more than one."""
+        more = self.output_tokens > 1
+        return _known((self.last_token - self.first_token)[more] / (self.output_tokens[more] - 1))
+
+    @property
+    def latency(self) -> NDArray[np.float64]:
+        """Time from arrival to last token of each finished request, in seconds."""
+        return _known(self.last_token - self.arrival)
+
+
+def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return values[~np.isnan(values)]
+
+
+class StepTime(Protocol):
+    """Predicts the time of one step of an engine from its batch.
+
+    Optional: `decode_seconds(decode_context)` returns an iterator over the seconds of consecutive steps of plain
+    decoding, each with one more token in every row. It saves a call per step.
+    """
+
+    def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
+        """Return the seconds from the start of the step to its sampled tokens.
+
+        Args:
+            prefill: for each prompt chunk, its tokens already in the cache and the tokens computed in this step.
+            decode_context: context length of each decoding row in tokens, the new token included, int64 `[rows]`.
+        """
+
+
+class ReplayWatch(Protocol):
+    """Observes a replay."""
+
+    def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:
+        """A step was computed; it may stand for many plain decoding steps. The prefix store has `stored` blocks."""
+
+    def idle(self, time: float, scheduler: Scheduler) -> None:
+        """All requests have ended at this time; none has arrived yet."""
+
+    def copies(self, start: float, end: float, way: str, blocks: int) -> None:
+        """Blocks were copied to or from the host; `way` is the kind of transfer."""
+
+
+@dataclass
+class _Clients:
+    """The clients: which requests arrive when, and which wait for the answers to others."""
+
+    requests: Sequence[TraceRequest]
+    limit: int | None
+    due: list[tuple[float, int]] = field(default_factory=list)
+    arrival: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+
+    def __post_init__(self) -> None:
+        self.arrival = np.full(len(self.requests), np.nan)
+        self._waits = [len(request.after) for request in self.requests]
+        self._followers: list[list[int]] = [[] for _ in self.requests]
+        self._left: dict[int, int] = {}
+        self._held: dict[int, list[int]] = {}  # first requests of sessions that have not begun
+        running: set[int] = set()
+        for number, request in enumerate(self.requests):
+            for other in request.after:
+                self._followers[other].append(number)
+            session = number if request.session is None else request.session
+            self._left[session] = self._left.get(session, 0) + 1
+            if self._waits[number]:
+                continue
+            if self.limit is None or len(running) < self.limit or session in running:
+                running.add(session)
+                self.due.append((request.arrival, number))
+            else:
+                self._held.setdefault(session, []).append(number)
+        heapq.heapify(self.due)
+
+    def take(self, now: float) -> list[int]:
+        """Remove and return the requests that have arrived by now."""
+        taken = []
+        while self.due and self.due[0][0] <= now:
+            when, number = heapq.heappop(self.due)
+            self.arrival[number] = when
+            taken.append(number)
+        return taken
+
+    def answer(self, number: int, now: float) -> None:
+        """Record the answer to a request; requests that waited for it become due."""
+        for follower in self._followers[number]:
+            self._waits[follower] -= 1
+            if not self._waits[follower]:
+                heapq.heappush(self.due, (now + self.requests[follower].delay, follower))
+        request = self.requests[number]
+        session = number if request.session is None else request.session
+        self._left[session] -= 1
+        if not self._left[session] and self._held:
+            held = self._held.pop(next(iter(self._held)))
+            begin = self.requests[held[0]].arrival
+            for other in held:
+                heapq.heappush(self.due, (now + self.requests[other].arrival - begin, other))
+
+
+def replay_times(
+    requests: Sequence[TraceRequest],
+    options: EngineOptions,
+    step_time: StepTime,
+    *,
+    watch: ReplayWatch | None = None,
+) -> Times:
+    """Serve a trace in virtual time.
+
+    The scheduler decides every step as in a real engine. A step begins when its loads have arrived. Stores continue in
+    the background, and hold their blocks until they have landed. A request that waits for answers arrives its `delay`
+    after the last of them.
+
+    Args:
+        requests: the trace.
+        options: options of the engine.
+        step_time: predicts how long a step computes.
+        watch: observes every step and copy.
+
+    Raises:
+        InvalidArgumentError: an option is out of range, or does not fit the trace's hash ids.
+        InvariantError: nothing can run although requests wait.
+    """
+    return _Replay(requests, options, step_time, watch).run()
+
+
+class _Replay:
+    """One engine and its clock; see `replay_times`."""
+
+    def __init__(
+        self,
+        requests: Sequence[TraceRequest],
+        options: EngineOptions,
+        step_time: StepTime,
+        watch: ReplayWatch | None,
+    ) -> None:
+        sizes = {request.hash_tokens for request in requests if request.hash_tokens}
+        if options.prefix_caching and any(size % options.block_size for size in sizes):
+            raise InvalidArgumentError(
+                f"block_size is {options.block_size}, must divide the tokens of a hash id, {sorted(sizes)}"
+            )
+        self._requests, self._options, self._step_time, self._watch = requests, options, step_time, watch
+        has_ids = any(len(request.hash_ids) for request in requests)
+        self._trace = PackedTrace.of(requests) if has_ids and options.prefix_caching else None
+        self._decode_seconds: Callable[[NDArray[np.int64]], Iterator[float]]
+        self._decode_seconds = getattr(step_time, "decode_seconds", partial(_one_by_one, step_time))
+        caching = PrefixCaching(eviction=options.eviction, host=options.host_blocks > 0)
+        self._manager = BlockManager(
+            block_size=options.block_size,
+            device_blocks=options.device_blocks,
+            host_blocks=options.host_blocks,
+            watermark=options.watermark,
+            prefix_caching=caching if options.prefix_caching else False,
+        )
+        self._now = 0.0
+        self._to_device = CopyLink(options.host_bandwidth, options.host_latency)
+        self._to_host = CopyLink(options.host_bandwidth, options.host_latency)
+        self._tier = self._open_store() if options.store_blocks else None
+        self._scheduler = Scheduler(
+            self._manager,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            preemption_mode=self._preemption(),
+            num_lookahead_tokens=_MAX_STEPS - 1,
+            overlap_io=True,
+            prefetch=None if self._tier is None else self._tier.prefixes.prefetch,
+        )
+        self._open: list[tuple[float, int]] = []  # heap of (when a ticket's copies have landed, ticket)
+        self._clients = _Clients(requests, options.max_concurrent_sessions)
+        self._queued = np.full(len(requests), np.nan)
+        self._scheduled = np.full(len(requests), np.nan)
+        self._first = np.full(len(requests), np.nan)
+        self._last = np.full(len(requests), np.nan)
+        self._answers: dict[int, NDArray[np.uint32]] = {}  # texts of open requests whose answers the trace has
+        self._decided_at = 0.0  # when the next step is decided
+        self._arrived: deque[int] = deque()  # requests that wait for a seat, as far as the engine knows
+        self._seats = self._ended = 0  # seats in use as far as the engine knows, and those freed by the step in flight
+        self._steps = self._refused = 0
+        self._busy = self._last_took = 0.0
+        self._is_plain = False  # the last step computed only decodes, and nothing has happened since
+        self._last_rows = 0
+        self._decoded = 0  # number of steps with decodes
+        self._ends: list[int] = []  # heap of the values of `_decoded` at which requests end unless one is preempted
+
+    def _preemption(self) -> PreemptionMode | PreemptionCosts:
+        """Return the scheduler's preemption mode: for `"auto"` with a host, the costs to compare."""
+        if self._options.preemption_mode != "auto" or not self._options.host_blocks:
+            return self._options.preemption_mode
+        none, few, many = np.zeros(0, np.int64), 1, min(1024, self._options.max_num_batched_tokens)
+        computed = self._step_time.seconds([(0, many)], none) - self._step_time.seconds([(0, few)], none)
+        block = self._options.bytes_per_block / self._options.host_bandwidth
+        return PreemptionCosts(swap_block=block, prefill_token=max(0.0, computed) / max(1, many - few))
+
+    def _open_store(self) -> StoreTier:
+        options = self._options
+        return StoreTier(
+            self._manager,
+            options.store_blocks,
+            options.bytes_per_block,
+            options.store_writes,
+            storage=(
+                CopyLink(options.store_read_bandwidth, options.store_latency),
+                CopyLink(options.store_write_bandwidth, options.store_latency),
+            ),
+            copies=(self._to_device, self._to_host),
+            clock=lambda: self._now,
+        )
+
+    def run(self) -> Times:
+        scheduler = self._scheduler
+        while True:
+            self._take_in()
+            self._land()
+            if not scheduler.num_unfinished:
+                if self._decided_at < self._now or self._arrived:
+                    self._decided_at, self._seats, self._ended = self._now, 0, 0
+                    continue
+                if self._watch is not None:
+                    self._watch.idle(self._now, scheduler)
+                later = self._next_event()
+                if later == inf:
+                    break
+                self._now = self._decided_at = max(self._now, later)
+                continue
+            step = scheduler.schedule(num_lookahead_tokens=self._plain_steps() - 1)
+            loaded = self._copy(step)
+            if step.rows:
+                self._compute(step, loaded)
+            else:
+                scheduler.update(step, ())
+                self._skip()
+        for _, ticket in sorted(self._open):
+            scheduler.complete(ticket)
+        stats = self._manager.stats()
+        return Times(
+            arrival=self._clients.arrival,
+            queued=self._queued,
+            scheduled=self._scheduled,
+            first_token=self._first,
+            last_token=self._last,
+            output_tokens=np.array([request.output_tokens for request in self._requests], np.int64),
+            refused=self._refused,
+            seconds=self._now,
+            steps=self._steps,
+            busy_seconds=self._busy,
+            scheduler=scheduler.stats(),
+            hit_rate=stats.hit_rate,
+            loaded_blocks=stats.loaded_blocks,
+            store=None if self._tier is None else _counts(self._tier.stats),
+        )
+
+    def _take_in(self) -> None:
+        """Give arrived requests to the scheduler, as long as the engine knows of free seats."""
+        taken = self._clients.take(self._decided_at)
+        self._queued[taken] = self._decided_at
+        self._arrived.extend(taken)
+        while self._arrived and (not self._options.async_scheduling or self._seats < self._options.max_num_seqs):
+            self._add(self._arrived.popleft())
+
+    def _add(self, number: int) -> None:
+        self._is_plain = False
+        row, options = self._requests[number], self._options
+        if row.input_tokens + row.output_tokens > options.device_blocks * options.block_size:
+            self._refuse(number)  # before its text takes memory
+            return
+        try:
+            text = self._text(number)
+            prompt = text[: row.input_tokens]
+            self._scheduler.add(Request(str(number), prompt, max_tokens=row.output_tokens, arrival=self._now))
+            self._seats += 1
+            if row.output_hash_ids:
+                self._answers[number] = text
+        except OutOfBlocksError:
+            self._refuse(number)
+
+    def _text(self, number: int) -> NDArray[np.uint32]:
+        """Return the token ids of a prompt and its answer: the trace's blocks by their numbers."""
+        row, trace = self._requests[number], self._trace
+        text = np.full(row.input_tokens + row.output_tokens, OWN_TOKENS + number, np.uint32)
+        text[row.input_tokens :] = ANSWER_TOKEN
+        if trace is not None:
+            blocks = trace.blocks[trace.starts[number] : trace.starts[number + 1]]
+            named = np.repeat(blocks, trace.block_tokens)[: len(text)]
+            text[: len(named)] = named
+        return text
+
+    def _refuse(self, number: int) -> None:
+        self._refused += 1
+        self._clients.answer(number, self._now)
+
+    def _next_event(self) -> float:
+        """Return the time of the next event that no step decides; infinite if nothing is in flight."""
+        return min(self._next_change(), inf if self._tier is None else self._tier.next_write)
+
+    def _next_change(self) -> float:
+        """Return the time of the next event that a step's decision may depend on."""
+        copies = self._open[0][0] if self._open else inf
+        requests = self._clients.due[0][0] if self._clients.due else inf
+        if self._tier is None:
+            return min(copies, requests)
+        if self._tier.prefixes.num_open:  # a prompt that loads waits for room, answers, or its deadline
+            return min(copies, requests, self._tier.next_load, self._tier.next_write)
+        return min(copies, requests, self._tier.next_load)
+
+    def _land(self) -> None:
+        if self._tier is not None:
+            self._tier.prefixes.poll()
+        while self._open and self._open[0][0] <= self._now:
+            self._is_plain = False
+            self._scheduler.complete(heapq.heappop(self._open)[1])
+
+    def _copy(self, step: Step) -> float:
+        """Queue a step's copies; return when its loads have arrived."""
+        loads = stores = 0
+        for kind, pairs in step.decision.transfers():
+            if pairs.dst == "device":
+                loads += len(pairs) if kind == "swap_in" else 0
+            else:
+                stores += len(pairs)
+        landed = loaded = self._now
+        size = self._options.bytes_per_block
+        if stores:
+            landed = self._send(self._to_host, "swap_out", stores, stores * size)
+        if loads:
+            loaded = self._send(self._to_device, "swap_in", loads, loads * size)
+        if loads or stores:
+            heapq.heappush(self._open, (max(landed, loaded), step.decision.ticket))
+        else:
+            self._scheduler.complete(step.decision.ticket)
+        return loaded
+
+    def _plain_steps(self) -> int:
+        """Return how many steps to decide at once: those that can only add one token to each sequence."""
+        if not self._is_plain:
+            return 1
+        until = self._next_change()
+        while self._ends and self._ends[0] <= self._decoded:
+            heapq.heappop(self._ends)
+        fit = (until - self._now) / self._last_took + 1 if self._last_took else 1
+        return int(max(1, min(_MAX_STEPS, fit, self._ends[0] - self._decoded if self._ends else 1)))
+
+    def _send(self, link: CopyLink, way: str, blocks: int, size: int) -> float:
+        start = max(self._now, link.free_at)
+        end = link.send(self._now, size)
+        if self._watch is not None:
+            self._watch.copies(start, end, way, blocks)
+        return end
+
+    def _compute(self, step: Step, loaded: float) -> None:
+        decodes, decided_at, waits_from = step.decodes, self._decided_at, self._now
+        begin = max(self._now, loaded)
+        count, start, self._now = self._model_steps(step, begin)
+        self._decided_at = start if self._options.async_scheduling else self._now
+        sampled = self._sample(step, count)
+        if self._watch is not None:
+            stored = 0 if self._tier is None else self._tier.stats.cached_blocks
+            self._watch.step(begin, self._now, step, self._scheduler, stored)
+        self._steps += count
+        self._busy += self._now - waits_from
+        self._last_took = (self._now - begin) / count
+        self._decoded += count
+        for row in range(decodes, step.rows):
+            number = int(step.owner(row)[0])
+            if np.isnan(self._scheduled[number]):
+                self._scheduled[number] = decided_at
+            if row >= step.samples:
+                continue
+            heapq.heappush(self._ends, self._decoded + self._requests[number].output_tokens - 1)
+            if np.isnan(self._first[number]):
+                self._first[number] = self._now
+        self._land()
+        ended = self._scheduler.update(step, sampled)
+        for finished in ended:
+            number = int(finished.request.request_id)
+            self._last[number] = self._now
+            self._answers.pop(number, None)
+            self._clients.answer(number, self._now)
+        if self._options.async_scheduling:  # the next step is decided before this one's ends are known
+            self._seats, self._ended = self._seats - self._ended, len(ended)
+        # A step that preempts admits nothing, so the next step may.
+        self._is_plain = decodes == step.rows == self._last_rows and not ended
+        self._last_rows = step.rows
+
+    def _sample(self, step: Step, count: int) -> NDArray[np.uint32]:
+        """Return the tokens that `count` steps generate: the trace's answers where it has them."""
+        decodes, unknown = step.decodes, np.full(count, ANSWER_TOKEN, np.uint32)
+        if not self._answers:
+            if step.num_draft_tokens != decodes * (count - 1):
+                step.set_draft_token_ids([unknown[1:]] * decodes)
+            return np.full(step.num_draws, ANSWER_TOKEN, np.uint32)
+        parts = [unknown[:0]]  # a step may sample nothing
+        for row, (start, length) in enumerate(zip(step.start.tolist(), step.lengths.tolist(), strict=True)):
+            text = self._answers.get(int(step.owner(row)[0]))
+            first = start + 1 if row < decodes else start + length
+            more = count if row < decodes else 1
+            parts.append(unknown[:more] if text is None else text[first : first + more])
+        if step.num_draft_tokens:
+            step.set_draft_token_ids([part[:-1] for part in parts[1 : decodes + 1]])
+        return np.concatenate(parts[: step.samples + 1])
+
+    def _model_steps(self, step: Step, begin: float) -> tuple[int, float, float]:
+        """Return how many model steps a decided step stands for, and when the last one begins and ends."""
+        decodes, start, lengths = step.decodes, step.start, step.lengths
+        context = start[:decodes] + 1
+        if decodes < step.rows:
+            prefill = list(zip(start[decodes:].tolist(), lengths[decodes:].tolist(), strict=True))
+            return 1, begin, begin + self._step_time.seconds(prefill, context)
+        max_steps, until = int(lengths.min()), self._next_change()
+        written = inf if self._tier is None else self._tier.next_write
+        count, last, now = 0, begin, begin
+        for seconds in self._decode_seconds(context):
+            count, last, now = count + 1, now, now + seconds
+            if count == max_steps or now >= until:
+                break
+            if now >= written and self._tier is not None:
+                self._now = now
+                self._tier.prefixes.poll()
+                written = self._tier.next_write
+        return count, last, now
+
+    def _skip(self) -> None:
+        """Advance the clock to the next event, since there is nothing to compute."""
+        later = self._next_event()
+        if self._tier is not None and self._tier.prefixes.num_open:
+            later = min(later, self._now + _IDLE_SECONDS)  # a load may pass its deadline
+        if later == inf:
+            raise InvariantError(f"{self._scheduler.num_unfinished} requests wait, but nothing is in flight")
+        self._busy += max(0.0, later - self._now)
+        self._now = self._decided_at = max(self._now, later)
+
+
+def _one_by_one(step_time: StepTime, decode_context: NDArray[np.int64]) -> Iterator[float]:
+    for more in counting():
+        yield step_time.seconds([], decode_context + more)
+
+
+def _counts(stats: StoreStats) -> dict[str, int]:
+    names = ("read_blocks", "written_blocks", "evicted_blocks", "cached_blocks")
+    return {name: getattr(stats, name) for name in names}

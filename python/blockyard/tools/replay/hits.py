@@ -1,0 +1,175 @@
+"""Counts the hits of a cache of one size and policy: sends one request at a time through a real `BlockManager`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard import BlockManager, PrefixCaching
+from blockyard.errors import InvalidArgumentError
+from blockyard.tools.replay.optimal import optimal_hits
+from blockyard.tools.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
+from blockyard.types import HashedPrompt, Sequence
+
+__all__ = ["OPTIMAL", "POLICIES", "Hits", "replay_hits"]
+
+POLICIES: Final = ("lru", "adaptive")
+OPTIMAL: Final = "optimal"
+_MAX_TOKENS: Final = 16
+"""Longest blocks that are replayed with all their tokens, and so with the engine's keys: they take one hash."""
+_FEW_TOKENS: Final = 2
+"""Tokens of a longer block in the manager: enough to tell a part of a block from the whole."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hits:
+    """The hits of a cache of one size and policy.
+
+    Attributes:
+        policy: the eviction policy.
+        device_blocks: size of the pool.
+        host_blocks: size of the host tier.
+        device: number of blocks that each request found on the device, int64 `[r]`.
+        host: number of blocks that each request found on the host, int64 `[r]`.
+        too_long: number of requests that need more blocks than the pool has; they are left out.
+    """
+
+    policy: str
+    device_blocks: int
+    host_blocks: int
+    device: NDArray[np.int64]
+    host: NDArray[np.int64]
+    too_long: int
+
+
+def replay_hits(
+    trace: PackedTrace, policy: str, device_blocks: int, *, host_blocks: int = 0, max_num_batched_tokens: int = 8192
+) -> Hits:
+    """Send every request through a pool. Each is looked up, computed and freed before the next one comes.
+
+    Blocks that the device evicts move to the host, if there is one. An answer takes blocks, too; a later prompt finds
+    them if the trace identifies them, as recordings do.
+
+    `replay_times` finds the same blocks if requests come one at a time, no copy takes time, its `block_size` is the
+    trace's, and its watermark is 0. It differs a little with a host, as it decides up to 64 steps of decoding at once,
+    and if a block has more than 16 tokens, as `"adaptive"` then follows another sample of blocks.
+
+    Args:
+        trace: the requests.
+        policy: `"lru"`, `"adaptive"`, or `"optimal"`, which knows the future and has no host tier.
+        device_blocks: size of the pool, at least 1.
+        host_blocks: size of the host tier.
+        max_num_batched_tokens: maximum number of tokens in a step, at least 1; longer prompts are computed in chunks.
+
+    Raises:
+        InvalidArgumentError: the policy is unknown, a size is out of range, or `"optimal"` has a host tier.
+    """
+    if policy not in (*POLICIES, OPTIMAL):
+        raise InvalidArgumentError(f"policy is {policy!r}, must be one of {', '.join((*POLICIES, OPTIMAL))}")
+    if device_blocks < 1 or host_blocks < 0:
+        raise InvalidArgumentError(
+            f"device_blocks is {device_blocks}, host_blocks {host_blocks}, must be at least 1 and 0"
+        )
+    if max_num_batched_tokens < 1:
+        raise InvalidArgumentError(f"max_num_batched_tokens is {max_num_batched_tokens}, must be at least 1")
+    if policy == OPTIMAL and host_blocks:
+        raise InvalidArgumentError(f"host_blocks is {host_blocks}, must be 0 with policy 'optimal'")
+    too_long = int((trace.needed > device_blocks).sum())
+    none = np.zeros(len(trace), np.int64)
+    if policy == OPTIMAL:
+        return Hits(policy, device_blocks, 0, optimal_hits(trace, device_blocks), none, too_long)
+    caching = PrefixCaching(eviction=policy, host=host_blocks > 0)
+    manager = BlockManager(
+        block_size=trace.block_tokens if trace.block_tokens <= _MAX_TOKENS else _FEW_TOKENS,
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        watermark=0.0,
+        prefix_caching=caching,
+    )
+    device, host = _RequestServer(trace, manager, max_num_batched_tokens, policy).serve_all()
+    return Hits(policy, device_blocks, host_blocks, device, host, too_long)
+
+
+class _RequestServer:
+    """Serves requests one at a time, in the steps of an engine."""
+
+    def __init__(self, trace: PackedTrace, manager: BlockManager, budget: int, policy: str) -> None:
+        self._manager, self._trace = manager, trace
+        self._size, self._block_tokens = manager.block_size, trace.block_tokens
+        self._with_host = bool(manager.pool("host").num_blocks)
+        # What stays cached depends on what one step evicts, except in a device pool that evicts by LRU. There one step
+        # computes all. A step of decoding takes at most one block.
+        self._by_block = self._with_host or policy != "lru"
+        self._budget = budget if self._by_block else OWN_TOKENS
+
+    def serve_all(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Serve all requests that fit. Returns the blocks that each one finds on the device, and on the host alone."""
+        trace, manager, size, scaled = self._trace, self._manager, self._size, self._scaled
+        parts, starts = _parts(trace)
+        named = np.maximum(trace.input_tokens, trace.num_blocks * trace.block_tokens)
+        ends = np.maximum(trace.input_tokens + trace.output_tokens - 1, named).tolist()
+        inputs, named, fits = trace.input_tokens.tolist(), named.tolist(), trace.needed <= manager.pool().num_blocks
+        found, host = np.zeros(len(trace), np.int64), np.zeros(len(trace), np.int64)
+        for number in np.flatnonzero(fits).tolist():
+            text = np.repeat(parts[starts[number] : starts[number + 1]], size)
+            text[scaled(named[number]) :] = ANSWER_TOKEN
+            prompt: NDArray[np.uint32] | HashedPrompt = text[: scaled(inputs[number])]
+            if self._with_host:
+                prompt = manager.prefix.hash(text[: scaled(inputs[number])])
+                host[number] = manager.prefix.lookup(prompt).host_blocks
+            sequence = manager.allocate(prompt, chunk_tokens=scaled(self._budget))
+            self._compute(sequence)
+            found[number] = sequence.cached_tokens // size
+            done = int(found[number]) * self._block_tokens + self._budget
+            if done < inputs[number]:
+                self._prefill(sequence, done, inputs[number])
+            if inputs[number] < ends[number]:
+                self._decode(sequence, inputs[number], ends[number], text)
+            manager.free(sequence)
+        return found - host, host
+
+    def _prefill(self, sequence: Sequence, done: int, end: int) -> None:
+        """Compute the rest of a prompt in chunks."""
+        while done < end:
+            upto = min(end, done + self._budget)
+            if more := self._scaled(upto) - self._scaled(done):
+                self._manager.append(sequence, more)
+                self._compute(sequence)
+            done = upto
+
+    def _decode(self, sequence: Sequence, done: int, end: int, text: NDArray[np.uint32]) -> None:
+        while done < end:
+            upto = min(end, (done // self._block_tokens + 1) * self._block_tokens) if self._by_block else end
+            begin, stop = self._scaled(done), self._scaled(upto)
+            if begin < stop:
+                self._manager.append(sequence, stop - begin, token_ids=text[begin:stop])
+            if begin < stop or self._with_host:
+                self._compute(sequence, upto - done)
+            done = upto
+
+    def _compute(self, sequence: Sequence, steps: int = 1) -> None:
+        """Take the decisions of some steps, until one moves no block, and publish the blocks that they fill."""
+        for _ in range(steps if self._with_host else 1):
+            decision = self._manager.take_decision()
+            self._manager.complete(decision.ticket)
+            if not decision:
+                break
+        self._manager.mark_computed(sequence)
+
+    def _scaled(self, tokens: int) -> int:
+        """Convert tokens of the trace to those of the manager; a part of a block stays a part."""
+        blocks, rest = divmod(tokens, self._block_tokens)
+        return blocks * self._size + min(rest, self._size - 1)
+
+
+def _parts(trace: PackedTrace) -> tuple[NDArray[np.uint32], list[int]]:
+    """Return all blocks of every request, which number its own differently from any other, and where each begins."""
+    starts = np.zeros(len(trace) + 1, np.int64)
+    np.cumsum(trace.needed, out=starts[1:])
+    parts = np.repeat(OWN_TOKENS + np.arange(len(trace)), trace.needed).astype(np.uint32)
+    is_named = np.arange(len(parts)) < np.repeat(starts[:-1] + trace.num_blocks, trace.needed)
+    parts[is_named] = trace.blocks
+    return parts, starts.tolist()

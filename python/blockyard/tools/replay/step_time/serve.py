@@ -1,0 +1,134 @@
+"""Serves a run's requests in virtual time: the real scheduler decides the steps, a `StepTime` predicts their times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import OutOfBlocksError
+from blockyard.scheduler import Scheduler, Step
+from blockyard.tools.replay.engine import EngineOptions, StepTime, replay_times
+from blockyard.tools.replay.step_time.run import EngineLimits, EngineRun, check_limits
+from blockyard.traces import TraceRequest
+
+__all__ = ["ServedRun", "serve"]
+
+
+@dataclass(frozen=True, eq=False)
+class ServedRun:
+    """Predicted times, and the steps behind them.
+
+    Attributes:
+        run: the requests, with predicted times.
+        work: work of each step, `[steps, 4]`: 1, prompt tokens, decoding rows, cached tokens read.
+        first_step: for each request, the step in flight when it was scheduled, or else the next one, `[requests]`.
+        token_step: the step that sampled its first token, `[requests]`.
+        last_step: the step that sampled its last token, `[requests]`.
+    """
+
+    run: EngineRun
+    work: NDArray[np.float64]
+    first_step: NDArray[np.int64]
+    token_step: NDArray[np.int64]
+    last_step: NDArray[np.int64]
+
+
+def serve(run: EngineRun, step_time: StepTime, limits: EngineLimits) -> ServedRun:
+    """Predict the times of a run from its arrivals and lengths.
+
+    Args:
+        run: the requests; only their arrivals and lengths are read.
+        step_time: predicts each step.
+        limits: limits of the engine.
+
+    Raises:
+        OutOfBlocksError: a request does not fit into the cache.
+        InvalidArgumentError: a limit is not positive.
+    """
+    check_limits(limits)
+    requests = [
+        TraceRequest(*row)
+        for row in zip(run.arrival.tolist(), run.input_tokens.tolist(), run.output_tokens.tolist(), strict=True)
+    ]
+    options = EngineOptions(
+        device_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        preemption_mode="recompute",
+        prefix_caching=False,
+        watermark=0.0,
+        async_scheduling=limits.async_scheduling,
+    )
+    log = _Log(step_time)
+    times = replay_times(requests, options, log, watch=log)
+    if times.refused:
+        index = int(np.isnan(times.last_token).argmax())
+        tokens = int(run.input_tokens[index] + run.output_tokens[index])
+        wanted, total = -(-tokens // limits.block_size), limits.num_blocks
+        message = f"request {index} needs {wanted} blocks, the cache has {total}"
+        raise OutOfBlocksError(message, "device", wanted, total, total)
+    starts, ends = log.times()
+    found = EngineRun(
+        run.input_tokens,
+        run.output_tokens,
+        run.arrival,
+        times.queued,
+        times.scheduled,
+        times.first_token,
+        times.last_token,
+    )
+    return ServedRun(
+        found,
+        np.array(log.work, np.float64),
+        np.searchsorted(starts, times.scheduled),
+        np.searchsorted(ends, times.first_token),
+        np.searchsorted(ends, times.last_token),
+    )
+
+
+class _Log:
+    """Records the work and time of each step, as both the `StepTime` and the `ReplayWatch` of a replay.
+
+    Attributes:
+        work: work of each step, as in `ServedRun`.
+    """
+
+    def __init__(self, step_time: StepTime) -> None:
+        self.work: list[tuple[int, int, int, int]] = []
+        self._step_time = step_time
+        self._took: list[float] = []
+        self._begins: list[tuple[float, int]] = []  # for steps decided at once: their start, and how many end with them
+
+    def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
+        """Return the seconds of one step."""
+        read = int(decode_context.sum()) + sum(cached for cached, _ in prefill)
+        self.work.append((1, sum(computed for _, computed in prefill), len(decode_context), read))
+        self._took.append(self._step_time.seconds(prefill, decode_context))
+        return self._took[-1]
+
+    def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:  # noqa: ARG002
+        """Record when steps began."""
+        before = self._begins[-1][1] if self._begins else 0
+        self._begins += [(start, len(self._took))] if before < len(self._took) else []
+
+    def idle(self, time: float, scheduler: Scheduler) -> None:
+        """Do nothing: only steps count."""
+
+    def copies(self, start: float, end: float, way: str, blocks: int) -> None:
+        """Do nothing: without a host, nothing is copied."""
+
+    def times(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return when each step began and ended, float64 `[steps]`."""
+        starts, ends, first = [], [], 0
+        for begin, last in self._begins:
+            now = begin
+            for took in self._took[first:last]:
+                starts.append(now)
+                now += took
+                ends.append(now)
+            first = last
+        return np.array(starts), np.array(ends)

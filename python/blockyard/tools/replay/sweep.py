@@ -1,0 +1,186 @@
+"""Sweeps: replay one trace through caches of many sizes and policies, on all cores or on a cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, Final, TypeVar
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.tools.replay.hits import replay_hits
+from blockyard.tools.replay.packed import PackedTrace
+from blockyard.workers import interrupts_blocked, missing
+
+__all__ = ["Point", "open_executor", "read_blocks", "run_all", "sweep"]
+
+T = TypeVar("T")
+_DASK: Final = "dask://"
+
+
+@dataclass(frozen=True)
+class Point:
+    """The hits of one cache, within a window of the trace.
+
+    Attributes:
+        policy: eviction policy.
+        device_blocks: blocks on the device.
+        host_blocks: blocks on the host.
+        hit_tokens: prompt tokens found in the window.
+        host_hit_tokens: those of them that were found on the host.
+        total_tokens: prompt tokens in the window.
+        too_long: requests of the whole trace that do not fit the device.
+    """
+
+    policy: str
+    device_blocks: int
+    host_blocks: int
+    hit_tokens: int
+    host_hit_tokens: int
+    total_tokens: int
+    too_long: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt tokens that were found."""
+        return self.hit_tokens / self.total_tokens if self.total_tokens else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a JSON-serializable dictionary."""
+        return asdict(self) | {"hit_rate": self.hit_rate}
+
+
+def sweep(
+    trace: PackedTrace,
+    caches: Sequence[tuple[str, int, int]],
+    *,
+    first: int = 0,
+    max_num_batched_tokens: int = 8192,
+    executor: Executor | None = None,
+    show: Callable[[int], object] = bool,
+) -> list[Point]:
+    """Replay a trace through many caches.
+
+    Args:
+        trace: the requests.
+        caches: policy, device blocks and host blocks of each cache.
+        first: the first request of the window; earlier ones only fill the cache.
+        max_num_batched_tokens: maximum number of tokens in a step.
+        executor: runs the replays; None for this thread.
+        show: called with the number of caches that are done.
+
+    Returns:
+        One point per cache, in the same order.
+
+    Raises:
+        InvalidArgumentError: a policy is unknown, or a size out of range.
+    """
+    return run_all([partial(_measure, trace, cache, first, max_num_batched_tokens) for cache in caches], executor, show)
+
+
+def run_all(calls: Sequence[Callable[[], T]], executor: Executor | None, show: Callable[[int], object]) -> list[T]:
+    """Make calls in an executor, or in this thread if it is None; return their results in order.
+
+    `show` is called with the number of calls that are done.
+    """
+    if executor is None:
+        found = []
+        for done, call in enumerate(calls, 1):
+            found.append(call())
+            show(done)
+        return found
+    with interrupts_blocked():  # this starts the processes
+        futures = [executor.submit(call) for call in calls]
+    for done, _ in enumerate(as_completed(futures), 1):
+        show(done)
+    return [future.result() for future in futures]
+
+
+def _measure(trace: PackedTrace, cache: tuple[str, int, int], first: int, max_num_batched_tokens: int) -> Point:
+    policy, device_blocks, host_blocks = cache
+    found = replay_hits(
+        trace, policy, device_blocks, host_blocks=host_blocks, max_num_batched_tokens=max_num_batched_tokens
+    )
+    host = int(found.host[first:].sum()) * trace.block_tokens
+    return Point(
+        policy=policy,
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        hit_tokens=int(found.device[first:].sum()) * trace.block_tokens + host,
+        host_hit_tokens=host,
+        total_tokens=int(trace.input_tokens[first:].sum()),
+        too_long=found.too_long,
+    )
+
+
+def read_blocks(text: str, distinct: int, *, least: int = 0) -> list[int]:
+    """Parse sizes: numbers of blocks, or percentages of the trace's distinct blocks, separated by commas.
+
+    A percentage of few blocks is rounded up to `least`; a number below it is refused.
+
+        >>> read_blocks("1%,50", 1000)
+        [10, 50]
+
+    Raises:
+        InvalidArgumentError: a size is neither, or out of range.
+    """
+    sizes = []
+    for part in text.split(","):
+        number, is_share = part.strip().removesuffix("%"), part.strip().endswith("%")
+        try:
+            value = float(number) * distinct / 100 if is_share else int(number)
+        except ValueError:
+            raise InvalidArgumentError(f"size {part.strip()!r} is neither a number nor a percentage") from None
+        if not (0 if is_share else least) <= value < 2**31:
+            raise InvalidArgumentError(f"size {part.strip()!r} is not from {least} to {2**31 - 1} blocks")
+        sizes.append(max(round(value), least))
+    return sizes
+
+
+@contextmanager
+def open_executor(jobs: int | None, url: str | None) -> Iterator[Executor | None]:
+    """Open what runs the replays: processes of this machine, or a cluster by its URL, `dask://HOST:PORT`.
+
+    Raises:
+        InvalidArgumentError: the URL is of no known kind, or no cluster answers there.
+        MissingExtraError: the library of the cluster is not installed.
+    """
+    if url is None:
+        jobs = jobs or len(os.sched_getaffinity(0))
+        if jobs == 1:
+            yield None
+        else:
+            with _open_pool(jobs) as pool:
+                yield pool
+        return
+    if not url.startswith(_DASK):
+        raise InvalidArgumentError(f"executor is {url!r}, must be {_DASK}HOST:PORT")
+    try:
+        from distributed import Client  # noqa: PLC0415 (optional)
+    except ModuleNotFoundError as error:
+        raise missing("--executor dask", error) from None
+    try:
+        client: Any = Client("tcp://" + url.removeprefix(_DASK))  # type: ignore[no-untyped-call]
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"executor {url} cannot be reached: {error}") from error
+    with client:
+        yield client.get_executor()
+
+
+@contextmanager
+def _open_pool(jobs: int) -> Iterator[Executor]:
+    """Open processes that end with the block, even if an exception ends it before their work."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        try:
+            yield pool
+        except BaseException:
+            for process in tuple(pool._processes.values()):  # noqa: SLF001 (`terminate_workers` is new in Python 3.14)
+                process.terminate()
+            if sys.version_info < (3, 11, 5):  # it waits forever for its thread that writes to them (gh-94777)
+                pool._call_queue._reader.close()  # type: ignore[attr-defined]  # noqa: SLF001
+            raise

@@ -1,0 +1,161 @@
+"""`Link`: the network between one engine and the server, with faults.
+
+A request takes one or more steps at the server; other requests may run between two steps. It arrives after a delay, and
+so does the answer. Either can be lost. The caller then waits for its time limit, but the server may still carry out the
+request, even after the caller has given up.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from math import log
+from typing import Any, Final, Protocol, TypeVar
+
+from blockyard.stores.remote import RemoteStore
+from blockyard.tools.sim.loop import Loop, VirtualEvent
+
+__all__ = ["DEADLINE", "Link", "SentRequest", "Server", "SilentError"]
+
+DEADLINE: Final = 3.0  # the stores' timeout for a batch, in seconds
+
+T = TypeVar("T")
+_USUAL_SECONDS: Final = 0.002
+_ASIDE: Final = 0.25  # probability that other requests may run between two steps
+
+
+class Server(Protocol):
+    """A modelled server, and its faults.
+
+    Attributes:
+        loop: provides time and randomness.
+        slowness: factor of all delays.
+        is_full: whether it refuses writes.
+        caller: the link whose request is being served, and when that request was sent.
+    """
+
+    caller: tuple[Link, float] | None
+    loop: Loop
+    slowness: float
+    is_full: bool
+
+    def connect(self) -> Link:
+        """Return a link for one engine."""
+
+    def record(self) -> bytes | None:
+        """Return the epoch's record, even if it is damaged."""
+
+    def lose(self, share: float) -> None:
+        """Lose that share of the stored data."""
+
+    def lose_record(self) -> None:
+        """Lose the epoch's record."""
+
+    def damage(self) -> None:
+        """Change a byte of a stored value."""
+
+    def tear(self) -> None:
+        """Cut a stored value short."""
+
+
+class SilentError(Exception):
+    """A step's part of the server does not answer."""
+
+
+@dataclass(eq=False)
+class SentRequest:
+    """A request under way."""
+
+    steps: tuple[Callable[[], Any], ...]
+    sent_at: float
+    ended: VirtualEvent
+    answers: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+
+
+class Link(ABC):
+    """Carries requests and their answers.
+
+    Args:
+        server: the server.
+        time_limit: seconds after which a caller gives up.
+        error: exception to raise then.
+
+    Attributes:
+        is_cut: whether everything is lost, in both directions.
+        is_dead: the engine was killed: it sends nothing more, but requests already sent still arrive.
+        slowness: factor of this link's delays.
+        loss: share of requests and answers that are lost.
+        repeats: share of requests that are sent twice.
+    """
+
+    def __init__(self, server: Server, time_limit: float, error: type[Exception]) -> None:
+        self._server, self._time_limit, self._error = server, time_limit, error
+        self.is_cut = self.is_dead = False
+        self.slowness, self.loss, self.repeats = 1.0, 0.0, 0.0
+
+    @abstractmethod
+    def open(self, revision: str, bytes_per_block: int) -> RemoteStore:
+        """Open a prefix store on the server; `revision` as for `open_store`."""
+
+    def call(self, *steps: Callable[[], T]) -> list[T]:
+        """Run steps on the server, and return their answers. Errors of the link's class are raised here."""
+        return self.receive(self.send(steps), self._time_limit)
+
+    def send(self, steps: tuple[Callable[[], T], ...]) -> SentRequest:
+        """Send a request."""
+        loop = self._server.loop
+        if self.is_dead:
+            raise self._error("connection refused")
+        request = SentRequest(steps, loop.now, loop.event())
+        for _ in range(1 + (loop.draw() < self.repeats)):
+            loop.call_later(self._delay(), partial(self._arrive, request))
+        return request
+
+    def receive(self, request: SentRequest, seconds: float) -> list[Any]:
+        """Wait for a request's answers."""
+        if not request.ended.wait(seconds):
+            raise self._error("the request timed out")
+        if request.error is not None:
+            raise request.error
+        return request.answers
+
+    def heal(self) -> None:
+        """End all faults of this link."""
+        self.is_cut, self.slowness, self.loss, self.repeats = False, 1.0, 0.0, 0.0
+
+    def _arrive(self, request: SentRequest) -> None:
+        if not self._is_lost() and not request.ended.is_set():  # clients do not repeat an answered request
+            self._serve(request, [])
+
+    def _serve(self, request: SentRequest, answers: list[Any]) -> None:
+        """Run the remaining steps, and send the answer."""
+        server, steps, error = self._server, request.steps, None
+        server.caller = (self, request.sent_at)
+        try:
+            answers.append(steps[len(answers)]())
+            while len(answers) < len(steps):
+                if self.is_dead and server.loop.random.random() < 0.5:
+                    return  # the rest was not sent
+                if server.loop.draw() < _ASIDE:
+                    server.loop.call_later(self._delay(), partial(self._serve, request, answers))
+                    return
+                answers.append(steps[len(answers)]())
+        except SilentError:
+            return
+        except (FileNotFoundError, self._error) as raised:
+            error = raised
+        server.loop.call_later(self._delay(), partial(self._answer, request, answers, error))
+
+    def _answer(self, request: SentRequest, answers: list[Any], error: Exception | None) -> None:
+        if not self._is_lost() and not request.ended.is_set():
+            request.answers, request.error = answers, error
+            request.ended.set()
+
+    def _delay(self) -> float:
+        return -log(1.0 - self._server.loop.draw()) * _USUAL_SECONDS * self.slowness * self._server.slowness
+
+    def _is_lost(self) -> bool:
+        return self.is_cut or (self.loss > 0 and self._server.loop.random.random() < self.loss)

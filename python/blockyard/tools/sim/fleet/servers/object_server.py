@@ -1,0 +1,181 @@
+"""A model of an object store, with the functions of obstore that `ObjectStore` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Final
+
+from blockyard.stores.object_store import ObjectStore, read_url
+from blockyard.stores.threaded.epochs import EPOCH_BYTES
+from blockyard.stores.value import HEADER
+from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link
+from blockyard.tools.sim.loop import Loop
+
+__all__ = ["CAPACITY", "RECORD_BYTES", "ObjectLink", "ObjectServer"]
+
+CAPACITY: Final = 32  # blocks
+RECORD_BYTES: Final = HEADER + EPOCH_BYTES  # size of the epoch's record
+
+_TIME_LIMIT: Final = 1.0
+
+
+class _ServerError(Exception):
+    """The server refuses, or does not answer in time."""
+
+
+class _AlreadyExistsError(_ServerError):
+    """The path already has an object."""
+
+
+class _PreconditionError(_ServerError):
+    """The object has changed."""
+
+
+_exceptions: Final = SimpleNamespace(
+    AlreadyExistsError=_AlreadyExistsError, PreconditionError=_PreconditionError, NotSupportedError=NotImplementedError
+)
+
+
+@dataclass
+class _Object:
+    value: bytes
+    tag: str
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return {"size": len(self.value), "e_tag": self.tag, "version": None}
+
+    @property
+    def range(self) -> tuple[int, int]:
+        return 0, len(self.value)
+
+    def bytes(self) -> bytes:
+        return self.value
+
+
+class ObjectServer:
+    """The objects, and the server's faults.
+
+    Attributes:
+        objects: objects by path.
+        is_full: whether it refuses writes.
+        slowness: factor of all delays.
+        num_changes: number of writes, to number the objects' tags.
+
+    Args:
+        loop: provides time and randomness.
+        watch: called with each value that is about to be stored.
+    """
+
+    def __init__(self, loop: Loop, watch: Callable[[bytes], None]) -> None:
+        self.loop = loop
+        self._watch = watch
+        self.objects: dict[str, _Object] = {}
+        self.is_full = False
+        self.slowness = 1.0
+        self.caller: tuple[Link, float] | None = None
+        self.num_changes = 0
+
+    def put(self, path: str, value: bytes, mode: Any) -> None:
+        """Store an object, if the mode's condition holds."""
+        there = self.objects.get(path)
+        if mode == "create" and there is not None:
+            raise _AlreadyExistsError(path)
+        if isinstance(mode, dict) and (there is None or there.tag != mode.get("e_tag")):
+            raise _PreconditionError(path)
+        if self.is_full:
+            raise _ServerError("503 Slow Down")
+        self._watch(value)
+        self.num_changes += 1
+        self.objects[path] = _Object(value, f"tag-{self.num_changes}")
+
+    def get(self, path: str) -> _Object:
+        """Return an object."""
+        if path not in self.objects:
+            raise FileNotFoundError(path)
+        return self.objects[path]
+
+    def delete(self, paths: list[str]) -> None:
+        """Delete objects; ignore absent ones."""
+        for path in paths:
+            self.objects.pop(path, None)
+
+    def connect(self) -> ObjectLink:
+        """Return a link for one engine."""
+        return ObjectLink(self)
+
+    def record(self) -> bytes | None:
+        """Return the epoch's record, even if it is damaged."""
+        return next((there.value for there in self.objects.values() if len(there.value) == RECORD_BYTES), None)
+
+    def lose_record(self) -> None:
+        """Lose the epoch's record."""
+        for path in [path for path, there in self.objects.items() if len(there.value) == RECORD_BYTES]:
+            del self.objects[path]
+
+    def lose(self, share: float) -> None:
+        """Lose a share of the objects, as with a lost node."""
+        for path in [path for path in self.objects if self.loop.random.random() < share]:
+            del self.objects[path]
+
+    def damage(self) -> None:
+        """Change a byte of an object."""
+        if path := self._any():
+            value = bytearray(self.objects[path].value)
+            value[self.loop.random.randrange(len(value))] ^= 1 << self.loop.random.randrange(8)
+            self.objects[path] = _Object(bytes(value), self.objects[path].tag)
+
+    def tear(self) -> None:
+        """Cut an object short."""
+        if path := self._any():
+            value = self.objects[path].value
+            self.objects[path] = _Object(value[: self.loop.random.randrange(HEADER)], self.objects[path].tag)
+
+    def _any(self) -> str:
+        """Draw the path of an object that is not torn, often the record; "" if there is none."""
+        paths = [path for path, there in self.objects.items() if len(there.value) > HEADER]
+        records = [path for path in paths if len(self.objects[path].value) == RECORD_BYTES]
+        if not paths:
+            return ""
+        return self.loop.random.choice(records if records and self.loop.random.random() < 0.25 else paths)
+
+
+class ObjectLink(Link):
+    """The link from one engine to the server; it replaces the module obstore."""
+
+    exceptions = _exceptions
+
+    def __init__(self, server: ObjectServer) -> None:
+        super().__init__(server, _TIME_LIMIT, _ServerError)
+        self.server = server
+
+    def open(self, revision: str, bytes_per_block: int) -> ObjectStore:
+        """Open a store on the server."""
+        return ObjectStore(
+            read_url(f"s3://bucket?size=1MiB&connections=4&timeout_base={DEADLINE}"),
+            bytes_per_block=bytes_per_block,
+            num_slots=CAPACITY,
+            namespace=bytes(32),
+            use="prefix",
+            revision=revision,
+            connect=lambda *_: (self, None),
+        )
+
+    def get(self, _client: object, path: str) -> _Object:
+        """Return an object."""
+        return self.call(lambda: self.server.get(path))[0]
+
+    def head(self, _client: object, path: str) -> dict[str, Any]:
+        """Return an object's metadata."""
+        return self.get(_client, path).meta
+
+    def put(self, _client: object, path: str, value: memoryview, *, mode: Any = "overwrite", **_: Any) -> None:
+        """Store an object."""
+        copied = bytes(value)
+        self.call(lambda: self.server.put(path, copied, mode))
+
+    def delete(self, _client: object, paths: str | list[str]) -> None:
+        """Delete objects."""
+        self.call(lambda: self.server.delete([paths] if isinstance(paths, str) else list(paths)))

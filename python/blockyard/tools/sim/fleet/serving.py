@@ -1,0 +1,430 @@
+"""`ServingEngine`: one engine of a fleet that serves prompts with a real scheduler, block manager and prefix store.
+
+Its copies run in virtual time, and its model writes the keys and values of `Texts`. Everything that a step reads is
+compared with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from math import inf
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from blockyard import BlockManager, KVLayout, PrefixCaching, Request, Scheduler
+from blockyard._core import StepOwner
+from blockyard.engine import CacheEngine
+from blockyard.errors import StoreError
+from blockyard.executor import Executor, StepExecutor
+from blockyard.executor.loop import StepLoop
+from blockyard.prefix_store import PrefixStore
+from blockyard.scheduler import Finished, Step
+from blockyard.stores.threaded.epochs import name_of
+from blockyard.stores.threaded.runtime import use_runtime
+from blockyard.tools.sim.fleet.clock import EngineRuntime
+from blockyard.tools.sim.fleet.engine import WEIGHTS
+from blockyard.tools.sim.fleet.log import FleetLog
+from blockyard.tools.sim.fleet.oracle import BrokenPromiseError, Oracle
+from blockyard.tools.sim.fleet.servers.link import Link, Server
+from blockyard.tools.sim.fleet.streams import SimulatedStreams
+from blockyard.tools.sim.fleet.texts import BLOCK_SIZE, CELL_BYTES, Stamp, Texts
+from blockyard.tools.sim.fleet.upkeep import DEVICE_BLOCKS, MAX_DEVICE_BLOCKS, MAX_PINNED, Upkeep, draw_defragmentation
+from blockyard.tools.sim.fleet.watched_store import WatchedStore
+from blockyard.tools.sim.loop import Loop
+
+__all__ = ["ServingEngine"]
+
+_HOST_BLOCKS: Final = 4
+_MAX_OPEN: Final = 4  # requests
+_STEP_SECONDS: Final = 0.03
+_PATIENCE: Final = 12.0  # seconds within which a request must end, whatever fails
+_MAX_READS: Final = 8  # reads of one key per request
+_LATE_SECONDS: Final = 5.0  # how long an abandoned `forget` may still arrive
+_SALTS: Final = (None, b"a tenant")
+_LAYOUT: Final = KVLayout("kv_first", 1, BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="int64")
+
+
+class _Life:
+    """The parts of an engine from its start until it is killed or closed; its scheduler's `Cache`."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        link: Link,
+        make_store: Callable[[Link], WatchedStore],
+        writes: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self.link = link
+        self.streams = SimulatedStreams(loop)
+        self.store = make_store(link)
+        self.engine = CacheEngine(
+            _LAYOUT, device_blocks=MAX_DEVICE_BLOCKS, host_blocks=_HOST_BLOCKS, streams=self.streams
+        )
+        self.executor = StepExecutor(self.engine)
+        self.manager = BlockManager(
+            block_size=BLOCK_SIZE,
+            device_blocks=DEVICE_BLOCKS,
+            host_blocks=_HOST_BLOCKS,
+            prefix_caching=PrefixCaching(host=True, max_pinned=MAX_PINNED),
+        )
+        self._steps = StepOwner(self.manager, instead="the scheduler's step")
+        self.prefix_store = PrefixStore(self.manager, self.engine, self.store, writes=writes)
+        defragment = draw_defragmentation(loop.random)
+        tensor = self.engine.tensors[0].view(torch.int64).numpy()
+        self.cells: NDArray[np.int64] = tensor.reshape(2, -1)
+        self.upkeep = Upkeep(self.manager, self.cells, loop.random, say)  # the scheduler calls `give_back` at once
+        self.scheduler = Scheduler(self, max_num_seqs=3, max_num_batched_tokens=8, defragment=defragment)
+        self.requests: dict[str, float] = {}  # arrival times of the open requests
+        self.forgot_at = 0.0  # when it last called `forget` to begin an epoch; one that it joins may have older blocks
+        self.confirmed_at = 0.0  # the same, of the calls that the store confirmed
+
+    def _step_loop(self, executor: Executor | None) -> StepLoop:
+        return StepLoop(self.manager, self._steps, self.executor if executor is None else executor, self.prefix_store)
+
+    def give_back(self) -> None:
+        """Release the memory that a smaller pool no longer uses."""
+        self.upkeep.give_back()
+
+
+class ServingEngine:
+    """Serves random prompts until its time is up.
+
+    Args:
+        loop: provides time, tasks and randomness.
+        server: shared by all engines.
+        oracle: records what all engines do.
+        texts: what their models compute.
+        number: number of this engine.
+        log: gets each event.
+        forgets: how often it calls `forget`.
+        has_tenants: whether tenants have quotas, which change.
+
+    Attributes:
+        weights: name of the weights that it computes with.
+        due: revisions for which it must call `forget` as soon as it can.
+        called_at: start of the blocking store call in progress; None if there is none.
+        num_operations: number of requests and of store calls.
+        reasons: the reasons of all blocks read or written, "" for success.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        server: Server,
+        oracle: Oracle,
+        texts: Texts,
+        number: int,
+        log: FleetLog,
+        *,
+        forgets: float,
+        has_tenants: bool,
+    ) -> None:
+        self.loop, self.server, self.oracle, self.number = loop, server, oracle, number
+        self.weights = ""
+        self.due: list[str | None] = []
+        self.called_at: float | None = None
+        self.num_operations = 0
+        self.reasons: Counter[str] = Counter()
+        self._texts, self._log, self._who = texts, log, f"engine {number}"
+        self._forgets, self._has_tenants = forgets, has_tenants
+        self._writes = loop.random.choice(("through", "through", "back", "second_use"))
+        self._lives = 0
+        self.runtime = EngineRuntime(loop)
+        self.life = self._begin()
+
+    @property
+    def link(self) -> Link:
+        """The link to the server."""
+        return self.life.link
+
+    @property
+    def streams(self) -> SimulatedStreams:
+        """The streams of its copies."""
+        return self.life.streams
+
+    def _begin(self) -> _Life:
+        self._lives += 1
+        self.due.append(self.weights)  # tells the store which weights this process computes with
+        with use_runtime(self.runtime):
+            return _Life(self.loop, self.server.connect(), self._open, self._writes, self._say)
+
+    def _open(self, link: Link) -> WatchedStore:
+        store = link.open(self.weights, BLOCK_SIZE * CELL_BYTES)
+        return WatchedStore(store, self.loop, self.oracle, self._texts, self.weights)
+
+    def run(self, until: float) -> None:
+        """Serve until a time, then finish the open requests."""
+        chance, life = self.loop.random, self.life
+        while self.loop.now < until and not life.link.is_dead:
+            if self.due:
+                self._forget_due(life)
+            elif (chance.random() < self._forgets or life.store.is_forgotten) and chance.random() < 0.2:
+                self.due.append(chance.choice((None, *WEIGHTS)))
+            if len(life.requests) < _MAX_OPEN and chance.random() < 0.3:
+                self._add(life, self._prompt(), chance.randint(1, 4))
+            if self._has_tenants and chance.random() < 0.02:
+                self._set_quota(life, chance.choice((None, 0, 2, 4)))
+            life.upkeep.act(self._prompt_with_keys)
+            self._step(life)
+        self._be_idle(life)
+
+    def crash(self) -> None:
+        """Die at once. Requests already sent still arrive."""
+        life = self.life
+        life.link.is_dead = True
+        self.loop.start("killed", lambda: life.store.close(0.0))
+
+    def restart(self) -> None:
+        """Restart with empty memory and the same weights."""
+        self.reasons += self.life.store.reasons
+        self.life = self._begin()
+
+    def heal(self) -> None:
+        """End all faults of its link and its copies."""
+        self.link.heal()
+        self.streams.loss = 0.0
+
+    def turn_clock(self, ahead: float) -> None:
+        """Set how far the engine's clock is ahead."""
+        self.runtime.ahead = ahead
+
+    def collect_all(self) -> None:
+        """Serve the open requests."""
+        self._be_idle(self.life)
+
+    def read_again(self) -> None:
+        """Do nothing: prompts repeat anyway."""
+
+    def forget(self, revision: str | None) -> bool:
+        """Forget all blocks. Returns whether the store confirmed it."""
+        self._be_idle(self.life)
+        return self._forget(self.life, revision)
+
+    def lift_quotas(self) -> bool:
+        """Remove all quotas. Returns whether the store confirmed it."""
+        return not self._has_tenants or self._set_quota(self.life, None)
+
+    def was_told(self, at: float) -> bool:  # noqa: ARG002
+        """Return False: `SimulatedEngine` checks this."""
+        return False
+
+    def works(self) -> bool:
+        """Serve a prompt; return whether its blocks then come from the store."""
+        life, prompt = self.life, list(range(1, 4 * BLOCK_SIZE + 2))
+        for _ in range(2):  # "second_use" stores blocks on their second use
+            self._add(life, prompt, 1)
+            self._be_idle(life)
+        fetch = None
+        if life.manager.prefix.reset():
+            fetch = life.prefix_store.prefetch(prompt)
+            life.prefix_store.wait(5.0, until=lambda: fetch.done)
+        self._say(f"{0 if fetch is None else fetch.tokens} tokens came from the store")
+        return self._writes == "back" or (fetch is not None and fetch.tokens == 4 * BLOCK_SIZE)
+
+    def close(self) -> None:
+        """Close the store, and check that nothing is still in use."""
+        life = self.life
+        self._be_idle(life)
+        self._check_idle(life)
+        stats = life.store.stats()
+        if stats.pending_bytes:
+            raise BrokenPromiseError(f"engine {self.number}: {stats.pending_bytes} bytes are in flight, no batch is")
+        self.reasons += life.store.reasons
+        if not life.prefix_store.close(60.0):
+            raise BrokenPromiseError(f"engine {self.number}: calls go on a minute after the last deadline")
+        life.executor.close()
+        life.engine.close()
+
+    # ---- its work ----
+
+    def _prompt(self) -> list[int]:
+        """Return a prompt: the beginning of a text that all engines use now, and some random tokens."""
+        chance = self.loop.random
+        text = int(self.loop.now) + chance.randrange(2)
+        shared = [(7 * text + place) % 50 for place in range(chance.randint(1, 10))]
+        return shared + [chance.randrange(50) for _ in range(chance.randint(0, 3))]
+
+    def _prompt_with_keys(self) -> tuple[list[int], bytes | None, list[int]]:
+        prompt, salt = self._prompt(), self._salt()
+        return prompt, salt, self._texts.digests(self.weights, salt, prompt)
+
+    def _salt(self) -> bytes | None:
+        return self.loop.random.choice(_SALTS) if self._has_tenants else None
+
+    def _add(self, life: _Life, prompt: list[int], max_tokens: int) -> None:
+        self.num_operations += 1
+        name = f"{self.number}-{self.num_operations}"
+        salt = self._salt()
+        life.scheduler.add(Request(name, prompt, max_tokens, salt=salt))
+        life.requests[name] = self.loop.now
+        self._say(f"request {name}: {prompt}, {max_tokens} tokens")
+
+    def _step(self, life: _Life) -> None:
+        """Serve one step, unless the engine was killed."""
+        scheduler, was_killed = life.scheduler, life.link.is_dead
+        if was_killed:
+            return
+        if scheduler.num_unfinished:
+            with scheduler.step() as step:
+                read, sampled = self._compute(life, step)
+                life.upkeep.check_pins()
+            if life.link.is_dead:  # killed meanwhile: the next life may have other weights by now
+                return
+            self._check(step, read)
+            for finished in scheduler.update(step, sampled):
+                self._end(life, finished)
+        else:
+            scheduler.poll()
+        if life.store.broken is not None and not life.link.is_dead:
+            raise life.store.broken
+        self.loop.sleep(_STEP_SECONDS)
+        oldest = min(life.requests.values(), default=inf)
+        if self.loop.now > oldest + _PATIENCE and not life.link.is_dead:
+            raise BrokenPromiseError(f"engine {self.number}: the request added at {oldest:.3f} s has not ended")
+        if max(life.store.reads.values(), default=0) > _MAX_READS * (1 + len(life.requests)):
+            raise BrokenPromiseError(f"engine {self.number}: reads a block again and again")
+        if not life.requests:
+            life.store.reads.clear()
+
+    def _compute(self, life: _Life, step: Step) -> tuple[list[tuple[list[int], ...]], list[int]]:
+        """Write the new tokens of all rows.
+
+        Returns:
+            For each row its expected keys, and the keys and values that it reads; then the sampled tokens.
+        """
+        stamp = self._texts.stamp(Stamp((self.number, self._lives), self.weights, self.loop.now))
+        read: list[tuple[list[int], ...]] = []
+        digests = [
+            self._texts.digests(self.weights, self._salt_of(step, row), step.all_token_ids(row)[:end].tolist())
+            for row, end in enumerate((step.start + step.lengths).tolist())
+        ]
+        begins = step.query_start_loc.tolist()
+        for row, right in enumerate(digests):
+            slots = step.slot_mapping[begins[row] : begins[row + 1]]
+            life.cells[0, slots] = right[int(step.start[row]) :]
+            life.cells[1, slots] = stamp
+        for row, right in enumerate(digests):
+            at = np.arange(len(right))
+            places = step.block_tables[row, at // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+            read.append((right, life.cells[0, places].tolist(), life.cells[1, places].tolist()))
+        draws = [self._texts.next_token(digests[draw.row][draw.position - 1]) for draw in step.draws()]
+        return read, draws
+
+    def _salt_of(self, step: Step, row: int) -> bytes | None:
+        owner = step.owners[int(step.seats[row])]
+        return None if owner is None else owner[0].request.salt
+
+    def _check(self, step: Step, read: list[tuple[list[int], ...]]) -> None:
+        """Check what each row has read, except rows whose blocks are known to be lost."""
+        for row, (right, keys, values) in enumerate(read):
+            if step.void is not None and step.void[row]:
+                continue
+            who = f"engine {self.number}: request {step.owner(row)[0]}"
+            if keys != right:
+                wrong = next(at for at, key in enumerate(keys) if key != right[at])
+                raise BrokenPromiseError(f"{who} reads another token than its own at position {wrong} of {len(keys)}")
+            for value in values:
+                stamp = self._texts.stamps[value]
+                is_own = stamp.engine == (self.number, self._lives)
+                if stamp.weights != self.weights or (is_own and stamp.at < self.life.forgot_at):
+                    raise BrokenPromiseError(f"{who} reads a forgotten block, computed at {stamp.at:.3f} s")
+
+    def _end(self, life: _Life, finished: Finished) -> None:
+        request, outputs = finished.request, finished.outputs[0]
+        began = life.requests.pop(request.request_id)
+        tokens, prompt = [*map(int, request.prompt), *outputs], len(request.prompt)
+        digests = self._texts.digests(self.weights, request.salt, tokens)
+        if finished.error is not None or len(outputs) != request.max_tokens:
+            raise BrokenPromiseError(f"engine {self.number}: request {request.request_id} ended early")
+        if list(outputs) != [self._texts.next_token(digest) for digest in digests[prompt - 1 : -1]]:
+            raise BrokenPromiseError(f"engine {self.number}: request {request.request_id} has other tokens")
+        self._say(f"request {request.request_id} took {self.loop.now - began:.3f} s")
+        lengths = {"prompt": prompt, "tokens": request.max_tokens}
+        self._log.add_request(self._who, request.request_id, began, **lengths)
+
+    def _be_idle(self, life: _Life) -> None:
+        """Serve until no request is open and nothing is in flight."""
+        until = self.loop.now + 2 * _PATIENCE
+        life.upkeep.unpin_all()
+        while not life.link.is_dead:
+            self._step(life)
+            if not life.requests:
+                life.scheduler.drain()
+                # With "back", blocks that are not due yet stay queued.
+                is_written = self._writes == "back" or not life.prefix_store.waiting_blocks
+                if is_written and not life.prefix_store.num_open and life.prefix_store.wait(0.0):
+                    return
+            if self.loop.now > until:
+                raise BrokenPromiseError(f"engine {self.number}: blocks wait for the store, but it accepts none")
+
+    def _check_idle(self, life: _Life) -> None:
+        """Check that no block is leased or leaked, and that the counters add up."""
+        life.scheduler.drain()
+        stats, watched = life.prefix_store.stats(), life.store
+        if not life.manager.prefix.reset() or life.manager.stats().open_tickets:
+            raise BrokenPromiseError(f"engine {self.number}: blocks are in use, but no request is open")
+        for tier in ("device", "host"):
+            pool = life.manager.pool(tier)
+            if pool.num_free != pool.num_blocks:
+                raise BrokenPromiseError(
+                    f"engine {self.number}: {pool.num_free} of {pool.num_blocks} {tier} blocks are free, none is in use"
+                )
+        if stats.hit_blocks > watched.hits or watched.stored > stats.written_blocks:
+            raise BrokenPromiseError(
+                f"engine {self.number}: counts {stats.hit_blocks} blocks loaded and {stats.written_blocks} written, "
+                f"the store gave {watched.hits} and took {watched.stored}"
+            )
+
+    def _forget_due(self, life: _Life) -> None:
+        """Call `forget` for a due revision, once idle; if it is killed first, its next life does."""
+        self._be_idle(life)
+        if not life.link.is_dead:
+            revision = self.due.pop(0)
+            if not self._forget(life, revision) and self.loop.random.random() < 0.5:
+                self.due.append(revision)
+
+    def _forget(self, life: _Life, revision: str | None) -> bool:
+        if life.link.is_dead:
+            return True
+        weights = self.weights if revision is None else revision
+        self.num_operations += 1
+        said, began_at, name = "ok", self.loop.now, name_of(weights)
+        until = self.oracle.begin_forget(name, begins=revision is None)
+        self.called_at = began_at
+        life.store.is_forgotten = False
+        self.weights = life.store.weights = weights
+        forgot_at = self.loop.now if revision is None else life.confirmed_at
+        life.forgot_at = max(life.forgot_at, forgot_at)
+        try:
+            if not life.prefix_store.forget(revision):
+                raise BrokenPromiseError(f"engine {self.number}: cannot forget, though it is idle")
+        except StoreError as error:
+            said = str(error)
+        self.called_at = None
+        until(self.loop.now + _LATE_SECONDS)
+        if said == "ok":
+            life.forgot_at = life.confirmed_at = forgot_at
+            self.oracle.check_forgot(name, began_at, begins=revision is None)
+        self._say(f"forget {revision!r}: {said}")
+        self._log.mark(self._who, "forget")
+        return said == "ok"
+
+    def _set_quota(self, life: _Life, num_blocks: int | None) -> bool:
+        said, size, self.called_at = "ok", BLOCK_SIZE * CELL_BYTES, self.loop.now
+        try:
+            for salt in _SALTS:
+                life.prefix_store.set_quota(salt, None if num_blocks is None else num_blocks * size)
+        except StoreError as error:
+            said = str(error)
+        self.called_at = None
+        self._say(f"quotas of {num_blocks} blocks: {said}")
+        self._log.mark(self._who, "quota")
+        return said == "ok"
+
+    def _say(self, text: str) -> None:
+        self._log.say(self._who, text)
