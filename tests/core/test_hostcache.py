@@ -9,7 +9,7 @@ import pytest
 from managers import make_manager
 from prompts import allocate_prompts
 
-from blockyard import BlockManager, CacheGroup, Pairs, PrefixCaching, StepDecision
+from blockyard import BlockManager, Pairs, PrefixCaching, StepDecision
 from blockyard.errors import InvalidArgumentError
 from blockyard.events import export_keys
 
@@ -314,16 +314,3 @@ def test_what_a_failed_copy_leaves_behind_is_cut_off() -> None:
     for at in range(1, 12):  # each eviction pays for a look at two blocks
         manager.free([run(manager, [at * 1000 + token for token in range(6 * SIZE)])])
     assert manager.prefix.count_unfindable() == 0
-
-
-@pytest.mark.parametrize(
-    ("groups", "shown"),
-    [
-        ([CacheGroup.sliding_window(8)], r"\[CacheGroup.sliding_window\(8\)\]"),
-        ([CacheGroup.full_attention(), CacheGroup.recurrent()], r"CacheGroup.full_attention\(\), CacheGroup.recurrent"),
-    ],
-)
-def test_a_host_level_that_no_prompt_would_find_is_refused(groups: list[CacheGroup], shown: str):
-    caching = PrefixCaching(host=True)
-    with pytest.raises(InvalidArgumentError, match=f"groups is .*{shown}.*must be one group of full attention"):
-        BlockManager(block_size=SIZE, device_blocks=8, host_blocks=8, groups=groups, prefix_caching=caching)

@@ -18,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from blockyard import BlockManager, CacheGroup, KVCache, KVLayout, Request, Scheduler
+from blockyard import BlockManager, CacheGroup, KVCache, KVLayout, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.transformers import Generator
 
@@ -52,15 +52,22 @@ def track(kind: str) -> None:
 def find_a_prefix(kind: str) -> None:
     """Compute a prompt; the next one with its tokens begins with what was computed."""
     manager = manager_of(GROUPS[kind], prefix_caching=True)
-    first = manager.allocate(PROMPT, chunk_tokens=8)
-    complete(manager)
-    manager.mark_computed(first)
-    while chunk := manager.next_chunk(first, 8):
-        manager.append([first], chunk)
-        complete(manager)
-        manager.mark_computed(first)
-    manager.free([first])
+    compute_prompt(manager, PROMPT)
     assert manager.allocate(PROMPT, chunk_tokens=8).cached_tokens == 16
+
+
+def find_on_the_host(kind: str) -> None:
+    """Compute a prompt, which the device then evicts; the next one with its tokens loads it."""
+    manager = manager_of(GROUPS[kind], prefix_caching=PrefixCaching(host=True))
+    compute_prompt(manager, PROMPT)
+    manager.prefix.offload(64)
+    complete(manager)
+    hit = manager.prefix.lookup(PROMPT)
+    assert (hit.tokens, hit.host_blocks > 0) == (16, True)
+    sequence = manager.allocate(PROMPT, chunk_tokens=8)
+    decision = manager.take_decision()
+    assert sequence.cached_tokens == 16
+    assert sum(len(pairs) for pairs in decision.swap_in) == hit.host_blocks
 
 
 def swap(kind: str) -> None:
@@ -136,6 +143,7 @@ def generate(kind: str) -> None:
 ROWS: dict[str, Callable[[str], None]] = {
     "`BlockManager`": track,
     "its prefix cache": find_a_prefix,
+    "its prefix cache on the host": find_on_the_host,
     "`KVCache`: swap to the host and to a store": swap,
     "`Scheduler`": schedule,
     "its draft tokens": schedule_drafts,
@@ -152,7 +160,20 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def manager_of(groups: Groups, *, prefix_caching: bool) -> BlockManager:
+def compute_prompt(manager: BlockManager, prompt: list[int]) -> None:
+    sequence = manager.allocate(prompt, chunk_tokens=8)
+    complete(manager)
+    manager.mark_computed(sequence)
+    while chunk := manager.next_chunk(sequence, 8):
+        manager.append([sequence], chunk)
+        complete(manager)
+        manager.mark_computed(sequence)
+    manager.free([sequence])
+    complete(manager)
+    manager.check()
+
+
+def manager_of(groups: Groups, *, prefix_caching: bool | PrefixCaching) -> BlockManager:
     return BlockManager(
         block_size=4, device_blocks=64, host_blocks=32, watermark=0.0, groups=groups, prefix_caching=prefix_caching
     )

@@ -99,7 +99,7 @@ def random_config(random: Random) -> Config:
     """Draw sizes that are rarely large enough for all sequences."""
     device = random.choice((8, 10, 12, 16, 24))
     groups = random.choice(("full", "full", "full", "full", *GROUPS))
-    prefix = random.choice(("", "device", "device", *(["host", "host"] if groups == "full" else ["device"])))
+    prefix = random.choice(("", "device", "device", "host", "host"))
     stored = prefix and groups == "full" and random.random() < 0.6
     writes = random.choice(("through", "through", "back", "second_use", "never")) if stored else ""
     itself = random.random() < 0.4

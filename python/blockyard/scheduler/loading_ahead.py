@@ -222,7 +222,7 @@ class RoomAhead:
     def _blocks_of(self, idle: IdleSequences) -> int:
         """Return how many blocks a prompt takes, as of when it was first looked at: a lookup takes time."""
         if idle.blocks is None:
-            idle.blocks = self._manager.can_allocate(self._hashed(idle)).blocks
+            idle.blocks = self._manager.can_allocate(self._hashed(idle), chunk_tokens=self._max_tokens).blocks
         return idle.blocks
 
 

@@ -9,8 +9,8 @@ use crate::block::{LeaseKind, TierBlock};
 use crate::decision::Kind;
 use crate::hash::Key;
 use crate::id::{BlockId, TicketId, Tier};
-use crate::prefix::CachedIdentity;
 use crate::prefix::evict::Rank;
+use crate::prefix::{CachedIdentity, Departing};
 use crate::transfer::{OpenStep, PendingPublish, View};
 use std::collections::HashSet;
 
@@ -21,10 +21,8 @@ pub(crate) enum Found {
     Host(BlockId),
 }
 
-/// Tag of the key before one of a prompt's; 0 for the first.
-pub(crate) fn parent_of(keys: &[Key], at: usize) -> u32 {
-    at.checked_sub(1).map_or(0, |before| keys[before].tag())
-}
+/// The rank of a block that the host does not get: it serves nobody.
+const NOBODY: Rank = Rank { ring: u8::MAX, stamp: 0 };
 
 fn depth(at: usize) -> u32 {
     u32::try_from(at).unwrap_or(u32::MAX)
@@ -62,7 +60,7 @@ impl View<'_> {
     }
 
     /// The device block that the open step loads a host copy into.
-    fn loading(self, copy: BlockId) -> Option<BlockId> {
+    pub(crate) fn loading(self, copy: BlockId) -> Option<BlockId> {
         let target = self.tiers.host().block(copy).tier_copy()?;
         (target.0 == Tier::Device && self.transfers.is_fresh(target)).then_some(target.1)
     }
@@ -70,8 +68,14 @@ impl View<'_> {
 
 impl OpenStep<'_> {
     /// Appends found blocks to a new table: device blocks and host copies, all of which have been claimed; the copies are
-    /// loaded. Returns how many loads this starts.
-    pub(crate) fn load(&mut self, tail: &[Found], keys: &[Key], tenant: u16, table: &mut Vec<BlockId>) -> u64 {
+    /// loaded. `identity` tells of an index in the table what is there, and whether it is found by its key. Returns how
+    /// many loads this starts.
+    pub(crate) fn load(
+        &mut self,
+        tail: &[Found],
+        identity: impl Fn(usize) -> (CachedIdentity, bool),
+        table: &mut Vec<BlockId>,
+    ) -> u64 {
         let mut targets = Vec::new();
         self.take(Tier::Device, self.view().blocks_to_load(tail.iter()), true, &mut targets);
         let mut next = targets.iter();
@@ -85,11 +89,7 @@ impl OpenStep<'_> {
                         table.push(block);
                     } else if let Some(&block) = next.next() {
                         table.push(block);
-                        self.load_block(
-                            copy,
-                            block,
-                            CachedIdentity { key: keys[at], depth: depth(at), parent: parent_of(keys, at), tenant },
-                        );
+                        self.load_block(copy, block, identity(at));
                     }
                     self.tiers.release((Tier::Host, copy));
                 }
@@ -98,7 +98,7 @@ impl OpenStep<'_> {
         targets.len() as u64
     }
 
-    fn load_block(&mut self, copy: BlockId, target: BlockId, identity: CachedIdentity) {
+    fn load_block(&mut self, copy: BlockId, target: BlockId, identity: (CachedIdentity, bool)) {
         let (from, to) = ((Tier::Host, copy), (Tier::Device, target));
         self.transfer_cached(Kind::SwapIn, from, to, LeaseKind::Read);
         self.tiers.link(from, to);
@@ -112,17 +112,24 @@ impl OpenStep<'_> {
         if (from.0, to.0) == (Tier::Device, Tier::Host) && self.tiers.keeps_host_copies() {
             if let Some(key) = self.tiers.device().key(from.1) {
                 let parent = self.tiers.parent(from);
-                self.publish_later(from, to, CachedIdentity { key, depth: depth(at), parent, tenant: 0 }, None);
+                let identity = CachedIdentity { key, depth: depth(at), parent, tenant: 0 };
+                self.publish_later(from, to, (identity, true), None);
             }
         }
     }
 
-    fn publish_later(&mut self, from: TierBlock, to: TierBlock, identity: CachedIdentity, rank: Option<Rank>) {
+    fn publish_later(
+        &mut self,
+        from: TierBlock,
+        to: TierBlock,
+        (identity, is_found): (CachedIdentity, bool),
+        rank: Option<Rank>,
+    ) {
         let event = self.tiers.published_event(from);
         let demotes = rank.is_some();
         let on_host = (from.0 == Tier::Host).then(|| Rank { ring: self.tiers.host_ring(from.1), stamp: 0 });
         let rank = rank.or(on_host);
-        self.transfers.publish(PendingPublish { from, to, identity, demotes, rank, event });
+        self.transfers.publish(PendingPublish { from, to, identity, is_found, demotes, rank, event });
     }
 
     /// Evicts as many device blocks to the host as are missing to `count` empty ones.
@@ -145,42 +152,77 @@ impl OpenStep<'_> {
     /// Takes `count` blocks out of the device's eviction order. Those without a host copy are copied, at most `most`;
     /// the ends of chains come first, so of more than these the first are dropped. Returns how many are copied.
     fn evict(&mut self, count: usize, most: usize) -> usize {
-        let mut sources = Vec::with_capacity(count);
-        while sources.len() < count {
-            let Some((block, rank)) = self.tiers.pop_ranked() else { break };
-            let Some(key) = self.tiers.device().key(block) else { continue };
-            sources.push((block, key, rank));
+        let (mut sources, mut copied) = (Vec::with_capacity(count), 0);
+        while sources.len() < count || self.tiers.device().num_going() > 0 {
+            let Some(Departing { block, rank, unit, stays }) = self.tiers.pop_ranked() else { break };
+            match (self.tiers.device().own_key(block), rank) {
+                // At once: when the rest is copied, it may have left, too.
+                (Some(key), Some(rank)) if stays && copied < most => {
+                    copied += usize::from(self.copy_to_host(block, (key, rank)));
+                }
+                _ if stays => {}
+                (Some(key), Some(rank)) => sources.push((block, key, rank, unit)),
+                _ => sources.push((block, Key::default(), NOBODY, 0)),
+            }
         }
-        let has_copy = |(_, key, _): &&(BlockId, Key, Rank)| self.tiers.host().find(key).is_some();
-        let mut dropped = (sources.len() - sources.iter().filter(has_copy).count()).saturating_sub(most);
+        let is_copied = |key: &Key, rank: &Rank| *rank == NOBODY || self.tiers.host().find(key).is_some();
+        let needed = sources.iter().take(count).filter(|(_, key, rank, _)| !is_copied(key, rank)).count();
+        let (mut dropped, mut last_dropped) = ((copied + needed).saturating_sub(most), 0);
         // First those that have copies: they take their places in the host's order before others push it on.
-        for (_, key, rank) in &sources {
+        for (_, key, rank, _) in sources.iter().filter(|(.., rank, _)| *rank != NOBODY) {
             if let Some(copy) = self.tiers.host().find(key) {
                 self.tiers.set_rank(copy, *rank);
             }
         }
-        let (mut copied, mut target) = (0, Vec::with_capacity(1));
-        for (block, key, rank) in sources {
+        let last = sources.last().map_or(0, |&(.., unit)| unit);
+        for (block, key, rank, unit) in sources {
             // Looked up now: an earlier one of these may have taken its place.
-            if self.tiers.host().find(&key).is_some() {
-                self.tiers.drop_popped(block, true);
-            } else if dropped > 0 || !self.tiers.has_host_room(rank) {
-                self.tiers.note_uncopied();
-                dropped = dropped.saturating_sub(1);
+            if rank == NOBODY {
                 self.tiers.drop_popped(block, false);
-            } else {
-                self.take(Tier::Host, 1, true, &mut target);
-                let Some(to) = target.pop() else { continue };
+            } else if self.tiers.host().find(&key).is_some() {
+                self.tiers.drop_popped(block, true);
+            } else if dropped > 0 || (unit > 0 && unit == last_dropped) || !self.tiers.has_host_room(rank) {
+                self.tiers.note_uncopied();
+                (dropped, last_dropped) = (dropped.saturating_sub(1), unit);
+                self.tiers.drop_popped(block, false);
+            } else if let Some(to) = self.take_on_host() {
                 self.transfer_popped(block, to, rank.ring);
                 self.tiers.release((Tier::Host, to));
                 let parent = self.tiers.parent((Tier::Device, block));
                 let identity = CachedIdentity { key, depth: 0, parent, tenant: 0 };
-                self.publish_later((Tier::Device, block), (Tier::Host, to), identity, Some(rank));
+                self.publish_later((Tier::Device, block), (Tier::Host, to), (identity, true), Some(rank));
                 copied += 1;
             }
         }
+        if last > 0 && last == last_dropped {
+            self.tiers.stop_departing();
+        }
         self.tiers.note_host_copies(copied);
         copied
+    }
+
+    /// A block of the host for a copy.
+    fn take_on_host(&mut self) -> Option<BlockId> {
+        let mut target = Vec::with_capacity(1);
+        self.take(Tier::Host, 1, true, &mut target);
+        target.pop()
+    }
+
+    /// Copies a cached device block that stays, unless the host has it or no room; returns whether it does.
+    fn copy_to_host(&mut self, block: BlockId, (key, rank): (Key, Rank)) -> bool {
+        let has_lease = self.tiers.device().block(block).lease_room(LeaseKind::OverlappableRead) > 0;
+        if self.tiers.host().find(&key).is_some() || !has_lease || !self.tiers.has_host_room(rank) {
+            return false;
+        }
+        let Some(copy) = self.take_on_host() else { return false };
+        let (from, to) = ((Tier::Device, block), (Tier::Host, copy));
+        self.transfer_cached(Kind::SwapOut, from, to, LeaseKind::OverlappableRead);
+        self.tiers.release(to);
+        let identity = CachedIdentity { key, depth: 0, parent: self.tiers.parent(from), tenant: 0 };
+        let event = self.tiers.published_event(from);
+        let rank = Some(rank);
+        self.transfers.publish(PendingPublish { from, to, identity, is_found: true, demotes: false, rank, event });
+        true
     }
 
     /// Empties blocks for the next step, so that it need not wait for its copies to the host: `wanted`, and a reserve for
@@ -204,7 +246,7 @@ impl OpenStep<'_> {
     /// Forgets device blocks whose bytes are now on the host, if only the copy that is ending holds them.
     pub(crate) fn demote(&mut self, blocks: &[(BlockId, Key)]) {
         for (block, key) in blocks {
-            if self.tiers.device().key(*block) == Some(*key) {
+            if self.tiers.device().own_key(*block) == Some(*key) {
                 self.tiers.demote(*block);
             }
         }
@@ -214,14 +256,14 @@ impl OpenStep<'_> {
     /// in favor of their host copies.
     pub(crate) fn publish_landed(&mut self, landed: &[PendingPublish]) -> Vec<(BlockId, Key)> {
         let mut demoted = Vec::new();
-        for &PendingPublish { from, to, identity, demotes, rank, event } in landed {
+        for &PendingPublish { from, to, identity, is_found, demotes, rank, event } in landed {
             if demotes {
                 demoted.push((from.1, identity.key));
             }
             let is_linked = || {
                 self.tiers.block(to).tier_copy() == Some(from) && self.tiers.host().key(from.1) == Some(identity.key)
             };
-            if to.0 != Tier::Device || is_linked() {
+            if is_found && (to.0 != Tier::Device || is_linked()) {
                 self.tiers.publish_copy(to, identity, event, rank);
             }
         }

@@ -228,6 +228,11 @@ impl Rings {
         self.stamps.get(block.index()).is_some_and(|&stamp| stamp != 0)
     }
 
+    /// Whether a block is in a ring, with this stamp.
+    pub(crate) fn has_stamp(&self, block: BlockId, stamp: u32) -> bool {
+        stamp != 0 && self.stamps.get(block.index()) == Some(&stamp)
+    }
+
     /// Puts a block that is in no ring at the end of one.
     #[inline]
     pub(crate) fn push(&mut self, ring: usize, block: BlockId) {

@@ -17,7 +17,7 @@ use std::fmt::Display;
 ///         block. `"priority"`: by `prefix.set_priority`. All evict a prompt's blocks from its end.
 ///     host: whether the host is a second level of the cache. What the device evicts goes there (`swap_out` of the step's
 ///         decision), and hits are loaded from there (`swap_in`). One eviction order spans both, as if they were one pool.
-///         Only for one cache group of full attention.
+///         With several groups or a window, what they need to continue behind a block goes and comes together.
 ///     host_copies_per_step: with `host=True`, the maximum number of evicted blocks that one decision copies. Of a step
 ///         that evicts more, the ends of prompts are dropped. 0 copies only swapped blocks and those of
 ///         `prefix.offload`.
@@ -92,15 +92,6 @@ impl PyPrefixCaching {
     pub(crate) fn apply(&self, manager: &mut Manager) -> PyResult<()> {
         manager.limit_pins(self.max_pinned).map_err(to_py)?;
         if self.host {
-            if manager.groups() != [Group::Full] {
-                let names: Vec<_> =
-                    manager.groups().iter().map(|&group| PyCacheGroup::from_core(group).__repr__()).collect();
-                let must = "must be one group of full attention with PrefixCaching(host=True)";
-                return Err(invalid(format!(
-                    "groups is [{}], {must}: no prompt would find its blocks on the host",
-                    names.join(", ")
-                )));
-            }
             let blocks = manager.pool(Tier::Host).len();
             let must = "must be at least 1 with PrefixCaching(host=True)";
             manager

@@ -270,13 +270,14 @@ impl Manager {
 
     /// Starts keeping host copies of published blocks. What the device evicts is copied, at most `per_step` blocks a
     /// step: those that a step takes, and ahead of time those that the next one will. One eviction order spans both
-    /// tiers. With 0, or with several groups or a window, only explicit calls copy.
+    /// tiers. With 0, only explicit calls copy. What several groups, windows and states need of a prompt goes together,
+    /// and is found together.
     ///
     /// # Errors
     /// The prefix cache is off, there are no host blocks, some of them are in use, or events are already recorded or
     /// copies already kept.
     pub fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
-        self.tiers.keep_host_copies(per_step, self.sequences.finds_on_host())
+        self.tiers.keep_host_copies(per_step)
     }
 
     /// Whether host copies are kept.

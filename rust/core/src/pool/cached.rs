@@ -6,8 +6,8 @@ use crate::error::Result;
 use crate::hash::Key;
 use crate::id::BlockId;
 use crate::memory;
-use crate::prefix::evict::{HostOrder, Rank};
-use crate::prefix::{CachedIdentity, Points, PrefixCache, Published, Reason, Removals, Residency};
+use crate::prefix::evict::HostOrder;
+use crate::prefix::{CachedIdentity, Departing, Points, PrefixCache, Published, Reason, Removals, Residency};
 use std::time::Duration;
 
 /// Blocks evicted at a time: their memory is read before the first of them changes, so that cache misses overlap.
@@ -48,8 +48,30 @@ impl Pool {
     }
 
     /// Removes the first device block of the eviction order, with the rank that its copy on the host will have.
-    pub(crate) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
+    pub(crate) fn pop_ranked(&mut self) -> Option<Departing> {
         self.cache.as_mut()?.pop_ranked()
+    }
+
+    /// Number of blocks to be popped next that must not stay behind.
+    pub(crate) fn num_going(&self) -> usize {
+        self.cache.as_ref().map_or(0, PrefixCache::num_going)
+    }
+
+    /// The host does not get all of what is leaving: the rest serves nobody.
+    pub(crate) fn stop_departing(&mut self) {
+        if let Some(cache) = &mut self.cache {
+            cache.stop_departing();
+        }
+    }
+
+    /// Whether a block is found with others, not by its key.
+    pub(crate) fn is_keyless(&self, block: BlockId) -> bool {
+        self.cache.as_ref().is_some_and(|cache| cache.is_keyless(block))
+    }
+
+    /// The key by which the host finds a copy of a published block.
+    pub(crate) fn own_key(&self, block: BlockId) -> Option<Key> {
+        self.cache.as_ref().filter(|_| self.block(block).is_published())?.own_key(block)
     }
 
     /// The host's eviction order.
@@ -133,13 +155,13 @@ impl Pool {
         }
     }
 
-    /// Publishes a block in use without a key; returns whether it was not published before.
-    pub(crate) fn add_keyless(&mut self, block: BlockId) -> bool {
+    /// Publishes a block in use that is found with others, not by its key; returns whether it was not published before.
+    pub(crate) fn add_keyless(&mut self, block: BlockId, key: Key) -> bool {
         if self.block(block).is_published() || self.is_stranded(block) {
             return false;
         }
         let Some(cache) = &mut self.cache else { return false };
-        cache.add_keyless(block);
+        cache.add_keyless(block, key);
         self.blocks[block.index()].set_tag(NO_KEY);
         true
     }
@@ -340,7 +362,7 @@ impl Pool {
     /// Like [`Pool::drop_bytes`]; `is_copied` tells whether another tier has the bytes.
     pub(crate) fn drop_popped(&mut self, block: BlockId, is_copied: bool) {
         let tag = self.block(block).tag();
-        if let (Some(cache), false) = (&mut self.cache, is_copied) {
+        if let Some(cache) = self.cache.as_mut().filter(|cache| !is_copied && !cache.is_keyless(block)) {
             cache.begin_eviction(&[tag]);
         }
         self.drop_bytes(block);

@@ -58,6 +58,14 @@ impl PrefixIndex {
         self.keys.get(block.index())
     }
 
+    /// Sets the key of a block that is not found by it.
+    pub(crate) fn set_key(&mut self, block: BlockId, key: Key) {
+        if block.index() >= self.keys.len() {
+            self.keys.resize(grown(block, self.keys.capacity()), Key::default());
+        }
+        self.keys[block.index()] = key;
+    }
+
     /// Prefetches the first bucket of a tag, ahead of a change, so that cache misses overlap.
     #[inline]
     pub(crate) fn look_ahead(&self, tag: u32) -> u64 {
@@ -111,10 +119,7 @@ impl PrefixIndex {
             bucket[SLOTS] += 1;
             at = self.next(at);
         }
-        if block.index() >= self.keys.len() {
-            self.keys.resize(grown(block, self.keys.capacity()), Key::default());
-        }
-        self.keys[block.index()] = key;
+        self.set_key(block, key);
         self.len += 1;
     }
 

@@ -45,6 +45,18 @@ pub(crate) enum Published {
     Beyond,
 }
 
+/// A block that leaves the device's cache, for the host if it has a rank.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Departing {
+    pub(crate) block: BlockId,
+    /// None: it serves nobody.
+    pub(crate) rank: Option<Rank>,
+    /// Blocks of the same number are of no use without each other.
+    pub(crate) unit: u64,
+    /// It stays cached: the host only gets a copy.
+    pub(crate) stays: bool,
+}
+
 /// Keys and eviction order of one tier's blocks.
 #[derive(Debug, Clone)]
 pub(crate) struct PrefixCache {
@@ -109,9 +121,12 @@ impl PrefixCache {
         self.order.restore(block, ring);
     }
 
-    /// Removes the first block of the eviction order, with its rank.
-    pub(crate) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
-        self.order.pop_ranked()
+    /// Removes the first block of the eviction order, or tells of one that the host needs besides.
+    pub(crate) fn pop_ranked(&mut self) -> Option<Departing> {
+        if self.points.is_some() {
+            return self.pop_departing();
+        }
+        self.order.pop_ranked().map(|(block, rank)| Departing { block, rank: Some(rank), unit: 0, stays: false })
     }
 
     /// Makes a block evictable that may have a copy in another tier.
@@ -248,6 +263,8 @@ impl PrefixCache {
     pub(crate) fn rename(&mut self, from: BlockId, to: BlockId, tag: u32, has_copy: bool) {
         if !self.is_keyless(from) {
             self.index.rename(from, to, tag);
+        } else if let Some(key) = self.own_key(from) {
+            self.index.set_key(to, key);
         }
         self.order.relocate(from, to);
         self.rename_points(from, to);

@@ -8,14 +8,19 @@
 //! Invariant: an anchor counts the points behind it. An unused block that leads to no point goes first of all; so what
 //! is cached can be found, or is the next to be evicted.
 
-use super::PrefixCache;
-use super::evict::{Departure, Policy};
+use super::evict::{Departure, Policy, Rank};
 use super::index::{PrefixIndex, grown};
+use super::{Departing, PrefixCache};
 use crate::hash::Key;
 use crate::id::BlockId;
 use crate::reuse::BlockSet;
 use crate::ring::Rings;
 use std::collections::{BTreeSet, HashMap, HashSet};
+
+/// Ring of evictable blocks that serve nobody.
+const DEAD: usize = 0;
+/// Ring of evictable blocks whose point has gone to the host: they follow it, first of all.
+const LEAVING: usize = 1;
 
 /// Bit of an anchor's reasons: it has a point itself. The others count the next anchors that lead to one.
 const POINT: u32 = 1 << 31;
@@ -28,12 +33,26 @@ struct Bundle {
     tail: Option<Box<[BlockId]>>,
     /// Prompts part behind the point.
     is_junction: bool,
+    /// The tail is on its way to the host: prompts find it as long as its blocks are here.
+    is_leaving: bool,
 }
 
 impl Bundle {
     fn blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
         self.companions.iter().chain(self.tail.iter().flatten()).copied()
     }
+}
+
+/// What leaves for the host together.
+#[derive(Debug, Clone, Default)]
+struct Unit {
+    number: u64,
+    /// The rank of the anchor that was evicted.
+    rank: Option<Rank>,
+    /// Blocks of its tail that stay on the device: something uses them, or they belong to another point, too.
+    staying: Vec<BlockId>,
+    /// Number of blocks of its tail that go: all at once, as a part would be of no use.
+    going: usize,
 }
 
 /// The points of one tier.
@@ -54,8 +73,14 @@ pub(crate) struct Points {
     keyless: BlockSet,
     /// Those of them that can be evicted, together with what they hang on.
     idle: BlockSet,
-    /// Evictable blocks that lead to no point.
+    /// Evictable blocks that lead to no point: those that serve nobody, and those that follow their point to the host.
     dead: Rings,
+    /// The ring of `dead` for blocks that lose their point now.
+    goes_to: usize,
+    /// What is leaving for the host together: a point with all that only led to it.
+    leaving: Unit,
+    /// Blocks that have followed a point to the host, or were about to.
+    followers: BlockSet,
     /// An anchor that others depend on is gone, since the last sweep.
     is_broken: bool,
     /// Blocks, each with an anchor that it hangs on; kept once it was needed.
@@ -74,7 +99,10 @@ impl Points {
             bundles: HashMap::new(),
             keyless: BlockSet::empty(blocks),
             idle: BlockSet::empty(blocks),
-            dead: Rings::new(blocks, 1),
+            dead: Rings::new(blocks, 2),
+            goes_to: DEAD,
+            leaving: Unit::default(),
+            followers: BlockSet::empty(blocks),
             is_broken: false,
             hangs_on: None,
         }
@@ -98,7 +126,8 @@ impl Points {
 
     /// Whether a prompt can continue behind an anchor.
     pub(crate) fn has_point(&self, anchor: BlockId) -> bool {
-        self.is_dense || self.reasons(anchor) & POINT != 0
+        let is_leaving = || self.bundles.get(&anchor).is_some_and(|bundle| bundle.is_leaving);
+        self.is_dense || self.reasons(anchor) & POINT != 0 || is_leaving()
     }
 
     /// The blocks of a point, group by group.
@@ -149,13 +178,39 @@ impl Points {
         }
     }
 
+    /// The tail of an anchor sets out for the host.
+    fn send_tail(&mut self, anchor: BlockId) {
+        let Some(bundle) = self.bundles.get_mut(&anchor) else { return };
+        bundle.is_leaving = bundle.tail.is_some();
+        for &block in bundle.tail.iter().flatten() {
+            if self.owners[block.index()] == 1 && self.idle.remove(block) {
+                self.dead.push(LEAVING, block);
+                self.leaving.going += 1;
+            } else {
+                self.leaving.staying.push(block);
+            }
+        }
+    }
+
+    /// Nothing can be found behind an anchor any longer.
+    fn drop_tail(&mut self, anchor: BlockId) {
+        let Some(bundle) = self.bundles.get_mut(&anchor) else { return };
+        bundle.is_leaving = false;
+        if let Some(tail) = bundle.tail.take() {
+            self.disown(anchor, &tail);
+        }
+        if self.companions == 0 {
+            self.bundles.remove(&anchor);
+        }
+    }
+
     /// Releases blocks; those that hang on nothing else go first of all from now on.
     fn disown(&mut self, anchor: BlockId, blocks: &[BlockId]) {
         for &block in blocks {
             let owners = &mut self.owners[block.index()];
             *owners -= 1;
             if *owners == 0 && self.idle.remove(block) {
-                self.dead.push(0, block);
+                self.dead.push(self.goes_to, block);
             }
             if let Some(all) = &mut self.hangs_on {
                 all.remove(&(block, anchor));
@@ -168,7 +223,7 @@ impl Points {
         let Some(bundle) = self.bundles.get(&anchor) else { return };
         for &block in &bundle.companions {
             if to_dead && self.idle.remove(block) {
-                self.dead.push(0, block);
+                self.dead.push(self.goes_to, block);
             } else if !to_dead && self.dead.remove(block) {
                 self.idle.insert(block);
             }
@@ -177,11 +232,12 @@ impl Points {
 
     /// Nothing hangs on an anchor without a point any longer.
     fn drop_companions(&mut self, anchor: BlockId) {
-        if self.companions > 0 {
-            if let Some(bundle) = self.bundles.remove(&anchor) {
-                self.disown(anchor, &bundle.companions);
-            }
+        let Some(bundle) = self.bundles.get_mut(&anchor).filter(|_| self.companions > 0) else { return };
+        let companions = std::mem::take(&mut bundle.companions);
+        if bundle.tail.is_none() {
+            self.bundles.remove(&anchor);
         }
+        self.disown(anchor, &companions);
     }
 
     /// The anchors that a block hangs on, first to last.
@@ -261,23 +317,25 @@ impl Both<'_> {
             return;
         }
         points.bring_companions(anchor, true);
-        points.dead.push(0, anchor);
+        points.dead.push(points.goes_to, anchor);
+        if points.goes_to == LEAVING {
+            points.followers.insert(anchor);
+        }
     }
 
     /// Takes the point of an anchor away; returns whether it had one.
     fn take_point(&mut self, anchor: BlockId) -> bool {
         let points = &mut *self.points;
-        if points.is_dense || points.reasons(anchor) & POINT == 0 {
-            return false;
+        let had_point = !points.is_dense && points.reasons(anchor) & POINT != 0;
+        if had_point {
+            points.reasons[anchor.index()] &= !POINT;
         }
-        points.reasons[anchor.index()] &= !POINT;
-        if let Some(tail) = points.bundles.get_mut(&anchor).and_then(|bundle| bundle.tail.take()) {
-            points.disown(anchor, &tail);
+        if had_point && points.goes_to == LEAVING {
+            points.send_tail(anchor);
+        } else {
+            points.drop_tail(anchor);
         }
-        if points.companions == 0 {
-            points.bundles.remove(&anchor);
-        }
-        true
+        had_point
     }
 
     /// Drops the point of an anchor, if it has one.
@@ -322,6 +380,7 @@ impl Both<'_> {
         points.keyless.remove(block);
         points.dead.remove(block);
         points.idle.remove(block);
+        points.followers.remove(block);
         if block.index() >= points.owners.len() {
             return;
         }
@@ -348,12 +407,7 @@ impl Both<'_> {
         for anchor in self.unfindable() {
             let points = &mut *self.points;
             points.reasons[anchor.index()] = 0;
-            if let Some(tail) = points.bundles.get_mut(&anchor).and_then(|bundle| bundle.tail.take()) {
-                points.disown(anchor, &tail);
-            }
-            if points.companions == 0 {
-                points.bundles.remove(&anchor);
-            }
+            points.drop_tail(anchor);
             if self.order.remove(anchor, Departure::Gone) {
                 self.bury(anchor);
             }
@@ -477,6 +531,7 @@ impl PrefixCache {
     pub(crate) fn add_point(&mut self, anchor: BlockId, tail: &[BlockId], is_junction: bool) {
         let Some(mut both) = self.both() else { return };
         let points = &mut *both.points;
+        points.drop_tail(anchor);
         points.own(anchor, tail);
         points.know(anchor);
         if !tail.is_empty() {
@@ -490,9 +545,18 @@ impl PrefixCache {
         }
     }
 
-    /// Publishes a block without a key; returns whether it was not published before.
-    pub(crate) fn add_keyless(&mut self, block: BlockId) -> bool {
-        self.points.as_deref_mut().is_some_and(|points| points.keyless.insert(block))
+    /// Publishes a block that is found with others, not by its key; returns whether it was not published before.
+    pub(crate) fn add_keyless(&mut self, block: BlockId, key: Key) -> bool {
+        let is_new = self.points.as_deref_mut().is_some_and(|points| points.keyless.insert(block));
+        if is_new {
+            self.index.set_key(block, key);
+        }
+        is_new
+    }
+
+    /// The key of a published block by which the host finds its copy.
+    pub(crate) fn own_key(&self, block: BlockId) -> Option<Key> {
+        self.index.key(block).copied()
     }
 
     /// Whether a block is published without a key.
@@ -535,7 +599,11 @@ impl PrefixCache {
             Some(points) if points.is_owned(block) => {
                 points.idle.insert(block);
             }
-            Some(points) => points.dead.push(0, block),
+            Some(points) => {
+                // Its point may be on the host: only what was never on the way there serves nobody.
+                let ring = if points.followers.contains(block) { LEAVING } else { DEAD };
+                points.dead.push(ring, block);
+            }
         }
     }
 
@@ -575,7 +643,7 @@ impl PrefixCache {
         let Some(mut both) = self.both() else { return };
         both.sweep();
         while out.len() < end {
-            if let Some(block) = both.points.dead.pop(0) {
+            if let Some(block) = both.points.dead.pop(DEAD).or_else(|| both.points.dead.pop(LEAVING)) {
                 out.push(block);
                 continue;
             }
@@ -590,6 +658,53 @@ impl PrefixCache {
             let Some(block) = first else { return };
             both.drop_owners(block);
             debug_assert!(both.points.dead.contains(block), "an idle block that hangs on nothing");
+        }
+    }
+
+    /// Takes out the next block that the host may get, if there is one.
+    pub(super) fn pop_departing(&mut self) -> Option<Departing> {
+        let mut both = self.both()?;
+        both.sweep();
+        loop {
+            let points = &mut *both.points;
+            let of_unit =
+                |block, stays| Departing { block, rank: points.leaving.rank, unit: points.leaving.number, stays };
+            if let Some(block) = points.leaving.staying.pop() {
+                return Some(of_unit(block, true));
+            }
+            if let Some(block) = points.dead.pop(DEAD) {
+                return Some(Departing { block, rank: None, unit: 0, stays: false });
+            }
+            if let Some(block) = points.dead.pop(LEAVING) {
+                points.leaving.going = points.leaving.going.saturating_sub(1);
+                return Some(of_unit(block, false));
+            }
+            if let Some((anchor, rank)) = both.order.pop_ranked() {
+                let number = both.points.leaving.number + 1;
+                both.points.leaving = Unit { number, rank: Some(rank), staying: Vec::new(), going: 0 };
+                both.points.goes_to = LEAVING;
+                both.pass(anchor);
+                both.points.goes_to = DEAD;
+                continue;
+            }
+            // What hangs on blocks in use goes last.
+            let first = both.points.idle.iter().next();
+            both.drop_owners(first?);
+        }
+    }
+
+    /// Number of blocks to be popped next that must not stay behind.
+    pub(crate) fn num_going(&self) -> usize {
+        self.points.as_deref().map_or(0, |points| points.leaving.going)
+    }
+
+    /// The host does not get all of what is leaving: the rest serves nobody.
+    pub(crate) fn stop_departing(&mut self) {
+        if let Some(points) = self.points.as_deref_mut() {
+            (points.leaving.going, points.leaving.staying) = (0, Vec::new());
+            while let Some(block) = points.dead.pop(LEAVING) {
+                points.dead.push(DEAD, block);
+            }
         }
     }
 
@@ -641,7 +756,8 @@ impl PrefixCache {
         for list in [&mut points.parents, &mut points.reasons, &mut points.owners] {
             list[to_at] = std::mem::take(&mut list[from_at]);
         }
-        for set in [&mut points.idle, &mut points.keyless] {
+        points.leaving.staying.iter_mut().filter(|block| **block == from).for_each(|block| *block = to);
+        for set in [&mut points.idle, &mut points.keyless, &mut points.followers] {
             if set.remove(from) {
                 set.insert(to);
             }
@@ -654,6 +770,7 @@ impl PrefixCache {
         if let Some(points) = self.points.as_deref_mut() {
             points.keyless.grow(blocks);
             points.idle.grow(blocks);
+            points.followers.grow(blocks);
             points.dead.make_room(blocks);
         }
     }
@@ -684,7 +801,8 @@ impl PrefixCache {
         let hangs_on_dead = |(anchor, bundle): (&BlockId, &Bundle)| {
             let is_kept = points.is_live(*anchor) && !points.dead.contains(*anchor);
             let companions = bundle.companions.iter().filter(|_| is_kept);
-            companions.chain(bundle.tail.iter().flatten()).find(|block| points.dead.contains(**block)).copied()
+            let tail = bundle.tail.iter().flatten().filter(|_| !bundle.is_leaving);
+            companions.chain(tail).find(|block| points.dead.contains(**block)).copied()
         };
         if let Some(block) = points.bundles.iter().find_map(hangs_on_dead) {
             return Some(format!("block {block} hangs on a point, and is to go before it"));
@@ -737,7 +855,7 @@ mod tests {
                 let key = chain.block(&[prompt * 8 + at], &[]).unwrap();
                 cache.add(block, key, at);
                 cache.set_parent(block, parent);
-                cache.add_keyless(companion);
+                cache.add_keyless(companion, key.of_group(1));
                 cache.add_companions(block, &[companion]);
                 cache.enqueue(block);
                 cache.enqueue(companion);

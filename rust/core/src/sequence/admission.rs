@@ -6,6 +6,7 @@ use super::prompt::{Match, Prompt};
 use crate::error::Result;
 use crate::fit::{AllocStatus, Fit};
 use crate::group::Group;
+use crate::host_cache::Found;
 use crate::id::{BlockId, Tier};
 use crate::transfer::{Missing, Request, View, Wanted};
 
@@ -47,10 +48,12 @@ impl Sequences {
             Self::request_prompts(view, &matches, new).blocks
         } else {
             let device = view.tiers.device();
-            let is_shared = |block: &&BlockId| !self.is_null(**block) && !device.costs(**block, true);
+            let is_shared = |found: &Found| match *found {
+                Found::Device(block) => !self.is_null(block) && !device.costs(block, true),
+                Found::Host(copy) => view.loading(copy).is_some(),
+            };
             self.peak(run(found.hits), &due(found.run, run(found.hits)), |group, first| {
-                let table = found.table(group);
-                table[first.min(table.len())..].iter().filter(is_shared).count()
+                found.table(group, first).filter(is_shared).count()
             })
         };
         // Whether it can ever fit: either without the cached blocks, which may be evicted by then, or with them, since
@@ -102,7 +105,7 @@ impl Sequences {
     /// What a batch of prompts takes of the device: `new` blocks, blocks to load into, and found blocks that are
     /// currently available. Blocks that are pinned, written to a store or offloaded are not available.
     pub(super) fn request_prompts(view: View<'_>, matches: &[Match<'_>], new: usize) -> Request {
-        let loads = view.blocks_to_load(matches.iter().flat_map(|found| &found.tail));
+        let loads = view.blocks_to_load(matches.iter().flat_map(Match::behind));
         let found = if let [one] = matches {
             view.cost(Tier::Device, one.blocks(), true)
         } else {

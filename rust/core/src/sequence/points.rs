@@ -3,10 +3,12 @@
 
 use super::Sequences;
 use super::table::{RowKeys, TableId};
+use crate::block::LeaseKind;
 use crate::error::{Result, invalid};
 use crate::event::Publication;
 use crate::group::{Group, NULL_BLOCK};
 use crate::hash::Key;
+use crate::host_cache::Found;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::prefix::{CachedIdentity, Points, Published};
 use crate::transfer::{OpenStep, View};
@@ -20,6 +22,14 @@ pub(super) struct Start {
     pub(super) run: usize,
     /// The groups' tables of the first `hits`.
     pub(super) tables: Vec<Vec<BlockId>>,
+}
+
+/// What device and host have of a prompt's start, see [`Start`].
+#[derive(Debug)]
+pub(super) struct Below {
+    pub(super) hits: usize,
+    pub(super) run: usize,
+    pub(super) tables: Vec<Vec<Found>>,
 }
 
 impl Sequences {
@@ -70,14 +80,70 @@ impl Sequences {
                 let mut table = vec![NULL_BLOCK; needed.start];
                 table.extend_from_slice(own);
                 if group == anchor {
-                    let tokens = u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
-                    let is_needed = !self.groups.all()[group].needs(tokens, self.block_size).is_empty();
-                    table.push(if is_needed { last } else { NULL_BLOCK });
+                    table.push(if self.needs_last(group, hits) { last } else { NULL_BLOCK });
                 }
                 tables.push(table);
             }
         }
         Start { hits, run: parting, tables }
+    }
+
+    /// The deepest point of a prompt that device and host together can serve, if it lies behind what the device alone has.
+    /// Host copies must have room for the read leases of `batch` prompts.
+    pub(super) fn find_below(&self, view: View<'_>, keys: &[Key], batch: usize, alone: &Start) -> Option<Below> {
+        let (device, host) = (view.tiers.device(), view.tiers.host());
+        let points = device.points()?;
+        let copy = |at: usize, group: usize| {
+            let found = host.find(&keys[at].of_group(u8::try_from(group).unwrap_or(u8::MAX)));
+            found.filter(|&block| host.block(block).lease_room(LeaseKind::Read) >= batch).map(Found::Host)
+        };
+        let number = u8::try_from(self.groups.anchor()).unwrap_or(u8::MAX);
+        let on_device = |at: usize| device.find(&keys[at].of_group(number));
+        let anchor = |at: usize| on_device(at).map(Found::Device).or_else(|| copy(at, self.groups.anchor()));
+        let companion = |at: usize, index: usize| {
+            let all = on_device(at).and_then(|block| points.companions(block));
+            all.map(|all| Found::Device(all[index])).or_else(|| copy(at, self.groups.companions()[index]))
+        };
+        let is_whole = |at: &usize| {
+            anchor(*at).is_some() && (0..self.groups.companions().len()).all(|index| companion(*at, index).is_some())
+        };
+        let run = if self.groups.keeps_all() { (0..keys.len()).take_while(is_whole).count() } else { keys.len() };
+        let tail = |end: usize| {
+            if let Some(block) = on_device(end - 1).filter(|&block| points.has_point(block)) {
+                return Some(points.tail(block).iter().map(|&block| Found::Device(block)).collect::<Vec<_>>());
+            }
+            anchor(end - 1)?;
+            let needed =
+                self.groups.leaving().iter().flat_map(|&group| self.tail_of(group, end).map(move |at| (at, group)));
+            needed.map(|(at, group)| copy(at, group)).collect()
+        };
+        let (hits, tail) = (alone.hits + 1..=run).rev().find_map(|end| Some((end, tail(end)?)))?;
+        let (mut tail, empty) = (tail.into_iter(), Found::Device(NULL_BLOCK));
+        let mut tables = Vec::with_capacity(self.groups.growing().len());
+        for group in 0..self.groups.growing().len() {
+            let is_anchor = group == self.groups.anchor();
+            if let Some(index) = self.groups.companions().iter().position(|&other| other == group) {
+                tables.push((0..hits).filter_map(|at| companion(at, index)).collect());
+            } else if is_anchor && self.groups.keeps_all() {
+                tables.push((0..hits).filter_map(anchor).collect());
+            } else {
+                let needed = self.tail_of(group, hits);
+                let mut table = vec![empty; needed.start];
+                table.extend(tail.by_ref().take(needed.len()));
+                if is_anchor {
+                    table.push(anchor(hits - 1).filter(|_| self.needs_last(group, hits)).unwrap_or(empty));
+                }
+                tables.push(table);
+            }
+        }
+        let parts = self.groups.keeps_all() && on_device(run - 1).is_some_and(|last| points.leads_on(last));
+        Some(Below { hits, run: if parts { run } else { hits.max(alone.run) }, tables })
+    }
+
+    /// Whether a token behind the first `hits` blocks needs the last of them.
+    fn needs_last(&self, group: usize, hits: usize) -> bool {
+        let tokens = u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
+        !self.groups.all()[group].needs(tokens, self.block_size).is_empty()
     }
 
     fn nothing(&self) -> Start {
@@ -278,8 +344,11 @@ impl Sequences {
             }
         }
         let is_junction = keys.junction > 0 && keys.junction as usize == at;
-        step.tiers.add_point(anchor, (&tail, is_junction), |index| {
-            let (group, place) = self.place_in_tail(at, index)?;
+        let place = |index| self.place_in_tail(at, index);
+        let own_key =
+            |index| place(index).map_or(Key::default(), |(group, place)| keys.found_by()[place].of_group(group));
+        step.tiers.add_point(anchor, (&tail, is_junction), own_key, |index| {
+            let (group, place) = place(index)?;
             publication(keys, place, tail[index], group, size)
         });
     }
@@ -329,9 +398,10 @@ impl Sequences {
         let groups = self.groups.companions();
         let blocks: Vec<_> =
             groups.iter().map(|&group| self.rows.table(Self::member(sequence, group)).table[at]).collect();
-        step.tiers.add_companions(anchor, &blocks, |index| {
-            let group = u8::try_from(groups[index]).ok()?;
-            publication(keys, at, blocks[index], group, self.block_size)
+        let number = |index: usize| u8::try_from(groups[index]).unwrap_or(u8::MAX);
+        let own_key = |index| keys.found_by()[at].of_group(number(index));
+        step.tiers.add_companions(anchor, &blocks, own_key, |index| {
+            publication(keys, at, blocks[index], number(index), self.block_size)
         });
     }
 

@@ -4,7 +4,7 @@
 //! landed.
 
 use super::extras::{Extras, PromptExtra};
-use super::points::Start;
+use super::points::{Below, Start};
 use super::table::RowKeys;
 use super::{Batch, Sequences, TableId, blocks_for};
 use crate::error::{Error, Result, invalid};
@@ -13,6 +13,7 @@ use crate::hash::{Chain, ExportedKey, Key, KeySpec, has_reserved, refuse_reserve
 use crate::host_cache::Found;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::memory;
+use crate::prefix::CachedIdentity;
 use crate::transfer::{OpenStep, View};
 use std::borrow::Cow;
 
@@ -187,11 +188,11 @@ impl PrefixStats {
     }
 
     /// Checks that the counters are consistent with whole blocks.
-    pub(super) fn holds(&self, block_size: u32) -> bool {
+    pub(super) fn holds(&self, block_size: u32, groups: usize) -> bool {
         let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged: _, loaded } = *self;
         let size = u128::from(block_size);
         hit_blocks <= blocks
-            && loaded <= hit_blocks
+            && loaded <= hit_blocks * groups as u64
             && u128::from(blocks) * size <= u128::from(tokens)
             && u128::from(hit_blocks) * size == u128::from(hit_tokens)
             && (prompts > 0 || tokens == 0)
@@ -218,31 +219,47 @@ pub(super) struct Match<'a> {
     pub(super) run: usize,
     /// The first group's table, and those of the others.
     found: Vec<BlockId>,
-    /// The found blocks after `found`, starting with the first that only the host has.
-    pub(super) tail: Vec<Found>,
     others: Vec<Vec<BlockId>>,
+    /// By group: the found blocks after those, starting with the first that only the host has. Empty if there is none.
+    pub(super) tails: Vec<Vec<Found>>,
+}
+
+fn device_block(found: &Found) -> Option<&BlockId> {
+    match found {
+        Found::Device(block) => Some(block),
+        Found::Host(_) => None,
+    }
 }
 
 impl Match<'_> {
+    /// What was found behind the first blocks of each group, which the device has.
+    pub(super) fn behind(&self) -> impl Iterator<Item = &Found> {
+        self.tails.iter().flatten()
+    }
+
     /// Found blocks that only the host has.
     pub(super) fn copies(&self) -> impl Iterator<Item = BlockId> {
-        self.tail.iter().filter_map(|found| match found {
+        self.behind().filter_map(|found| match found {
             Found::Device(_) => None,
             Found::Host(copy) => Some(*copy),
         })
     }
 
-    /// One group's table of the found blocks.
-    pub(super) fn table(&self, group: usize) -> &[BlockId] {
-        group.checked_sub(1).map_or(&self.found, |other| &self.others[other])
+    /// What one group's table has from an index on.
+    pub(super) fn table(&self, group: usize, first: usize) -> impl Iterator<Item = Found> {
+        let table = group.checked_sub(1).map_or(&self.found, |other| &self.others[other]);
+        let behind = self.tails.get(group).map_or(&[][..], Vec::as_slice);
+        let rest = behind.iter().skip(first.saturating_sub(table.len())).copied();
+        table[first.min(table.len())..].iter().copied().map(Found::Device).chain(rest)
     }
 
     pub(super) fn blocks(&self) -> impl Iterator<Item = &BlockId> {
-        let tail = self.tail.iter().filter_map(|found| match found {
-            Found::Device(block) => Some(block),
-            Found::Host(_) => None,
-        });
-        self.found.iter().chain(self.others.iter().flatten()).chain(tail)
+        self.found.iter().chain(self.others.iter().flatten()).chain(self.behind().filter_map(device_block))
+    }
+
+    /// First blocks of the prompt that the device has.
+    fn on_device(&self) -> usize {
+        self.hits - self.tails.first().map_or(0, Vec::len)
     }
 }
 
@@ -250,7 +267,7 @@ impl Sequences {
     pub(crate) fn lookup(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<PrefixHit> {
         let found = self.find_prefix(view, prompt, 1)?;
         let tokens = u32::try_from(found.hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
-        Ok(PrefixHit { tokens, host_blocks: view.blocks_to_load(found.tail.iter()) })
+        Ok(PrefixHit { tokens, host_blocks: view.blocks_to_load(found.behind()) })
     }
 
     pub(crate) fn allocate_chunks(
@@ -410,10 +427,9 @@ impl Sequences {
 
     /// Device blocks cached for the start of a prompt, without null blocks, and the length of that start in blocks.
     pub(crate) fn cached_blocks(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<(Vec<BlockId>, usize)> {
-        let found = self.find_prefix(view, prompt, 1)?;
-        let tables = found.found.iter().chain(found.others.iter().flatten());
-        let blocks = tables.copied().filter(|&block| !self.is_null(block)).collect();
-        Ok((blocks, found.hits - found.tail.len()))
+        let found = self.find_in(view, prompt, 1, false)?;
+        let blocks = found.blocks().copied().filter(|&block| !self.is_null(block)).collect();
+        Ok((blocks, found.hits))
     }
 
     /// Fails unless prompts can be computed in chunks of this size.
@@ -426,6 +442,11 @@ impl Sequences {
     }
 
     pub(super) fn find_prefix<'a>(&self, view: View<'_>, prompt: &Prompt<'a>, batch: usize) -> Result<Match<'a>> {
+        self.find_in(view, prompt, batch, view.tiers.keeps_host_copies())
+    }
+
+    /// Finds the start of a prompt on the device, and with `host` on the host, too.
+    fn find_in<'a>(&self, view: View<'_>, prompt: &Prompt<'a>, batch: usize, host: bool) -> Result<Match<'a>> {
         // `found` becomes the table, so reserve room for all of it.
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
         let is_caching = view.tiers.device().is_caching();
@@ -443,29 +464,31 @@ impl Sequences {
             })?),
         };
         let keys = if self.groups.ahead() > 0 { self.look_ahead(prompt, keys.into_owned()) } else { keys };
-        let (hits, run, others) = if alone {
+        let (mut hits, mut run, others, mut tails) = if alone {
             // Hashing already looked up each block except the last, up to the first missing one.
             let end = if prompt.hashed.is_some() || found.len() + 1 == limit { limit } else { found.len() };
             let rest = found.len()..end;
             found.extend(keys.keys[rest].iter().map_while(|key| view.tiers.device().find(key)));
-            (found.len(), found.len(), Vec::new())
+            (found.len(), found.len(), Vec::new(), Vec::new())
         } else {
-            let Start { hits, run, mut tables } = self.find_groups(view, &keys.found_by()[..limit]);
-            let others = tables.split_off(1);
-            found.extend(tables.into_iter().flatten());
-            (hits, run, others)
+            let start = self.find_groups(view, &keys.found_by()[..limit]);
+            let below = if host { self.find_below(view, &keys.found_by()[..limit], batch, &start) } else { None };
+            if let Some(Below { hits, run, tables }) = below {
+                (hits, run, vec![Vec::new(); tables.len() - 1], tables)
+            } else {
+                let Start { hits, run, mut tables } = start;
+                let others = tables.split_off(1);
+                found.extend(tables.into_iter().flatten());
+                (hits, run, others, Vec::new())
+            }
         };
-        let keeps_copies = alone && view.tiers.keeps_host_copies();
-        let tail = if keeps_copies { view.find_on_host(&keys.keys[hits..limit], batch) } else { Vec::new() };
-        Ok(Match {
-            keys,
-            tenant: view.tiers.tenant_of(&prompt.spec),
-            hits: hits + tail.len(),
-            run,
-            found,
-            tail,
-            others,
-        })
+        if alone && host {
+            let tail = view.find_on_host(&keys.keys[hits..limit], batch);
+            hits += tail.len();
+            run = hits;
+            tails.push(tail);
+        }
+        Ok(Match { keys, tenant: view.tiers.tenant_of(&prompt.spec), hits, run, found, others, tails })
     }
 
     /// Keys of a prompt for a drafter.
@@ -514,13 +537,21 @@ impl Sequences {
         count: Count,
     ) -> (SequenceId, u32) {
         let (cached, length) = self.opened(step.view(), prompt, (found.hits, found.run), chunk);
-        let Match { keys, tenant, hits, run, mut found, tail, others } = found;
-        let due = self.due_points(cached, run, u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX));
+        let on_device = found.on_device();
+        let Match { keys, tenant, hits, run, mut found, mut others, tails } = found;
+        let mut due = self.due_points(cached, run, u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX));
+        if on_device < hits && self.groups.has_nulls() {
+            due.insert(0, cached); // the device gets the point, too
+        }
         let computed = cached / self.block_size;
         let junction = if run > hits { u32::try_from(run).unwrap_or(0) } else { 0 };
         let keys = RowKeys { tenant, due, junction, resumed: computed, computed, ..keys.into_owned() };
-        let published = u32::try_from(hits - tail.len()).unwrap_or(u32::MAX);
-        let loaded = step.load(&tail, &keys.keys, keys.tenant, &mut found);
+        let published = u32::try_from(on_device).unwrap_or(u32::MAX);
+        let mut loaded = 0;
+        for (group, tail) in tails.iter().enumerate() {
+            let table = group.checked_sub(1).map_or(&mut found, |other| &mut others[other]);
+            loaded += step.load(tail, |at| self.loaded_identity(&keys, at, (group, hits)), table);
+        }
         if count == Count::First {
             self.stats.prompts += 1;
             self.stats.blocks += keys.keys.len() as u64;
@@ -538,7 +569,7 @@ impl Sequences {
         self.rows.follow(sequence, keys, prompt.tokens);
         let row = self.rows.at_mut(sequence);
         row.first.published = published;
-        if !tail.is_empty() {
+        if on_device < hits {
             // The step that computes the row waits for its loads; the row does not move until they have landed.
             row.ticket = open;
             step.transfers.note_load_read();
@@ -549,6 +580,15 @@ impl Sequences {
             self.rows.table_mut(member).published = published;
         }
         (sequence, cached)
+    }
+
+    /// What a block is that is loaded from the host for a prompt with `hits` cached blocks, and whether it is found by its
+    /// key on the device.
+    fn loaded_identity(&self, keys: &RowKeys, at: usize, (group, hits): (usize, usize)) -> (CachedIdentity, bool) {
+        let (is_anchor, keeps_all) = (group == self.groups.anchor(), self.groups.keeps_all());
+        let identity = Self::identity(keys, at, u8::try_from(group).unwrap_or(u8::MAX));
+        let identity = if keeps_all { identity } else { CachedIdentity { parent: 0, ..identity } };
+        (identity, is_anchor && (keeps_all || at + 1 == hits))
     }
 
     /// Hashes tokens added to a row; a row that also got tokens unknown to the cache is no longer followed.

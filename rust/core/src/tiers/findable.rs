@@ -123,8 +123,10 @@ impl Tiers {
                 blocks.map(move |block| (tier, block)).filter(|&block| self.block(block).is_published())
             })
         };
+        let is_keyless = |(tier, block): TierBlock| tier == Tier::Device && self.device().is_keyless(block);
         let mut parents: HashMap<u32, u32> = promised.collect();
-        parents.extend(published().map(|block| (self.block(block).tag(), self.parent(block))));
+        let keyed = published().filter(|&block| !is_keyless(block));
+        parents.extend(keyed.map(|block| (self.block(block).tag(), self.parent(block))));
         let mut found = HashMap::from([(0, true)]);
         let mut path = Vec::new();
         let mut is_found = |mut tag: u32| {
@@ -137,8 +139,7 @@ impl Tiers {
             found.extend(path.drain(..).map(|tag| (tag, is_whole)));
             is_whole
         };
-        published()
-            .filter(|&block| self.block(block).state() == BlockState::Cached && !is_found(self.block(block).tag()))
-            .count()
+        let tag = |block| if is_keyless(block) { self.parent(block) } else { self.block(block).tag() };
+        published().filter(|&block| self.block(block).state() == BlockState::Cached && !is_found(tag(block))).count()
     }
 }

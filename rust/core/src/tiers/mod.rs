@@ -20,7 +20,7 @@ use crate::memory;
 use crate::placement::{BlockMap, Tracker};
 use crate::pool::{Policies, Pool};
 use crate::prefix::evict::{RANKS, Rank};
-use crate::prefix::{CachedIdentity, Published};
+use crate::prefix::{CachedIdentity, Departing, Published};
 use crate::transfer::Lease;
 use findable::Chains;
 use quota::Tenants;
@@ -351,9 +351,19 @@ impl Tiers {
     }
 
     /// Publishes device blocks in use that are found with others, with events if events are on.
-    fn publish_keyless(&mut self, blocks: &[BlockId], publication: impl Fn(usize) -> Option<Publication>) {
+    fn publish_keyless(
+        &mut self,
+        (anchor, blocks): (BlockId, &[BlockId]),
+        key: impl Fn(usize) -> Key,
+        publication: impl Fn(usize) -> Option<Publication>,
+    ) {
+        let before = self.device().block(anchor).tag();
         for (at, &block) in blocks.iter().enumerate() {
-            if !self.pools[0].add_keyless(block) {
+            let is_new = self.pools[0].add_keyless(block, key(at));
+            if self.device().is_keyless(block) {
+                self.chains.set(Tier::Device, block, before);
+            }
+            if !is_new {
                 continue;
             }
             let Some(events) = &mut self.events else { continue };
@@ -368,9 +378,10 @@ impl Tiers {
         &mut self,
         anchor: BlockId,
         companions: &[BlockId],
+        key: impl Fn(usize) -> Key,
         publication: impl Fn(usize) -> Option<Publication>,
     ) {
-        self.publish_keyless(companions, publication);
+        self.publish_keyless((anchor, companions), key, publication);
         self.pools[0].add_companions(anchor, companions);
     }
 
@@ -379,9 +390,10 @@ impl Tiers {
         &mut self,
         anchor: BlockId,
         (tail, is_junction): (&[BlockId], bool),
+        key: impl Fn(usize) -> Key,
         publication: impl Fn(usize) -> Option<Publication>,
     ) {
-        self.publish_keyless(tail, publication);
+        self.publish_keyless((anchor, tail), key, publication);
         self.pools[0].add_point(anchor, tail, is_junction);
     }
 
@@ -412,7 +424,7 @@ impl Tiers {
     }
 
     /// Starts keeping host copies of published blocks; a step copies at most `per_step` on its own.
-    pub(crate) fn keep_host_copies(&mut self, per_step: u32, are_found: bool) -> Result<()> {
+    pub(crate) fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
         let (device, host, null) = (self.device(), self.host(), usize::from(self.null));
         let fits = device.is_caching() && host.len() > null && host.free() + null == host.len();
         if !fits || self.events.is_some() || self.keeps_host_copies() {
@@ -422,10 +434,8 @@ impl Tiers {
         }
         let [device, host, _] = &mut self.pools;
         host.start_caching(device)?;
-        if are_found {
-            self.host_copies_per_step = per_step;
-            self.chains.follow();
-        }
+        self.host_copies_per_step = per_step;
+        self.chains.follow();
         Ok(())
     }
 
@@ -464,8 +474,13 @@ impl Tiers {
     }
 
     /// Removes the first device block from the eviction order, with its rank; the caller must lease or drop it.
-    pub(crate) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
+    pub(crate) fn pop_ranked(&mut self) -> Option<Departing> {
         self.pools[0].pop_ranked()
+    }
+
+    /// The host does not get all of what is leaving: the rest serves nobody.
+    pub(crate) fn stop_departing(&mut self) {
+        self.pools[0].stop_departing();
     }
 
     /// Gives a host block the rank that its bytes have, or had, on the device.

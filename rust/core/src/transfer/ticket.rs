@@ -43,6 +43,8 @@ pub(crate) struct PendingPublish {
     pub(crate) from: TierBlock,
     pub(crate) to: TierBlock,
     pub(crate) identity: CachedIdentity,
+    /// Whether it is found in its new place by its key. If not, whoever uses it there publishes it with others.
+    pub(crate) is_found: bool,
     /// Whether the unused source is freed in favor of its copy.
     pub(crate) demotes: bool,
     /// Its place in the eviction order of both tiers, if it has one.

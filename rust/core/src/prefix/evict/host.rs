@@ -89,6 +89,10 @@ impl HostOrder {
 
     /// Gives a block the rank that its bytes have on the device, now or when it becomes evictable.
     pub(crate) fn set_rank(&mut self, block: BlockId, rank: Rank) {
+        // A point's blocks share a stamp, and no block may be inserted twice with one.
+        if self.ring(block) == rank.ring && self.rings.has_stamp(block, rank.stamp) {
+            return;
+        }
         let was_here = self.take_out(block);
         (self.ranks[block.index()], self.stamps[block.index()]) = (rank.ring, rank.stamp);
         if was_here {
