@@ -1,4 +1,4 @@
-"""Resume points on the host: what windows, states and several groups need of a prompt goes there and comes back together."""
+"""Resume points on the host: what windows, states and several groups need of a prompt goes there and comes back whole."""
 
 from __future__ import annotations
 
