@@ -200,7 +200,7 @@ def main() -> None:
     print("|", " | ".join(names), "|")
     print("|" + "---|" * len(names), flush=True)
     worst, missed = dict.fromkeys(GOALS, 1.0), []
-    with open_executor(jobs, None) as executor:
+    with open_executor(jobs) as executor:
         for row in map(measure, todo) if executor is None else executor.map(measure, todo):
             print(row, flush=True)
             worst |= {name: min(worst[name], row.figures.get(name, 1.0)) for name in GOALS}

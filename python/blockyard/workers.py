@@ -47,9 +47,7 @@ __all__ = [
 ]
 
 _EXTRAS: Final = {
-    "aiconfigurator_core": "tables",
     "cuda": "elastic",
-    "distributed": "dask",
     "greenlet": "sim",
     "hypothesis": "testing",
     "lupa": "sim",
@@ -58,12 +56,10 @@ _EXTRAS: Final = {
     "opentelemetry": "otel",
     "plotly": "html",
     "prometheus_client": "metrics",
-    "pyarrow": "tables",
     "rich": "cli",
     "shtab": "cli",
     "torch": "torch",
     "transformers": "demo",
-    "yaml": "tables",
     "zmq": "events",
 }
 """Modules that Blockyard imports only where needed, with the extra of pyproject.toml that installs each."""

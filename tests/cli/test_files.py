@@ -90,7 +90,7 @@ def test_a_name_that_the_terminal_cannot_show_is_shown_with_escapes(trace: Path)
     [
         (
             ("--trace-events", "events.json"),
-            "--trace-events is given without --step-time, --fit or --system, has no effect there",
+            "--trace-events is given without --step-time or --fit, has no effect there",
         ),
         (("--sessions", 2), "--sessions is given without --step-time"),
         (

@@ -241,7 +241,7 @@ def test_memory_that_one_owns_costs_nothing(tmp_path: Path, capsys: pytest.Captu
 
 def test_the_command_needs_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", str(write(tmp_path))]) == 2
-    assert "plan needs step times: give --step-time, --fit or --system" in capsys.readouterr().err
+    assert "plan needs step times: give --step-time or --fit" in capsys.readouterr().err
 
 
 def test_replay_serves_engines_where_a_step_has_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,4 @@
-"""`blockyard replay`: sweeps in processes and on a cluster, and what the command prints."""
+"""`blockyard replay`: sweeps in processes, and what the command prints."""
 
 from __future__ import annotations
 
@@ -43,21 +43,14 @@ def test_a_sweep_counts_tokens_of_the_window_by_tier():
     assert shown == [1, 2, 3, 4, 5]
 
 
-def test_processes_and_a_cluster_find_what_this_one_finds():
+def test_processes_find_what_this_one_finds():
     trace = PackedTrace.of(LOOP)
     expected = sweep(trace, CACHES)
-    with open_executor(2, None) as executor:
+    with open_executor(2) as executor:
         assert executor is not None
         assert sweep(trace, CACHES, executor=executor) == expected
-    with open_executor(1, None) as executor:
+    with open_executor(1) as executor:
         assert executor is None
-    distributed = pytest.importorskip("distributed", reason="distributed is not installed")
-    with distributed.LocalCluster(
-        n_workers=1, processes=False, dashboard_address=None, protocol="tcp", host="127.0.0.1"
-    ) as cluster:
-        address = cluster.scheduler_address.removeprefix("tcp://")
-        with open_executor(None, f"dask://{address}") as executor:
-            assert sweep(trace, CACHES, executor=executor) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,33 +65,6 @@ def test_processes_and_a_cluster_find_what_this_one_finds():
 def test_sizes_that_are_none_are_named(text: str, message: str):
     with pytest.raises(InvalidArgumentError, match=message):
         read_blocks(text, 100)
-
-
-def test_an_executor_of_another_kind_is_refused():
-    with (
-        pytest.raises(InvalidArgumentError, match=r"executor is 'ray://x', must be dask://HOST:PORT"),
-        open_executor(None, "ray://x"),
-    ):
-        pass
-
-
-def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch):
-    distributed = pytest.importorskip("distributed", reason="distributed is not installed")
-
-    def times_out(_address: str) -> None:
-        raise OSError("Timed out")
-
-    with (
-        pytest.raises(InvalidArgumentError, match="executor dask:// cannot be reached"),
-        open_executor(None, "dask://"),
-    ):
-        pass
-    monkeypatch.setattr(distributed, "Client", times_out)
-    with (
-        pytest.raises(InvalidArgumentError, match="executor dask://host:1 cannot be reached: Timed out"),
-        open_executor(None, "dask://host:1"),
-    ):
-        pass
 
 
 def test_the_command_prints_a_table_and_the_same_bytes_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -18,7 +18,6 @@ else:
 OPEN = "from blockyard import open_store; open_store({url!r}, bytes_per_block=4096)"
 DRIVER = "from blockyard.engine.elastic.cuda import load_driver; load_driver()"
 COMPLETION = "import blockyard.tools.cli; sys.exit(blockyard.tools.cli.main(['--print-completion', 'bash']))"
-DASK = "from blockyard.tools.replay.sweep import open_executor; open_executor(None, 'dask://localhost:1').__enter__()"
 DEMO = "import blockyard.tools.cli; sys.exit(blockyard.tools.cli.main(['demo']))"
 
 # (module that is missing, what a user runs, what needs the module, the extra)
@@ -35,18 +34,15 @@ MISSING = [
     ("msgspec", "import blockyard.integrations.router_events", "blockyard.integrations.router_events", "events"),
     ("obstore", OPEN.format(url="s3://bucket/kv?size=1MiB"), "'s3://bucket/kv?size=1MiB'", "s3"),
     ("opentelemetry", "from blockyard.tracing import instrument; instrument()", "blockyard.tracing", "otel"),
-    ("distributed", DASK, "--executor dask", "dask"),
     ("greenlet", "import blockyard.tools.sim", "blockyard.tools.sim", "sim"),
     ("plotly", "import blockyard.tools.pictures", "blockyard.tools.pictures", "html"),
     ("lupa", "import blockyard.tools.sim", "blockyard.tools.sim", "sim"),
-    ("aiconfigurator_core", "import blockyard.tools.replay.step_time.tables", "TableStepTime", "tables"),
     ("shtab", COMPLETION, "--print-completion", "cli"),
     ("cuda", DRIVER, "an elastic cache on a GPU", "elastic"),
 ]
 
 # The modules that each requirement of an extra is imported as, where they are not its name.
 MODULES = {
-    "aiconfigurator-core": "aiconfigurator_core",
     "cuda-bindings": "cuda",
     "opentelemetry-api": "opentelemetry",
     "prometheus-client": "prometheus_client",

@@ -61,13 +61,6 @@ def test_a_full_cache_preempts_and_all_requests_still_end():
     assert run.last_token.max() > 60
 
 
-def test_running_and_waiting_are_counted_at_any_time():
-    run = serve(requests((0.0, 10, 3), (0.0, 10, 9), (0.0, 10, 2)), SECOND, limits(seqs=2)).run
-    running, waiting = run.counts(np.array([0.5, 3.5, 8.5, 20.0]))
-    assert running.tolist() == [2, 2, 1, 0]
-    assert waiting.tolist() == [1, 0, 0, 0]
-
-
 def test_a_request_that_can_never_fit_raises():
     with pytest.raises(OutOfBlocksError):
         serve(requests((0.0, 5000, 1)), SECOND, limits())

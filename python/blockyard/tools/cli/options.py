@@ -411,7 +411,6 @@ def _add_plan(commands: Any) -> None:
 def _add_engine_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `replay` and `plan`: where engines run, and what they are like."""
     command.add_argument("--jobs", type=_count(1), metavar="N", help="number of processes (default: one per core)")
-    command.add_argument("--executor", metavar="URL", help="run on a Dask cluster instead: dask://HOST:PORT")
     command.add_argument("--max-num-batched-tokens", type=_count(1), default=8192, metavar="N", help="tokens per step")
     command.add_argument(
         "--hash-tokens",
@@ -421,7 +420,7 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     )
     group = command.add_argument_group(
         "times",
-        "With --step-time, --fit or --system, whole engines with the real scheduler serve the trace in virtual time.",
+        "With --step-time or --fit, whole engines with the real scheduler serve the trace in virtual time.",
     )
     step_time = group.add_mutually_exclusive_group()
     step_time.add_argument(
@@ -433,11 +432,6 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     )
     step_time.add_argument(
         "--fit", type=Path, metavar="FILE", help="fit these four numbers to a run of your engine: its requests.jsonl"
-    )
-    step_time.add_argument(
-        "--system",
-        metavar="NAME",
-        help="use operator times measured on this machine, such as h100_sxm; needs --model-config",
     )
     group.add_argument(
         "--fit-blocks",
@@ -453,7 +447,6 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--tensor-parallel-size", type=_count(1), default=1, metavar="N", help="accelerators per engine")
     group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="dtype of keys and values")
-    group.add_argument("--greedy", action="store_true", help="with --system: all requests sample at temperature 0")
     group.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
     group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens per block of the engine")
     group.add_argument("--max-num-seqs", type=_count(1), default=256, metavar="N", help="sequences per step")

@@ -28,10 +28,10 @@ def plan(options: argparse.Namespace) -> Result:
     pictures.require(options)
     step_time = replays.step_time_of(options)
     if step_time is None:
-        raise InvalidArgumentError("plan needs step times: give --step-time, --fit or --system")
+        raise InvalidArgumentError("plan needs step times: give --step-time or --fit")
     requests = read_trace(options.trace, first=options.first, hash_tokens=options.hash_tokens)
     policies, modes = replays.names_of(options.policies), replays.modes_of(options)
-    with open_executor(options.jobs, options.executor) as executor, show_progress("plan", quiet=options.quiet) as view:
+    with open_executor(options.jobs) as executor, show_progress("plan", quiet=options.quiet) as view:
         found = make_plan(
             requests,
             replays.engine_of(options, _device_blocks(options, requests), requests),

@@ -44,7 +44,7 @@ def replay(options: argparse.Namespace) -> Result:
     step_time = step_time_of(options)
     traces = [(path, read_trace(path, first=options.first, hash_tokens=options.hash_tokens)) for path in options.traces]
     with (
-        open_executor(options.jobs, options.executor) as executor,
+        open_executor(options.jobs) as executor,
         show_progress("replay", quiet=options.quiet) as view,
     ):
         if step_time is None:
@@ -54,20 +54,6 @@ def replay(options: argparse.Namespace) -> Result:
 
 def step_time_of(options: argparse.Namespace) -> StepTime | None:
     """Return the step times that the options ask for, or None."""
-    if options.system is not None:
-        from blockyard.tools.replay.step_time.tables import TableStepTime  # noqa: PLC0415 (loads tables)
-
-        if options.model_config is None:
-            raise InvalidArgumentError("--system needs --model-config, a model's config.json")
-        return TableStepTime(
-            options.model_config,
-            options.system,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            tensor_parallel_size=options.tensor_parallel_size,
-            kv_cache_dtype=options.kv_cache_dtype,
-            greedy=options.greedy,
-        )
     if options.fit is not None:
         return _fit(options)
     return None if options.step_time is None else LinearStepTime(*options.step_time)

@@ -12,49 +12,44 @@ __all__ = ["refuse_unused"]
 
 
 def _has_times(options: argparse.Namespace) -> bool:
-    return (options.step_time, options.fit, options.system) != (None, None, None)
+    return (options.step_time, options.fit) != (None, None)
 
 
 def _no_size(options: argparse.Namespace) -> bool:
     return getattr(options, "memory_gib", None) is None
 
 
-_JOBS: Final = (("jobs",), lambda options: options.executor is not None, "with --executor")
 _CONFIG: Final = (
     ("model_config",),
-    lambda options: options.bytes_per_token is not None and options.system is None,
+    lambda options: options.bytes_per_token is not None,
     "with --bytes-per-token",
 )
 _OF_FIT: Final = (("fit_blocks", "device_bandwidth"), lambda options: options.fit is None, "without --fit")
-_OF_SYSTEM: Final = (("greedy",), lambda options: options.system is None, "without --system")
 _OF_BOTH: Final = (
     ("tensor_parallel_size",),
-    lambda options: options.system is None and options.device_bandwidth is None and _no_size(options),
-    "without --system, --device-bandwidth or --memory-gib",
+    lambda options: options.device_bandwidth is None and _no_size(options),
+    "without --device-bandwidth or --memory-gib",
 )
 _OF_CONFIG: Final = (
     ("kv_cache_dtype",),
-    lambda options: options.model_config is None or (options.bytes_per_token is not None and options.system is None),
+    lambda options: options.model_config is None or options.bytes_per_token is not None,
     "without --model-config",
 )
 _OF_TIMES: Final = (
     *("trace_events", "sessions", "max_num_seqs"),
     *("preemption_modes", "prefix_caching", "host_bandwidth"),
 )
-_OF_HARDWARE: Final = (_OF_FIT, _OF_SYSTEM, _OF_BOTH, _OF_CONFIG)
+_OF_HARDWARE: Final = (_OF_FIT, _OF_BOTH, _OF_CONFIG)
 _RULES: Final[dict[str, tuple[tuple[tuple[str, ...], Callable[[argparse.Namespace], bool], str], ...]]] = {
     "replay": (
-        (_OF_TIMES, lambda options: not _has_times(options), "without --step-time, --fit or --system"),
-        (("window",), _has_times, "with --step-time, --fit or --system"),
+        (_OF_TIMES, lambda options: not _has_times(options), "without --step-time or --fit"),
+        (("window",), _has_times, "with --step-time or --fit"),
         _CONFIG,
-        _JOBS,
         *_OF_HARDWARE,
     ),
     "plan": (
         _CONFIG,
-        _JOBS,
         _OF_FIT,
-        _OF_SYSTEM,
         (("memory_utilization", "weights_gib"), lambda options: options.memory_gib is None, "without --memory-gib"),
     ),
     "simulate": ((("seeds",), lambda options: options.replay is not None, "with --replay"),),

@@ -1,4 +1,4 @@
-"""Sweeps: replay one trace through caches of many sizes and policies, on all cores or on a cluster."""
+"""Sweeps: replay one trace through caches of many sizes and policies, on all cores."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.tools.replay.hits import replay_hits
 from blockyard.tools.replay.packed import PackedTrace
-from blockyard.workers import interrupts_blocked, missing
+from blockyard.workers import interrupts_blocked
 
 __all__ = ["Point", "open_executor", "read_blocks", "run_all", "sweep"]
 
 T = TypeVar("T")
-_DASK: Final = "dask://"
 
 
 @dataclass(frozen=True)
@@ -143,38 +142,15 @@ def read_blocks(text: str, distinct: int, *, least: int = 0) -> list[int]:
 
 
 @contextmanager
-def open_executor(jobs: int | None, url: str | None) -> Iterator[Executor | None]:
-    """Open what runs the replays: processes of this machine, or a cluster by its URL, `dask://HOST:PORT`.
+def open_executor(jobs: int | None) -> Iterator[Executor | None]:
+    """Open what runs the replays: `jobs` processes, one per core if None; yields None for this thread.
 
-    Raises:
-        InvalidArgumentError: the URL is of no known kind, or no cluster answers there.
-        MissingExtraError: the library of the cluster is not installed.
+    The processes end with the block, even if an exception ends it before their work.
     """
-    if url is None:
-        jobs = jobs or len(os.sched_getaffinity(0))
-        if jobs == 1:
-            yield None
-        else:
-            with _open_pool(jobs) as pool:
-                yield pool
+    jobs = jobs or len(os.sched_getaffinity(0))
+    if jobs == 1:
+        yield None
         return
-    if not url.startswith(_DASK):
-        raise InvalidArgumentError(f"executor is {url!r}, must be {_DASK}HOST:PORT")
-    try:
-        from distributed import Client  # noqa: PLC0415 (optional)
-    except ModuleNotFoundError as error:
-        raise missing("--executor dask", error) from None
-    try:
-        client: Any = Client("tcp://" + url.removeprefix(_DASK))  # type: ignore[no-untyped-call]
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"executor {url} cannot be reached: {error}") from error
-    with client:
-        yield client.get_executor()
-
-
-@contextmanager
-def _open_pool(jobs: int) -> Iterator[Executor]:
-    """Open processes that end with the block, even if an exception ends it before their work."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         try:
             yield pool

@@ -1,4 +1,4 @@
-"""Predicts how long an engine's steps take, from measured operators or from a recorded run of your own engine."""
+"""Predicts how long an engine's steps take, from four numbers or from a recorded run of your own engine."""
 
 from blockyard.tools.replay.engine import StepTime
 from blockyard.tools.replay.step_time.linear import LinearStepTime

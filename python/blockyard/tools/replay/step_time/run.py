@@ -127,12 +127,6 @@ class EngineRun:
         """Seconds from queue to last token, `[requests]`."""
         return self.last_token - self.queued
 
-    def counts(self, seconds: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the number of running and of waiting requests at each of `seconds`."""
-        queued, scheduled, last = (np.sort(times) for times in (self.queued, self.scheduled, self.last_token))
-        started = np.searchsorted(scheduled, seconds, "right")
-        return started - np.searchsorted(last, seconds, "right"), np.searchsorted(queued, seconds, "right") - started
-
     def part(self, rows: slice) -> EngineRun:
         """Return the run of some of the requests."""
         return EngineRun(
