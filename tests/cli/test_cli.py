@@ -55,7 +55,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_the_options_under_engines_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("demo", "--help") == 0
     text = capsys.readouterr().out
-    for option in ("--num-device-blocks", "--swap-space", "--swap-store-space", "--preemption-mode"):
+    for option in ("--num-device-blocks", "--num-host-blocks", "--swap-store", "--preemption-mode"):
         assert option in text
 
 
@@ -67,7 +67,7 @@ def test_module_runs_as_a_program() -> None:
 def test_refused_command_line_loads_no_torch() -> None:
     program = (
         "import sys, blockyard.tools.cli\n"
-        "code = blockyard.tools.cli.main(['demo', '--trace', '/absent/trace.csv'])\n"
+        "code = blockyard.tools.cli.main(['demo', '--swap-store', 'swap'])\n"
         "assert code == 2, code\n"
         "assert not {'torch', 'transformers', 'rich'} & set(sys.modules)\n"
     )
@@ -85,12 +85,7 @@ def test_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         (["--requests", "0"], "0 is not between 1 and"),
         (["--block-size", "-4"], "-4 is not between 1 and"),
         (["--num-host-blocks", "99999999999"], "99999999999 is not between 0 and"),
-        (["--scale", "0"], "'0' is not above 0"),
-        (["--scale", "1/0"], "'1/0' is not a factor"),
-        (["--scale", "nan"], "'nan' is not above 0"),
         (["--preemption-mode", "pause"], "invalid choice: 'pause'"),
-        (["--defrag", "upwards"], "invalid choice: 'upwards'"),
-        (["--shrink-to", "0"], "0 is not between 1 and"),
         (["--sabotage", "everything"], "invalid choice: 'everything'"),
         (["--sabotage", "copy", "--corrupt", "3"], "not allowed with"),
         (["--num-device-block-s", "3"], "unrecognized arguments"),
@@ -103,7 +98,7 @@ def test_unusable_option_is_named_with_its_value(
 
 
 def test_trace_that_is_absent_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    line = complaint(capsys, "demo", "--trace", str(tmp_path / "absent.csv"))
+    line = complaint(capsys, "replay", str(tmp_path / "absent.csv"))
     assert line.startswith("blockyard: cannot read trace")
     assert "absent.csv" in line
 
@@ -111,7 +106,7 @@ def test_trace_that_is_absent_is_refused_in_one_line(capsys: pytest.CaptureFixtu
 def test_trace_in_no_known_format_is_refused_by_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("when,how long\n1,2\n")
-    assert f"{path}, line 1: neither" in complaint(capsys, "demo", "--trace", str(path))
+    assert f"{path}, line 1: neither" in complaint(capsys, "replay", str(path))
 
 
 @pytest.mark.parametrize(
@@ -126,18 +121,6 @@ def test_size_that_the_disk_cannot_hold_is_refused(capsys: pytest.CaptureFixture
     assert line.startswith("blockyard: ")
     assert any(character.isdigit() for character in line)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_space_without_a_unit_that_exists_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "12XiB" in complaint(capsys, "demo", "--swap-store-space", "12XiB")
-
-
-@pytest.mark.parametrize(("text", "space"), [("40", "40GiB"), ("0.5", "0.5GiB"), ("64MiB", "64MiB")])
-def test_a_bare_number_of_an_operator_is_in_gibibytes(text: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[demo.DemoOptions] = []
-    monkeypatch.setattr(demo, "make_report", lambda options, **_: given.append(options) or REPORT)
-    assert run("demo", "--swap-space", text, "--swap-store-space", text, "--prefix-store-space", text) == 0
-    assert (given[0].swap_space, given[0].swap_store_space, given[0].prefix_store_space) == (space, space, space)
 
 
 def test_model_folder_that_is_absent_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -160,7 +143,7 @@ from blockyard.tools import cli
 from blockyard.tools.demo import run
 from blockyard.stores import open_store
 
-def hold(options, *, quiet, timeline):
+def hold(options, *, quiet):
     with run._swap_store(options) as url, open_store(url, bytes_per_block=4096, num_slots=4):
         while True:
             time.sleep(0.01)
@@ -210,15 +193,12 @@ def test_a_signal_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch)
         ["--output", "."],
         ["--output", "/absent/report.json"],
         ["--swap-store", "file:///tmp/a\tb?size=1GiB"],
-        ["--swap-store", "file:///tmp?size=1GiB", "--swap-store-space", "1GiB"],
         ["--swap-store", "nfs://server/dir"],
         ["--swap-store", "file:///tmp?sise=1GiB"],
-        ["--swap-store-space", "9" * 400 + ".5GiB"],
-        ["--swap-space", "4 G"],
-        ["--swap-space", "-4"],
-        ["--swap-space", "4", "--num-host-blocks", "8"],
-        ["--prefix-store-space", "4"],
-        ["--prefix-store", "file:///tmp?size=1GiB", "--prefix-store-space", "4"],
+        ["--swap-store", f"file:///tmp?size={'9' * 400}.5GiB"],
+        ["--swap-store", "file:///tmp?size=12XiB"],
+        ["--prefix-store", "file:///tmp", "--tensor-parallel-size", "2"],
+        ["--prefix-store", "file:///tmp", "--no-prefix-caching"],
     ],
 )
 def test_bad_input_is_refused_before_torch_is_loaded(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,7 +378,7 @@ def test_text_goes_to_the_file_and_nothing_to_standard_output(
     path = tmp_path / "report.txt"
     assert run("demo", "--output", str(path)) == 0
     assert capfd.readouterr() == ("", "")
-    assert path.read_text().endswith("tokens identical to the unpaged Hugging Face generate run: 48/48\n")
+    assert path.read_text().endswith("tokens identical to the unpaged Hugging Face model: 48/48\n")
 
 
 REPORTS = """

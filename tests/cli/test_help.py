@@ -111,14 +111,14 @@ def test_bash_completes_commands_options_and_choices(scripts: dict[str, str], tm
         return set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
 
     assert complete("blockyard", "d") == {"demo", "doctor"}
-    assert complete("blockyard", "demo", "--prefix-s") == {"--prefix-store", "--prefix-store-space"}
+    assert complete("blockyard", "demo", "--prefix-") == {"--prefix-caching", "--prefix-store"}
     assert complete("blockyard", "fsck", "--re") == {"--repair"}
     assert complete("blockyard", "doctor", "--format", "") == {"text", "json"}
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_take_their_scripts(scripts: dict[str, str], shell: str, tmp_path: Path) -> None:
-    for word in ("calibrate", "prefix-store-space", "repair"):
+    for word in ("calibrate", "prefix-store", "repair"):
         assert word in scripts[shell]
     if shutil.which(shell) is None:
         return
@@ -127,15 +127,15 @@ def test_other_shells_take_their_scripts(scripts: dict[str, str], shell: str, tm
     if shell == "zsh":  # it completes for a person alone
         subprocess.run([shell, "-n", script], check=True)
     else:
-        command = [shell, "-c", f'source {script}; complete -C "blockyard demo --prefix-s"']
+        command = [shell, "-c", f'source {script}; complete -C "blockyard demo --prefix-"']
         lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-        assert [line.split()[0] for line in lines] == ["--prefix-store", "--prefix-store-space"]
+        assert [line.split()[0] for line in lines] == ["--prefix-caching", "--prefix-store"]
 
 
 def test_files_and_folders_are_completed_where_they_are_meant(scripts: dict[str, str]) -> None:
     variables = dict(line.split("=", 1) for line in scripts["bash"].splitlines() if "_COMPGEN=" in line)
     assert variables["_shtab_blockyard_demo___model_COMPGEN"] == shtab.DIRECTORY["bash"]
-    for name in ("demo___trace", "fsck_pos_0", "doctor___output"):
+    for name in ("replay___fit", "fsck_pos_0", "doctor___output"):
         assert variables[f"_shtab_blockyard_{name}_COMPGEN"] == shtab.FILE["bash"]
 
 

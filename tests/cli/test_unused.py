@@ -90,18 +90,3 @@ def test_an_option_that_a_command_does_not_read_is_refused_by_name(
         words = [word for word in arguments if word not in {"--", "true"}]
         assert cli.main([*words, *more]) == 2
         assert capsys.readouterr().err.startswith(f"blockyard: {more[0]} is given with")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["demo", "--scale", "1/2"], "--scale is given without --trace"),
-        (["demo", "--trace-requests", "2"], "--trace-requests is given without --trace"),
-        (["demo", "--trace", "TRACE", "--requests", "2"], "--requests is given with --trace"),
-    ],
-)
-def test_an_option_whose_value_another_one_replaces_is_refused(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(arguments) == 2
-    assert capsys.readouterr().err == f"blockyard: {said}, has no effect there\n"

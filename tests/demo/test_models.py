@@ -84,7 +84,6 @@ def test_demo_serves_a_local_checkpoint(checkpoint: Path) -> None:
         requests=4,
         prompt_tokens=(16, 48),
         output_tokens=(16, 32),
-        swap_store_space="4MiB",
     )
     report = make_report(options)
     assert (report.identical_requests, report.model) == (4, "LlamaForCausalLM")

@@ -1,4 +1,4 @@
-"""The demo's requests: decided by the seed alone, real text, and shared where a trace says so."""
+"""The demo's requests: decided by the seed alone, and real text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.tools.demo.workload import StandardText, WorkItem, text_workload, trace_workload
-from blockyard.traces import TraceRequest
+from blockyard.tools.demo.workload import StandardText, WorkItem, text_workload
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +24,7 @@ def short(requests: int, *, seed: int = 0, text: StandardText | None = None) -> 
 
 def same(one: list[WorkItem], other: list[WorkItem]) -> bool:
     return len(one) == len(other) and all(
-        np.array_equal(a.prompt, b.prompt)
-        and (a.request_id, a.sampling, a.arrival) == (b.request_id, b.sampling, b.arrival)
+        np.array_equal(a.prompt, b.prompt) and (a.request_id, a.sampling) == (b.request_id, b.sampling)
         for a, b in zip(one, other, strict=True)
     )
 
@@ -106,42 +104,3 @@ def test_impossible_workload_raises(arguments: tuple[int, tuple[int, int], tuple
     requests, prompt_tokens, output_tokens = arguments
     with pytest.raises(InvalidArgumentError, match=complaint):
         text_workload(requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
-
-
-def test_trace_gives_lengths_and_arrivals(text: StandardText) -> None:
-    rows = [TraceRequest(0.0, 40, 3), TraceRequest(1.5, 7, 9)]
-    items = trace_workload(rows, text=text)
-    assert [(len(item.prompt), item.sampling.max_tokens, item.arrival) for item in items] == [(40, 3, 0.0), (7, 9, 1.5)]
-
-
-@pytest.mark.parametrize("hash_tokens", [16.0, 3.7, 1.0, 0.4])
-def test_equal_hash_ids_give_equal_prefixes_and_no_more(text: StandardText, hash_tokens: float) -> None:
-    length = int(hash_tokens * 20)
-    ids = tuple(range(100, 120))
-    rows = [
-        TraceRequest(0.0, length, 1, ids, hash_tokens),
-        TraceRequest(0.0, length, 1, ids[:10] + tuple(range(200, 210)), hash_tokens),
-    ]
-    one, other = trace_workload(rows, text=text)
-    shared = int(hash_tokens * 10)
-    assert np.array_equal(one.prompt[:shared], other.prompt[:shared])
-    assert not np.array_equal(one.prompt[shared:], other.prompt[shared:])
-
-
-def test_tokens_beyond_the_last_hash_id_are_the_requests_own(text: StandardText) -> None:
-    rows = [TraceRequest(0.0, 200, 1, (5,), 16.0)] * 2
-    one, other = trace_workload(rows, text=text)
-    assert np.array_equal(one.prompt[:16], other.prompt[:16])
-    assert not np.array_equal(one.prompt[16:], other.prompt[16:])
-
-
-def test_request_longer_than_the_model_says_how_to_scale(text: StandardText) -> None:
-    with pytest.raises(
-        InvalidArgumentError, match=r"request 1 of the trace has 90 \+ 10 tokens, 50 fit; scale .* 0.5000"
-    ):
-        trace_workload([TraceRequest(0.0, 1, 1), TraceRequest(0.0, 90, 10)], max_model_len=50, text=text)
-
-
-def test_empty_trace_raises() -> None:
-    with pytest.raises(InvalidArgumentError, match="trace has 0 requests"):
-        trace_workload([])

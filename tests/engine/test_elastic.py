@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from resident import resident_bytes
 from simulated_device import SimulatedStreams
 
 from blockyard.engine.elastic.cache import ElasticCache, plane_spans, reserve
-from blockyard.engine.elastic.host import resident_bytes
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.grouped import GroupedLayout

@@ -6,8 +6,9 @@ import weakref
 
 import pytest
 import torch
+from resident import resident_bytes
 
-from blockyard.engine.elastic.host import HostMemory, resident_bytes
+from blockyard.engine.elastic.host import HostMemory
 from blockyard.errors import InvalidArgumentError, OutOfMemoryError
 
 PAGE = mmap.PAGESIZE

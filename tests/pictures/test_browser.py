@@ -14,13 +14,8 @@ from blockyard.tools.pictures import pareto_figure, write_html
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 
-FLEET = (
-    "simulate --store object --seed 7 --seconds 16 --replay partition:1:2:3,node_loss:-1:7:0,gray:-1:8:2,crash:0:12:1.5"
-)
 STEP = "--step-time 0.01,4e-5,2e-5,9e-8 --block-size 16 --jobs 1"
 COMMANDS = {
-    "fleet": FLEET,
-    "fleet, calls": "simulate --work calls --seed 4 --seeds 1 --store object",
     "hits": "replay TRACE --jobs 1 --host-blocks 0,50%",
     "times": f"replay TRACE {STEP} --device-blocks 200,5% --host-blocks 0,400 --preemption-modes swap,recompute",
     "plan": f"plan TRACE {STEP} --device-blocks 300 --host-gib 0,0.5,1,2 --store-gib 0,4 --policies lru,adaptive "
@@ -49,7 +44,6 @@ INSIDE = """[...document.querySelectorAll(".plot-container")].every((figure) => 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    pytest.importorskip("greenlet")
     folder = tmp_path_factory.mktemp("pages")
     trace, chance = folder / "trace.jsonl", random.Random(1)
     lines = []

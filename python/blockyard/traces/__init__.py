@@ -4,8 +4,8 @@
 `TraceRecorder` writes a trace while an engine serves.
 """
 
+from blockyard.traces.formats import TraceRequest
 from blockyard.traces.reader import read_trace
 from blockyard.traces.recorder import TraceRecorder
-from blockyard.traces.request import TraceRequest, scale_lengths
 
-__all__ = ["TraceRecorder", "TraceRequest", "read_trace", "scale_lengths"]
+__all__ = ["TraceRecorder", "TraceRequest", "read_trace"]

@@ -1,22 +1,51 @@
-"""Trace formats: each turns a line into requests, with times in nanoseconds of the trace's clock."""
+"""`TraceRequest` and trace formats: each turns a line into requests, with times in nanoseconds of the trace's clock."""
 
 from __future__ import annotations
 
 import json
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from blockyard.traces.request import MAX_TOKENS, TraceRequest
-
+MAX_TOKENS = 2**31 - 1
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 AZURE_HEADER = ",".join(AZURE_COLUMNS)
 BAILIAN_BLOCK_TOKENS = 16
 MAX_SESSION_DEPTH = 8
 _AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?")
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        arrival: seconds since the trace's first request.
+        input_tokens: prompt length in tokens, at least 1.
+        output_tokens: tokens generated, at least 1.
+        hash_ids: ids of the prompt's blocks; prompts with equal leading ids share their beginning. Empty if unknown.
+        hash_tokens: tokens that one hash id covers; 0 if there are no ids.
+        session: number of the conversation that the request belongs to; None if unknown.
+        after: indices, in the trace, of the requests whose answers this one waits for. Then `arrival` is when it
+            arrived in the recorded run.
+        delay: seconds from the last of these answers to this request.
+        output_hash_ids: ids of the full blocks after those of `hash_ids`, whose last tokens were generated. Empty if
+            unknown: only a `TraceRecorder` writes them.
+    """
+
+    arrival: float
+    input_tokens: int
+    output_tokens: int
+    hash_ids: Sequence[int] = ()
+    hash_tokens: float = 0.0
+    session: int | None = None
+    after: tuple[int, ...] = ()
+    delay: float = 0.0
+    output_hash_ids: Sequence[int] = ()
+
 
 # A request and its time on the trace's clock, in nanoseconds: seven decimals of a second do not fit in a float.
 Row = tuple[int, TraceRequest]

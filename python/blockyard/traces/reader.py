@@ -11,8 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from blockyard.errors import InvalidArgumentError, TraceError
-from blockyard.traces.formats import Row, parser_for
-from blockyard.traces.request import TraceRequest
+from blockyard.traces.formats import Row, TraceRequest, parser_for
 
 MAX_LINE_BYTES = 16 * 2**20
 _MAX_HASH_TOKENS = 2**14

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import export_keys
 from blockyard.errors import InvalidArgumentError, TraceError
-from blockyard.traces.request import MAX_TOKENS
+from blockyard.traces.formats import MAX_TOKENS
 from blockyard.workers import Process, start_worker
 
 if TYPE_CHECKING:

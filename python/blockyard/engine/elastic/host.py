@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ import torch
 from blockyard.engine.host_memory import MAP_NORESERVE
 from blockyard.errors import InvalidArgumentError, OutOfMemoryError
 
-__all__ = ["HostMemory", "resident_bytes"]
+__all__ = ["HostMemory"]
 
 
 class HostMemory:
@@ -58,10 +57,3 @@ class HostMemory:
 
     def synchronize(self) -> None:
         """Do nothing: torch's CPU work is synchronous, and the engines' transfers have already ended."""
-
-
-def resident_bytes() -> int:
-    """Return the resident set size of this process, in bytes."""
-    status = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
-    found = next(line for line in status.splitlines() if line.startswith("Rss:"))
-    return int(found.split()[1]) * 1024

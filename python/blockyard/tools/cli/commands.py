@@ -18,9 +18,8 @@ from typing import Final, TextIO
 
 from blockyard._core import check_slab, inspect_slab
 from blockyard.progress import Progress, show_progress
-from blockyard.tools.cli import pictures, recording
+from blockyard.tools.cli import recording
 from blockyard.tools.cli.result import EXIT_BAD_USAGE, EXIT_OK, EXIT_WRONG, Result
-from blockyard.tools.timeline import Timeline
 from blockyard.types import SlabReport
 
 __all__ = [
@@ -44,21 +43,16 @@ _LOOK_SECONDS: Final = 0.2
 
 
 def demo(options: argparse.Namespace) -> Result:
-    """Serve a workload from three tiers, and compare every token with an unpaged run."""
-    pictures.require(options)
+    """Serve a workload from three tiers, and compare every token with the unpaged model."""
     from blockyard.tools.demo import report, run  # noqa: PLC0415 (slow to import)
 
     fields = {name: getattr(options, name) for name in run.DemoOptions.__dataclass_fields__ if name in options}
-    timeline = Timeline("step") if pictures.have_timeline(options) else None
-    found = run.make_report(run.DemoOptions(**fields), quiet=options.quiet, timeline=timeline)
+    found = run.make_report(run.DemoOptions(**fields), quiet=options.quiet)
     problem = ""
     if found.exit_code == EXIT_BAD_USAGE:
         missed = "damaged block was read" if found.damage else f"{options.sabotage} could be dropped"
         problem = f"no {missed} in this run; give it smaller pools or more requests"
-    files = {}
-    if timeline is not None:
-        files = pictures.files_of(options, "Run of blockyard demo", timeline, dict(report.rows(found)))
-    return Result(found.as_dict(), partial(report.print_report, found), found.exit_code, problem, files)
+    return Result(found.as_dict(), partial(report.print_report, found), found.exit_code, problem)
 
 
 def doctor(options: argparse.Namespace) -> Result:
@@ -102,7 +96,6 @@ def calibrate(options: argparse.Namespace) -> Result:
 
 def simulate(options: argparse.Namespace) -> Result:
     """Run fleets in virtual time."""
-    pictures.require(options)
     sim = importlib.import_module("blockyard.tools.sim")  # it needs greenlet
     faults = None if options.replay is None else sim.read_faults(options.replay)
     kinds = {"all": tuple(sim.FAULTS), "none": ()}.get(options.faults, tuple(options.faults.split(",")))
@@ -132,16 +125,9 @@ def simulate(options: argparse.Namespace) -> Result:
         print(f"replay: {found.replay_command()}", file=stream)
 
     files = {}
-    if pictures.have_timeline(options):
-        report = found.failure or sim.simulate_fleet(options.seed, fleet, faults)
-        facts = {
-            "broken promise": report.broken or "none",
-            "engines": fleet.engines,
-            "operations": report.num_operations,
-            "faults": ", ".join(map(str, report.faults)) or "none",
-            "log digest": report.digest,
-        }
-        files = pictures.files_of(options, f"Fleet of seed {report.seed}", report.timeline, facts)
+    if options.trace_events:
+        shown = found.failure or sim.simulate_fleet(options.seed, fleet, faults)
+        files[options.trace_events] = shown.timeline.write_trace_events
     return Result(found.as_dict(), show, EXIT_OK if found.failure is None else EXIT_WRONG, files=files)
 
 

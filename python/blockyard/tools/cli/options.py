@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any, Final
 
 from blockyard import __version__
 from blockyard.scheduler import PREEMPTION_MODES
-from blockyard.tools.demo.pool import GOALS
 from blockyard.tools.demo.report import SABOTAGE_KINDS
 from blockyard.workers import missing
 
@@ -27,7 +25,6 @@ exit codes:
   128+n  ended by signal n: 129 SIGHUP, 130 SIGINT (Ctrl-C), 143 SIGTERM
 """
 _SHELLS: Final = ("bash", "zsh", "fish")
-_UNITS: Final = "in GiB, or with a unit, such as 64MiB"
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -81,16 +78,15 @@ def make_parser() -> argparse.ArgumentParser:
     demo = _add_command(
         commands,
         "demo",
-        "serve a workload that does not fit its KV cache, and compare every token with an unpaged run",
+        "serve a workload that does not fit its KV cache, and compare every token with the unpaged model",
         "demo",
         "demo --device cuda --requests 200 --num-lookahead-tokens 4",
         'demo --prefix-store "file:///tmp/kv?size=64MiB"',
-        "demo --corrupt 20 --output report.txt --html report.html",
+        "demo --corrupt 20 --output report.txt",
     )
     _add_workload_options(demo)
     _add_pool_options(demo)
     _add_fault_options(demo)
-    _add_picture_options(demo)
     _add_command(
         commands,
         "doctor",
@@ -173,11 +169,6 @@ def _add_workload_options(demo: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--requests", type=_count(1), default=48, metavar="N", help="number of requests")
     group.add_argument("--seed", type=_count(0), default=0, metavar="N", help="seed of texts, lengths and samplers")
-    group.add_argument(
-        "--trace", type=Path, metavar="FILE", help="take lengths and arrivals from a trace: Mooncake JSONL or Azure CSV"
-    )
-    group.add_argument("--trace-requests", type=_count(1), default=48, metavar="N", help="rows of the trace to read")
-    group.add_argument("--scale", type=_factor, default=1 / 16, metavar="X", help="factor on the trace's lengths")
 
 
 def _add_pool_options(demo: argparse.ArgumentParser) -> None:
@@ -189,7 +180,6 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-host-blocks", type=_count(0), metavar="N", help="host blocks; with 0, the device swaps to a file"
     )
-    group.add_argument("--swap-space", type=_space, metavar="GIB", help=f"size of the host pool, {_UNITS}")
     group.add_argument(
         "--prefix-store",
         nargs="?",
@@ -198,11 +188,9 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
         help="keep cached blocks for the next run in this store: redis://HOST or file:///DIR; without a URL, in a "
         "temporary folder",
     )
-    group.add_argument("--prefix-store-space", type=_space, metavar="GIB", help=f"size of that store, {_UNITS}")
     group.add_argument(
         "--swap-store", metavar="URL", help="swap to this store: file:///DIR?size=2GiB (default: a temporary folder)"
     )
-    group.add_argument("--swap-store-space", type=_space, metavar="GIB", help=f"size of that store, {_UNITS}")
     group.add_argument("--preemption-mode", choices=PREEMPTION_MODES, default="auto", help="how to preempt a sequence")
     group.add_argument(
         "--num-lookahead-tokens", type=_count(0), default=0, metavar="N", help="draft tokens per sequence and step"
@@ -223,13 +211,6 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-num-seqs", type=_count(1), default=64, metavar="N", help="maximum number of sequences per step"
     )
-    group.add_argument("--defrag", choices=tuple(GOALS), help="move blocks off the pool's tail, or to the lowest ids")
-    group.add_argument(
-        "--shrink-to",
-        type=_count(1),
-        metavar="N",
-        help="shrink the device pool to N blocks half-way, and release the memory of the rest",
-    )
 
 
 def _add_fault_options(demo: argparse.ArgumentParser) -> None:
@@ -243,9 +224,10 @@ def _add_fault_options(demo: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_picture_options(command: argparse.ArgumentParser) -> None:
+def _add_picture_options(command: argparse.ArgumentParser, *, html: bool = True) -> None:
     group = command.add_argument_group("pictures")
-    group.add_argument("--html", type=Path, metavar="FILE", help="draw the run in this file; it needs no network")
+    if html:
+        group.add_argument("--html", type=Path, metavar="FILE", help="draw the run in this file; it needs no network")
     group.add_argument(
         "--trace-events", type=Path, metavar="FILE", help="write Trace Event JSON of the run, for ui.perfetto.dev"
     )
@@ -258,7 +240,7 @@ def _add_simulate(commands: Any) -> None:
         "run fleets of engines over one shared store in virtual time, with faults, and check each answer",
         "simulate",
         "simulate --engines 5 --seeds 10000 --faults crash,partition",
-        "simulate --seed 7 --seeds 1 --html seed-7.html",
+        "simulate --seed 7 --seeds 1 --trace-events seed-7.json",
     )
     command.add_argument(
         "--work",
@@ -296,7 +278,7 @@ def _add_simulate(commands: Any) -> None:
         metavar="FAULTS",
         help="run one seed with exactly these faults, in the form that a failure prints, or with none",
     )
-    _add_picture_options(command)
+    _add_picture_options(command, html=False)
 
 
 def _add_replay(commands: Any) -> None:
@@ -561,11 +543,6 @@ def _share(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
     return value
-
-
-def _space(text: str) -> str:
-    """Parse a size, in GiB without a unit, like vLLM's `--swap-space`; an argparse type."""
-    return f"{text}GiB" if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text, flags=re.ASCII) else text
 
 
 def _factor(text: str) -> float:

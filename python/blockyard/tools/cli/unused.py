@@ -53,10 +53,6 @@ _RULES: Final[dict[str, tuple[tuple[tuple[str, ...], Callable[[argparse.Namespac
         (("memory_utilization", "weights_gib"), lambda options: options.memory_gib is None, "without --memory-gib"),
     ),
     "simulate": ((("seeds",), lambda options: options.replay is not None, "with --replay"),),
-    "demo": (
-        (("trace_requests", "scale"), lambda options: options.trace is None, "without --trace"),
-        (("requests",), lambda options: options.trace is not None, "with --trace"),
-    ),
 }
 """By command: options, when they have no effect, and how to say so."""
 

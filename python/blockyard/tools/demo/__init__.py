@@ -1,1 +1,1 @@
-"""The demo and its workloads: the whole path, compared with an unpaged run."""
+"""The demo and its workloads: the whole path, compared with the unpaged model."""

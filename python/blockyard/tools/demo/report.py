@@ -6,10 +6,10 @@ On a terminal, rich draws the table if it is installed; otherwise the table is p
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TextIO
 
-from blockyard.tools.demo.pool import PoolReport, pool_rows
+from blockyard.types import StoreStats
 
 TIERS: Final[tuple[Literal["device", "host", "external"], ...]] = ("device", "host", "external")
 SABOTAGE_KINDS = ("swap_in", "swap_out", "copy")
@@ -18,15 +18,7 @@ SABOTAGE_KINDS = ("swap_in", "swap_out", "copy")
 
 @dataclass(frozen=True)
 class TransferCount:
-    """The blocks of one kind of transfer between two tiers.
-
-    Attributes:
-        kind: `copy`, `swap_out` or `swap_in`.
-        src: source tier.
-        dst: destination tier.
-        blocks: number of blocks.
-        bytes: number of blocks times the size of a block.
-    """
+    """Blocks and bytes of one kind of transfer (`copy`, `swap_out` or `swap_in`) between two tiers."""
 
     kind: str
     src: str
@@ -37,40 +29,10 @@ class TransferCount:
 
 @dataclass(frozen=True)
 class Peak:
-    """The maximum number of blocks that a tier held at the end of a scheduling step.
-
-    Attributes:
-        used: number of blocks that were not free.
-        total: number of blocks of the tier.
-    """
+    """The maximum number of blocks in use of a tier's `total` at the end of a scheduling step."""
 
     used: int
     total: int
-
-
-@dataclass(frozen=True)
-class SwapStoreCounters:
-    """Counters of the swap store.
-
-    Attributes:
-        written_blocks: number of blocks written.
-        written_bytes: their bytes.
-        read_blocks: number of blocks read intact.
-        read_bytes: their bytes.
-        checksum_failures: number of blocks whose payload or header does not match its checksum.
-        damaged_blocks: number of blocks rejected because they differ from what was stored.
-        misses: number of rejected blocks, by reason.
-        errors: number of failed storage operations.
-    """
-
-    written_blocks: int = 0
-    written_bytes: int = 0
-    read_blocks: int = 0
-    read_bytes: int = 0
-    checksum_failures: int = 0
-    damaged_blocks: int = 0
-    misses: dict[str, int] = field(default_factory=dict)
-    errors: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,14 +54,14 @@ class Damage:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token of a sequence that differs from the unpaged run.
+    """The first token of a sequence that the unpaged model does not choose.
 
     Attributes:
         request_id: id of the request.
         index: index of the sequence within the request.
         position: index of the generated token.
         got: token of the paged run; -1 if it ended earlier.
-        wanted: token of the unpaged run; -1 if it ended earlier.
+        wanted: token of the unpaged model; -1 if the paged run should have ended.
     """
 
     request_id: str
@@ -142,7 +104,6 @@ class Report:
         steps: number of scheduler steps.
         seconds: wall time of the paged run.
         tokens_per_second: `output_tokens` divided by `seconds`.
-        reference_seconds: wall time of the unpaged run.
         preemptions: number of preemptions by kind: `swap_host`, `swap_external`, `recompute`.
         lost: number of requests that were restarted because blocks were lost.
         transfers: blocks and bytes by kind and pair of tiers.
@@ -150,11 +111,10 @@ class Report:
         swap_store: counters of the swap store.
         damage: blocks damaged on purpose; None if not requested.
         sabotage: the transfer dropped on purpose; None if not requested.
-        compared: number of requests compared with the unpaged run.
+        compared: number of requests compared with the unpaged model.
         identical_requests: number of requests whose tokens are all equal.
         differences: first difference of every sequence that differs.
-        ties: tokens that differ only because of rounding; see `demo/ties.py`.
-        pool: the device pool during the run; None if not requested.
+        ties: number of tokens that differ only because of rounding, which counts as equal.
         prefix_store: counters of the prefix store; None if there is none.
     """
 
@@ -171,19 +131,17 @@ class Report:
     steps: int
     seconds: float
     tokens_per_second: float
-    reference_seconds: float
     preemptions: dict[str, int]
     lost: int
     transfers: list[TransferCount]
     peak: dict[str, Peak]
-    swap_store: SwapStoreCounters
+    swap_store: StoreStats
     damage: Damage | None
     sabotage: Sabotage | None
     compared: int
     identical_requests: int
     differences: list[Difference]
-    ties: list[Difference]
-    pool: PoolReport | None = None
+    ties: int
     prefix_store: dict[str, Any] | None = None
 
     @property
@@ -215,7 +173,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all attributes and the verdict for JSON; sizes in bytes, times in seconds."""
-        return asdict(self) | {"identical": self.identical, "exit_code": self.exit_code}
+        found = asdict(self) | {"swap_store": self.swap_store.as_dict()}
+        return found | {"identical": self.identical, "exit_code": self.exit_code}
 
 
 def rows(report: Report) -> list[tuple[str, str]]:
@@ -232,7 +191,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         ("workload", report.workload),
         ("requests", f"{report.requests} ({report.sequences} sequences, {report.prompt_tokens} prompt tokens)"),
         ("tokens", f"{report.output_tokens} in {report.seconds:.1f} s and {report.steps} steps"),
-        ("tokens/s", f"{report.tokens_per_second:.0f} (unpaged run: {report.reference_seconds:.1f} s)"),
+        ("tokens/s", f"{report.tokens_per_second:.0f}"),
         ("prefix cache", f"{report.cached_prompt_tokens} tokens found"),
         ("preemptions", _join({name.replace("_", " to "): count for name, count in report.preemptions.items()})),
     ]
@@ -250,12 +209,8 @@ def rows(report: Report) -> list[tuple[str, str]]:
         of = report.prefix_store
         figures = f"{of['hit_blocks']} blocks loaded, {of['written_blocks']} written"
         table.append(("prefix store", figures))
-    if report.ties:
-        places = ", ".join(f"{tie.request_id} sequence {tie.index} token {tie.position}" for tie in report.ties)
-        table.append(("ties in rounding, resolved like the paged run", places))
-    table += pool_rows(report.pool) if report.pool is not None else []
     table += _fault_rows(report)
-    table.append(("tokens identical to the unpaged Hugging Face generate run", _score(report)))
+    table.append(("tokens identical to the unpaged Hugging Face model", _score(report)))
     return table
 
 
@@ -311,7 +266,7 @@ def _print_rich(table: list[tuple[str, str]], stream: TextIO) -> None:
 
 
 def _score(report: Report) -> str:
-    tied = f" ({len(report.ties)} by a tie in rounding)" if report.ties else ""
+    tied = f" (ties in rounding: {report.ties})" if report.ties else ""
     return f"{report.identical_requests}/{report.compared}{tied}"
 
 

@@ -1,4 +1,4 @@
-"""The demo's requests: real text that every machine has, or lengths and arrivals from a trace.
+"""The demo's requests: real text that every machine has.
 
 The text is the source code and documentation of Python's standard library, one token per byte unless a model has a
 tokenizer. The same seed on the same Python installation gives the same requests, whatever the order of files on disk.
@@ -6,9 +6,8 @@ tokenizer. The same seed on the same Python installation gives the same requests
 
 from __future__ import annotations
 
-import math
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.sampling import SamplingParams
-from blockyard.traces import TraceRequest
 
 MIN_FILE_BYTES = 4096
 
@@ -33,13 +31,11 @@ class WorkItem:
         request_id: id that is unique within the workload.
         prompt: token ids, int64 `[tokens]`.
         sampling: number of sequences and tokens, and how they are sampled; no stop tokens.
-        arrival: arrival time, in seconds after the start.
     """
 
     request_id: str
     prompt: NDArray[np.int64]
     sampling: SamplingParams
-    arrival: float = 0.0
 
 
 class StandardText:
@@ -139,76 +135,9 @@ def text_workload(
     return items
 
 
-def trace_workload(
-    trace: Sequence[TraceRequest],
-    *,
-    seed: int = 0,
-    max_model_len: int | None = None,
-    text: StandardText | None = None,
-) -> list[WorkItem]:
-    """Make requests with the lengths of a trace; equal hash ids get equal text.
-
-    Args:
-        trace: lengths, arrivals and hash ids, already scaled.
-        seed: seed of texts and samplers.
-        max_model_len: maximum length of a prompt and its output, in tokens; no limit if None.
-        text: source of the prompts; the standard library if None.
-
-    Returns:
-        One request per trace row, in the same order. Prompts that share leading hash ids share the tokens of these ids.
-
-    Raises:
-        InvalidArgumentError: the trace is empty, or a request is longer than `max_model_len`.
-    """
-    if not trace:
-        raise InvalidArgumentError("trace has 0 requests, needs at least 1")
-    text = text or StandardText()
-    segments: dict[int, NDArray[np.int64]] = {}
-    items = []
-    for index, row in enumerate(trace):
-        wanted = row.input_tokens + row.output_tokens
-        if max_model_len is not None and wanted > max_model_len:
-            raise InvalidArgumentError(
-                f"request {index} of the trace has {row.input_tokens} + {row.output_tokens} tokens, "
-                f"{max_model_len} fit; scale the lengths by another factor of {max_model_len / wanted:.4f}"
-            )
-        rng = np.random.default_rng([seed, index])
-        sampling = _sampling(index, row.output_tokens, rng)
-        items.append(WorkItem(f"trace-{index}", _trace_prompt(row, text, rng, seed, segments), sampling, row.arrival))
-    return items
-
-
 def _sampling(index: int, max_tokens: int, rng: np.random.Generator) -> SamplingParams:
     """Vary the requests: every third one forks into two sampled sequences; every second of the others is sampled."""
     forked = index % 3 == 1
     temperature = 0.8 if forked or index % 2 else 0.0
     seed = int(rng.integers(0, 2**31))
     return SamplingParams(max_tokens=max_tokens, n=2 if forked else 1, temperature=temperature, seed=seed)
-
-
-def _trace_prompt(
-    row: TraceRequest,
-    text: StandardText,
-    rng: np.random.Generator,
-    seed: int,
-    segments: dict[int, NDArray[np.int64]],
-) -> NDArray[np.int64]:
-    """Join the texts of the row's hash ids; the rest is text that only this request has.
-
-    Position `p` belongs to id `floor(p / hash_tokens)`. Equal leading ids get equal tokens even in a scaled trace,
-    whose ids may cover a fraction of a token.
-    """
-    prompt = text.take(rng, row.input_tokens)
-    if not row.hash_ids:
-        return prompt
-    positions = np.arange(row.input_tokens)
-    owners = np.floor(positions / row.hash_tokens).astype(np.int64)
-    length = math.ceil(row.hash_tokens) + 1
-    for owner in np.unique(owners[owners < len(row.hash_ids)]).tolist():
-        hash_id = row.hash_ids[owner]
-        if hash_id not in segments:
-            # The 1 separates these streams from the requests' streams, which are seeded by two numbers.
-            segments[hash_id] = text.take(np.random.default_rng([seed, hash_id, 1]), length)
-        mine = positions[owners == owner]
-        prompt[mine] = segments[hash_id][mine - mine[0]]
-    return prompt
