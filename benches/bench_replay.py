@@ -48,7 +48,9 @@ def requests_of(count: int) -> PackedTrace:
     lengths = np.full(count, BLOCKS * 16 + 1)
     distinct = BEGINNINGS * SHARED + count * own
     none, one = np.zeros(count, np.int64), np.ones(count, np.int64)
-    return PackedTrace(16, blocks.reshape(-1), starts, lengths, distinct, none, one)
+    return PackedTrace(
+        16, blocks.reshape(-1), starts, lengths, distinct, none, one, none.astype(np.float64), (None,) * len(none)
+    )
 
 
 def chats(count: int = 1500) -> list[TraceRequest]:

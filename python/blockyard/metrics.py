@@ -97,6 +97,8 @@ _MANAGER_COUNTERS: Final = (
     _one("merged_blocks", "Blocks computed twice and merged into one."),
     _one("copied_blocks", "Blocks copied on write."),
     _by_tier("evicted_blocks", "Cached blocks evicted.", "evicted_blocks"),
+    _Spec("hinted_turns", "Turns freed with a hint.", lambda stats: stats.hinted_turns, "hint"),
+    _Spec("resumed_turns", "Those that another turn followed.", lambda stats: stats.resumed_turns, "hint"),
     _by_tier("swapped_out_blocks", "Blocks swapped out to a tier.", "swapped_out_blocks"),
     _by_tier("swapped_in_blocks", "Blocks swapped in from a tier.", "swapped_in_blocks"),
     _one("moved_blocks", "Blocks moved by defragmentation."),

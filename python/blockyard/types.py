@@ -80,6 +80,8 @@ class ManagerStats:
         pinned_blocks: for each tier, number of pinned blocks.
         uncopied_blocks: number of evicted device blocks that did not go to the host: it had no room for them, or
             `host_copies_per_step` was reached. 0 without host copies.
+        hinted_turns: for each hint, how often it was given; 0 if the eviction policy takes no hints.
+        resumed_turns: for each hint, number of those turns that another turn of the conversation followed.
     """
 
     sequences: int
@@ -106,6 +108,8 @@ class ManagerStats:
     evicted_blocks: dict[str, int]
     pinned_blocks: dict[str, int]
     uncopied_blocks: int
+    hinted_turns: dict[str, int]
+    resumed_turns: dict[str, int]
 
     @property
     def hit_rate(self) -> float:

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -180,7 +179,6 @@ class Watched:
 
 def hits_of_an_engine(requests: list[TraceRequest], policy: str, device: int, host: int, budget: int) -> Watched:
     """Serve one request at a time, with copies that take no time."""
-    apart = [replace(request, arrival=1000.0 * number) for number, request in enumerate(requests)]
     options = EngineOptions(
         device,
         host,
@@ -192,15 +190,15 @@ def hits_of_an_engine(requests: list[TraceRequest], policy: str, device: int, ho
         host_latency=0.0,
     )
     watched = Watched(options.block_size)
-    watched.loaded = replay_times(apart, options, watched, watch=watched).loaded_blocks
+    watched.loaded = replay_times(requests, options, watched, watch=watched).loaded_blocks
     return watched
 
 
 def conversations(rng: random.Random, turns: int, size: int) -> list[TraceRequest]:
-    """Turns whose prompts repeat others; the trace tells the blocks of some answers."""
+    """Turns whose prompts repeat others, far apart; the trace tells the blocks of some answers."""
     texts = [[rng.randrange(1000) for _ in range(rng.randint(1, 12))] for _ in range(rng.randint(3, 30))]
     requests = []
-    for _ in range(turns):
+    for number in range(turns):
         ids = (rng.choice(texts) + rng.choice(texts))[: rng.randint(1, 20)]
         more, output = rng.randrange(3 * size), rng.choice((1, 1, 5, 100))
         answer = []
@@ -208,7 +206,7 @@ def conversations(rng: random.Random, turns: int, size: int) -> list[TraceReques
             answer = [rng.randrange(1000) for _ in range((more + output - 1) // size)]
         texts[rng.randrange(len(texts))] = ids + answer  # it goes on from there
         prompt = (len(ids) * size + more, output, ids, float(size))
-        requests.append(TraceRequest(0.0, *prompt, output_hash_ids=answer))
+        requests.append(TraceRequest(1e5 * number, *prompt, output_hash_ids=answer))
     return requests
 
 

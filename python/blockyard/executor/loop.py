@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager, StepDecision, StepOwner
 from blockyard.errors import BlockyardError, StepOrderError, UnknownTicketError
 from blockyard.executor.executor import Executor, StepDone, all_lost
+from blockyard.stores.threaded.runtime import runtime
 
 if TYPE_CHECKING:
     from blockyard.prefix_store import PrefixStore
@@ -56,6 +57,7 @@ class StepLoop:
         self.prefix_store = prefix_store
         self._manager = manager
         self._steps = steps
+        self._clock = runtime().monotonic
         self._open: set[int] = set()  # tickets whose transfers have not been reported
         self._ended: dict[int, StepEnd] = {}  # not reported yet
         self._is_changing = False  # if set when a call begins, an exception ended the last one
@@ -84,7 +86,7 @@ class StepLoop:
         if self._is_changing:
             self.give_up_all()
         self._is_changing = True
-        decision = self._steps.take_decision(prefetch=prefetch)
+        decision = self._steps.take_decision(prefetch=prefetch, now=self._clock())
         self._open.add(decision.ticket)
         try:
             self.executor.submit(decision, by_layer=by_layer)

@@ -12,6 +12,7 @@ that to `allocate(seq, n)`, and call `hash_blocks(seq)` after each step. Nothing
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -510,7 +511,7 @@ class BlockManager:
         Raises:
             SequenceStateError: one of these sequences has lost blocks; it can only be freed.
         """
-        decision = keep(self._decisions, self.manager.take_decision)
+        decision = keep(self._decisions, partial(self.manager.take_decision, now=time.monotonic()))
         lost: list[_core.Pairs] | None = None
         try:
             if not len(decision):

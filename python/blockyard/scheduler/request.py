@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import isnan
 from operator import index
-from typing import Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ __all__ = ["Fetch", "Finished", "IdleSequences", "Rank", "Request", "RequestStat
 Rank: TypeAlias = tuple[int, float, int]
 """Priority, arrival and number of a request; the lowest goes first."""
 
+HINTS: Final = ("over", "tool_call", "turn")
 NO_TOKEN = 0xFFFF_FFFF
 """The only uint32 that the prefix cache does not accept as a token id."""
 PRIORITIES = 1 << 63
@@ -50,6 +51,8 @@ class Request:
         extras: other inputs that determine what the model computes, such as images: `(start, length, digest)` with the
             position of the first token, the number of tokens and bytes. They lie within the prompt and the `max_tokens`
             after it. Requests share a block only if the extras of its tokens and of all before them are equal.
+        hint: what you know of the conversation when the request ends: `"over"`, `"tool_call"` or `"turn"`, see
+            `BlockManager.free`; None if you do not know.
 
     Example:
         >>> from blockyard import Request
@@ -66,6 +69,7 @@ class Request:
     salt: bytes | None = None
     lora_id: int = 0
     extras: Sequence[tuple[int, int, bytes]] = ()
+    hint: Literal["over", "tool_call", "turn"] | None = None
 
     def __post_init__(self) -> None:
         """Turn NumPy's integers into ints, whose sums do not overflow. `Scheduler.add` refuses all other values."""
@@ -303,6 +307,10 @@ def _check_fields(request: Request, max_num_seqs: int) -> None:
         )
     if not isinstance(request.salt, bytes | bytearray | None):
         raise InvalidArgumentError(f"request {request.request_id!r} has salt {request.salt!r}, must be bytes or None")
+    if request.hint is not None and not (isinstance(request.hint, str) and request.hint in HINTS):
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} has hint {request.hint!r:.60}, must be None or one of {', '.join(HINTS)}"
+        )
     if request.n > max_num_seqs:
         raise InvalidArgumentError(
             f"request {request.request_id!r} wants {request.n} sequences, max_num_seqs is {max_num_seqs}"

@@ -40,7 +40,9 @@ from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, Se
 from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, count_step, sampled_tokens
 from blockyard.scheduler.stop_tokens import StopTokens
 from blockyard.scheduler.swapping import Swapping
+from blockyard.stores.threaded.runtime import runtime
 from blockyard.traces.recorder import TokenRecorder, TraceRecorder
+from blockyard.traces.request import Hint
 
 if TYPE_CHECKING:
     from blockyard.executor.executor import Executor
@@ -126,6 +128,7 @@ class Scheduler:
         limits = options.check_options(manager, preemption_mode, *limits)
         self._max_num_seqs, self._max_num_batched_tokens, self._num_lookahead_tokens, self._overtakes = limits
         self.manager = manager
+        self._clock = runtime().monotonic
         self._change = Change()
         self._stats = SchedulerStats()
         self._prefix_caching = manager.prefix.enabled
@@ -351,7 +354,7 @@ class Scheduler:
         if self._loop is not None:
             decision = self._loop.steps.begin(by_layer=by_layer, prefetch=self._overlap_io)
         else:
-            decision = self.manager.take_decision(prefetch=self._overlap_io)
+            decision = self.manager.take_decision(prefetch=self._overlap_io, now=self._clock())
         step = self._in_flight = self._builder.build(decision, self._rows)
         self._swapping.begin(decision.ticket)
         return step
@@ -525,21 +528,28 @@ class Scheduler:
                 self._waiting.push(IdleSequences(state, [index], [rows.tokens_of(row)], forks=rows.fork_count(row)))
         self._remove(gone)
 
-    def _remove(self, gone: NDArray[np.int64]) -> None:
-        self.manager.free(self._rows.handles[gone])
+    def _remove(self, gone: NDArray[np.int64], hints: Sequence[Hint | None] = ()) -> None:
+        """Free rows with the hints of their requests, if they ended."""
+        handles = self._rows.handles[gone]
+        if any(hints):
+            for hint in dict.fromkeys(hints):
+                self.manager.free(handles[[other == hint for other in hints]], hint=hint)
+        else:
+            self.manager.free(handles)
         self._rows.remove(gone)
 
     def _end(self, gone: NDArray[np.int64]) -> list[RequestState]:
         """Keep the generated tokens of some rows' sequences, and free these. Returns the finished requests."""
-        rows, done = self._rows, []
+        rows, done, hints = self._rows, [], list[Hint | None]()
         fields = rows.fields.take(gone, axis=1)
         each = zip(fields[SEAT].tolist(), fields[BASE].tolist(), fields[LENGTH].tolist(), strict=True)
         for seat, base, length in each:
             state, index = rows.owner_at(seat)
+            hints.append(state.request.hint)
             state.outputs[index] = rows.generated_in(seat, base + len(state.prompt), base + length)
             if state.alive and not state.left:
                 done.append(state)
-        self._remove(gone)
+        self._remove(gone, hints)
         return done
 
     # ---- who leaves, and who starts again ----

@@ -8,15 +8,17 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 MAX_TOKENS = 2**31 - 1
+Hint: TypeAlias = Literal["over", "tool_call", "turn"]
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 AZURE_HEADER = ",".join(AZURE_COLUMNS)
 BAILIAN_BLOCK_TOKENS = 16
 MAX_SESSION_DEPTH = 8
 _AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|\+00:00)?")
 
+_HINTS: dict[object, Hint] = {"tool_use": "tool_call", "end_turn": "turn"}
 
 @dataclass(frozen=True)
 class TraceRequest:
@@ -34,6 +36,7 @@ class TraceRequest:
         delay: seconds from the last of these answers to this request.
         output_hash_ids: ids of the full blocks after those of `hash_ids`, whose last tokens were generated. Empty if
             unknown: only a `TraceRecorder` writes them.
+        hint: what the engine knew when the answer ended: `"tool_call"`, `"turn"` or `"over"`; None if unknown.
     """
 
     arrival: float
@@ -45,6 +48,7 @@ class TraceRequest:
     after: tuple[int, ...] = ()
     delay: float = 0.0
     output_hash_ids: Sequence[int] = ()
+    hint: Hint | None = None
 
 
 # A request and its time on the trace's clock, in nanoseconds: seven decimals of a second do not fit in a float.
@@ -208,7 +212,7 @@ class _Session:
         """
         if not isinstance(requests, list) or depth > MAX_SESSION_DEPTH:
             raise ValueError(f"requests is {_shorten(requests)}, not a list of at most {MAX_SESSION_DEPTH} levels")
-        last = start
+        last, final = start, _last_request(requests)
         sub_agents: list[tuple[float, tuple[int, ...]]] = []
         for fields in requests:
             if not isinstance(fields, dict) or "t" not in fields:
@@ -225,7 +229,8 @@ class _Session:
             waits = (*after, *(part for _, parts in done for part in parts))
             ended = max([ended, *(end for end, _ in done)])
             index = self._first_row + len(self.rows)
-            self.rows.append((round(now * 1e9), self._request(fields, waits, max(now - ended, 0.0) if waits else 0.0)))
+            request = self._request(fields, waits, max(now - ended, 0.0) if waits else 0.0)
+            self.rows.append((round(now * 1e9), replace(request, hint="over") if fields is final else request))
             after, last = (index,), now
             ended = now + _number(fields, "api_time", "seconds") if "api_time" in fields else now
         return (*after, *(part for _, parts in sub_agents for part in parts))
@@ -251,7 +256,14 @@ class _Session:
             session=self._number,
             after=after,
             delay=delay,
+            hint=_HINTS.get(fields.get("stop")) if isinstance(fields.get("stop"), str) else None,
         )
+
+
+def _last_request(fields: list[Any]) -> object:
+    """Return an agent's last request, after which its conversation is over; None if it has none."""
+    own = (entry for entry in reversed(fields) if isinstance(entry, dict) and "requests" not in entry)
+    return next(own, None)
 
 
 def _json_object(text: str, *needed: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
 use crate::convert::values::picklable;
 use crate::locks::{Guard, InnerLock, lock};
-use crate::manager::policies::policy;
+use crate::manager::policies::{self, policy};
 use blockyard_core::offload::{Lookup, Names, OffloadCache, Stored};
 use blockyard_core::{BlockId, Key, Policies};
 use numpy::PyArray1;
@@ -261,14 +261,34 @@ impl PyOffloadManager {
     ///     keys: bytes, in any collection, most important first: the first key is evicted last.
     ///     inserted: those of them that were only stored, not used again: they are put in this order too, but do not
     ///         count as used. Bytes, in any collection.
+    ///     ended: when the request ended that all of these keys are of, in seconds of any monotonic clock; the policy learns
+    ///         from it how soon conversations go on. None if no request ends.
+    ///     hint: what you know of its conversation then: `"over"`, `"tool_call"` or `"turn"`, see `BlockManager.free`.
     /// Raises:
-    ///     InvalidArgumentError: a key is not bytes.
-    #[pyo3(signature = (keys, inserted = None))]
-    fn touch(&self, keys: &Bound<'_, PyAny>, inserted: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    ///     InvalidArgumentError: a key is not bytes, `ended` is not a finite number from 0 on, or the hint is unknown, or
+    ///         given without `ended`.
+    #[pyo3(signature = (keys, inserted = None, *, ended = None, hint = None))]
+    fn touch(
+        &self,
+        keys: &Bound<'_, PyAny>,
+        inserted: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::step_time)] ended: Option<f64>,
+        hint: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let hint = policies::hint(hint)?;
+        if ended.is_some_and(|ended| !(ended >= 0.0 && ended.is_finite())) || (hint.is_some() && ended.is_none()) {
+            let found = ended.map_or_else(|| "None".to_owned(), |ended| ended.to_string());
+            return Err(invalid(format!(
+                "ended is {found}, must be a finite number of seconds, 0 or more, with a hint"
+            )));
+        }
         let inserted = inserted.map_or(Ok(Vec::new()), |keys| self.read_keys(keys, "inserted"))?;
         let (keys, inserted) = (self.read_keys(keys, "keys")?, inserted.into_iter().collect());
         let mut state = self.lock();
         state.cache.look_ahead_chunks(&keys);
+        if let Some(ended) = ended {
+            state.cache.end_turn(&keys, ended, hint);
+        }
         state.cache.touch(&keys, &inserted);
         Ok(())
     }

@@ -295,10 +295,11 @@ impl Rings {
         self.pop_older(ring, count, 0, out);
     }
 
-    /// Like `pop_into`, but stops at a block that was put there fewer than `least_age` insertions ago.
-    pub(crate) fn pop_older(&mut self, ring: usize, mut count: usize, least_age: u32, out: &mut Vec<BlockId>) {
+    /// Like `pop_into`, but stops at a block that was put there fewer than `least_age` insertions ago. Returns the stamp
+    /// of the last block; 0 if there is none.
+    pub(crate) fn pop_older(&mut self, ring: usize, mut count: usize, least_age: u32, out: &mut Vec<BlockId>) -> u32 {
         let Ring { swept, rest } = &mut self.each[ring];
-        let mut stamps = [0; TOGETHER];
+        let (mut stamps, mut last) = ([0; TOGETHER], 0);
         while count > 0 {
             let queue = if swept.first().is_some() { &mut *swept } else { &mut *rest };
             let mut entries = queue.firsts(count.min(TOGETHER));
@@ -308,7 +309,7 @@ impl Rings {
             }
             let read = entries.len();
             if read == 0 {
-                return;
+                break;
             }
             // Keep this loop minimal, so that many cache misses overlap.
             for (stamp, (block, _)) in stamps.iter_mut().zip(entries) {
@@ -324,12 +325,14 @@ impl Rings {
                     self.stamps[block.index()] = 0;
                     self.len -= 1;
                     count -= 1;
+                    last = stamp;
                     out.push(block);
                 }
             }
             queue.at += read;
             self.entries -= read;
         }
+        last
     }
 
     /// Insertions since the first block of a ring was put there.

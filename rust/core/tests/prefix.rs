@@ -2,7 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::{
-    BlockId, Cached, Config, Departure, Eviction, Evictor, KeySpec, Manager, Policies, Prompt, SequenceId, StoreWrites,
+    BlockId, Cached, Config, Departure, Eviction, Evictor, Hint, KeySpec, Manager, Policies, Prompt, SequenceId, StoreWrites,
     Tier,
 };
 use proptest::prelude::*;
@@ -51,6 +51,14 @@ fn prompts() -> impl Strategy<Value = Vec<(Vec<u32>, u8, usize)>> {
     prop::collection::vec((tokens, 0u8..16, 0usize..4), 1..60)
 }
 
+/// What the engine knows when each turn ends, how many seconds pass before it, and of which prompt it speaks after it.
+fn endings() -> impl Strategy<Value = Vec<(Option<Hint>, f64, Option<(usize, Hint)>)>> {
+    let hint = prop::sample::select(&Hint::ALL[..]);
+    let seconds = prop::sample::select(vec![0.0, 0.3, 4.0, 60.0, 1e6]);
+    let later = prop::option::weighted(0.2, (0usize..60, hint.clone()));
+    prop::collection::vec((prop::option::of(hint), seconds, later), 1..60)
+}
+
 #[test]
 fn a_prompt_admitted_again_is_found_and_not_counted() {
     let (mut manager, mut out) = (manager(8, Eviction::Lru), Vec::new());
@@ -65,13 +73,25 @@ fn a_prompt_admitted_again_is_found_and_not_counted() {
 
 proptest! {
     #[test]
-    fn no_block_is_evicted_before_one_that_needs_it(eviction in policies(), blocks in 8usize..40, prompts in prompts()) {
+    fn no_block_is_evicted_before_one_that_needs_it(
+        eviction in policies(),
+        blocks in 8usize..40,
+        prompts in prompts(),
+        endings in endings(),
+    ) {
         let mut manager = manager(blocks, eviction);
         let mut live = Vec::new();
-        let mut seen = Vec::new();
-        for (tokens, priority, left) in prompts {
+        let mut seen: Vec<Vec<u32>> = Vec::new();
+        let mut now = 0.0;
+        for ((tokens, priority, left), (hint, seconds, later)) in prompts.into_iter().zip(endings.iter().cycle()) {
+            now += seconds;
+            manager.set_now(now).unwrap();
             while live.len() > left {
-                manager.free(&[live.remove(0)]).unwrap();
+                manager.free_with_hint(&[live.remove(0)], *hint).unwrap();
+                manager.check().unwrap();
+            }
+            if let Some((tokens, hint)) = later.and_then(|(at, hint)| Some((seen.get(at)?, hint))) {
+                manager.hint(&prompt(tokens), hint).unwrap();
                 manager.check().unwrap();
             }
             if let Some(sequence) = open(&mut manager, &tokens) {

@@ -2,6 +2,8 @@
 
     {"action_type": "blockyard.pin", "payload": {"seconds": 600}}     keep the request's chunks in host memory this long
     {"action_type": "blockyard.wait", "payload": {"seconds": 0.5}}    wait at most this long for an external store
+    {"action_type": "blockyard.conversation", "payload": {"hint": "over"}}    what is known of the conversation when the
+        request ends: `"over"`, `"tool_call"` or `"turn"`, see `BlockManager.free`
 
 Other actions are ignored.
 """
@@ -9,7 +11,7 @@ Other actions are ignored.
 from __future__ import annotations
 
 import heapq
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from blockyard.integrations.compat import engine_log
 from blockyard.offload import OffloadManager
@@ -20,15 +22,18 @@ __all__ = ["Hints", "Pins", "read_hints"]
 _LOG = engine_log("vLLM")
 _PIN: Final = "blockyard.pin"
 _WAIT: Final = "blockyard.wait"
+_CONVERSATION: Final = "blockyard.conversation"
+_CONVERSATIONS: Final = ("over", "tool_call", "turn")
 _MAX_SECONDS: Final = 86_400.0
 _SHARE: Final = 2  # at most one chunk in 2 is pinned
 
 
 class Hints(NamedTuple):
-    """Seconds for each action; None if not requested."""
+    """Seconds for the first actions, and the hint of the last; None if not requested."""
 
     pin: float | None = None
     wait: float | None = None
+    conversation: Literal["over", "tool_call", "turn"] | None = None
 
 
 def read_hints(context: Any) -> Hints:
@@ -39,8 +44,15 @@ def read_hints(context: Any) -> Hints:
     known = context.get_state(Hints)
     if known is not None:
         return known  # type: ignore[no-any-return]
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     for action in envelope.actions:
+        if action.action_type == _CONVERSATION:
+            hint = action.payload.get("hint")
+            if isinstance(hint, str) and hint in _CONVERSATIONS:
+                found["conversation"] = hint
+            else:
+                _LOG.warning("%s has hint %r, must be one of %s", _CONVERSATION, hint, ", ".join(_CONVERSATIONS))
+            continue
         if action.action_type not in {_PIN, _WAIT}:
             continue
         seconds = action.payload.get("seconds")

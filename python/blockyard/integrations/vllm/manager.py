@@ -182,7 +182,8 @@ class BlockyardManager(OffloadingManager):
             self._recorder.finish(req_context)
         chain = _Chain.of(req_context)
         inserted = [key for key, is_found in chain.keys.items() if not is_found]
-        self._offload.touch(chain.in_order(req_context), inserted)
+        hint = read_hints(req_context).conversation
+        self._offload.touch(chain.in_order(req_context), inserted, ended=time.monotonic(), hint=hint)
         chain.is_whole = True
         if self._external is not None:
             self._external.finish(req_context)

@@ -316,6 +316,12 @@ def _add_replay(commands: Any) -> None:
         help="eviction policies: lru, adaptive; optimal knows the future, so no policy of a device pool does better",
     )
     command.add_argument(
+        "--hints",
+        action="store_true",
+        help="tell the cache what the trace knows when an answer ends: a tool is called, the turn ends, or the agent "
+        "is over; only traces of kv-cache-tester know it",
+    )
+    command.add_argument(
         "--window",
         type=_share,
         default=0.0,

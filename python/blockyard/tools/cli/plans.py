@@ -15,7 +15,7 @@ from blockyard.tools.cli import pictures, replays
 from blockyard.tools.cli.result import EXIT_OK, EXIT_WRONG, Result
 from blockyard.tools.replay.plan import GIB, Choice, Plan, Prices, make_plan
 from blockyard.tools.replay.sweep import open_executor
-from blockyard.traces import TraceRequest, read_trace
+from blockyard.traces import TraceRequest
 
 __all__ = ["plan"]
 
@@ -29,7 +29,7 @@ def plan(options: argparse.Namespace) -> Result:
     step_time = replays.step_time_of(options)
     if step_time is None:
         raise InvalidArgumentError("plan needs step times: give --step-time or --fit")
-    requests = read_trace(options.trace, first=options.first, hash_tokens=options.hash_tokens)
+    requests = replays.requests_of(options.trace, options)
     policies, modes = replays.names_of(options.policies), replays.modes_of(options)
     with open_executor(options.jobs) as executor, show_progress("plan", quiet=options.quiet) as view:
         found = make_plan(

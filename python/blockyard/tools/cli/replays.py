@@ -30,7 +30,7 @@ from blockyard.tools.replay.sweep import Point, open_executor, read_blocks, swee
 from blockyard.tools.timeline import Timeline
 from blockyard.traces import TraceRequest, read_trace
 
-__all__ = ["bytes_per_block", "engine_of", "modes_of", "names_of", "replay", "step_time_of", "timeline_of"]
+__all__ = ["bytes_per_block", "engine_of", "modes_of", "names_of", "replay", "requests_of", "step_time_of", "timeline_of"]
 
 _MILLISECONDS: Final = 1e3
 _ENOUGH: Final = 0.9
@@ -42,7 +42,7 @@ def replay(options: argparse.Namespace) -> Result:
     """Run traces through caches, or serve them with engines."""
     pictures.require(options)
     step_time = step_time_of(options)
-    traces = [(path, read_trace(path, first=options.first, hash_tokens=options.hash_tokens)) for path in options.traces]
+    traces = [(path, requests_of(path, options, hints=options.hints)) for path in options.traces]
     with (
         open_executor(options.jobs) as executor,
         show_progress("replay", quiet=options.quiet) as view,
@@ -50,6 +50,22 @@ def replay(options: argparse.Namespace) -> Result:
         if step_time is None:
             return _hits(options, traces, executor, view)
         return _times(options, traces, step_time, executor, view)
+
+
+def requests_of(path: Path, options: argparse.Namespace, *, hints: bool = False) -> list[TraceRequest]:
+    """Read a trace; what it knows of the ends of answers stays in it only if hints are asked for.
+
+    Raises:
+        InvalidArgumentError: hints are asked for, and the trace has none.
+    """
+    requests = read_trace(path, first=options.first, hash_tokens=options.hash_tokens)
+    if not hints:
+        return [replace(request, hint=None) for request in requests]
+    if all(request.hint is None for request in requests):
+        raise InvalidArgumentError(
+            f"--hints needs a trace with hints, and {path} has none; those of kv-cache-tester do"
+        )
+    return requests
 
 
 def step_time_of(options: argparse.Namespace) -> StepTime | None:

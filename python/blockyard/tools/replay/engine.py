@@ -19,9 +19,10 @@ from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksEr
 from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
 from blockyard.scheduler.step import Step
 from blockyard.stores.base import StoreStats
+from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.tools.replay.link import CopyLink
 from blockyard.tools.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
-from blockyard.tools.replay.store_tier import StoreTier
+from blockyard.tools.replay.store_tier import ReplayClock, StoreTier
 from blockyard.traces import TraceRequest
 
 __all__ = ["EngineOptions", "ReplayWatch", "StepTime", "Times", "replay_times"]
@@ -284,15 +285,16 @@ class _Replay:
         self._to_device = CopyLink(options.host_bandwidth, options.host_latency)
         self._to_host = CopyLink(options.host_bandwidth, options.host_latency)
         self._tier = self._open_store() if options.store_blocks else None
-        self._scheduler = Scheduler(
-            self._manager,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            preemption_mode=self._preemption(),
-            num_lookahead_tokens=_MAX_STEPS - 1,
-            overlap_io=True,
-            prefetch=None if self._tier is None else self._tier.prefixes.prefetch,
-        )
+        with use_runtime(ReplayClock(lambda: self._now)):
+            self._scheduler = Scheduler(
+                self._manager,
+                max_num_seqs=options.max_num_seqs,
+                max_num_batched_tokens=options.max_num_batched_tokens,
+                preemption_mode=self._preemption(),
+                num_lookahead_tokens=_MAX_STEPS - 1,
+                overlap_io=True,
+                prefetch=None if self._tier is None else self._tier.prefixes.prefetch,
+            )
         self._open: list[tuple[float, int]] = []  # heap of (when a ticket's copies have landed, ticket)
         self._clients = _Clients(requests, options.max_concurrent_sessions)
         self._queued = np.full(len(requests), np.nan)
@@ -394,7 +396,9 @@ class _Replay:
         try:
             text = self._text(number)
             prompt = text[: row.input_tokens]
-            self._scheduler.add(Request(str(number), prompt, max_tokens=row.output_tokens, arrival=self._now))
+            self._scheduler.add(
+                Request(str(number), prompt, max_tokens=row.output_tokens, arrival=self._now, hint=row.hint)
+            )
             self._seats += 1
             if row.output_hash_ids:
                 self._answers[number] = text

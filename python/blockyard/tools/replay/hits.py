@@ -50,8 +50,8 @@ def replay_hits(
 ) -> Hits:
     """Send every request through a pool. Each is looked up, computed and freed before the next one comes.
 
-    Blocks that the device evicts move to the host, if there is one. An answer takes blocks, too; a later prompt finds
-    them if the trace identifies them, as recordings do.
+    Each takes no time, and ends with the trace's hint. Blocks that the device evicts move to the host, if there is one.
+    An answer takes blocks, too; a later prompt finds them if the trace identifies them, as recordings do.
 
     `replay_times` finds the same blocks if requests come one at a time, no copy takes time, its `block_size` is the
     trace's, and its watermark is 0. It differs a little with a host, as it decides up to 64 steps of decoding at once,
@@ -103,6 +103,7 @@ class _RequestServer:
         # What stays cached depends on what one step evicts, except in a device pool that evicts by LRU. There one step
         # computes all. A step of decoding takes at most one block.
         self._by_block = self._with_host or policy != "lru"
+        self._now = 0.0
         self._budget = budget if self._by_block else OWN_TOKENS
 
     def serve_all(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -114,6 +115,7 @@ class _RequestServer:
         inputs, named, fits = trace.input_tokens.tolist(), named.tolist(), trace.needed <= manager.pool().num_blocks
         found, host = np.zeros(len(trace), np.int64), np.zeros(len(trace), np.int64)
         for number in np.flatnonzero(fits).tolist():
+            self._now = float(trace.arrivals[number])
             text = np.repeat(parts[starts[number] : starts[number + 1]], size)
             text[scaled(named[number]) :] = ANSWER_TOKEN
             prompt: NDArray[np.uint32] | HashedPrompt = text[: scaled(inputs[number])]
@@ -128,7 +130,7 @@ class _RequestServer:
                 self._prefill(sequence, done, inputs[number])
             if inputs[number] < ends[number]:
                 self._decode(sequence, inputs[number], ends[number], text)
-            manager.free(sequence)
+            manager.free(sequence, hint=trace.hints[number])
         return found - host, host
 
     def _prefill(self, sequence: Sequence, done: int, end: int) -> None:
@@ -153,7 +155,7 @@ class _RequestServer:
     def _compute(self, sequence: Sequence, steps: int = 1) -> None:
         """Take the decisions of some steps, until one moves no block, and publish the blocks that they fill."""
         for _ in range(steps if self._with_host else 1):
-            decision = self._manager.take_decision()
+            decision = self._manager.take_decision(now=self._now)
             self._manager.complete(decision.ticket)
             if not decision:
                 break

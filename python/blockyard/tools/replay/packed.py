@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.traces import TraceRequest
+from blockyard.traces.request import Hint
 
 __all__ = ["ANSWER_TOKEN", "NEVER", "OWN_TOKENS", "PackedTrace"]
 
@@ -34,6 +35,8 @@ class PackedTrace:
         num_distinct: number of distinct blocks.
         answer_blocks: how many of each request's last blocks end in its answer, int64 `[r]`.
         output_tokens: answer lengths, int64 `[r]`.
+        arrivals: when each request arrives, in seconds, float64 `[r]`.
+        hints: what the engine knows of each conversation when its answer ends; see `TraceRequest.hint`.
     """
 
     block_tokens: int
@@ -43,6 +46,8 @@ class PackedTrace:
     num_distinct: int
     answer_blocks: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
+    arrivals: NDArray[np.float64]
+    hints: tuple[Hint | None, ...]
 
     @classmethod
     def of(cls, requests: Sequence[TraceRequest]) -> PackedTrace:
@@ -75,7 +80,12 @@ class PackedTrace:
             own[counts[number] :] = np.asarray(request.output_hash_ids, np.int64)[: answers[number]]
         blocks, num_distinct = _number(ids, starts)
         output_tokens = np.array([request.output_tokens for request in requests], np.int64)
-        return cls(block_tokens, blocks, starts, input_tokens, num_distinct, answers.astype(np.int64), output_tokens)
+        arrivals = np.array([request.arrival for request in requests], np.float64)
+        hints = tuple(request.hint for request in requests)
+        answer_blocks = answers.astype(np.int64)
+        return cls(
+            block_tokens, blocks, starts, input_tokens, num_distinct, answer_blocks, output_tokens, arrivals, hints
+        )
 
     def __len__(self) -> int:
         """Number of requests."""

@@ -228,7 +228,7 @@ class _Store(ExternalStore):
         return self._named[1]
 
 
-class _Clock(Runtime):
+class ReplayClock(Runtime):
     """The replay's clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -266,7 +266,7 @@ class StoreTier:
         alarms = (self._loads, self._writes)
         self._store = _Store(num_blocks, bytes_per_block, storage, clock, alarms)
         engine: Any = _TimedEngine(bytes_per_block, copies, clock, alarms)
-        with use_runtime(_Clock(clock)):
+        with use_runtime(ReplayClock(clock)):
             self.prefixes = PrefixStore(
                 manager, engine, self._store, writes=writes, max_staging=max(256 << 20, 4 * bytes_per_block)
             )

@@ -8,7 +8,7 @@ use blockyard_core::memory;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::{PyBytes, PyDict, PyFloat, PyInt, PyList, PyString};
+use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString};
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
@@ -178,6 +178,14 @@ impl<'py> Argument<'py> for Bound<'py, PyAny> {
     fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
         Ok(value.clone())
     }
+}
+
+/// Reads `now`, which may be missing: a bool is no time.
+pub(crate) fn step_time(value: &Bound<'_, PyAny>) -> PyResult<Option<f64>> {
+    if value.is_instance_of::<PyBool>() {
+        return Err(invalid(format!("now is {}, must be a finite number of seconds, 0 or more", shown(value))));
+    }
+    now(value)
 }
 
 /// Describes a value's type, and an array's dtype and shape, for messages.

@@ -3,7 +3,7 @@
 use crate::convert::args::{self, Argument, shown};
 use crate::convert::errors::{invalid, to_py};
 use crate::manager::group::PyCacheGroup;
-use blockyard_core::{Eviction, Group, MAX_EVENTS, Manager, Policies, ReuseOrder, Tier};
+use blockyard_core::{Eviction, Group, Hint, MAX_EVENTS, Manager, Policies, ReuseOrder, Tier};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use std::fmt::Display;
@@ -151,6 +151,16 @@ pub(crate) fn of(reuse_order: &str, caching: &CachingOptions) -> PyResult<Polici
 
 pub(crate) fn policy(name: &str) -> PyResult<Eviction> {
     Eviction::from_name(name).ok_or_else(|| unknown("eviction", name, &Eviction::NAMED.map(Eviction::name)))
+}
+
+/// The hint of that name.
+pub(crate) fn hint(name: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Hint>> {
+    let names = Hint::ALL.map(Hint::name).join(", ");
+    let known = |name: &Bound<'_, PyAny>| {
+        let hint = name.extract::<String>().ok().and_then(|name| Hint::from_name(&name));
+        hint.ok_or_else(|| invalid(format!("hint is {}, must be one of {names}", shown(name))))
+    };
+    name.map(known).transpose()
 }
 
 fn unknown(what: &str, found: &str, names: &[&str]) -> PyErr {

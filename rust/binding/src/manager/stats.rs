@@ -1,7 +1,7 @@
 //! `ManagerStats`, `Residency` and `Fragmentation`: the counters as objects of `blockyard.types`.
 
 use crate::convert::values::made;
-use blockyard_core::{Histogram, Kind, RESIDENCY_SECONDS, Residency, Stats, TicketId, Tier, TierUse};
+use blockyard_core::{Hint, HintCount, Histogram, Kind, RESIDENCY_SECONDS, Residency, Stats, TicketId, Tier, TierUse};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 
@@ -9,6 +9,9 @@ use std::collections::BTreeMap;
 pub(crate) fn manager_stats<'py>(py: Python<'py>, stats: &Stats, open: &[TicketId]) -> PyResult<Bound<'py, PyAny>> {
     let by_tier = |of: fn(&TierUse) -> u64| BTreeMap::from(Tier::ALL.map(|t| (t.name(), of(&stats.tiers[t.index()]))));
     let swapped = |kind| BTreeMap::from([Tier::Host, Tier::External].map(|t| (t.name(), stats.decided(kind, t))));
+    let by_hint = |of: fn(&HintCount) -> u64| {
+        BTreeMap::from(Hint::ALL.map(|hint| (hint.name(), of(&stats.hints[hint as usize]))))
+    };
     let prefix = &stats.prefix;
     made!(py, "ManagerStats" {
         sequences: stats.sequences,
@@ -35,6 +38,8 @@ pub(crate) fn manager_stats<'py>(py: Python<'py>, stats: &Stats, open: &[TicketI
         evicted_blocks: by_tier(|tier| tier.evicted),
         pinned_blocks: by_tier(|tier| tier.pinned as u64),
         uncopied_blocks: stats.uncopied,
+        hinted_turns: by_hint(|count| count.given),
+        resumed_turns: by_hint(|count| count.resumed),
     })
 }
 

@@ -45,9 +45,14 @@ impl PyStepOwner {
     }
 
     /// See `BlockManager.take_decision`.
-    #[pyo3(signature = (*, prefetch = false))]
-    fn take_decision(&self, py: Python<'_>, prefetch: bool) -> PyResult<PyStepDecision> {
-        self.0.get().take(py, prefetch)
+    #[pyo3(signature = (*, prefetch = false, now = None))]
+    fn take_decision(
+        &self,
+        py: Python<'_>,
+        prefetch: bool,
+        #[pyo3(from_py_with = args::step_time)] now: Option<f64>,
+    ) -> PyResult<PyStepDecision> {
+        self.0.get().take(py, prefetch, now)
     }
 
     /// See `BlockManager.complete`.

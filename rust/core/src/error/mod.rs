@@ -178,6 +178,12 @@ pub enum Error {
         /// Its value.
         found: String,
     },
+    /// A time is out of range.
+    #[error("now is {found}, must be a finite number of seconds, 0 or more")]
+    InvalidTime {
+        /// Its value.
+        found: String,
+    },
     /// The system does not have the memory that the call needs.
     #[error("asked for {wanted} bytes of memory, which the system does not have")]
     OutOfMemory {

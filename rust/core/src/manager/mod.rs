@@ -56,6 +56,16 @@ pub struct Manager {
     jobs: StoreJobs,
     defrag: Defrag,
     samples_residency: bool,
+    clock: StepClock,
+}
+
+/// The clock that ages conversations: that of the caller, or else a second a step.
+#[derive(Debug, Clone, Copy, Default)]
+struct StepClock {
+    /// Seconds so far.
+    seconds: f64,
+    /// What the caller's clock said last; `None` if it has none.
+    given: Option<f64>,
 }
 
 impl Manager {
@@ -109,6 +119,7 @@ impl Manager {
             jobs: StoreJobs::default(),
             defrag: Defrag::default(),
             samples_residency: false,
+            clock: StepClock::default(),
         })
     }
 
@@ -264,6 +275,7 @@ impl Manager {
             moves: self.defrag.stats(),
             tiers,
             uncopied: self.tiers.uncopied(),
+            hints: self.tiers.device().hint_counts(),
             decided: self.transfers.num_decided(),
         }
     }

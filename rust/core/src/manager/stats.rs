@@ -3,6 +3,7 @@
 use crate::decision::Kind;
 use crate::defrag::MoveStats;
 use crate::id::Tier;
+use crate::prefix::evict::{Hint, HintCount};
 use crate::sequence::PrefixStats;
 
 /// Use of one tier.
@@ -41,6 +42,8 @@ pub struct Stats {
     pub tiers: [TierUse; 3],
     /// Blocks that the device evicted and did not copy to the host.
     pub uncopied: u64,
+    /// By hint, see [`Hint::ALL`]: the turns of conversations that ended with it.
+    pub hints: [HintCount; Hint::ALL.len()],
     pub(super) decided: [[u64; 3]; 5],
 }
 

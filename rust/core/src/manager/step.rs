@@ -22,7 +22,26 @@ impl Manager {
         self.end_step(true)
     }
 
+    /// Sets the time of the step that ends next, in seconds of any monotonic clock; the prefix cache learns from it how
+    /// soon conversations go on. If it is before the last one, no time has passed, and time goes on from there: a clock
+    /// can start again. Without this call each step counts as one second; after it, a step without it takes no time.
+    ///
+    /// # Errors
+    /// The time is not a number from 0 on, or is infinite.
+    pub fn set_now(&mut self, now: f64) -> Result<()> {
+        if !(now >= 0.0 && now.is_finite()) {
+            return Err(Error::InvalidTime { found: now.to_string() });
+        }
+        self.clock.seconds += (now - self.clock.given.unwrap_or(now)).max(0.0);
+        self.clock.given = Some(now);
+        Ok(())
+    }
+
     fn end_step(&mut self, prefetch: bool) -> StepDecision {
+        if self.clock.given.is_none() {
+            self.clock.seconds += 1.0;
+        }
+        self.tiers.set_now(self.clock.seconds);
         self.tiers.enforce_quotas();
         let Self { tiers, transfers, defrag, jobs, sequences, .. } = self;
         let mut step = OpenStep { tiers, transfers, jobs };

@@ -7,6 +7,7 @@ use crate::error::{Result, invalid};
 use crate::fit::{Fit, Share};
 use crate::group::Group;
 use crate::id::{BlockId, PinId, SequenceId, Tier};
+use crate::prefix::evict::Hint;
 use crate::sequence::{Batch, Count, Counts, Demand, PrefixHit, PrefixStats, Prompt, TableId, TableRows};
 use crate::transfer::OpenStep;
 use std::ops::Range;
@@ -318,8 +319,27 @@ impl Manager {
     /// # Errors
     /// A handle is unknown or named twice.
     pub fn free(&mut self, sequences: &[SequenceId]) -> Result<()> {
+        self.free_with_hint(sequences, None)
+    }
+
+    /// As [`Manager::free`], with what the engine knows of the conversation that the sequences belong to.
+    ///
+    /// # Errors
+    /// As [`Manager::free`].
+    pub fn free_with_hint(&mut self, sequences: &[SequenceId], hint: Option<Hint>) -> Result<()> {
         let (state, mut step) = self.parts();
-        state.free(&mut step, sequences)
+        state.free(&mut step, sequences, hint)
+    }
+
+    /// Tells the prefix cache something of a conversation after its last turn was freed: `prompt` are all its tokens, or
+    /// those of its beginning. Returns how many of them are cached on the device; these count as just used.
+    ///
+    /// # Errors
+    /// A token has the reserved id.
+    pub fn hint(&mut self, prompt: &Prompt<'_>, hint: Hint) -> Result<u32> {
+        let (state, mut step) = self.parts();
+        let hits = state.hint(&mut step, prompt, hint)?;
+        Ok(u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size()))
     }
 
     /// Frees all sequences.
@@ -329,7 +349,7 @@ impl Manager {
     pub fn free_all(&mut self) -> Result<()> {
         let (state, mut step) = self.parts();
         let all = state.handles();
-        state.free(&mut step, &all)
+        state.free(&mut step, &all, None)
     }
 
     /// Sets the retention priority of the sequences' cached blocks, from 0, the default, to

@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::pool::{Policies, Pool};
+use crate::prefix::evict::{Hint, HintCount};
 use std::collections::{HashMap, HashSet};
 use std::hint::black_box;
 
@@ -275,6 +276,20 @@ impl OffloadCache {
                 self.pool.release(chunk);
             }
         }
+        self.pool.end_chain();
+    }
+
+    /// Notes at a time in seconds, of a clock that never goes back, that a request has ended whose chunks are touched next;
+    /// `keys` are all its keys.
+    pub fn end_turn(&mut self, keys: &[Key], now: f64, hint: Option<Hint>) {
+        self.pool.set_now(now);
+        self.pool.end_turn(keys, hint);
+    }
+
+    /// By hint, see [`Hint::ALL`]: the requests that ended with it.
+    #[must_use]
+    pub fn hint_counts(&self) -> [HintCount; Hint::ALL.len()] {
+        self.pool.hint_counts()
     }
 
     /// Evicts `count` keys that are not being loaded and not in `protected`, and appends their chunks, now free, to

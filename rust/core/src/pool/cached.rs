@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::hash::Key;
 use crate::id::BlockId;
 use crate::memory;
-use crate::prefix::evict::HostOrder;
+use crate::prefix::evict::{Hint, HintCount, HostOrder};
 use crate::prefix::{CachedIdentity, Departing, Points, PrefixCache, Published, Reason, Removals, Residency};
 use std::time::Duration;
 
@@ -380,6 +380,39 @@ impl Pool {
         if let Some(cache) = &mut self.cache {
             cache.reorder(block);
         }
+    }
+
+    /// Follows a clock in seconds.
+    pub(crate) fn set_now(&mut self, seconds: f64) {
+        if let Some(cache) = &mut self.cache {
+            cache.set_now(seconds);
+        }
+    }
+
+    /// Notes that the chain released next is a turn that ends; `keys` are those of its blocks, first one first.
+    pub(crate) fn end_turn(&mut self, keys: &[Key], hint: Option<Hint>) {
+        if let Some(cache) = &mut self.cache {
+            cache.end_turn(keys.iter().rev().map(Key::tag), hint);
+        }
+    }
+
+    /// Puts the blocks of a conversation where a hint belongs; `keys` are those of its blocks, first one first.
+    pub(crate) fn hint(&mut self, keys: &[Key], hint: Hint, blocks: &[BlockId]) {
+        if let Some(cache) = &mut self.cache {
+            cache.hint(keys.iter().rev().map(Key::tag), hint, blocks);
+        }
+    }
+
+    /// Notes that the chain of a turn is released.
+    pub(crate) fn end_chain(&mut self) {
+        if let Some(cache) = &mut self.cache {
+            cache.end_chain();
+        }
+    }
+
+    /// By hint: the turns that ended with it, and what came of them.
+    pub(crate) fn hint_counts(&self) -> [HintCount; Hint::ALL.len()] {
+        self.cache.as_ref().map_or_else(Default::default, PrefixCache::hint_counts)
     }
 
     /// Begins the release of a sequence's blocks, last one first.

@@ -17,7 +17,7 @@ pub use residency::{Histogram, RESIDENCY_SECONDS, Residency};
 
 use crate::hash::Key;
 use crate::id::BlockId;
-use evict::{Departure, Eviction, Guide, HostOrder, Policy, Quotas, Rank};
+use evict::{Departure, Eviction, Guide, Hint, HintCount, HostOrder, Policy, Quotas, Rank};
 use index::PrefixIndex;
 use std::hint::black_box;
 
@@ -295,6 +295,39 @@ impl PrefixCache {
         } else {
             self.order.pop_into(count, out);
         }
+    }
+
+    /// See [`Policy::set_now`].
+    pub(crate) fn set_now(&mut self, seconds: f64) {
+        self.order.set_now(seconds);
+    }
+
+    /// See [`Policy::end_turn`].
+    pub(crate) fn end_turn(&mut self, tags: impl Iterator<Item = u32>, hint: Option<Hint>) {
+        self.order.end_turn(&mut { tags }, hint);
+    }
+
+    /// Puts the blocks of a conversation, which may be in use, where a hint belongs; `tags` are those of its blocks, last
+    /// one first.
+    pub(crate) fn hint(&mut self, tags: impl Iterator<Item = u32>, hint: Hint, blocks: &[BlockId]) {
+        if self.order.hint(&mut { tags }, hint) {
+            for &block in blocks.iter().rev() {
+                if self.order.contains(block) {
+                    self.order.reorder(block);
+                }
+            }
+            self.order.end_chain();
+        }
+    }
+
+    /// See [`Policy::end_chain`].
+    pub(crate) fn end_chain(&mut self) {
+        self.order.end_chain();
+    }
+
+    /// See [`Policy::hint_counts`].
+    pub(crate) fn hint_counts(&self) -> [HintCount; Hint::ALL.len()] {
+        self.order.hint_counts()
     }
 
     /// Begins the release of a sequence's blocks, last one first.

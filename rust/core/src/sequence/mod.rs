@@ -36,6 +36,7 @@ use crate::error::{Error, Result, invalid};
 use crate::fit::Share;
 use crate::group::{Group, Groups};
 use crate::id::{BlockId, SequenceId, Tier};
+use crate::prefix::evict::Hint;
 use crate::transfer::{OpenStep, Request, Transfers, View};
 use std::collections::HashSet;
 use std::ops::Range;
@@ -219,7 +220,7 @@ impl Sequences {
         all
     }
 
-    pub(crate) fn free(&mut self, step: &mut OpenStep<'_>, sequences: &[SequenceId]) -> Result<()> {
+    pub(crate) fn free(&mut self, step: &mut OpenStep<'_>, sequences: &[SequenceId], hint: Option<Hint>) -> Result<()> {
         self.rows.begin_batch();
         for &sequence in sequences {
             self.rows.next_in_batch(sequence)?;
@@ -231,10 +232,12 @@ impl Sequences {
         }
         for id in self.tables_of(sequences) {
             let tier = self.rows.at(id.sequence).tier;
+            self.end_turn(step, id, hint);
             self.begin_release(step, id);
             // Release the last block first, so that a cached chain is evicted from its end.
             let table = self.rows.table_mut(id).table.take();
             step.tiers.release_all(tier, &table);
+            step.tiers.end_chain();
         }
         for &sequence in sequences {
             self.begun.remove(sequence);

@@ -1,9 +1,9 @@
 //! Retention priorities: how long a freed sequence's blocks should stay cached.
 
-use super::{Sequences, TableId};
+use super::{Prompt, Sequences, TableId};
 use crate::error::{Result, invalid};
 use crate::id::{SequenceId, Tier};
-use crate::prefix::evict::MAX_PRIORITY;
+use crate::prefix::evict::{Hint, MAX_PRIORITY};
 use crate::transfer::OpenStep;
 
 impl Sequences {
@@ -18,6 +18,25 @@ impl Sequences {
             self.rows.at_mut(sequence).priority = priority;
         }
         Ok(())
+    }
+
+    /// Notes that a sequence's turn ends, before its blocks with keys are released.
+    pub(super) fn end_turn(&mut self, step: &mut OpenStep<'_>, id: TableId, hint: Option<Hint>) {
+        let row = self.rows.at(id.sequence);
+        if let Some(keys) =
+            row.keys.as_ref().filter(|_| usize::from(id.group) == self.groups.anchor() && row.tier == Tier::Device)
+        {
+            step.tiers.end_turn(&keys.keys, hint);
+        }
+    }
+
+    /// Puts the cached device blocks of a prompt where a hint belongs; returns how many blocks of the prompt they hold.
+    pub(crate) fn hint(&self, step: &mut OpenStep<'_>, prompt: &Prompt<'_>, hint: Hint) -> Result<usize> {
+        let (keys, group) = (self.keys_of(prompt)?, u8::try_from(self.groups.anchor()).unwrap_or(u8::MAX));
+        let device = step.tiers.device();
+        let blocks: Vec<_> = keys.found_by().iter().map_while(|key| device.find(&key.of_group(group))).collect();
+        step.tiers.hint(&keys.keys, hint, &blocks);
+        Ok(blocks.len())
     }
 
     /// Begins the release of a table's blocks in the policy.

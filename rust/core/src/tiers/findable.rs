@@ -78,7 +78,7 @@ impl Tiers {
     /// Makes the blocks before one of a prompt the last to be evicted, its first one the very last: what comes from a
     /// store is younger than those, and depends on them. `parent` is the tag of the last of them.
     pub(crate) fn touch_chain(&mut self, mut parent: u32) {
-        let mut ring = 0;
+        let mut ring = None;
         while parent != 0 {
             let (tag, mut next) = (parent, 0);
             for block in self.find_tag(tag) {

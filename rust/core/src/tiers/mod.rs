@@ -19,7 +19,7 @@ use crate::id::{BlockId, Tier};
 use crate::memory;
 use crate::placement::{BlockMap, Tracker};
 use crate::pool::{Policies, Pool};
-use crate::prefix::evict::{RANKS, Rank};
+use crate::prefix::evict::{Hint, RANKS, Rank};
 use crate::prefix::{CachedIdentity, Departing, Published};
 use crate::transfer::Lease;
 use findable::Chains;
@@ -171,6 +171,26 @@ impl Tiers {
     pub(crate) fn release_all(&mut self, tier: Tier, blocks: &[BlockId]) {
         self.at(tier, |pool| pool.release_all(blocks));
         self.unlink_orphans(tier);
+    }
+
+    /// Follows a clock in seconds.
+    pub(crate) fn set_now(&mut self, seconds: f64) {
+        self.pools[0].set_now(seconds);
+    }
+
+    /// Notes that the chain released next is a turn that ends; `keys` are those of its blocks, first one first.
+    pub(crate) fn end_turn(&mut self, keys: &[Key], hint: Option<Hint>) {
+        self.pools[0].end_turn(keys, hint);
+    }
+
+    /// Puts device blocks of a conversation where a hint belongs; `keys` are those of its blocks, first one first.
+    pub(crate) fn hint(&mut self, keys: &[Key], hint: Hint, blocks: &[BlockId]) {
+        self.pools[0].hint(keys, hint, blocks);
+    }
+
+    /// Notes that the blocks of a turn are released.
+    pub(crate) fn end_chain(&mut self) {
+        self.pools[0].end_chain();
     }
 
     /// Begins the release of a sequence's blocks, last one first; `blocks` are those on the device with a retention
@@ -488,13 +508,13 @@ impl Tiers {
         self.at(Tier::Host, |host| host.host_order().map(|order| order.set_rank(copy, rank)));
     }
 
-    /// Makes a cached block the last to be evicted, on the host of its segment or level, which is at least `ring`;
-    /// returns that.
-    pub(crate) fn touch(&mut self, (tier, block): TierBlock, ring: u8) -> u8 {
+    /// Makes a cached block the last to be evicted, on the host of a segment or level from which it goes after blocks of
+    /// `ring`; returns that.
+    pub(crate) fn touch(&mut self, (tier, block): TierBlock, ring: Option<u8>) -> Option<u8> {
         if tier == Tier::Host {
-            let rank = Rank { ring: self.host_ring(block).max(ring), stamp: 0 };
+            let rank = Rank { ring: self.host_join(block, ring), stamp: 0 };
             self.set_rank(block, rank);
-            return rank.ring;
+            return Some(rank.ring);
         }
         if self.block((tier, block)).state() == BlockState::Cached {
             self.claim((tier, block));
@@ -506,6 +526,11 @@ impl Tiers {
     /// The segment or level of a host block.
     pub(crate) fn host_ring(&mut self, copy: BlockId) -> u8 {
         self.pools[1].host_order().map_or(0, |order| order.ring(copy))
+    }
+
+    /// The ring that a host block goes to, if blocks of `ring` depend on it.
+    fn host_join(&mut self, copy: BlockId, ring: Option<u8>) -> u8 {
+        self.pools[1].host_order().map_or(0, |order| order.join(copy, ring))
     }
 
     /// Notes that a device block was loaded from the host, where it had this segment or level.
@@ -522,10 +547,16 @@ impl Tiers {
         }
         // What is on its way to the host cannot be evicted. It may come after this block in its prompt, unless it is of a
         // later segment.
-        if host.uncached() > 0 || self.arriving[..=usize::from(rank.ring)].iter().any(|&count| count > 0) {
+        if host.uncached() > 0 {
             return true;
         }
-        self.at(Tier::Host, |host| host.host_order().is_some_and(|order| !order.is_first(rank)))
+        let arriving = self.arriving;
+        self.at(Tier::Host, |host| {
+            host.host_order().is_some_and(|order| {
+                let mut rings = (0u8..).zip(arriving).filter(|&(_, count)| count > 0);
+                rings.any(|(ring, _)| order.may_follow(ring, rank.ring)) || !order.is_first(rank)
+            })
+        })
     }
 
     /// How many more evicted blocks the open step may copy.

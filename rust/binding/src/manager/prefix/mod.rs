@@ -8,6 +8,7 @@ use crate::convert::arrays::{self, Tokens};
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::values::picklable;
 use crate::event::PyEventBatch;
+use crate::manager::policies;
 use crate::manager::prompts::{self, Extras, KeySpecs, PyExtra, PyHashedPrompt, TokenIds};
 use crate::manager::shared::Shared;
 use crate::manager::stats::residency;
@@ -102,6 +103,49 @@ impl PyPrefix {
         })?;
         let PrefixHit { tokens, host_blocks } = hit.map_err(to_py)?;
         Ok(PyPrefixHit { tokens, host_blocks })
+    }
+
+    /// Tell the prefix cache something of a conversation after its last turn was freed, for instance that it is over.
+    ///
+    /// Its cached device blocks that nothing uses go where the hint belongs, and count as just used; see
+    /// `BlockManager.free`. `eviction="adaptive"` uses hints; other policies ignore them.
+    ///
+    /// Args:
+    ///     prompt: the conversation, or its beginning: token ids, uint32 `[tokens]` or a list of ints; or a
+    ///         `HashedPrompt`.
+    ///     hint: `"over"`, `"tool_call"` or `"turn"`.
+    ///     salt: salt of its tenant, bytes.
+    ///     lora_id: its adapter; 0 for none.
+    /// Returns:
+    ///     Number of its tokens that are cached on the device.
+    /// Raises:
+    ///     InvalidArgumentError: the hint is unknown, or a token id is out of range.
+    ///
+    /// Example:
+    ///     >>> from blockyard import BlockManager
+    ///     >>> manager = BlockManager(block_size=4, device_blocks=8, prefix_caching=True)
+    ///     >>> said = [1, 2, 3, 4, 5, 6]
+    ///     >>> sequence = manager.allocate(said)
+    ///     >>> manager.complete(manager.take_decision().ticket)
+    ///     array([], dtype=uint64)
+    ///     >>> manager.mark_computed([sequence])
+    ///     >>> manager.free([sequence], hint="turn")
+    ///     >>> manager.prefix.hint(said, "over")  # the user has left
+    ///     4
+    #[pyo3(signature = (prompt, hint, *, salt = None, lora_id = 0))]
+    fn hint(
+        &self,
+        prompt: &Bound<'_, PyAny>,
+        hint: &Bound<'_, PyAny>,
+        salt: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+    ) -> PyResult<u32> {
+        let Some(hint) = policies::hint(Some(hint))? else { return Ok(0) };
+        let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
+        let cached = self.0.with(|manager| {
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.hint(&prompts[0], hint))
+        })?;
+        cached.map_err(to_py)
     }
 
     /// Hash a prompt once, so that repeated lookups and admission do not hash it again.

@@ -6,6 +6,7 @@ use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
 use crate::manager::PyBlockManager;
 use crate::manager::fit::PyFit;
+use crate::manager::policies;
 use crate::manager::prompts::{self, Extras, KeySpecs, PromptLike, Prompts};
 use crate::manager::sequence::PySequence;
 use crate::manager::shared::handles;
@@ -233,13 +234,21 @@ impl PyBlockManager {
 
     /// Free sequences. Their blocks are free once nothing references them and no transfer leases them.
     ///
+    /// A hint says what you know of the conversation that each of them belongs to. `"over"`: it will not go on, so its
+    /// cached blocks are evicted first, except those that other conversations use. `"tool_call"`: the answer calls a
+    /// tool, so the next turn comes when the tool has run. `"turn"`: the answer ends the turn, so the next one comes when
+    /// a person writes. `eviction="adaptive"` uses hints; other policies ignore them.
+    ///
     /// Args:
     ///     sequences: handles, uint64 `[n]`, a list, or one.
+    ///     hint: `"over"`, `"tool_call"` or `"turn"`; None if you do not know.
     /// Raises:
     ///     UnknownSequenceError: there is no such sequence.
-    ///     InvalidArgumentError: a handle is repeated.
-    fn free(&self, sequences: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.batch(sequences, Manager::free)
+    ///     InvalidArgumentError: a handle is repeated, or the hint is unknown.
+    #[pyo3(signature = (sequences, *, hint = None))]
+    fn free(&self, sequences: &Bound<'_, PyAny>, hint: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let hint = policies::hint(hint)?;
+        self.batch(sequences, |manager, sequences| manager.free_with_hint(sequences, hint))
     }
 
     /// Free all sequences, for instance to start again after an exception whose effect is unknown.

@@ -16,10 +16,13 @@ fn core_pairs(py: Python<'_>, pairs: &[Py<PyPairs>]) -> PyResult<Vec<Pairs>> {
 
 /// The calls, for the manager's own methods and for its [`StepOwner`](crate::manager::step_owner).
 impl PyBlockManager {
-    pub(crate) fn take(&self, py: Python<'_>, prefetch: bool) -> PyResult<PyStepDecision> {
+    pub(crate) fn take(&self, py: Python<'_>, prefetch: bool, now: Option<f64>) -> PyResult<PyStepDecision> {
         self.open_tickets.warn(py, &self.shared)?;
         let decision = {
             let mut manager = self.lock();
+            if let Some(now) = now {
+                manager.set_now(now).map_err(to_py)?;
+            }
             if prefetch { manager.take_prefetch() } else { manager.take_decision() }
         };
         self.open_tickets.note(py, decision.ticket, &self.shared);
@@ -73,17 +76,27 @@ impl PyBlockManager {
     ///         `block_table` and `block_tables` reject the sequences that it loads. If you have already appended to
     ///         such a sequence in this step, or requested its block table, the step computes with it:
     ///         `decision.prefetch` is then False, and the step waits for all its loads.
+    ///     now: time of the step in seconds, by any clock that never goes back, such as `time.monotonic`. The prefix cache
+    ///         learns from it how soon conversations go on. If it is before that of the last step, no time has passed,
+    ///         and time goes on from there. Without it each step counts as one second; after a step that had a time,
+    ///         a step without one takes no time.
     /// Returns:
     ///     `StepDecision`.
     /// Raises:
+    ///     InvalidArgumentError: `now` is not a finite number from 0 on.
     ///     StepOrderError: this is a `KVCache`'s manager: call `KVCache.step`, or `step` of a `Scheduler(cache)`. The
     ///         cache's manager also refuses `complete`, `fail` and `lose`.
     /// Warns:
     ///     RuntimeWarning: once, if more than `max_open_tickets` tickets are open; it names the oldest.
-    #[pyo3(signature = (*, prefetch = false))]
-    fn take_decision(&self, py: Python<'_>, prefetch: bool) -> PyResult<PyStepDecision> {
+    #[pyo3(signature = (*, prefetch = false, now = None))]
+    fn take_decision(
+        &self,
+        py: Python<'_>,
+        prefetch: bool,
+        #[pyo3(from_py_with = args::step_time)] now: Option<f64>,
+    ) -> PyResult<PyStepDecision> {
         self.refuse_owned("take_decision")?;
-        self.take(py, prefetch)
+        self.take(py, prefetch, now)
     }
 
     /// End a ticket whose transfers have ended.

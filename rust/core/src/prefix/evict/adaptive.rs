@@ -4,17 +4,12 @@ use super::ghosts::Sample;
 use super::miniature::{Miniatures, SampledChain};
 use super::rank::{EvictionRule, Guide};
 use super::segments::Segments;
-use super::{Departure, Evictor};
+use super::turns::{HintCount, Turns};
+use super::{Departure, Evictor, Hint};
 use crate::id::BlockId;
 
 /// The candidate rules; the first is used until another proves better.
-const RULES: [EvictionRule; 5] = [
-    EvictionRule::Leveled(10),
-    EvictionRule::Once(717),
-    EvictionRule::Once(205),
-    EvictionRule::Keep,
-    EvictionRule::Once(10),
-];
+const RULES: [EvictionRule; 4] = [EvictionRule::Once(205), EvictionRule::Gaps, EvictionRule::Keep, EvictionRule::Once(10)];
 /// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
 /// In smaller pools one block in 28 is sampled, which keeps the cost low, ...
@@ -25,7 +20,7 @@ const DENSE_BLOCKS: usize = 800;
 const CHOICES: usize = 8;
 /// Fraction of all counts that a choice keeps, in 256ths: they halve in 7 choices, in which a miniature follows almost
 /// as many blocks as its size.
-const REMAINING: u64 = 232;
+const REMAINING: u64 = 240;
 /// Weight of a new hit; older hits decay to fractions of it.
 const HIT: u64 = 256;
 /// One in 3 hits of [`EvictionRule::Keep`] does not count: the blocks it keeps are arbitrary.
@@ -82,6 +77,7 @@ impl Scores {
 #[derive(Debug, Clone)]
 pub(crate) struct Adaptive {
     segments: Segments,
+    turns: Box<Turns>,
     miniatures: Box<Miniatures<{ RULES.len() }>>,
     /// Size of the pool that the miniatures model.
     modelled: usize,
@@ -112,6 +108,7 @@ impl Adaptive {
         let (miniatures, one_in) = miniatures(blocks);
         Self {
             segments: Segments::new(blocks, RULES[0], Sample::of_pool(blocks)),
+            turns: Box::new(Turns::new(blocks)),
             miniatures,
             modelled: blocks,
             below: 0,
@@ -128,7 +125,8 @@ impl Adaptive {
     /// Feeds the chains released since the last choice to the miniatures, and chooses a rule.
     #[inline(never)]
     fn follow(&mut self) {
-        self.miniatures.follow(&self.tags, &mut self.chains);
+        let credits = self.turns.credits().map(|credit| credit / self.one_in);
+        self.miniatures.follow(&self.tags, &mut self.chains, credits);
         for chain in self.chains.drain(..) {
             self.scores.add(chain.hits);
         }
@@ -137,6 +135,28 @@ impl Adaptive {
         self.segments.set_rule(RULES[self.current]);
         self.scores.fade();
         self.between_choices = (self.modelled / self.one_in as usize / CHOICES).max(1);
+    }
+
+    /// Follows a clock in seconds.
+    pub(super) fn set_now(&mut self, seconds: f64) {
+        self.turns.set_now(seconds);
+    }
+
+    /// Notes that the chain released next is a turn that ends; `tags` are those of its blocks, last one first.
+    pub(super) fn end_turn(&mut self, tags: impl Iterator<Item = u32>, hint: Option<Hint>) {
+        let turn = self.turns.end(tags, hint, self.segments.rings().clock());
+        self.segments.set_turn(turn, self.turns.credits());
+    }
+
+    /// Begins to put a conversation's blocks where a hint belongs; see [`Turns::hint`].
+    pub(super) fn hint(&mut self, tags: impl Iterator<Item = u32>, hint: Hint) {
+        let turn = self.turns.hint(tags, hint);
+        self.segments.set_turn(turn, self.turns.credits());
+        self.begin_chain();
+    }
+
+    pub(super) fn hint_counts(&self) -> [HintCount; Hint::ALL.len()] {
+        self.turns.counts()
     }
 
     /// The blocks under the current rule.
@@ -223,7 +243,12 @@ impl Evictor for Adaptive {
     fn begin_chain(&mut self) {
         let end = self.tags.len();
         if end > self.chains.last().map_or(0, |chain| chain.end) {
-            self.chains.push(SampledChain { end, last: self.segments.last(), hits: [0; RULES.len()] });
+            self.chains.push(SampledChain {
+                end,
+                last: self.segments.last(),
+                turn: self.segments.turn(),
+                hits: [0; RULES.len()],
+            });
             if end >= self.between_choices {
                 self.follow();
             }
@@ -265,7 +290,7 @@ mod tests {
     proptest! {
         #[test]
         fn scores_sum_the_chains_that_differ_and_fade_only_after_one(
-            choices in prop::collection::vec(prop::collection::vec(prop::array::uniform5(0u8..6), 0..4), 1..30),
+            choices in prop::collection::vec(prop::collection::vec(prop::array::uniform4(0u8..6), 0..4), 1..30),
         ) {
             let mut scores = Scores::default();
             let (mut hits, mut spread) = ([0.0; COUNT], [[0.0; COUNT]; COUNT]);
@@ -289,7 +314,7 @@ mod tests {
                 }
                 scores.fade();
                 if !differing.is_empty() {
-                    hits.iter_mut().chain(spread.iter_mut().flatten()).for_each(|n| *n *= 232.0 / 256.0);
+                    hits.iter_mut().chain(spread.iter_mut().flatten()).for_each(|n| *n *= 240.0 / 256.0);
                 }
             }
         }
@@ -312,7 +337,7 @@ mod tests {
 
     #[test]
     fn of_two_better_rules_the_one_with_more_hits_is_chosen() {
-        for (first, second) in [(1, 2), (2, 1), (4, 1), (1, 4)] {
+        for (first, second) in [(1, 3), (3, 1)] {
             let mut scores = Scores::default();
             let mut hits = [0; COUNT];
             (hits[first], hits[second]) = (9, 8);

@@ -23,7 +23,12 @@ const RING: u8 = !(IS_COPY | IS_HELD);
 impl Rule {
     /// The ring of a block that did not come from the device: of segments, the one of blocks used once.
     fn newcomers(self) -> u8 {
-        u8::from(matches!(self, Self::Segments { .. }))
+        if matches!(self, Self::Segments { .. }) { segments::NEWCOMERS } else { 0 }
+    }
+
+    /// The ring of a block that goes after equally old ones of either ring.
+    fn join(self, ring: u8, other: u8) -> u8 {
+        if matches!(self, Self::Segments { .. }) { segments::join(ring, other) } else { ring.max(other) }
     }
 
     /// The ring whose head goes first: `lens` are the numbers of blocks, `ages` those of the heads.
@@ -36,9 +41,10 @@ impl Rule {
         match self {
             Self::Oldest => oldest(&|_, age| age),
             Self::Levels { credit } => oldest(&|ring, age| leveled::overdue(ring, age, credit, RANKS)),
-            Self::Segments { rule, blocks, once } => {
-                let lens = [lens[0], lens[1] + once, lens[2], lens[3], lens[4]];
-                segments::goes_first(rule, blocks, lens, [ages[0], ages[1], ages[2], ages[3], ages[4]])
+            Self::Segments { rule, credits, blocks, once } => {
+                let mut lens = *lens;
+                lens[usize::from(segments::NEWCOMERS)] += once;
+                segments::goes_first((rule, &credits), blocks, lens, ages)
             }
         }
     }
@@ -103,6 +109,17 @@ impl HostOrder {
     /// The segment or level of a block.
     pub(crate) fn ring(&self, block: BlockId) -> u8 {
         self.ranks[block.index()] & RING
+    }
+
+    /// The segment or level of a block that depends on none of that ring, and on which one of it may depend.
+    pub(crate) fn join(&self, block: BlockId, ring: Option<u8>) -> u8 {
+        let own = self.ring(block);
+        ring.map_or(own, |ring| self.rule.join(own, ring))
+    }
+
+    /// Whether a block of a ring may come after one of another in its prompt.
+    pub(crate) fn may_follow(&self, ring: u8, before: u8) -> bool {
+        self.rule.join(ring, before) == before
     }
 
     /// Adds a copy of a block that the device has, too.

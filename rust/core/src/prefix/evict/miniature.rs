@@ -7,6 +7,7 @@
 use super::ghosts::Sample;
 use super::rank::EvictionRule;
 use super::segments::Segments;
+use super::turns::{GAPS, Turn};
 use crate::id::BlockId;
 use rustc_hash::FxHashMap;
 
@@ -49,8 +50,9 @@ impl Followed {
 pub(super) struct SampledChain<const RULES: usize> {
     /// Where its tags end among those of all chains.
     pub(super) end: usize,
-    /// Segment of its last block in the pool.
+    /// Level of its last block in the pool.
     pub(super) last: u32,
+    pub(super) turn: Turn,
     pub(super) hits: [usize; RULES],
 }
 
@@ -90,7 +92,7 @@ impl<const RULES: usize> Miniatures<RULES> {
     }
 
     /// Processes chains of used blocks by their tags, each with its last block first.
-    pub(super) fn follow(&mut self, tags: &[u32], chains: &mut [SampledChain<RULES>]) {
+    pub(super) fn follow(&mut self, tags: &[u32], chains: &mut [SampledChain<RULES>], credits: [u32; GAPS]) {
         let mut used = std::mem::take(&mut self.used);
         used.clear();
         used.extend(tags.iter().map(|&tag| self.followed.number(tag)));
@@ -98,8 +100,9 @@ impl<const RULES: usize> Miniatures<RULES> {
         // Process one cache after the other, so that each is read once.
         for rule in 0..RULES {
             let mut start = 0;
-            for SampledChain { end, last, hits } in &mut *chains {
+            for SampledChain { end, last, turn, hits } in &mut *chains {
                 self.caches[rule].inherit(*last);
+                self.caches[rule].set_turn(*turn, credits);
                 hits[rule] = self.follow_one(rule, &used[start..*end]);
                 start = *end;
             }
@@ -127,11 +130,14 @@ impl<const RULES: usize> Miniatures<RULES> {
         let Self { followed, gone, chain, former, .. } = self;
         let cache = &mut self.caches[rule];
         // Remove the blocks that hit from the eviction order before others take their room.
-        let mut hits = 0;
+        let (mut hits, mut found, mut is_found) = (0, 0, true);
         chain.clear();
         chain.extend(used.iter().rev().map(|&block| {
             let is_hit = cache.remove(block, true);
             hits += usize::from(is_hit);
+            // A prompt does not find what is behind a block that it lacks.
+            is_found &= is_hit;
+            found += usize::from(is_found);
             (block, if is_hit { 0 } else { followed.tags[block.index()] })
         }));
         if hits < used.len() {
@@ -163,7 +169,7 @@ impl<const RULES: usize> Miniatures<RULES> {
                 cache.insert(block);
             }
         }
-        hits
+        found
     }
 }
 
@@ -173,10 +179,10 @@ mod tests {
 
     #[test]
     fn a_block_that_is_released_twice_counts_once() {
-        let mut miniatures = Miniatures::new(4, [EvictionRule::Once(512), EvictionRule::Leveled(10)], 1);
+        let mut miniatures = Miniatures::new(4, [EvictionRule::Once(512), EvictionRule::Gaps], 1);
         for (tags, hits) in [([16, 8, 16], 0), ([16, 16, 8], 2)] {
-            let mut chains = [SampledChain { end: 3, last: 0, hits: [0; 2] }];
-            miniatures.follow(&tags, &mut chains);
+            let mut chains = [SampledChain { end: 3, last: 0, turn: None, hits: [0; 2] }];
+            miniatures.follow(&tags, &mut chains, [0; GAPS]);
             assert_eq!(chains[0].hits, [hits; 2]);
         }
         assert!(miniatures.caches.iter().all(|cache| cache.rings().len() == 2));
@@ -184,10 +190,10 @@ mod tests {
 
     #[test]
     fn a_prompt_that_continues_a_chain_stays_longer() {
-        let mut miniatures = Miniatures::new(4, [EvictionRule::Once(10), EvictionRule::Leveled(10)], 1);
+        let mut miniatures = Miniatures::new(4, [EvictionRule::Once(10), EvictionRule::Once(100)], 1);
         for (tags, last, hits) in [([16, 8], 2, 0), ([32, 24], 1, 0), ([48, 40], 1, 0), ([16, 8], 3, 2)] {
-            let mut chains = [SampledChain { end: 2, last, hits: [0; 2] }];
-            miniatures.follow(&tags, &mut chains);
+            let mut chains = [SampledChain { end: 2, last, turn: None, hits: [0; 2] }];
+            miniatures.follow(&tags, &mut chains, [0; GAPS]);
             assert_eq!(chains[0].hits, [hits; 2]);
         }
     }
@@ -195,11 +201,15 @@ mod tests {
     #[test]
     fn a_block_that_no_cache_has_is_forgotten() {
         let mut miniatures =
-            Miniatures::new(8, [EvictionRule::Once(102), EvictionRule::Leveled(10), EvictionRule::Keep], 1);
+            Miniatures::new(8, [EvictionRule::Once(102), EvictionRule::Gaps, EvictionRule::Keep], 1);
         for first in 1..2000u32 {
             // Some chains are longer than the caches.
             let tags: Vec<u32> = (first..first + first % 12).rev().map(|tag| tag * 16).collect();
-            miniatures.follow(&tags, &mut [SampledChain { end: tags.len(), last: 0, hits: [0; 3] }]);
+            miniatures.follow(
+                &tags,
+                &mut [SampledChain { end: tags.len(), last: 0, turn: None, hits: [0; 3] }],
+                [0; GAPS],
+            );
             let Followed { numbers, tags, free } = &miniatures.followed;
             assert!(numbers.len() <= 3 * 8 && numbers.len() + free.len() == tags.len());
             for (number, &tag) in tags.iter().enumerate() {

@@ -15,6 +15,14 @@ mod policy;
 mod quota;
 mod rank;
 mod segments;
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "means and classes are small, and clamped"
+)]
+mod turns;
 
 use crate::id::BlockId;
 use adaptive::Adaptive;
@@ -23,9 +31,42 @@ use policy::{Lru, Priority};
 pub(crate) use quota::Quotas;
 pub(crate) use rank::{Guide, RANKS, Rank};
 use std::fmt;
+pub use turns::HintCount;
 
 /// Highest priority that a block can have.
 pub const MAX_PRIORITY: u8 = 15;
+
+/// What an engine knows of a conversation when a turn ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Hint {
+    /// It will not go on.
+    Over,
+    /// The answer calls a tool: the next turn comes when the tool has run.
+    ToolCall,
+    /// The answer ends the turn: the next one comes when a person writes.
+    Turn,
+}
+
+impl Hint {
+    /// All hints, in the order of their numbers.
+    pub const ALL: [Self; 3] = [Self::Over, Self::ToolCall, Self::Turn];
+
+    /// The hint's name in Python.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Over => "over",
+            Self::ToolCall => "tool_call",
+            Self::Turn => "turn",
+        }
+    }
+
+    /// The hint of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|hint| hint.name() == name)
+    }
+}
 
 /// Why a block can no longer be evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -184,6 +225,7 @@ impl Clone for Box<dyn Evictor> {
 }
 
 /// The policy of one pool. The named ones are called without indirection.
+#[expect(clippy::large_enum_variant, reason = "there are a few policies, and each block calls one")]
 #[derive(Debug, Clone)]
 pub(crate) enum Policy {
     Lru(Lru),
@@ -275,6 +317,53 @@ impl Policy {
             Self::Priority(policy) => policy.levels.set_clock(clock),
             Self::Quotas(policy) => policy.inner.set_clock(clock),
             Self::Custom(_) | Self::Host(_) => {}
+        }
+    }
+
+    /// Follows a clock in seconds.
+    pub(crate) fn set_now(&mut self, seconds: f64) {
+        match self {
+            Self::Adaptive(policy) => policy.set_now(seconds),
+            Self::Quotas(policy) => policy.inner.set_now(seconds),
+            Self::Lru(_) | Self::Priority(_) | Self::Custom(_) | Self::Host(_) => {}
+        }
+    }
+
+    /// Notes that the chain released next is a turn that ends; `tags` are those of its blocks, last one first.
+    pub(crate) fn end_turn(&mut self, tags: &mut dyn Iterator<Item = u32>, hint: Option<Hint>) {
+        match self {
+            Self::Adaptive(policy) => policy.end_turn(tags, hint),
+            Self::Quotas(policy) => policy.inner.end_turn(tags, hint),
+            Self::Lru(_) | Self::Priority(_) | Self::Custom(_) | Self::Host(_) => {}
+        }
+    }
+
+    /// Begins to put the blocks of a conversation, which something else than a turn's end tells of, where a hint belongs:
+    /// [`Policy::reorder`] them from its end. Returns false, and does nothing, if the policy takes no hints.
+    pub(crate) fn hint(&mut self, tags: &mut dyn Iterator<Item = u32>, hint: Hint) -> bool {
+        match self {
+            Self::Adaptive(policy) => policy.hint(tags, hint),
+            Self::Quotas(policy) => return policy.inner.hint(tags, hint),
+            Self::Lru(_) | Self::Priority(_) | Self::Custom(_) | Self::Host(_) => return false,
+        }
+        true
+    }
+
+    /// Notes that the chain of a turn, or of a hint, is released.
+    pub(crate) fn end_chain(&mut self) {
+        match self {
+            Self::Adaptive(policy) => policy.segments().end_chain(),
+            Self::Quotas(policy) => policy.inner.end_chain(),
+            Self::Lru(_) | Self::Priority(_) | Self::Custom(_) | Self::Host(_) => {}
+        }
+    }
+
+    /// By hint: the turns that ended with it, and what came of them.
+    pub(crate) fn hint_counts(&self) -> [HintCount; Hint::ALL.len()] {
+        match self {
+            Self::Adaptive(policy) => policy.hint_counts(),
+            Self::Quotas(policy) => policy.inner.hint_counts(),
+            Self::Lru(_) | Self::Priority(_) | Self::Custom(_) | Self::Host(_) => Default::default(),
         }
     }
 

@@ -4,17 +4,20 @@ use super::ghosts::Sample;
 use super::miniature::{Miniatures, SampledChain};
 use super::rank::EvictionRule;
 use super::segments::Segments;
+use super::turns::{GAPS, OVER, Turn, UNKNOWN};
 use crate::id::BlockId;
 use proptest::prelude::*;
 use std::collections::HashMap;
 
 const BLOCKS: usize = 24;
+/// How many insertions older a block counts under [`EvictionRule::Gaps`], by class.
+const CREDITS: [u32; GAPS] = [0, 3, 6, 9, 20, 35, 50];
 
 /// The operations that a pool uses, for both segments and their model.
 trait Plain {
     fn continue_chain(&mut self, parent: Option<BlockId>);
     fn publish(&mut self, block: BlockId, tag: u32);
-    fn begin_chain(&mut self);
+    fn begin_chain(&mut self, turn: Turn);
     fn insert(&mut self, block: BlockId);
     fn hit(&mut self, block: BlockId);
     fn take(&mut self, count: usize) -> Vec<BlockId>;
@@ -33,7 +36,8 @@ impl Plain for Reported {
         self.0.publish(block, tag);
     }
 
-    fn begin_chain(&mut self) {
+    fn begin_chain(&mut self, turn: Turn) {
+        self.0.set_turn(turn, CREDITS);
         self.0.begin_chain();
     }
 
@@ -53,16 +57,29 @@ impl Plain for Reported {
     }
 }
 
-/// A block of the model. Classes: 0 on probation or used once, 1 on probation, 2 used once, 3 to 5 used again.
+/// A block of the model. Levels: 0 on probation or used once, 1 on probation, 2 used once, 3 used again.
 #[derive(Clone, Copy)]
 struct ModelBlock {
     block: BlockId,
     tag: u32,
-    class: usize,
+    level: usize,
+    /// Class of gaps, or [`OVER`].
+    gap: u8,
     /// Whether it is the last block of its chain.
     ends: bool,
+    /// Whether it was released behind the block before it; and whether a block, or several, were released behind it.
+    is_linked: bool,
+    has_child: bool,
+    branches: bool,
     /// Insertions before it became evictable.
     since: usize,
+}
+
+impl ModelBlock {
+    /// Level and class that decide when it goes.
+    fn ring(&self) -> (usize, u8) {
+        if self.gap == OVER { (0, OVER) } else { (self.level, self.gap) }
+    }
 }
 
 struct Model {
@@ -72,9 +89,13 @@ struct Model {
     entries: Vec<ModelBlock>,
     known: HashMap<BlockId, ModelBlock>,
     chains: usize,
-    /// Highest class in the chain that is being released, and of the chain that is being continued.
+    /// Highest level in the chain that is being released, and of the chain that is being continued.
     floor: usize,
     inherited: usize,
+    turn: Turn,
+    /// Lowest class in the chain that is being released, and its block released last.
+    gap: u8,
+    child: Option<BlockId>,
     /// Insertions so far, blocks of the chain that is being released, and of the longest recent chain.
     now: usize,
     inserted: usize,
@@ -84,30 +105,69 @@ struct Model {
 impl Model {
     fn new(rule: EvictionRule, ghosts: Sample) -> Self {
         let (entries, known) = (Vec::new(), HashMap::new());
-        Self { rule, ghosts, entries, known, chains: 0, floor: 2, inherited: 0, now: 0, inserted: 0, longest: 0 }
+        Self {
+            rule,
+            ghosts,
+            entries,
+            known,
+            chains: 0,
+            floor: 2,
+            inherited: 0,
+            turn: None,
+            gap: OVER,
+            child: None,
+            now: 0,
+            inserted: 0,
+            longest: 0,
+        }
     }
 
-    fn first(&self, class: usize) -> Option<usize> {
-        self.entries.iter().position(|entry| entry.class == class)
+    fn first(&self, level: usize) -> Option<usize> {
+        self.entries.iter().position(|entry| entry.ring().0 == level)
     }
 
     /// Index of the entry to evict first.
     fn choose(&self) -> usize {
-        if let Some(at) = self.first(1) {
+        if let Some(at) = self.first(0).or_else(|| self.first(1)) {
             return at;
         }
-        let once = self.entries.iter().filter(|entry| entry.class == 2).count();
-        let credit = match self.rule {
-            EvictionRule::Once(share) | EvictionRule::Leveled(share) if once > BLOCKS * usize::from(share) / 1024 => {
-                return self.first(2).unwrap();
-            }
-            EvictionRule::Leveled(_) => BLOCKS,
-            _ => 0,
+        let once = self.entries.iter().filter(|entry| entry.level == 2).count();
+        if matches!(self.rule, EvictionRule::Once(share) if once > BLOCKS * usize::from(share) / 1024) {
+            return self.first(2).unwrap();
+        }
+        // The first of several, which is the oldest, of the lowest level.
+        let credit = |gap: u8| CREDITS[GAPS - 1] as usize - CREDITS[usize::from(gap)] as usize;
+        let rank = |entry: &ModelBlock| match self.rule {
+            EvictionRule::Gaps => entry.since + credit(entry.gap),
+            _ => entry.since,
         };
-        // The first of several, which is the oldest, of the lowest class.
         (0..self.entries.len())
-            .min_by_key(|&at| (self.entries[at].since + credit * self.entries[at].class, self.entries[at].class))
+            .min_by_key(|&at| (rank(&self.entries[at]), self.entries[at].level, self.entries[at].gap))
             .unwrap()
+    }
+
+    /// Gives a released block its level and class.
+    fn settle(&mut self, block: BlockId) -> ModelBlock {
+        let mut entry = self.known[&block];
+        let others = if let Some(child) = self.child.replace(block) {
+            let was_linked = std::mem::replace(&mut self.known.get_mut(&child).unwrap().is_linked, true);
+            entry.branches |= entry.has_child && !was_linked;
+            entry.has_child = true;
+            entry.branches
+        } else {
+            entry.has_child
+        };
+        entry.ends = self.inserted == 0;
+        self.floor = self.floor.max(entry.level);
+        if others || self.turn.is_none() {
+            self.gap = self.gap.min(entry.gap);
+        }
+        (entry.level, entry.gap, entry.since) = (self.floor, self.gap, self.now);
+        if entry.level == 1 && entry.gap != OVER {
+            entry.gap = UNKNOWN;
+        }
+        self.known.insert(block, entry);
+        entry
     }
 }
 
@@ -115,28 +175,30 @@ impl Plain for Model {
     fn continue_chain(&mut self, parent: Option<BlockId>) {
         self.inherited = parent
             .map(|parent| self.known[&parent])
-            .filter(|parent| parent.ends && parent.class > 2)
-            .map_or(0, |parent| parent.class);
+            .filter(|parent| parent.ends && parent.level > 2)
+            .map_or(0, |parent| parent.level);
     }
 
     fn publish(&mut self, block: BlockId, tag: u32) {
-        let class = usize::from(self.ghosts.take(tag) && self.rule != EvictionRule::Keep) * 3;
-        let class = class.max(self.inherited);
-        self.known.insert(block, ModelBlock { block, tag, class, ends: true, since: 0 });
+        let level = usize::from(self.ghosts.take(tag) && self.rule != EvictionRule::Keep) * 3;
+        let (is_linked, has_child, branches) = (false, false, false);
+        let level = level.max(self.inherited);
+        let entry =
+            ModelBlock { block, tag, level, gap: UNKNOWN, ends: true, is_linked, has_child, branches, since: 0 };
+        self.known.insert(block, entry);
     }
 
-    fn begin_chain(&mut self) {
+    fn begin_chain(&mut self, turn: Turn) {
+        (self.turn, self.gap, self.child) = (turn, turn.unwrap_or(OVER - 1), None);
         self.chains += 1;
         self.longest = std::mem::take(&mut self.inserted).max(self.longest - self.longest.div_ceil(16));
-        let probation = self.entries.iter().filter(|entry| entry.class == 1).count();
+        let probation = self.entries.iter().filter(|entry| entry.ring().0 == 1).count();
         let is_kept = self.chains % 256 == 0 || probation > (2 * self.longest).clamp(BLOCKS / 16, BLOCKS / 2);
         self.floor = if self.rule == EvictionRule::Keep && !is_kept { 1 } else { 2 };
     }
 
     fn insert(&mut self, block: BlockId) {
-        let mut entry = self.known[&block];
-        self.floor = self.floor.max(entry.class);
-        (entry.class, entry.ends, entry.since) = (self.floor, self.inserted == 0, self.now);
+        let entry = self.settle(block);
         self.entries.push(entry);
         self.inserted += 1;
         self.now += 1;
@@ -145,7 +207,10 @@ impl Plain for Model {
     fn hit(&mut self, block: BlockId) {
         let at = self.entries.iter().position(|entry| entry.block == block).unwrap();
         let mut entry = self.entries.remove(at);
-        entry.class = (entry.class.max(2) + 1).min(5);
+        (entry.is_linked, entry.level) = (self.known[&block].is_linked, 3);
+        if entry.gap == OVER {
+            entry.gap = UNKNOWN;
+        }
         self.known.insert(block, entry);
     }
 
@@ -153,7 +218,13 @@ impl Plain for Model {
         let mut taken = Vec::new();
         for _ in 0..count {
             let at = self.choose();
-            taken.push(self.entries.remove(at));
+            let gone = self.entries.remove(at);
+            taken.push(gone);
+            // The next of its ring came right after it: that one has no other block behind it.
+            let next = self.entries.iter_mut().find(|entry| entry.ring() == gone.ring());
+            if let Some(next) = next.filter(|next| next.since == gone.since + 1 && !next.ends && !next.branches) {
+                next.has_child = false;
+            }
         }
         self.ghosts.insert(&taken.iter().map(|entry| entry.tag).collect::<Vec<_>>());
         taken.iter().map(|entry| entry.block).collect()
@@ -161,10 +232,8 @@ impl Plain for Model {
 }
 
 fn rules() -> impl Strategy<Value = EvictionRule> {
-    let shares = [10, 300, 700];
-    let rules =
-        shares.map(EvictionRule::Once).into_iter().chain(shares.map(EvictionRule::Leveled)).chain([EvictionRule::Keep]);
-    prop::sample::select(rules.collect::<Vec<_>>())
+    let shares = [10, 300, 700].map(EvictionRule::Once);
+    prop::sample::select([&shares[..], &[EvictionRule::Keep, EvictionRule::Gaps]].concat())
 }
 
 /// Prompts as paths in a tree: how far each follows an earlier prompt, and which branch it takes from there.
@@ -185,12 +254,17 @@ fn prompts() -> impl Strategy<Value = Vec<Vec<u32>>> {
     })
 }
 
-/// Serves the prompts one after the other; returns the popped blocks and the number of hits. With `continues`, the
-/// policy learns which chain a prompt continues.
-fn serve(policy: &mut impl Plain, prompts: &[Vec<u32>], continues: bool) -> (Vec<BlockId>, usize) {
+/// What is known of a prompt's turn.
+fn turns() -> impl Strategy<Value = Turn> {
+    prop::option::of(0..=OVER)
+}
+
+/// Serves the prompts one after the other, and all turns again and again; returns the popped blocks and the number of
+/// hits. With `continues`, the policy learns which chain a prompt continues.
+fn serve(policy: &mut impl Plain, prompts: &[Vec<u32>], turns: &[Turn], continues: bool) -> (Vec<BlockId>, usize) {
     let (mut at, mut tags) = (HashMap::<u32, BlockId>::new(), HashMap::<BlockId, u32>::new());
     let (mut popped, mut hits, mut unused) = (Vec::new(), 0, 0);
-    for prompt in prompts {
+    for (prompt, turn) in prompts.iter().zip(turns.iter().cycle()) {
         let mut table: Vec<BlockId> = prompt.iter().map_while(|tag| at.get(tag).copied()).collect();
         hits += table.len();
         for &block in &table {
@@ -213,7 +287,7 @@ fn serve(policy: &mut impl Plain, prompts: &[Vec<u32>], continues: bool) -> (Vec
             tags.insert(block, tag);
             policy.publish(block, tag);
         }
-        policy.begin_chain();
+        policy.begin_chain(*turn);
         for &block in table.iter().rev() {
             policy.insert(block);
         }
@@ -228,7 +302,7 @@ struct Shared {
     /// By tag: how many running prompts use its block, and the tag before it.
     users: HashMap<u32, usize>,
     before: HashMap<u32, Option<u32>>,
-    running: Vec<Vec<u32>>,
+    running: Vec<(Vec<u32>, Turn)>,
     free: Vec<BlockId>,
 }
 
@@ -241,7 +315,8 @@ impl Shared {
 
     /// Ends the prompt that has run longest.
     fn release(&mut self) {
-        let prompt = self.running.remove(0);
+        let (prompt, turn) = self.running.remove(0);
+        self.segments.set_turn(turn, CREDITS);
         self.segments.begin_chain();
         for tag in prompt.iter().rev() {
             let users = self.users.get_mut(tag).unwrap();
@@ -255,7 +330,7 @@ impl Shared {
     }
 
     /// Starts a prompt; no block may be evicted before one that needs it.
-    fn serve(&mut self, prompt: &[u32]) {
+    fn serve(&mut self, prompt: &[u32], turn: Turn) {
         let found = prompt.iter().take_while(|tag| self.at.contains_key(tag)).count();
         for tag in &prompt[..found] {
             self.segments.remove(self.at[tag], true);
@@ -282,7 +357,7 @@ impl Shared {
             self.segments.publish(block, tag);
             before = Some(tag);
         }
-        self.running.push(prompt.to_vec());
+        self.running.push((prompt.to_vec(), turn));
     }
 }
 
@@ -292,10 +367,11 @@ proptest! {
         prompts in prompts(),
         rule in rules(),
         one_in in prop::sample::select(vec![1u32, 2, 4]),
+        turns in prop::collection::vec(turns(), 1..20),
     ) {
         let mut segments = Reported(Segments::new(BLOCKS, rule, Sample::new(BLOCKS, one_in)), HashMap::new());
         let mut model = Model::new(rule, Sample::new(BLOCKS, one_in));
-        prop_assert_eq!(serve(&mut segments, &prompts, true), serve(&mut model, &prompts, true));
+        prop_assert_eq!(serve(&mut segments, &prompts, &turns, true), serve(&mut model, &prompts, &turns, true));
     }
 
     #[test]
@@ -303,17 +379,19 @@ proptest! {
         prompts in prompts(),
         rules in [rules(), rules()],
         together in 1usize..4,
+        turns in prop::collection::vec(turns(), 1..20),
     ) {
-        let pool = |rule| serve(&mut Reported(Segments::new(BLOCKS, rule, Sample::new(BLOCKS, 1)), HashMap::new()), &prompts, false).1;
+        let pool = |rule| serve(&mut Reported(Segments::new(BLOCKS, rule, Sample::new(BLOCKS, 1)), HashMap::new()), &prompts, &turns, false).1;
         let mut miniatures = Miniatures::new(BLOCKS, rules, 1);
         let mut hits = [0, 0];
+        let prompts: Vec<_> = prompts.iter().zip(turns.iter().cycle()).collect();
         for prompts in prompts.chunks(together) {
             let (mut tags, mut chains) = (Vec::new(), Vec::new());
-            for prompt in prompts {
+            for (prompt, turn) in prompts {
                 tags.extend(prompt.iter().rev());
-                chains.push(SampledChain { end: tags.len(), last: 1, hits: [0; 2] });
+                chains.push(SampledChain { end: tags.len(), last: 1, turn: **turn, hits: [0; 2] });
             }
-            miniatures.follow(&tags, &mut chains);
+            miniatures.follow(&tags, &mut chains, CREDITS);
             for chain in chains {
                 hits = [0, 1].map(|rule| hits[rule] + chain.hits[rule]);
             }
@@ -323,15 +401,15 @@ proptest! {
 
     #[test]
     fn no_block_is_evicted_before_one_behind_it_even_if_rules_change(
-        steps in (prompts(), prop::collection::vec((rules(), 0usize..4), 120)),
+        steps in (prompts(), prop::collection::vec((rules(), 0usize..4, turns()), 120)),
     ) {
         let mut shared = Shared::new();
-        for (prompt, (rule, running)) in steps.0.iter().zip(steps.1) {
+        for (prompt, (rule, running, turn)) in steps.0.iter().zip(steps.1) {
             shared.segments.set_rule(rule);
             while shared.running.len() > running {
                 shared.release();
             }
-            shared.serve(prompt);
+            shared.serve(prompt, turn);
         }
     }
 }

@@ -7,22 +7,82 @@
 //! segment has an older block.
 
 use super::ghosts::Sample;
-use super::rank::{EvictionRule, Guide, Rank, Rule};
+use super::rank::{EvictionRule, Guide, RANKS, Rank, Rule};
+use super::turns::{GAPS, Turn, UNKNOWN};
 use crate::id::BlockId;
 use crate::ring::Rings;
+use std::ops::Range;
 
-const SEGMENTS: usize = 5;
+/// Levels: how often a block was used.
 const PROBATION: u32 = 0;
 const ONCE: u32 = 1;
-/// Segment of the blocks used again once; further uses lead to the next ones.
+/// Level of the blocks used again.
 const AGAIN: u32 = 2;
-const LAST_SEGMENT: u32 = 4;
+const CLASSES: u32 = 7;
+const _: () = assert!(CLASSES as usize == GAPS);
+/// Rings: probation, one for each class of gaps in the other levels, and that of conversations that are over.
+pub(super) const RINGS: usize = RANKS;
+const OVER: u32 = 1 + AGAIN * CLASSES;
+const _: () = assert!(OVER as usize + 1 == RINGS);
+/// Rings of the blocks used once.
+const ONCE_RINGS: Range<u32> = 1..1 + CLASSES;
 
-/// Bits of a note: the block's segment (of a block in use, the lowest segment it may go to later), and whether it is
-/// the last block of its chain. The others are its tag's.
-const SEGMENT: u32 = 7;
-const ENDS_CHAIN: u32 = 8;
-const TAG: u32 = !15;
+/// Bits of a note: the block's ring (of a block in use, that of the lowest level it may go to later), whether it was the
+/// last block of its chain, and what is known of the blocks behind it. The others are its tag's.
+const RING: u32 = 15;
+const ENDS_CHAIN: u32 = 1 << 4;
+/// It has been released behind the block before it.
+const LINKED: u32 = 1 << 5;
+/// A block behind it has been released.
+const HAS_CHILD: u32 = 1 << 6;
+/// Several have.
+const BRANCHES: u32 = 1 << 7;
+const TAG: u32 = !255;
+
+/// Level and class of each ring: a table, because each release reads it.
+const PARTS: [(u8, u8); RINGS] = {
+    let mut parts = [(ONCE.to_le_bytes()[0], UNKNOWN); RINGS];
+    parts[PROBATION as usize].0 = PROBATION.to_le_bytes()[0];
+    let mut ring = ONCE_RINGS.start;
+    while ring < OVER {
+        parts[ring as usize] = (ring.div_ceil(CLASSES).to_le_bytes()[0], ((ring - 1) % CLASSES).to_le_bytes()[0]);
+        ring += 1;
+    }
+    parts
+};
+
+#[inline]
+fn level_of(ring: u32) -> u32 {
+    u32::from(PARTS[(ring & RING) as usize].0)
+}
+
+/// Class of gaps.
+#[inline]
+fn class_of(ring: u32) -> u32 {
+    u32::from(PARTS[(ring & RING) as usize].1)
+}
+
+#[inline]
+fn ring_of(level: u32, class: u32) -> u32 {
+    match level {
+        _ if class >= CLASSES => OVER,
+        PROBATION => PROBATION,
+        _ => 1 + (level - 1) * CLASSES + class,
+    }
+}
+
+/// Ring of the blocks of which nothing is known but that they were used.
+pub(super) const NEWCOMERS: u8 = ONCE_RINGS.start.to_le_bytes()[0] + UNKNOWN;
+
+/// The first ring, in the order of eviction, of which no block goes before one of either ring, if it is not older.
+pub(super) fn join(ring: u8, other: u8) -> u8 {
+    let (first, second) = (u32::from(ring), u32::from(other));
+    let joined = match (first, second) {
+        (OVER, other) | (other, OVER) | (PROBATION, other) | (other, PROBATION) => other,
+        _ => ring_of(level_of(first).max(level_of(second)), class_of(first).min(class_of(second))),
+    };
+    joined.to_le_bytes()[0]
+}
 
 /// [`EvictionRule::Keep`] keeps one new chain in 256.
 const KEPT_CHAINS: u32 = 256;
@@ -31,9 +91,9 @@ const PROBATION_SHARE: usize = 16;
 /// ... but at least twice the length of the longest recent chain, up to half of the pool.
 const PROBATION_CHAINS: usize = 2;
 
-/// The blocks to evict first: up to `most` of this segment that are at least of this age.
+/// The blocks to evict first: up to `most` of this ring that are at least of this age.
 struct Victims {
-    segment: usize,
+    ring: usize,
     most: usize,
     least_age: u32,
 }
@@ -44,20 +104,27 @@ pub(super) struct Segments {
     rings: Rings,
     /// By block.
     notes: Vec<u32>,
-    /// Blocks in each segment.
-    lens: [usize; SEGMENTS],
+    /// Blocks in each ring.
+    lens: [usize; RINGS],
     ghosts: Sample,
     blocks: usize,
     /// Blocks of the tier that evicted blocks are copied to.
     below: usize,
     /// Lowest segment for the remaining blocks of the chain that is being released.
     floor: u32,
-    /// [`ENDS_CHAIN`] until a block of that chain is released.
-    ends: u32,
+    /// Highest class for them.
+    class: u32,
+    /// The block of that chain that was released last: the one behind the next.
+    child: Option<BlockId>,
     /// Segment of that chain's last block.
     last: u32,
     /// Lowest segment for the blocks that are published next.
     inherited: u32,
+    /// What is known of that chain, and of the one that is released next.
+    turn: Turn,
+    next: Turn,
+    /// By class of gaps: how many insertions older a block counts under [`EvictionRule::Gaps`].
+    credits: [u32; GAPS],
     chains: u32,
     /// Length of the longest recent chain, in blocks.
     longest: usize,
@@ -70,16 +137,20 @@ impl Segments {
     pub(super) fn new(blocks: usize, rule: EvictionRule, ghosts: Sample) -> Self {
         Self {
             rule,
-            rings: Rings::new(blocks, SEGMENTS),
+            rings: Rings::new(blocks, RINGS),
             notes: vec![0; blocks],
-            lens: [0; SEGMENTS],
+            lens: [0; RINGS],
             ghosts,
             blocks,
             below: 0,
             floor: ONCE,
-            ends: ENDS_CHAIN,
+            class: CLASSES,
+            child: None,
             last: PROBATION,
             inherited: PROBATION,
+            turn: None,
+            next: None,
+            credits: [0; GAPS],
             chains: 0,
             longest: 0,
             started: 0,
@@ -94,7 +165,18 @@ impl Segments {
         &self.rings
     }
 
+    /// Tells what is known of the chain that is released next.
+    pub(super) fn set_turn(&mut self, turn: Turn, credits: [u32; GAPS]) {
+        (self.next, self.credits) = (turn, credits);
+    }
+
+    /// What is known of the chain released last.
+    pub(super) fn turn(&self) -> Turn {
+        self.turn
+    }
+
     pub(super) fn begin_chain(&mut self) {
+        self.turn = std::mem::take(&mut self.next);
         self.chains = self.chains.wrapping_add(1);
         let inserted = self.rings.clock().wrapping_sub(self.started) as usize;
         self.started = self.rings.clock();
@@ -103,7 +185,13 @@ impl Segments {
         let room = (blocks / PROBATION_SHARE).max((self.longest * PROBATION_CHAINS).min(blocks / 2));
         let is_kept = self.chains % KEPT_CHAINS == 0 || self.lens[PROBATION as usize] > room;
         self.floor = if self.rule == EvictionRule::Keep && !is_kept { PROBATION } else { ONCE };
-        self.ends = ENDS_CHAIN;
+        self.class = self.turn.map_or(CLASSES - 1, u32::from);
+        self.child = None;
+    }
+
+    /// Reports that the chain is released: what is known of it is not true of blocks that are released later.
+    pub(super) fn end_chain(&mut self) {
+        (self.turn, self.class, self.child) = (None, CLASSES - 1, None);
     }
 
     /// Reports that a block of the chain stays in use; returns its note.
@@ -116,32 +204,48 @@ impl Segments {
     #[inline]
     pub(super) fn insert(&mut self, block: BlockId) -> u32 {
         let note = self.settle(block);
-        let segment = (note & SEGMENT) as usize;
-        self.lens[segment] += 1;
-        self.rings.push(segment, block);
+        let ring = (note & RING) as usize;
+        self.lens[ring] += 1;
+        self.rings.push(ring, block);
         note & TAG
     }
 
     /// Puts a block of the chain behind those of its segment, if it is evictable.
     pub(super) fn reorder(&mut self, block: BlockId) {
         if self.rings.remove(block) {
-            self.lens[(self.notes[block.index()] & SEGMENT) as usize] -= 1;
+            self.lens[(self.notes[block.index()] & RING) as usize] -= 1;
             self.insert(block);
         }
     }
 
-    /// Gives a released block its segment, which is not below that of the blocks after it; returns its new note.
+    /// Gives a released block its level, which is not below that of the blocks after it, and its class, which is not
+    /// above theirs; returns its new note.
     #[inline]
     fn settle(&mut self, block: BlockId) -> u32 {
-        // Chains are released from their end, so the floor only rises towards the beginning. A block that were in an
-        // earlier segment than its successor could be evicted first and leave the successor where no prompt finds it.
-        let note = &mut self.notes[block.index()];
-        self.floor = self.floor.max(*note & SEGMENT);
-        let settled = (*note & TAG) | self.floor | self.ends;
-        *note = settled;
-        if self.ends != 0 {
-            (self.last, self.ends) = (self.floor, 0);
+        // Chains are released from their end, so the floor only rises towards the beginning, and the class only falls. A
+        // block that were in an earlier segment than its successor could be evicted first and leave the successor where
+        // no prompt finds it. A successor that is not in this chain keeps its class: so this block keeps it, too.
+        let note = self.notes[block.index()];
+        let ends = if self.child.is_none() { ENDS_CHAIN } else { 0 };
+        let mut behind = note & (HAS_CHILD | BRANCHES);
+        if let Some(child) = self.child.replace(block) {
+            let child = &mut self.notes[child.index()];
+            if *child & LINKED == 0 && behind & HAS_CHILD != 0 {
+                behind |= BRANCHES;
+            }
+            *child |= LINKED;
+            behind |= HAS_CHILD;
         }
+        self.floor = self.floor.max(level_of(note));
+        let has_others = behind & (if ends == 0 { BRANCHES } else { HAS_CHILD }) != 0;
+        if has_others || self.turn.is_none() {
+            self.class = self.class.min(class_of(note));
+        }
+        if ends != 0 {
+            self.last = self.floor;
+        }
+        let settled = (note & (TAG | LINKED)) | ring_of(self.floor, self.class) | ends | behind;
+        self.notes[block.index()] = settled;
         settled
     }
 
@@ -150,13 +254,13 @@ impl Segments {
     pub(super) fn remove(&mut self, block: BlockId, is_hit: bool) -> bool {
         let was = self.rings.remove(block);
         let note = &mut self.notes[block.index()];
-        let segment = *note & SEGMENT;
-        self.lens[segment as usize] -= usize::from(was);
+        let ring = *note & RING;
+        self.lens[ring as usize] -= usize::from(was);
         // A hit on a block in use is no further use of a cached block: prompts that run side by side count once.
         if !is_hit {
             *note = 0;
         } else if was {
-            *note = (*note & !SEGMENT) | (segment.max(ONCE) + 1).min(LAST_SEGMENT);
+            *note = (*note & !RING) | ring_of(AGAIN, class_of(ring));
         }
         was
     }
@@ -165,7 +269,7 @@ impl Segments {
     /// continue that chain and are expected to be used as often.
     pub(super) fn continue_chain(&mut self, parent: Option<BlockId>) {
         let note = parent.map_or(0, |parent| self.notes[parent.index()]);
-        self.inherit(if note & ENDS_CHAIN == 0 { PROBATION } else { note & SEGMENT });
+        self.inherit(if note & ENDS_CHAIN == 0 { PROBATION } else { level_of(note & RING) });
     }
 
     /// Reports that the blocks published next continue a chain whose last block was in this segment. If that block was
@@ -184,8 +288,8 @@ impl Segments {
         // Under `Keep`, most blocks are evicted as they come. In a loop all of them come back, and promoting them would
         // push out those that `Keep` holds on to.
         let came_back = self.ghosts.take(tag) && self.rule != EvictionRule::Keep;
-        let segment = if came_back { self.inherited.max(AGAIN) } else { self.inherited };
-        self.notes[block.index()] = (tag & TAG) | ENDS_CHAIN | segment;
+        let level = if came_back { self.inherited.max(AGAIN) } else { self.inherited };
+        self.notes[block.index()] = (tag & TAG) | ENDS_CHAIN | ring_of(level, u32::from(UNKNOWN));
     }
 
     /// Reports that blocks with these tags are reallocated.
@@ -195,34 +299,50 @@ impl Segments {
 
     /// Takes out the block that goes first.
     pub(super) fn pop(&mut self) -> Option<BlockId> {
-        let segment = self.first()?.segment;
-        let block = self.rings.pop(segment)?;
-        self.lens[segment] -= 1;
-        Some(block)
+        self.pop_ranked().map(|(block, _)| block)
     }
 
     /// Removes up to `count` blocks to evict first.
     pub(super) fn pop_into(&mut self, mut count: usize, out: &mut Vec<BlockId>) {
         while count > 0 {
-            let Some(Victims { segment, most, least_age }) = self.first() else { return };
+            let Some(Victims { ring, most, least_age }) = self.first() else { return };
             let before = out.len();
-            self.rings.pop_older(segment, count.min(most), least_age, out);
+            let last = self.rings.pop_older(ring, count.min(most), least_age, out);
+            self.note_end(ring, last);
             let popped = out.len() - before;
-            self.lens[segment] -= popped;
+            self.lens[ring] -= popped;
             count -= popped;
+        }
+    }
+
+    /// Notes that the first block of a ring has no other behind it, if the one evicted last was the only one: that had
+    /// the stamp before.
+    #[inline]
+    fn note_end(&mut self, ring: usize, evicted: u32) {
+        if let Some((block, age)) = self.rings.first(ring) {
+            let note = &mut self.notes[block.index()];
+            let was_behind = self.rings.clock().wrapping_sub(age) == evicted.wrapping_add(1);
+            if was_behind && *note & (ENDS_CHAIN | HAS_CHILD | BRANCHES) == HAS_CHILD {
+                *note &= !HAS_CHILD;
+            }
         }
     }
 
     /// The blocks to evict first.
     fn first(&mut self) -> Option<Victims> {
-        let Self { rule, rings, lens, blocks, .. } = self;
-        first(*rule, *blocks, lens, |segment| rings.age(segment))
+        let Self { rule, rings, lens, blocks, credits, .. } = self;
+        first((*rule, credits), *blocks, lens, |ring| rings.age(ring))
+    }
+
+    fn num_once(&self) -> usize {
+        ONCE_RINGS.map(|ring| self.lens[ring as usize]).sum()
     }
 
     /// How the host continues this order; see [`super::host`].
     pub(super) fn guide(&self) -> Guide {
         let blocks = self.blocks + self.below;
-        let rule = Rule::Segments { rule: self.rule, blocks, once: self.lens[ONCE as usize] };
+        let once = self.num_once();
+        let rule = Rule::Segments { rule: self.rule, credits: self.credits, blocks, once };
         Guide { rule, clock: self.rings.clock() }
     }
 
@@ -233,18 +353,19 @@ impl Segments {
 
     /// Takes out the block that goes first, with its rank.
     pub(super) fn pop_ranked(&mut self) -> Option<(BlockId, Rank)> {
-        let segment = self.first()?.segment;
-        let stamp = self.rings.clock().wrapping_sub(self.rings.age(segment)?);
-        let block = self.rings.pop(segment)?;
-        self.lens[segment] -= 1;
-        Some((block, Rank { ring: u8::try_from(segment).unwrap_or(u8::MAX), stamp }))
+        let ring = self.first()?.ring;
+        let stamp = self.rings.clock().wrapping_sub(self.rings.age(ring)?);
+        let block = self.rings.pop(ring)?;
+        self.note_end(ring, stamp);
+        self.lens[ring] -= 1;
+        Some((block, Rank { ring: u8::try_from(ring).unwrap_or(u8::MAX), stamp }))
     }
 
     /// Notes that a published block was loaded from the host, where it was in this segment: a hit like any other.
-    pub(super) fn restore(&mut self, block: BlockId, segment: u8) {
+    pub(super) fn restore(&mut self, block: BlockId, ring: u8) {
         let note = &mut self.notes[block.index()];
-        let segment = (u32::from(segment).max(ONCE) + 1).min(LAST_SEGMENT).max(*note & SEGMENT);
-        *note = (*note & !SEGMENT) | segment;
+        let ring = u32::from(ring);
+        *note = (*note & !RING) | ring_of(AGAIN, class_of(ring));
     }
 
     /// Counts the blocks of the tier that evicted blocks are copied to.
@@ -276,66 +397,69 @@ impl Segments {
     }
 }
 
-/// The segment of the block that goes first, of those whose oldest block has an age; `lens` may count more blocks.
+/// The ring of the block that goes first, of those whose oldest block has an age; `lens` may count more blocks.
 pub(super) fn goes_first(
-    rule: EvictionRule,
+    rule: (EvictionRule, &[u32; GAPS]),
     blocks: usize,
-    lens: [usize; SEGMENTS],
-    ages: [Option<u32>; SEGMENTS],
+    lens: [usize; RINGS],
+    ages: &[Option<u32>; RINGS],
 ) -> Option<usize> {
-    let all = std::array::from_fn(|segment| if ages[segment].is_some() { lens[segment] } else { 0 });
-    first(rule, blocks, &all, |segment| ages[segment]).map(|victims| victims.segment)
+    let all = std::array::from_fn(|ring| if ages[ring].is_some() { lens[ring] } else { 0 });
+    first(rule, blocks, &all, |ring| ages[ring]).map(|victims| victims.ring)
 }
 
-/// The blocks to evict first, in a pool of `blocks` blocks: `lens` are those in each segment, `age` that of the oldest.
+/// The blocks to evict first, in a pool of `blocks` blocks: `lens` are those in each ring, `age` that of the oldest.
 fn first(
-    rule: EvictionRule,
+    (rule, credits): (EvictionRule, &[u32; GAPS]),
     blocks: usize,
-    lens: &[usize; SEGMENTS],
+    lens: &[usize; RINGS],
     age: impl FnMut(usize) -> Option<u32>,
 ) -> Option<Victims> {
-    let all = |segment: u32, most| Some(Victims { segment: segment as usize, most, least_age: 0 });
-    let [probation, once, again @ ..] = *lens;
+    let all = |ring: u32, most| Some(Victims { ring: ring as usize, most, least_age: 0 });
     // Also under other rules, which put nothing there: the rule may have changed since.
-    if probation > 0 {
-        return all(PROBATION, probation);
+    if let Some(ring) = [OVER, PROBATION].into_iter().find(|&ring| lens[ring as usize] > 0) {
+        return all(ring, lens[ring as usize]);
     }
-    if once > 0 && again == [0; 3] {
-        return all(ONCE, once);
-    }
-    let (share, credit) = match rule {
-        EvictionRule::Once(share) => (share, 0),
-        EvictionRule::Leveled(share) => (share, blocks),
-        EvictionRule::Keep => (1024, 0),
+    let share = match rule {
+        EvictionRule::Once(share) => share,
+        EvictionRule::Keep | EvictionRule::Gaps => 1024,
     };
     let kept = (blocks * usize::from(share)) >> 10;
+    let once: usize = ONCE_RINGS.map(|ring| lens[ring as usize]).sum();
     if once > kept {
-        return all(ONCE, once - kept);
+        let oldest = oldest(ONCE_RINGS, lens, age, |_| 0)?;
+        return Some(Victims { most: oldest.most.min(once - kept), ..oldest });
     }
-    oldest(lens, credit as u64, age)
+    oldest(ONCE_RINGS.start..OVER, lens, age, |ring| match rule {
+        EvictionRule::Gaps => u64::from(credits[class_of(ring) as usize]),
+        EvictionRule::Once(_) | EvictionRule::Keep => 0,
+    })
 }
 
-/// The oldest blocks not on probation, where a block of each segment counts as `credit` younger than those before.
-fn oldest(lens: &[usize; SEGMENTS], credit: u64, mut age: impl FnMut(usize) -> Option<u32>) -> Option<Victims> {
-    // Ages plus the credit that is missing to the last segment: adding to the earlier ones orders them as subtracting
-    // from the later ones would, and cannot underflow.
+/// The oldest blocks of some rings; those of each ring count as this much older.
+fn oldest(
+    rings: Range<u32>,
+    lens: &[usize; RINGS],
+    mut age: impl FnMut(usize) -> Option<u32>,
+    older: impl Fn(u32) -> u64,
+) -> Option<Victims> {
     let (mut first, mut second) = (None::<(u64, u32, u32)>, 0);
-    for segment in ONCE..=LAST_SEGMENT {
-        if lens[segment as usize] == 0 {
+    for ring in rings {
+        if lens[ring as usize] == 0 {
             continue;
         }
-        let age = age(segment as usize)?;
-        let rank = u64::from(age) + credit * u64::from(LAST_SEGMENT - segment);
+        let age = age(ring as usize)?;
+        let rank = u64::from(age) + older(ring);
         match first {
             Some((best, ..)) if best >= rank => second = rank.max(second),
             _ => {
                 second = first.map_or(0, |(best, ..)| best);
-                first = Some((rank, segment, age));
+                first = Some((rank, ring, age));
             }
         }
     }
-    let (rank, segment, age) = first?;
-    // Down to the next segment's oldest block; of equally old ones the earlier segment's goes first.
+    let (rank, ring, age) = first?;
+    // Down to the next ring's oldest block; of equally old ones the earlier ring's goes first.
     let least_age = age.saturating_sub(u32::try_from(rank - second).unwrap_or(u32::MAX).saturating_sub(1));
-    Some(Victims { segment: segment as usize, most: lens[segment as usize], least_age })
+    Some(Victims { ring: ring as usize, most: lens[ring as usize], least_age })
 }
