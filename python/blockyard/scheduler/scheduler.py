@@ -42,7 +42,7 @@ from blockyard.scheduler.stop_tokens import StopTokens
 from blockyard.scheduler.swapping import Swapping
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.traces.recorder import TokenRecorder, TraceRecorder
-from blockyard.traces.request import Hint
+from blockyard.traces.formats import Hint
 
 if TYPE_CHECKING:
     from blockyard.executor.executor import Executor

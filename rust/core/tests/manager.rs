@@ -9,7 +9,8 @@
 )]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, Demand, Error, Group, Manager, Prompt, Resize, SequenceId, TicketId, Tier,
+    AllocStatus, BlockId, Config, Counts, Demand, Error, Group, Hint, Manager, Prompt, Resize, SequenceId, TicketId,
+    Tier,
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -386,7 +387,8 @@ impl World {
         let states: Vec<_> = sequences.iter().filter(|s| self.has_new(**s)).flat_map(|&s| self.states(s)).collect();
         self.orphans.extend(states);
         self.draft_states.retain(|(sequence, ..)| !sequences.contains(sequence));
-        self.manager.free(sequences).unwrap();
+        let hint = Hint::ALL.get(self.truth.len() % 6).copied();
+        self.manager.free_with_hint(sequences, hint).unwrap();
         for sequence in sequences {
             self.truth.remove(sequence);
             self.ids.remove(sequence);

@@ -2,8 +2,8 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::{
-    BlockId, Cached, Config, Departure, Eviction, Evictor, Hint, KeySpec, Manager, Policies, Prompt, SequenceId, StoreWrites,
-    Tier,
+    BlockId, Cached, Config, Departure, Eviction, Evictor, Hint, KeySpec, Manager, Policies, Prompt, SequenceId,
+    StoreWrites, Tier,
 };
 use proptest::prelude::*;
 use std::collections::HashSet;

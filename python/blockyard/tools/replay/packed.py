@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.traces import TraceRequest
-from blockyard.traces.request import Hint
+from blockyard.traces.formats import Hint
 
 __all__ = ["ANSWER_TOKEN", "NEVER", "OWN_TOKENS", "PackedTrace"]
 

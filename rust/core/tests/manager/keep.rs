@@ -1,7 +1,7 @@
-//! Rules for host copies made ahead of need, pins and quotas, and for tickets that fail as a whole.
+//! Rules for host copies made ahead of need, pins, quotas, hints and time, and for tickets that fail as a whole.
 
 use super::{Bytes, World};
-use blockyard_core::{BlockId, Error, KeySpec, PinId, TicketId, Tier};
+use blockyard_core::{BlockId, Error, Hint, KeySpec, PinId, Prompt, TicketId, Tier};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone, Copy)]
@@ -19,6 +19,14 @@ pub(crate) enum Op {
     Quota(u8, usize),
     Pin(usize),
     Unpin(usize),
+    /// The engine says something of a conversation.
+    Hint {
+        tokens: u32,
+        family: u32,
+        hint: Hint,
+    },
+    /// The clock says something.
+    Now(f64),
     /// The last ticket is never carried out.
     GiveUp,
     /// A pair of a ticket is reported lost while the others are still running.
@@ -35,10 +43,16 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         1 => (0u8..2, 0usize..6).prop_map(|(tenant, quota)| Op::Quota(tenant, quota)),
         2 => pick.clone().prop_map(Op::Pin),
         1 => pick.clone().prop_map(Op::Unpin),
+        2 => (0u32..20, 0u32..3, prop::sample::select(&Hint::ALL[..]))
+            .prop_map(|(tokens, family, hint)| Op::Hint { tokens, family, hint }),
+        2 => prop::sample::select(&TIMES[..]).prop_map(Op::Now),
         1 => Just(Op::GiveUp),
         1 => pick.prop_map(Op::Lose),
     ]
 }
+
+/// Also such as no clock may say.
+const TIMES: [f64; 9] = [0.0, 1.0, 30.0, 31.5, 4e3, 1e18, -1.0, f64::NAN, f64::INFINITY];
 
 /// A pin, and the content of its blocks when it began.
 pub(crate) struct Held {
@@ -81,6 +95,17 @@ impl World {
                     assert_eq!(self.manager.unpin(held.pin), Err(Error::UnknownPin { pin: held.pin }));
                 }
             }
+            Op::Hint { tokens, family, hint } => {
+                let ids = super::store::family_ids(tokens, family);
+                let prompt = Prompt { tokens: &ids, spec: spec(&ids), extras: &[], hashed: None };
+                let (before, pools) =
+                    (self.manager.stats().hints, [Tier::Device, Tier::Host].map(|tier| self.free_in(tier)));
+                let cached = self.manager.hint(&prompt, hint).unwrap();
+                assert!(cached <= tokens && cached % super::BLOCK == 0, "{cached} of {tokens} tokens");
+                let given = self.manager.stats().hints[hint as usize].given - before[hint as usize].given;
+                assert!(given <= 1 && pools == [Tier::Device, Tier::Host].map(|tier| self.free_in(tier)));
+            }
+            Op::Now(seconds) => assert_eq!(self.manager.set_now(seconds).is_ok(), (0.0..1e300).contains(&seconds)),
             Op::GiveUp => {
                 if let Some(&ticket) = self.tickets.keys().next_back() {
                     self.give_up(ticket);
@@ -88,6 +113,11 @@ impl World {
             }
             Op::Lose(n) => self.nth_ticket(n).into_iter().for_each(|ticket| self.lose(ticket, n)),
         }
+    }
+
+    fn free_in(&self, tier: Tier) -> (usize, usize) {
+        let pool = self.manager.pool(tier);
+        (pool.free(), pool.published())
     }
 
     pub(crate) fn demote(&mut self, count: usize) {

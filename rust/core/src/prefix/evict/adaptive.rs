@@ -9,7 +9,8 @@ use super::{Departure, Evictor, Hint};
 use crate::id::BlockId;
 
 /// The candidate rules; the first is used until another proves better.
-const RULES: [EvictionRule; 4] = [EvictionRule::Once(205), EvictionRule::Gaps, EvictionRule::Keep, EvictionRule::Once(10)];
+const RULES: [EvictionRule; 4] =
+    [EvictionRule::Once(205), EvictionRule::Gaps, EvictionRule::Keep, EvictionRule::Once(10)];
 /// Blocks of the miniature cache of a large pool.
 const MANY_BLOCKS: usize = 512;
 /// In smaller pools one block in 28 is sampled, which keeps the cost low, ...

@@ -200,8 +200,7 @@ mod tests {
 
     #[test]
     fn a_block_that_no_cache_has_is_forgotten() {
-        let mut miniatures =
-            Miniatures::new(8, [EvictionRule::Once(102), EvictionRule::Gaps, EvictionRule::Keep], 1);
+        let mut miniatures = Miniatures::new(8, [EvictionRule::Once(102), EvictionRule::Gaps, EvictionRule::Keep], 1);
         for first in 1..2000u32 {
             // Some chains are longer than the caches.
             let tags: Vec<u32> = (first..first + first % 12).rev().map(|tag| tag * 16).collect();

@@ -175,7 +175,6 @@ fn usual(place: Place) -> f32 {
     f32::from(place.gap) / STEPS - OFFSET
 }
 
-
 fn stored(gap: f32) -> u8 {
     ((gap + OFFSET) * STEPS).round() as u8
 }
