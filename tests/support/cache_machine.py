@@ -22,6 +22,7 @@ from blockyard.errors import (
     StoreError,
     UnknownSequenceError,
 )
+from blockyard.traces.request import Hint
 
 WAYS = (
     ("swap_out", "host"),
@@ -30,6 +31,7 @@ WAYS = (
     ("swap_in", "device"),
     ("swap_in", "host"),
 )
+HINTS: tuple[Hint | None, ...] = ("over", "tool_call", "turn", None, None, None)
 GOALS = ("max_id", "free_tail", "dense", "contiguous")
 
 
@@ -231,7 +233,22 @@ class Machine(World):
             sequence.drafts = sequence.drafted = 0
 
     def do_free(self, rig: Rig, op: Op) -> None:
-        self.free(rig, chosen(rig.sequences, op.a, 2))
+        self.free(rig, chosen(rig.sequences, op.a, 2), HINTS[op.b % len(HINTS)])
+
+    def do_hint(self, rig: Rig, op: Op) -> None:
+        prompt, salt, extras = self.prompt(op)
+        given, key = self.hashed(rig, prompt, salt, extras)
+        hint = HINTS[op.seed % 4]
+        before = rig.manager.stats()
+        if hint is None:
+            with suppress(InvalidArgumentError):
+                rig.manager.prefix.hint(*given, f"hint {op.a}", **key)
+                raise AssertionError("an unknown hint is accepted")
+            assert rig.manager.stats() == before
+        else:
+            cached = rig.manager.prefix.hint(*given, hint, **key)
+            assert cached % self.config.block_size == 0 and cached <= len(prompt)
+            assert rig.manager.stats().hinted_turns[hint] - before.hinted_turns[hint] in (0, 1)
 
     def do_stale(self, rig: Rig, op: Op) -> None:
         """Check that every call rejects a freed handle."""

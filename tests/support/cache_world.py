@@ -21,6 +21,7 @@ from blockyard._core import StoreJob
 from blockyard.cache import CacheStep, StepEnd
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError, StoreError
 from blockyard.events import export_keys
+from blockyard.traces.request import Hint
 
 T = TypeVar("T")
 
@@ -148,8 +149,8 @@ class World:
     def seed_of(self, salt: bytes | None, rig: Rig | None = None) -> int:
         return ((rig or self.rigs[0]).weights * 1_000 + (0 if salt is None else 1 + len(salt))) * 65_537
 
-    def free(self, rig: Rig, batch: list[Tracked]) -> None:
-        rig.manager.free([sequence.handle for sequence in batch])
+    def free(self, rig: Rig, batch: list[Tracked], hint: Hint | None = None) -> None:
+        rig.manager.free([sequence.handle for sequence in batch], hint=hint)
         for sequence in batch:
             self.record_end(rig, sequence)
         rig.sequences = [sequence for sequence in rig.sequences if sequence not in batch]

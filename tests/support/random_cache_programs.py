@@ -19,6 +19,7 @@ WEIGHTS = {
     "append": 14,
     "mark": 5,
     "free": 6,
+    "hint": 2,
     "swap": 14,
     "fork": 3,
     "fork_prefix": 2,

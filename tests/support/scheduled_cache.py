@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 from cache_compute import cells_of
-from cache_machine import GOALS, Machine, Op
+from cache_machine import GOALS, HINTS, Machine, Op
 from cache_rig import LAYERS, MANY, NEVER, Cells, Config, Rig, Tracked, simulated
 from cache_world import Interrupted
 from numpy.typing import NDArray
@@ -76,8 +76,9 @@ class ScheduledMachine(Machine):
         self.number += 1
         count = (1, 1, 2, 3)[op.d % 4]
         most = 1 + op.d // 8 % (3 * self.config.block_size + 3)
+        hint = HINTS[op.d // 512 % len(HINTS)]
         extras = tuple(extra for extra in extras if extra[0] + extra[1] <= len(prompt) + most)
-        request = Request(f"{self.number}", prompt, most, count, op.d // 256 % 2, salt=salt, extras=extras)
+        request = Request(f"{self.number}", prompt, most, count, op.d // 256 % 2, salt=salt, extras=extras, hint=hint)
         is_first = self.recording is not None and not self.recording.requests
         if len(self.requests) < 9:
             with suppress(OutOfBlocksError):
