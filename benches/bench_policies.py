@@ -1,7 +1,7 @@
 """Hits of every eviction policy, by workload and pool size, compared with the optimum.
 
     python benches/bench_policies.py [TRACE...] [--workloads chat,rag] [--mixtures 40] [--seed 0]
-        [--percents 2,10,50] [--users 8,32] [--part 0] [--json FILE]
+        [--percents 2,10,50] [--users 8,32] [--part 0] [--hints] [--json FILE]
 
 Replays traces (all formats of `blockyard.traces` with hash ids) and generated workloads through a `BlockManager`, one
 request at a time, and prints a table. Policies of `policies/fixed.py` are replayed without a manager; the hits are
@@ -10,7 +10,8 @@ left out and counted. Without arguments it takes the generated workloads, and th
 BLOCKYARD_TRACES names (../shared/traces). Output tokens are not cached, because traces do not contain them. `--mixtures
 N` takes N random mixtures of the generated workloads instead: two to four of them at once, half of the mixtures with
 other shares after a shift in the middle. Agent sessions, which all begin at 0, run 8 and 32 at a time (`--users`,
-`policies/sessions.py`); a block is 16 of the trace's. `--part 0` and `--part 1` are halves of the sessions.
+`policies/sessions.py`); a block is 16 of the trace's. `--part 0` and `--part 1` are halves of the sessions. A step's time
+is that of its request's arrival. `--hints` tells the cache what a trace knows when an answer ends.
 
 `optimal` knows the future: it evicts the block whose next use is furthest (Belady). On prefix trees that is a leaf.
 A policy's `way` is the share of the gap from `lru` to `optimal` that it closes: 0 for `lru`, 1 for `optimal`.
@@ -69,7 +70,8 @@ class Workload:
 
     block_size = 2
 
-    def __init__(self, name: str, requests: Sequence[TraceRequest]) -> None:
+    def __init__(self, name: str, requests: Sequence[TraceRequest], *, hints: bool = False) -> None:
+        self._hints = hints
         self.name, self.requests, self.chains = name, requests, chains(requests)
         self.packed = PackedTrace.of(requests)
         hasher = BlockManager(block_size=self.block_size, device_blocks=1, prefix_caching=True).prefix
@@ -104,9 +106,10 @@ class Workload:
         for number in self.fitting(blocks):
             found.append(manager.prefix.lookup(self.hashed[number]).tokens // self.block_size)
             sequence = manager.allocate(self.hashed[number])
-            manager.complete(manager.take_decision().ticket)
+            request = self.requests[number]
+            manager.complete(manager.take_decision(now=request.arrival).ticket)
             manager.mark_computed(sequence)
-            manager.free(sequence)
+            manager.free(sequence, hint=request.hint if self._hints else None)
         return found
 
 
@@ -194,7 +197,7 @@ def compare(chosen: argparse.Namespace) -> None:
     mixtures = map(mixture, range(chosen.seed, chosen.seed + chosen.mixtures))
     named = () if chosen.mixtures else sources(chosen.traces, chosen.workloads, chosen.seed, chosen.users, chosen.part)
     for name, requests in itertools.chain(mixtures, named):
-        workload = Workload(name, requests)
+        workload = Workload(name, requests, hints=chosen.hints)
         for percent in chosen.percents:
             point = measure(workload, percent, policies)
             points.setdefault(name, {})[f"{percent:g}"] = point
@@ -259,6 +262,7 @@ def main() -> None:
     parser.add_argument("--mixtures", type=int, default=0, help="number of random mixtures, counted from the seed")
     parser.add_argument("--users", default=",".join(map(str, USERS)), help="agent sessions at a time")
     parser.add_argument("--part", type=int, choices=(0, 1), help="only this half of the agent sessions")
+    parser.add_argument("--hints", action="store_true", help="tell the cache what an agent trace knows of the ends of answers")
     parser.add_argument("--seed", type=int, default=0, help="of the workloads")
     parser.add_argument("--percents", default=",".join(map(str, PERCENTS)), help="pool sizes, of the distinct blocks")
     parser.add_argument("--json", metavar="FILE", help="where all hits go")

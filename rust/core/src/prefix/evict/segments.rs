@@ -123,6 +123,8 @@ pub(super) struct Segments {
     /// What is known of that chain, and of the one that is released next.
     turn: Turn,
     next: Turn,
+    /// Whether what is known of it goes for the next block.
+    is_turn: bool,
     /// By class of gaps: how many insertions older a block counts under [`EvictionRule::Gaps`].
     credits: [u32; GAPS],
     chains: u32,
@@ -149,6 +151,7 @@ impl Segments {
             last: PROBATION,
             inherited: PROBATION,
             turn: None,
+            is_turn: false,
             next: None,
             credits: [0; GAPS],
             chains: 0,
@@ -185,13 +188,14 @@ impl Segments {
         let room = (blocks / PROBATION_SHARE).max((self.longest * PROBATION_CHAINS).min(blocks / 2));
         let is_kept = self.chains % KEPT_CHAINS == 0 || self.lens[PROBATION as usize] > room;
         self.floor = if self.rule == EvictionRule::Keep && !is_kept { PROBATION } else { ONCE };
+        self.is_turn = self.turn.is_some();
         self.class = self.turn.map_or(CLASSES - 1, u32::from);
         self.child = None;
     }
 
     /// Reports that the chain is released: what is known of it is not true of blocks that are released later.
     pub(super) fn end_chain(&mut self) {
-        (self.turn, self.class, self.child) = (None, CLASSES - 1, None);
+        (self.is_turn, self.class, self.child) = (false, CLASSES - 1, None);
     }
 
     /// Reports that a block of the chain stays in use; returns its note.
@@ -238,7 +242,7 @@ impl Segments {
         }
         self.floor = self.floor.max(level_of(note));
         let has_others = behind & (if ends == 0 { BRANCHES } else { HAS_CHILD }) != 0;
-        if has_others || self.turn.is_none() {
+        if has_others || !self.is_turn {
             self.class = self.class.min(class_of(note));
         }
         if ends != 0 {
