@@ -283,6 +283,7 @@ impl Evictor for Adaptive {
 
 #[cfg(test)]
 mod tests {
+    use super::super::turns::OVER;
     use super::*;
     use proptest::prelude::*;
 
@@ -319,6 +320,25 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn the_miniatures_learn_what_is_known_of_each_turn() {
+        let mut policy = Adaptive::new(64);
+        let hints = [None, Some(Hint::Over), None, Some(Hint::Turn), Some(Hint::Over)];
+        for (block, hint) in (0..).map(BlockId).zip(hints) {
+            let tag = (block.0 + 1) << 10;
+            policy.publish(block, 0, tag);
+            policy.end_turn(std::iter::once(tag), hint);
+            policy.begin_chain();
+            policy.insert(block);
+            policy.segments().end_chain();
+        }
+        policy.begin_chain();
+        let known: Vec<_> = policy.chains.iter().map(|chain| chain.turn.map(|class| class == OVER)).collect();
+        let over: Vec<_> = hints.map(|hint| Some(hint == Some(Hint::Over))).to_vec();
+        // The first chain has been followed.
+        assert_eq!(known, over[1..]);
     }
 
     #[test]
