@@ -392,14 +392,14 @@ impl Pool {
     /// Notes that the chain released next is a turn that ends; `keys` are those of its blocks, first one first.
     pub(crate) fn end_turn(&mut self, keys: &[Key], hint: Option<Hint>) {
         if let Some(cache) = &mut self.cache {
-            cache.end_turn(keys.iter().rev().map(Key::tag), hint);
+            cache.end_turn(keys, hint);
         }
     }
 
     /// Puts the blocks of a conversation where a hint belongs; `keys` are those of its blocks, first one first.
     pub(crate) fn hint(&mut self, keys: &[Key], hint: Hint, blocks: &[BlockId]) {
         if let Some(cache) = &mut self.cache {
-            cache.hint(keys.iter().rev().map(Key::tag), hint, blocks);
+            cache.hint(keys, hint, blocks);
         }
     }
 

@@ -303,14 +303,14 @@ impl PrefixCache {
     }
 
     /// See [`Policy::end_turn`].
-    pub(crate) fn end_turn(&mut self, tags: impl Iterator<Item = u32>, hint: Option<Hint>) {
-        self.order.end_turn(&mut { tags }, hint);
+    pub(crate) fn end_turn(&mut self, keys: &[Key], hint: Option<Hint>) {
+        self.order.end_turn(keys, hint);
     }
 
-    /// Puts the blocks of a conversation, which may be in use, where a hint belongs; `tags` are those of its blocks, last
-    /// one first.
-    pub(crate) fn hint(&mut self, tags: impl Iterator<Item = u32>, hint: Hint, blocks: &[BlockId]) {
-        if self.order.hint(&mut { tags }, hint) {
+    /// Puts the blocks of a conversation, which may be in use, where a hint belongs; `keys` are those of all
+    /// its blocks.
+    pub(crate) fn hint(&mut self, keys: &[Key], hint: Hint, blocks: &[BlockId]) {
+        if self.order.hint(keys, hint) {
             for &block in blocks.iter().rev() {
                 if self.order.contains(block) {
                     self.order.reorder(block);

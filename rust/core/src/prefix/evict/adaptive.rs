@@ -4,8 +4,9 @@ use super::ghosts::Sample;
 use super::miniature::{Miniatures, SampledChain};
 use super::rank::{EvictionRule, Guide};
 use super::segments::Segments;
-use super::turns::{HintCount, Turns};
+use super::turns::{HintCount, Turns, sampled};
 use super::{Departure, Evictor, Hint};
+use crate::hash::Key;
 use crate::id::BlockId;
 
 /// The candidate rules; the first is used until another proves better.
@@ -143,15 +144,15 @@ impl Adaptive {
         self.turns.set_now(seconds);
     }
 
-    /// Notes that the chain released next is a turn that ends; `tags` are those of its blocks, last one first.
-    pub(super) fn end_turn(&mut self, tags: impl Iterator<Item = u32>, hint: Option<Hint>) {
-        let turn = self.turns.end(tags, hint, self.segments.rings().clock());
+    /// Notes that the chain released next is a turn that ends; `keys` are those of its blocks.
+    pub(super) fn end_turn(&mut self, keys: &[Key], hint: Option<Hint>) {
+        let turn = self.turns.end(sampled(keys), hint, self.segments.rings().clock());
         self.segments.set_turn(turn, self.turns.credits());
     }
 
     /// Begins to put a conversation's blocks where a hint belongs; see [`Turns::hint`].
-    pub(super) fn hint(&mut self, tags: impl Iterator<Item = u32>, hint: Hint) {
-        let turn = self.turns.hint(tags, hint);
+    pub(super) fn hint(&mut self, keys: &[Key], hint: Hint) {
+        let turn = self.turns.hint(sampled(keys), hint);
         self.segments.set_turn(turn, self.turns.credits());
         self.begin_chain();
     }
@@ -329,7 +330,7 @@ mod tests {
         for (block, hint) in (0..).map(BlockId).zip(hints) {
             let tag = (block.0 + 1) << 10;
             policy.publish(block, 0, tag);
-            policy.end_turn(std::iter::once(tag), hint);
+            policy.end_turn(&[], hint);
             policy.begin_chain();
             policy.insert(block);
             policy.segments().end_chain();

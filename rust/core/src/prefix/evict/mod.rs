@@ -24,6 +24,7 @@ mod segments;
 )]
 mod turns;
 
+use crate::hash::Key;
 use crate::id::BlockId;
 use adaptive::Adaptive;
 pub(crate) use host::HostOrder;
@@ -329,21 +330,21 @@ impl Policy {
         }
     }
 
-    /// Notes that the chain released next is a turn that ends; `tags` are those of its blocks, last one first.
-    pub(crate) fn end_turn(&mut self, tags: &mut dyn Iterator<Item = u32>, hint: Option<Hint>) {
+    /// Notes that the chain released next is a turn that ends; `keys` are those of its blocks.
+    pub(crate) fn end_turn(&mut self, keys: &[Key], hint: Option<Hint>) {
         match self {
-            Self::Adaptive(policy) => policy.end_turn(tags, hint),
-            Self::Quotas(policy) => policy.inner.end_turn(tags, hint),
+            Self::Adaptive(policy) => policy.end_turn(keys, hint),
+            Self::Quotas(policy) => policy.inner.end_turn(keys, hint),
             Self::Lru(_) | Self::Priority(_) | Self::Custom(_) | Self::Host(_) => {}
         }
     }
 
     /// Begins to put the blocks of a conversation, which something else than a turn's end tells of, where a hint belongs:
     /// [`Policy::reorder`] them from its end. Returns false, and does nothing, if the policy takes no hints.
-    pub(crate) fn hint(&mut self, tags: &mut dyn Iterator<Item = u32>, hint: Hint) -> bool {
+    pub(crate) fn hint(&mut self, keys: &[Key], hint: Hint) -> bool {
         match self {
-            Self::Adaptive(policy) => policy.hint(tags, hint),
-            Self::Quotas(policy) => return policy.inner.hint(tags, hint),
+            Self::Adaptive(policy) => policy.hint(keys, hint),
+            Self::Quotas(policy) => return policy.inner.hint(keys, hint),
             Self::Lru(_) | Self::Priority(_) | Self::Custom(_) | Self::Host(_) => return false,
         }
         true

@@ -234,10 +234,10 @@ impl Segments {
         let mut behind = note & (HAS_CHILD | BRANCHES);
         if let Some(child) = self.child.replace(block) {
             let child = &mut self.notes[child.index()];
-            if *child & LINKED == 0 && behind & HAS_CHILD != 0 {
-                behind |= BRANCHES;
+            if *child & LINKED == 0 {
+                *child |= LINKED;
+                behind |= (behind & HAS_CHILD) * (BRANCHES / HAS_CHILD);
             }
-            *child |= LINKED;
             behind |= HAS_CHILD;
         }
         self.floor = self.floor.max(level_of(note));

@@ -1,9 +1,10 @@
 //! Remembers conversations: how long each one pauses between its turns, and what the engine knew when a turn ended.
 //!
 //! A conversation is found by its prefix: a later turn begins with most of an earlier one. Its place is that of its
-//! deepest sampled tag, so that a turn that replaces the last blocks still finds it.
+//! deepest sampled block, so that a turn that replaces the last blocks still finds it.
 
 use super::Hint;
+use crate::hash::Key;
 
 /// Classes of gaps, each longer than the one before by the square root of 2; the middle one is the mean gap.
 pub(super) const GAPS: usize = 7;
@@ -14,8 +15,8 @@ pub(super) const UNKNOWN: u8 = 3;
 pub(super) const OVER: u8 = 7;
 /// Parts of a second in which time is counted.
 const TICKS: f64 = 16.0;
-/// One tag in 4 can be a conversation's place.
-const SAMPLED: u32 = 4;
+/// One block in 4 can be a conversation's place, from the second one on.
+const SAMPLED: usize = 4;
 /// Blocks of a pool for each remembered conversation, and the least number of these.
 const BLOCKS: usize = 16;
 const LEAST: usize = 256;
@@ -96,7 +97,7 @@ impl Turns {
         self.counts
     }
 
-    /// Notes that a turn ends; `tags` are those of its blocks, last one first, and `clock` counts insertions.
+    /// Notes that a turn ends; `tags` are those of [`sampled`] blocks, last one first, and `clock` counts insertions.
     pub(super) fn end(&mut self, tags: impl Iterator<Item = u32>, hint: Option<Hint>, clock: u32) -> Turn {
         self.insertions = self.insertions * REMAINING + clock.wrapping_sub(self.last.0) as f32;
         self.ticks = self.ticks * REMAINING + self.now.wrapping_sub(self.last.1) as f32;
@@ -105,7 +106,7 @@ impl Turns {
             self.counts[hint as usize].given += 1;
         }
         let (mut deepest, mut found) = (None, None);
-        for tag in tags.filter(|tag| tag % SAMPLED == 0) {
+        for tag in tags {
             let at = self.place(tag);
             deepest.get_or_insert((at, mark(tag)));
             if self.places[at].mark == mark(tag) {
@@ -122,12 +123,12 @@ impl Turns {
         Some(if hint == Some(Hint::Over) { OVER } else { self.class(usual) })
     }
 
-    /// Notes what the engine learns of a conversation after its last turn; `tags` are those of its blocks, last one
-    /// first.
+    /// Notes what the engine learns of a conversation after its last turn; `tags` are those of [`sampled`]
+    /// blocks, last one first.
     pub(super) fn hint(&mut self, tags: impl Iterator<Item = u32>, hint: Hint) -> Turn {
         self.counts[hint as usize].given += 1;
         let mut gap = None;
-        for tag in tags.filter(|tag| tag % SAMPLED == 0) {
+        for tag in tags {
             let at = self.place(tag);
             if self.places[at].mark == mark(tag) {
                 self.places[at].hint = hint as u8 + 1;
@@ -167,7 +168,12 @@ impl Turns {
 }
 
 fn mark(tag: u32) -> u16 {
-    ((tag >> 2) as u16).max(1)
+    (tag as u16).max(1)
+}
+
+/// Those keys of a conversation's blocks that can be its place, last one first.
+pub(super) fn sampled(keys: &[Key]) -> impl Iterator<Item = u32> {
+    keys.iter().skip(1).step_by(SAMPLED).rev().map(Key::tag)
 }
 
 /// Mean logarithm of a conversation's gaps.
