@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from blockyard import BlockManager, PrefixCaching, Request, Scheduler
-from blockyard.errors import InvalidArgumentError
+from blockyard.errors import InvalidArgumentError, UnknownSequenceError
 from blockyard.offload import OffloadManager
 
 ALLOWED = "must be (None or )?one of over, tool_call, turn"
@@ -51,14 +52,33 @@ def test_an_unknown_hint_is_refused_with_the_allowed_ones_and_changes_nothing(hi
     assert manager.stats() == before
 
 
-@pytest.mark.parametrize("now", [-1, -math.inf, math.inf, math.nan, True, "1", [1.0]])
+@pytest.mark.parametrize("now", [-1, -math.inf, math.inf, math.nan, 10**400, True, np.True_, np.float32(-1), "1", [1.0], 1j])
 def test_a_time_that_is_none_is_refused_and_ends_no_step(now):
     manager = make()
-    with pytest.raises(InvalidArgumentError, match="now is"):
+    with pytest.raises(InvalidArgumentError, match="^now is .*, must be a finite number of seconds, 0 or more"):
         manager.take_decision(now=now)
     assert manager.stats().steps == 0
-    with pytest.raises(InvalidArgumentError, match="is "):
+    with pytest.raises(InvalidArgumentError, match="^ended is .*, must be a finite number of seconds, 0 or more"):
         OffloadManager(4).touch([], ended=now)
+
+
+@pytest.mark.parametrize("now", [0, -0.0, 10**30, 1e308, np.float32(3), np.int64(3)])
+def test_any_finite_number_of_seconds_is_a_time(now):
+    manager = make()
+    for time in (now, 5.0, now):
+        serve(manager, said(1, 9), hint="turn", now=time)
+        OffloadManager(4).touch([], ended=time)
+    assert manager.stats().resumed_turns["turn"] == 2
+
+
+def test_a_hint_for_a_freed_sequence_is_refused_and_not_counted():
+    manager = make()
+    sequence = manager.allocate(said(1, 9))
+    manager.free([sequence])
+    before = manager.stats()
+    with pytest.raises(UnknownSequenceError, match="has been freed"):
+        manager.free([sequence], hint="over")
+    assert manager.stats() == before
 
 
 def test_a_hint_for_the_host_says_when_the_request_ended():

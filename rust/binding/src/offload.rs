@@ -1,6 +1,6 @@
 //! `OffloadManager`: tracks which chunk of a host cache holds which key.
 
-use crate::convert::args;
+use crate::convert::args::{self, Seconds};
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
 use crate::convert::values::picklable;
@@ -272,21 +272,20 @@ impl PyOffloadManager {
         &self,
         keys: &Bound<'_, PyAny>,
         inserted: Option<&Bound<'_, PyAny>>,
-        #[pyo3(from_py_with = args::step_time)] ended: Option<f64>,
+        #[pyo3(from_py_with = args::ended)] ended: Option<Seconds>,
         hint: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let hint = policies::hint(hint)?;
-        if ended.is_some_and(|ended| !(ended >= 0.0 && ended.is_finite())) || (hint.is_some() && ended.is_none()) {
-            let found = ended.map_or_else(|| "None".to_owned(), |ended| ended.to_string());
-            return Err(invalid(format!(
-                "ended is {found}, must be a finite number of seconds, 0 or more, with a hint"
-            )));
+        if hint.is_some() && ended.is_none() {
+            return Err(invalid(
+                "ended is None, must be a finite number of seconds, 0 or more, with a hint".to_owned(),
+            ));
         }
         let inserted = inserted.map_or(Ok(Vec::new()), |keys| self.read_keys(keys, "inserted"))?;
         let (keys, inserted) = (self.read_keys(keys, "keys")?, inserted.into_iter().collect());
         let mut state = self.lock();
         state.cache.look_ahead_chunks(&keys);
-        if let Some(ended) = ended {
+        if let Some(Seconds(ended)) = ended {
             state.cache.end_turn(&keys, ended, hint);
         }
         state.cache.touch(&keys, &inserted);

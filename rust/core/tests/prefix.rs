@@ -51,8 +51,10 @@ fn prompts() -> impl Strategy<Value = Vec<(Vec<u32>, u8, usize)>> {
     prop::collection::vec((tokens, 0u8..16, 0usize..4), 1..60)
 }
 
+type Ending = (Option<Hint>, f64, Option<(usize, Hint)>);
+
 /// What the engine knows when each turn ends, how many seconds pass before it, and of which prompt it speaks after it.
-fn endings() -> impl Strategy<Value = Vec<(Option<Hint>, f64, Option<(usize, Hint)>)>> {
+fn endings() -> impl Strategy<Value = Vec<Ending>> {
     let hint = prop::sample::select(&Hint::ALL[..]);
     let seconds = prop::sample::select(vec![0.0, 0.3, 4.0, 60.0, 1e6]);
     let later = prop::option::weighted(0.2, (0usize..60, hint.clone()));

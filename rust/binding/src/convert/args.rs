@@ -8,7 +8,7 @@ use blockyard_core::memory;
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString};
+use pyo3::types::{PyBytes, PyDict, PyFloat, PyInt, PyList, PyString};
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
@@ -31,7 +31,7 @@ macro_rules! named {
 
 named! {
     after block block_bytes block_size blocks budget bytes_per_block cache_group cached_tokens chunk chunk_tokens commands
-    connect_timeout count db deadline depth depths device_blocks dst_blocks encoder_tokens external_blocks extras
+    connect_timeout count db deadline depth depths device_blocks dst_blocks encoder_tokens ended external_blocks extras
     first free goals group groups handle head_bytes host_blocks host_copies_per_step hot ids job keys last lease
     lengths limit lookahead lora_id lost max_blocks max_bytes max_events max_moves max_open_tickets max_pinned max_tokens
     memory most moves names namespace now num_blocks num_bytes num_chunks num_slots num_threads num_tokens number per_block
@@ -180,12 +180,19 @@ impl<'py> Argument<'py> for Bound<'py, PyAny> {
     }
 }
 
-/// Reads `now`, which may be missing: a bool is no time.
-pub(crate) fn step_time(value: &Bound<'_, PyAny>) -> PyResult<Option<f64>> {
-    if value.is_instance_of::<PyBool>() {
-        return Err(invalid(format!("now is {}, must be a finite number of seconds, 0 or more", shown(value))));
+/// A time in seconds of a monotonic clock; a bool is none.
+pub(crate) struct Seconds(pub(crate) f64);
+
+impl<'py> Argument<'py> for Seconds {
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        let must = "a finite number of seconds, 0 or more";
+        let is_bool = value.get_type().name().is_ok_and(|name| name.to_string().starts_with("bool"));
+        let seconds: f64 = value.extract().map_err(|error| refused(error, value, name, must))?;
+        if is_bool || !(seconds >= 0.0 && seconds.is_finite()) {
+            return Err(invalid(format!("{name} is {}, must be {must}", shown(value))));
+        }
+        Ok(Self(seconds))
     }
-    now(value)
 }
 
 /// Describes a value's type, and an array's dtype and shape, for messages.

@@ -1,6 +1,6 @@
 //! `StepOwner`: the only one that ends a manager's steps, such as a cache, which moves the bytes.
 
-use crate::convert::args;
+use crate::convert::args::{self, Seconds};
 use crate::convert::arrays::TicketArgument;
 use crate::convert::errors::step_order;
 use crate::decision::{PyPairs, PyStepDecision};
@@ -50,7 +50,7 @@ impl PyStepOwner {
         &self,
         py: Python<'_>,
         prefetch: bool,
-        #[pyo3(from_py_with = args::step_time)] now: Option<f64>,
+        #[pyo3(from_py_with = args::now)] now: Option<Seconds>,
     ) -> PyResult<PyStepDecision> {
         self.0.get().take(py, prefetch, now)
     }

@@ -1,6 +1,6 @@
 //! Methods that end a step and its ticket.
 
-use crate::convert::args;
+use crate::convert::args::{self, Seconds};
 use crate::convert::arrays::TicketArgument;
 use crate::convert::errors::to_py;
 use crate::decision::{PyPairs, PyStepDecision};
@@ -16,11 +16,11 @@ fn core_pairs(py: Python<'_>, pairs: &[Py<PyPairs>]) -> PyResult<Vec<Pairs>> {
 
 /// The calls, for the manager's own methods and for its [`StepOwner`](crate::manager::step_owner).
 impl PyBlockManager {
-    pub(crate) fn take(&self, py: Python<'_>, prefetch: bool, now: Option<f64>) -> PyResult<PyStepDecision> {
+    pub(crate) fn take(&self, py: Python<'_>, prefetch: bool, now: Option<Seconds>) -> PyResult<PyStepDecision> {
         self.open_tickets.warn(py, &self.shared)?;
         let decision = {
             let mut manager = self.lock();
-            if let Some(now) = now {
+            if let Some(Seconds(now)) = now {
                 manager.set_now(now).map_err(to_py)?;
             }
             if prefetch { manager.take_prefetch() } else { manager.take_decision() }
@@ -93,7 +93,7 @@ impl PyBlockManager {
         &self,
         py: Python<'_>,
         prefetch: bool,
-        #[pyo3(from_py_with = args::step_time)] now: Option<f64>,
+        #[pyo3(from_py_with = args::now)] now: Option<Seconds>,
     ) -> PyResult<PyStepDecision> {
         self.refuse_owned("take_decision")?;
         self.take(py, prefetch, now)

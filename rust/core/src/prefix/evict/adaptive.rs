@@ -147,7 +147,7 @@ impl Adaptive {
     /// Notes that the chain released next is a turn that ends; `keys` are those of its blocks.
     pub(super) fn end_turn(&mut self, keys: &[Key], hint: Option<Hint>) {
         let turn = self.turns.end(sampled(keys), hint, self.segments.rings().clock());
-        self.segments.set_turn(turn, self.turns.credits());
+        self.segments.set_turn(Some(turn), self.turns.credits());
     }
 
     /// Begins to put a conversation's blocks where a hint belongs; see [`Turns::hint`].

@@ -67,10 +67,9 @@ struct ModelBlock {
     gap: u8,
     /// Whether it is the last block of its chain.
     ends: bool,
-    /// Whether it was released behind the block before it; and whether a block, or several, were released behind it.
+    /// Whether it was released behind the block before it; and how many blocks were released behind it, at most 2.
     is_linked: bool,
-    has_child: bool,
-    branches: bool,
+    behind: u8,
     /// Insertions before it became evictable.
     since: usize,
 }
@@ -151,11 +150,10 @@ impl Model {
         let mut entry = self.known[&block];
         let others = if let Some(child) = self.child.replace(block) {
             let was_linked = std::mem::replace(&mut self.known.get_mut(&child).unwrap().is_linked, true);
-            entry.branches |= entry.has_child && !was_linked;
-            entry.has_child = true;
-            entry.branches
+            entry.behind = (entry.behind + u8::from(!was_linked)).clamp(1, 2);
+            entry.behind > 1
         } else {
-            entry.has_child
+            entry.behind > 0
         };
         entry.ends = self.inserted == 0;
         self.floor = self.floor.max(entry.level);
@@ -181,10 +179,8 @@ impl Plain for Model {
 
     fn publish(&mut self, block: BlockId, tag: u32) {
         let level = usize::from(self.ghosts.take(tag) && self.rule != EvictionRule::Keep) * 3;
-        let (is_linked, has_child, branches) = (false, false, false);
         let level = level.max(self.inherited);
-        let entry =
-            ModelBlock { block, tag, level, gap: UNKNOWN, ends: true, is_linked, has_child, branches, since: 0 };
+        let entry = ModelBlock { block, tag, level, gap: UNKNOWN, ends: true, is_linked: false, behind: 0, since: 0 };
         self.known.insert(block, entry);
     }
 
@@ -222,8 +218,8 @@ impl Plain for Model {
             taken.push(gone);
             // The next of its ring came right after it: that one has no other block behind it.
             let next = self.entries.iter_mut().find(|entry| entry.ring() == gone.ring());
-            if let Some(next) = next.filter(|next| next.since == gone.since + 1 && !next.ends && !next.branches) {
-                next.has_child = false;
+            if let Some(next) = next.filter(|next| next.since == gone.since + 1 && !next.ends && next.behind == 1) {
+                next.behind = 0;
             }
         }
         self.ghosts.insert(&taken.iter().map(|entry| entry.tag).collect::<Vec<_>>());

@@ -1,10 +1,10 @@
-//! Evictable blocks in segments by their uses: probation, used once, used again one to three times; and the rules that
-//! pick the next to evict.
+//! Evictable blocks in segments by their uses (probation, used once, used again) and by the class of gaps of their
+//! conversation; and the rules that pick the next to evict.
 //!
-//! Every rule works on the same segments, so that it can change at any time and nothing cached is lost. Along a chain,
-//! a block is in the same segment as the blocks after it or in a later one, and each segment is in release order. So no
-//! block is evicted before one that depends on it, as long as a block of a later segment is evicted only if no earlier
-//! segment has an older block.
+//! Every rule works on the same segments, so that it can change at any time and nothing cached is lost. Along a chain, a
+//! block's level is not below that of the blocks after it, its class is not above theirs, and each segment is in release
+//! order. So no block is evicted before one that depends on it, as long as a block is evicted only if no segment of a
+//! lower level or a higher class has an older block.
 
 use super::ghosts::Sample;
 use super::rank::{EvictionRule, Guide, RANKS, Rank, Rule};
@@ -74,13 +74,18 @@ fn ring_of(level: u32, class: u32) -> u32 {
 /// Ring of the blocks of which nothing is known but that they were used.
 pub(super) const NEWCOMERS: u8 = ONCE_RINGS.start.to_le_bytes()[0] + UNKNOWN;
 
-/// The first ring, in the order of eviction, of which no block goes before one of either ring, if it is not older.
+/// The ring of a block that goes after equally old ones of either ring, under every rule.
 pub(super) fn join(ring: u8, other: u8) -> u8 {
     let (first, second) = (u32::from(ring), u32::from(other));
-    let joined = match (first, second) {
-        (OVER, other) | (other, OVER) | (PROBATION, other) | (other, PROBATION) => other,
-        _ => ring_of(level_of(first).max(level_of(second)), class_of(first).min(class_of(second))),
-    };
+    for goes_first in [OVER, PROBATION] {
+        if first == goes_first {
+            return other;
+        }
+        if second == goes_first {
+            return ring;
+        }
+    }
+    let joined = ring_of(level_of(first).max(level_of(second)), class_of(first).min(class_of(second)));
     joined.to_le_bytes()[0]
 }
 
