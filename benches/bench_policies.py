@@ -10,8 +10,8 @@ left out and counted. Without arguments it takes the generated workloads, and th
 BLOCKYARD_TRACES names (../shared/traces). Output tokens are not cached, because traces do not contain them. `--mixtures
 N` takes N random mixtures of the generated workloads instead: two to four of them at once, half of the mixtures with
 other shares after a shift in the middle. Agent sessions, which all begin at 0, run 8 and 32 at a time (`--users`,
-`policies/sessions.py`); a block is 16 of the trace's. `--part 0` and `--part 1` are halves of the sessions. A step's time
-is that of its request's arrival. `--hints` tells the cache what a trace knows when an answer ends.
+`policies/sessions.py`); a block is 16 of the trace's. `--part 0` and `--part 1` are halves of the
+sessions. A step's time is its request's arrival. `--hints` tells the cache what a trace knows when an answer ends.
 
 `optimal` knows the future: it evicts the block whose next use is furthest (Belady). On prefix trees that is a leaf.
 A policy's `way` is the share of the gap from `lru` to `optimal` that it closes: 0 for `lru`, 1 for `optimal`.
@@ -262,7 +262,9 @@ def main() -> None:
     parser.add_argument("--mixtures", type=int, default=0, help="number of random mixtures, counted from the seed")
     parser.add_argument("--users", default=",".join(map(str, USERS)), help="agent sessions at a time")
     parser.add_argument("--part", type=int, choices=(0, 1), help="only this half of the agent sessions")
-    parser.add_argument("--hints", action="store_true", help="tell the cache what an agent trace knows of the ends of answers")
+    parser.add_argument(
+        "--hints", action="store_true", help="tell the cache what an agent trace knows of the ends of answers"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the workloads")
     parser.add_argument("--percents", default=",".join(map(str, PERCENTS)), help="pool sizes, of the distinct blocks")
     parser.add_argument("--json", metavar="FILE", help="where all hits go")

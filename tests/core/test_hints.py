@@ -52,13 +52,15 @@ def test_an_unknown_hint_is_refused_with_the_allowed_ones_and_changes_nothing(hi
     assert manager.stats() == before
 
 
-@pytest.mark.parametrize("now", [-1, -math.inf, math.inf, math.nan, 10**400, True, np.True_, np.float32(-1), "1", [1.0], 1j])
+@pytest.mark.parametrize(
+    "now", [-1, -math.inf, math.inf, math.nan, 10**400, True, np.True_, np.float32(-1), "1", [1.0], 1j]
+)
 def test_a_time_that_is_none_is_refused_and_ends_no_step(now):
     manager = make()
-    with pytest.raises(InvalidArgumentError, match="^now is .*, must be a finite number of seconds, 0 or more"):
+    with pytest.raises(InvalidArgumentError, match=r"^now is .*, must be a finite number of seconds, 0 or more"):
         manager.take_decision(now=now)
     assert manager.stats().steps == 0
-    with pytest.raises(InvalidArgumentError, match="^ended is .*, must be a finite number of seconds, 0 or more"):
+    with pytest.raises(InvalidArgumentError, match=r"^ended is .*, must be a finite number of seconds, 0 or more"):
         OffloadManager(4).touch([], ended=now)
 
 

@@ -247,7 +247,8 @@ class Machine(World):
             assert rig.manager.stats() == before
         else:
             cached = rig.manager.prefix.hint(*given, hint, **key)
-            assert cached % self.config.block_size == 0 and cached <= len(prompt)
+            assert cached % self.config.block_size == 0
+            assert cached <= len(prompt)
             assert rig.manager.stats().hinted_turns[hint] - before.hinted_turns[hint] in (0, 1)
 
     def do_stale(self, rig: Rig, op: Op) -> None:

@@ -30,7 +30,16 @@ from blockyard.tools.replay.sweep import Point, open_executor, read_blocks, swee
 from blockyard.tools.timeline import Timeline
 from blockyard.traces import TraceRequest, read_trace
 
-__all__ = ["bytes_per_block", "engine_of", "modes_of", "names_of", "replay", "requests_of", "step_time_of", "timeline_of"]
+__all__ = [
+    "bytes_per_block",
+    "engine_of",
+    "modes_of",
+    "names_of",
+    "replay",
+    "requests_of",
+    "step_time_of",
+    "timeline_of",
+]
 
 _MILLISECONDS: Final = 1e3
 _ENOUGH: Final = 0.9

@@ -181,6 +181,7 @@ impl<'py> Argument<'py> for Bound<'py, PyAny> {
 }
 
 /// A time in seconds of a monotonic clock; a bool is none.
+#[derive(Clone, Copy)]
 pub(crate) struct Seconds(pub(crate) f64);
 
 impl<'py> Argument<'py> for Seconds {
