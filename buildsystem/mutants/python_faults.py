@@ -58,7 +58,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))",
                 "self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n))",
             ),
-            ("        self.manager.free(self._rows.handles[gone])\n", ""),
+            ("            self.manager.free(handles)\n", "            pass\n"),
             ("        self._stop_tokens.add(state.stops)\n            # Else", "        # Else"),
             (
                 "                    self._preempt(self._rows.worst())\n                    preempted = True",
