@@ -20,6 +20,7 @@ _AZURE_TIME = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?
 
 _HINTS: dict[object, Hint] = {"tool_use": "tool_call", "end_turn": "turn"}
 
+
 @dataclass(frozen=True)
 class TraceRequest:
     """One request of a trace.
