@@ -1,4 +1,4 @@
-"""Resume points on the host: what windows, states and several groups need of a prompt goes there and comes back whole."""
+"""Resume points on the host: what windows, states and several groups need of a prompt moves, and moves as a whole."""
 
 from __future__ import annotations
 

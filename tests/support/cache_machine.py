@@ -22,7 +22,7 @@ from blockyard.errors import (
     StoreError,
     UnknownSequenceError,
 )
-from blockyard.traces.request import Hint
+from blockyard.traces.formats import Hint
 
 WAYS = (
     ("swap_out", "host"),

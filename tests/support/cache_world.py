@@ -21,7 +21,7 @@ from blockyard._core import StoreJob
 from blockyard.cache import CacheStep, StepEnd
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError, StoreError
 from blockyard.events import export_keys
-from blockyard.traces.request import Hint
+from blockyard.traces.formats import Hint
 
 T = TypeVar("T")
 

@@ -41,8 +41,8 @@ from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, count_st
 from blockyard.scheduler.stop_tokens import StopTokens
 from blockyard.scheduler.swapping import Swapping
 from blockyard.stores.threaded.runtime import runtime
-from blockyard.traces.recorder import TokenRecorder, TraceRecorder
 from blockyard.traces.formats import Hint
+from blockyard.traces.recorder import TokenRecorder, TraceRecorder
 
 if TYPE_CHECKING:
     from blockyard.executor.executor import Executor
