@@ -68,7 +68,7 @@ impl View<'_> {
 
 impl OpenStep<'_> {
     /// Appends found blocks to a new table: device blocks and host copies, all of which have been claimed; the copies are
-    /// loaded. `identity` tells of an index in the table what is there, and whether it is found by its key. Returns how
+    /// loaded. `identity` names the block at an index of the table, and whether it is found by its key. Returns how
     /// many loads this starts.
     pub(crate) fn load(
         &mut self,

@@ -2,8 +2,7 @@
 
 use crate::convert::args::{self, Argument, shown};
 use crate::convert::errors::{invalid, to_py};
-use crate::manager::group::PyCacheGroup;
-use blockyard_core::{Eviction, Group, Hint, MAX_EVENTS, Manager, Policies, ReuseOrder, Tier};
+use blockyard_core::{Eviction, Hint, MAX_EVENTS, Manager, Policies, ReuseOrder, Tier};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use std::fmt::Display;
