@@ -136,3 +136,15 @@ def test_what_the_host_has_no_room_for_is_dropped_as_a_whole() -> None:
     found = [host.manager.prefix.lookup(prompt).tokens for prompt in work]
     assert set(found) <= {0, len(work[0]) - 1}, "a prompt of one point is found whole or not"
     assert sum(token > 0 for token in found) >= 3
+
+
+def test_points_that_share_a_part_keep_it_until_the_last_of_them_goes() -> None:
+    groups = [FULL, CacheGroup.sliding_window(8 * SIZE)]
+    start = list(range(2 * SIZE))
+    work = [[*start, *(1000 * number + token for token in range(3 * SIZE + 1))] for number in range(1, 40)]
+    host = Host(groups, 40, 130)  # a chat has six blocks of its own, and four with all others
+    for _ in range(3):
+        for at, prompt in enumerate(work):
+            host.serve(prompt)
+            recent = work[max(0, at - 15) : at + 1]
+            assert {host.manager.prefix.lookup(one).tokens for one in recent} == {5 * SIZE}

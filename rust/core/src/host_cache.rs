@@ -210,8 +210,13 @@ impl OpenStep<'_> {
 
     /// Copies a cached device block that stays, unless the host has it or no room; returns whether it does.
     fn copy_to_host(&mut self, block: BlockId, (key, rank): (Key, Rank)) -> bool {
+        if let Some(copy) = self.tiers.host().find(&key) {
+            // Several points need it: it must not go before the last of them.
+            self.tiers.set_rank(copy, rank);
+            return false;
+        }
         let has_lease = self.tiers.device().block(block).lease_room(LeaseKind::OverlappableRead) > 0;
-        if self.tiers.host().find(&key).is_some() || !has_lease || !self.tiers.has_host_room(rank) {
+        if !has_lease || !self.tiers.has_host_room(rank) {
             return false;
         }
         let Some(copy) = self.take_on_host() else { return false };
@@ -263,7 +268,10 @@ impl OpenStep<'_> {
             let is_linked = || {
                 self.tiers.block(to).tier_copy() == Some(from) && self.tiers.host().key(from.1) == Some(identity.key)
             };
-            if is_found && (to.0 != Tier::Device || is_linked()) {
+            if !is_found && is_linked() {
+                // Other points of the host may need it: it keeps its place there.
+                self.tiers.unlink(to);
+            } else if is_found && (to.0 != Tier::Device || is_linked()) {
                 self.tiers.publish_copy(to, identity, event, rank);
             }
         }

@@ -12,6 +12,7 @@ use crate::host_cache::Found;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::prefix::{CachedIdentity, Points, Published};
 use crate::transfer::{OpenStep, View};
+use std::collections::HashMap;
 
 /// What the groups have of a prompt's start.
 #[derive(Debug, Default)]
@@ -108,6 +109,17 @@ impl Sequences {
             anchor(*at).is_some() && (0..self.groups.companions().len()).all(|index| companion(*at, index).is_some())
         };
         let run = if self.groups.keeps_all() { (0..keys.len()).take_while(is_whole).count() } else { keys.len() };
+        if alone.hits >= run {
+            return None;
+        }
+        // The device finds a tail's blocks with their point only: those of other points of this prompt serve, too.
+        let mut held: HashMap<(usize, usize), BlockId> = HashMap::new();
+        for end in 1..=run {
+            let Some(block) = on_device(end - 1).filter(|&block| points.has_tail(block)) else { continue };
+            let places =
+                self.groups.leaving().iter().flat_map(|&group| self.tail_of(group, end).map(move |at| (at, group)));
+            held.extend(places.zip(points.tail(block).iter().copied()));
+        }
         let tail = |end: usize| {
             if let Some(block) = on_device(end - 1).filter(|&block| points.has_point(block)) {
                 return Some(points.tail(block).iter().map(|&block| Found::Device(block)).collect::<Vec<_>>());
@@ -115,7 +127,8 @@ impl Sequences {
             anchor(end - 1)?;
             let needed =
                 self.groups.leaving().iter().flat_map(|&group| self.tail_of(group, end).map(move |at| (at, group)));
-            needed.map(|(at, group)| copy(at, group)).collect()
+            let part = |(at, group)| held.get(&(at, group)).copied().map(Found::Device).or_else(|| copy(at, group));
+            needed.map(part).collect()
         };
         let (hits, tail) = (alone.hits + 1..=run).rev().find_map(|end| Some((end, tail(end)?)))?;
         let (mut tail, empty) = (tail.into_iter(), Found::Device(NULL_BLOCK));
