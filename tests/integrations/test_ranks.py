@@ -224,7 +224,7 @@ def test_what_several_ranks_cannot_do_is_refused_before_a_process_starts(model, 
         Generator(model, device_blocks=8, host_blocks=0, **{"tensor_parallel_size": 2} | options)
 
 
-@pytest.mark.parametrize("options", [{"prefix_store": "memory://a"}, {"shrink_to": 20}])
+@pytest.mark.parametrize("options", [{"prefix_store": "memory://a"}])
 def test_the_demo_refuses_what_needs_a_single_rank(options):
     with pytest.raises(InvalidArgumentError, match="and tensor_parallel_size 2: it needs a single rank"):
         make_report(replace(DemoOptions(tensor_parallel_size=2), **options))

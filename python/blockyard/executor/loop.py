@@ -57,7 +57,7 @@ class StepLoop:
         self.prefix_store = prefix_store
         self._manager = manager
         self._steps = steps
-        self._clock = runtime().monotonic
+        self._clock = runtime().monotonic if manager.prefix.enabled else None  # only the prefix cache asks for times
         self._open: set[int] = set()  # tickets whose transfers have not been reported
         self._ended: dict[int, StepEnd] = {}  # not reported yet
         self._is_changing = False  # if set when a call begins, an exception ended the last one
@@ -86,7 +86,8 @@ class StepLoop:
         if self._is_changing:
             self.give_up_all()
         self._is_changing = True
-        decision = self._steps.take_decision(prefetch=prefetch, now=self._clock())
+        now = None if self._clock is None else self._clock()
+        decision = self._steps.take_decision(prefetch=prefetch, now=now)
         self._open.add(decision.ticket)
         try:
             self.executor.submit(decision, by_layer=by_layer)

@@ -187,7 +187,8 @@ pub(crate) struct Seconds(pub(crate) f64);
 impl<'py> Argument<'py> for Seconds {
     fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
         let must = "a finite number of seconds, 0 or more";
-        let is_bool = value.get_type().name().is_ok_and(|name| name.to_string().starts_with("bool"));
+        let is_bool =
+            value.get_type().name().is_ok_and(|name| name.to_cow().is_ok_and(|name| name.starts_with("bool")));
         let seconds: f64 = value.extract().map_err(|error| refused(error, value, name, must))?;
         if is_bool || !(seconds >= 0.0 && seconds.is_finite()) {
             return Err(invalid(format!("{name} is {}, must be {must}", shown(value))));

@@ -233,11 +233,11 @@ impl Points {
     /// Nothing hangs on an anchor without a point any longer.
     fn drop_companions(&mut self, anchor: BlockId) {
         let Some(bundle) = self.bundles.get_mut(&anchor).filter(|_| self.companions > 0) else { return };
-        let companions = std::mem::take(&mut bundle.companions);
+        let dropped = std::mem::take(&mut bundle.companions);
         if bundle.tail.is_none() {
             self.bundles.remove(&anchor);
         }
-        self.disown(anchor, &companions);
+        self.disown(anchor, &dropped);
     }
 
     /// The anchors that a block hangs on, first to last.
