@@ -559,6 +559,11 @@ impl PrefixCache {
         self.index.key(block).copied()
     }
 
+    /// Whether a block belongs to a point, or to a block that has others beside it.
+    pub(crate) fn is_owned(&self, block: BlockId) -> bool {
+        self.points.as_deref().is_some_and(|points| points.is_owned(block))
+    }
+
     /// Whether a block is published without a key.
     #[inline]
     pub(crate) fn is_keyless(&self, block: BlockId) -> bool {

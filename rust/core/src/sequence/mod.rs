@@ -17,6 +17,7 @@ mod relocate;
 mod retention;
 mod table;
 mod truncate;
+mod wanted;
 
 pub use append::Counts;
 pub use append::block_tables::TableRows;
@@ -30,6 +31,7 @@ pub use prompt::{HashedPrompt, PrefixHit, PrefixStats, Prompt, export_keys};
 use table::Marks;
 pub use table::TableId;
 pub(crate) use table::{GroupTable, Row, SequenceRows};
+pub use wanted::StoreSearch;
 
 use crate::block::TierBlock;
 use crate::error::{Error, Result, invalid};

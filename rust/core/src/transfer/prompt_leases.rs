@@ -126,7 +126,8 @@ impl PromptLeases {
         let new = wanted.lacking.iter().filter(|(_, key)| !self.promised.contains_key(key)).count();
         // Blocks that loads are filling are promised to prompts, too.
         let promised = self.promised.len().saturating_sub(targets[0] + targets[1]);
-        matches!((device, host), (Some(device), Some(host)) if new + promised <= device + host)
+        let to_device = |device: usize| if wanted.by_host { 0 } else { device };
+        matches!((device, host), (Some(device), Some(host)) if new + promised <= to_device(device) + host)
     }
 
     /// Leases a block, if the pool can count one lease more of it.
@@ -166,20 +167,20 @@ impl PromptLeases {
         self.leases.insert(id, lease);
     }
 
-    /// Promises a prompt nothing more: its load has ended. Frees the blocks behind the first that did not arrive,
-    /// since it cannot use them.
+    /// Promises a prompt nothing more: its load has ended. From now on, the lease holds what the prompt finds.
     ///
     /// # Errors
     /// There was never such a lease.
-    pub(crate) fn settle(&mut self, tiers: &mut Tiers, id: LeaseId) -> Result<()> {
+    pub(crate) fn settle(&mut self, tiers: &mut Tiers, id: LeaseId, found: &[(u32, TierBlock)]) -> Result<()> {
         self.require(id)?;
-        self.advance_one(tiers, id);
-        let Some(lease) = self.leases.get_mut(&id) else { return Ok(()) };
-        let gap = lease.promised.last().map_or(u32::MAX, |(place, _)| *place);
-        lease.promised.drain(..).for_each(|(_, key)| _ = drop_one(&mut self.promised, &key));
-        let (kept, behind) = std::mem::take(&mut lease.blocks).into_iter().partition(|(place, _)| *place < gap);
-        lease.blocks = kept;
-        self.let_go(tiers, behind);
+        let Some(lease) = self.leases.remove(&id) else { return Ok(()) };
+        lease.promised.iter().for_each(|(_, key)| _ = drop_one(&mut self.promised, key));
+        let mut blocks = Vec::with_capacity(found.len());
+        for &(place, block) in found {
+            self.take(tiers, &mut blocks, place, block);
+        }
+        self.leases.insert(id, PromptLease { blocks, promised: Vec::new() });
+        self.let_go(tiers, lease.blocks);
         Ok(())
     }
 
