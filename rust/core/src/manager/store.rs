@@ -90,7 +90,7 @@ impl Manager {
     /// # Errors
     /// There was never such a lease, or a token has the reserved id.
     pub fn settle_lease(&mut self, lease: LeaseId, prompt: &Prompt<'_>) -> Result<()> {
-        let found = if self.is_caching() { self.sequences.found_blocks(self.view(), prompt)? } else { Vec::new() };
+        let found = if self.is_caching() { self.sequences.blocks_to_keep(self.view(), prompt)? } else { Vec::new() };
         self.jobs.prompt_leases_mut().settle(&mut self.tiers, lease, &found)
     }
 

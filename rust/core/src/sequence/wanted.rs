@@ -107,8 +107,7 @@ impl Sequences {
 
     /// Whether prompts can be loaded from a store: by way of the host, unless one group keeps every block.
     fn loads_from_store(&self, view: View<'_>) -> bool {
-        self.groups.ahead() == 0
-            && (self.groups.is_single() && !self.groups.has_nulls() || view.tiers.keeps_host_copies())
+        self.groups.ahead() == 0 && (self.is_one_of_full_attention() || view.tiers.keeps_host_copies())
     }
 
     /// Blocks of a prompt that neither device nor host has, at most `most`, up to the point behind its first `at`; without
@@ -120,8 +119,7 @@ impl Sequences {
         most: usize,
         at: Option<usize>,
     ) -> Result<Wanted> {
-        let mut wanted =
-            Wanted { by_host: self.groups.all().len() > 1 || self.groups.has_nulls(), ..Wanted::default() };
+        let mut wanted = Wanted { by_host: !self.is_one_of_full_attention(), ..Wanted::default() };
         let keys = self.keys_of(prompt)?;
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
         if !self.loads_from_store(view) {
@@ -150,13 +148,28 @@ impl Sequences {
         Ok(wanted)
     }
 
-    /// The same up to the prompt's last boundary, with all that the prompt finds now.
+    /// The same up to the prompt's last boundary, for a prompt that waits.
     pub(crate) fn blocks_to_lease(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<Wanted> {
         let mut wanted = self.missing_blocks(view, prompt, usize::MAX, None)?;
-        if self.groups.has_nulls() {
+        if wanted.by_host {
             wanted.found.extend(self.found_blocks(view, prompt)?);
+            wanted.found.retain(|(_, (tier, _))| *tier == Tier::Host);
+            wanted.on_device.clear();
         }
         Ok(wanted)
+    }
+
+    /// The blocks that a waiting prompt's lease holds once its load has ended. On the device, a prompt with windows may
+    /// need room that blocks it has left behind would take.
+    pub(crate) fn blocks_to_keep(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<Vec<(u32, TierBlock)>> {
+        let mut found = self.found_blocks(view, prompt)?;
+        found.retain(|(_, (tier, _))| *tier == Tier::Host || self.is_one_of_full_attention());
+        Ok(found)
+    }
+
+    /// Whether each block of a prompt serves it by itself.
+    fn is_one_of_full_attention(&self) -> bool {
+        self.groups.is_single() && !self.groups.has_nulls()
     }
 
     /// The groups, for the queue of blocks to write to a store.
@@ -212,7 +225,7 @@ impl Sequences {
     }
 
     /// Blocks of device and host that a prompt finds, and their places in its tables.
-    pub(crate) fn found_blocks(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<Vec<(u32, TierBlock)>> {
+    fn found_blocks(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<Vec<(u32, TierBlock)>> {
         let found = self.find_prefix(view, prompt, 1)?;
         let tables = (0..self.groups.growing().len()).flat_map(|group| Match::table(&found, group, 0).zip(0u32..));
         let blocks = tables.filter_map(|(found, place)| match found {

@@ -52,6 +52,8 @@ struct PromptLease {
     blocks: Vec<(u32, TierBlock)>,
     /// Keys of the blocks that it is still to get, and their places; last one first.
     promised: Vec<(u32, Key)>,
+    /// It holds host blocks only, see [`Wanted::by_host`].
+    by_host: bool,
 }
 
 /// The leases of all waiting prompts.
@@ -102,7 +104,8 @@ impl PromptLeases {
         }
         self.last += 1;
         let id = LeaseId(self.last);
-        let mut lease = PromptLease { blocks: Vec::new(), promised: wanted.lacking.iter().rev().copied().collect() };
+        let promised = wanted.lacking.iter().rev().copied().collect();
+        let mut lease = PromptLease { blocks: Vec::new(), promised, by_host: wanted.by_host };
         for &(place, block) in &wanted.found {
             self.take(tiers, &mut lease.blocks, place, block);
         }
@@ -162,7 +165,9 @@ impl PromptLeases {
             let place = *place;
             drop_one(&mut self.promised, key);
             lease.promised.pop();
-            self.take(tiers, &mut lease.blocks, place, block);
+            if !lease.by_host || block.0 == Tier::Host {
+                self.take(tiers, &mut lease.blocks, place, block);
+            }
         }
         self.leases.insert(id, lease);
     }
@@ -175,12 +180,12 @@ impl PromptLeases {
         self.require(id)?;
         let Some(lease) = self.leases.remove(&id) else { return Ok(()) };
         lease.promised.iter().for_each(|(_, key)| _ = drop_one(&mut self.promised, key));
-        let mut blocks = Vec::with_capacity(found.len());
+        let (held, mut blocks) = (lease.blocks, Vec::with_capacity(found.len()));
         for &(place, block) in found {
             self.take(tiers, &mut blocks, place, block);
         }
-        self.leases.insert(id, PromptLease { blocks, promised: Vec::new() });
-        self.let_go(tiers, lease.blocks);
+        self.leases.insert(id, PromptLease { blocks, promised: Vec::new(), by_host: lease.by_host });
+        self.let_go(tiers, held);
         Ok(())
     }
 

@@ -103,9 +103,8 @@ impl PyStoreSearch {
         has: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32,
     ) -> PyResult<usize> {
-        let has: Vec<bool> = items(has, &"has", |item, _| {
-            item.extract().map_err(|error: PyErr| refused(error, item, &"has", "bools"))
-        })?;
+        let has: Vec<bool> =
+            items(has, &"has", |item, _| item.extract().map_err(|error: PyErr| refused(error, item, &"has", "bools")))?;
         self.search.deepest(&has, max_blocks as usize).map_err(to_py)
     }
 
@@ -198,7 +197,9 @@ impl PyStoreJobs {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let most = max_blocks as usize;
         let missing = self.0.with(|manager| {
-            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.missing_blocks(&prompts[0], most, point))
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| {
+                manager.missing_blocks(&prompts[0], most, point)
+            })
         })?;
         let (keys, num_loading) = missing.map_err(to_py)?;
         Ok((keys_array(prompt.py(), &keys)?, num_loading))
