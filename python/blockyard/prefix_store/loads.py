@@ -281,19 +281,21 @@ class Loads:
             return
 
     def _begin_round(self, load: Load) -> bool:
-        """Find the blocks to read, up to the first that the store lacks."""
+        """Find the blocks to read, if the store answers in time."""
         reads = [read for read in self._reads if not read.is_closed]
         is_late = self._late_at is not None and (reads or self._late_at == self._store.num_answers)
         if self._is_closed or is_late:
             return self._finish(load, "closed" if self._is_closed else "unavailable")
+        return self._find_point(load) if load.point == 0 else self._find_blocks(load)
+
+    def _find_blocks(self, load: Load) -> bool:
+        """Find the blocks to read, up to the first that the store lacks."""
         is_waiting = self._waits_for_read(load)
         if not is_waiting and load.waits_from is not None:
             self._find_missing(load)
             is_waiting = self._waits_for_read(load)
         if is_waiting:
             return False
-        if load.point == 0:
-            return self._find_point(load)
         if load.miss or not len(load.keys):
             return self._end(load)
         if self._store.lacks(load.keys[:1])[0]:  # what the store lacks does not wait for room below
@@ -323,6 +325,13 @@ class Loads:
         self._find_missing(load)
         self._allow(load, len(load.keys) + load.num_loading)
         return True
+
+    def _try_another_point(self, load: Load) -> bool:
+        """After a block of a point did not arrive, let the next round find another point."""
+        is_left = bool(load.miss and load.point) and load.points < _POINTS
+        if is_left:
+            load.point, load.miss = 0, ""
+        return is_left
 
     def _read_next(self, load: Load) -> bool:
         """Have the store read the next piece of the round, if there is room for it."""
@@ -454,11 +463,8 @@ class Loads:
             return self._begin_round(load)
         load.ahead, load.in_round = _NO_KEYS, False
         self._find_missing(load)
-        if load.miss and load.point and load.points < _POINTS:
-            load.point, load.miss = 0, ""
-            return True
         if load.miss or not len(load.keys):
-            return self._end(load)
+            return self._try_another_point(load) or self._end(load)
         if load.keys[0].tobytes() in load.brought:  # evicted in the meantime, for this prompt or another
             return self._finish(load, "no_room")
         self._allow(load, len(load.keys) + load.num_loading)

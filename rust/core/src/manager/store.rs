@@ -47,8 +47,8 @@ impl Manager {
     }
 
     /// Keys of a prompt's blocks that are neither on device or host nor being loaded, in order, at most `most`; and the
-    /// number of its blocks before the end of these that are being loaded. With `point`, those that a resume point behind
-    /// so many blocks needs; else those up to the prompt's last boundary.
+    /// number of its blocks before the end of these that are being loaded. With `point`, those that a resume point after
+    /// that many blocks needs; else those up to the prompt's last boundary.
     ///
     /// # Errors
     /// A token has the reserved id.

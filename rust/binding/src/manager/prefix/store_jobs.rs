@@ -176,7 +176,7 @@ impl PyStoreJobs {
     /// Args:
     ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
     ///     max_blocks: maximum number of keys.
-    ///     point: what a resume point behind so many blocks needs, see `search`; None for all blocks up to the last
+    ///     point: what a resume point after that many blocks needs, see `search`; None for all blocks up to the last
     ///         boundary.
     ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
