@@ -326,7 +326,9 @@ impl Sequences {
             on_device.chain(matches.iter().flat_map(Match::copies).filter_map(|copy| host.key(copy))).collect()
         };
         if let Some(write_queue) = step.tiers.write_queue_mut() {
-            keys.into_iter().for_each(|key| write_queue.note_hit(key));
+            for key in keys {
+                write_queue.note_hit(key);
+            }
         }
     }
 

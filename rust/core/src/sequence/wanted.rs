@@ -44,8 +44,8 @@ impl StoreSearch {
     /// There is not one entry per key.
     pub fn deepest(&self, has: &[bool], most: usize) -> Result<usize> {
         if has.len() != self.keys.len() {
-            let must = format!("{}, the keys", self.keys.len());
-            return Err(invalid("number of entries", has.len() as i128, must));
+            let wanted = format!("{}, the keys", self.keys.len());
+            return Err(invalid("number of entries", has.len() as i128, wanted));
         }
         let keeping: HashSet<usize> = self.groups.keeping().collect();
         let (mut absent, mut to_load, mut run) = (HashSet::new(), HashSet::new(), self.limit);

@@ -86,6 +86,9 @@ pub(crate) struct Exported {
     pub(crate) salt: [u8; 32],
 }
 
+/// Whether device or host have a key, which was published as a block.
+type IsCached<'a> = dyn Fn(&Key, BlockId) -> bool + 'a;
+
 /// The recorded keys, and those queued for writing.
 #[derive(Debug, Clone)]
 pub(crate) struct StoreWriteQueue {
@@ -110,7 +113,7 @@ impl StoreWriteQueue {
     }
 
     /// Key of a published block in its group.
-    fn own_key(&self, publication: &Publication) -> Key {
+    fn own_key(publication: &Publication) -> Key {
         publication.key.key().of_group(publication.group)
     }
 
@@ -143,7 +146,7 @@ impl StoreWriteQueue {
 
     /// Records a computed block; `is_cached` tells whether device or host have a key, which was published as a block.
     pub(crate) fn note_computed(&mut self, publication: &Publication, is_cached: impl Fn(&Key, BlockId) -> bool) {
-        let key = self.own_key(publication);
+        let key = Self::own_key(publication);
         let known = self.notes.get(&key).map(|note| note.state);
         if known.is_none() {
             self.insert(key, self.note(publication, WriteState::Published), &is_cached);
@@ -183,7 +186,7 @@ impl StoreWriteQueue {
 
     /// Records a block that came from the store.
     pub(crate) fn note_loaded(&mut self, publication: &Publication, is_cached: impl Fn(&Key, BlockId) -> bool) {
-        let key = self.own_key(publication);
+        let key = Self::own_key(publication);
         if self.notes.contains_key(&key) {
             self.set(key, WriteState::Stored);
         } else {
@@ -259,7 +262,7 @@ impl StoreWriteQueue {
         self.order.push_back(key);
     }
 
-    fn enqueue(&mut self, key: Key, is_cached: Option<&dyn Fn(&Key, BlockId) -> bool>) {
+    fn enqueue(&mut self, key: Key, is_cached: Option<&IsCached<'_>>) {
         self.set(key, WriteState::Queued);
         self.queue.push_back(key);
         // Blocks evicted before they were written leave only their keys: more than half of those in a full queue.
