@@ -57,6 +57,7 @@ __all__ = [
     "StepOwner",
     "StoreJob",
     "StoreJobs",
+    "StoreSearch",
     "__version__",
     "build_profile",
     "chain_keys",

@@ -115,7 +115,7 @@ impl Points {
         self.reasons.get(block.index()).copied().unwrap_or(0)
     }
 
-    fn is_owned(&self, block: BlockId) -> bool {
+    pub(super) fn is_owned(&self, block: BlockId) -> bool {
         self.owners.get(block.index()).is_some_and(|&owners| owners > 0)
     }
 
@@ -557,11 +557,6 @@ impl PrefixCache {
     /// The key of a published block by which the host finds its copy.
     pub(crate) fn own_key(&self, block: BlockId) -> Option<Key> {
         self.index.key(block).copied()
-    }
-
-    /// Whether a block belongs to a point, or to a block that has others beside it.
-    pub(crate) fn is_owned(&self, block: BlockId) -> bool {
-        self.points.as_deref().is_some_and(|points| points.is_owned(block))
     }
 
     /// Whether a block is published without a key.

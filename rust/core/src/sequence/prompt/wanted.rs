@@ -1,15 +1,15 @@
 //! What a prefix store can bring for a prompt: the blocks that device and host lack, and the resume points that these
 //! complete.
 
-use super::Sequences;
-use super::prompt::{Match, Prompt};
-use super::table::RowKeys;
+use super::{Match, Prompt};
 use crate::block::TierBlock;
 use crate::error::{Result, invalid};
 use crate::group::Groups;
 use crate::hash::{ExportedKey, Key};
 use crate::host_cache::Found;
 use crate::id::Tier;
+use crate::sequence::Sequences;
+use crate::sequence::table::RowKeys;
 use crate::transfer::{Missing, View, Wanted};
 use std::collections::HashSet;
 
