@@ -3,13 +3,11 @@
 //! A block is found only once it is published, and published only once its tokens are computed and its bytes have
 //! landed.
 
-mod extras;
 mod wanted;
 
-pub(super) use extras::Extras;
-pub use extras::PromptExtra;
 pub use wanted::StoreSearch;
 
+use super::extras::{Extras, PromptExtra};
 use super::points::{Below, Start};
 use super::table::RowKeys;
 use super::{Batch, Sequences, TableId, blocks_for};

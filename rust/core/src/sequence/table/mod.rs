@@ -2,7 +2,7 @@
 //! reused, and a handle carries the manager's number and the row's generation, so that a foreign or stale handle is
 //! detected.
 
-use super::prompt::Extras;
+use super::extras::Extras;
 use crate::error::fault;
 use crate::error::{Error, Result};
 use crate::group::Group;
