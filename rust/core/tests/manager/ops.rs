@@ -21,12 +21,16 @@ pub(crate) fn setup() -> impl Strategy<Value = Setup> {
     let eviction = prop::sample::select(&Eviction::NAMED[..]);
     let blocks = (3usize..24, 0usize..16, 0usize..16);
     let made = (blocks, reuse, eviction, groups::groups(), any::<bool>(), store::writes());
-    made.prop_map(|((device, host, external), reuse, eviction, groups, host_cache, store)| Setup {
-        blocks: [device, host, external],
-        policies: Policies { reuse, eviction },
-        groups,
-        host_cache: host_cache && host > 1 && !groups.contains(&Group::CrossAttention),
-        store: store.filter(|_| groups == [Group::Full]),
+    made.prop_map(|((device, host, external), reuse, eviction, groups, host_cache, store)| {
+        let host_cache = host_cache && host > 1 && !groups.contains(&Group::CrossAttention);
+        let keeps_points = host_cache && !groups.contains(&Group::Drafter);
+        Setup {
+            blocks: [device, host, external],
+            policies: Policies { reuse, eviction },
+            groups,
+            host_cache,
+            store: store.filter(|_| groups == [Group::Full] || keeps_points),
+        }
     })
 }
 
