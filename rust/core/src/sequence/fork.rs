@@ -43,12 +43,15 @@ impl Sequences {
 
     /// Opens rows with all that a sequence has, except its tables.
     fn fork_row(&mut self, sequence: SequenceId, count: u32, out: &mut Vec<SequenceId>) {
-        let begun = self.begun.contains(sequence);
+        let (begun, awaiting) = (self.begun.contains(sequence), self.awaiting.contains(sequence));
         for _ in 0..count {
             let child = self.open_child(sequence);
             self.rows.follow_as(child, sequence);
             if begun {
                 self.begun.insert(child);
+            }
+            if awaiting {
+                self.awaiting.insert(child);
             }
             out.push(child);
         }
@@ -105,7 +108,11 @@ impl Sequences {
         }
         step.view().require(Request::device(wanted), Vec::new)?;
         self.note_reads(step.transfers, std::iter::once(sequence));
+        let awaits = shared > 0 && self.groups.has_states() && self.rows.at(sequence).written == step.transfers.open();
         let child = self.open_child(sequence);
+        if awaits {
+            self.awaiting.insert(child);
+        }
         let row = self.rows.at_mut(child);
         (row.len, row.written, row.priority) = (tokens, step.transfers.open(), 0);
         self.note_begun(child, shared, tokens - shared);

@@ -52,6 +52,8 @@ pub(crate) struct Sequences {
     /// Sequences with recurrent groups that began the block of their last token in the open step, which has yet to write
     /// the state there.
     begun: Marks,
+    /// Forks that share a state which the open step has yet to write for another sequence, even if that is freed.
+    awaiting: Marks,
     drafts: append::drafts::Drafts,
     /// Prompts that are computed in chunks, and their lengths at the end of the last step.
     prefilling: Vec<(SequenceId, u32)>,
@@ -71,6 +73,7 @@ impl Sequences {
             rows: SequenceRows::new(block_size, groups.all()),
             groups,
             begun: Marks::default(),
+            awaiting: Marks::default(),
             drafts: append::drafts::Drafts::default(),
             prefilling: Vec::new(),
             owners: Owners::default(),
@@ -152,6 +155,7 @@ impl Sequences {
     /// Ends the step: it has written the blocks that it began.
     pub(crate) fn end_step(&mut self) {
         self.begun.clear();
+        self.awaiting.clear();
     }
 
     pub(crate) fn slot_mapping(&self, view: View<'_>, ranges: &[(TableId, Range<u32>)], out: &mut [i64]) -> Result<()> {
@@ -241,6 +245,7 @@ impl Sequences {
         }
         for &sequence in sequences {
             self.begun.remove(sequence);
+            self.awaiting.remove(sequence);
             self.drafts.set(sequence, 0);
             self.rows.close(sequence);
         }

@@ -436,8 +436,8 @@ impl Sequences {
         blocks.filter(is_freed).count()
     }
 
-    /// Whether another sequence shares the block for the state after a row's last token, and appending `count` tokens
-    /// would keep the step from writing that state: it writes the state after the new tokens, in another block.
+    /// Whether the open step has yet to write the state after a row's last token for another sequence, and appending
+    /// `count` tokens would need it at once: or keep the step from writing it, to write that after the new tokens.
     fn leaves_awaited_state(&self, view: View<'_>, id: TableId, count: u32) -> bool {
         let (row, size) = (self.rows.at(id.sequence), u64::from(self.block_size));
         let Some(last) = row.len.checked_sub(1).filter(|_| count > 0 && self.is_recurrent(id)) else {
@@ -445,7 +445,8 @@ impl Sequences {
         };
         let block = self.rows.table(id).table[(last / self.block_size) as usize];
         let leaves = (u64::from(last) + u64::from(count)) / size > u64::from(last) / size;
-        leaves && !self.is_null(block) && view.tiers.device().refs(block) > 1
+        let is_shared = view.tiers.device().refs(block) > 1 || self.awaiting.contains(id.sequence);
+        leaves && !self.is_null(block) && is_shared
     }
 
     /// Existing table entries that will be written once `count` tokens and `lookahead` slots after them are appended.
