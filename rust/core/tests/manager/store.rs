@@ -211,9 +211,9 @@ impl World {
         let search = self.manager.search_store(prompt).unwrap();
         let has: Vec<bool> = search.keys().iter().map(|key| self.jobs.stored.contains_key(&key.0)).collect();
         let point = search.deepest(&has, usize::MAX).unwrap();
-        let (missing, _) = self.manager.missing_blocks(prompt, usize::MAX, Some(point)).unwrap();
+        let (missing, loading) = self.manager.missing_blocks(prompt, usize::MAX, Some(point)).unwrap();
         assert!(missing.iter().all(|key| self.jobs.stored.contains_key(&key.0)), "a point that is not whole");
-        assert!(point == 0 || search.deepest(&has, missing.len()).unwrap() == point);
+        assert!(point == 0 || search.deepest(&has, missing.len() + loading).unwrap() == point);
         point
     }
 
