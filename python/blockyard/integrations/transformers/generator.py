@@ -15,13 +15,13 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from blockyard._core import PrefixCaching
 from blockyard.cache import KVCache
-from blockyard.errors import InvalidArgumentError, UnsupportedModelError
+from blockyard.errors import InvalidArgumentError
 from blockyard.executor.executor import Executor
 from blockyard.integrations.prompt_lookup import prompt_lookup
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import StepInput
-from blockyard.integrations.transformers.hybrid import HybridModel
-from blockyard.integrations.transformers.model import PagedModel, ServedModel
+from blockyard.integrations.transformers.hybrid import open_model
+from blockyard.integrations.transformers.model import ServedModel
 from blockyard.integrations.transformers.ranks import CacheOptions, RankGroup
 from blockyard.integrations.transformers.sizing import MEMORY_UTILIZATION, available_blocks
 from blockyard.layout.kv import LayoutKind
@@ -84,7 +84,7 @@ class Generator:
         model: a Hugging Face model, already on its device.
         tokenizer: converts text prompts to token ids and back; None means the model's own, loaded by name.
         block_size: tokens in a block.
-        kind: layout of the device caches.
+        kind: layout of the device caches; `kv_first` for a model whose layers differ.
         device_blocks: number of device blocks; None means as many as fit.
         host_blocks: number of host blocks, 0 for none; None means as many as fit.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
@@ -159,7 +159,7 @@ class Generator:
             _check_options(size, swap_store=swap_store, prefix_store=prefix_store, elastic=elastic)
             ranks = None if size == 1 else undo.enter_context(RankGroup(model, size, block_size=block_size, kind=kind))
             self.ranks = ranks
-            self.model = ranks.model if ranks else _open_model(model, block_size, kind)
+            self.model = ranks.model if ranks else open_model(model, block_size=block_size, kind=kind)
             undo.callback(self.model.close)
             device_blocks, host_blocks = _sizes(self.model, device_blocks, host_blocks, size, max_num_batched_tokens)
             namespace = namespace and namespace + self.model.namespace
@@ -433,19 +433,6 @@ class Generator:
             sample(scores, self._params[draw.request_id], draw.sequence, draw.position)
             for scores, draw in zip(logits.cpu().numpy(), step.draws(), strict=True)
         ]
-
-
-def _open_model(model: PreTrainedModel, block_size: int, kind: LayoutKind) -> ServedModel:
-    """Serve a model in flat batches if its layers all attend alike, else one sequence after the other."""
-    try:
-        return PagedModel(model, block_size=block_size, kind=kind)
-    except UnsupportedModelError:
-        found = HybridModel(model, block_size=block_size)
-    if kind != "kv_first":
-        raise InvalidArgumentError(
-            f"kind is {kind!r}, must be 'kv_first' for {type(model).__name__}: its layers differ"
-        )
-    return found
 
 
 def _check_options(

@@ -26,22 +26,23 @@ from transformers.cache_utils import (
 )
 
 from blockyard._core import CacheGroup
-from blockyard.errors import UnsupportedModelError
+from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.transformers.attention import StepInput
 from blockyard.integrations.transformers.model import (
     SELF_CHECK_BLOCK_SIZE,
     SELF_CHECK_BLOCKS,
     SELF_CHECK_TOLERANCE,
     SELF_CHECK_TOLERANCE_16_BIT,
+    PagedModel,
     ServedModel,
     apart,
     require_same,
     self_check_steps,
 )
 from blockyard.integrations.transformers.support import accepts, require_decoder, run_model, share_weights
-from blockyard.layout.kv import KVLayout
+from blockyard.layout.kv import KVLayout, LayoutKind
 
-__all__ = ["HybridModel"]
+__all__ = ["HybridModel", "open_model"]
 
 # Layers of a cache whose contents are known; a subclass may keep more.
 _KNOWN = {
@@ -286,6 +287,29 @@ class HybridModel(ServedModel):
         for tokens, where in self_check_steps(self.vocab_size, len(self._parts)):
             got = self._run(cut, where, tokens, None)[0]
         return got
+
+
+def open_model(model: PreTrainedModel, *, block_size: int, kind: LayoutKind = "kv_first") -> ServedModel:
+    """Return a `PagedModel`, which computes all sequences in one batch, or else a `HybridModel`.
+
+    Args:
+        model: any Hugging Face model with a language-model head.
+        block_size: tokens in a block.
+        kind: layout of the device caches of a `PagedModel`.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served; the message names it and says why.
+        InvalidArgumentError: the model needs a `HybridModel`, and `kind` is not `kv_first`.
+    """
+    try:
+        return PagedModel(model, block_size=block_size, kind=kind)
+    except UnsupportedModelError:
+        hybrid = HybridModel(model, block_size=block_size)
+    if kind != "kv_first":
+        raise InvalidArgumentError(
+            f"kind is {kind!r}, must be 'kv_first' for {type(model).__name__}: its layers differ"
+        )
+    return hybrid
 
 
 def _parts(model: PreTrainedModel) -> list[_Part]:
