@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
-from tiny_models import TINY_MODELS, VOCABULARY, tiny_model
+from tiny_models import LATENT, ROUTER, SHAPE, TINY_MODELS, VOCABULARY, tiny_model
 from transformers import DynamicCache
 
 from blockyard import CacheGroup, PrefixCaching
-from blockyard.errors import InvalidArgumentError
+from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers import hybrid
 from blockyard.integrations.transformers.generator import Generator
@@ -189,8 +189,10 @@ def test_prompts_in_small_chunks_have_the_tokens_of_generate(name: str):
 
 def lose_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take zeros for the first block that a group of attention layers needs."""
-    first = hybrid._Part.first_in_blocks
-    monkeypatch.setattr(hybrid._Part, "first_in_blocks", lambda part, start: min(start, first(part, start) + BLOCK))
+    first = hybrid._LayerGroup.first_in_blocks
+    monkeypatch.setattr(
+        hybrid._LayerGroup, "first_in_blocks", lambda part, start: min(start, first(part, start) + BLOCK)
+    )
 
 
 def keep_late_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +210,7 @@ def keep_late_states(monkeypatch: pytest.MonkeyPatch) -> None:
         write(blocks, cache, slots, with_states=with_states)
         for kept, at, state in now:
             kept[at] = state
-        if blocks._part.group == CacheGroup.recurrent():
+        if blocks._group.lifecycle == CacheGroup.recurrent():
             cache.before = now
 
     def token_by_token(_model: object, where: Any) -> Iterator[list[tuple[int, int]]]:
@@ -241,3 +243,36 @@ def test_a_lost_block_and_a_state_of_the_token_before_change_tokens(
 def test_the_layout_of_flat_batches_is_refused_for_them():
     with pytest.raises(InvalidArgumentError, match="kind is 'blocks_first', must be 'kv_first' for GptOssForCausalLM"):
         open_generator("gpt-oss", kind="blocks_first")
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("Mamba", {}, "MambaForCausalLM takes no past_key_values"),
+        ("DeepseekV32", LATENT | ROUTER | {"num_key_value_heads": 4}, "layers with a DynamicIndexedLayer"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "type dynamic"),
+    ],
+)
+def test_models_whose_cache_is_unknown_are_refused_by_name(family: str, options: dict[str, Any], reason: str):
+    config = getattr(transformers, f"{family}Config")(**SHAPE | options)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        hybrid.HybridModel(getattr(transformers, f"{family}ForCausalLM")(config), block_size=BLOCK)
+
+
+def test_attention_in_both_directions_is_refused():
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**SHAPE))
+    with pytest.raises(UnsupportedModelError, match="gives other logits when paged"):
+        hybrid.HybridModel(model, block_size=BLOCK)
+
+
+@every_model
+def test_a_model_whose_blocks_lack_what_it_reads_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hybrid._LayerGroup, "first_in_blocks", lambda _part, start: start)
+    with pytest.raises(UnsupportedModelError, match="gives other logits when paged"):
+        hybrid.HybridModel(model_of(name), block_size=BLOCK)
+
+
+def test_layers_that_ignore_their_state_in_chunks_continue_token_by_token():
+    """Jamba's scan of several tokens starts from nothing; the gated delta rule starts from its state."""
+    takes_chunks = {name: hybrid.HybridModel(model_of(name), block_size=BLOCK)._takes_chunks for name in STATES}
+    assert takes_chunks == {"Qwen3.5": True, "Jamba": False, "LFM2": True, "Falcon-H1": True}

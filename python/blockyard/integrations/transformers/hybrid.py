@@ -16,14 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from blockyard._core import CacheGroup
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
@@ -46,12 +39,12 @@ __all__ = ["HybridModel", "open_model"]
 
 # Layers of a cache whose contents are known; a subclass may keep more.
 _KNOWN = {
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
+    "DummyLayer",
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionLayer",
 }
 _ALIGNMENT = 16  # of a field in a block, in bytes
 
@@ -89,10 +82,15 @@ class _Field(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What the layers of one cache group keep. A block holds one field after the other."""
+class _LayerGroup:
+    """What the layers of one cache group keep. A block holds one field after the other.
 
-    group: CacheGroup
+    Attributes:
+        lifecycle: the cache group: which tokens the layers need.
+        fields: their fields, layer by layer.
+    """
+
+    lifecycle: CacheGroup
     fields: tuple[_Field, ...]
 
     def offsets(self, block_size: int) -> list[int]:
@@ -100,30 +98,26 @@ class _Part:
         sizes = [field.num_bytes(block_size) for field in self.fields]
         return list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
 
-    def needs(self, start: int) -> tuple[int, int]:
-        """Return the range of tokens that transformers' cache holds when it computes the token at `start`.
-
-        Its first tokens may lie before those that the group needs: they have no blocks, and are never seen.
-        """
-        window = self.group.window
-        return (0 if window is None else max(0, start + 1 - window)), start
+    def first_in_cache(self, start: int) -> int:
+        """Return the first token that transformers' cache holds when the token at `start` is computed."""
+        window = self.lifecycle.window
+        return 0 if window is None else max(0, start + 1 - window)
 
     def first_in_blocks(self, start: int) -> int:
-        """Return the first token that has a block when the token at `start` is computed."""
-        first, _ = self.needs(start)
-        if self.group.kind == "chunked_attention":
-            assert self.group.window is not None  # noqa: S101 (of mypy)
-            first = max(first, start - start % self.group.window)
-        return first
+        """Return the first of them that a block holds. Those before it, of an earlier chunk, are never seen."""
+        window = self.lifecycle.window
+        if window is None or self.lifecycle.kind != "chunked_attention":
+            return self.first_in_cache(start)
+        return start - start % window
 
 
 class _Blocks:
     """The blocks of one cache group in a tensor, uint8 `[blocks, bytes]`."""
 
-    def __init__(self, part: _Part, cache: torch.Tensor, block_size: int) -> None:
-        self._part, self._size = part, block_size
-        starts = part.offsets(block_size)
-        self._views = [_view(cache, at, field, block_size) for field, at in zip(part.fields, starts, strict=False)]
+    def __init__(self, group: _LayerGroup, cache: torch.Tensor, block_size: int) -> None:
+        self._group, self._size = group, block_size
+        starts = group.offsets(block_size)
+        self._views = [_view(cache, at, field, block_size) for field, at in zip(group.fields, starts, strict=False)]
 
     def read(self, cache: DynamicCache, table: NDArray[np.integer], start: int) -> None:
         """Fill a cache with what the token at `start` needs.
@@ -133,7 +127,7 @@ class _Blocks:
             table: blocks of the sequence, integers `[max_blocks]`.
             start: number of tokens before it, at least 1.
         """
-        for field, view in zip(self._part.fields, self._views, strict=True):
+        for field, view in zip(self._group.fields, self._views, strict=True):
             layer = cache.layers[field.layer]
             if field.state is not None:
                 _set_state(layer, field, view[int(table[(start - 1) // self._size])])
@@ -149,7 +143,7 @@ class _Blocks:
             with_states: whether a state after these tokens is kept.
         """
         blocks, places = (torch.from_numpy(part) for part in np.divmod(slots.astype(np.int64), self._size))
-        for field, view in zip(self._part.fields, self._views, strict=True):
+        for field, view in zip(self._group.fields, self._views, strict=True):
             found = getattr(cache.layers[field.layer], field.name)
             if field.state is None:
                 view[blocks, places] = found[0, :, -len(slots) :].transpose(0, 1)
@@ -158,9 +152,9 @@ class _Blocks:
 
     def _tokens(self, view: torch.Tensor, table: NDArray[np.integer], start: int) -> torch.Tensor:
         """Return keys or values, `[1, heads, tokens, size]`; zeros where no block has them."""
-        (begin, end), first = self._part.needs(start), self._part.first_in_blocks(start)
-        found = view.new_zeros(end - begin, *view.shape[2:])
-        positions = np.arange(first, end)
+        begin, first = self._group.first_in_cache(start), self._group.first_in_blocks(start)
+        found = view.new_zeros(start - begin, *view.shape[2:])
+        positions = np.arange(first, start)
         blocks = torch.from_numpy(table[positions // self._size].astype(np.int64))
         found[first - begin :] = view[blocks, torch.from_numpy(positions % self._size)]
         return found.transpose(0, 1)[None]
@@ -197,13 +191,13 @@ class HybridModel(ServedModel):
         if not accepts(model, "past_key_values"):
             raise UnsupportedModelError(f"{type(model).__name__} takes no past_key_values, in which its cache would be")
         self._model = share_weights(model)
-        self._parts = _parts(self._model)
-        groups = [part.group for part in self._parts]
-        super().__init__(model, _layout(self._parts, block_size), groups)
-        self.namespace = repr(self._parts).encode("ascii")
-        self._has_states = any(group.kind == "recurrent" for group in groups)
+        self._layer_groups = _layer_groups(self._model)
+        lifecycles = [group.lifecycle for group in self._layer_groups]
+        super().__init__(model, _layout(self._layer_groups, block_size), lifecycles)
+        self.namespace = repr(self._layer_groups).encode("ascii")
+        self._has_states = any(group.kind == "recurrent" for group in self.groups)
         self._takes_chunks = True
-        limit = _tolerance(self._parts)
+        limit = _tolerance(self._layer_groups)
         got = self._self_check()
         if self._has_states and not apart(model, got) <= limit:
             self._takes_chunks = False
@@ -252,7 +246,7 @@ class HybridModel(ServedModel):
             cache = DynamicCache(config=self._model.config)
             for layer in cache.layers:
                 if isinstance(layer, DynamicSlidingWindowLayer):
-                    layer.record_past = True  # else a chunk's tokens are gone before they are written
+                    layer.activate_past_recording()  # else a chunk's tokens are gone before they are written
             if start := int(where.starts[row]):
                 for each, part in per_group:
                     each.read(cache, part.block_tables[row], start)
@@ -277,14 +271,14 @@ class HybridModel(ServedModel):
 
     def _cut(self, cache: torch.Tensor, block_size: int) -> list[_Blocks]:
         rows = cache.view(cache.shape[0], -1)
-        return [_Blocks(part, rows, block_size) for part in self._parts]
+        return [_Blocks(group, rows, block_size) for group in self._layer_groups]
 
     def _self_check(self) -> torch.Tensor:
         """Run the self-check's steps through blocks; return the logits of the first sequence after them."""
-        size, blocks = SELF_CHECK_BLOCK_SIZE, SELF_CHECK_BLOCKS * len(self._parts)
-        shape = _layout(self._parts, size).tensor_shape(blocks)
+        size, blocks = SELF_CHECK_BLOCK_SIZE, SELF_CHECK_BLOCKS * len(self._layer_groups)
+        shape = _layout(self._layer_groups, size).tensor_shape(blocks)
         cut = self._cut(torch.zeros(shape, dtype=torch.uint8, device=self.device), size)
-        for tokens, where in self_check_steps(self.vocab_size, len(self._parts)):
+        for tokens, where in self_check_steps(self.vocab_size, len(self._layer_groups)):
             got = self._run(cut, where, tokens, None)[0]
         return got
 
@@ -312,21 +306,20 @@ def open_model(model: PreTrainedModel, *, block_size: int, kind: LayoutKind = "k
     return hybrid
 
 
-def _parts(model: PreTrainedModel) -> list[_Part]:
+def _layer_groups(model: PreTrainedModel) -> list[_LayerGroup]:
     """Run a model over two tokens, and return what its layers keep, by cache group."""
     cache = DynamicCache(config=model.config)
     run_model(model, torch.tensor([[0, 0], [0, 1]]), torch.tensor([1]), past_key_values=cache, use_cache=True)
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""] * len(cache.layers)
     found: dict[CacheGroup, list[_Field]] = {}
     for number, (layer, kind) in enumerate(zip(cache.layers, kinds, strict=True)):
-        if type(layer) not in _KNOWN:
-            name = type(layer).__name__
+        if (name := type(layer).__name__) not in _KNOWN:
             raise UnsupportedModelError(f"{type(model).__name__} has layers with a {name}, whose contents are unknown")
-        for group, field in _kept(number, layer, kind):
-            found.setdefault(group, []).append(field)
+        for lifecycle, field in _kept(number, layer, kind):
+            found.setdefault(lifecycle, []).append(field)
     if not found:
         raise UnsupportedModelError(f"{type(model).__name__} keeps nothing in its cache")
-    return [_Part(group, tuple(fields)) for group, fields in found.items()]
+    return [_LayerGroup(lifecycle, tuple(fields)) for lifecycle, fields in found.items()]
 
 
 def _kept(number: int, layer: Any, kind: str) -> Iterator[tuple[CacheGroup, _Field]]:
@@ -352,9 +345,9 @@ def _name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _layout(parts: list[_Part], block_size: int) -> KVLayout:
+def _layout(groups: list[_LayerGroup], block_size: int) -> KVLayout:
     """Return a layout whose block holds the bytes of the widest group."""
-    bytes_per_token = -(-max(part.offsets(block_size)[-1] for part in parts) // block_size)
+    bytes_per_token = -(-max(group.offsets(block_size)[-1] for group in groups) // block_size)
     return KVLayout(
         "blocks tokens dim",
         num_layers=1,
@@ -388,7 +381,7 @@ def _set_state(layer: Any, field: _Field, state: torch.Tensor) -> None:
     layer.has_previous_state[field.state] = True
 
 
-def _tolerance(parts: list[_Part]) -> float:
+def _tolerance(groups: list[_LayerGroup]) -> float:
     """Return the self-check's limit. Norms and states are computed in float32, whatever the model's dtype."""
-    is_narrow = any(field.torch_dtype.itemsize < torch.float32.itemsize for part in parts for field in part.fields)
+    is_narrow = any(field.torch_dtype.itemsize < torch.float32.itemsize for group in groups for field in group.fields)
     return SELF_CHECK_TOLERANCE_16_BIT if is_narrow else SELF_CHECK_TOLERANCE["float32"]
