@@ -174,7 +174,7 @@ class KVCache:
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
         staging = read_bytes("max_staging", max_staging, holds=size if swap_store or prefix_store else 1)
         device_blocks, max_device_blocks = _device_sizes(tensors, device_blocks, max_device_blocks)
-        prefix_caching = _with_store(prefix_store, given=prefix_caching, host=host if _is_full(groups) else 0)
+        prefix_caching = _with_store(prefix_store, given=prefix_caching, host=host)
         self.layout, self._process = layout, Process("a cache")
         self._closers: list[Callable[[], object]] = []  # each is idempotent
         try:
@@ -589,11 +589,6 @@ def _groups(layout: KVLayout | GroupedLayout, groups: Sequence[CacheGroup] | Non
     """Check the layout; return the groups as given, or the layout's."""
     check_layout(layout)
     return groups if groups is not None else getattr(layout, "cache_groups", ()) or None
-
-
-def _is_full(groups: Sequence[CacheGroup] | None) -> bool:
-    """Whether there is one group of full attention; the manager refuses a prefix store with others by name."""
-    return groups is None or [group.kind for group in groups] == ["full_attention"]
 
 
 def _block_size(layout: KVLayout | GroupedLayout, groups: Sequence[CacheGroup] | None) -> int:

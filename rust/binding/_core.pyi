@@ -57,6 +57,7 @@ __all__ = [
     "StepOwner",
     "StoreJob",
     "StoreJobs",
+    "StoreSearch",
     "__version__",
     "build_profile",
     "chain_keys",
@@ -313,17 +314,38 @@ class StoreJob:
     def __len__(self) -> int: ...
 
 @final
+class StoreSearch:
+    @property
+    def keys(self) -> NDArray[np.uint8]: ...
+    def deepest(self, has: NDArray[np.bool_] | _Each[bool], max_blocks: int) -> int: ...
+
+@final
 class StoreJobs:
     def start(self, writes: str) -> None: ...
+    def search(self, prompt: _Prompt, *, salt: bytes | None = None, lora_id: int = 0) -> StoreSearch: ...
     def missing(
-        self, prompt: _Prompt, max_blocks: int, *, salt: bytes | None = None, lora_id: int = 0
+        self,
+        prompt: _Prompt,
+        max_blocks: int,
+        *,
+        point: int | None = None,
+        salt: bytes | None = None,
+        lora_id: int = 0,
     ) -> tuple[NDArray[np.uint8], int]: ...
     def begin_load(
-        self, prompt: _Prompt, max_blocks: int, *, salt: bytes | None = None, lora_id: int = 0
+        self,
+        prompt: _Prompt,
+        max_blocks: int,
+        *,
+        point: int | None = None,
+        salt: bytes | None = None,
+        lora_id: int = 0,
     ) -> StoreJob: ...
     def end_load(self, job: int, landed: NDArray[np.bool_] | _Each[bool]) -> int: ...
     def flush(self) -> None: ...
-    def room(self, prompt: _Prompt, *, salt: bytes | None = None, lora_id: int = 0) -> int: ...
+    def room(
+        self, prompt: _Prompt, *, point: int | None = None, salt: bytes | None = None, lora_id: int = 0
+    ) -> int: ...
     def lease(
         self,
         prompt: _Prompt,
@@ -332,7 +354,7 @@ class StoreJobs:
         salt: bytes | None = None,
         lora_id: int = 0,
     ) -> int | None: ...
-    def settle_lease(self, lease: int) -> None: ...
+    def settle_lease(self, lease: int, prompt: _Prompt, *, salt: bytes | None = None, lora_id: int = 0) -> None: ...
     def end_lease(self, lease: int | None) -> None: ...
     @property
     def num_leases(self) -> int: ...

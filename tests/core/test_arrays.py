@@ -233,7 +233,7 @@ def test_a_value_can_be_copied_and_pickled(value: object) -> None:
 
 
 HANDLES = {"BlockAllocator", "NaiveAllocator", "PrefixCachingAllocator", "FreeBlocks", "BlockManager", "Defrag", "Pins"}
-HANDLES |= {"Pool", "StoreJobs", "Prefix", "BlockObserver", "OffloadManager", "RedisClient", "SlabStore"}
+HANDLES |= {"Pool", "StoreJobs", "StoreSearch", "Prefix", "BlockObserver", "OffloadManager", "RedisClient", "SlabStore"}
 HANDLES |= {"BoundViews", "Mapping", "HashedPrompt", "MovePlan", "StepOwner"}
 """Classes with state that no copy shares, and prepared arguments."""
 

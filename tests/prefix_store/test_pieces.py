@@ -28,6 +28,7 @@ class GatedStore(KeyedStore):
     def __init__(self) -> None:
         super().__init__(bytes_per_block=SIZE)
         self.is_gated = False
+        self.lock = threading.Lock()  # between a read that looks whether it is gated, and the test that opens all gates
         self.rows = np.zeros((0, SIZE), np.uint8)
         self.reads: list[tuple[list[int], threading.Event]] = []  # numbers of the blocks, and gate of each
 
@@ -36,11 +37,20 @@ class GatedStore(KeyedStore):
         return int((self.rows == self.blocks[name][-SIZE:]).all(axis=1).argmax())
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        if self.is_gated and out.shape[1] > SIZE:  # not the store's own records
-            gate = threading.Event()
-            self.reads.append(([self.number(key.tobytes()) for key in keys], gate))
-            assert gate.wait(PATIENCE)
+        gate = threading.Event()
+        with self.lock:
+            if self.is_gated and out.shape[1] > SIZE:  # not the store's own records
+                self.reads.append(([self.number(key.tobytes()) for key in keys], gate))
+            else:
+                gate.set()
+        assert gate.wait(PATIENCE)
         return super().get(keys, out)
+
+    def open(self) -> None:
+        """Let all reads go on, and those to come."""
+        with self.lock:
+            self.is_gated = False
+        self.let_go()
 
     def let_go(self, first: int | None = None) -> None:
         """Let the read that begins with this block go on, or all."""
@@ -53,8 +63,7 @@ class GatedStore(KeyedStore):
 def store() -> Iterator[GatedStore]:
     made = GatedStore()
     yield made
-    made.is_gated = False
-    made.let_go()
+    made.open()
 
 
 @pytest.fixture
@@ -64,8 +73,7 @@ def cache(store: GatedStore) -> Iterator[KVCache]:
         LAYOUT, prefix_store=store, prefetch_timeout_base=PATIENCE, max_staging=STAGED * SIZE, **options
     ) as made:
         yield made
-        store.is_gated = False
-        store.let_go()
+        store.open()
 
 
 def prompt_of(blocks: int) -> list[int]:
@@ -119,8 +127,7 @@ def test_one_piece_is_copied_while_others_are_read_and_each_block_is_read_once(c
     store.let_go(2 * PIECE)  # the third has to wait for the second
     poll_until(cache, lambda: store.stats().read_blocks == 2 * PIECE)
     assert fetch.tokens == PIECE * LAYOUT.block_size
-    store.is_gated = False
-    store.let_go()
+    store.open()
     poll_until(cache, lambda: fetch.done)
     assert fetch.tokens == BLOCKS * LAYOUT.block_size
     assert store.stats().read_blocks == BLOCKS

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -125,10 +126,23 @@ def schedule_drafts(kind: str) -> None:
 
 
 def store_prefixes(kind: str) -> None:
-    """Keep cached blocks in a prefix store."""
-    options = {"device_blocks": 24, "prefix_store": "memory://prefixes?size=1MiB", "namespace": b"table"}
-    with KVCache(LAYOUT, groups=GROUPS[kind], prefix_caching=True, **options):  # type: ignore[arg-type]
-        pass
+    """Keep cached blocks in a prefix store; the next process loads them."""
+    with TemporaryDirectory() as folder:
+        options = {
+            "device_blocks": 24,
+            "host_blocks": 24,
+            "prefix_store": f"file://{folder}?size=1MiB",
+            "namespace": b"t",
+        }
+        for found in (0, 16):
+            with KVCache(LAYOUT, groups=GROUPS[kind], prefix_caching=True, **options) as cache:  # type: ignore[arg-type]
+                scheduler = Scheduler(cache)
+                scheduler.add(Request("one", PROMPT, 1))
+                while scheduler.num_unfinished:
+                    with scheduler.step() as step:
+                        sampled = np.ones(step.num_draws, np.int64)
+                    scheduler.update(step, sampled)
+                assert scheduler.stats().cached_tokens == found
 
 
 def generate(kind: str) -> None:

@@ -100,14 +100,16 @@ def random_config(random: Random) -> Config:
     device = random.choice((8, 10, 12, 16, 24))
     groups = random.choice(("full", "full", "full", "full", *GROUPS))
     prefix = random.choice(("", "device", "device", "host", "host"))
-    stored = prefix and groups == "full" and random.random() < 0.6
+    host = random.choice((0, random.randint(2, 8), random.randint(8, 24), 24)) if random.random() < 0.99 else MANY
+    by_host = prefix == "host" and host > 0 and not any(group.kind == "drafter" for group in GROUPS[groups])
+    stored = prefix and (groups == "full" or by_host) and random.random() < 0.6
     writes = random.choice(("through", "through", "back", "second_use", "never")) if stored else ""
-    itself = random.random() < 0.4
+    itself = groups == "full" and random.random() < 0.4
     return Config(
         block_size=random.randint(1, 4),
         device=device,
         most=device + random.choice((0, 0, 8)),
-        host=random.choice((0, random.randint(2, 8), random.randint(8, 24), 24)) if random.random() < 0.99 else MANY,
+        host=host,
         external=random.choice((0, random.randint(2, 8), random.randint(8, 24), 24)),
         prefix=prefix,
         store="" if itself else writes,

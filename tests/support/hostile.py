@@ -90,6 +90,7 @@ WORLDS: dict[str, Callable[[], Any]] = {
     "StepDecision": decision,
     "StepOwner": lambda: _core.StepOwner(new_manager(), instead="a test"),
     "StoreJob": lambda: new_manager().prefix.store_jobs.begin_write(1),
+    "StoreSearch": lambda: new_manager().prefix.store_jobs.search([1, 2, 3]),
 }
 
 # The facets of a manager, which holds the state that a call changes.
@@ -152,6 +153,7 @@ VALID: dict[str, Any] = {
     "group": 0,
     "groups": lambda: [blockyard.CacheGroup.full_attention()],
     "handle": HANDLE,
+    "has": [],
     "heads": np.zeros((1, 16), np.uint8),
     "host": False,
     "host_blocks": 4,
@@ -209,6 +211,7 @@ VALID: dict[str, Any] = {
     "path": "/nowhere/at/all.slab",
     "per_block": 4,
     "pin": 1,
+    "point": None,
     "plain": 1,
     "plan": lambda manager: manager.plan("max_id", 3),
     "prefetch": False,

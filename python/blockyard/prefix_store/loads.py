@@ -4,6 +4,9 @@ A load reads its blocks from the store into staging rows, piece by piece: severa
 store reads one piece, the engine copies earlier ones into the manager's blocks. A round of reads takes the blocks that
 the prompt lacks, as far as there is room. Rounds repeat until no block is missing, one does not arrive, or the deadline
 passes. While other loads bring blocks of its prompt, a load waits for them before it ends.
+
+With several groups, windows or states, a prompt continues only at resume points. So a load first asks which blocks the
+store has, and brings those of the deepest point that they complete. If one does not arrive, it tries the next point.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import BlockManager, HashedPrompt, StoreJob
+from blockyard._core import BlockManager, HashedPrompt, StoreJob, StoreSearch
 from blockyard.errors import BlockyardError, StoreError
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.checked_store import Answer, CheckedStore, PendingBatch
@@ -36,6 +39,7 @@ READ_AT_ONCE: Final = 8 << 20
 """Bytes of one read: smaller ones cost more calls, larger ones are copied later."""
 _BYTES_PER_SECOND: Final = 200e6  # deadlines assume at least this rate
 _ALL: Final = 2**31 - 1
+_POINTS: Final = 4  # maximum number of resume points that one load tries
 _NO_KEYS: Final = np.empty((0, 32), np.uint8)
 
 
@@ -80,7 +84,13 @@ class Load:
         found_at: `_num_changes` of the loads then.
         until: deadline.
         allowed: number of blocks that the deadline allows for.
+        found: number of tokens that device and host had before, in models with resume points.
         tokens: number of tokens loaded.
+        landed: number of blocks loaded.
+        search: what the store could complete; None unless its keys are being looked up.
+        has: which of its keys the store has, bool `[n]`.
+        point: number of blocks up to the resume point to load; None for all blocks, 0 before one is found.
+        points: number of points tried.
         brought: keys of the blocks that were loaded.
         waits_from: `_num_changes` when it began to wait for another load; None if it does not wait.
         ahead: keys of the blocks that this round has still to read.
@@ -101,7 +111,13 @@ class Load:
     found_at: int = 0
     until: float = 0.0
     allowed: int = 0
+    found: int = 0
     tokens: int = 0
+    landed: int = 0
+    search: StoreSearch | None = None
+    has: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    point: int | None = None
+    points: int = 0
     brought: set[bytes] = field(default_factory=set)
     waits_from: int | None = None
     ahead: NDArray[np.uint8] = field(default_factory=_NO_KEYS.copy)
@@ -179,6 +195,7 @@ class Loads:
         self._max_blocks = max_blocks
         self._buffers = engine.memory.buffers
         self._store_jobs = manager.prefix.store_jobs
+        self._has_points = [group.kind for group in manager.pool("device").groups] != ["full_attention"]
         self._blocks_at_once = max(1, min(max_blocks // 4, READ_AT_ONCE // self._size))
         self._reads: dict[Read, None] = {}  # those whose rows are in use
         self._late_at: int | None = None  # number of the store's answers when a read passed its deadline
@@ -198,6 +215,8 @@ class Loads:
         if not len(load.keys) and not load.num_loading:
             load.done = True
             return load
+        if self._has_points:
+            load.point, load.found, load.keys = 0, self._manager.prefix.lookup(prompt).tokens, _NO_KEYS
         self._stats.prefetches += 1
         load.until = load.began + timeout_base
         self._allow(load, len(load.keys) + load.num_loading)
@@ -245,7 +264,7 @@ class Loads:
     # ---- one load ----
 
     def _find_missing(self, load: Load) -> None:
-        load.keys, load.num_loading = self._store_jobs.missing(load.prompt, _ALL)
+        load.keys, load.num_loading = self._store_jobs.missing(load.prompt, _ALL, point=load.point)
         load.found_at, load.waits_from = self._num_changes, None
 
     def _advance(self, load: Load) -> None:
@@ -262,11 +281,15 @@ class Loads:
             return
 
     def _begin_round(self, load: Load) -> bool:
-        """Find the blocks to read, up to the first that the store lacks."""
+        """Find the blocks to read, if the store answers in time."""
         reads = [read for read in self._reads if not read.is_closed]
         is_late = self._late_at is not None and (reads or self._late_at == self._store.num_answers)
         if self._is_closed or is_late:
             return self._finish(load, "closed" if self._is_closed else "unavailable")
+        return self._find_point(load) if load.point == 0 else self._find_blocks(load)
+
+    def _find_blocks(self, load: Load) -> bool:
+        """Find the blocks to read, up to the first that the store lacks."""
         is_waiting = self._waits_for_read(load)
         if not is_waiting and load.waits_from is not None:
             self._find_missing(load)
@@ -284,6 +307,31 @@ class Loads:
             count = _leading(self._store.contains(load.keys)) or _leading(~self._store.lacks(load.keys[:PROBED]))
         load.ahead, load.in_round = load.keys[:count], count > 0
         return load.in_round or self._end(load, "absent" if has_room else "no_room")
+
+    def _find_point(self, load: Load) -> bool:
+        """Choose the resume point to load, once the store has looked up what it does not know yet."""
+        if load.search is None:
+            load.search = self._store_jobs.search(load.prompt)
+            load.has = self._store.contains(load.search.keys)
+        elif len(unknown := np.flatnonzero(~load.has)):
+            load.has[unknown] = self._store.contains(load.search.keys[unknown])
+        if not (load.has | self._store.lacks(load.search.keys)).all():
+            return False
+        search, load.search = load.search, None
+        load.point = search.deepest(load.has, max(0, self._room(load)))
+        if not load.point:
+            return self._end(load, "no_room" if search.deepest(load.has, _ALL) else "absent")
+        load.points += 1
+        self._find_missing(load)
+        self._allow(load, len(load.keys) + load.num_loading)
+        return True
+
+    def _try_another_point(self, load: Load) -> bool:
+        """After a block of a point did not arrive, let the next round find another point."""
+        is_left = bool(load.miss and load.point) and load.points < _POINTS
+        if is_left:
+            load.point, load.miss = 0, ""
+        return is_left
 
     def _read_next(self, load: Load) -> bool:
         """Have the store read the next piece of the round, if there is room for it."""
@@ -327,7 +375,7 @@ class Loads:
         if not num_rows:
             self._close_read(load)
             return True
-        job = self._store_jobs.begin_load(load.prompt, num_rows)
+        job = self._store_jobs.begin_load(load.prompt, num_rows, point=load.point)
         if not len(job):
             return self._place_none(load, read, count)
         self._num_changes += 1
@@ -397,7 +445,9 @@ class Loads:
             return self._fail(load, "copy_failed")
         self._stats.hit_blocks += found
         self._stats.hit_bytes += found * self._size
-        load.tokens += found * self._manager.block_size
+        load.landed += found
+        if load.point is None:
+            load.tokens += found * self._manager.block_size
         load.brought.update(key.tobytes() for key in copy.job.keys[copy.landed])
         left = sum(len(read.keys) - read.num_placed for read in load.reads) + sum(len(copy.job) for copy in load.copies)
         self._allow(load, left + len(load.ahead))
@@ -414,7 +464,7 @@ class Loads:
         load.ahead, load.in_round = _NO_KEYS, False
         self._find_missing(load)
         if load.miss or not len(load.keys):
-            return self._end(load)
+            return self._try_another_point(load) or self._end(load)
         if load.keys[0].tobytes() in load.brought:  # evicted in the meantime, for this prompt or another
             return self._finish(load, "no_room")
         self._allow(load, len(load.keys) + load.num_loading)
@@ -431,7 +481,7 @@ class Loads:
 
     def _allow(self, load: Load, num_left: int) -> None:
         """Extend the deadline by the time for blocks that it does not allow for yet: as many as can be in flight."""
-        num_blocks = load.tokens // self._manager.block_size + min(num_left, self._max_blocks)
+        num_blocks = load.landed + min(num_left, self._max_blocks)
         load.until += max(0, num_blocks - load.allowed) * self._size / _BYTES_PER_SECOND
         load.allowed = max(num_blocks, load.allowed)
 
@@ -456,6 +506,8 @@ class Loads:
         """End a load that has no copy in flight. Returns True: it has made progress."""
         if miss:
             self._stats.misses[miss] += 1
+        if load.point is not None and load.landed:
+            load.tokens = max(0, self._manager.prefix.lookup(load.prompt).tokens - load.found)
         self._end_spans(load, miss)
         while load.reads:
             self._close_read(load)
@@ -467,11 +519,10 @@ class Loads:
     def _end_spans(self, load: Load, miss: str) -> None:
         """End a load's span, and that of its read or copy in progress."""
         load.trace.end_leg(miss_reason=miss)
-        found = load.tokens // self._manager.block_size
         load.trace.end(
             hit_tokens=load.tokens,
-            hit_blocks=found,
-            hit_bytes=found * self._size,
+            hit_blocks=load.landed,
+            hit_bytes=load.landed * self._size,
             tier=load.tier,
             miss_reason=miss or load.miss,
         )
@@ -502,7 +553,7 @@ class Loads:
     def _room(self, load: Load) -> int:
         """Return how many more blocks of a prompt have a place to go."""
         unplaced = sum(len(read.keys) - read.num_placed for read in self._reads if not read.is_closed)
-        return self._store_jobs.room(load.prompt) - unplaced
+        return self._store_jobs.room(load.prompt, point=load.point) - unplaced
 
     def _close_read(self, load: Load) -> None:
         """Drop the first read of a load."""

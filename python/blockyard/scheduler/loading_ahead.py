@@ -123,7 +123,7 @@ class LoadingAhead:
     def _settle(self, idle: IdleSequences) -> None:
         """Promise a prompt nothing more, whose load has ended."""
         if idle.lease is not None:
-            self._jobs.settle_lease(idle.lease)
+            self._jobs.settle_lease(idle.lease, self._hashed(idle))
         self.loading.pop(idle, None)
         self._refused = None
 

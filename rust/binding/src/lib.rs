@@ -47,7 +47,7 @@ mod _core {
     #[pymodule_export]
     use crate::manager::pool::PyPool;
     #[pymodule_export]
-    use crate::manager::prefix::store_jobs::{PyStoreJob, PyStoreJobs};
+    use crate::manager::prefix::store_jobs::{PyStoreJob, PyStoreJobs, PyStoreSearch};
     #[pymodule_export]
     use crate::manager::prefix::{PyPrefix, PyPrefixHit, export_keys};
     #[pymodule_export]

@@ -4,6 +4,7 @@
 //! table become the null block, which is block 0 of every tier and never allocated.
 
 use crate::error::{Error, Result};
+use crate::hash::{Chain, GroupMark};
 use crate::id::BlockId;
 use std::ops::Range;
 
@@ -124,6 +125,18 @@ impl Group {
         }
     }
 
+    /// The kind and its parameter, in exported keys.
+    fn mark(self) -> [u32; 2] {
+        match self {
+            Self::Full => [0, 0],
+            Self::Drafter => [1, 0],
+            Self::SlidingWindow { window } => [2, window],
+            Self::Chunked { chunk } => [3, chunk],
+            Self::Recurrent => [4, 0],
+            Self::CrossAttention => [5, 0],
+        }
+    }
+
     /// Whether table entries become the null block.
     pub(crate) fn leaves_nulls(self) -> bool {
         matches!(self, Self::SlidingWindow { .. } | Self::Chunked { .. } | Self::Recurrent)
@@ -206,6 +219,43 @@ impl Groups {
     /// Whether a group keeps every block.
     pub(crate) fn keeps_all(&self) -> bool {
         self.leaving.len() < self.growing
+    }
+
+    /// A group's mark in exported keys; none for the anchor's of a model with a group that keeps every block.
+    pub(crate) fn mark(&self, group: u8) -> Option<GroupMark> {
+        let number = usize::from(group);
+        let [kind, parameter] = self.all[number].mark();
+        (number != self.anchor || !self.keeps_all()).then_some([u32::from(group), kind, parameter])
+    }
+
+    /// The chain up to the anchor's block without which a group's block behind `chain` is worth nothing: the one before
+    /// the anchor's own, `before`, or for another group the one at the same place. None where only points have blocks.
+    pub(crate) fn hangs_on(&self, group: u8, chain: Chain, before: Option<Chain>) -> Option<Chain> {
+        if usize::from(group) == self.anchor { before } else { Some(chain) }.filter(|_| self.keeps_all())
+    }
+
+    /// Indices of a group's blocks in the tail of a point behind `at` blocks.
+    pub(crate) fn tail(&self, group: usize, at: usize, block_size: u32) -> Range<usize> {
+        let tokens = u32::try_from(at).unwrap_or(u32::MAX).saturating_mul(block_size);
+        let needed = self.all[group].needs(tokens, block_size);
+        // Its last block is the anchor itself, if no group keeps every block.
+        // A token behind it may need no block at all, not even that one.
+        let end = needed.end.saturating_sub(usize::from(group == self.anchor));
+        needed.start.min(end)..end
+    }
+
+    /// The blocks that a point behind `at` blocks has besides those of groups that keep every block: their places in the
+    /// prompt, and their groups.
+    pub(crate) fn point(&self, at: usize, block_size: u32) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let anchor = at.checked_sub(1).filter(|_| !self.keeps_all()).map(|last| (last, self.anchor));
+        let tails =
+            self.leaving.iter().flat_map(move |&group| self.tail(group, at, block_size).map(move |at| (at, group)));
+        tails.chain(anchor)
+    }
+
+    /// The groups that keep every block, the anchor first.
+    pub(crate) fn keeping(&self) -> impl Iterator<Item = usize> + '_ {
+        self.keeps_all().then_some(self.anchor).into_iter().chain(self.companions.iter().copied())
     }
 
     /// Steps of equal length after which the numbers of held blocks repeat, or only grow.

@@ -86,6 +86,9 @@ impl Key {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ExportedKey(pub [u8; 32]);
 
+/// Names a cache group in exported keys: its number, its kind, and the kind's parameter.
+pub(crate) type GroupMark = [u32; 3];
+
 /// What a sequence's keys depend on besides its tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct KeySpec {
@@ -210,6 +213,22 @@ impl Chain {
         ExportedKey(digest)
     }
 
+    /// Key for other processes of what one cache group has of the last block. The group without a mark has the key of
+    /// models with one group.
+    ///
+    /// The mark's frame is followed by one of padding alone, in which no stream of tokens ends: each has a token there.
+    pub(crate) fn export_of(mut self, mark: Option<GroupMark>) -> ExportedKey {
+        if let Some(mark) = mark {
+            let mut frame = [0xFF; 64];
+            for (bytes, word) in frame[4..].chunks_exact_mut(4).zip(mark) {
+                bytes.copy_from_slice(&word.to_le_bytes());
+            }
+            self.absorb(&frame);
+            self.absorb(&[0xFF; 64]);
+        }
+        self.export()
+    }
+
     #[inline]
     fn absorb(&mut self, frame: &[u8; 64]) {
         sha2::compress256(&mut self.state, std::slice::from_ref(GenericArray::<u8, U64>::from_slice(frame)));
@@ -324,6 +343,23 @@ mod tests {
         ];
         let distinct: std::collections::HashSet<_> = keys.iter().collect();
         assert_eq!(distinct.len(), keys.len());
+    }
+
+    #[test]
+    fn a_groups_exported_keys_are_its_own_and_the_unmarked_ones_those_of_one_group() {
+        let mut chain = Chain::new(&KeySpec::default(), 4, 0);
+        chain.block(&[1, 2, 3, 4], &[]).unwrap();
+        let marks = [None, Some([0, 2, 6]), Some([1, 2, 6]), Some([1, 2, 7]), Some([1, 4, 6])];
+        let keys: std::collections::HashSet<_> = marks.iter().map(|mark| chain.export_of(*mark)).collect();
+        assert_eq!((keys.len(), chain.export_of(None)), (marks.len(), chain.export()));
+        let mut stream = stream_of_header(&KeySpec::default(), 4, 0);
+        for word in [1, 2, 3, 4].into_iter().chain([u32::MAX; 12]) {
+            stream.extend(word.to_le_bytes());
+        }
+        for word in [u32::MAX, 1, 2, 6].into_iter().chain([u32::MAX; 28]) {
+            stream.extend(word.to_le_bytes());
+        }
+        assert_eq!(chain.export_of(Some([1, 2, 6])).0.to_vec(), Sha256::digest(&stream).to_vec());
     }
 
     #[test]

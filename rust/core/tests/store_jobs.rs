@@ -42,7 +42,7 @@ fn compute(manager: &mut Manager, sequence: SequenceId) {
 }
 
 fn load(manager: &mut Manager, tokens: &[u32]) -> StoreJob {
-    let job = manager.begin_load(&prompt(tokens), 100).unwrap();
+    let job = manager.begin_load(&prompt(tokens), 100, None).unwrap();
     manager.check().unwrap();
     job
 }
@@ -59,7 +59,7 @@ fn a_loaded_block_is_found_only_once_its_bytes_have_landed() {
         assert_eq!((job.tier, job.blocks.len()), (if host > 0 { Tier::Host } else { Tier::Device }, 3));
         assert_eq!(hit(&manager, &asked), 0);
         assert_eq!(load(&mut manager, &asked).blocks.len(), 0, "nobody loads a block twice");
-        assert_eq!(manager.missing_blocks(&prompt(&asked), 9), Ok((vec![], 3)));
+        assert_eq!(manager.missing_blocks(&prompt(&asked), 9, None), Ok((vec![], 3)));
         assert_eq!(manager.end_load(job.job, &[true, true, false]), Ok(2));
         assert_eq!(hit(&manager, &asked), 8, "the prefix ends before a missing block");
         manager.check().unwrap();
@@ -90,7 +90,7 @@ fn what_lands_for_a_leased_prompt_stays_until_its_lease_ends() {
             }
             assert_eq!(hit(&manager, &asked), if is_leased { 8 } else { 0 }, "{host}");
             if let Some(lease) = lease {
-                manager.settle_lease(lease).unwrap();
+                manager.settle_lease(lease, &prompt(&asked)).unwrap();
                 assert_eq!(manager.num_promised(), 0);
                 manager.end_lease(lease).unwrap();
                 manager.end_lease(lease).unwrap();
@@ -144,7 +144,7 @@ fn a_reset_and_a_smaller_device_end_all_leases() {
         end(&mut manager);
         assert_eq!((manager.num_leases(), manager.num_leased_idle()), (0, 0));
         manager.end_lease(lease).unwrap();
-        manager.settle_lease(lease).unwrap();
+        manager.settle_lease(lease, &prompt(&asked)).unwrap();
         manager.check().unwrap();
     }
 }
@@ -162,14 +162,14 @@ fn a_wrong_number_of_results_changes_nothing() {
 #[test]
 fn loads_leave_half_of_the_host_and_then_take_what_is_free_on_the_device() {
     let (mut manager, asked) = (manager(8, StoreWrites::Through), tokens(1, 90));
-    assert_eq!(manager.room_to_load(&prompt(&asked)), Ok(16));
+    assert_eq!(manager.room_to_load(&prompt(&asked), None), Ok(16));
     let job = load(&mut manager, &asked);
     assert_eq!((job.tier, job.blocks.len()), (Tier::Host, 4));
-    let (missing, num_loading) = manager.missing_blocks(&prompt(&asked), 9).unwrap();
+    let (missing, num_loading) = manager.missing_blocks(&prompt(&asked), 9, None).unwrap();
     assert_eq!((missing.len(), num_loading), (9, 4));
     let rest = load(&mut manager, &asked);
     assert_eq!((rest.tier, rest.blocks.len()), (Tier::Device, 12));
-    assert_eq!(manager.room_to_load(&prompt(&asked)), Ok(0));
+    assert_eq!(manager.room_to_load(&prompt(&asked), None), Ok(0));
     assert_eq!(load(&mut manager, &asked).blocks.len(), 0);
     manager.end_load(rest.job, &[true; 12]).unwrap();
     manager.end_load(job.job, &[true; 4]).unwrap();
@@ -179,7 +179,7 @@ fn loads_leave_half_of_the_host_and_then_take_what_is_free_on_the_device() {
 #[test]
 fn with_write_through_each_computed_block_is_written_once_under_its_exported_key() {
     let (mut manager, asked) = (manager(8, StoreWrites::Through), tokens(1, 13));
-    let (wanted, _) = manager.missing_blocks(&prompt(&asked), 100).unwrap();
+    let (wanted, _) = manager.missing_blocks(&prompt(&asked), 100, None).unwrap();
     let (sequence, _) = admit(&mut manager, &asked);
     compute(&mut manager, sequence);
     let job = manager.begin_write(2);
@@ -199,7 +199,7 @@ fn with_write_through_each_computed_block_is_written_once_under_its_exported_key
 #[test]
 fn with_write_back_prompts_are_written_from_their_beginning_before_they_can_be_evicted() {
     let (mut manager, asked) = (manager(0, StoreWrites::Back), tokens(1, 17));
-    let (keys, _) = manager.missing_blocks(&prompt(&asked), 9).unwrap();
+    let (keys, _) = manager.missing_blocks(&prompt(&asked), 9, None).unwrap();
     let (sequence, _) = admit(&mut manager, &asked);
     compute(&mut manager, sequence);
     assert!(manager.begin_write(9).blocks.is_empty(), "eight blocks are free");
@@ -268,9 +268,9 @@ fn jobs_name_the_tenants_and_the_parents_of_their_blocks() {
         let (mut manager, asked) = (manager(0, writes), tokens(1, 21));
         let spec = KeySpec::new(Some(b"a tenant"), 0);
         let mine = Prompt { spec, ..prompt(&asked) };
-        let (keys, _) = manager.missing_blocks(&mine, 9).unwrap();
+        let (keys, _) = manager.missing_blocks(&mine, 9, None).unwrap();
         let parents = [&[ExportedKey([0; 32])], &keys[..4]].concat();
-        let job = manager.begin_load(&mine, 2).unwrap();
+        let job = manager.begin_load(&mine, 2, None).unwrap();
         assert_eq!(
             (&job.keys, &job.parents, &job.tenants),
             (&keys[..2].to_vec(), &parents[..2].to_vec(), &vec![spec.salt; 2])
@@ -410,7 +410,7 @@ proptest! {
                     model.manager.free(&[sequence]).unwrap();
                 }
                 3 => {
-                    let job = model.manager.begin_load(&prompt(&tokens(stream, count)), 4).unwrap();
+                    let job = model.manager.begin_load(&prompt(&tokens(stream, count)), 4, None).unwrap();
                     if !job.blocks.is_empty() {
                         model.loads.push(job);
                     }

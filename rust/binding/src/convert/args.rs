@@ -35,7 +35,7 @@ named! {
     first free goals group groups handle head_bytes host_blocks host_copies_per_step hot ids job keys last lease
     lengths limit lookahead lora_id lost max_blocks max_bytes max_events max_moves max_open_tickets max_pinned max_tokens
     memory most moves names namespace now num_blocks num_bytes num_chunks num_slots num_threads num_tokens number per_block
-    pin plain port prefix_caching priority rows rule sample_rate sequence sequences shared_tokens size sizes slack
+    pin plain point port prefix_caching priority rows rule sample_rate sequence sequences shared_tokens size sizes slack
     slot src_blocks tenant threads ticket timeout timeout_base transfers ttl_ms watermark window
 }
 

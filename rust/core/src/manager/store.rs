@@ -5,58 +5,70 @@ use crate::error::{Result, invalid};
 use crate::group::Group;
 use crate::hash::ExportedKey;
 use crate::id::{JobId, LeaseId, Tier};
-use crate::sequence::Prompt;
+use crate::sequence::{Prompt, StoreSearch};
 use crate::tiers::{StoreWriteQueue, StoreWrites};
-use crate::transfer::{LeaseShare, StoreJob, Wanted};
+use crate::transfer::{LeaseShare, Missing, StoreJob, Wanted};
 
 impl Manager {
     /// Starts recording which blocks to write to a prefix store.
     ///
     /// # Errors
-    /// The prefix cache is off, something is cached already, or there are several cache groups or null blocks.
+    /// The prefix cache is off, something is cached already, a group is a drafter's or an encoder's, or several groups,
+    /// or null blocks, keep no copies on the host.
     pub fn use_store(&mut self, writes: StoreWrites) -> Result<()> {
         if !self.is_caching() {
             return Err(invalid("prefix_caching", 0, "1 for a prefix store".to_owned()));
         }
-        let groups = self.groups();
-        if *groups != [Group::Full] {
-            let must = match groups {
-                [Group::SlidingWindow { window }] => {
-                    format!("1 of full attention for a prefix store, not a window of {window}")
-                }
-                [Group::Drafter] => "1 of full attention for a prefix store, not a drafter's".to_owned(),
-                [_] => "1 of full attention for a prefix store, not a recurrent one".to_owned(),
-                _ => "1, of full attention, for a prefix store".to_owned(),
-            };
-            return Err(invalid("number of cache groups", groups.len() as i128, must));
+        for (what, group) in [("drafter's groups", Group::Drafter), ("cross attention groups", Group::CrossAttention)] {
+            let count = self.groups().iter().filter(|&&other| other == group).count();
+            if count > 0 {
+                return Err(invalid(what, count as i128, "0 for a prefix store".to_owned()));
+            }
+        }
+        if *self.groups() != [Group::Full] && !self.tiers.keeps_host_copies() {
+            let must = "at least 1 for a prefix store of several groups, windows or states: their blocks are loaded by way \
+                        of the host, with PrefixCaching(host=True)";
+            return Err(invalid("host blocks of the prefix cache", 0, must.to_owned()));
         }
         let cached = self.tiers.device().published();
         if cached > 0 {
             return Err(invalid("cached blocks", cached as i128, "0 when a prefix store joins".to_owned()));
         }
-        self.tiers.use_write_queue(writes);
+        self.tiers.use_write_queue(writes, self.sequences.store_groups());
         Ok(())
     }
 
-    /// Keys of a prompt's blocks that are neither on device or host nor being loaded, in order, at most `most`; and the
-    /// number of its blocks before the end of these that are being loaded.
+    /// What a store could complete of a prompt that continues only at resume points.
     ///
     /// # Errors
     /// A token has the reserved id.
-    pub fn missing_blocks(&self, prompt: &Prompt<'_>, most: usize) -> Result<(Vec<ExportedKey>, usize)> {
-        let wanted = self.sequences.missing_blocks(self.view(), prompt, most)?;
-        Ok((
-            wanted.missing.iter().map(|missing| missing.chain.export()).collect(),
-            wanted.lacking.len() - wanted.missing.len(),
-        ))
+    pub fn search_store(&self, prompt: &Prompt<'_>) -> Result<StoreSearch> {
+        self.sequences.search_store(self.view(), prompt)
     }
 
-    /// Number of blocks that the next loads of a prompt may take, one on the host and one on the device.
+    /// Keys of a prompt's blocks that are neither on device or host nor being loaded, in order, at most `most`; and the
+    /// number of its blocks before the end of these that are being loaded. With `point`, those that a resume point after
+    /// that many blocks needs; else those up to the prompt's last boundary.
     ///
     /// # Errors
     /// A token has the reserved id.
-    pub fn room_to_load(&self, prompt: &Prompt<'_>) -> Result<usize> {
-        let wanted = self.sequences.missing_blocks(self.view(), prompt, usize::MAX)?;
+    pub fn missing_blocks(
+        &self,
+        prompt: &Prompt<'_>,
+        most: usize,
+        point: Option<usize>,
+    ) -> Result<(Vec<ExportedKey>, usize)> {
+        let wanted = self.sequences.missing_blocks(self.view(), prompt, most, point)?;
+        Ok((wanted.missing.iter().map(Missing::exported).collect(), wanted.lacking.len() - wanted.missing.len()))
+    }
+
+    /// Number of blocks that the next loads of a prompt may take, one on the host and one on the device; `point` as for
+    /// [`Manager::missing_blocks`].
+    ///
+    /// # Errors
+    /// A token has the reserved id.
+    pub fn room_to_load(&self, prompt: &Prompt<'_>, point: Option<usize>) -> Result<usize> {
+        let wanted = self.sequences.missing_blocks(self.view(), prompt, usize::MAX, point)?;
         Ok(self.jobs.room(&self.tiers, &wanted, self.watermark_blocks()).iter().map(|(_, room)| room).sum())
     }
 
@@ -67,21 +79,19 @@ impl Manager {
     /// # Errors
     /// A token has the reserved id.
     pub fn lease_prompt(&mut self, prompt: &Prompt<'_>, share: LeaseShare) -> Result<Option<LeaseId>> {
-        let wanted = if self.is_caching() {
-            self.sequences.missing_blocks(self.view(), prompt, usize::MAX)?
-        } else {
-            Wanted::default()
-        };
+        let wanted =
+            if self.is_caching() { self.sequences.blocks_to_lease(self.view(), prompt)? } else { Wanted::default() };
         let kept_free = self.watermark_blocks();
         Ok(self.jobs.lease(&mut self.tiers, &wanted, share, kept_free))
     }
 
-    /// Takes no more blocks into a lease than have been loaded by now.
+    /// The load of a lease's prompt has ended: from now on, the lease holds the blocks that the prompt finds.
     ///
     /// # Errors
-    /// There was never such a lease.
-    pub fn settle_lease(&mut self, lease: LeaseId) -> Result<()> {
-        self.jobs.prompt_leases_mut().settle(&mut self.tiers, lease)
+    /// There was never such a lease, or a token has the reserved id.
+    pub fn settle_lease(&mut self, lease: LeaseId, prompt: &Prompt<'_>) -> Result<()> {
+        let found = if self.is_caching() { self.sequences.blocks_to_keep(self.view(), prompt)? } else { Vec::new() };
+        self.jobs.prompt_leases_mut().settle(&mut self.tiers, lease, &found)
     }
 
     /// Ends a prompt's lease, if it has not ended.
@@ -120,12 +130,12 @@ impl Manager {
 
     /// Begins to load the first of those blocks, at most `most` and as room permits, to the host, or to the device if
     /// the host keeps no copies or has no room. They cannot be found before [`Manager::end_load`]. A job without blocks
-    /// has already ended.
+    /// has already ended. With several groups, windows or states, they go to the host only.
     ///
     /// # Errors
     /// A token has the reserved id.
-    pub fn begin_load(&mut self, prompt: &Prompt<'_>, most: usize) -> Result<StoreJob> {
-        let wanted = self.sequences.missing_blocks(self.view(), prompt, most)?;
+    pub fn begin_load(&mut self, prompt: &Prompt<'_>, most: usize, point: Option<usize>) -> Result<StoreJob> {
+        let wanted = self.sequences.missing_blocks(self.view(), prompt, most, point)?;
         let kept_free = self.watermark_blocks();
         Ok(self.jobs.begin_load(&mut self.tiers, wanted, kept_free))
     }

@@ -69,6 +69,12 @@ impl Pool {
         self.cache.as_ref().is_some_and(|cache| cache.is_keyless(block))
     }
 
+    /// Whether a block of this pool is found with others, and would have this key on the host.
+    pub(crate) fn is_owned_as(&self, block: BlockId, key: &Key) -> bool {
+        let cache = self.cache.as_ref().filter(|cache| block.index() < self.blocks.len() && cache.is_owned(block));
+        cache.is_some() && self.own_key(block).as_ref() == Some(key)
+    }
+
     /// The key by which the host finds a copy of a published block.
     pub(crate) fn own_key(&self, block: BlockId) -> Option<Key> {
         self.cache.as_ref().filter(|_| self.block(block).is_published())?.own_key(block)

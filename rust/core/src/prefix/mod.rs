@@ -164,6 +164,11 @@ impl PrefixCache {
         order
     }
 
+    /// Whether a block belongs to a point, or to a block that has others beside it.
+    pub(crate) fn is_owned(&self, block: BlockId) -> bool {
+        self.points.as_deref().is_some_and(|points| points.is_owned(block))
+    }
+
     /// Blocks that can be found.
     pub(crate) fn published(&self) -> usize {
         self.index.len() + self.num_keyless()

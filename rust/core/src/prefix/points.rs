@@ -115,7 +115,7 @@ impl Points {
         self.reasons.get(block.index()).copied().unwrap_or(0)
     }
 
-    fn is_owned(&self, block: BlockId) -> bool {
+    pub(super) fn is_owned(&self, block: BlockId) -> bool {
         self.owners.get(block.index()).is_some_and(|&owners| owners > 0)
     }
 

@@ -1,5 +1,4 @@
-//! Admission of prompts: the blocks that they need, for both query and call, and the blocks to look up in a prefix
-//! store.
+//! Admission of prompts: the blocks that they need, for both query and call.
 
 use super::Sequences;
 use super::prompt::{Match, Prompt};
@@ -8,7 +7,7 @@ use crate::fit::{AllocStatus, Fit};
 use crate::group::Group;
 use crate::host_cache::Found;
 use crate::id::{BlockId, Tier};
-use crate::transfer::{Missing, Request, View, Wanted};
+use crate::transfer::{Request, View};
 
 /// How a sequence grows: its prompt by chunks, then its answer.
 #[derive(Clone, Copy, Debug)]
@@ -122,39 +121,5 @@ impl Sequences {
         let mut blocks: Vec<BlockId> = matches.iter().flat_map(Match::blocks).filter(idle).copied().collect();
         blocks.sort_unstable();
         blocks
-    }
-
-    /// Blocks of a prompt that neither device nor host has, up to `most`. None with several cache groups or a window,
-    /// whose blocks do not go to a prefix store.
-    pub(crate) fn missing_blocks(&self, view: View<'_>, prompt: &Prompt<'_>, most: usize) -> Result<Wanted> {
-        let (mut wanted, mut on_host) = (Wanted::default(), Vec::new());
-        let keys = self.keys_of(prompt)?;
-        if !self.finds_on_host() {
-            return Ok(wanted);
-        }
-        let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
-        for (at, key) in keys.keys[..limit].iter().enumerate() {
-            let depth = u32::try_from(at).unwrap_or(u32::MAX);
-            if let Some(block) = view.tiers.device().find(key) {
-                wanted.on_device.push((*key, block));
-                wanted.found.push((depth, (Tier::Device, block)));
-            } else if let Some(block) = view.tiers.host().find(key) {
-                on_host.push(block);
-                wanted.found.push((depth, (Tier::Host, block)));
-            } else if view.jobs.is_loading(key) {
-                wanted.lacking.push((depth, *key));
-            } else {
-                if wanted.missing.len() == most {
-                    break;
-                }
-                let Some(chain) = keys.chain_at(at, self.block_size) else { break };
-                let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, self.block_size));
-                let (tenant, salt, lora_id) = (view.tiers.tenant_of(&prompt.spec), keys.salt, keys.lora_id);
-                wanted.lacking.push((depth, *key));
-                wanted.missing.push(Missing { chain, parent, depth, tenant, salt, lora_id });
-            }
-        }
-        wanted.on_host = on_host;
-        Ok(wanted)
     }
 }

@@ -26,7 +26,7 @@ pub use groups::Demand;
 pub(crate) use owners::Owner;
 use owners::Owners;
 pub(crate) use prompt::Count;
-pub use prompt::{HashedPrompt, PrefixHit, PrefixStats, Prompt, export_keys};
+pub use prompt::{HashedPrompt, PrefixHit, PrefixStats, Prompt, StoreSearch, export_keys};
 use table::Marks;
 pub use table::TableId;
 pub(crate) use table::{GroupTable, Row, SequenceRows};

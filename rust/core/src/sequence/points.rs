@@ -165,12 +165,7 @@ impl Sequences {
 
     /// Indices of a group's blocks in the tail of a point behind `at` blocks.
     fn tail_of(&self, group: usize, at: usize) -> std::ops::Range<usize> {
-        let tokens = u32::try_from(at).unwrap_or(u32::MAX).saturating_mul(self.block_size);
-        let needed = self.groups.all()[group].needs(tokens, self.block_size);
-        // Its last block is the anchor itself, if no group keeps every block.
-        // A token behind it may need no block at all, not even that one.
-        let end = needed.end - usize::from(group == self.groups.anchor());
-        needed.start.min(end)..end
+        self.groups.tail(group, at, self.block_size)
     }
 
     /// Where a prompt of `length` tokens makes points, if the first `cached` are found and the first `run` blocks are

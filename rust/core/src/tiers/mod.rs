@@ -14,6 +14,7 @@ pub use store_write_queue::StoreWrites;
 use crate::block::{Block, BlockState, LeaseKind, TierBlock};
 use crate::error::{Result, invalid};
 use crate::event::{EventBatch, Events, Publication, PublishedEvent};
+use crate::group::Groups;
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::memory;
@@ -286,9 +287,8 @@ impl Tiers {
 
     fn note_published(&mut self, tier: Tier, publication: Publication) {
         if let Some(write_queue) = &mut self.write_queue {
-            let [device, host, _] = &self.pools;
-            let is_cached = |key: &_| device.find(key).or_else(|| host.find(key)).is_some();
-            write_queue.note_computed(&publication, is_cached);
+            let pools = &self.pools;
+            write_queue.note_computed(&publication, |key, block| find_cached(pools, key, block).is_some());
         }
         if let Some(events) = &mut self.events {
             events.stored(&mut self.pools, tier, publication);
@@ -300,9 +300,8 @@ impl Tiers {
         let tenant = if at.0 == Tier::Device { identity.tenant } else { 0 };
         let is_published = self.publish_silently(at, CachedIdentity { tenant, ..identity }) == Published::Now;
         if let Some(write_queue) = &mut self.write_queue {
-            let [device, host, _] = &self.pools;
-            let is_cached = |key: &_| device.find(key).or_else(|| host.find(key)).is_some();
-            write_queue.note_loaded(&publication, is_cached);
+            let pools = &self.pools;
+            write_queue.note_loaded(&publication, |key, block| find_cached(pools, key, block).is_some());
         }
         if let (true, Some(events)) = (is_published, &mut self.events) {
             events.stored(&mut self.pools, at.0, publication);
@@ -311,9 +310,15 @@ impl Tiers {
     }
 
     /// Starts queueing blocks for a prefix store.
-    pub(crate) fn use_write_queue(&mut self, writes: StoreWrites) {
+    pub(crate) fn use_write_queue(&mut self, writes: StoreWrites, groups: Groups) {
         let blocks = self.device().len().saturating_add(self.host().len());
-        self.write_queue = Some(Box::new(StoreWriteQueue::new(writes, blocks)));
+        self.write_queue = Some(Box::new(StoreWriteQueue::new(writes, groups, blocks)));
+    }
+
+    /// Where a recorded block is, for the store: on the device or the host.
+    pub(crate) fn find_queued(&self, key: &Key) -> Option<TierBlock> {
+        let block = self.write_queue()?.published_as(key)?;
+        find_cached(&self.pools, key, block)
     }
 
     /// The queue of blocks for a prefix store.
@@ -383,13 +388,24 @@ impl Tiers {
             if self.device().is_keyless(block) {
                 self.chains.set(Tier::Device, block, before);
             }
-            if !is_new {
-                continue;
+            if is_new && (self.events.is_some() || self.write_queue.is_some()) {
+                self.note_keyless(key(at), publication(at));
             }
-            let Some(events) = &mut self.events else { continue };
-            if let Some(publication) = publication(at) {
+        }
+    }
+
+    /// Notes the publication of a block that is found with others.
+    fn note_keyless(&mut self, key: Key, publication: Option<Publication>) {
+        let Some(publication) = publication else { return };
+        // What was loaded from the host was written when it was computed.
+        if let (Some(write_queue), true) = (&mut self.write_queue, self.pools[1].find(&key).is_some()) {
+            write_queue.note_moved(key, publication.block);
+            write_queue.note_hit(key);
+            if let Some(events) = &mut self.events {
                 events.stored(&mut self.pools, Tier::Device, publication);
             }
+        } else {
+            self.note_published(Tier::Device, publication);
         }
     }
 
@@ -665,6 +681,13 @@ impl Tiers {
     }
 }
 
+/// Where device or host have a key. `block` is where it was published, without a key if it is found with others; if it
+/// belongs to no point any longer, it is worth nothing.
+fn find_cached([device, host, _]: &[Pool; 3], key: &Key, block: BlockId) -> Option<TierBlock> {
+    let on_device = device.find(key).or_else(|| Some(block).filter(|&block| device.is_owned_as(block, key)));
+    on_device.map(|block| (Tier::Device, block)).or_else(|| host.find(key).map(|block| (Tier::Host, block)))
+}
+
 /// Moves within the device.
 impl Tiers {
     /// Starts tracking the placement of the device's blocks; `written` are the blocks that the open step writes.
@@ -705,6 +728,9 @@ impl Tiers {
     pub(crate) fn finish_move(&mut self, from: BlockId, to: BlockId) {
         let event = self.published_event((Tier::Device, from)).filter(|_| self.device().block(from).is_published());
         self.chains.rename(from, to);
+        if let (Some(write_queue), Some(key)) = (&mut self.write_queue, self.pools[0].own_key(from)) {
+            write_queue.note_moved(key, to);
+        }
         if let Some(copy) = self.pools[0].finish_move(from, to) {
             self.link((Tier::Device, to), copy);
         }

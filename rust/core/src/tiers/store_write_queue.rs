@@ -8,7 +8,9 @@
 //! without it, nothing would find them in the store. A prompt that computes or hits them again queues them again.
 
 use crate::event::Publication;
+use crate::group::Groups;
 use crate::hash::{Chain, ExportedKey, Key};
+use crate::id::BlockId;
 use std::collections::{HashMap, VecDeque};
 
 /// Records examined for each new one, once there are too many.
@@ -66,17 +68,13 @@ struct Note {
     frames: u32,
     /// Frames up to its parent's end; 0 without a parent.
     parent_frames: u32,
+    /// Key of the block that it hangs on, see [`Groups::hangs_on`].
     parent: Key,
+    group: u8,
+    /// The block as which it was published: one that is found with others has no key on the device.
+    block: BlockId,
     salt: [u8; 32],
     state: WriteState,
-}
-
-impl Note {
-    fn new(publication: &Publication, state: WriteState) -> Self {
-        let Publication { key, parent, salt, .. } = publication;
-        let (parent, parent_frames) = parent.map_or((Key::default(), 0), |parent| (parent.key(), parent.frames()));
-        Self { frames: key.frames(), parent_frames, parent, salt: *salt, state }
-    }
 }
 
 /// A recorded block, with keys for other processes.
@@ -88,10 +86,14 @@ pub(crate) struct Exported {
     pub(crate) salt: [u8; 32],
 }
 
+/// Whether device or host have a key, which was published as a block.
+type IsCached<'a> = dyn Fn(&Key, BlockId) -> bool + 'a;
+
 /// The recorded keys, and those queued for writing.
 #[derive(Debug, Clone)]
 pub(crate) struct StoreWriteQueue {
     writes: StoreWrites,
+    groups: Groups,
     /// Number of records above which those of missing blocks are dropped.
     capacity: usize,
     notes: HashMap<Key, Note>,
@@ -105,9 +107,26 @@ pub(crate) struct StoreWriteQueue {
 
 impl StoreWriteQueue {
     /// An empty queue for pools of `blocks` blocks in total.
-    pub(crate) fn new(writes: StoreWrites, blocks: usize) -> Self {
+    pub(crate) fn new(writes: StoreWrites, groups: Groups, blocks: usize) -> Self {
         let (notes, order, queue) = (HashMap::new(), VecDeque::new(), VecDeque::new());
-        Self { writes, capacity: blocks.saturating_mul(2).max(64), notes, order, queue, is_flushing: false }
+        Self { writes, groups, capacity: blocks.saturating_mul(2).max(64), notes, order, queue, is_flushing: false }
+    }
+
+    /// Key of a published block in its group.
+    fn own_key(publication: &Publication) -> Key {
+        publication.key.key().of_group(publication.group)
+    }
+
+    fn anchor(&self) -> u8 {
+        u8::try_from(self.groups.anchor()).unwrap_or(u8::MAX)
+    }
+
+    fn note(&self, publication: &Publication, state: WriteState) -> Note {
+        let Publication { block, key, parent, salt, group, .. } = *publication;
+        let parent = self.groups.hangs_on(group, key, parent);
+        let own = |parent: Chain| (parent.key().of_group(self.anchor()), parent.frames());
+        let (parent, parent_frames) = parent.map_or((Key::default(), 0), own);
+        Note { frames: key.frames(), parent_frames, parent, group, block, salt, state }
     }
 
     /// Lets all queued blocks be written now, whatever room there is.
@@ -125,13 +144,14 @@ impl StoreWriteQueue {
         }
     }
 
-    /// Records a computed block; `is_cached` tells whether device or host have a key.
-    pub(crate) fn note_computed(&mut self, publication: &Publication, is_cached: impl Fn(&Key) -> bool) {
-        let key = publication.key.key();
+    /// Records a computed block; `is_cached` tells whether device or host have a key, which was published as a block.
+    pub(crate) fn note_computed(&mut self, publication: &Publication, is_cached: impl Fn(&Key, BlockId) -> bool) {
+        let key = Self::own_key(publication);
         let known = self.notes.get(&key).map(|note| note.state);
         if known.is_none() {
-            self.insert(key, Note::new(publication, WriteState::Published), &is_cached);
+            self.insert(key, self.note(publication, WriteState::Published), &is_cached);
         }
+        self.note_moved(key, publication.block);
         let is_due = match (self.writes, known) {
             (StoreWrites::Never, _) | (_, Some(WriteState::Queued)) => false,
             // Recomputed: it was evicted here, and the store did not have it either.
@@ -152,13 +172,25 @@ impl StoreWriteQueue {
         }
     }
 
+    /// Records that a block with this key lies elsewhere on the device now.
+    pub(crate) fn note_moved(&mut self, key: Key, block: BlockId) {
+        if let Some(note) = self.notes.get_mut(&key) {
+            note.block = block;
+        }
+    }
+
+    /// The block as which a recorded key was published.
+    pub(crate) fn published_as(&self, key: &Key) -> Option<BlockId> {
+        self.notes.get(key).map(|note| note.block)
+    }
+
     /// Records a block that came from the store.
-    pub(crate) fn note_loaded(&mut self, publication: &Publication, is_cached: impl Fn(&Key) -> bool) {
-        let key = publication.key.key();
+    pub(crate) fn note_loaded(&mut self, publication: &Publication, is_cached: impl Fn(&Key, BlockId) -> bool) {
+        let key = Self::own_key(publication);
         if self.notes.contains_key(&key) {
             self.set(key, WriteState::Stored);
         } else {
-            self.insert(key, Note::new(publication, WriteState::Stored), is_cached);
+            self.insert(key, self.note(publication, WriteState::Stored), is_cached);
         }
     }
 
@@ -196,29 +228,31 @@ impl StoreWriteQueue {
     /// A recorded block, with keys for other processes.
     pub(crate) fn export(&self, key: &Key) -> Option<Exported> {
         self.notes.get(key).map(|note| {
-            let parent = Chain::resume(note.parent, note.parent_frames);
+            // Marking a key with its group twice takes the mark away.
+            let parent = Chain::resume(note.parent.of_group(self.anchor()), note.parent_frames);
             let parent = if note.parent_frames == 0 { ExportedKey([0; 32]) } else { parent.export() };
-            Exported { key: Chain::resume(*key, note.frames).export(), parent, salt: note.salt }
+            let chain = Chain::resume(key.of_group(note.group), note.frames);
+            Exported { key: chain.export_of(self.groups.mark(note.group)), parent, salt: note.salt }
         })
     }
 
-    /// Frames up to the end of a recorded block; always more than its parent's.
-    pub(crate) fn frames(&self, key: &Key) -> u32 {
-        self.notes.get(key).map_or(0, |note| note.frames)
+    /// Where a recorded block comes in a write: after the one that it hangs on.
+    pub(crate) fn place(&self, key: &Key) -> (u32, bool) {
+        self.notes.get(key).map_or((0, false), |note| (note.frames, note.group != self.anchor()))
     }
 
     /// Forgets everything.
     pub(crate) fn clear(&mut self) {
-        *self = Self { capacity: self.capacity, ..Self::new(self.writes, 0) };
+        *self = Self { capacity: self.capacity, ..Self::new(self.writes, self.groups.clone(), 0) };
     }
 
-    fn insert(&mut self, key: Key, note: Note, is_cached: impl Fn(&Key) -> bool) {
+    fn insert(&mut self, key: Key, note: Note, is_cached: impl Fn(&Key, BlockId) -> bool) {
         for _ in 0..SWEPT {
             if self.notes.len() < self.capacity {
                 break;
             }
             let Some(oldest) = self.order.pop_front() else { break };
-            if is_cached(&oldest) {
+            if self.notes.get(&oldest).is_some_and(|note| is_cached(&oldest, note.block)) {
                 self.order.push_back(oldest);
             } else {
                 self.notes.remove(&oldest);
@@ -228,13 +262,13 @@ impl StoreWriteQueue {
         self.order.push_back(key);
     }
 
-    fn enqueue(&mut self, key: Key, is_cached: Option<&dyn Fn(&Key) -> bool>) {
+    fn enqueue(&mut self, key: Key, is_cached: Option<&IsCached<'_>>) {
         self.set(key, WriteState::Queued);
         self.queue.push_back(key);
         // Blocks evicted before they were written leave only their keys: more than half of those in a full queue.
         if let Some(is_cached) = is_cached.filter(|_| self.queue.len() > self.capacity) {
             for key in std::mem::take(&mut self.queue) {
-                if is_cached(&key) {
+                if self.notes.get(&key).is_some_and(|note| is_cached(&key, note.block)) {
                     self.queue.push_back(key);
                 } else {
                     self.set(key, WriteState::Lost);
@@ -267,8 +301,12 @@ impl StoreWriteQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::group::Group;
     use crate::hash::KeySpec;
-    use crate::id::BlockId;
+
+    fn queue(writes: StoreWrites, blocks: usize) -> StoreWriteQueue {
+        StoreWriteQueue::new(writes, Groups::new(&[Group::Full]).unwrap(), blocks)
+    }
 
     fn chain(token: u32) -> Chain {
         let mut chain = Chain::new(&KeySpec::default(), 1, 0);
@@ -287,10 +325,10 @@ mod tests {
 
     #[test]
     fn a_block_is_written_once_and_again_when_it_had_to_be_computed_again() {
-        let mut write_queue = StoreWriteQueue::new(StoreWrites::Through, 4);
-        write_queue.note_computed(&published(1), |_| true);
+        let mut write_queue = queue(StoreWrites::Through, 4);
+        write_queue.note_computed(&published(1), |_, _| true);
         assert_eq!((taken(&mut write_queue), taken(&mut write_queue)), (vec![chain(1).key()], vec![]));
-        write_queue.note_computed(&published(1), |_| true);
+        write_queue.note_computed(&published(1), |_, _| true);
         assert_eq!(taken(&mut write_queue), [chain(1).key()]);
         let exported = Exported { key: chain(1).export(), parent: ExportedKey([0; 32]), salt: [7; 32] };
         assert_eq!(write_queue.export(&chain(1).key()), Some(exported));
@@ -299,8 +337,8 @@ mod tests {
     #[test]
     fn a_block_loaded_from_the_store_is_not_written_back() {
         for writes in StoreWrites::ALL {
-            let mut write_queue = StoreWriteQueue::new(writes, 4);
-            write_queue.note_loaded(&published(1), |_| true);
+            let mut write_queue = queue(writes, 4);
+            write_queue.note_loaded(&published(1), |_, _| true);
             write_queue.note_hit(chain(1).key());
             assert_eq!(taken(&mut write_queue), [], "{}", writes.name());
         }
@@ -309,52 +347,52 @@ mod tests {
     #[test]
     fn what_follows_a_lost_block_is_lost_until_a_prompt_has_it_again() {
         for writes in [StoreWrites::Through, StoreWrites::Back] {
-            let mut write_queue = StoreWriteQueue::new(writes, 4);
+            let mut write_queue = queue(writes, 4);
             let after = |token: u32, parent| Publication { parent: Some(chain(parent)), ..published(token) };
             let prompt = [published(1), after(2, 1), after(3, 2)];
             for block in &prompt {
-                write_queue.note_computed(block, |_| true);
+                write_queue.note_computed(block, |_, _| true);
             }
-            write_queue.note_computed(&published(9), |_| true);
+            write_queue.note_computed(&published(9), |_, _| true);
             assert_eq!(write_queue.pop(), Some(chain(1).key()));
             write_queue.lose(chain(1).key());
             assert_eq!(taken(&mut write_queue), [chain(9).key()], "{}", writes.name());
-            write_queue.note_computed(&prompt[0], |_| true);
+            write_queue.note_computed(&prompt[0], |_, _| true);
             write_queue.note_hit(chain(2).key());
-            write_queue.note_computed(&prompt[2], |_| true);
+            write_queue.note_computed(&prompt[2], |_, _| true);
             assert_eq!(taken(&mut write_queue), [1, 2, 3].map(|token| chain(token).key()));
         }
     }
 
     #[test]
     fn writing_back_keeps_as_many_blocks_unwritten_as_are_free() {
-        let mut write_queue = StoreWriteQueue::new(StoreWrites::Back, 40);
-        (0..10).for_each(|token| write_queue.note_computed(&published(token), |_| true));
+        let mut write_queue = queue(StoreWrites::Back, 40);
+        (0..10).for_each(|token| write_queue.note_computed(&published(token), |_, _| true));
         assert_eq!([20, 13, 12, 5, 0].map(|free| write_queue.due(free, 3)), [0, 0, 1, 8, 13]);
         write_queue.flush();
         assert_eq!(write_queue.due(20, 3), 10);
-        assert_eq!(StoreWriteQueue::new(StoreWrites::Never, 40).due(0, 3), 0);
+        assert_eq!(queue(StoreWrites::Never, 40).due(0, 3), 0);
     }
 
     #[test]
     fn with_second_use_a_block_is_written_when_it_is_hit_or_computed_again() {
-        let mut write_queue = StoreWriteQueue::new(StoreWrites::SecondUse, 4);
-        write_queue.note_computed(&published(1), |_| true);
-        write_queue.note_computed(&published(2), |_| false);
+        let mut write_queue = queue(StoreWrites::SecondUse, 4);
+        write_queue.note_computed(&published(1), |_, _| true);
+        write_queue.note_computed(&published(2), |_, _| false);
         assert_eq!(taken(&mut write_queue), []);
         write_queue.note_hit(chain(1).key());
         write_queue.note_hit(chain(1).key());
-        write_queue.note_computed(&published(2), |_| false);
+        write_queue.note_computed(&published(2), |_, _| false);
         assert_eq!(taken(&mut write_queue), [chain(1).key(), chain(2).key()]);
     }
 
     #[test]
     fn records_of_evicted_blocks_make_room() {
-        let mut write_queue = StoreWriteQueue::new(StoreWrites::Through, 32);
+        let mut write_queue = queue(StoreWrites::Through, 32);
         let kept = chain(1_000_000).key();
-        write_queue.note_computed(&published(1_000_000), |_| true);
+        write_queue.note_computed(&published(1_000_000), |_, _| true);
         for token in 0..1000 {
-            write_queue.note_computed(&published(token), |key| *key == kept);
+            write_queue.note_computed(&published(token), |key, _| *key == kept);
             write_queue.check().unwrap();
         }
         assert!(write_queue.notes.len() <= 66 && write_queue.queue.len() <= 64, "{}", write_queue.notes.len());
@@ -363,10 +401,10 @@ mod tests {
 
     #[test]
     fn a_cleared_queue_records_as_many_keys_as_before() {
-        let mut write_queue = StoreWriteQueue::new(StoreWrites::Through, 100);
+        let mut write_queue = queue(StoreWrites::Through, 100);
         write_queue.clear();
         for token in 0..200 {
-            write_queue.note_computed(&published(token), |_| false);
+            write_queue.note_computed(&published(token), |_, _| false);
         }
         assert!((0..200).all(|token| write_queue.export(&chain(token).key()).is_some()));
         assert_eq!(write_queue.waiting(), 200);

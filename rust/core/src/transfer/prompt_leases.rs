@@ -52,6 +52,8 @@ struct PromptLease {
     blocks: Vec<(u32, TierBlock)>,
     /// Keys of the blocks that it is still to get, and their places; last one first.
     promised: Vec<(u32, Key)>,
+    /// It holds host blocks only, see [`Wanted::by_host`].
+    by_host: bool,
 }
 
 /// The leases of all waiting prompts.
@@ -102,7 +104,8 @@ impl PromptLeases {
         }
         self.last += 1;
         let id = LeaseId(self.last);
-        let mut lease = PromptLease { blocks: Vec::new(), promised: wanted.lacking.iter().rev().copied().collect() };
+        let promised = wanted.lacking.iter().rev().copied().collect();
+        let mut lease = PromptLease { blocks: Vec::new(), promised, by_host: wanted.by_host };
         for &(place, block) in &wanted.found {
             self.take(tiers, &mut lease.blocks, place, block);
         }
@@ -126,7 +129,8 @@ impl PromptLeases {
         let new = wanted.lacking.iter().filter(|(_, key)| !self.promised.contains_key(key)).count();
         // Blocks that loads are filling are promised to prompts, too.
         let promised = self.promised.len().saturating_sub(targets[0] + targets[1]);
-        matches!((device, host), (Some(device), Some(host)) if new + promised <= device + host)
+        let to_device = |device: usize| if wanted.by_host { 0 } else { device };
+        matches!((device, host), (Some(device), Some(host)) if new + promised <= to_device(device) + host)
     }
 
     /// Leases a block, if the pool can count one lease more of it.
@@ -161,25 +165,27 @@ impl PromptLeases {
             let place = *place;
             drop_one(&mut self.promised, key);
             lease.promised.pop();
-            self.take(tiers, &mut lease.blocks, place, block);
+            if !lease.by_host || block.0 == Tier::Host {
+                self.take(tiers, &mut lease.blocks, place, block);
+            }
         }
         self.leases.insert(id, lease);
     }
 
-    /// Promises a prompt nothing more: its load has ended. Frees the blocks behind the first that did not arrive,
-    /// since it cannot use them.
+    /// Promises a prompt nothing more: its load has ended. From now on, the lease holds what the prompt finds.
     ///
     /// # Errors
     /// There was never such a lease.
-    pub(crate) fn settle(&mut self, tiers: &mut Tiers, id: LeaseId) -> Result<()> {
+    pub(crate) fn settle(&mut self, tiers: &mut Tiers, id: LeaseId, found: &[(u32, TierBlock)]) -> Result<()> {
         self.require(id)?;
-        self.advance_one(tiers, id);
-        let Some(lease) = self.leases.get_mut(&id) else { return Ok(()) };
-        let gap = lease.promised.last().map_or(u32::MAX, |(place, _)| *place);
-        lease.promised.drain(..).for_each(|(_, key)| _ = drop_one(&mut self.promised, &key));
-        let (kept, behind) = std::mem::take(&mut lease.blocks).into_iter().partition(|(place, _)| *place < gap);
-        lease.blocks = kept;
-        self.let_go(tiers, behind);
+        let Some(lease) = self.leases.remove(&id) else { return Ok(()) };
+        lease.promised.iter().for_each(|(_, key)| _ = drop_one(&mut self.promised, key));
+        let (held, mut blocks) = (lease.blocks, Vec::with_capacity(found.len()));
+        for &(place, block) in found {
+            self.take(tiers, &mut blocks, place, block);
+        }
+        self.leases.insert(id, PromptLease { blocks, promised: Vec::new(), by_host: lease.by_host });
+        self.let_go(tiers, held);
         Ok(())
     }
 

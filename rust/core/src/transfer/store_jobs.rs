@@ -10,7 +10,7 @@ use super::{Lease, LeaseShare, PromptLeases};
 use crate::block::{LeaseKind, TierBlock};
 use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
-use crate::hash::{Chain, ExportedKey, Key};
+use crate::hash::{Chain, ExportedKey, GroupMark, Key};
 use crate::id::{BlockId, JobId, LeaseId, Tier};
 use crate::pool::Pool;
 use crate::prefix::CachedIdentity;
@@ -45,11 +45,34 @@ impl StoreJob {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Missing {
     pub(crate) chain: Chain,
-    pub(crate) parent: Option<Chain>,
+    /// The chain before it.
+    pub(crate) before: Option<Chain>,
+    /// The anchor's block without which it is worth nothing, see [`Groups::hangs_on`](crate::group::Groups::hangs_on).
+    pub(crate) hangs_on: Option<Chain>,
+    pub(crate) group: u8,
+    pub(crate) anchor: u8,
+    pub(crate) mark: Option<GroupMark>,
     pub(crate) depth: u32,
     pub(crate) tenant: u16,
     pub(crate) salt: [u8; 32],
     pub(crate) lora_id: u64,
+}
+
+impl Missing {
+    /// Key under which it is found once it is loaded.
+    fn key(&self) -> Key {
+        self.chain.key().of_group(self.group)
+    }
+
+    /// Key in the store.
+    pub(crate) fn exported(&self) -> ExportedKey {
+        self.chain.export_of(self.mark)
+    }
+
+    /// Tag of the key of the block that it hangs on, 0 for none.
+    fn parent(&self) -> u32 {
+        self.hangs_on.map_or(0, |chain| chain.key().of_group(self.anchor).tag())
+    }
 }
 
 /// Which of a prompt's full blocks the tiers have, and which are missing, up to a number of missing ones.
@@ -64,6 +87,8 @@ pub(crate) struct Wanted {
     pub(crate) missing: Vec<Missing>,
     /// Keys of the blocks that neither tier has: missing ones, and those that a load is bringing.
     pub(crate) lacking: Vec<(u32, Key)>,
+    /// Loads go to the host only: on the device, blocks of several groups are found together.
+    pub(crate) by_host: bool,
 }
 
 impl Wanted {
@@ -107,7 +132,7 @@ impl StoreJobs {
     /// Tags of the keys that loads are bringing, and of those before them.
     pub(crate) fn promised(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         let missing = self.loads.values().flat_map(|load| load.targets.iter().map(|(_, missing)| missing));
-        missing.map(|missing| (missing.chain.key().tag(), missing.parent.map_or(0, |parent| parent.key().tag())))
+        missing.map(|missing| (missing.key().tag(), missing.parent()))
     }
 
     /// Number of blocks promised to waiting prompts that no load has taken yet.
@@ -163,7 +188,8 @@ impl StoreJobs {
         } else {
             0
         };
-        [(Tier::Host, on_host), (Tier::Device, room(tiers.device(), own).saturating_sub(kept_free))]
+        let on_device = if wanted.by_host { 0 } else { room(tiers.device(), own).saturating_sub(kept_free) };
+        [(Tier::Host, on_host), (Tier::Device, on_device)]
     }
 
     /// Begins to load missing blocks, as room permits.
@@ -184,12 +210,11 @@ impl StoreJobs {
             tiers.release((tier, block));
         }
         end_leases(tiers, Tier::Device, &spared, LeaseKind::Read);
-        self.loading.extend(missing.iter().map(|missing| missing.chain.key()));
-        let keys = missing.iter().map(|missing| missing.chain.export()).collect();
+        self.loading.extend(missing.iter().map(Missing::key));
+        let keys = missing.iter().map(Missing::exported).collect();
         let tenants = missing.iter().map(|missing| missing.salt).collect();
-        let parents =
-            missing.iter().map(|missing| missing.parent.map_or(ExportedKey([0; 32]), |parent| parent.export()));
-        let parents = parents.collect();
+        let parent = |missing: &Missing| missing.hangs_on.map_or(ExportedKey([0; 32]), |chain| chain.export());
+        let parents = missing.iter().map(parent).collect();
         let load = Load { tier, targets: blocks.iter().copied().zip(missing).collect(), kept, on_device };
         if load.targets.is_empty() {
             end_leases(tiers, Tier::Host, &load.kept, LeaseKind::Read);
@@ -209,12 +234,12 @@ impl StoreJobs {
         let Some(Load { tier, targets, kept, on_device }) = self.loads.remove(&job) else { return Ok(0) };
         let mut published = 0;
         for (&(block, missing), &landed) in targets.iter().zip(landed) {
-            let Missing { chain, parent, depth, tenant, salt, lora_id } = missing;
-            self.loading.remove(&chain.key());
+            let Missing { chain, before, group, depth, tenant, salt, lora_id, .. } = missing;
+            let key = missing.key();
+            self.loading.remove(&key);
             if landed {
-                let before = parent.map_or(0, |parent| parent.key().tag());
-                let identity = CachedIdentity { key: chain.key(), depth, parent: before, tenant };
-                let publication = Publication { block, key: chain, parent, tokens, salt, lora_id, group: 0 };
+                let identity = CachedIdentity { key, depth, parent: missing.parent(), tenant };
+                let publication = Publication { block, key: chain, parent: before, tokens, salt, lora_id, group };
                 published += usize::from(tiers.publish_loaded((tier, block), identity, publication));
             }
         }
@@ -225,7 +250,7 @@ impl StoreJobs {
         let used = lease_unused(tiers, &on_device);
         end_leases(tiers, Tier::Device, &used, LeaseKind::Read);
         if let Some(last) = targets.last() {
-            tiers.touch_chain(last.1.parent.map_or(0, |parent| parent.key().tag()));
+            tiers.touch_chain(last.1.parent());
         }
         self.leases.advance(tiers);
         Ok(published)
@@ -242,7 +267,7 @@ impl StoreJobs {
         let due = tiers.write_queue().map_or(0, |write_queue| write_queue.due(free, quarter));
         let most = most.min(due).min(quarter.saturating_sub(reading));
         let (tier, mut found) = queued(tiers, most, is_coming);
-        found.sort_by_key(|(key, _)| tiers.write_queue().map_or(0, |write_queue| write_queue.frames(key)));
+        found.sort_by_key(|(key, _)| tiers.write_queue().map(|write_queue| write_queue.place(key)));
         let mut job = StoreJob::empty(self.next(), tier);
         for (key, block) in found {
             let exported = tiers.write_queue().and_then(|write_queue| write_queue.export(&key));
@@ -296,7 +321,7 @@ impl StoreJobs {
     /// Cancels a write: its blocks are queued again, before the blocks that follow them.
     fn cancel_write(&mut self, tiers: &mut Tiers, job: JobId) {
         let Some((tier, blocks)) = self.writes.remove(&job) else { return };
-        let keys: Vec<Key> = blocks.iter().filter_map(|&block| tiers.pool(tier).key(block)).collect();
+        let keys: Vec<Key> = blocks.iter().filter_map(|&block| tiers.pool(tier).own_key(block)).collect();
         end_leases(tiers, tier, &blocks, LeaseKind::Read);
         if let Some(write_queue) = tiers.write_queue_mut() {
             keys.iter().rev().for_each(|key| write_queue.push_back_in(*key));
@@ -347,7 +372,7 @@ impl StoreJobs {
             if tiers.pool(tier).refs(*block) > 0 || tiers.block((tier, *block)).is_published() {
                 return Err(format!("{tier} block {block} is in use, and a load from the store has not ended"));
             }
-            if !self.is_loading(&missing.chain.key()) {
+            if !self.is_loading(&missing.key()) {
                 return Err(format!("{tier} block {block} is loaded under a key that nobody is loading"));
             }
         }
@@ -384,8 +409,7 @@ fn queued(tiers: &mut Tiers, most: usize, is_coming: impl Fn(&Key) -> bool) -> (
     let (mut tier, mut found) = (Tier::Device, Vec::new());
     while found.len() < most {
         let Some(key) = tiers.write_queue_mut().and_then(StoreWriteQueue::pop) else { break };
-        let on_device = tiers.device().find(&key).map(|block| (Tier::Device, block));
-        let at = on_device.or_else(|| tiers.host().find(&key).map(|block| (Tier::Host, block)));
+        let at = tiers.find_queued(&key);
         let Some(write_queue) = tiers.write_queue_mut() else { break };
         match at {
             Some((of, block)) if found.is_empty() || of == tier => {

@@ -236,7 +236,7 @@ impl ReachedState {
             Verb::Defragment => {
                 manager.defragment(&[Goal::Dense(more).into()], None, Budget::UNLIMITED, Cached::Exchange).map(drop)
             }
-            Verb::Load => manager.begin_load(&prompt(&family_ids(tokens, more)), count).map(drop),
+            Verb::Load => manager.begin_load(&prompt(&family_ids(tokens, more)), count, None).map(drop),
             Verb::EndLoad => self
                 .loads
                 .first()

@@ -73,7 +73,8 @@ pub(crate) struct Jobs {
     loads: Vec<(StoreJob, Vec<Bytes>)>,
     writes: Vec<(StoreJob, Vec<Bytes>)>,
     stored: BTreeMap<[u8; 32], Bytes>,
-    leases: Vec<LeaseId>,
+    /// And the prompts that they are for.
+    leases: Vec<(LeaseId, Vec<u32>)>,
 }
 
 impl Jobs {
@@ -118,13 +119,14 @@ impl World {
                 self.lease(&family_ids(tokens, family), LeaseShare::ALL[share]);
             }
             Op::Settle(n) => {
-                if let Some(&lease) = self.jobs.leases.get(n) {
-                    self.manager.settle_lease(lease).unwrap();
+                if let Some((lease, ids)) = self.jobs.leases.get(n) {
+                    let prompt = Prompt { tokens: ids, spec: keep::spec(ids), extras: &[], hashed: None };
+                    self.manager.settle_lease(*lease, &prompt).unwrap();
                 }
             }
             Op::EndLease(n) => {
                 if n < self.jobs.leases.len() {
-                    self.manager.end_lease(self.jobs.leases.remove(n)).unwrap();
+                    self.manager.end_lease(self.jobs.leases.remove(n).0).unwrap();
                 }
             }
             Op::Write(most) => self.begin_write(most),
@@ -178,13 +180,13 @@ impl World {
         let before = self.manager.num_leases();
         let lease = self.manager.lease_prompt(&prompt, share).unwrap();
         assert_eq!(self.manager.num_leases(), before + usize::from(lease.is_some()));
-        self.jobs.leases.extend(lease);
+        self.jobs.leases.extend(lease.map(|lease| (lease, ids.to_vec())));
     }
 
     fn begin_load(&mut self, ids: &[u32], most: usize) {
         let prompt = Prompt { tokens: ids, spec: keep::spec(ids), extras: &[], hashed: None };
-        let (missing, _) = self.manager.missing_blocks(&prompt, most).unwrap();
-        let job = self.manager.begin_load(&prompt, most).unwrap();
+        let (missing, _) = self.manager.missing_blocks(&prompt, most, None).unwrap();
+        let job = self.manager.begin_load(&prompt, most, None).unwrap();
         assert!(job.keys.len() == job.blocks.len() && missing.starts_with(&job.keys));
         let pool = self.manager.pool(job.tier);
         assert!(job.blocks.iter().all(|block| block.index() < pool.len() && pool.refs(*block) == 0));

@@ -6,7 +6,7 @@ use crate::convert::memory;
 use crate::convert::values::{TierName, picklable};
 use crate::manager::prompts::{self, Extras, KeySpecs, TokenIds};
 use crate::manager::shared::Shared;
-use blockyard_core::{ExportedKey, JobId, LeaseId, LeaseShare, StoreJob, StoreWrites};
+use blockyard_core::{ExportedKey, JobId, LeaseId, LeaseShare, StoreJob, StoreSearch, StoreWrites};
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -76,6 +76,43 @@ impl PyStoreJob {
 
 picklable!(PyStoreJob { job, tier, keys, blocks, tenants, parents });
 
+/// The blocks that device and host lack of a prompt, in models where prompts continue only at resume points.
+///
+/// Ask the store for all keys, then `deepest` for the point to load.
+#[pyclass(frozen, name = "StoreSearch", module = "blockyard._core")]
+pub(crate) struct PyStoreSearch {
+    search: StoreSearch,
+    /// Keys in the store, uint8 `[n, 32]`.
+    #[pyo3(get)]
+    keys: Py<PyArray2<u8>>,
+}
+
+#[pymethods]
+impl PyStoreSearch {
+    /// Return the number of blocks up to the deepest point that the store completes.
+    ///
+    /// Args:
+    ///     has: whether the store has the block of each key, bool `[n]` or a list.
+    ///     max_blocks: maximum number of blocks to load.
+    /// Returns:
+    ///     Number of the prompt's first blocks, for `missing` and `begin_load`; 0 if device and host serve as many.
+    /// Raises:
+    ///     InvalidArgumentError: `has` does not have one entry per key.
+    fn deepest(
+        &self,
+        has: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32,
+    ) -> PyResult<usize> {
+        let has: Vec<bool> =
+            items(has, &"has", |item, _| item.extract().map_err(|error: PyErr| refused(error, item, &"has", "bools")))?;
+        self.search.deepest(&has, max_blocks as usize).map_err(to_py)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("StoreSearch({} blocks)", self.search.keys().len())
+    }
+}
+
 /// Loads from a prefix store and writes to it; available as `manager.prefix.store_jobs`.
 ///
 /// `KVCache(prefix_store=...)` carries them out.
@@ -100,8 +137,9 @@ impl PyStoreJobs {
     ///         that are not written yet outnumber the free ones, or after `flush`. `"second_use"`: blocks that are
     ///         computed or hit a second time. `"never"`: none.
     /// Raises:
-    ///     InvalidArgumentError: the name is unknown, blocks are cached already, or the manager has no prefix caching,
-    ///         several cache groups or a window.
+    ///     InvalidArgumentError: the name is unknown, blocks are cached already, the manager has no prefix caching, a
+    ///         drafter's group or an encoder's, or it has several groups, a window or states without
+    ///         `PrefixCaching(host=True)`.
     fn start(&self, writes: &str) -> PyResult<()> {
         let names = StoreWrites::ALL.map(StoreWrites::name).join(", ");
         let writes = StoreWrites::from_name(writes)
@@ -109,11 +147,37 @@ impl PyStoreJobs {
         self.0.lock().use_store(writes).map_err(to_py)
     }
 
+    /// Return what a store could complete of a prompt that continues only at resume points.
+    ///
+    /// Args:
+    ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
+    ///     salt: salt of its tenant, bytes.
+    ///     lora_id: its adapter; 0 for none.
+    /// Raises:
+    ///     InvalidArgumentError: a token id is out of range.
+    #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
+    fn search(
+        &self,
+        prompt: &Bound<'_, PyAny>,
+        salt: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+    ) -> PyResult<PyStoreSearch> {
+        let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
+        let search = self.0.with(|manager| {
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.search_store(&prompts[0]))
+        })?;
+        let search = search.map_err(to_py)?;
+        let keys = keys_array(prompt.py(), search.keys())?;
+        Ok(PyStoreSearch { search, keys })
+    }
+
     /// Return the keys of a prompt's blocks that no tier has and no load is bringing, and how many are being loaded.
     ///
     /// Args:
     ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
     ///     max_blocks: maximum number of keys.
+    ///     point: what a resume point after that many blocks needs, see `search`; None for all blocks up to the last
+    ///         boundary.
     ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
     /// Returns:
@@ -121,18 +185,21 @@ impl PyStoreJobs {
     ///     loads are bringing. If `n` is `max_blocks`, blocks beyond the last key may be left out of the number.
     /// Raises:
     ///     InvalidArgumentError: a token id is out of range.
-    #[pyo3(signature = (prompt, max_blocks, *, salt = None, lora_id = 0))]
+    #[pyo3(signature = (prompt, max_blocks, *, point = None, salt = None, lora_id = 0))]
     fn missing(
         &self,
         prompt: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32,
+        #[pyo3(from_py_with = args::point)] point: Option<usize>,
         salt: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<(Py<PyArray2<u8>>, usize)> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let most = max_blocks as usize;
         let missing = self.0.with(|manager| {
-            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.missing_blocks(&prompts[0], most))
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| {
+                manager.missing_blocks(&prompts[0], most, point)
+            })
         })?;
         let (keys, num_loading) = missing.map_err(to_py)?;
         Ok((keys_array(prompt.py(), &keys)?, num_loading))
@@ -141,29 +208,31 @@ impl PyStoreJobs {
     /// Begin to load the first of those blocks, as many as fit.
     ///
     /// They go to the host until loads hold half of what no sequence has there; else to the device, which keeps its
-    /// watermark free. See `room`.
+    /// watermark free. With several groups, windows or states they go to the host only. See `room`.
     ///
     /// Args:
     ///     prompt: as for `missing`.
     ///     max_blocks: maximum number of blocks.
+    ///     point: as for `missing`.
     ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
     /// Returns:
     ///     `StoreJob`. End it with `end_load`, unless it has no blocks.
     /// Raises:
     ///     InvalidArgumentError: a token id is out of range.
-    #[pyo3(signature = (prompt, max_blocks, *, salt = None, lora_id = 0))]
+    #[pyo3(signature = (prompt, max_blocks, *, point = None, salt = None, lora_id = 0))]
     fn begin_load(
         &self,
         prompt: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32,
+        #[pyo3(from_py_with = args::point)] point: Option<usize>,
         salt: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<PyStoreJob> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let most = max_blocks as usize;
         let job = self.0.with(|manager| {
-            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.begin_load(&prompts[0], most))
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.begin_load(&prompts[0], most, point))
         })?;
         PyStoreJob::new(prompt.py(), &job.map_err(to_py)?)
     }
@@ -194,20 +263,22 @@ impl PyStoreJobs {
     ///
     /// Args:
     ///     prompt: as for `missing`.
+    ///     point: as for `missing`.
     ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
     /// Raises:
     ///     InvalidArgumentError: a token id is out of range.
-    #[pyo3(signature = (prompt, *, salt = None, lora_id = 0))]
+    #[pyo3(signature = (prompt, *, point = None, salt = None, lora_id = 0))]
     fn room(
         &self,
         prompt: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = args::point)] point: Option<usize>,
         salt: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<usize> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let room = self.0.with(|manager| {
-            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.room_to_load(&prompts[0]))
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.room_to_load(&prompts[0], point))
         })?;
         room.map_err(to_py)
     }
@@ -246,14 +317,30 @@ impl PyStoreJobs {
         Ok(lease.map_err(to_py)?.map(|lease| lease.0))
     }
 
-    /// Add to a lease what has been loaded by now, and nothing later: the load of its prompt has ended.
+    /// The load of a lease's prompt has ended: from now on, the lease holds what the prompt finds, and gets nothing more.
     ///
     /// Args:
     ///     lease: its number.
+    ///     prompt: the prompt, as for `lease`.
+    ///     salt: salt of its tenant, bytes.
+    ///     lora_id: its adapter; 0 for none.
     /// Raises:
     ///     UnknownTicketError: there was never such a lease.
-    fn settle_lease(&self, #[pyo3(from_py_with = args::lease)] lease: u64) -> PyResult<()> {
-        self.0.lock().settle_lease(LeaseId(lease)).map_err(to_py)
+    ///     InvalidArgumentError: a token id is out of range.
+    #[pyo3(signature = (lease, prompt, *, salt = None, lora_id = 0))]
+    fn settle_lease(
+        &self,
+        #[pyo3(from_py_with = args::lease)] lease: u64,
+        prompt: &Bound<'_, PyAny>,
+        salt: Option<&Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
+    ) -> PyResult<()> {
+        let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
+        let settled = self.0.with(|manager| {
+            let lease = LeaseId(lease);
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.settle_lease(lease, &prompts[0]))
+        })?;
+        settled.map_err(to_py)
     }
 
     /// End a lease. Does nothing if it has ended.

@@ -3,6 +3,10 @@
 //! A block is found only once it is published, and published only once its tokens are computed and its bytes have
 //! landed.
 
+mod wanted;
+
+pub use wanted::StoreSearch;
+
 use super::extras::{Extras, PromptExtra};
 use super::points::{Below, Start};
 use super::table::RowKeys;
@@ -307,13 +311,29 @@ impl Sequences {
         for copy in matches.iter().flat_map(Match::copies) {
             step.tiers.claim((Tier::Host, copy));
         }
-        if let Some(write_queue) = step.tiers.write_queue_mut() {
-            matches.iter().flat_map(|found| &found.keys.keys[..found.hits]).for_each(|key| write_queue.note_hit(*key));
-        }
+        self.note_hits(step, &matches);
         for (prompt, found) in prompts.iter().zip(matches) {
             out.push(self.open_prompt(step, prompt, found, chunk, count));
         }
         Ok(())
+    }
+
+    /// Tells the store's queue what prompts found.
+    fn note_hits(&self, step: &mut OpenStep<'_>, matches: &[Match<'_>]) {
+        let (device, host) = (step.tiers.device(), step.tiers.host());
+        let keys: Vec<Key> = if step.tiers.write_queue().is_none() {
+            return;
+        } else if self.groups.is_single() && !self.groups.has_nulls() {
+            matches.iter().flat_map(|found| &found.keys.keys[..found.hits]).copied().collect()
+        } else {
+            let on_device = matches.iter().flat_map(Match::blocks).filter_map(|&block| device.own_key(block));
+            on_device.chain(matches.iter().flat_map(Match::copies).filter_map(|copy| host.key(copy))).collect()
+        };
+        if let Some(write_queue) = step.tiers.write_queue_mut() {
+            for key in keys {
+                write_queue.note_hit(key);
+            }
+        }
     }
 
     pub(crate) fn append_tokens(&mut self, step: &mut OpenStep<'_>, tokens: &[u32], batch: Batch<'_>) -> Result<()> {

@@ -1,0 +1,237 @@
+//! What a prefix store can bring for a prompt: the blocks that device and host lack, and the resume points that these
+//! complete.
+
+use super::{Match, Prompt};
+use crate::block::TierBlock;
+use crate::error::{Result, invalid};
+use crate::group::Groups;
+use crate::hash::{ExportedKey, Key};
+use crate::host_cache::Found;
+use crate::id::Tier;
+use crate::sequence::Sequences;
+use crate::sequence::table::RowKeys;
+use crate::transfer::{Missing, View, Wanted};
+use std::collections::HashSet;
+
+/// The blocks that device and host lack of a prompt that continues only at resume points, and which of these points a
+/// store completes.
+///
+/// The store is asked for all of the keys; [`StoreSearch::deepest`] then tells where the prompt can continue.
+#[derive(Clone, Debug)]
+pub struct StoreSearch {
+    keys: Vec<ExportedKey>,
+    /// Places of the blocks in the prompt, and their groups.
+    places: Vec<(usize, usize)>,
+    groups: Groups,
+    block_size: u32,
+    /// First blocks of the prompt that device and host can serve.
+    hits: usize,
+    /// Maximum number of blocks that the prompt can share.
+    limit: usize,
+}
+
+impl StoreSearch {
+    /// Keys of the blocks.
+    #[must_use]
+    pub fn keys(&self) -> &[ExportedKey] {
+        &self.keys
+    }
+
+    /// First blocks of the prompt up to the deepest point that is whole with those of the blocks that the store `has`,
+    /// if at most `most` of them have to be loaded for it. 0 if no point is deeper than what device and host serve.
+    ///
+    /// # Errors
+    /// There is not one entry per key.
+    pub fn deepest(&self, has: &[bool], most: usize) -> Result<usize> {
+        if has.len() != self.keys.len() {
+            let wanted = format!("{}, the keys", self.keys.len());
+            return Err(invalid("number of entries", has.len() as i128, wanted));
+        }
+        let keeping: HashSet<usize> = self.groups.keeping().collect();
+        let (mut absent, mut to_load, mut run) = (HashSet::new(), HashSet::new(), self.limit);
+        // By place: blocks to load of the groups that keep every block, up to it.
+        let mut loads_before = vec![0; self.limit + 1];
+        for (&(at, group), &has) in self.places.iter().zip(has) {
+            if keeping.contains(&group) {
+                loads_before[at + 1] += 1;
+                run = if has { run } else { run.min(at) };
+            } else if has {
+                to_load.insert((at, group));
+            } else {
+                absent.insert((at, group));
+            }
+        }
+        for at in 0..self.limit {
+            loads_before[at + 1] += loads_before[at];
+        }
+        let fits = |end: &usize| {
+            let mut loads = loads_before[*end];
+            let mut point = self.groups.point(*end, self.block_size);
+            let is_whole = point.all(|part| {
+                loads += usize::from(to_load.contains(&part));
+                !absent.contains(&part)
+            });
+            is_whole && loads <= most
+        };
+        Ok((self.hits + 1..=run).rev().find(fits).unwrap_or(0))
+    }
+}
+
+impl Sequences {
+    /// The blocks of a prompt up to a point behind the first `at`, and how far the store could extend it at most: the
+    /// place of each, and its group.
+    fn parts(&self, at: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let kept = (0..at).flat_map(|at| self.groups.keeping().map(move |group| (at, group)));
+        kept.chain(self.groups.point(at, self.block_size))
+    }
+
+    /// Key by which a block of a group is found.
+    fn key_of(keys: &RowKeys, (at, group): (usize, usize)) -> Key {
+        keys.keys[at].of_group(u8::try_from(group).unwrap_or(u8::MAX))
+    }
+
+    /// Where device or host have a block of a prompt. On the device, the blocks of points are found with these only.
+    fn find_part(&self, view: View<'_>, keys: &RowKeys, (at, group): (usize, usize)) -> Option<TierBlock> {
+        let (device, anchor) = (view.tiers.device(), self.groups.anchor());
+        let find = || device.find(&Self::key_of(keys, (at, anchor)));
+        let on_device = if group == anchor {
+            find()
+        } else {
+            let index = self.groups.companions().iter().position(|&other| other == group);
+            let companions = index.and_then(|index| Some((index, device.points()?.companions(find()?)?)));
+            companions.map(|(index, all)| all[index])
+        };
+        let on_host = || view.tiers.host().find(&Self::key_of(keys, (at, group))).map(|block| (Tier::Host, block));
+        on_device.map(|block| (Tier::Device, block)).or_else(on_host)
+    }
+
+    /// Whether prompts can be loaded from a store: by way of the host, unless one group keeps every block.
+    fn loads_from_store(&self, view: View<'_>) -> bool {
+        self.groups.ahead() == 0 && (self.is_one_of_full_attention() || view.tiers.keeps_host_copies())
+    }
+
+    /// Blocks of a prompt that neither device nor host has, at most `most`, up to the point behind its first `at`; without
+    /// `at`, up to its last boundary.
+    pub(crate) fn missing_blocks(
+        &self,
+        view: View<'_>,
+        prompt: &Prompt<'_>,
+        most: usize,
+        at: Option<usize>,
+    ) -> Result<Wanted> {
+        let mut wanted = Wanted { by_host: !self.is_one_of_full_attention(), ..Wanted::default() };
+        let keys = self.keys_of(prompt)?;
+        let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
+        if !self.loads_from_store(view) {
+            return Ok(wanted);
+        }
+        let tenant = view.tiers.tenant_of(&prompt.spec);
+        for (place, part) in self.parts(at.unwrap_or(limit).min(limit)).enumerate() {
+            let (key, place) = (Self::key_of(&keys, part), u32::try_from(place).unwrap_or(u32::MAX));
+            match self.find_part(view, &keys, part) {
+                Some(block) => {
+                    wanted.found.push((place, block));
+                    match block.0 {
+                        Tier::Device => wanted.on_device.push((key, block.1)),
+                        _ => wanted.on_host.push(block.1),
+                    }
+                }
+                None if view.jobs.is_loading(&key) => wanted.lacking.push((place, key)),
+                None if wanted.missing.len() == most => break,
+                None => {
+                    let Some(missing) = self.missing_part(&keys, part, tenant) else { break };
+                    wanted.lacking.push((place, key));
+                    wanted.missing.push(missing);
+                }
+            }
+        }
+        Ok(wanted)
+    }
+
+    /// The same up to the prompt's last boundary, for a prompt that waits.
+    pub(crate) fn blocks_to_lease(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<Wanted> {
+        let mut wanted = self.missing_blocks(view, prompt, usize::MAX, None)?;
+        if wanted.by_host {
+            wanted.found.extend(self.found_blocks(view, prompt)?);
+            wanted.found.retain(|(_, (tier, _))| *tier == Tier::Host);
+            wanted.on_device.clear();
+        }
+        Ok(wanted)
+    }
+
+    /// The blocks that a waiting prompt's lease holds once its load has ended. On the device, a prompt with windows may
+    /// need room that blocks it has left behind would take.
+    pub(crate) fn blocks_to_keep(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<Vec<(u32, TierBlock)>> {
+        let mut found = self.found_blocks(view, prompt)?;
+        found.retain(|(_, (tier, _))| *tier == Tier::Host || self.is_one_of_full_attention());
+        Ok(found)
+    }
+
+    /// Whether each block of a prompt serves it by itself.
+    fn is_one_of_full_attention(&self) -> bool {
+        self.groups.is_single() && !self.groups.has_nulls()
+    }
+
+    /// The groups, for the queue of blocks to write to a store.
+    pub(crate) fn store_groups(&self) -> Groups {
+        self.groups.clone()
+    }
+
+    fn missing_part(&self, keys: &RowKeys, (at, group): (usize, usize), tenant: u16) -> Option<Missing> {
+        let group = u8::try_from(group).ok()?;
+        let chain = keys.chain_at(at, self.block_size)?;
+        let before = at.checked_sub(1).and_then(|before| keys.chain_at(before, self.block_size));
+        Some(Missing {
+            chain,
+            before,
+            hangs_on: self.groups.hangs_on(group, chain, before),
+            group,
+            anchor: u8::try_from(self.groups.anchor()).ok()?,
+            mark: self.groups.mark(group),
+            depth: u32::try_from(at).unwrap_or(u32::MAX),
+            tenant,
+            salt: keys.salt,
+            lora_id: keys.lora_id,
+        })
+    }
+
+    /// What a store could complete of a prompt, see [`StoreSearch`].
+    pub(crate) fn search_store(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<StoreSearch> {
+        let keys = self.keys_of(prompt)?;
+        let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
+        let hits = self.find_prefix(view, prompt, 1)?.hits;
+        let limit = if self.loads_from_store(view) { limit.max(hits) } else { hits };
+        let first = self.groups.point(hits + 1, self.block_size).map(|(at, _)| at).min().unwrap_or(hits);
+        let keeping: HashSet<usize> = self.groups.keeping().collect();
+        let mut places: Vec<_> =
+            (hits..limit).flat_map(|at| self.groups.keeping().map(move |group| (at, group))).collect();
+        let rest = |group: &usize| !keeping.contains(group);
+        let groups = (0..self.groups.growing().len()).filter(rest).collect::<Vec<_>>();
+        places.extend((first.min(limit)..limit).flat_map(|at| groups.iter().map(move |&group| (at, group))));
+        places.retain(|&part| self.find_part(view, &keys, part).is_none());
+        let export = |&(at, group): &(usize, usize)| {
+            let mark = self.groups.mark(u8::try_from(group).unwrap_or(u8::MAX));
+            keys.chain_at(at, self.block_size).map(|chain| chain.export_of(mark))
+        };
+        let exported = places.iter().filter_map(export).collect();
+        Ok(StoreSearch {
+            keys: exported,
+            places,
+            groups: self.groups.clone(),
+            block_size: self.block_size,
+            hits,
+            limit,
+        })
+    }
+
+    /// Blocks of device and host that a prompt finds, and their places in its tables.
+    fn found_blocks(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<Vec<(u32, TierBlock)>> {
+        let found = self.find_prefix(view, prompt, 1)?;
+        let tables = (0..self.groups.growing().len()).flat_map(|group| Match::table(&found, group, 0).zip(0u32..));
+        let blocks = tables.filter_map(|(found, place)| match found {
+            Found::Device(block) => Some((place, (Tier::Device, block))).filter(|_| !self.is_null(block)),
+            Found::Host(copy) => Some((place, (Tier::Host, copy))),
+        });
+        Ok(blocks.collect())
+    }
+}
