@@ -201,6 +201,15 @@ def test_models_with_windows_and_states_have_identical_tokens_from_host_and_file
     assert all(report.blocks(kind, tier) > 0 for kind, tier in [*SWAPS, ("copy", "device")])
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3.5"])
+def test_a_second_run_of_models_with_windows_and_states_continues_from_the_store(name: str, tmp_path: Path) -> None:
+    few = replace(SMALL, requests=4, prompt_tokens=(40, 64), output_tokens=(4, 8), num_host_blocks=24)
+    options = replace(few, model=Path(name), prefix_store=f"file://{tmp_path}?size=16MiB")
+    first, second = make_report(options), make_report(options)
+    assert (first.cached_prompt_tokens, second.cached_prompt_tokens > 0) == (0, True)
+    assert [each.identical_requests for each in (first, second)] == [4, 4]
+
+
 def test_every_model_with_a_name_can_be_made() -> None:
     assert tuple(DEMO_CONFIGS) == run.OWN_MODELS
 

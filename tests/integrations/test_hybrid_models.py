@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from numpy.typing import NDArray
-from tiny_models import LATENT, ROUTER, SHAPE, TINY_MODELS, VOCABULARY, tiny_model
+from tiny_models import LATENT, ROUTER, SHAPE, TINY_MODELS, VOCABULARY, WINDOW, tiny_model
 from transformers import DynamicCache
 
 from blockyard import CacheGroup, PrefixCaching
@@ -133,6 +133,18 @@ def test_a_prompt_found_on_the_host_has_the_tokens_of_generate(name: str):
         begin(generator)
         assert resume(generator) == wanted_by_position(name)
         assert generator.cache.stats().swapped_in_blocks["host"] > 0
+
+
+@every_model
+def test_a_prompt_found_in_a_store_after_a_restart_has_the_tokens_of_generate(name: str, tmp_path: Path):
+    store = {"prefix_store": f"file://{tmp_path}?size=8MiB", "namespace": b"weights", "prefetch_timeout_base": 60.0}
+    sizes = {"device_blocks": 200, "host_blocks": 60}
+    with open_generator(name, **sizes, **store) as generator:
+        begin(generator)
+    with open_generator(name, **sizes, **store) as generator:
+        assert resume(generator) == wanted_by_position(name)
+        assert generator.cache.prefix_store is not None
+        assert generator.cache.prefix_store.stats().hit_blocks > 0
 
 
 @every_model
@@ -276,3 +288,11 @@ def test_layers_that_ignore_their_state_in_chunks_continue_token_by_token():
     """Jamba's scan of several tokens starts from nothing; the gated delta rule starts from its state."""
     takes_chunks = {name: hybrid.HybridModel(model_of(name), block_size=BLOCK)._takes_chunks for name in STATES}
     assert takes_chunks == {"Qwen3.5": True, "Jamba": False, "LFM2": True, "Falcon-H1": True}
+
+
+def test_blocks_of_equal_size_and_other_contents_are_not_found_in_a_store():
+    other = tiny_model("gpt-oss")
+    other.config.sliding_window = WINDOW + 1
+    models = [hybrid.HybridModel(model, block_size=BLOCK) for model in (model_of("gpt-oss"), other)]
+    assert len({model.layout.fingerprint() for model in models}) == 1
+    assert len({model.namespace for model in models}) == 2
