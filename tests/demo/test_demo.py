@@ -17,7 +17,7 @@ from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StoreURLErr
 from blockyard.scheduler import Request, Scheduler
 from blockyard.tools.cli import main
 from blockyard.tools.demo import models, run
-from blockyard.tools.demo.demo_model import demo_config, demo_model
+from blockyard.tools.demo.demo_model import DEMO_CONFIGS, demo_config
 from blockyard.tools.demo.report import SABOTAGE_KINDS, Report
 from blockyard.tools.demo.run import DemoOptions, make_report, pool_sizes
 from blockyard.tools.demo.workload import StandardText, text_workload
@@ -53,7 +53,7 @@ def smaller_model() -> Iterator[None]:
     """Let the demo's model be smaller: what the scheduler does to its blocks depends on lengths alone."""
     config = demo_config(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(models, "demo_model", partial(demo_model, config))
+        patched.setitem(models.DEMO_CONFIGS, "llama", lambda: config)
         yield
 
 
@@ -190,6 +190,36 @@ def test_bad_options_are_refused_before_any_model_is_made(tmp_path: Path) -> Non
         make_report(replace(SMALL, swap_store="/tmp/swap"))
     with pytest.raises(StoreURLError, match="2G"):
         make_report(replace(SMALL, swap_store="file:///tmp?size=2G"))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3.5"])
+def test_models_with_windows_and_states_have_identical_tokens_from_host_and_file(name: str) -> None:
+    sizes = {"requests": 6, "prompt_tokens": (16, 48), "output_tokens": (24, 40)}
+    small = replace(SMALL, num_device_blocks=36, num_host_blocks=8, preemption_mode="swap", **sizes)  # type: ignore[arg-type]
+    report = make_report(replace(small, model=Path(name)))
+    assert report.identical_requests == report.compared == 6
+    assert all(report.blocks(kind, tier) > 0 for kind, tier in [*SWAPS, ("copy", "device")])
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3.5"])
+def test_a_second_run_of_models_with_windows_and_states_continues_from_the_store(name: str, tmp_path: Path) -> None:
+    few = replace(SMALL, requests=4, prompt_tokens=(40, 64), output_tokens=(4, 8), num_host_blocks=24)
+    options = replace(few, model=Path(name), prefix_store=f"file://{tmp_path}?size=16MiB")
+    first, second = make_report(options), make_report(options)
+    assert (first.cached_prompt_tokens, second.cached_prompt_tokens > 0) == (0, True)
+    assert [each.identical_requests for each in (first, second)] == [4, 4]
+
+
+def test_every_model_with_a_name_can_be_made() -> None:
+    assert tuple(DEMO_CONFIGS) == run.OWN_MODELS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3.5"])
+def test_default_run_of_models_with_windows_and_states_is_identical_48_of_48(name: str) -> None:
+    report = make_report(DemoOptions(device="cpu", model=Path(name)))
+    assert (report.identical_requests, report.compared) == (48, 48)
+    assert all(report.blocks(kind, tier) > 0 for kind, tier in [*SWAPS, ("copy", "device")])
 
 
 @pytest.mark.parametrize("seed", range(4))

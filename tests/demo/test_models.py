@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.transformers.hybrid import open_model
 from blockyard.tools.demo.demo_model import demo_config, demo_model
 from blockyard.tools.demo.models import (
     choose_device,
@@ -74,7 +75,7 @@ def test_checkpoints_own_tokenizer_is_used(checkpoint: Path) -> None:
 
 def test_folder_without_tokenizer_leaves_byte_tokens(tmp_path: Path) -> None:
     assert load_encode(tmp_path) is None
-    assert load_encode(None) is None
+    assert load_encode(Path("llama")) is None
 
 
 def test_demo_serves_a_local_checkpoint(checkpoint: Path) -> None:
@@ -116,4 +117,4 @@ def test_small_model_runs_on_one_thread_and_leaves_the_rest_as_it_was() -> None:
 
 def test_pools_beyond_memory_are_refused_with_the_numbers() -> None:
     with pytest.raises(InvalidArgumentError, match=r"2000000000 device and 3 host blocks of 65536 bytes need \d+"):
-        require_memory(demo_model(), 16, 2_000_000_000, 3)
+        require_memory(open_model(demo_model(), block_size=16), 2_000_000_000, 3)

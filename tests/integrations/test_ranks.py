@@ -188,7 +188,7 @@ def test_ranks_share_a_server_and_a_rank_that_dies_ends_the_driver_with_its_name
 
 
 def test_the_demo_compares_every_token_of_several_ranks(model, monkeypatch):
-    monkeypatch.setattr(models, "demo_model", lambda **_: model)
+    monkeypatch.setattr(models, "demo_model", lambda *_, **__: model)
     report = make_report(
         DemoOptions(
             device="cpu",

@@ -5,11 +5,13 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from blockyard import KVCache
 from blockyard.engine import CacheEngine
 from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.integrations.transformers import PagedModel, sizing
+from blockyard.integrations.transformers.hybrid import HybridModel
 from blockyard.integrations.transformers.sizing import available_blocks, available_memory
 from blockyard.tools.demo.demo_model import demo_config, demo_model
 
@@ -63,6 +65,18 @@ def test_a_largest_step_that_fails_leaves_no_cache_behind(model: PagedModel, mon
     assert model._caches == []
     with pytest.raises(BlockyardError, match="the cache engine is closed"):
         engines[0].read("device", [0])
+
+
+def test_the_largest_step_has_tables_of_all_cache_groups(monkeypatch: pytest.MonkeyPatch):
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("max_memory_allocated", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 30, 1 << 30))
+    model = HybridModel(tiny_model("LFM2"), block_size=4)
+    assert len(model.groups) == 2
+    cache = 8 * model.layout.bytes_per_block  # whose 32 tokens the step computes; it is not part of the model's peak
+    assert sizing._free_cuda_memory(model, 0.5, 32) == (1 << 29) + cache
 
 
 @pytest.mark.gpu

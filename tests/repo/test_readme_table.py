@@ -7,11 +7,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tiny_models import tiny_model
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -21,7 +18,8 @@ from transformers import (
 
 from blockyard import BlockManager, CacheGroup, KVCache, KVLayout, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
-from blockyard.integrations.transformers import Generator
+from blockyard.integrations.transformers import Generator, SamplingParams
+from blockyard.integrations.transformers.model import reference_generate
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=4, dtype="float32")
@@ -148,10 +146,13 @@ def store_prefixes(kind: str) -> None:
 
 
 def generate(kind: str) -> None:
-    """Serve a Hugging Face model with such layers."""
-    with Generator(MODELS[kind](), block_size=4, device_blocks=24, host_blocks=0) as generator:
-        (output,) = generator.generate([PROMPT], max_new_tokens=4)
-        assert len(output.tokens) == 4
+    """Serve a Hugging Face model with such layers; the second request finds its prompt."""
+    model, params = MODELS[kind](), SamplingParams(max_tokens=4)
+    with Generator(model, block_size=4, device_blocks=48, host_blocks=0) as generator:
+        for cached_tokens in (0, 16):
+            (output,) = generator.generate([PROMPT], params)
+            assert output.tokens == reference_generate(model, PROMPT, params)
+            assert generator.scheduler.stats().cached_tokens == cached_tokens
 
 
 ROWS: dict[str, Callable[[str], None]] = {
@@ -166,8 +167,8 @@ ROWS: dict[str, Callable[[str], None]] = {
 }
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "sliding window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, **HEADS, sliding_window=8)),
-    "hybrid: window and full": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, **HEADS, sliding_window=8)),
-    "recurrent and full": lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)),
+    "hybrid: window and full": lambda: tiny_model("gpt-oss"),
+    "recurrent and full": lambda: tiny_model("Qwen3.5"),
     "cross attention": lambda: T5ForConditionalGeneration(
         T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
     ),

@@ -7,7 +7,7 @@ models, two threads or a nested call never see each other's step, as they would 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -139,14 +139,24 @@ class StepInput:
     Attributes:
         starts: position of the first token of each sequence, int64 `[n]`.
         lengths: number of tokens of each sequence, at least 1, int64 `[n]`.
-        block_tables: device blocks of each sequence, integers `[n, max_blocks]`.
-        slot_mapping: slot for each token's K and V, integers `[tokens]`.
+        block_tables: device blocks of each sequence, integers `[n, max_blocks]`; with several cache groups
+            `[groups, n, max_blocks]`.
+        slot_mapping: slot for each token's K and V, integers `[tokens]`, or `[groups, tokens]`.
+        decodes: number of sequences, the first ones, that keep a state after each of their tokens. Others keep only
+            the last.
     """
 
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     block_tables: NDArray[np.integer]
     slot_mapping: NDArray[np.integer]
+    decodes: int = 0
+
+    def of_group(self, group: int) -> StepInput:
+        """Return the tables and slots of one cache group."""
+        if self.slot_mapping.ndim == 1:
+            return self
+        return replace(self, block_tables=self.block_tables[group], slot_mapping=self.slot_mapping[group])
 
     def check(self, blocks: int, block_size: int) -> None:
         """Check that shapes agree and that all ids are within the cache.

@@ -13,14 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from blockyard._core import CacheGroup
+from blockyard._core import PrefixCaching
 from blockyard.cache import KVCache
 from blockyard.errors import InvalidArgumentError
 from blockyard.executor.executor import Executor
 from blockyard.integrations.prompt_lookup import prompt_lookup
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import StepInput
-from blockyard.integrations.transformers.model import PagedModel
+from blockyard.integrations.transformers.hybrid import open_model
+from blockyard.integrations.transformers.model import ServedModel
 from blockyard.integrations.transformers.ranks import CacheOptions, RankGroup
 from blockyard.integrations.transformers.sizing import MEMORY_UTILIZATION, available_blocks
 from blockyard.layout.kv import LayoutKind
@@ -83,13 +84,14 @@ class Generator:
         model: a Hugging Face model, already on its device.
         tokenizer: converts text prompts to token ids and back; None means the model's own, loaded by name.
         block_size: tokens in a block.
-        kind: layout of the device caches.
+        kind: layout of the device caches; `kv_first` for a model whose layers differ.
         device_blocks: number of device blocks; None means as many as fit.
         host_blocks: number of host blocks, 0 for none; None means as many as fit.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
         swap_store: URL of an external store, such as `file:///dir?size=2GiB`; `{rank}` is replaced by the rank's
             number. With one rank, may be an open store, see `KVCache`; `close` closes it.
-        prefix_caching: whether prompts share the blocks of earlier prompts with the same prefix.
+        prefix_caching: whether prompts share the blocks of earlier prompts with the same prefix; or a `PrefixCaching`,
+            to keep those blocks on the host, too.
         prefix_store: URL of a persistent store for cached blocks, see `KVCache`.
         prefix_writes: which blocks are written to it, see `KVCache`.
         prefetch_timeout_base: minimum timeout in seconds for loading a prompt from the store, see `KVCache`.
@@ -135,7 +137,7 @@ class Generator:
         host_blocks: int | None = None,
         pin_memory: bool | None = None,
         swap_store: str | ExternalStore | None = None,
-        prefix_caching: bool = True,
+        prefix_caching: bool | PrefixCaching = True,
         prefix_store: str | None = None,
         prefix_writes: str = "through",
         prefetch_timeout_base: float = 0.25,
@@ -157,9 +159,10 @@ class Generator:
             _check_options(size, swap_store=swap_store, prefix_store=prefix_store, elastic=elastic)
             ranks = None if size == 1 else undo.enter_context(RankGroup(model, size, block_size=block_size, kind=kind))
             self.ranks = ranks
-            self.model = ranks.model if ranks else PagedModel(model, block_size=block_size, kind=kind)
+            self.model = ranks.model if ranks else open_model(model, block_size=block_size, kind=kind)
             undo.callback(self.model.close)
             device_blocks, host_blocks = _sizes(self.model, device_blocks, host_blocks, size, max_num_batched_tokens)
+            namespace = namespace and namespace + self.model.namespace
             options = CacheOptions(device_blocks, host_blocks, pin_memory, swap_store, namespace)
             self.cache = KVCache(
                 self.model.layout,
@@ -171,7 +174,7 @@ class Generator:
                 prefix_store=prefix_store,
                 prefix_writes=prefix_writes,
                 prefetch_timeout_base=prefetch_timeout_base,
-                groups=_groups(self.model.sliding_window),
+                groups=self.model.groups or None,
             )
             undo.callback(self.cache.close)
             self.model.bind(self.cache.engine.tensors)
@@ -420,7 +423,8 @@ class Generator:
             step.set_draft_token_ids(
                 [draft(step.all_token_ids(row))[:count] if count else () for row, count in enumerate(slots)]
             )
-        where = StepInput(step.start, step.lengths.astype(np.int64), step.block_tables, step.slot_mapping)
+        lengths = step.lengths.astype(np.int64)
+        where = StepInput(step.start, lengths, step.block_tables, step.slot_mapping, step.decodes)
         model = self.ranks or self.model
         logits = model.forward(
             step.token_ids, where, logits_indices=step.logits_indices, before_layer=step.wait_for_layer
@@ -445,14 +449,10 @@ def _check_options(
             raise InvalidArgumentError(f"{name} is {shown!r} and tensor_parallel_size {size}: it needs a single rank")
 
 
-def _sizes(model: PagedModel, device: int | None, host: int | None, size: int, tokens: int) -> tuple[int, int]:
+def _sizes(model: ServedModel, device: int | None, host: int | None, size: int, tokens: int) -> tuple[int, int]:
     """Return the blocks per rank; None becomes as many as fit. The ranks share a machine's memory."""
     if device is not None and host is not None:
         return device, host
     share = MEMORY_UTILIZATION / size
     room = available_blocks(model, memory_utilization=share, max_num_batched_tokens=tokens)
     return room[0] if device is None else device, room[1] if host is None else host
-
-
-def _groups(window: int | None) -> list[CacheGroup] | None:
-    return None if window is None else [CacheGroup.sliding_window(window)]

@@ -12,7 +12,7 @@ import torch
 from blockyard.engine.engine import CacheEngine
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.transformers.attention import StepInput
-from blockyard.integrations.transformers.model import PagedModel
+from blockyard.integrations.transformers.model import ServedModel
 
 __all__ = ["MEMORY_UTILIZATION", "available_blocks", "available_memory"]
 
@@ -21,7 +21,7 @@ MEMORY_UTILIZATION = 0.9
 
 
 def available_blocks(
-    model: PagedModel,
+    model: ServedModel,
     *,
     memory_utilization: float = MEMORY_UTILIZATION,
     kv_cache_space: int = 4 * GIB,
@@ -57,7 +57,7 @@ def available_blocks(
     return free // size, max(0, min(swap_space, host)) // size
 
 
-def _free_cuda_memory(model: PagedModel, utilization: float, tokens: int) -> int:
+def _free_cuda_memory(model: ServedModel, utilization: float, tokens: int) -> int:
     """Run the largest step over a temporary cache, and measure the memory left."""
     device, size = model.device, model.layout.block_size
     tokens = min(tokens, model.max_model_len or tokens)
@@ -66,7 +66,10 @@ def _free_cuda_memory(model: PagedModel, utilization: float, tokens: int) -> int
     torch.cuda.reset_peak_memory_stats(device)
     with CacheEngine(model.layout, device_blocks=blocks, host_blocks=0, device=device) as engine, closing(model):
         model.bind(engine.tensors)
-        where = StepInput(np.array([0]), np.array([tokens]), np.arange(blocks)[None], np.arange(tokens))
+        groups = (len(model.groups),) if len(model.groups) > 1 else ()
+        tables = np.broadcast_to(np.arange(blocks), (*groups, 1, blocks))
+        slots = np.broadcast_to(np.arange(tokens), (*groups, tokens))
+        where = StepInput(np.array([0]), np.array([tokens]), tables, slots)
         model.forward(np.zeros(tokens, dtype=np.int64), where)
         peak = torch.cuda.max_memory_allocated(device) - blocks * model.layout.bytes_per_block
     torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from blockyard.errors import UnsupportedModelError
-from blockyard.integrations.transformers.attention import ATTENTION_NAME, AttentionStep, LayerCall
+from blockyard.integrations.transformers.attention import ATTENTION_NAME, LayerCall
 
 # Their frequencies depend on the longest sequence of the batch, so batching would change results.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -73,13 +73,10 @@ def paged_copy(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         UnsupportedModelError: the model cannot be served; the message says why.
     """
-    if isinstance(model, str):
-        load = f"AutoModelForCausalLM.from_pretrained({model!r})"
-        raise UnsupportedModelError(f"model is {model!r}, must be a loaded model: {load}")
-    name = type(model).__name__
-    reason = _config_reason(model) or _class_reason(model)
+    require_decoder(model)
+    reason = _layers_reason(model)
     if reason:
-        raise UnsupportedModelError(f"{name} {reason}")
+        raise UnsupportedModelError(f"{type(model).__name__} {reason}")
     shared = share_weights(model)
     shared.set_attn_implementation(ATTENTION_NAME)
     for module in shared.modules():
@@ -102,7 +99,7 @@ def cache_shape(paged: PreTrainedModel) -> CacheShape:
             support.
     """
     recorder = _Recorder()
-    run_model(paged, torch.tensor([[0, 0], [0, 1]]), recorder, torch.tensor([1]))
+    run_model(paged, torch.tensor([[0, 0], [0, 1]]), torch.tensor([1]), use_cache=False, blockyard_step=recorder)
     name = type(paged).__name__
     layers = paged.config.get_text_config(decoder=True).num_hidden_layers
     if sorted(recorder.seen) != list(range(layers)):
@@ -120,31 +117,36 @@ def cache_shape(paged: PreTrainedModel) -> CacheShape:
 
 
 def run_model(
-    paged: PreTrainedModel, tokens: torch.Tensor, step: AttentionStep, logits_indices: torch.Tensor
+    model: PreTrainedModel, tokens: torch.Tensor, logits_indices: torch.Tensor, **options: object
 ) -> torch.Tensor:
     """Call a model for one step.
 
     Args:
-        paged: from `paged_copy`.
+        model: from `paged_copy` or `share_weights`.
         tokens: ids and their positions, int64 `[2, tokens]`, any device.
-        step: the step passed to its attention layers.
         logits_indices: tokens whose logits are returned, int64 `[n]`, any device.
+        options: further arguments of the model: the step for its attention layers, or its cache.
 
     Returns:
         float32 `[n, vocab]` on the model's device.
     """
-    tokens, logits_indices = tokens.to(paged.device), logits_indices.to(paged.device)
+    tokens, logits_indices = tokens.to(model.device), logits_indices.to(model.device)
     # Logits of all tokens can be larger than the cache, so request only a few if the model supports it.
-    wanted = {"logits_to_keep": logits_indices} if _accepts(type(paged).forward, "logits_to_keep") else {}
+    wanted = {"logits_to_keep": logits_indices} if accepts(model, "logits_to_keep") else {}
     with torch.inference_mode():
-        output = paged(input_ids=tokens[:1], position_ids=tokens[1:], use_cache=False, blockyard_step=step, **wanted)
+        output = model(input_ids=tokens[:1], position_ids=tokens[1:], **options, **wanted)
         logits: torch.Tensor = output.logits[0] if wanted else output.logits[0, logits_indices]
         return logits.float()
 
 
+def accepts(model: PreTrainedModel, argument: str) -> bool:
+    """Return whether a model's `forward` names an argument."""
+    return argument in _parameters(type(model).forward)
+
+
 @functools.cache
-def _accepts(function: Callable[..., object], argument: str) -> bool:
-    return argument in inspect.signature(function).parameters
+def _parameters(function: Callable[..., object]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 class _Recorder:
@@ -164,28 +166,42 @@ class _Recorder:
         return out.transpose(1, 2)
 
 
-def _config_reason(model: PreTrainedModel) -> str | None:
+def require_decoder(model: PreTrainedModel) -> None:
+    """Check that a model is decoder-only, and that its tokens depend on nothing but the tokens before.
+
+    Raises:
+        UnsupportedModelError: it is not; the message says why.
+    """
+    if isinstance(model, str):
+        load = f"AutoModelForCausalLM.from_pretrained({model!r})"
+        raise UnsupportedModelError(f"model is {model!r}, must be a loaded model: {load}")
+    reason = _decoder_reason(model)
+    if reason:
+        raise UnsupportedModelError(f"{type(model).__name__} {reason}")
+
+
+def _decoder_reason(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         return "is an encoder-decoder model, must be decoder-only"
     if not getattr(config, "is_causal", True):
         return "attends in both directions"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention"} and kinds != {"sliding_attention"}:
-        return f"has layers of kind {', '.join(sorted(kinds))}, only one kind of attention is supported yet"
     rope = getattr(config, "rope_parameters", None) or {}
     types = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
     for kind in BATCH_DEPENDENT_ROPE:
         if kind in types:
             return f"has rotary embeddings of type {kind}, which depend on the longest sequence of a batch"
+    if model.get_output_embeddings() is None:
+        return "has no language-model head"
     return None
 
 
-def _class_reason(model: PreTrainedModel) -> str | None:
+def _layers_reason(model: PreTrainedModel) -> str | None:
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    if kinds - {"full_attention"} and kinds != {"sliding_attention"}:
+        return f"has layers of kind {', '.join(sorted(kinds))}, a flat batch supports only one kind of attention"
     if getattr(model, "_is_stateful", False):
-        return "keeps recurrent state, which is not supported yet"
+        return "keeps recurrent state, which a flat batch does not support"
     if not (model._supports_attention_backend and model._can_set_attn_implementation()):  # noqa: SLF001
         return "does not use transformers' attention interface, which paged attention plugs into"
-    if model.get_output_embeddings() is None:
-        return "has no language-model head"
     return None

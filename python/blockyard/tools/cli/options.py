@@ -162,7 +162,13 @@ def _add_output_options(command: argparse.ArgumentParser) -> None:
 
 def _add_workload_options(demo: argparse.ArgumentParser) -> None:
     group = demo.add_argument_group("model and workload")
-    group.add_argument("--model", type=Path, metavar="DIR", help="a local checkpoint (default: a small random Llama)")
+    group.add_argument(
+        "--model",
+        type=Path,
+        default=Path("llama"),
+        metavar="DIR",
+        help="a local checkpoint, or a small random model: llama (default), gpt-oss or qwen3.5",
+    )
     group.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda if available")
     group.add_argument(
         "--tensor-parallel-size", type=_count(1), default=1, metavar="N", help="CPU processes that share the model"

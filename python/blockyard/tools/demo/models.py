@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.transformers.model import PagedModel
+from blockyard.integrations.transformers.model import ServedModel
 from blockyard.integrations.transformers.sizing import available_memory
 from blockyard.stores.adapters.checkpoint import describe_config
-from blockyard.tools.demo.demo_model import demo_model
+from blockyard.tools.demo.demo_model import DEMO_CONFIGS, demo_model
 from blockyard.tools.demo.workload import Encode
 
 MAX_PARAMETERS_FOR_ONE_THREAD = 10_000_000
@@ -48,11 +48,11 @@ def choose_device(name: str) -> str:
     return str(device)
 
 
-def load_model(folder: Path | None, device: str) -> PreTrainedModel:
-    """Load a local checkpoint, or build the demo's own model.
+def load_model(model: Path, device: str) -> PreTrainedModel:
+    """Load a local checkpoint, or build one of the demo's own models.
 
     Args:
-        folder: folder of a checkpoint in the format of `save_pretrained`; the small random Llama if None.
+        model: name of one of `DEMO_CONFIGS`, or the folder of a checkpoint in the format of `save_pretrained`.
         device: device of the model.
 
     Returns:
@@ -61,15 +61,15 @@ def load_model(folder: Path | None, device: str) -> PreTrainedModel:
     Raises:
         InvalidArgumentError: the folder holds no model that transformers can load.
     """
-    if folder is None:
-        return demo_model(device=device)
+    if (name := str(model)) in DEMO_CONFIGS:
+        return demo_model(DEMO_CONFIGS[name](), device=device)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        found = AutoModelForCausalLM.from_pretrained(model, local_files_only=True, dtype=torch.float32)
     except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"cannot load a model from {folder}: {str(error).splitlines()[0]}") from error
-    model.eval()
-    model.to(device)  # type: ignore[arg-type]  # the decorated method is typed without its first argument
-    loaded: PreTrainedModel = model
+        raise InvalidArgumentError(f"cannot load a model from {model}: {str(error).splitlines()[0]}") from error
+    found.eval()
+    found.to(device)  # type: ignore[arg-type]  # the decorated method is typed without its first argument
+    loaded: PreTrainedModel = found
     return loaded
 
 
@@ -102,16 +102,16 @@ def fitting_threads(model: PreTrainedModel) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def load_encode(folder: Path | None) -> Encode | None:
+def load_encode(folder: Path) -> Encode | None:
     """Load a checkpoint's tokenizer.
 
     Args:
-        folder: folder of the checkpoint.
+        folder: folder of the checkpoint, or the name of one of the demo's models.
 
     Returns:
         The encoder; None without a tokenizer, for one token per byte.
     """
-    if folder is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -125,24 +125,18 @@ def load_encode(folder: Path | None) -> Encode | None:
     return encode
 
 
-def bytes_per_block(model: PreTrainedModel, block_size: int) -> int:
-    """Return the size of one block of a model's cache, all layers, in bytes."""
-    return PagedModel(model, block_size=block_size).layout.bytes_per_block
-
-
-def require_memory(model: PreTrainedModel, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
+def require_memory(model: ServedModel, num_device_blocks: int, num_host_blocks: int) -> None:
     """Reject pools that do not fit in memory: the kernel would grant them and kill the process on first use.
 
     Args:
         model: the model to run.
-        block_size: number of tokens in a block.
         num_device_blocks: number of device blocks.
         num_host_blocks: number of host blocks.
 
     Raises:
         InvalidArgumentError: the host or the device has too little memory; the message has the numbers.
     """
-    size = bytes_per_block(model, block_size)
+    size = model.layout.bytes_per_block
     wanted = {"device": num_device_blocks * size, "host": num_host_blocks * size}
     room = {"host": available_memory()}
     if model.device.type == "cuda":

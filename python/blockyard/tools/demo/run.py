@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 SPACE_OF_OWN_MODEL = "64MiB"
 SPACE_OF_OTHER_MODELS = "1GiB"
+OWN_MODELS = ("llama", "gpt-oss", "qwen3.5")
+"""Names of the small random models; any other is the folder of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class DemoOptions:
     pools, stores and transfers of one rank.
     """
 
-    model: Path | None = None
+    model: Path = Path(OWN_MODELS[0])
     device: str = "auto"
     requests: int = 48
     seed: int = 0
@@ -125,16 +127,18 @@ def make_report(options: DemoOptions, *, quiet: bool = True) -> Report:
     )
 
 
-def pool_sizes(options: DemoOptions, items: Sequence[WorkItem]) -> tuple[int, int]:
+def pool_sizes(options: DemoOptions, items: Sequence[WorkItem], groups: int = 1) -> tuple[int, int]:
     """Choose pools that are too small for the workload, unless the options give their sizes.
 
     The device holds a sixth of the blocks of all requests, but at least one and at most four times the largest request.
+    Of groups that leave blocks behind only the largest request's count, in case a step computes it whole.
     The host holds less than half of the largest request, so that the next victim goes to the file; with a prefix
     store, which loads through the host, it is as large as the device.
 
     Args:
         options: block size and requested pool sizes.
         items: the workload.
+        groups: number of the model's cache groups.
 
     Returns:
         The numbers of device and host blocks.
@@ -143,15 +147,18 @@ def pool_sizes(options: DemoOptions, items: Sequence[WorkItem]) -> tuple[int, in
     largest = max(filled)
     device, host = options.num_device_blocks, options.num_host_blocks
     if device is None:
-        device = max(largest + 2 + largest // 50, min(-(-sum(filled) // 6), 4 * largest))
+        device = max(groups * largest + 2 + largest // 50, min(-(-sum(filled) // 6), 4 * largest))
     chosen = device if options.prefix_store is not None else max(2, largest * 2 // 5)
     return device, chosen if host is None else host
 
 
 def _check(options: DemoOptions) -> None:
     """Reject options that are invalid for any model."""
-    if options.model is not None and not (options.model / "config.json").is_file():
-        raise InvalidArgumentError(f"no model in {options.model}: there is no config.json")
+    if not _is_own(options) and not (options.model / "config.json").is_file():
+        names = ", ".join(OWN_MODELS)
+        raise InvalidArgumentError(
+            f"no model in {options.model}: there is no config.json; it is none of {names} either"
+        )
     if options.swap_store is not None:
         check_url(options.swap_store)
     if options.prefix_store is None:
@@ -166,11 +173,15 @@ def _check(options: DemoOptions) -> None:
         )
 
 
+def _is_own(options: DemoOptions) -> bool:
+    return str(options.model) in OWN_MODELS
+
+
 def _with_size(url: str, options: DemoOptions) -> str:
     """Return a store's URL, with a size if it is a file."""
     if not url.startswith("file:") or "size=" in url:
         return url
-    return sized_url(url, "size", SPACE_OF_OWN_MODEL if options.model is None else SPACE_OF_OTHER_MODELS)
+    return sized_url(url, "size", SPACE_OF_OWN_MODEL if _is_own(options) else SPACE_OF_OTHER_MODELS)
 
 
 @contextmanager
@@ -190,11 +201,13 @@ def _serve(
     options: DemoOptions, model: PreTrainedModel, items: Sequence[WorkItem], faults: Faults, *, quiet: bool
 ) -> PagedRun:
     from blockyard.integrations.transformers.generator import Generator  # noqa: PLC0415 - loads torch
+    from blockyard.integrations.transformers.hybrid import open_model  # noqa: PLC0415 - loads torch
     from blockyard.tools.demo.models import name_of_weights, require_memory  # noqa: PLC0415 - loads torch
     from blockyard.tools.demo.serve import serve  # noqa: PLC0415 - loads torch
 
-    device_blocks, host_blocks = pool_sizes(options, items)
-    require_memory(model, options.block_size, device_blocks, host_blocks)
+    opened = open_model(model, block_size=options.block_size)
+    device_blocks, host_blocks = pool_sizes(options, items, max(1, len(opened.groups)))
+    require_memory(opened, device_blocks, host_blocks)
     with (
         _swap_store(options) as url,
         Generator(

@@ -1,0 +1,297 @@
+"""Models with windows, chunks, states and latents: each token is `generate`'s, wherever the cache comes from.
+
+transformers 5.23. All models compute in float64, so no prompt is left out for two tokens that rounding could swap.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+from tiny_models import LATENT, ROUTER, SHAPE, TINY_MODELS, VOCABULARY, WINDOW, tiny_model
+from transformers import DynamicCache
+
+from blockyard import CacheGroup, PrefixCaching
+from blockyard.errors import InvalidArgumentError, UnsupportedModelError
+from blockyard.integrations.sampling import SamplingParams
+from blockyard.integrations.transformers import hybrid
+from blockyard.integrations.transformers.generator import Generator
+from blockyard.integrations.transformers.model import reference_generate
+
+BLOCK = 4
+Tokens = list[int]
+GROUPS = {
+    "gpt-oss": {"sliding_window", "full_attention"},
+    "Gemma 3": {"sliding_window", "full_attention"},
+    "Llama 4": {"chunked_attention", "full_attention"},
+    "Qwen3.5": {"recurrent", "full_attention"},
+    "Jamba": {"recurrent", "full_attention"},
+    "LFM2": {"recurrent", "full_attention"},
+    "DeepSeek-V3": {"full_attention"},
+    "Gemma 3n": {"sliding_window", "full_attention"},
+    "Falcon-H1": {"recurrent", "full_attention"},
+}
+
+every_model = pytest.mark.parametrize("name", GROUPS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def model_of(name: str) -> Any:
+    return tiny_model(name)
+
+
+@functools.cache
+def work() -> tuple[list[NDArray[np.int64]], list[SamplingParams]]:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCABULARY, rng.integers(12, 30)) for _ in range(4)]
+    params = [
+        SamplingParams(max_tokens=int(rng.integers(6, 11)), temperature=0.8 * (i % 3 > 0), seed=i, n=1 + i % 3)
+        for i in range(4)
+    ]
+    return prompts, params
+
+
+@functools.cache
+def wanted(name: str) -> list[list[Tokens]]:
+    """What `generate` makes of the work."""
+    each = zip(*work(), strict=True)
+    return [[reference_generate(model_of(name), prompt, p, index) for index in range(p.n)] for prompt, p in each]
+
+
+def open_generator(name: str, **options: Any) -> Generator:
+    return Generator(model_of(name), **{"block_size": BLOCK, "device_blocks": 96, "host_blocks": 0} | options)
+
+
+def serve(generator: Generator, prompts: Sequence[Any], params: Any) -> list[list[Tokens]]:
+    outputs = sorted(generator.generate(prompts, params), key=lambda output: output.index)
+    return [list(output.sequences) for output in outputs]
+
+
+@every_model
+def test_layers_are_grouped_by_the_tokens_that_they_need(name: str):
+    with open_generator(name) as generator:
+        assert {group.kind for group in generator.model.groups} == GROUPS[name]
+
+
+def test_every_tiny_model_is_tested():
+    assert set(GROUPS) == set(TINY_MODELS)
+
+
+def prompts_by_position() -> dict[int, list[int]]:
+    rng = np.random.default_rng(7)
+    return {position: rng.integers(0, VOCABULARY, 30).tolist() for position in range(BLOCK, 29, BLOCK)}
+
+
+@functools.cache
+def wanted_by_position(name: str) -> dict[int, Tokens]:
+    greedy = SamplingParams(max_tokens=6)
+    return {at: reference_generate(model_of(name), prompt, greedy) for at, prompt in prompts_by_position().items()}
+
+
+def begin(generator: Generator) -> None:
+    """Serve the first tokens of each prompt, up to the position where the prompt itself continues."""
+    for position, prompt in prompts_by_position().items():
+        serve(generator, [prompt[: position + 1]], SamplingParams(max_tokens=1))
+
+
+def resume(generator: Generator) -> dict[int, Tokens]:
+    """Serve each prompt, and check that it continues at its position."""
+    found = {}
+    for position, prompt in prompts_by_position().items():
+        before = generator.scheduler.stats().cached_tokens
+        ((found[position],),) = serve(generator, [prompt], SamplingParams(max_tokens=6))
+        assert generator.scheduler.stats().cached_tokens - before == position
+    generator.manager.check()
+    return found
+
+
+@every_model
+def test_a_prompt_that_continues_at_any_position_has_the_tokens_of_generate(name: str):
+    with open_generator(name, device_blocks=200) as generator:
+        begin(generator)
+        assert resume(generator) == wanted_by_position(name)
+
+
+@every_model
+def test_a_prompt_found_on_the_host_has_the_tokens_of_generate(name: str):
+    caching = PrefixCaching(host=True)
+    with open_generator(name, device_blocks=30, host_blocks=160, prefix_caching=caching) as generator:
+        begin(generator)
+        assert resume(generator) == wanted_by_position(name)
+        assert generator.cache.stats().swapped_in_blocks["host"] > 0
+
+
+@every_model
+def test_a_prompt_found_in_a_store_after_a_restart_has_the_tokens_of_generate(name: str, tmp_path: Path):
+    store = {"prefix_store": f"file://{tmp_path}?size=8MiB", "namespace": b"weights", "prefetch_timeout_base": 60.0}
+    sizes = {"device_blocks": 200, "host_blocks": 60}
+    with open_generator(name, **sizes, **store) as generator:
+        begin(generator)
+    with open_generator(name, **sizes, **store) as generator:
+        assert resume(generator) == wanted_by_position(name)
+        assert generator.cache.prefix_store is not None
+        assert generator.cache.prefix_store.stats().hit_blocks > 0
+
+
+@every_model
+@pytest.mark.parametrize("tier", ["host", "external"])
+def test_preempted_sequences_come_back_with_their_tokens(name: str, tier: str, tmp_path: Path):
+    tiers: dict[str, Any] = {"host": {"host_blocks": 40}, "external": {"swap_store": f"file://{tmp_path}?size=4MiB"}}
+    with open_generator(name, device_blocks=few_blocks(name), preemption_mode="swap", **tiers[tier]) as generator:
+        assert serve(generator, *work()) == wanted(name)
+        stats = generator.scheduler.stats()
+        assert {"host": stats.preempted_swap_host, "external": stats.preempted_swap_external}[tier] > 0
+        assert generator.cache.stats().swapped_in_blocks[tier] > 0
+        generator.manager.check()
+
+
+@every_model
+def test_preempted_sequences_that_are_computed_again_have_their_tokens(name: str):
+    with open_generator(name, device_blocks=few_blocks(name), preemption_mode="recompute") as generator:
+        assert serve(generator, *work()) == wanted(name)
+        assert generator.scheduler.stats().preempted_recompute > 0
+
+
+def few_blocks(name: str) -> int:
+    """Blocks for some of the work, but not for all of it at once."""
+    return 20 if len(GROUPS[name]) == 1 else 38
+
+
+class Guessing:
+    """Draft tokens of which the first few are right, as many as the length of the text says."""
+
+    def __init__(self, outputs: list[list[Tokens]]) -> None:
+        self.texts = [[*prompt, *tokens] for prompt, some in zip(work()[0], outputs, strict=True) for tokens in some]
+
+    def __call__(self, token_ids: NDArray[np.uint32]) -> list[int]:
+        known = token_ids.tolist()
+        follows = next(text[len(known) :] for text in self.texts if text[: len(known)] == known)
+        return [(token + (at >= len(known) % 5)) % VOCABULARY for at, token in enumerate(follows)]
+
+
+@every_model
+def test_rejected_draft_tokens_leave_no_trace(name: str):
+    drafts = {"num_lookahead_tokens": 4, "draft": Guessing(wanted(name))}
+    with open_generator(name, device_blocks=2 * few_blocks(name), **drafts) as generator:
+        assert serve(generator, *work()) == wanted(name)
+        stats = generator.scheduler.stats()
+        assert 0 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens
+        generator.manager.check()
+
+
+@every_model
+def test_prompts_in_small_chunks_have_the_tokens_of_generate(name: str):
+    with open_generator(name, max_num_batched_tokens=7) as generator:
+        assert serve(generator, *work()) == wanted(name)
+
+
+def lose_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take zeros for the first block that a group of attention layers needs."""
+    first = hybrid._LayerGroup.first_in_blocks
+    monkeypatch.setattr(
+        hybrid._LayerGroup, "first_in_blocks", lambda part, start: min(start, first(part, start) + BLOCK)
+    )
+
+
+def keep_late_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep for each token the state of the token before it."""
+    write, names = hybrid._Blocks.write, ("conv_states", "recurrent_states")
+
+    def states(cache: DynamicCache) -> list[tuple[dict[int, Any], int, Any]]:
+        found = [getattr(layer, name) for layer in cache.layers for name in names if hasattr(layer, name)]
+        return [(kept, at, kept[at]) for kept in found for at in kept if kept[at] is not None]
+
+    def write_late(blocks: Any, cache: Any, slots: NDArray[Any], *, with_states: bool) -> None:
+        now = [(kept, at, state.clone()) for kept, at, state in states(cache)]
+        for kept, at, state in getattr(cache, "before", now):
+            kept[at] = state
+        write(blocks, cache, slots, with_states=with_states)
+        for kept, at, state in now:
+            kept[at] = state
+        if blocks._group.lifecycle == CacheGroup.recurrent():
+            cache.before = now
+
+    def token_by_token(_model: object, where: Any) -> Iterator[list[tuple[int, int]]]:
+        for length, end in zip(where.lengths.tolist(), np.cumsum(where.lengths).tolist(), strict=True):
+            yield [(at, at + 1) for at in range(end - length, end)]
+
+    monkeypatch.setattr(hybrid._Blocks, "write", write_late)
+    monkeypatch.setattr(hybrid.HybridModel, "_pieces", token_by_token)
+
+
+STATES = [name for name, kinds in GROUPS.items() if "recurrent" in kinds]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [*((name, lose_a_block) for name in GROUPS), *((name, keep_late_states) for name in STATES)],
+)
+def test_a_lost_block_and_a_state_of_the_token_before_change_tokens(
+    name: str, damage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+):
+    with open_generator(name, device_blocks=200) as generator:
+        damage(monkeypatch)
+        begin(generator)
+        found = resume(generator)
+    same = [at for at, tokens in found.items() if tokens == wanted_by_position(name)[at]]
+    # One attention layer beside states has little to say about the few tokens of a block.
+    assert len(same) <= (4 if damage is lose_a_block and name in STATES else 0), same
+
+
+def test_the_layout_of_flat_batches_is_refused_for_them():
+    with pytest.raises(InvalidArgumentError, match="kind is 'blocks_first', must be 'kv_first' for GptOssForCausalLM"):
+        open_generator("gpt-oss", kind="blocks_first")
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("Mamba", {}, "MambaForCausalLM takes no past_key_values"),
+        ("DeepseekV32", LATENT | ROUTER | {"num_key_value_heads": 4}, "layers with a DynamicIndexedLayer"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "type dynamic"),
+    ],
+)
+def test_models_whose_cache_is_unknown_are_refused_by_name(family: str, options: dict[str, Any], reason: str):
+    config = getattr(transformers, f"{family}Config")(**SHAPE | options)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        hybrid.HybridModel(getattr(transformers, f"{family}ForCausalLM")(config), block_size=BLOCK)
+
+
+def test_attention_in_both_directions_is_refused():
+    model = transformers.BertLMHeadModel(transformers.BertConfig(**SHAPE))
+    with pytest.raises(UnsupportedModelError, match="gives other logits when paged"):
+        hybrid.HybridModel(model, block_size=BLOCK)
+
+
+@every_model
+def test_a_model_whose_blocks_lack_what_it_reads_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hybrid._LayerGroup, "first_in_blocks", lambda _part, start: start)
+    with pytest.raises(UnsupportedModelError, match="gives other logits when paged"):
+        hybrid.HybridModel(model_of(name), block_size=BLOCK)
+
+
+def test_layers_that_ignore_their_state_in_chunks_continue_token_by_token():
+    """Jamba's scan of several tokens starts from nothing; the gated delta rule starts from its state."""
+    takes_chunks = {name: hybrid.HybridModel(model_of(name), block_size=BLOCK)._takes_chunks for name in STATES}
+    assert takes_chunks == {"Qwen3.5": True, "Jamba": False, "LFM2": True, "Falcon-H1": True}
+
+
+def test_blocks_of_equal_size_and_other_contents_are_not_found_in_a_store():
+    other = tiny_model("gpt-oss")
+    other.config.sliding_window = WINDOW + 1
+    models = [hybrid.HybridModel(model, block_size=BLOCK) for model in (model_of("gpt-oss"), other)]
+    assert len({model.layout.fingerprint() for model in models}) == 1
+    assert len({model.namespace for model in models}) == 2
