@@ -1,7 +1,7 @@
 """Hits of a device and its host, compared with those of one pool that is as large as both.
 
     python benches/bench_hierarchy.py [--all] [--workload loop,zipf] [--device 2000] [--host 2] [--policy lru]
-        [--tokens 8192] [--store] [--manager] [--jobs 2]
+        [--tokens 8192] [--model gpt-oss,gemma-3,qwen3.5] [--store] [--manager] [--jobs 2]
 
 The same prompts, in the same order and as many at a time, are served by a `KVCache` of small blocks with `--host` times
 as many host blocks as device blocks, and by one pool. Each prompt fits the device, `--tokens` is the tokens of a step,
@@ -18,9 +18,10 @@ and more requests always wait. The bytes of each prompt are compared with its to
 
 It prints all rows, then fails if one misses a goal. Without options it serves a selection in minutes; `--all` serves
 every combination in hours. Other options replace values of one case: 2,000 device blocks, twice as many on the host,
-8,192 tokens, all workloads and policies. `--manager` leaves out the bytes: transfers land at once. A workload is left
-out if its trace is not in the folder that BLOCKYARD_TRACES names (../shared/traces). With BENCH_JSON=FILE it also adds
-the worst figures to the flat JSON object in FILE.
+8,192 tokens, all workloads and policies. `--manager` leaves out the bytes: transfers land at once. So does `--model`,
+for models with windows or states: each cache group has as many blocks, and hits of the host are not told apart. A
+workload is left out if its trace is not in the folder that BLOCKYARD_TRACES names (../shared/traces). With
+BENCH_JSON=FILE it also adds the worst figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from typing import Any
 from policies import fitting
 from policies.server import OUTPUT, SIZE, Server
 
+from blockyard import CacheGroup
 from blockyard.tools.replay.packed import PackedTrace
 from blockyard.tools.replay.sweep import open_executor
 from blockyard.traces import TraceRequest
@@ -59,9 +61,18 @@ WORKLOADS: dict[str, tuple[Callable[[int, int], fitting.Prompts], int]] = {
     "mooncake": (fitting.mooncake, 4),
 }
 """How to make the prompts, and how many requests run at a time."""
-COLUMNS = ("workload", "device", "host", "policy", "tokens", "store", "device hits", "host hits", "hits of one pool")
+FULL = CacheGroup.full_attention()
+MODELS = {
+    "full": (FULL,),
+    "gpt-oss": (FULL, CacheGroup.sliding_window(128)),
+    "gemma-3": (FULL, *[CacheGroup.sliding_window(1024)] * 5),
+    "qwen3.5": (FULL, *[CacheGroup.recurrent()] * 3),
+}
+COLUMNS = ("workload", "model", "device", "host", "policy", "tokens", "store")
+HITS = ("device hits", "host hits", "hits of one pool")
 EVERY: dict[str, tuple[Any, ...]] = {
     "workload": tuple(WORKLOADS),
+    "model": ("full",),
     "device": (200, 2000, 20_000),
     "host": (1.0, 2.0, 4.0, 16.0),
     "policy": ("lru", "adaptive"),
@@ -85,6 +96,7 @@ class Case:
     """What is served over which tiers; `host` is in devices."""
 
     workload: str = "loop"
+    model: str = "full"
     device: int = 2000
     host: float = 2
     policy: str = "lru"
@@ -134,7 +146,7 @@ class Row:
 
     def __str__(self) -> str:
         case = self.case
-        cells: list[object] = [case.workload, case.device, f"{case.host:g} x", case.policy, case.tokens]
+        cells: list[object] = [case.workload, case.model, case.device, f"{case.host:g} x", case.policy, case.tokens]
         cells += ["yes" if case.store else "", self.device_hits, self.host_hits, self.pool_hits]
         cells += [f"{self.figures[name]:.3f}" if name in self.figures else "" for name in FIGURES]
         return "| " + " | ".join(map(str, [*cells, f"{self.seconds:.1f}"])) + " |"
@@ -145,12 +157,14 @@ def measure(case: Case) -> Row:
     trace, begin = case.trace(), time.perf_counter()
     blocks = case.device + case.host_blocks
     slots = trace.num_distinct * 5 // 4 if case.store else 0
-    limits: dict[str, Any] = {"policy": case.policy, "tokens": case.tokens, "users": case.users}
-    pool = Server(trace, blocks + slots, 0, has_bytes=False, **limits)
+    groups = MODELS[case.model]
+    limits: dict[str, Any] = {"policy": case.policy, "tokens": case.tokens, "users": case.users, "groups": groups}
+    pool = Server(trace, blocks * len(groups) + slots, 0, has_bytes=False, **limits)
     pool.serve()
     with tempfile.TemporaryDirectory() as folder:
         url = f"file://{folder}/kv?size={slots * SLOT}" if case.store else None
-        tiers = Server(trace, case.device, case.host_blocks, url=url, has_bytes=not case.manager, **limits)
+        sizes = case.device * len(groups), case.host_blocks * len(groups)
+        tiers = Server(trace, *sizes, url=url, has_bytes=not case.manager, **limits)
         with nullcontext() if tiers.cache is None else tiers.cache:
             tiers.serve()
             stats, best = tiers.manager.stats(), pool.manager.stats().hit_blocks
@@ -160,7 +174,8 @@ def measure(case: Case) -> Row:
             figures |= {"waits": bus.waited / bus.computed, "loads": bus.loaded / bus.computed}
             if tiers.cache is not None and tiers.cache.prefix_store is not None:
                 figures["used"] = tiers.used / max(1, tiers.cache.prefix_store.stats().hit_blocks)
-    hits = (stats.hit_blocks - stats.loaded_blocks, stats.loaded_blocks, best)
+    on_host = stats.loaded_blocks if len(groups) == 1 else 0
+    hits = (stats.hit_blocks - on_host, on_host, best)
     return Row(case, *hits, figures, time.perf_counter() - begin)
 
 
@@ -183,12 +198,12 @@ def chosen_cases() -> tuple[list[Case], int | None]:
     parser.add_argument("--jobs", type=int, help="cases at a time; as many as cores by default")
     chosen = parser.parse_args()
     given: dict[str, tuple[Any, ...]] = {"store": (True,)} if chosen.store else {}
-    for name in ("workload", "device", "host", "policy", "tokens"):
+    for name in ("workload", "model", "device", "host", "policy", "tokens"):
         if text := getattr(chosen, name):
             given[name] = tuple(map(type(EVERY[name][0]), text.split(",")))
     parts = [EVERY | given] if chosen.all else [MAIN | given] if given else [MAIN | part for part in SELECTION]
     found = [case for part in parts for case in combined(part) if fitting.has_trace(case.workload)]
-    if chosen.manager:
+    if chosen.manager or chosen.model:
         found = [replace(case, manager=True) for case in found if not case.store]
     return found, chosen.jobs
 
@@ -196,7 +211,7 @@ def chosen_cases() -> tuple[list[Case], int | None]:
 def main() -> None:
     """Print the table; fail if a goal is missed."""
     todo, jobs = chosen_cases()
-    names = [*COLUMNS, *FIGURES, "seconds"]
+    names = [*COLUMNS, *HITS, *FIGURES, "seconds"]
     print("|", " | ".join(names), "|")
     print("|" + "---|" * len(names), flush=True)
     worst, missed = dict.fromkeys(GOALS, 1.0), []

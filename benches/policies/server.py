@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, KVCache, KVLayout, PrefixCaching, Request, Scheduler
+from blockyard import BlockManager, CacheGroup, KVCache, KVLayout, PrefixCaching, Request, Scheduler
 from blockyard.events import export_keys
 from blockyard.prefix_store import Prefetch
 from blockyard.scheduler import Step
@@ -38,6 +38,7 @@ class Server:
         policy: eviction policy.
         tokens: maximum number of tokens in a step.
         users: how many requests run at a time; others wait beside them.
+        groups: cache groups of the model.
         url: of a prefix store; None for no store.
         has_bytes: whether a `KVCache` moves bytes, which are compared; else transfers land at once.
 
@@ -57,12 +58,14 @@ class Server:
         policy: str,
         tokens: int,
         users: int,
+        groups: tuple[CacheGroup, ...] = (CacheGroup.full_attention(),),
         url: str | None = None,
         has_bytes: bool = True,
     ) -> None:
-        caching = PrefixCaching(eviction=policy, host=host > 0, max_events=64 * device if host else 0)
+        self._has_events = host > 0 and len(groups) == 1  # the groups of a block have one key
+        caching = PrefixCaching(eviction=policy, host=host > 0, max_events=64 * device if self._has_events else 0)
         options: dict[str, Any] = {"device_blocks": device, "host_blocks": host, "prefix_caching": caching}
-        self._trace, self._most, self._has_events = trace, users + WAITING, host > 0
+        self._trace, self._most = trace, users + WAITING
         self._held: dict[bytes, int] = {}  # a bit for each tier that holds the key
         self._fetches: dict[int, list[tuple[int, Prefetch]]] = {}  # of waiting requests, each with the blocks before it
         self.used, self.bus = 0, Bus()
@@ -74,7 +77,7 @@ class Server:
             self.manager, (tensor,) = self.cache.manager, self.cache.engine.tensors
             self._memory = tensor.numpy().view(np.int32).reshape(2, -1)
         else:
-            self.manager = BlockManager(block_size=SIZE, **options)
+            self.manager = BlockManager(block_size=SIZE, groups=list(groups), **options)
         self._store = None if self.cache is None else self.cache.prefix_store
         self._scheduler = Scheduler(
             self.cache or self.manager,
@@ -108,6 +111,9 @@ class Server:
 
     def findable(self) -> float:
         """Return the share of the held blocks that the prompts find."""
+        if not self._has_events:
+            held_blocks = sum(self.manager.stats().cached_blocks.values())
+            return 1 - self.manager.prefix.count_unfindable() / max(1, held_blocks)
         trace, found, held = self._trace, set[bytes](), set(self._held)
         ends = trace.starts[1:] - 1
         inner = np.delete(trace.blocks, ends)
