@@ -53,7 +53,7 @@ impl Manager {
         step.cut_off();
         defrag.decide(&mut step);
         self.sequences.end_step();
-        self.transfers.submit(self.tiers.device(), prefetch)
+        self.transfers.submit(&self.tiers, prefetch)
     }
 
     /// Tickets that are neither completed nor failed, oldest first. The blocks they hold are not available.
@@ -142,11 +142,19 @@ impl Manager {
     /// Blocks of a ticket that did not land.
     fn lost_blocks(&self, ticket: TicketId, lost: &[Pairs]) -> Result<HashSet<TierBlock>> {
         let written: HashSet<TierBlock> = self.transfers.get(ticket)?.written().collect();
-        let blocks = || lost.iter().flat_map(|pairs| pairs.ids.iter().map(|&[_, to]| (pairs.dst, BlockId(to))));
-        if let Some((tier, block)) = blocks().find(|block| !written.contains(block)) {
-            return Err(Error::NotInTicket { ticket, tier, block });
+        let mut blocks = HashSet::new();
+        for pairs in lost {
+            let pool = self.tiers.pool(pairs.dst);
+            for &[_, to] in &pairs.ids {
+                let block =
+                    pool.global(pairs.page_class.into(), to).filter(|block| written.contains(&(pairs.dst, *block)));
+                let Some(block) = block else {
+                    return Err(Error::NotInTicket { ticket, tier: pairs.dst, block: BlockId(to) });
+                };
+                blocks.insert((pairs.dst, block));
+            }
         }
-        Ok(blocks().collect())
+        Ok(blocks)
     }
 
     /// Like [`Manager::fail`] with all pairs of the ticket: nothing landed.

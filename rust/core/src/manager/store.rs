@@ -18,6 +18,7 @@ impl Manager {
         if !self.is_caching() {
             return Err(invalid("prefix_caching", 0, "1 for a prefix store".to_owned()));
         }
+        self.require_one_class("a prefix store")?;
         let groups = self.groups();
         if *groups != [Group::Full] {
             let must = match groups {

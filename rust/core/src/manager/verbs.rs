@@ -403,7 +403,8 @@ impl Manager {
         state.relocate(&mut step, sequences, to, false)
     }
 
-    /// Writes the tables of sequences on the device as rows of `width`, the rest of each row 0.
+    /// Writes the tables of sequences on the device as rows of `width`, as ids in their page classes, the rest of each row
+    /// 0.
     ///
     /// # Errors
     /// A sequence is unknown, not on the device, still moving or longer than a row; `out` has another size.
@@ -463,6 +464,7 @@ impl Manager {
         if blocks > MAX_BLOCKS {
             return Err(invalid("device_blocks", blocks as i128, format!("at most {MAX_BLOCKS}")));
         }
+        self.require_one_class("a resize")?;
         let (null, pinned) = (usize::from(self.sequences.has_nulls()), self.pins.num_blocks());
         let watermark = self.sequences.watermark().of(blocks);
         let least = null + pinned + watermark + 1;
@@ -517,6 +519,7 @@ impl Manager {
         budget: Budget,
         cached: Cached,
     ) -> Result<Moves> {
+        self.require_one_class("defragmentation")?;
         let Self { tiers, transfers, sequences: state, defrag, jobs, .. } = self;
         defrag.request((state, &mut OpenStep { tiers, transfers, jobs }), goals, sequences, budget, cached)
     }

@@ -1,0 +1,266 @@
+//! Page classes: cache groups whose blocks have equal bytes share the blocks of one class, and all classes share the
+//! bytes of their tier.
+//!
+//! Within the core a block of any class has one number in its tier, so that its state, leases and key need no class: the
+//! numbers of a class follow those of the class before it. Outside, a block has an id in its class, see
+//! [`Space::Extents`].
+
+use crate::error::{Result, invalid};
+use crate::group::Group;
+use crate::id::BlockId;
+use std::iter::Sum;
+use std::ops::{Add, AddAssign, Range};
+
+/// Maximum number of page classes in a manager.
+pub const MAX_CLASSES: usize = 4;
+
+/// Largest block, in bytes.
+const MAX_BLOCK_BYTES: u64 = 1 << 40;
+
+/// A cache group with blocks of its own size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PagedGroup {
+    /// Which earlier tokens its layers need.
+    pub group: Group,
+    /// Token slots in one of its blocks, a divisor of the manager's block size.
+    pub block_tokens: u32,
+    /// Bytes of one of its blocks.
+    pub block_bytes: u64,
+}
+
+/// How the page classes of a tier share it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Space {
+    /// A fixed number of blocks of each class in each tier.
+    Split(Vec<[usize; 3]>),
+    /// Extents of equal bytes, which classes take and give back; a single class has them all. The ids of a class are
+    /// `extent * per_extent + i`, so that all its blocks lie at one stride. If tables have null blocks, extent 0 belongs
+    /// to no class: block 0 of each class lies there.
+    Extents {
+        /// Bytes of an extent, at least those of the largest block.
+        bytes: u64,
+        /// Extents of each tier: device, host, external.
+        counts: [usize; 3],
+    },
+}
+
+/// One number for each page class.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PerClass([usize; MAX_CLASSES]);
+
+impl PerClass {
+    /// A number for one class, and 0 for the others.
+    #[inline]
+    pub(crate) fn of(class: usize, count: usize) -> Self {
+        let mut all = Self::default();
+        all.0[class] = count;
+        all
+    }
+
+    /// The number of a class.
+    #[inline]
+    #[must_use]
+    pub fn get(self, class: usize) -> usize {
+        self.0[class]
+    }
+
+    /// The number of a class, mutable.
+    #[inline]
+    pub(crate) fn at(&mut self, class: usize) -> &mut usize {
+        &mut self.0[class]
+    }
+
+    /// All numbers together.
+    #[inline]
+    #[must_use]
+    pub fn total(self) -> usize {
+        self.0.into_iter().fold(0, usize::saturating_add)
+    }
+
+    /// Joins the numbers of two, class by class.
+    #[inline]
+    pub(crate) fn with(self, other: Self, join: impl Fn(usize, usize) -> usize) -> Self {
+        Self(std::array::from_fn(|class| join(self.0[class], other.0[class])))
+    }
+
+    #[inline]
+    pub(crate) fn saturating_sub(self, other: Self) -> Self {
+        self.with(other, usize::saturating_sub)
+    }
+}
+
+impl Add for PerClass {
+    type Output = Self;
+
+    #[inline]
+    fn add(self, other: Self) -> Self {
+        self.with(other, usize::saturating_add)
+    }
+}
+
+impl AddAssign for PerClass {
+    #[inline]
+    fn add_assign(&mut self, other: Self) {
+        *self = *self + other;
+    }
+}
+
+impl Sum for PerClass {
+    fn sum<I: Iterator<Item = Self>>(counts: I) -> Self {
+        counts.fold(Self::default(), Add::add)
+    }
+}
+
+/// Which numbers of a tier's blocks belong to which class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Classes {
+    count: u8,
+    /// Where the numbers of each class but the last end; `u32::MAX` after those.
+    ends: [u32; MAX_CLASSES - 1],
+    /// One past the last number.
+    end: u32,
+}
+
+impl Classes {
+    /// Classes with so many numbers each.
+    pub(crate) fn new(blocks: &[usize]) -> Self {
+        let (mut ends, mut end) = ([u32::MAX; MAX_CLASSES - 1], 0u32);
+        for (class, &count) in blocks.iter().enumerate() {
+            end = end.saturating_add(u32::try_from(count).unwrap_or(u32::MAX));
+            if class + 1 < blocks.len() {
+                ends[class] = end;
+            }
+        }
+        Self { count: u8::try_from(blocks.len()).unwrap_or(1), ends, end }
+    }
+
+    #[inline]
+    pub(crate) fn len(&self) -> usize {
+        usize::from(self.count)
+    }
+
+    /// The class of a block.
+    #[inline]
+    pub(crate) fn of(&self, block: BlockId) -> usize {
+        self.ends.iter().map(|&end| usize::from(block.0 >= end)).sum()
+    }
+
+    /// The first number of a class.
+    #[inline]
+    pub(crate) fn first(&self, class: usize) -> u32 {
+        class.checked_sub(1).map_or(0, |before| self.ends[before])
+    }
+
+    /// The numbers of a class.
+    pub(crate) fn range(&self, class: usize) -> Range<u32> {
+        let end = if class + 1 < self.len() { self.ends[class] } else { self.end };
+        self.first(class)..end
+    }
+
+    /// Follows a resize of the only class.
+    pub(crate) fn resize(&mut self, blocks: usize) {
+        self.end = u32::try_from(blocks).unwrap_or(u32::MAX);
+    }
+}
+
+/// The classes of some groups: the number of each one's class, and the bytes of a block of each class.
+pub(crate) fn classes_of(groups: &[PagedGroup]) -> Result<(Vec<u8>, Vec<u64>)> {
+    let mut bytes: Vec<u64> = Vec::new();
+    let mut classes = Vec::with_capacity(groups.len());
+    for group in groups {
+        if !(1..=MAX_BLOCK_BYTES).contains(&group.block_bytes) {
+            return Err(invalid("block_bytes", group.block_bytes, format!("1 to {MAX_BLOCK_BYTES}")));
+        }
+        let class = bytes.iter().position(|&known| known == group.block_bytes).unwrap_or_else(|| {
+            bytes.push(group.block_bytes);
+            bytes.len() - 1
+        });
+        classes.push(u8::try_from(class).unwrap_or(u8::MAX));
+    }
+    if bytes.len() > MAX_CLASSES {
+        let must = format!("at most {MAX_CLASSES}");
+        return Err(invalid("number of page classes", bytes.len() as i128, must));
+    }
+    Ok((classes, bytes))
+}
+
+/// How many blocks of each class a tier has, and of what they are made.
+#[derive(Clone, Debug)]
+pub(crate) struct Shape {
+    /// Numbers of blocks, by class.
+    pub(crate) ids: Vec<usize>,
+    /// Blocks of each class in an extent, and the extents; `None` if each class has its own blocks for good.
+    pub(crate) extents: Option<(PerClass, usize)>,
+    /// Whether tables have null blocks.
+    pub(crate) has_null: bool,
+}
+
+impl Shape {
+    /// One class.
+    pub(crate) fn single(blocks: usize, has_null: bool) -> Self {
+        Self { ids: vec![blocks], extents: None, has_null }
+    }
+
+    /// The shape of each tier.
+    ///
+    /// # Errors
+    /// There is not one number of blocks for each class; a class has too few; an extent is smaller than a block.
+    pub(crate) fn of_tiers(space: &Space, bytes: &[u64], has_null: bool) -> Result<[Self; 3]> {
+        match space {
+            Space::Split(blocks) => {
+                if blocks.len() != bytes.len() {
+                    let must = format!("{}, one for each page class", bytes.len());
+                    return Err(invalid("numbers of blocks", blocks.len() as i128, must));
+                }
+                Ok(std::array::from_fn(|tier| {
+                    let ids = blocks.iter().map(|of| of[tier]).collect();
+                    Self { ids, extents: None, has_null }
+                }))
+            }
+            Space::Extents { bytes: extent, counts } => {
+                let largest = bytes.iter().copied().max().unwrap_or(1);
+                if *extent < largest {
+                    return Err(invalid("extent_bytes", *extent, format!("at least {largest}, those of a block")));
+                }
+                let mut per_extent = PerClass::default();
+                for (class, &block) in bytes.iter().enumerate() {
+                    *per_extent.at(class) = usize::try_from(*extent / block).unwrap_or(usize::MAX);
+                }
+                Ok(counts.map(|count| {
+                    if bytes.len() == 1 {
+                        return Self::single(per_extent.get(0).saturating_mul(count), has_null);
+                    }
+                    let ids = (0..bytes.len()).map(|class| per_extent.get(class).saturating_mul(count)).collect();
+                    Self { ids, extents: Some((per_extent, count)), has_null }
+                }))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_belongs_to_the_class_whose_range_has_it() {
+        for blocks in [&[5][..], &[3, 4], &[1, 2, 3, 4], &[4, 0, 2]] {
+            let classes = Classes::new(blocks);
+            let total: usize = blocks.iter().sum();
+            for block in (0..).map(BlockId).take(total) {
+                assert!(classes.range(classes.of(block)).contains(&block.0), "{block} of {blocks:?}");
+            }
+            assert!((0..classes.len()).all(|class| classes.range(class).len() == blocks[class]));
+        }
+    }
+
+    #[test]
+    fn groups_of_equal_bytes_share_a_class_in_the_order_of_the_groups() {
+        let of = |bytes: &[u64]| {
+            let group = |&block_bytes| PagedGroup { group: Group::Full, block_tokens: 4, block_bytes };
+            classes_of(&bytes.iter().map(group).collect::<Vec<_>>())
+        };
+        assert_eq!(of(&[9, 3, 9, 5]), Ok((vec![0, 1, 0, 2], vec![9, 3, 5])));
+        assert!(of(&[1, 2, 3, 4, 5]).is_err() && of(&[0]).is_err());
+    }
+}
