@@ -211,6 +211,7 @@ impl Pool {
             self.blocks[block.index()].take(filling);
         }
         self.evict(class, first + count - out.len(), filling, out);
+        debug_assert!(out.len() == first + count, "{} of {count} blocks of class {class} are there", out.len() - first);
         if let Some((tracker, blocks)) = self.tracker_mut() {
             tracker.note_taken(&out[first..first + ready], filling);
             out[first + ready..].iter().for_each(|&block| tracker.note_written(block, blocks));
