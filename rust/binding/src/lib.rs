@@ -33,6 +33,8 @@ mod _core {
     #[pymodule_export]
     use crate::free_blocks::PyFreeBlocks;
     #[pymodule_export]
+    use crate::manager::PyArena;
+    #[pymodule_export]
     use crate::manager::PyBlockManager;
     #[pymodule_export]
     use crate::manager::defrag::PyDefrag;

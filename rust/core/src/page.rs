@@ -34,10 +34,11 @@ pub enum Space {
     /// A fixed number of blocks of each class in each tier.
     Split(Vec<[usize; 3]>),
     /// Extents of equal bytes, which classes take and give back; a single class has them all. The ids of a class are
-    /// `extent * per_extent + i`, so that all its blocks lie at one stride. If tables have null blocks, extent 0 belongs
-    /// to no class: block 0 of each class lies there.
+    /// `extent * per_extent + i`: block `id` lies at `id * bytes / per_extent` in the tier. If tables have null blocks,
+    /// extent 0 belongs to no class: block 0 of each class lies there.
     Extents {
-        /// Bytes of an extent, at least those of the largest block.
+        /// Bytes of an extent: at least those of the largest block, and a multiple of each class's number of blocks in
+        /// it; see [`extent_bytes`].
         bytes: u64,
         /// Extents of each tier: device, host, external.
         counts: [usize; 3],
@@ -184,6 +185,56 @@ pub(crate) fn classes_of(groups: &[PagedGroup]) -> Result<(Vec<u8>, Vec<u64>)> {
     Ok((classes, bytes))
 }
 
+/// Strides are multiples of this many bytes.
+const ALIGNMENT: u64 = 16;
+
+/// Extents of at most this many of the largest blocks are considered.
+const MAX_LARGEST: u64 = 256;
+
+/// A good size of the extents for blocks of these bytes in an arena of `arena` bytes: one that loses little to padding, as
+/// extents are not whole numbers of blocks, and to extents that are filled in part, one for each class. Blocks then lie at
+/// strides of whole multiples of 16 bytes.
+#[must_use]
+pub fn extent_bytes(block_bytes: &[u64], arena: u64) -> u64 {
+    let largest = block_bytes.iter().copied().max().unwrap_or(1).max(1);
+    let candidates = (1..=MAX_LARGEST).map(|blocks| aligned(block_bytes, largest.saturating_mul(blocks)));
+    let best = candidates.min_by_key(|&extent| lost(block_bytes, extent, arena));
+    best.unwrap_or(largest)
+}
+
+/// The next larger extent whose blocks of each class lie at an aligned stride.
+fn aligned(block_bytes: &[u64], extent: u64) -> u64 {
+    let mut aligned = extent;
+    // Rounding up may make room for one more block, which then has to divide it as well.
+    for _ in 0..4 {
+        let step = block_bytes.iter().fold(1, |all, &block| lcm(all, (aligned / block.max(1)).max(1)));
+        aligned = extent.div_ceil(step.saturating_mul(ALIGNMENT)).saturating_mul(step.saturating_mul(ALIGNMENT));
+        if block_bytes.iter().all(|&block| aligned % (aligned / block.max(1)).max(1) == 0) {
+            return aligned;
+        }
+    }
+    u64::MAX
+}
+
+/// What a size of extents loses, in billionths of the arena.
+fn lost(block_bytes: &[u64], extent: u64, arena: u64) -> u128 {
+    if extent == u64::MAX {
+        return u128::MAX;
+    }
+    let billionths = |part: u128, of: u64| part * 1_000_000_000 / u128::from(of.max(1));
+    let padding = block_bytes.iter().map(|&block| billionths(u128::from(extent % block.max(1)), extent)).sum::<u128>();
+    let classes = block_bytes.len().max(1) as u128;
+    padding / classes + billionths(classes * u128::from(extent), arena.max(1)) / 2
+}
+
+fn lcm(a: u64, b: u64) -> u64 {
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    (a / x).saturating_mul(b)
+}
+
 /// How many blocks of each class a tier has, and of what they are made.
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
@@ -224,7 +275,12 @@ impl Shape {
                 }
                 let mut per_extent = PerClass::default();
                 for (class, &block) in bytes.iter().enumerate() {
-                    *per_extent.at(class) = usize::try_from(*extent / block).unwrap_or(usize::MAX);
+                    let blocks = *extent / block;
+                    if extent % blocks != 0 {
+                        let must = format!("a multiple of {blocks}, the blocks of {block} bytes in it");
+                        return Err(invalid("extent_bytes", *extent, must));
+                    }
+                    *per_extent.at(class) = usize::try_from(blocks).unwrap_or(usize::MAX);
                 }
                 Ok(counts.map(|count| {
                     if bytes.len() == 1 {
@@ -252,6 +308,19 @@ mod tests {
             }
             assert!((0..classes.len()).all(|class| classes.range(class).len() == blocks[class]));
         }
+    }
+
+    #[test]
+    fn an_extent_holds_whole_strides_of_every_class_and_loses_little() {
+        const GIB: u64 = 1 << 30;
+        for bytes in [&[327_680, 64_389_120][..], &[584 * 64, 1_002_240, 8_640], &[7, 5, 3], &[4096]] {
+            let extent = extent_bytes(bytes, 40 * GIB);
+            let space = Space::Extents { bytes: extent, counts: [9, 0, 0] };
+            assert!(Shape::of_tiers(&space, bytes, true).is_ok(), "{bytes:?} in {extent}");
+            assert!(lost(bytes, extent, 40 * GIB) < 20_000_000, "{bytes:?} lose over 2 % in {extent}");
+        }
+        let space = Space::Extents { bytes: 100, counts: [9, 0, 0] };
+        assert!(Shape::of_tiers(&space, &[14, 100], true).is_err(), "7 blocks do not divide 100 bytes");
     }
 
     #[test]

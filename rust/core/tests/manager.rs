@@ -88,7 +88,7 @@ pub(crate) struct World {
     /// What the events say can be found, and how many events there were.
     cached: BTreeMap<(Tier, u8, [u8; 32]), BTreeSet<BlockId>>,
     events: u64,
-    /// Whether there are events: only blocks of one number of tokens have them.
+    /// Whether there may be events: only blocks of one number of tokens have them.
     has_events: bool,
     pins: Vec<keep::Held>,
     jobs: store::Jobs,
@@ -137,7 +137,7 @@ impl World {
             next: 0,
             cached: BTreeMap::new(),
             events: 0,
-            has_events: prefix_caching && is_even,
+            has_events: is_even,
             pins: vec![],
             jobs: store::Jobs::default(),
             resized,

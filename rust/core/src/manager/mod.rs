@@ -376,6 +376,12 @@ impl Manager {
         self.tiers.device().num_classes()
     }
 
+    /// Bytes of a block of a page class.
+    #[must_use]
+    pub fn class_bytes(&self, class: usize) -> u64 {
+        self.sequences.class_bytes().get(class).copied().unwrap_or(0)
+    }
+
     /// The page class of a group's blocks, and token slots and bytes of one of them; `None` if there is no such group.
     #[must_use]
     pub fn page(&self, group: usize) -> Option<(usize, u32, u64)> {

@@ -483,7 +483,7 @@ impl Manager {
         Ok(self.resize_progress())
     }
 
-    /// The state of every block of a tier, by id, including those in use beyond the end.
+    /// The state of every block of a tier, by number, including those in use beyond the end.
     #[must_use]
     pub fn uses(&self, tier: Tier) -> Vec<BlockState> {
         let pool = self.pool(tier);

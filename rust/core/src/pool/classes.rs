@@ -80,6 +80,18 @@ impl Pool {
         range.start.checked_add(id).filter(|block| range.contains(block)).map(BlockId)
     }
 
+    /// Blocks of a class in an extent; `None` if classes have their blocks for good.
+    #[must_use]
+    pub fn per_extent(&self, class: usize) -> Option<usize> {
+        self.extents.as_deref().map(|extents| extents.per_extent(class))
+    }
+
+    /// Extents that a class has.
+    #[must_use]
+    pub fn extents_of(&self, class: usize) -> usize {
+        self.extents.as_deref().map_or(0, |extents| extents.owned(class))
+    }
+
     /// Ids that a class has in the tier; those of extents that it does not have at the moment included.
     #[must_use]
     pub fn len_of(&self, class: usize) -> usize {

@@ -86,6 +86,11 @@ impl Extents {
         self.per_extent.get(class)
     }
 
+    /// Extents that a class has.
+    pub(super) fn owned(&self, class: usize) -> usize {
+        self.owned.get(class)
+    }
+
     /// Extents that a class could have besides its own, if the others need none.
     pub(super) fn obtainable(&self, class: usize) -> usize {
         self.spare.len() + self.idle.total() - self.idle.get(class)

@@ -79,6 +79,12 @@ impl Pool {
         self.len - self.num_absent() - free - self.evictable() + self.tail.live + self.tail.held
     }
 
+    /// Whether none of the pool's blocks is in use or leased, and none beyond its end in use.
+    pub(crate) fn is_idle(&self) -> bool {
+        let null = usize::from(self.has_null);
+        self.tail.live == 0 && self.used() == null + self.tail.held
+    }
+
     /// Whether a block lies beyond the pool's end.
     #[inline]
     pub(crate) fn is_beyond(&self, block: BlockId) -> bool {

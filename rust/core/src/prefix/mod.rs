@@ -18,7 +18,6 @@ pub use residency::{Histogram, RESIDENCY_SECONDS, Residency};
 
 use crate::hash::Key;
 use crate::id::BlockId;
-use crate::page::MAX_CLASSES;
 use evict::{Departure, Eviction, Guide, Hint, HintCount, HostOrder, Policy, Quotas, Rank};
 use index::PrefixIndex;
 use std::hint::black_box;
@@ -168,11 +167,10 @@ impl PrefixCache {
 
     /// Evictable blocks in eviction order.
     pub(crate) fn order(&self) -> Vec<BlockId> {
-        if self.points.is_none() {
-            return self.order.order();
-        }
+        let Some(points) = self.points() else { return self.order.order() };
+        let classes = 0..points.num_classes();
         let (mut order, mut rest) = (Vec::with_capacity(self.evictable()), self.clone());
-        (0..MAX_CLASSES).for_each(|class| rest.pop_points(class, self.evictable_of(class), &mut order));
+        classes.for_each(|class| rest.pop_points(class, self.evictable_of(class), &mut order));
         order
     }
 

@@ -30,6 +30,10 @@ impl Outside {
         Self { classes, idle, dead: Rings::new(blocks, RINGS * classes.len()), num_dead: PerClass::default() }
     }
 
+    pub(super) fn num_classes(&self) -> usize {
+        self.classes.len()
+    }
+
     fn set_of(&mut self, block: BlockId) -> &mut BlockSet {
         &mut self.idle[self.classes.of(block)]
     }

@@ -101,6 +101,11 @@ impl Points {
         }
     }
 
+    /// Number of page classes.
+    pub(crate) fn num_classes(&self) -> usize {
+        self.outside.num_classes()
+    }
+
     /// Memory of one block.
     pub(crate) const BYTES: usize = 4 * size_of::<u32>() + 8;
 

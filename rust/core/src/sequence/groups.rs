@@ -38,6 +38,11 @@ impl Sequences {
         self.groups.is_even()
     }
 
+    /// Bytes of a block of each page class.
+    pub(crate) fn class_bytes(&self) -> &[u64] {
+        self.groups.class_bytes()
+    }
+
     /// Token slots in the smallest blocks.
     pub(crate) fn least_tokens(&self) -> u32 {
         self.groups.least_tokens()

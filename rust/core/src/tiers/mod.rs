@@ -480,9 +480,8 @@ impl Tiers {
 
     /// Forgets everything that is cached, unless a block is in use; returns whether it did.
     pub(crate) fn reset_cache(&mut self) -> bool {
-        let null = usize::from(self.null);
         let caching = if self.keeps_host_copies() { &[Tier::Device, Tier::Host][..] } else { &[Tier::Device] };
-        if caching.iter().any(|tier| self.pool(*tier).used() != null) {
+        if caching.iter().any(|tier| !self.pool(*tier).is_idle()) {
             return false;
         }
         if let Some(write_queue) = &mut self.write_queue {

@@ -19,7 +19,7 @@ pub(crate) type Slot = (usize, u32, u32);
 const STRIDES: [usize; 4] = [4, 7, 5, 12];
 
 /// Words of an extent.
-const EXTENT: usize = 15;
+const EXTENT: usize = 12;
 
 /// How many tokens the blocks of each group hold, and which strides they have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,8 +100,7 @@ impl Memory {
     fn offset(&self, (tier, class, id): At) -> usize {
         let (stride, id) = (self.strides[class], id as usize);
         if self.has_extents {
-            let per_extent = EXTENT / stride;
-            return id / per_extent * EXTENT + id % per_extent * stride;
+            return id * (EXTENT / (EXTENT / stride));
         }
         self.first[tier.index()][class] + id * stride
     }

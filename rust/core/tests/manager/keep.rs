@@ -161,7 +161,9 @@ impl World {
     pub(crate) fn reset(&mut self) {
         let mut without = self.manager.clone();
         without.end_leases();
-        let idle = |tier: Tier| without.stats().tiers[tier.index()].used == 0;
+        let progress = without.resize_progress();
+        let beyond = |tier| if tier == Tier::Device { progress.held } else { 0 };
+        let idle = |tier: Tier| without.stats().tiers[tier.index()].used == beyond(tier);
         let idle = idle(Tier::Device) && (idle(Tier::Host) || !self.manager.keeps_host_copies());
         assert_eq!(self.manager.reset_prefix_cache(), idle);
     }
