@@ -159,7 +159,8 @@ impl PyCacheGroup {
     }
 
     #[staticmethod]
-    fn _made<'py>(
+    #[pyo3(name = "_made")]
+    fn made<'py>(
         make: &Bound<'py, PyAny>,
         args: &Bound<'py, PyTuple>,
         tokens: Option<u32>,

@@ -124,7 +124,9 @@ impl PyBlockManager {
             (Some(_), None) => Space::Split(vec![blocks]),
             (None, Some(arena)) if blocks == [0; 3] => arena.space(&groups)?,
             _ => {
-                return Err(invalid("give either device_blocks or arena, which has the blocks of all tiers".to_owned()));
+                return Err(invalid(
+                    "give either device_blocks or arena, which has the blocks of all tiers".to_owned(),
+                ));
             }
         };
         let config = Config { block_size, blocks, watermark, prefix_caching: prefix_caching.is_on() };

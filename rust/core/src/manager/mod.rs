@@ -162,7 +162,7 @@ impl Manager {
     /// Starts recording the last `capacity` events of the prefix cache, which must not have cached anything yet.
     ///
     /// # Errors
-    /// The capacity is out of range, the cache is off, or something has been published.
+    /// The capacity is out of range, the cache is off, something has been published, or the groups' blocks differ in tokens.
     pub fn record_events(&mut self, capacity: usize) -> Result<()> {
         self.require_even("events")?;
         self.tiers.record_events(capacity)
@@ -305,8 +305,8 @@ impl Manager {
     /// and is found together.
     ///
     /// # Errors
-    /// The prefix cache is off, there are no host blocks, some of them are in use, or events are already recorded or
-    /// copies already kept.
+    /// The prefix cache is off, there are no host blocks, some of them are in use, events are already recorded or copies
+    /// already kept, or there are several page classes.
     pub fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
         self.require_one_class("copies of cached blocks on the host")?;
         self.tiers.keep_host_copies(per_step)

@@ -459,7 +459,8 @@ impl Manager {
     /// quotas stay the same numbers. A second call, larger or smaller, overrides an unfinished one.
     ///
     /// # Errors
-    /// Too many blocks; or too few for the null block, pinned blocks, the watermark, and one to allocate.
+    /// Too many blocks; or too few for the null block, pinned blocks, the watermark, and one to allocate; there are several
+    /// page classes.
     pub fn resize_device(&mut self, blocks: usize) -> Result<Resize> {
         if blocks > MAX_BLOCKS {
             return Err(invalid("device_blocks", blocks as i128, format!("at most {MAX_BLOCKS}")));
@@ -511,7 +512,7 @@ impl Manager {
     /// are the same.
     ///
     /// # Errors
-    /// A sequence is unknown or not on the device; nothing has changed.
+    /// A sequence is unknown or not on the device, or there are several page classes; nothing has changed.
     pub fn defragment(
         &mut self,
         goals: &[Wanted],
@@ -527,8 +528,9 @@ impl Manager {
     /// Measures fragmentation of the device; takes time proportional to the pool and the tables.
     ///
     /// # Errors
-    /// There is not enough memory for it.
+    /// There is not enough memory for it, or there are several page classes.
     pub fn fragmentation(&self) -> Result<Fragmentation> {
+        self.require_one_class("a measure of fragmentation")?;
         defrag::fragmentation(&self.sequences, &self.tiers)
     }
 
