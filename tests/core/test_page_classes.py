@@ -33,8 +33,9 @@ class Memory:
             for at in range(owner.num_page_classes):
                 pool = owner.pool(tier, at)
                 assert pool.per_extent is not None
-                shape, stride = (pool.num_blocks, pool.block_bytes), EXTENT // pool.per_extent
-                self.views[tier, at] = np.lib.stride_tricks.as_strided(arena, shape, (stride, 1))
+                assert pool.block_stride == EXTENT // pool.per_extent
+                shape, strides = (pool.num_blocks, pool.block_bytes), (pool.block_stride, 1)
+                self.views[tier, at] = np.lib.stride_tricks.as_strided(arena, shape, strides)
 
     def run(self, owner: BlockManager) -> set[int]:
         """Carry a step out and end it; return the page classes that it moved."""

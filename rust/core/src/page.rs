@@ -37,8 +37,8 @@ pub enum Space {
     /// `extent * per_extent + i`: block `id` lies at `id * bytes / per_extent` in the tier. If tables have null blocks,
     /// extent 0 belongs to no class: block 0 of each class lies there.
     Extents {
-        /// Bytes of an extent: at least those of the largest block, and a multiple of each class's number of blocks in
-        /// it; see [`extent_bytes`].
+        /// Bytes of an extent: at least those of the largest block, and a multiple of the number of blocks of each class
+        /// that lie in it, which is nearly as many as there is room for; see [`extent_bytes`].
         bytes: u64,
         /// Extents of each tier: device, host, external.
         counts: [usize; 3],
@@ -198,33 +198,32 @@ const MAX_LARGEST: u64 = 256;
 pub fn extent_bytes(block_bytes: &[u64], arena: u64) -> u64 {
     let largest = block_bytes.iter().copied().max().unwrap_or(1).max(1);
     let candidates = (1..=MAX_LARGEST).map(|blocks| aligned(block_bytes, largest.saturating_mul(blocks)));
-    let best = candidates.min_by_key(|&extent| lost(block_bytes, extent, arena));
-    best.unwrap_or(largest)
+    candidates.min_by_key(|&extent| lost(block_bytes, extent, arena)).unwrap_or(largest)
 }
 
-/// The next larger extent whose blocks of each class lie at an aligned stride.
+/// The next larger extent that has as many blocks of each class as one of these bytes, at aligned strides.
 fn aligned(block_bytes: &[u64], extent: u64) -> u64 {
-    let mut aligned = extent;
-    // Rounding up may make room for one more block, which then has to divide it as well.
-    for _ in 0..4 {
-        let step = block_bytes.iter().fold(1, |all, &block| lcm(all, (aligned / block.max(1)).max(1)));
-        aligned = extent.div_ceil(step.saturating_mul(ALIGNMENT)).saturating_mul(step.saturating_mul(ALIGNMENT));
-        if block_bytes.iter().all(|&block| aligned % (aligned / block.max(1)).max(1) == 0) {
-            return aligned;
-        }
-    }
-    u64::MAX
+    let step = block_bytes.iter().fold(ALIGNMENT, |step, &block| lcm(step, (extent / block.max(1)).max(1) * ALIGNMENT));
+    extent.div_ceil(step).saturating_mul(step)
+}
+
+/// Blocks of some bytes that lie in an extent at one stride, which is aligned if the extent is.
+fn blocks_in(extent: u64, block: u64) -> u64 {
+    let most = extent / block.max(1);
+    let unit = if extent % ALIGNMENT == 0 { ALIGNMENT } else { 1 };
+    (1..=most).rev().find(|blocks| extent % (blocks * unit) == 0).unwrap_or(1)
 }
 
 /// What a size of extents loses, in billionths of the arena.
 fn lost(block_bytes: &[u64], extent: u64, arena: u64) -> u128 {
-    if extent == u64::MAX {
-        return u128::MAX;
-    }
     let billionths = |part: u128, of: u64| part * 1_000_000_000 / u128::from(of.max(1));
-    let padding = block_bytes.iter().map(|&block| billionths(u128::from(extent % block.max(1)), extent)).sum::<u128>();
+    let padding = |&block: &u64| {
+        let blocks = u128::from(blocks_in(extent, block));
+        billionths(u128::from(extent).saturating_sub(blocks * u128::from(block)), extent)
+    };
     let classes = block_bytes.len().max(1) as u128;
-    padding / classes + billionths(classes * u128::from(extent), arena.max(1)) / 2
+    let padding: u128 = block_bytes.iter().map(padding).sum();
+    padding / classes + billionths(classes * u128::from(extent), arena) / 2
 }
 
 fn lcm(a: u64, b: u64) -> u64 {
@@ -240,10 +239,19 @@ fn lcm(a: u64, b: u64) -> u64 {
 pub(crate) struct Shape {
     /// Numbers of blocks, by class.
     pub(crate) ids: Vec<usize>,
-    /// Blocks of each class in an extent, and the extents; `None` if each class has its own blocks for good.
-    pub(crate) extents: Option<(PerClass, usize)>,
+    /// `None` if each class has its own blocks for good.
+    pub(crate) extents: Option<ExtentShape>,
     /// Whether tables have null blocks.
     pub(crate) has_null: bool,
+}
+
+/// The extents of a tier.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExtentShape {
+    /// Blocks of each class in an extent.
+    pub(crate) per_extent: PerClass,
+    pub(crate) bytes: u64,
+    pub(crate) count: usize,
 }
 
 impl Shape {
@@ -275,9 +283,9 @@ impl Shape {
                 }
                 let mut per_extent = PerClass::default();
                 for (class, &block) in bytes.iter().enumerate() {
-                    let blocks = *extent / block;
-                    if extent % blocks != 0 {
-                        let must = format!("a multiple of {blocks}, the blocks of {block} bytes in it");
+                    let (blocks, most) = (blocks_in(*extent, block), *extent / block);
+                    if blocks * 4 < most * 3 {
+                        let must = format!("a multiple of {most}, the blocks of {block} bytes in it");
                         return Err(invalid("extent_bytes", *extent, must));
                     }
                     *per_extent.at(class) = usize::try_from(blocks).unwrap_or(usize::MAX);
@@ -287,7 +295,7 @@ impl Shape {
                         return Self::single(per_extent.get(0).saturating_mul(count), has_null);
                     }
                     let ids = (0..bytes.len()).map(|class| per_extent.get(class).saturating_mul(count)).collect();
-                    Self { ids, extents: Some((per_extent, count)), has_null }
+                    Self { ids, extents: Some(ExtentShape { per_extent, bytes: *extent, count }), has_null }
                 }))
             }
         }
@@ -313,14 +321,15 @@ mod tests {
     #[test]
     fn an_extent_holds_whole_strides_of_every_class_and_loses_little() {
         const GIB: u64 = 1 << 30;
-        for bytes in [&[327_680, 64_389_120][..], &[584 * 64, 1_002_240, 8_640], &[7, 5, 3], &[4096]] {
+        let drafter = [1_048_576, 327_680, 153_931_776];
+        for bytes in [&[327_680, 64_389_120][..], &[584 * 64, 1_002_240, 8_640], &drafter, &[70_000, 50_000, 30_000]] {
             let extent = extent_bytes(bytes, 40 * GIB);
             let space = Space::Extents { bytes: extent, counts: [9, 0, 0] };
             assert!(Shape::of_tiers(&space, bytes, true).is_ok(), "{bytes:?} in {extent}");
             assert!(lost(bytes, extent, 40 * GIB) < 20_000_000, "{bytes:?} lose over 2 % in {extent}");
         }
-        let space = Space::Extents { bytes: 100, counts: [9, 0, 0] };
-        assert!(Shape::of_tiers(&space, &[14, 100], true).is_err(), "7 blocks do not divide 100 bytes");
+        let space = Space::Extents { bytes: 101, counts: [9, 0, 0] };
+        assert!(Shape::of_tiers(&space, &[14, 100], true).is_err(), "101 is prime");
     }
 
     #[test]

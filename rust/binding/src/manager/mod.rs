@@ -245,7 +245,9 @@ impl PyBlockManager {
         let manager = self.lock();
         let tier = |tier: Tier| {
             let pool = manager.pool(tier);
-            (!pool.is_empty()).then(|| format!("{}: {} of {} blocks free", tier.name(), pool.free(), pool.len()))
+            let class = |class| format!("{} of {}", pool.free_in(class), pool.len_of(class));
+            let classes: Vec<_> = (0..pool.num_classes()).map(class).collect();
+            (!pool.is_empty()).then(|| format!("{}: {} blocks free", tier.name(), classes.join(" + ")))
         };
         let tiers: Vec<_> = Tier::ALL.into_iter().filter_map(tier).collect();
         let (number, sequences) = (manager.number(), manager.num_sequences());

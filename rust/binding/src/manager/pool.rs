@@ -65,6 +65,12 @@ impl PyPool {
         self.shared.lock().pool(self.tier).per_extent(self.page_class)
     }
 
+    /// Bytes from a block of the class to the next in an arena; None if the class has its blocks for good.
+    #[getter]
+    fn block_stride(&self) -> Option<u64> {
+        self.shared.lock().pool(self.tier).stride(self.page_class)
+    }
+
     /// Number of extents that the class has at the moment.
     #[getter]
     fn num_extents(&self) -> usize {
@@ -81,7 +87,7 @@ impl PyPool {
     /// Number of blocks that admission keeps free: the device's watermark, 0 in the other tiers.
     #[getter]
     fn reserved(&self) -> usize {
-        if self.tier == Tier::Device { self.shared.lock().watermark_blocks() } else { 0 }
+        if self.tier == Tier::Device { self.shared.lock().kept_blocks(self.page_class) } else { 0 }
     }
 
     /// Cache groups whose block tables use the pool, a tuple of `CacheGroup` ordered by number.

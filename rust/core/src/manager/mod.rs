@@ -211,6 +211,13 @@ impl Manager {
         self.sequences.watermark().blocks()
     }
 
+    /// Device blocks of a page class that admission keeps free, or those in the extents that it keeps free.
+    #[must_use]
+    pub fn kept_blocks(&self, class: usize) -> usize {
+        let (device, kept) = (self.tiers.device(), self.tiers.device().kept(self.sequences.watermark()));
+        device.per_extent(class).map_or_else(|| kept.get(class), |per_extent| kept.get(0) * per_extent)
+    }
+
     /// The blocks of a tier.
     #[must_use]
     pub fn pool(&self, tier: Tier) -> &Pool {

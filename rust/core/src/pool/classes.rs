@@ -38,7 +38,7 @@ impl ClassSets {
 pub(crate) struct Room {
     /// The class that has too few, or the one that they need most of.
     pub(crate) class: usize,
-    /// Blocks of that class that are available to them, and to what is kept.
+    /// Blocks of that class that are available, those found included, without what is kept.
     pub(crate) free: usize,
     pub(crate) is_enough: bool,
 }
@@ -78,6 +78,12 @@ impl Pool {
         }
         let range = if class < self.classes.len() { self.classes.range(class) } else { 0..0 };
         range.start.checked_add(id).filter(|block| range.contains(block)).map(BlockId)
+    }
+
+    /// Bytes from a block of a class to the next; `None` if classes have their blocks for good.
+    #[must_use]
+    pub fn stride(&self, class: usize) -> Option<u64> {
+        self.extents.as_deref().map(|extents| extents.stride(class))
     }
 
     /// Blocks of a class in an extent; `None` if classes have their blocks for good.
@@ -153,7 +159,7 @@ impl Pool {
             let lacks = |class: &usize| wanted.get(*class) + kept.get(*class) > available.get(*class);
             let short = (0..self.classes.len()).find(lacks);
             let class = short.unwrap_or_else(|| self.largest(wanted));
-            let free = available.get(class).saturating_sub(kept.get(class));
+            let free = (available + taken).get(class).saturating_sub(kept.get(class));
             return Room { class, free, is_enough: short.is_none() };
         };
         let pinned = extents.idle_with(&self.classes, &found);
@@ -164,7 +170,7 @@ impl Pool {
         // Blocks of the class that are left once the others have theirs, and what is kept is set aside.
         let (more, fewer) = (given.saturating_sub(others), others.saturating_sub(given));
         let per_extent = extents.per_extent(class);
-        let free = (available.get(class) + more * per_extent).saturating_sub(fewer * per_extent);
+        let free = ((available + taken).get(class) + more * per_extent).saturating_sub(fewer * per_extent);
         Room { class, free, is_enough: lacking + kept.get(0) <= given }
     }
 

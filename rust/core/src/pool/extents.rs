@@ -1,13 +1,13 @@
 //! Extents: the pieces of a tier that its page classes take and give back.
 //!
-//! A class takes its own free blocks first, then an extent that nobody uses, then its own cached blocks, then an extent
-//! of another class in which all blocks are free or cached. Invariant: the blocks of an extent that a class does not
+//! A class takes its own free blocks first, and cached ones that serve nobody; then an extent that nobody uses, if what
+//! serves nobody goes; then its own cached blocks; then an extent of another class in which nothing is in use. Invariant: the blocks of an extent that a class does not
 //! own hold nothing and are in no set.
 
 use super::Pool;
 use crate::block::Membership;
 use crate::id::BlockId;
-use crate::page::{Classes, MAX_CLASSES, PerClass};
+use crate::page::{Classes, ExtentShape, MAX_CLASSES, PerClass};
 use crate::reuse::BlockSet;
 use std::ops::Range;
 
@@ -19,6 +19,7 @@ const NOBODY: u8 = u8::MAX;
 pub(super) struct Extents {
     /// Blocks of each class in an extent.
     per_extent: PerClass,
+    bytes: u64,
     owners: Vec<u8>,
     /// Extents that no class has.
     spare: BlockSet,
@@ -33,13 +34,14 @@ pub(super) struct Extents {
 
 impl Extents {
     /// Extents that no class has yet; with `has_null`, the first is never given away.
-    pub(super) fn new(per_extent: PerClass, count: usize, has_null: bool) -> Self {
+    pub(super) fn new(ExtentShape { per_extent, bytes, count }: ExtentShape, has_null: bool) -> Self {
         let mut spare = BlockSet::full(count);
         if has_null {
             spare.remove(BlockId(0));
         }
         Self {
             per_extent,
+            bytes,
             owners: vec![NOBODY; count],
             spare,
             held: vec![0; count],
@@ -79,6 +81,11 @@ impl Extents {
             let idle = self.idle.at(class);
             *idle = *idle + usize::from(is_idle) - usize::from(was_idle);
         }
+    }
+
+    /// Bytes from a block of a class to the next.
+    pub(super) fn stride(&self, class: usize) -> u64 {
+        self.bytes / self.per_extent.get(class).max(1) as u64
     }
 
     /// Blocks of a class in an extent.
@@ -190,23 +197,42 @@ impl Pool {
 
     /// Gives one class extents until it can take its blocks; what it can evict itself stays, as far as others are empty.
     fn grow_class(&mut self, class: usize, wanted: PerClass, overlappable_too: bool) {
+        let count = wanted.get(class);
         loop {
-            let surplus = self.available_in(overlappable_too).saturating_sub(wanted);
+            let available = self.available_in(overlappable_too);
+            let surplus = available.saturating_sub(wanted);
             let Some(extents) = self.extents.as_deref() else { return };
-            let count = wanted.get(class);
-            let next = if count <= self.sets[class].free.len() {
+            if count <= self.sets[class].free.len() + self.num_dead(class) {
                 return;
-            } else if let Some((extent, from)) = extents.empty(class, surplus) {
-                (extent, from)
-            } else if count <= self.available_in(overlappable_too).get(class) {
+            }
+            let empty = extents.empty(class, surplus);
+            if empty.is_none() && self.drop_dead(class) {
+                continue;
+            }
+            if empty.is_none() && count <= available.get(class) {
                 return;
-            } else if let Some((extent, from)) = extents.cheapest(class, surplus) {
-                (extent, Some(from))
-            } else {
-                return;
-            };
-            self.give(next.0, next.1, class);
+            }
+            let Some(extents) = self.extents.as_deref() else { return };
+            let cheapest = || extents.cheapest(class, surplus).map(|(extent, by)| (extent, Some(by)));
+            let Some((extent, from)) = empty.or_else(cheapest) else { return };
+            self.give(extent, from, class);
         }
+    }
+
+    /// Frees the cached blocks of other classes that serve nobody; returns whether there were any.
+    fn drop_dead(&mut self, class: usize) -> bool {
+        let mut any = false;
+        for other in (0..self.classes.len()).filter(|&other| other != class) {
+            while let Some(block) = self.cache.as_mut().and_then(|cache| cache.pop_dead(other)) {
+                self.drop_popped(block, false);
+                any = true;
+            }
+        }
+        any
+    }
+
+    fn num_dead(&self, class: usize) -> usize {
+        self.cache.as_ref().map_or(0, |cache| cache.num_dead(class))
     }
 
     /// Takes an extent from a class, with what is cached there, and gives it to another.

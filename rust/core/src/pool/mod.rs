@@ -95,7 +95,7 @@ impl Pool {
         }
         Self::require_memory(blocks, caching)?;
         let classes = Classes::new(&shape.ids);
-        let extents = shape.extents.map(|(per, count)| Box::new(Extents::new(per, count, shape.has_null)));
+        let extents = shape.extents.map(|extents| Box::new(Extents::new(extents, shape.has_null)));
         let mut pool = Self {
             tier,
             len: blocks,

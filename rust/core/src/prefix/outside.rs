@@ -90,6 +90,11 @@ impl Outside {
         self.remove_idle(block) || self.unbury(block)
     }
 
+    /// Number of dead blocks of a class.
+    pub(super) fn num_dead(&self, class: usize) -> usize {
+        self.num_dead.get(class)
+    }
+
     /// Number of blocks of a class.
     #[inline]
     pub(super) fn len_of(&self, class: usize) -> usize {

@@ -721,6 +721,16 @@ impl PrefixCache {
         self.points.as_deref().map_or(0, |points| points.outside.len())
     }
 
+    /// Takes out an evictable block of a class that serves nobody.
+    pub(crate) fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
+        self.points.as_deref_mut()?.pop_dead(class)
+    }
+
+    /// Evictable blocks of a class that serve nobody.
+    pub(crate) fn num_dead(&self, class: usize) -> usize {
+        self.points().map_or(0, |points| points.outside.num_dead(class))
+    }
+
     /// Those of them that are of a class.
     #[inline]
     pub(super) fn num_outside_of(&self, class: usize) -> usize {
