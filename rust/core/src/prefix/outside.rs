@@ -1,6 +1,7 @@
 //! Evictable blocks that the policy's order does not have: those that go with what they hang on, and those that lead to
 //! no point.
 
+use super::PrefixCache;
 use crate::id::BlockId;
 use crate::page::{Classes, PerClass};
 use crate::reuse::BlockSet;
@@ -120,5 +121,42 @@ impl Outside {
         self.idle.iter_mut().for_each(|idle| idle.grow(blocks));
         self.dead.make_room(blocks);
         self.classes.resize(blocks);
+    }
+}
+
+/// What of the cache is outside the policy's order.
+impl PrefixCache {
+    /// Takes a block out that is evictable, and not in the policy's order.
+    pub(super) fn take_outside(&mut self, block: BlockId) {
+        if let Some(points) = self.points.as_deref_mut() {
+            points.outside.remove(block);
+        }
+    }
+
+    /// Evictable blocks that are not in the policy's order.
+    #[inline]
+    pub(super) fn num_outside(&self) -> usize {
+        self.points.as_deref().map_or(0, |points| points.outside.len())
+    }
+
+    /// Takes out an evictable block of a class that serves nobody.
+    pub(crate) fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
+        self.points.as_deref_mut()?.pop_dead(class)
+    }
+
+    /// Evictable blocks of a class that serve nobody.
+    pub(crate) fn num_dead(&self, class: usize) -> usize {
+        self.points().map_or(0, |points| points.outside.num_dead(class))
+    }
+
+    /// Those of them that are of a class.
+    #[inline]
+    pub(super) fn num_outside_of(&self, class: usize) -> usize {
+        self.points.as_deref().map_or(0, |points| points.outside.len_of(class))
+    }
+
+    /// Whether a block is evictable, and not in the policy's order.
+    pub(super) fn is_outside(&self, block: BlockId) -> bool {
+        self.points.as_deref().is_some_and(|points| points.outside.contains(block))
     }
 }

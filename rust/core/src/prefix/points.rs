@@ -68,7 +68,7 @@ pub(crate) struct Points {
     /// Blocks that are published without a key.
     keyless: BlockSet,
     /// Evictable blocks that the policy's order does not have.
-    outside: Outside,
+    pub(super) outside: Outside,
     /// The ring for blocks that lose their point now.
     goes_to: usize,
     /// What is leaving for the host together: a point with all that only led to it.
@@ -216,16 +216,26 @@ impl Points {
         }
     }
 
-    /// Puts the unused companions of an anchor among the dead, or takes them out.
+    /// Puts the unused companions of an anchor among the dead, unless another anchor needs them, or takes them out.
     fn bring_companions(&mut self, anchor: BlockId, to_dead: bool) {
-        let Some(bundle) = self.bundles.get(&anchor) else { return };
-        for &block in &bundle.companions {
-            if to_dead && self.outside.remove_idle(block) {
+        let companions = self.bundles.get(&anchor).map_or_else(Vec::new, |bundle| bundle.companions.to_vec());
+        for block in companions {
+            if to_dead && !self.serves_another(block, anchor) && self.outside.remove_idle(block) {
                 self.outside.bury(self.goes_to, block);
             } else if !to_dead && self.outside.unbury(block) {
                 self.outside.insert_idle(block);
             }
         }
+    }
+
+    /// Whether a companion hangs on another live anchor, too: prompts that part within the tokens of a key share the first
+    /// of several blocks.
+    fn serves_another(&mut self, block: BlockId, anchor: BlockId) -> bool {
+        self.owners[block.index()] > 1
+            && self
+                .hung_on(block)
+                .into_iter()
+                .any(|other| other != anchor && self.is_live(other) && !self.outside.is_dead(other))
     }
 
     /// Nothing hangs on an anchor without a point any longer.
@@ -239,7 +249,7 @@ impl Points {
     }
 
     /// Takes out the dead block of a class that goes first.
-    fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
+    pub(super) fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
         self.outside.pop_dead(class, DEAD).or_else(|| self.outside.pop_dead(class, LEAVING))
     }
 
@@ -573,13 +583,6 @@ impl PrefixCache {
         self.points.as_deref_mut().is_some_and(|points| points.keyless.remove(block))
     }
 
-    /// Takes a block out that is evictable, and not in the policy's order.
-    pub(super) fn take_outside(&mut self, block: BlockId) {
-        if let Some(points) = self.points.as_deref_mut() {
-            points.outside.remove(block);
-        }
-    }
-
     /// Number of blocks published without a key.
     pub(super) fn num_keyless(&self) -> usize {
         self.points.as_deref().map_or(0, |points| points.keyless.len())
@@ -713,33 +716,6 @@ impl PrefixCache {
             both.pass(anchor);
             both.points.outside.unbury(anchor);
         }
-    }
-
-    /// Evictable blocks that are not in the policy's order.
-    #[inline]
-    pub(super) fn num_outside(&self) -> usize {
-        self.points.as_deref().map_or(0, |points| points.outside.len())
-    }
-
-    /// Takes out an evictable block of a class that serves nobody.
-    pub(crate) fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
-        self.points.as_deref_mut()?.pop_dead(class)
-    }
-
-    /// Evictable blocks of a class that serve nobody.
-    pub(crate) fn num_dead(&self, class: usize) -> usize {
-        self.points().map_or(0, |points| points.outside.num_dead(class))
-    }
-
-    /// Those of them that are of a class.
-    #[inline]
-    pub(super) fn num_outside_of(&self, class: usize) -> usize {
-        self.points.as_deref().map_or(0, |points| points.outside.len_of(class))
-    }
-
-    /// Whether a block is evictable, and not in the policy's order.
-    pub(super) fn is_outside(&self, block: BlockId) -> bool {
-        self.points.as_deref().is_some_and(|points| points.outside.contains(block))
     }
 
     /// Replaces a block by another that has nothing.
