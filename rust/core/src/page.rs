@@ -207,11 +207,19 @@ fn aligned(block_bytes: &[u64], extent: u64) -> u64 {
     extent.div_ceil(step).saturating_mul(step)
 }
 
-/// Blocks of some bytes that lie in an extent at one stride, which is aligned if the extent is.
+/// Blocks of some bytes that lie in an extent at one stride, which is aligned if extent and blocks are; 1 if these are far
+/// fewer than there is room for.
 fn blocks_in(extent: u64, block: u64) -> u64 {
-    let most = extent / block.max(1);
-    let unit = if extent % ALIGNMENT == 0 { ALIGNMENT } else { 1 };
-    (1..=most).rev().find(|blocks| extent % (blocks * unit) == 0).unwrap_or(1)
+    let unit = if extent % ALIGNMENT == 0 && block % ALIGNMENT == 0 { ALIGNMENT } else { 1 };
+    let (units, most) = (extent / unit, (extent / block.max(1)).max(1));
+    let (least, narrowest) = (most - most / 4, units.div_ceil(most));
+    // Look among the numbers of blocks, or among the strides, whichever are fewer.
+    let found = if most < narrowest {
+        (least..=most).rev().find(|blocks| units % blocks == 0)
+    } else {
+        (narrowest..=units / least).find(|stride| units % stride == 0).map(|stride| units / stride)
+    };
+    found.unwrap_or(1)
 }
 
 /// What a size of extents loses, in billionths of the arena.
@@ -327,6 +335,10 @@ mod tests {
             let space = Space::Extents { bytes: extent, counts: [9, 0, 0] };
             assert!(Shape::of_tiers(&space, bytes, true).is_ok(), "{bytes:?} in {extent}");
             assert!(lost(bytes, extent, 40 * GIB) < 20_000_000, "{bytes:?} lose over 2 % in {extent}");
+        }
+        for (extent, block, blocks) in [(960, 64, 15), (960, 48, 20), (100, 14, 1), (100, 20, 5), (1 << 40, 1, 1 << 40)]
+        {
+            assert_eq!(blocks_in(extent, block), blocks, "blocks of {block} in {extent}");
         }
         let space = Space::Extents { bytes: 101, counts: [9, 0, 0] };
         assert!(Shape::of_tiers(&space, &[14, 100], true).is_err(), "101 is prime");
