@@ -33,15 +33,13 @@ mod _core {
     #[pymodule_export]
     use crate::free_blocks::PyFreeBlocks;
     #[pymodule_export]
-    use crate::manager::PyArena;
-    #[pymodule_export]
     use crate::manager::PyBlockManager;
     #[pymodule_export]
     use crate::manager::defrag::PyDefrag;
     #[pymodule_export]
     use crate::manager::fit::{PyAllocStatus, PyFit};
     #[pymodule_export]
-    use crate::manager::group::PyCacheGroup;
+    use crate::manager::group::{PyArena, PyCacheGroup};
     #[pymodule_export]
     use crate::manager::pins::PyPins;
     #[pymodule_export]

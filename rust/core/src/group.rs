@@ -5,7 +5,7 @@
 
 use crate::error::{Error, Result, invalid};
 use crate::id::BlockId;
-use crate::page::{PagedGroup, PerClass, classes_of};
+use crate::page::{MAX_CLASSES, PerClass};
 use std::ops::Range;
 
 /// Replaces block table entries that are no longer needed.
@@ -139,6 +139,41 @@ impl Group {
             _ => 1,
         }
     }
+}
+
+/// Largest block, in bytes.
+const MAX_BLOCK_BYTES: u64 = 1 << 40;
+
+/// A cache group with blocks of its own size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PagedGroup {
+    /// Which earlier tokens its layers need.
+    pub group: Group,
+    /// Token slots in one of its blocks, a divisor of the manager's block size.
+    pub block_tokens: u32,
+    /// Bytes of one of its blocks.
+    pub block_bytes: u64,
+}
+
+/// The classes of some groups: the number of each one's class, and the bytes of a block of each class.
+pub(crate) fn classes_of(groups: &[PagedGroup]) -> Result<(Vec<u8>, Vec<u64>)> {
+    let mut bytes: Vec<u64> = Vec::new();
+    let mut classes = Vec::with_capacity(groups.len());
+    for group in groups {
+        if !(1..=MAX_BLOCK_BYTES).contains(&group.block_bytes) {
+            return Err(invalid("block_bytes", group.block_bytes, format!("1 to {MAX_BLOCK_BYTES}")));
+        }
+        let class = bytes.iter().position(|&known| known == group.block_bytes).unwrap_or_else(|| {
+            bytes.push(group.block_bytes);
+            bytes.len() - 1
+        });
+        classes.push(u8::try_from(class).unwrap_or(u8::MAX));
+    }
+    if bytes.len() > MAX_CLASSES {
+        let must = format!("at most {MAX_CLASSES}");
+        return Err(invalid("number of page classes", bytes.len() as i128, must));
+    }
+    Ok((classes, bytes))
 }
 
 /// The groups of a manager, growing ones first.
@@ -422,6 +457,16 @@ mod tests {
     fn of(groups: &[Group]) -> Result<Groups> {
         let paged = |&group| PagedGroup { group, block_tokens: 4, block_bytes: 1 };
         Groups::new(&groups.iter().map(paged).collect::<Vec<_>>(), 4)
+    }
+
+    #[test]
+    fn groups_of_equal_bytes_share_a_class_in_the_order_of_the_groups() {
+        let of = |bytes: &[u64]| {
+            let group = |&block_bytes| PagedGroup { group: Group::Full, block_tokens: 4, block_bytes };
+            classes_of(&bytes.iter().map(group).collect::<Vec<_>>())
+        };
+        assert_eq!(of(&[9, 3, 9, 5]), Ok((vec![0, 1, 0, 2], vec![9, 3, 5])));
+        assert!(of(&[1, 2, 3, 4, 5]).is_err() && of(&[0]).is_err());
     }
 
     #[test]

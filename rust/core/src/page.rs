@@ -6,27 +6,12 @@
 //! [`Space::Extents`].
 
 use crate::error::{Result, invalid};
-use crate::group::Group;
 use crate::id::BlockId;
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Range};
 
 /// Maximum number of page classes in a manager.
 pub const MAX_CLASSES: usize = 4;
-
-/// Largest block, in bytes.
-const MAX_BLOCK_BYTES: u64 = 1 << 40;
-
-/// A cache group with blocks of its own size.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct PagedGroup {
-    /// Which earlier tokens its layers need.
-    pub group: Group,
-    /// Token slots in one of its blocks, a divisor of the manager's block size.
-    pub block_tokens: u32,
-    /// Bytes of one of its blocks.
-    pub block_bytes: u64,
-}
 
 /// How the page classes of a tier share it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -162,27 +147,6 @@ impl Classes {
     pub(crate) fn resize(&mut self, blocks: usize) {
         self.end = u32::try_from(blocks).unwrap_or(u32::MAX);
     }
-}
-
-/// The classes of some groups: the number of each one's class, and the bytes of a block of each class.
-pub(crate) fn classes_of(groups: &[PagedGroup]) -> Result<(Vec<u8>, Vec<u64>)> {
-    let mut bytes: Vec<u64> = Vec::new();
-    let mut classes = Vec::with_capacity(groups.len());
-    for group in groups {
-        if !(1..=MAX_BLOCK_BYTES).contains(&group.block_bytes) {
-            return Err(invalid("block_bytes", group.block_bytes, format!("1 to {MAX_BLOCK_BYTES}")));
-        }
-        let class = bytes.iter().position(|&known| known == group.block_bytes).unwrap_or_else(|| {
-            bytes.push(group.block_bytes);
-            bytes.len() - 1
-        });
-        classes.push(u8::try_from(class).unwrap_or(u8::MAX));
-    }
-    if bytes.len() > MAX_CLASSES {
-        let must = format!("at most {MAX_CLASSES}");
-        return Err(invalid("number of page classes", bytes.len() as i128, must));
-    }
-    Ok((classes, bytes))
 }
 
 /// Strides are multiples of this many bytes.
@@ -342,15 +306,5 @@ mod tests {
         }
         let space = Space::Extents { bytes: 101, counts: [9, 0, 0] };
         assert!(Shape::of_tiers(&space, &[14, 100], true).is_err(), "101 is prime");
-    }
-
-    #[test]
-    fn groups_of_equal_bytes_share_a_class_in_the_order_of_the_groups() {
-        let of = |bytes: &[u64]| {
-            let group = |&block_bytes| PagedGroup { group: Group::Full, block_tokens: 4, block_bytes };
-            classes_of(&bytes.iter().map(group).collect::<Vec<_>>())
-        };
-        assert_eq!(of(&[9, 3, 9, 5]), Ok((vec![0, 1, 0, 2], vec![9, 3, 5])));
-        assert!(of(&[1, 2, 3, 4, 5]).is_err() && of(&[0]).is_err());
     }
 }

@@ -1,6 +1,5 @@
 //! `BlockManager`: the core's manager. Its methods are in `verbs/`, and each facet has its own file.
 
-mod arena;
 pub(crate) mod defrag;
 pub(crate) mod fit;
 pub(crate) mod group;
@@ -21,9 +20,8 @@ use crate::convert::arrays::{self, Handle};
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::tiers::tier_of;
 use crate::locks::Guard;
-pub(crate) use crate::manager::arena::PyArena;
 use crate::manager::defrag::PyDefrag;
-use crate::manager::group::PyCacheGroup;
+use crate::manager::group::{PyArena, PyCacheGroup};
 use crate::manager::open_tickets::OpenTickets;
 use crate::manager::pins::PyPins;
 use crate::manager::policies::CachingOptions;

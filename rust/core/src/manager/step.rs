@@ -3,9 +3,11 @@
 
 use super::Manager;
 use crate::block::{LeaseKind, TierBlock};
-use crate::decision::{Pairs, StepDecision};
+use crate::decision::{Kind, Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId};
+use crate::page::MAX_CLASSES;
+use crate::tiers::Tiers;
 use crate::transfer::{Held, HeldRuns, OpenStep, Ticket, evicted};
 use std::collections::HashSet;
 
@@ -53,7 +55,11 @@ impl Manager {
         step.cut_off();
         defrag.decide(&mut step);
         self.sequences.end_step();
-        self.transfers.submit(&self.tiers, prefetch)
+        let mut decision = self.transfers.submit(self.tiers.device(), prefetch);
+        if self.num_classes() > 1 {
+            decision.transfers = by_class(&self.tiers, decision.transfers);
+        }
+        decision
     }
 
     /// Tickets that are neither completed nor failed, oldest first. The blocks they hold are not available.
@@ -184,6 +190,21 @@ impl Manager {
         self.end(ended);
         sequences
     }
+}
+
+/// Pairs of blocks as pairs of ids in their page classes, class by class.
+fn by_class(tiers: &Tiers, transfers: Vec<(Kind, Pairs)>) -> Vec<(Kind, Pairs)> {
+    let mut all = Vec::with_capacity(transfers.len());
+    for (kind, Pairs { src, dst, ids, .. }) in transfers {
+        let mut classes = [const { Vec::new() }; MAX_CLASSES];
+        for [from, to] in ids {
+            let (class, from) = tiers.pool(src).local(BlockId(from));
+            classes[class].push([from, tiers.pool(dst).local(BlockId(to)).1]);
+        }
+        let named = (0u8..).zip(classes).filter(|(_, ids)| !ids.is_empty());
+        all.extend(named.map(|(page_class, ids)| (kind, Pairs { src, dst, page_class, ids })));
+    }
+    all
 }
 
 #[cfg(test)]

@@ -26,9 +26,7 @@ use crate::decision::{Kind, Pairs, StepDecision};
 use crate::error::fault;
 use crate::error::{Error, Result};
 use crate::id::{BlockId, TicketId, Tier};
-use crate::page::MAX_CLASSES;
 use crate::pool::Pool;
-use crate::tiers::Tiers;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Number of ended copies to keep without pruning.
@@ -149,7 +147,7 @@ impl Transfers {
 
     /// Ends the open step: its transfers, under a ticket that holds leases on all their blocks. `prefetch` lets loads
     /// land after the step, if it does not compute with them.
-    pub(crate) fn submit(&mut self, tiers: &Tiers, prefetch: bool) -> StepDecision {
+    pub(crate) fn submit(&mut self, device: &Pool, prefetch: bool) -> StepDecision {
         let prefetch = !std::mem::take(&mut self.reads_loads) && prefetch;
         if prefetch && self.is_loading() {
             self.step.set_prefetch();
@@ -158,15 +156,12 @@ impl Transfers {
         // The order of the kinds is the order of execution: what is read by one is written by a later one only.
         transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
         let mut step = std::mem::take(&mut self.step);
-        step.set_copies(copies(&transfers, tiers.device()));
+        step.set_copies(copies(&transfers, device));
         self.submitted.insert(ticket, step);
         self.open = TicketId(ticket.0 + 1);
         self.fresh = HashSet::new();
         for (kind, pairs) in &transfers {
             self.num_decided[*kind as usize][pairs.src.max(pairs.dst).index()] += pairs.ids.len() as u64;
-        }
-        if tiers.device().num_classes() > 1 {
-            transfers = by_class(tiers, transfers);
         }
         let after = if std::mem::take(&mut self.overlaps) { self.overlapped() } else { Vec::new() };
         StepDecision { ticket, after, transfers, prefetch }
@@ -327,21 +322,6 @@ impl Transfers {
     }
 }
 
-/// Pairs of blocks as pairs of ids in their page classes, class by class.
-fn by_class(tiers: &Tiers, transfers: Vec<(Kind, Pairs)>) -> Vec<(Kind, Pairs)> {
-    let mut all = Vec::with_capacity(transfers.len());
-    for (kind, Pairs { src, dst, ids, .. }) in transfers {
-        let mut classes = [const { Vec::new() }; MAX_CLASSES];
-        for [from, to] in ids {
-            let (class, from) = tiers.pool(src).local(BlockId(from));
-            classes[class].push([from, tiers.pool(dst).local(BlockId(to)).1]);
-        }
-        let named = (0u8..).zip(classes).filter(|(_, ids)| !ids.is_empty());
-        all.extend(named.map(|(page_class, ids)| (kind, Pairs { src, dst, page_class, ids })));
-    }
-    all
-}
-
 /// The decided pairs of one kind, mutable.
 fn pairs_of(decided: &mut Vec<(Kind, Pairs)>, kind: Kind, src: Tier, dst: Tier) -> &mut Vec<[u32; 2]> {
     let same = |(k, pairs): &(Kind, Pairs)| (*k, pairs.src, pairs.dst) == (kind, src, dst);
@@ -362,15 +342,12 @@ fn copies(transfers: &[(Kind, Pairs)], device: &Pool) -> Vec<[BlockVersion; 2]> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::page::Shape;
-    use crate::pool::Policies;
 
-    /// Tiers with a device of eight blocks in use.
-    fn tiers() -> Tiers {
-        let shapes = [8, 0, 0].map(|blocks| Shape::single(blocks, false));
-        let mut tiers = Tiers::new(&shapes, 1, false, Policies::default()).unwrap();
-        tiers.take((Tier::Device, 0), 8, false, &mut Vec::new());
-        tiers
+    /// A device of eight blocks in use.
+    fn device() -> Pool {
+        let mut pool = Pool::new(Tier::Device, 8, false).unwrap();
+        pool.take(8, false, &mut Vec::new());
+        pool
     }
 
     fn copy(transfers: &mut Transfers, from: u32, to: u32) {
@@ -383,31 +360,31 @@ mod tests {
 
     #[test]
     fn a_ticket_is_in_flight_from_its_step_until_closed() {
-        let (mut transfers, tiers) = (Transfers::new(), tiers());
+        let (mut transfers, device) = (Transfers::new(), device());
         let open = transfers.open();
         assert!(transfers.in_flight(open) && transfers.idle());
         let lease = Lease { tier: Tier::Device, kind: LeaseKind::OverlappableRead, block: BlockId(3) };
         transfers.step_mut().lease(lease);
         copy(&mut transfers, 3, 4);
         transfers.note_overlap(true);
-        let decision = transfers.submit(&tiers, false);
+        let decision = transfers.submit(&device, false);
         assert_eq!((decision.ticket, decision.after), (open, vec![open]));
         assert!(transfers.in_flight(open) && !transfers.idle());
-        assert_eq!(transfers.copies_since(open, tiers.device()), [[version(3), version(4)]]);
-        assert_eq!(transfers.close(open, tiers.device()).unwrap().held().len(), 1);
+        assert_eq!(transfers.copies_since(open, &device), [[version(3), version(4)]]);
+        assert_eq!(transfers.close(open, &device).unwrap().held().len(), 1);
         assert!(!transfers.in_flight(open));
-        assert!(transfers.close(open, tiers.device()).is_err());
+        assert!(transfers.close(open, &device).is_err());
     }
 
     #[test]
     fn copies_of_an_ended_ticket_are_known_while_an_earlier_one_runs() {
-        let (mut transfers, tiers) = (Transfers::new(), tiers());
-        let load = transfers.submit(&tiers, false).ticket;
+        let (mut transfers, device) = (Transfers::new(), device());
+        let load = transfers.submit(&device, false).ticket;
         copy(&mut transfers, 1, 2);
-        let second = transfers.submit(&tiers, false).ticket;
-        transfers.close(second, tiers.device()).unwrap();
-        assert_eq!(transfers.copies_since(load, tiers.device()), [[version(1), version(2)]]);
-        transfers.close(load, tiers.device()).unwrap();
-        assert!(transfers.copies_since(load, tiers.device()).is_empty());
+        let second = transfers.submit(&device, false).ticket;
+        transfers.close(second, &device).unwrap();
+        assert_eq!(transfers.copies_since(load, &device), [[version(1), version(2)]]);
+        transfers.close(load, &device).unwrap();
+        assert!(transfers.copies_since(load, &device).is_empty());
     }
 }
