@@ -3,12 +3,13 @@
     python benches/bench_capacity.py [--check] [--gib 40]
 
 Each model has its own prompts in a `BlockManager` over one arena: full attention, windows and states in page classes of
-their own. Prompts of equal length that share nothing are computed in chunks of 2,048 tokens and freed, more of them than
-the cache can hold. What counts are the tokens of prompts that a later request can continue at their last boundary of
-16 tokens. The optimum is the arena over the bytes that one such prompt needs at least: its full blocks, one window, one
-state. The second figure is that share, the third the share of the arena that cached blocks fill: the rest are null blocks,
-padding and part-filled extents. Between the two lie the tails of earlier resume points, which sessions need. `--check` stops with an error if a goal is missed. With
-BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+their own. Prompts of equal length that share nothing are computed in chunks of 2,048 tokens and freed, more of them
+than the cache can hold. What counts are the tokens of prompts that a later request can continue at their last boundary
+of 16 tokens. The optimum is the arena over the bytes that one such prompt needs at least: its full blocks, one window,
+one state. The second figure is the share of that optimum, the third the share of the arena that cached blocks fill: the
+rest are null blocks, padding and part-filled extents. Between the two lie the tails of earlier resume points, which
+sessions need. `--check` stops with an error if a goal is missed. With BENCH_JSON=FILE it also adds its figures to the
+flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CHECKED, GOALS = 4096, {40: 0.98, 10: 0.95}
 
 
 class Model(NamedTuple):
-    """Bytes of a model's cache, as in `HYBRID.md`: layers by kind, bf16 unless the engine keeps states in fp32."""
+    """Bytes of a model's cache: layers by kind, bf16 except the states that engines keep in fp32."""
 
     full_kib: float
     """KiB of a token in the layers that keep every token."""

@@ -7,8 +7,8 @@ step takes blocks for all of them, so the mean step costs more than the median s
 tokens, of which 1,024 are shared by 50 prompts, 16 live at a time, in microseconds per prompt. `--check` stops with an
 error if a goal is missed. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 
-`classes_2`: decode steps of a full and a window group whose blocks differ in bytes. `extent_us`: microseconds for a page
-class to take an extent that another has left empty, in an arena of 640 extents.
+`classes_2`: decode steps of a full and a window group whose blocks differ in bytes. `extent_us`: microseconds for a
+page class to take an extent that another has left empty, in an arena of 640 extents.
 
 All group counts take turns within a repeat, so that they see the same load.
 """

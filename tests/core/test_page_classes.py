@@ -128,7 +128,11 @@ def test_a_fixed_split_gives_each_class_its_own_blocks() -> None:
         ([FULL.with_blocks(tokens=3)], {"device_blocks": 9}, "block_tokens is 3, must be a divisor of 4"),
         ([FULL, STATE.with_blocks(tokens=2)], {"device_blocks": 9}, "block_tokens of a recurrent group is 2"),
         (GROUPS, {"arena": Arena(device_bytes=9000, extent_bytes=950)}, "extent_bytes is 950, must be at least 960"),
-        (GROUPS, {"arena": Arena(device_bytes=9000, extent_bytes=961)}, "extent_bytes is 961, must be a multiple of 15"),
+        (
+            GROUPS,
+            {"arena": Arena(device_bytes=9000, extent_bytes=961)},
+            "extent_bytes is 961, must be a multiple of 15",
+        ),
         ([FULL.with_blocks(bytes=at) for at in range(1, 6)], {"device_blocks": 9}, "number of page classes is 5"),
         (GROUPS, {"arena": Arena.split(device_blocks=[9, 9, 1])}, "device_blocks is 1, must be at least 2"),
     ],
@@ -149,10 +153,11 @@ def test_groups_pairs_and_arenas_show_and_pickle_their_classes() -> None:
     pairs = Pairs("device", "host", [(1, 2)], 3)
     arena = Arena(device_bytes=10, extent_bytes=5)
     for value in (WINDOW, STATE, FULL.with_blocks(), pairs):
-        assert pickle.loads(pickle.dumps(value)) == value  # noqa: S301 (our own bytes)
+        assert pickle.loads(pickle.dumps(value)) == value
     assert repr(WINDOW) == "CacheGroup.sliding_window(6).with_blocks(tokens=2, bytes=48)"
     assert (WINDOW.block_tokens, WINDOW.block_bytes, pairs.page_class) == (2, 48, 3)
-    assert pairs != Pairs("device", "host", [(1, 2)]) and "page_class=3" in repr(pairs)
+    assert pairs != Pairs("device", "host", [(1, 2)])
+    assert "page_class=3" in repr(pairs)
     assert repr(arena) == "Arena(device_bytes=10, host_bytes=0, external_bytes=0, extent_bytes=5)"
     with pytest.raises(InvalidArgumentError, match="page_class is 4, must be below 4"):
         Pairs("device", "host", [(1, 2)], 4)

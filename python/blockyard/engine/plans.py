@@ -34,8 +34,8 @@ def require_one_class(transfers: Sequence[tuple[str, Pairs]]) -> None:
     for kind, pairs in transfers:
         if pairs.page_class:
             raise MappingError(
-                f"{len(pairs)} pairs of kind {kind!r} are of page class {pairs.page_class}, an engine has the blocks of "
-                "one class: run each entry of transfers() with the engine of its class"
+                f"{len(pairs)} pairs of kind {kind!r} are of page class {pairs.page_class}, an engine has the blocks "
+                "of one class: run each entry of transfers() with the engine of its class"
             )
 
 

@@ -254,7 +254,7 @@ impl Groups {
             first: 0,
             bytes: paged.block_bytes,
         };
-        let (pages, class_bytes) = (paged.iter().zip(classes).map(page).collect(), class_bytes.into());
+        let (all_pages, class_bytes) = (paged.iter().zip(classes).map(page).collect(), class_bytes.into());
         let least_tokens = paged[..growing].iter().map(|paged| paged.block_tokens).min().unwrap_or(block_size);
         let null = groups.iter().any(|group| group.leaves_nulls());
         let (leaving, keeping): (Vec<usize>, _) = (0..growing).partition(|&at| groups[at].leaves_nulls());
@@ -264,7 +264,7 @@ impl Groups {
         let (leaving, ahead) = (leaving.into(), u32::from(groups.contains(&Group::Drafter)));
         Ok(Self {
             all: groups.into(),
-            pages,
+            pages: all_pages,
             class_bytes,
             least_tokens,
             growing,
@@ -358,7 +358,7 @@ impl Groups {
         }
     }
 
-    /// So many blocks of a group.
+    /// `count` blocks of a group.
     #[inline]
     pub(crate) fn blocks(&self, group: u8, count: usize) -> PerClass {
         PerClass::of(self.class(group), count)

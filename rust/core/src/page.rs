@@ -108,7 +108,7 @@ pub(crate) struct Classes {
 }
 
 impl Classes {
-    /// Classes with so many numbers each.
+    /// Classes with these numbers of blocks.
     pub(crate) fn new(blocks: &[usize]) -> Self {
         let (mut ends, mut end) = ([u32::MAX; MAX_CLASSES - 1], 0u32);
         for (class, &count) in blocks.iter().enumerate() {
@@ -255,9 +255,9 @@ impl Shape {
                 }
                 let mut per_extent = PerClass::default();
                 for (class, &block) in bytes.iter().enumerate() {
-                    let (blocks, most) = (blocks_in(*extent, block), *extent / block);
-                    if blocks * 4 < most * 3 {
-                        let must = format!("a multiple of {most}, the blocks of {block} bytes in it");
+                    let (blocks, room) = (blocks_in(*extent, block), *extent / block);
+                    if blocks * 4 < room * 3 {
+                        let must = format!("a multiple of {room}, the blocks of {block} bytes in it");
                         return Err(invalid("extent_bytes", *extent, must));
                     }
                     *per_extent.at(class) = usize::try_from(blocks).unwrap_or(usize::MAX);

@@ -188,7 +188,7 @@ impl Pool {
         }
     }
 
-    /// Whether an empty tier has so many blocks, and what is kept.
+    /// Whether an empty tier has these blocks, and what is kept.
     pub(crate) fn could_have(&self, blocks: PerClass, kept: PerClass) -> bool {
         match self.extents.as_deref() {
             Some(extents) => extents.filled_by(blocks) + kept.get(0) <= extents.usable(self.has_null),
@@ -235,7 +235,9 @@ impl Pool {
     #[inline]
     pub(super) fn note_all(&mut self, blocks: &[BlockId], from: Membership, to: Membership) {
         if let Some(extents) = &mut self.extents {
-            blocks.iter().for_each(|&block| extents.note(&self.classes, block, from, to));
+            for &block in blocks {
+                extents.note(&self.classes, block, from, to);
+            }
         }
     }
 

@@ -113,7 +113,7 @@ impl Extents {
         self.owners.len().saturating_sub(usize::from(has_null))
     }
 
-    /// Extents that so many blocks of each class fill.
+    /// Extents that numbers of blocks of each class fill.
     pub(super) fn filled_by(&self, blocks: PerClass) -> usize {
         blocks.with(self.per_extent, |blocks, per_extent| blocks.div_ceil(per_extent.max(1))).total()
     }
