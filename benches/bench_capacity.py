@@ -129,6 +129,8 @@ def main() -> None:
                 row += f"{'-':>10}{'':>16}"
                 continue
             found, filled = cached(model, length, options.gib)
+            if found > best or filled > 1:
+                raise AssertionError(f"{found} prompts of {best} are cached, {filled:.3f} of the arena")
             row += f"{found * length // options.gib:>10}{found / best:>8.3f}{filled:>8.3f}"
             figures[f"capacity_{options.gib}_{name}_{length}"] = found / best
             figures[f"capacity_{options.gib}_{name}_{length}_filled"] = filled

@@ -43,7 +43,6 @@ impl<'py> Argument<'py> for PyCacheGroup {
 }
 
 #[pymethods]
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "a Python object is shared")]
 impl PyCacheGroup {
     /// All preceding tokens.
     #[staticmethod]
@@ -166,8 +165,8 @@ impl PyCacheGroup {
         tokens: Option<u32>,
         bytes: Option<u64>,
     ) -> PyResult<Self> {
-        let made: Self = make.call1(args)?.extract()?;
-        Ok(Self { block_tokens: tokens, block_bytes: bytes, ..made })
+        let plain: Self = make.call1(args)?.extract()?;
+        Ok(Self { block_tokens: tokens, block_bytes: bytes, ..plain })
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, GroupState<'py>)> {

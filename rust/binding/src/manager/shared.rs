@@ -51,7 +51,9 @@ pub(crate) fn no_handles(py: Python<'_>) -> PyResult<Bound<'_, PyArray1<u64>>> {
 pub(crate) fn in_class(manager: &Manager, tier: Tier, mut blocks: Vec<BlockId>) -> Vec<BlockId> {
     let pool = manager.pool(tier);
     if pool.num_classes() > 1 {
-        blocks.iter_mut().for_each(|block| block.0 = pool.local(*block).1);
+        for block in &mut blocks {
+            block.0 = pool.local(*block).1;
+        }
     }
     blocks
 }
