@@ -7,6 +7,9 @@ step takes blocks for all of them, so the mean step costs more than the median s
 tokens, of which 1,024 are shared by 50 prompts, 16 live at a time, in microseconds per prompt. `--check` stops with an
 error if a goal is missed. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 
+`classes_2`: decode steps of a full and a window group whose blocks differ in bytes. `extent_us`: microseconds for a
+page class to take an extent that another has left empty, in an arena of 640 extents.
+
 All group counts take turns within a repeat, so that they see the same load.
 """
 
@@ -25,7 +28,7 @@ from figures import keep
 from numpy.typing import NDArray
 from peers.common import BLOCK_SIZE, GROUPED_POOL, GROUPED_SHAPES, PROMPT, SEQUENCES, grouped_prompts
 
-from blockyard import BlockManager, CacheGroup
+from blockyard import Arena, BlockManager, CacheGroup
 from blockyard.types import Sequence as Handle
 
 STEPS, TIMED = 512, 112
@@ -56,10 +59,16 @@ DECODED = {
 }
 
 
-def decode(groups: list[CacheGroup]) -> tuple[float, float]:
+def decode(groups: list[CacheGroup], bytes_of: tuple[int, ...] = ()) -> tuple[float, float]:
     """Nanoseconds per sequence and step with tables: the mean, and the median step, which takes no blocks."""
     width = (PROMPT + STEPS + TIMED) // BLOCK_SIZE
-    manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=SEQUENCES * len(groups) * (width + 1), groups=groups)
+    blocks = SEQUENCES * len(groups) * (width + 1)
+    if bytes_of:
+        groups = [group.with_blocks(bytes=size) for group, size in zip(groups, bytes_of, strict=True)]
+        arena = Arena(device_bytes=blocks * max(bytes_of))
+        manager = BlockManager(block_size=BLOCK_SIZE, arena=arena, groups=groups)
+    else:
+        manager = BlockManager(block_size=BLOCK_SIZE, device_blocks=blocks, groups=groups)
     sequences = manager.allocate(counts=np.full(SEQUENCES, PROMPT, dtype=np.uint32))
     manager.complete(manager.take_decision().ticket)
     slots = np.zeros(len(groups) * SEQUENCES, dtype=np.int64)
@@ -77,6 +86,23 @@ def decode(groups: list[CacheGroup]) -> tuple[float, float]:
         if not np.array_equal(table, manager.block_tables(sequences, group=group)):
             raise AssertionError(f"the block table of group {group} is not what the manager says")
     return mean / SEQUENCES, median(steps) / SEQUENCES
+
+
+def extent_change() -> float:
+    """Microseconds for a class to take an extent that another has left empty, and the block in it."""
+    full, state = CacheGroup.full_attention().with_blocks(bytes=1 << 14), CacheGroup.recurrent()
+    arena = Arena(device_bytes=640 << 20, extent_bytes=1 << 20)
+    groups = [full, state.with_blocks(bytes=1 << 20)]
+    manager = BlockManager(block_size=BLOCK_SIZE, groups=groups, arena=arena, watermark=0)
+    states = np.ones(512, np.uint32)
+    manager.free([manager.allocate(BLOCK_SIZE * 64 * 630)])
+    before = manager.pool(page_class=1).num_extents
+    start = time.thread_time_ns()
+    manager.allocate(counts=states)
+    spent = time.thread_time_ns() - start
+    if manager.pool(page_class=1).num_extents - before < len(states) - 1:
+        raise AssertionError("the states have not taken the extents")
+    return spent / len(states) / 1000
 
 
 def w_prefix(groups: list[CacheGroup], requests: list[NDArray[np.uint32]]) -> tuple[float, float]:
@@ -113,6 +139,10 @@ def figures(repeats: int) -> dict[str, float]:
             mean, middle = decode(groups)
             keep_least(f"groups_{count}_append_ns", middle)
             keep_least(f"groups_{count}_append_mean_ns", mean)
+        mean, middle = decode(DECODED[2], (1 << 14, 3 << 13))
+        keep_least("classes_2_append_ns", middle)
+        keep_least("classes_2_append_mean_ns", mean)
+        keep_least("extent_us", extent_change())
         for count, groups in shapes.items():
             spent, hit = w_prefix(groups, requests)
             keep_least(f"groups_{count}_prefix_us", spent)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from blockyard._core import (
     AllocStatus,
+    Arena,
     BlockManager,
     CacheGroup,
     Pairs,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AllocStatus",
+    "Arena",
     "BlockManager",
     "BlockyardError",
     "CacheEngine",

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from blockyard import BlockManager, CacheGroup, KVCache, KVLayout
+from blockyard import Arena, BlockManager, CacheGroup, KVCache, KVLayout
 from blockyard.errors import InvalidArgumentError, LayoutError
-from blockyard.layout.model import ModelMemory
+from blockyard.layout.model import LayerCache, ModelMemory
 
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 MIB = 1 << 20
@@ -170,6 +170,25 @@ def test_a_published_model_caches_what_its_planner_counts(name: str):
     assert round((memory.bytes(LONG) - memory.bytes(LONG - 1024)) / MIB, 1) == pytest.approx(growing, abs=0.051)
     assert fixed / MIB == pytest.approx(window, abs=0.051)
     assert states / MIB == pytest.approx(state, abs=0.051)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_groups_of_a_model_have_exactly_its_bytes_and_fit_a_manager(name: str):
+    memory = ModelMemory.from_config(TABLE[name][0])
+    groups, tokens = memory.cache_groups(32), {"full_attention": LONG, "recurrent": 32}
+    tokens["cross_attention"] = sum(layer.entries or 0 for layer in memory.layers if layer.kind == "cross") // 32
+    held = [(group.block_bytes or 0) // 32 * (group.window or tokens[group.kind]) for group in groups]
+    assert sum(held) == memory.bytes(LONG)
+    arena = Arena(device_bytes=8 * sum(group.block_bytes or 0 for group in groups))
+    manager = BlockManager(block_size=32, groups=groups, arena=arena)
+    assert manager.num_page_classes == len({group.block_bytes for group in groups})
+
+
+def test_groups_of_compressed_entries_are_refused_by_name():
+    with pytest.raises(InvalidArgumentError, match="a layer of compressed entries, 4 tokens in each"):
+        ModelMemory((LayerCache("compressor", 64, ratio=4),), "bfloat16").cache_groups()
+    with pytest.raises(InvalidArgumentError, match="block_size is 0, must be at least 1"):
+        ModelMemory((), "bfloat16").cache_groups(0)
 
 
 # Fields of config.json files in the wheel of aiconfigurator 0.6.0, and of class defaults in that of transformers 5.24.

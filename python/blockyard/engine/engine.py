@@ -19,7 +19,7 @@ from blockyard.engine.host_pool import OnFailure
 from blockyard.engine.mapping import IdList, IdPairs
 from blockyard.engine.memory import EngineTier, Memory, Rows
 from blockyard.engine.ops.library import prepare_device
-from blockyard.engine.plans import Kind, moving, reading, writing
+from blockyard.engine.plans import Kind, moving, reading, require_one_class, writing
 from blockyard.engine.streams import PIECE_BYTES, Event, Streams, WorkerStreams
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError, PageLockError
@@ -347,9 +347,10 @@ class CacheEngine:
             An empty list: all pairs have landed, or the call raises.
 
         Raises:
-            MappingError: an id is out of range, or a transfer is of the external tier.
+            MappingError: an id is out of range, or a transfer is of the external tier or of another page class.
             OutOfMemoryError, PageLockError: host memory is not available.
         """
+        require_one_class(decision.transfers())
         for kind, pairs in decision.transfers():
             if "external" in (pairs.src, pairs.dst):
                 raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, but there is none")

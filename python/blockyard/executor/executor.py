@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
+from blockyard.engine.plans import require_one_class
 from blockyard.engine.streams import Event
 from blockyard.errors import (
     BlockyardError,
@@ -554,6 +555,7 @@ class StepExecutor(Executor):
     # ---- parts ----
 
     def _refuse(self, transfers: Sequence[tuple[str, Pairs]]) -> None:
+        require_one_class(transfers)
         for kind, pairs in transfers:
             if "external" not in {pairs.src, pairs.dst}:
                 continue  # the engine checks them on submission

@@ -5,7 +5,7 @@ use crate::convert::arrays;
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
 use crate::convert::tiers::tier;
-use blockyard_core::{Kind, MAX_DECISION_BYTES, StepDecision, TicketId, Tier};
+use blockyard_core::{Kind, MAX_CLASSES, MAX_DECISION_BYTES, StepDecision, TicketId, Tier};
 use numpy::{PyArray2, PyUntypedArrayMethods};
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -23,6 +23,7 @@ pub(crate) fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'p
 ///     src: tier to read.
 ///     dst: tier to write.
 ///     ids: `(from, to)`: int64 `[n, 2]`, another array of ints, or a sequence of pairs.
+///     page_class: page class of the blocks, see `CacheGroup.with_blocks`.
 /// Raises:
 ///     MappingError: an id is negative or too large, or the array has another dtype or shape.
 ///     InvalidArgumentError: a tier's name is unknown.
@@ -36,20 +37,22 @@ pub(crate) fn array<'py>(py: Python<'py>, ids: &[[u32; 2]]) -> PyResult<Bound<'p
 pub(crate) struct PyPairs {
     src: Tier,
     dst: Tier,
+    page_class: u8,
     ids: Py<PyArray2<i64>>,
 }
 
 /// The arguments of `Pairs`, for pickling.
-type PairsState = (&'static str, &'static str, Py<PyArray2<i64>>);
+type PairsState = (&'static str, &'static str, Py<PyArray2<i64>>, u8);
 
 impl PyPairs {
     pub(crate) fn from_core(py: Python<'_>, pairs: &blockyard_core::Pairs) -> PyResult<Py<Self>> {
-        Py::new(py, Self { src: pairs.src, dst: pairs.dst, ids: array(py, &pairs.ids)?.unbind() })
+        let blockyard_core::Pairs { src, dst, page_class, ref ids } = *pairs;
+        Py::new(py, Self { src, dst, page_class, ids: array(py, ids)?.unbind() })
     }
 
     pub(crate) fn to_core(&self, py: Python<'_>) -> PyResult<blockyard_core::Pairs> {
         let ids = arrays::pairs(self.ids.bind(py))?;
-        Ok(blockyard_core::Pairs { src: self.src, dst: self.dst, ids })
+        Ok(blockyard_core::Pairs { src: self.src, dst: self.dst, page_class: self.page_class, ids })
     }
 }
 
@@ -62,10 +65,18 @@ impl<'py> Argument<'py> for Py<PyPairs> {
 #[pymethods]
 impl PyPairs {
     #[new]
-    fn new(src: &str, dst: &str, ids: &Bound<'_, PyAny>) -> PyResult<Self> {
+    #[pyo3(signature = (src, dst, ids, page_class = 0))]
+    fn new(
+        src: &str,
+        dst: &str,
+        ids: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = args::page_class)] page_class: usize,
+    ) -> PyResult<Self> {
         let (src, dst) = (tier("src", src, &Tier::ALL)?, tier("dst", dst, &Tier::ALL)?);
         let ids = array(ids.py(), &arrays::pairs(ids)?)?.unbind();
-        Ok(Self { src, dst, ids })
+        let too_large = || invalid(format!("page_class is {page_class}, must be below {MAX_CLASSES}"));
+        let page_class = u8::try_from(page_class).ok().filter(|&class| usize::from(class) < MAX_CLASSES);
+        Ok(Self { src, dst, page_class: page_class.ok_or_else(too_large)?, ids })
     }
 
     /// Tier to read.
@@ -78,6 +89,12 @@ impl PyPairs {
     #[getter]
     fn dst(&self) -> &'static str {
         self.dst.name()
+    }
+
+    /// Page class of the blocks; 0 if there is only one.
+    #[getter]
+    const fn page_class(&self) -> u8 {
+        self.page_class
     }
 
     /// Block ids `(from, to)`, int64 `[n, 2]`.
@@ -98,17 +115,18 @@ impl PyPairs {
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, PairsState) {
         let this = slf.get();
-        (slf.get_type(), (this.src(), this.dst(), this.ids(slf.py())))
+        (slf.get_type(), (this.src(), this.dst(), this.ids(slf.py()), this.page_class))
     }
 
     fn __repr__(&self, py: Python<'_>) -> String {
-        format!("Pairs('{}', '{}', {} pairs)", self.src, self.dst, self.__len__(py))
+        let class = if self.page_class > 0 { format!(", page_class={}", self.page_class) } else { String::new() };
+        format!("Pairs('{}', '{}', {} pairs{class})", self.src, self.dst, self.__len__(py))
     }
 }
 
 /// The transfers of one step. Its ticket holds leases on all their blocks until you complete or fail it.
 ///
-/// Each kind is a tuple with one `Pairs` for each pair of tiers, empty if there is nothing to do. `after` lists the
+/// Each kind is a tuple with one `Pairs` for each pair of tiers and page class, empty if there is nothing to do. `after` lists the
 /// tickets, possibly including this one, whose device reads must finish before this step writes to the device.
 ///
 /// Args:
@@ -165,7 +183,7 @@ impl PyStepDecision {
     fn settled(&self, py: Python<'_>) -> PyResult<StepDecision> {
         let mut decision = self.to_core(py)?;
         decision.transfers.retain(|(_, pairs)| !pairs.ids.is_empty());
-        decision.transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst));
+        decision.transfers.sort_by_key(|(kind, pairs)| (*kind, pairs.src, pairs.dst, pairs.page_class));
         Ok(decision)
     }
 
@@ -176,12 +194,16 @@ impl PyStepDecision {
         )
     }
 
-    /// Returns the pairs of a kind between two tiers.
+    /// Returns the pairs of a kind between two tiers, of the only page class.
     fn blocks<'py>(&self, py: Python<'py>, kind: Kind, src: Tier, dst: Tier) -> PyResult<Bound<'py, PyArray2<i64>>> {
         let wanted = |(k, pairs): &&(Kind, Py<PyPairs>)| (*k, pairs.get().src, pairs.get().dst) == (kind, src, dst);
-        match self.transfers.iter().find(wanted) {
-            Some((_, pairs)) => Ok(pairs.get().ids.bind(py).clone()),
-            None => array(py, &[]),
+        let mut found = self.transfers.iter().filter(wanted);
+        match (found.next(), self.transfers.iter().find(|(_, pairs)| pairs.get().page_class > 0)) {
+            (_, Some((kind, _))) => {
+                Err(invalid(format!("{} pairs are of several page classes, read each of transfers()", kind.name())))
+            }
+            (Some((_, pairs)), None) => Ok(pairs.get().ids.bind(py).clone()),
+            (None, None) => array(py, &[]),
         }
     }
 }

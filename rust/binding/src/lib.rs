@@ -39,7 +39,7 @@ mod _core {
     #[pymodule_export]
     use crate::manager::fit::{PyAllocStatus, PyFit};
     #[pymodule_export]
-    use crate::manager::group::PyCacheGroup;
+    use crate::manager::group::{PyArena, PyCacheGroup};
     #[pymodule_export]
     use crate::manager::pins::PyPins;
     #[pymodule_export]

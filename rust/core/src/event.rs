@@ -76,6 +76,16 @@ pub enum Event {
     },
 }
 
+impl Event {
+    /// The event with the block's id in its page class.
+    fn in_class(mut self, pools: &[Pool; 3]) -> Self {
+        if let Self::Stored { tier, block, .. } | Self::Removed { tier, block, .. } = &mut self {
+            block.0 = pools[tier.index()].local(*block).1;
+        }
+        self
+    }
+}
+
 /// A batch of events.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EventBatch {
@@ -195,7 +205,8 @@ impl Events {
         self.gather(pools);
         let (first, taken) = (self.ring.first(), self.taken);
         self.taken = self.ring.next;
-        EventBatch { first, dropped: first - taken, events: self.ring.items.drain(..).collect() }
+        let events = self.ring.items.drain(..).map(|event| event.in_class(pools)).collect();
+        EventBatch { first, dropped: first - taken, events }
     }
 
     /// Compares the events with the pools; returns the first contradiction.

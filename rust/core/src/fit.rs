@@ -23,6 +23,8 @@ pub struct Fit {
     /// Blocks available now, minus the watermark if the request must keep it. If those are too few, blocks held only by
     /// prefix-store writes count too, because the call cancels those writes.
     pub free: usize,
+    /// Page class of these blocks: the one that has too few, or the one that the request needs most of.
+    pub page_class: usize,
 }
 
 /// A fraction of the device's blocks, rounded down.

@@ -1,11 +1,12 @@
 //! Cache groups: the kinds of attention in a hybrid model, each with its own block tables and prefix match rule.
 //!
-//! All groups share the blocks of one pool and the block size; a sequence has one table in each. Entries dropped from a
-//! table become the null block, which is block 0 of every tier and never allocated.
+//! A sequence has one table in each group. Groups whose blocks have equal bytes share the blocks of one page class.
+//! Entries dropped from a table become the null block, which is block 0 of every tier and never allocated.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, invalid};
 use crate::hash::{Chain, GroupMark};
 use crate::id::BlockId;
+use crate::page::{MAX_CLASSES, PerClass};
 use std::ops::Range;
 
 /// Replaces block table entries that are no longer needed.
@@ -153,10 +154,50 @@ impl Group {
     }
 }
 
+/// Largest block, in bytes.
+const MAX_BLOCK_BYTES: u64 = 1 << 40;
+
+/// A cache group with blocks of its own size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PagedGroup {
+    /// Which earlier tokens its layers need.
+    pub group: Group,
+    /// Token slots in one of its blocks, a divisor of the manager's block size.
+    pub block_tokens: u32,
+    /// Bytes of one of its blocks.
+    pub block_bytes: u64,
+}
+
+/// The classes of some groups: the number of each one's class, and the bytes of a block of each class.
+pub(crate) fn classes_of(groups: &[PagedGroup]) -> Result<(Vec<u8>, Vec<u64>)> {
+    let mut bytes: Vec<u64> = Vec::new();
+    let mut classes = Vec::with_capacity(groups.len());
+    for group in groups {
+        if !(1..=MAX_BLOCK_BYTES).contains(&group.block_bytes) {
+            return Err(invalid("block_bytes", group.block_bytes, format!("1 to {MAX_BLOCK_BYTES}")));
+        }
+        let class = bytes.iter().position(|&known| known == group.block_bytes).unwrap_or_else(|| {
+            bytes.push(group.block_bytes);
+            bytes.len() - 1
+        });
+        classes.push(u8::try_from(class).unwrap_or(u8::MAX));
+    }
+    if bytes.len() > MAX_CLASSES {
+        let must = format!("at most {MAX_CLASSES}");
+        return Err(invalid("number of page classes", bytes.len() as i128, must));
+    }
+    Ok((classes, bytes))
+}
+
 /// The groups of a manager, growing ones first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Groups {
     all: Box<[Group]>,
+    pages: Box<[Page]>,
+    /// Bytes of a block of each page class.
+    class_bytes: Box<[u64]>,
+    /// Token slots in the smallest blocks of growing groups.
+    least_tokens: u32,
     growing: usize,
     null: bool,
     /// The group whose blocks have the keys that prompts look for: the first that keeps every block, else the first.
@@ -170,13 +211,28 @@ pub(crate) struct Groups {
     ahead: u32,
 }
 
+/// The blocks of one group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Page {
+    /// Token slots in a block.
+    tokens: u32,
+    /// Blocks that hold as many tokens as a key stands for.
+    per_key: u32,
+    class: u8,
+    /// Number of the class's first block on the device.
+    first: u32,
+    bytes: u64,
+}
+
 /// How far apart resume points lie at least: a tail takes at most one part in this many of the blocks between two.
-const TAIL_SHARE: usize = 5;
+const TAIL_SHARE: u64 = 5;
 
 impl Groups {
     /// # Errors
-    /// There are none or too many, none grows, a window is empty, or an encoder's group is before another.
-    pub(crate) fn new(groups: &[Group]) -> Result<Self> {
+    /// There are none or too many, none grows, a window is empty, or an encoder's group is before another; a block size
+    /// does not divide `block_size`, the tokens that a key stands for.
+    pub(crate) fn new(paged: &[PagedGroup], block_size: u32) -> Result<Self> {
+        let groups: &[Group] = &paged.iter().map(|paged| paged.group).collect::<Vec<_>>();
         let growing = groups.iter().take_while(|&&group| group != Group::CrossAttention).count();
         let encoders = groups.len() - growing;
         if growing == 0 || groups.len() > MAX_GROUPS || encoders > 1 {
@@ -191,13 +247,47 @@ impl Groups {
                 return Err(Error::InvalidArgument { what, found: 0, must: "at least 1".to_owned() });
             }
         }
+        for PagedGroup { group, block_tokens, .. } in paged {
+            if *block_tokens == 0 || block_size % block_tokens != 0 {
+                return Err(invalid(
+                    "block_tokens",
+                    *block_tokens,
+                    format!("a divisor of {block_size}, the block size"),
+                ));
+            }
+            if *group == Group::Recurrent && *block_tokens != block_size {
+                return Err(invalid("block_tokens of a recurrent group", *block_tokens, format!("{block_size}")));
+            }
+        }
+        let (classes, class_bytes) = classes_of(paged)?;
+        let page = |(paged, class): (&PagedGroup, u8)| Page {
+            tokens: paged.block_tokens,
+            per_key: block_size / paged.block_tokens,
+            class,
+            first: 0,
+            bytes: paged.block_bytes,
+        };
+        let (all_pages, class_bytes) = (paged.iter().zip(classes).map(page).collect(), class_bytes.into());
+        let least_tokens = paged[..growing].iter().map(|paged| paged.block_tokens).min().unwrap_or(block_size);
         let null = groups.iter().any(|group| group.leaves_nulls());
         let (leaving, keeping): (Vec<usize>, _) = (0..growing).partition(|&at| groups[at].leaves_nulls());
         let anchor = keeping.first().copied().unwrap_or(0);
         let companions = keeping.into_iter().skip(1).collect();
         let states = groups.contains(&Group::Recurrent);
         let (leaving, ahead) = (leaving.into(), u32::from(groups.contains(&Group::Drafter)));
-        Ok(Self { all: groups.into(), growing, null, anchor, companions, leaving, states, ahead })
+        Ok(Self {
+            all: groups.into(),
+            pages: all_pages,
+            class_bytes,
+            least_tokens,
+            growing,
+            null,
+            anchor,
+            companions,
+            leaving,
+            states,
+            ahead,
+        })
     }
 
     /// The group whose blocks have the keys that prompts look for.
@@ -237,7 +327,7 @@ impl Groups {
     /// Indices of a group's blocks in the tail of a point behind `at` blocks.
     pub(crate) fn tail(&self, group: usize, at: usize, block_size: u32) -> Range<usize> {
         let tokens = u32::try_from(at).unwrap_or(u32::MAX).saturating_mul(block_size);
-        let needed = self.all[group].needs(tokens, block_size);
+        let needed = self.all[group].needs(tokens, self.tokens(u8::try_from(group).unwrap_or(u8::MAX)));
         // Its last block is the anchor itself, if no group keeps every block.
         // A token behind it may need no block at all, not even that one.
         let end = needed.end.saturating_sub(usize::from(group == self.anchor));
@@ -261,17 +351,89 @@ impl Groups {
     /// Steps of equal length after which the numbers of held blocks repeat, or only grow.
     pub(crate) fn period(&self, chunk: u32, block_size: u32) -> u32 {
         let keeping = self.growing - self.leaving.len();
+        if keeping == 0 || self.class_bytes.len() > 1 {
+            return block_size + 2;
+        }
         // Each leaving group's number changes by one block at most, while the others' only grow.
         let blocks = self.leaving.len().checked_div(keeping).map_or(1, |more| more + 3);
         let tokens = u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(block_size);
-        if keeping == 0 { block_size + 2 } else { tokens / chunk + 2 }
+        tokens / chunk + 2
     }
 
-    /// Least number of blocks between the resume points of a long prompt; 0 if no group keeps what lies between.
-    pub(crate) fn interval(&self, block_size: u32) -> usize {
-        let keeping = self.growing - self.leaving.len();
-        let tail: usize = self.leaving.iter().map(|&at| self.all[at].max_tail(block_size)).sum();
-        if keeping == 0 { 0 } else { (tail * TAIL_SHARE).div_ceil(keeping) }
+    /// Least number of keys between the resume points of a long prompt; 0 if no group keeps what lies between.
+    pub(crate) fn interval(&self) -> usize {
+        let (mut tail, mut kept) = (0u64, 0u64);
+        for (group, page) in self.growing().iter().zip(&self.pages) {
+            if group.leaves_nulls() {
+                tail = tail.saturating_add((group.max_tail(page.tokens) as u64).saturating_mul(page.bytes));
+            } else {
+                kept = kept.saturating_add(u64::from(page.per_key).saturating_mul(page.bytes));
+            }
+        }
+        let keys = tail
+            .saturating_mul(TAIL_SHARE)
+            .checked_div(kept)
+            .map_or(0, |keys| keys + u64::from(keys.saturating_mul(kept) < tail.saturating_mul(TAIL_SHARE)));
+        usize::try_from(keys).unwrap_or(usize::MAX)
+    }
+
+    /// Token slots in a block of a group.
+    #[inline]
+    pub(crate) fn tokens(&self, group: u8) -> u32 {
+        self.pages[usize::from(group)].tokens
+    }
+
+    /// Blocks of a group that hold as many tokens as a key stands for.
+    #[inline]
+    pub(crate) fn per_key(&self, group: usize) -> usize {
+        self.pages[group].per_key as usize
+    }
+
+    /// The page class of a group's blocks.
+    #[inline]
+    pub(crate) fn class(&self, group: u8) -> usize {
+        usize::from(self.pages[usize::from(group)].class)
+    }
+
+    /// Number of the first device block of a group's class.
+    #[inline]
+    pub(crate) fn first_block(&self, group: u8) -> u32 {
+        self.pages[usize::from(group)].first
+    }
+
+    /// Notes the numbers of the classes' first device blocks.
+    pub(crate) fn set_first_blocks(&mut self, first: impl Fn(usize) -> u32) {
+        for page in &mut self.pages {
+            page.first = first(usize::from(page.class));
+        }
+    }
+
+    /// `count` blocks of a group.
+    #[inline]
+    pub(crate) fn blocks(&self, group: u8, count: usize) -> PerClass {
+        PerClass::of(self.class(group), count)
+    }
+
+    /// Bytes of a block of each page class.
+    pub(crate) fn class_bytes(&self) -> &[u64] {
+        &self.class_bytes
+    }
+
+    /// Token slots in the smallest blocks.
+    #[inline]
+    pub(crate) fn least_tokens(&self) -> u32 {
+        self.least_tokens
+    }
+
+    /// Whether blocks of all groups hold as many tokens as a key stands for.
+    pub(crate) fn is_even(&self) -> bool {
+        self.pages.iter().all(|page| page.per_key == 1)
+    }
+
+    /// Number of blocks of all groups that keep every block, for each key; the block with the key is not counted.
+    pub(crate) fn num_companions(&self) -> usize {
+        let kept = (0..self.growing).filter(|&at| !self.all[at].leaves_nulls());
+        kept.map(|at| self.per_key(at)).sum::<usize>().saturating_sub(1)
     }
 
     pub(crate) fn all(&self) -> &[Group] {
@@ -341,6 +503,44 @@ impl Groups {
 mod tests {
     use super::*;
 
+    /// Groups with blocks of 4 tokens and equal bytes.
+    fn of(groups: &[Group]) -> Result<Groups> {
+        let paged = |&group| PagedGroup { group, block_tokens: 4, block_bytes: 1 };
+        Groups::new(&groups.iter().map(paged).collect::<Vec<_>>(), 4)
+    }
+
+    #[test]
+    fn groups_of_equal_bytes_share_a_class_in_the_order_of_the_groups() {
+        let of = |bytes: &[u64]| {
+            let group = |&block_bytes| PagedGroup { group: Group::Full, block_tokens: 4, block_bytes };
+            classes_of(&bytes.iter().map(group).collect::<Vec<_>>())
+        };
+        assert_eq!(of(&[9, 3, 9, 5]), Ok((vec![0, 1, 0, 2], vec![9, 3, 5])));
+        assert!(of(&[1, 2, 3, 4, 5]).is_err() && of(&[0]).is_err());
+    }
+
+    #[test]
+    fn block_sizes_that_keys_do_not_divide_are_refused_by_name() {
+        let of = |group, block_tokens| {
+            let full = PagedGroup { group: Group::Full, block_tokens: 12, block_bytes: 1 };
+            Groups::new(&[full, PagedGroup { group, block_tokens, block_bytes: 2 }], 12)
+        };
+        let groups = of(Group::SlidingWindow { window: 9 }, 4).unwrap();
+        assert_eq!((groups.tokens(1), groups.per_key(1), groups.class(1), groups.is_even()), (4, 3, 1, false));
+        assert_eq!(of(Group::Full, 3).unwrap().num_companions(), 4);
+        for (group, tokens) in [(Group::Full, 5), (Group::Full, 24), (Group::Full, 0), (Group::Recurrent, 4)] {
+            assert!(matches!(of(group, tokens), Err(Error::InvalidArgument { .. })), "{group:?} {tokens}");
+        }
+    }
+
+    #[test]
+    fn points_lie_as_far_apart_as_their_bytes_are_worth() {
+        let full = PagedGroup { group: Group::Full, block_tokens: 16, block_bytes: 100 };
+        let state = PagedGroup { group: Group::Recurrent, block_tokens: 16, block_bytes: 3010 };
+        assert_eq!(Groups::new(&[full, state], 16).unwrap().interval(), 151);
+        assert_eq!(Groups::new(&[state], 16).unwrap().interval(), 0);
+    }
+
     #[test]
     fn a_window_needs_the_blocks_of_its_tokens_and_no_others() {
         let group = Group::SlidingWindow { window: 5 };
@@ -352,12 +552,12 @@ mod tests {
 
     #[test]
     fn a_drafters_block_is_whole_once_the_token_after_it_is_there() {
-        let groups = Groups::new(&[Group::Full, Group::Drafter, Group::Recurrent]).unwrap();
+        let groups = of(&[Group::Full, Group::Drafter, Group::Recurrent]).unwrap();
         assert_eq!([0, 4, 5, 8, 9].map(|tokens| groups.whole(tokens, 4)), [0, 0, 1, 1, 2]);
         // It goes on in the entry before, next to which the other blocks with that key are written, too.
         assert_eq!([0, 1, 2].map(|group| groups.first_written(8, group)), [7, 7, 8]);
         assert_eq!((groups.first_written(0, 1), Group::Drafter.needs(9, 4)), (0, 0..3));
-        let without = Groups::new(&[Group::Full]).unwrap();
+        let without = of(&[Group::Full]).unwrap();
         assert_eq!((without.whole(8, 4), without.first_written(8, 0)), (2, 8));
     }
 
@@ -408,10 +608,10 @@ mod tests {
     fn invalid_groups_are_refused() {
         let cross = Group::CrossAttention;
         for groups in [&[][..], &[cross], &[cross, Group::Full], &[Group::Full, cross, cross], &[Group::Full; 17]] {
-            assert!(Groups::new(groups).is_err(), "{groups:?}");
+            assert!(of(groups).is_err(), "{groups:?}");
         }
-        assert!(Groups::new(&[Group::SlidingWindow { window: 0 }]).is_err());
-        assert!(Groups::new(&[Group::Full, Group::Chunked { chunk: 0 }]).is_err());
+        assert!(of(&[Group::SlidingWindow { window: 0 }]).is_err());
+        assert!(of(&[Group::Full, Group::Chunked { chunk: 0 }]).is_err());
     }
 
     #[test]

@@ -77,7 +77,7 @@ impl OpenStep<'_> {
         table: &mut Vec<BlockId>,
     ) -> u64 {
         let mut targets = Vec::new();
-        self.take(Tier::Device, self.view().blocks_to_load(tail.iter()), true, &mut targets);
+        self.take((Tier::Device, 0), self.view().blocks_to_load(tail.iter()), true, &mut targets);
         let mut next = targets.iter();
         for found in tail {
             let at = table.len();
@@ -204,7 +204,7 @@ impl OpenStep<'_> {
     /// A block of the host for a copy.
     fn take_on_host(&mut self) -> Option<BlockId> {
         let mut target = Vec::with_capacity(1);
-        self.take(Tier::Host, 1, true, &mut target);
+        self.take((Tier::Host, 0), 1, true, &mut target);
         target.pop()
     }
 

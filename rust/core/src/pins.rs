@@ -97,14 +97,16 @@ impl Pins {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::page::Shape;
     use crate::pool::Policies;
 
     #[test]
     fn a_block_is_pinned_until_its_last_reader_is_done() {
-        let mut tiers = Tiers::new([4, 0, 0], 1, true, false, Policies::default()).unwrap();
+        let mut tiers =
+            Tiers::new(&[4, 0, 0].map(|blocks| Shape::single(blocks, false)), 1, true, Policies::default()).unwrap();
         let mut pins = Pins::new(Share::new("max_pinned", 0.5, 4).unwrap());
         let mut blocks = Vec::new();
-        tiers.take(Tier::Device, 3, false, &mut blocks);
+        tiers.take((Tier::Device, 0), 3, false, &mut blocks);
         assert!(pins.pin(&mut tiers, blocks.clone()).is_err(), "more than half of the blocks");
         let one = pins.pin(&mut tiers, blocks[..1].to_vec()).unwrap();
         let other = pins.pin(&mut tiers, blocks[..2].to_vec()).unwrap();

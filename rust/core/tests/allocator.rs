@@ -65,7 +65,7 @@ fn a_batch_that_does_not_fit_changes_nothing_and_its_error_has_the_numbers() {
     take(&mut allocator, 8);
     let before = format!("{allocator:?}");
     let error = allocator.allocate_keyed(&[keyed(1), keyed(2)], 3, &mut Vec::new()).unwrap_err();
-    assert_eq!(error, Error::OutOfBlocks { tier: Tier::Device, wanted: 5, free: 4, total: BLOCKS });
+    assert_eq!(error, Error::OutOfBlocks { tier: Tier::Device, wanted: 5, free: 4, total: BLOCKS, page_class: None });
     assert!(allocator.free(&[BlockId(0), BlockId(1), BlockId(0)]).is_err());
     assert!(allocator.share(&[BlockId(0), BlockId(11)]).is_err());
     assert_eq!(format!("{allocator:?}"), before);

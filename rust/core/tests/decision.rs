@@ -38,7 +38,7 @@ fn decision(draw: &mut Draw<'_>) -> StepDecision {
         if draw.below(3) == 0 {
             // No source is a destination, and no block is named twice.
             let ids = (0..=draw.number(4)).map(|at| [256 * (at + 1) + draw.number(256), at]).collect();
-            transfers.push((kind, Pairs { src, dst, ids }));
+            transfers.push((kind, Pairs { src, dst, page_class: 0, ids }));
         }
     }
     let after = (0..draw.below(3)).map(|_| TicketId(u64::from(draw.number(256)))).collect();

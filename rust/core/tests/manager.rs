@@ -15,6 +15,8 @@ use blockyard_core::{
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
+#[path = "manager/bytes.rs"]
+mod bytes;
 #[path = "manager/calls.rs"]
 mod calls;
 #[path = "manager/groups.rs"]
@@ -38,14 +40,11 @@ mod trace;
 #[path = "manager/verify.rs"]
 mod verify;
 
+use bytes::{At, Bytes, GARBAGE, Memory, Pages, Slot};
 use memory::Transfer;
-pub(crate) use ops::{Op, Setup, op, setup};
+pub(crate) use ops::{Op, Setup, op, paged_setup, setup};
 
 const BLOCK: u32 = 4;
-
-type Bytes = [u64; BLOCK as usize];
-
-const GARBAGE: Bytes = [u64::MAX; BLOCK as usize];
 
 /// The value that a model writes for each token, which depends on all ids up to it.
 fn values(ids: &[u32]) -> Vec<u64> {
@@ -58,7 +57,7 @@ fn values(ids: &[u32]) -> Vec<u64> {
 
 pub(crate) struct World {
     manager: Manager,
-    memory: [Vec<Bytes>; 3],
+    memory: Memory,
     /// What each sequence must read.
     truth: BTreeMap<SequenceId, Vec<u64>>,
     /// Token ids of the sequences that the prefix cache follows.
@@ -74,21 +73,23 @@ pub(crate) struct World {
     /// Sequences with tokens that this step writes.
     dirty: Vec<SequenceId>,
     /// Tokens that got slots in this step, written when it runs.
-    pending: Vec<(i64, u64)>,
+    pending: Vec<(Slot, u64)>,
     /// End of each sequence's lookahead slots in this step; when the step runs, drafts are written there.
     drafts: BTreeMap<SequenceId, u32>,
     /// How many of a sequence's last tokens may be rejected.
     drafted: BTreeMap<SequenceId, u32>,
     /// States after drafts that this step writes: sequence, slot, value.
-    draft_states: Vec<(SequenceId, i64, u64)>,
+    draft_states: Vec<(SequenceId, Slot, u64)>,
     /// States that sequences were to write in this step and that others share, though they were freed.
-    orphans: Vec<(i64, u64)>,
+    orphans: Vec<(Slot, u64)>,
     tickets: BTreeMap<TicketId, Vec<Transfer>>,
     tables: tables::Arrays,
     next: u64,
     /// What the events say can be found, and how many events there were.
     cached: BTreeMap<(Tier, u8, [u8; 32]), BTreeSet<BlockId>>,
     events: u64,
+    /// Whether there may be events: only blocks of one number of tokens have them.
+    has_events: bool,
     pins: Vec<keep::Held>,
     jobs: store::Jobs,
     /// Progress of the device's last resize.
@@ -97,10 +98,12 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(Setup { blocks, policies, groups, host_cache, store }: Setup) -> Self {
+    pub(crate) fn new(Setup { blocks, policies, groups, pages, host_cache, store }: Setup) -> Self {
         let prefix_caching = !groups.contains(&Group::CrossAttention);
         let config = Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching };
-        let mut manager = Manager::with_groups(config, policies, groups).unwrap();
+        let mut manager =
+            Manager::with_pages(config, policies, &pages.groups(groups), &pages.space(groups, blocks)).unwrap();
+        let is_even = (0..groups.len()).all(|group| manager.page(group).unwrap().1 == BLOCK);
         if host_cache {
             manager.keep_host_copies(2).unwrap();
         }
@@ -108,10 +111,10 @@ impl World {
             manager.use_store(writes).unwrap();
         }
         if prefix_caching {
-            manager.record_events(1 << 16).unwrap();
+            assert_eq!(manager.record_events(1 << 16).is_ok(), is_even);
             manager.sample_residency(0.5);
         }
-        let memory = blocks.map(|n| vec![GARBAGE; n]);
+        let memory = Memory::new(&manager, pages, blocks);
         let resized = manager.resize_progress();
         Self {
             manager,
@@ -134,6 +137,7 @@ impl World {
             next: 0,
             cached: BTreeMap::new(),
             events: 0,
+            has_events: is_even,
             pins: vec![],
             jobs: store::Jobs::default(),
             resized,
@@ -200,7 +204,7 @@ impl World {
         self.trace.result(&result);
         match result {
             Ok(()) => {
-                assert!(status == AllocStatus::Ok || room > available);
+                assert!(status == AllocStatus::Ok || (room > available && !self.has_pages()));
                 let content = self.tokens(tokens);
                 self.truth.insert(out[0], content);
                 self.write(out[0], 0);
@@ -209,8 +213,9 @@ impl World {
                 }
             }
             Err(Error::OutOfBlocks { wanted, free, .. }) => {
+                let is_room = [available, room].contains(&free) && wanted > room;
                 assert!(
-                    [available, room].contains(&free) && wanted > room && status != AllocStatus::Ok,
+                    (is_room || (self.has_pages() && wanted > free)) && status != AllocStatus::Ok,
                     "{free} of {available} or {room}, {wanted} {status:?}"
                 );
             }
@@ -239,7 +244,8 @@ impl World {
                 // A hit that a write holds takes room, but is not counted as wanted.
                 let held = before.saturating_sub(available);
                 assert!(
-                    before.saturating_sub(rest) <= wanted + held && (wanted <= before || chunk != u32::MAX),
+                    self.has_pages()
+                        || (before.saturating_sub(rest) <= wanted + held && (wanted <= before || chunk != u32::MAX)),
                     "{before} - {rest}, {wanted}"
                 );
                 assert!(hit == cached && (hit < tokens || tokens == 0), "{hit} of {tokens} tokens, {cached} cached");
@@ -260,7 +266,8 @@ impl World {
             }
             Err(Error::OutOfBlocks { free, .. }) => {
                 let fits = fit.is_ok_and(|fit| fit.status == AllocStatus::Ok);
-                assert!((available..=before).contains(&free) && wanted > free && !fits, "{wanted} of {free}, {before}");
+                let is_room = (available..=before).contains(&free) && wanted > free;
+                assert!((is_room || self.has_pages()) && !fits, "{wanted} of {free}, {before}");
             }
             Err(error) => unreachable!("{error}"),
         }
@@ -353,6 +360,7 @@ impl World {
         let drafts: Vec<u32> = (0..sequences.len()).map(|i| if i % 2 == 0 { even } else { 0 }).collect();
         let counts = if even == 0 { Counts::All(tokens) } else { Counts::Drafted { tokens: &each, drafts: &drafts } };
         let wanted = self.manager.blocks_to_append(sequences, counts, lookahead);
+        let can = self.manager.can_append(sequences, counts, lookahead).map(|fit| fit.status == AllocStatus::Ok);
         let (available, before) = (self.manager.pool(Tier::Device).available(), self.room());
         // Token ids are given if the cache follows the whole batch; otherwise the sequences are no longer followed.
         let known = sequences.iter().all(|s| self.ids.contains_key(s));
@@ -371,11 +379,14 @@ impl World {
         match result {
             Ok(()) => {
                 let taken = before.saturating_sub(self.room());
-                assert!(taken <= wanted.unwrap(), "append took more than it asked for");
+                assert!(taken <= wanted.unwrap() || self.has_pages(), "append took more than it asked for");
+                assert_eq!(can, Ok(true));
                 self.appended(sequences, (tokens, lookahead), &drafts, known, &slots);
             }
             Err(Error::OutOfBlocks { wanted: asked, free, .. }) => {
-                assert!(Ok(asked) == wanted && asked > before && [available, before].contains(&free));
+                let is_room = Ok(asked) == wanted && asked > before && [available, before].contains(&free);
+                assert!(is_room || (self.has_pages() && asked > free));
+                assert_eq!(can, Ok(false));
             }
             Err(Error::InvalidArgument { what: "width of the block tables", .. }) => assert!(array.is_some()),
             Err(error) => assert!(wanted.is_err(), "{error}"),
@@ -400,7 +411,7 @@ impl World {
         self.lost.retain(|s| !sequences.contains(s));
         // Tokens that only the freed sequences would read are not computed.
         let pool = self.manager.pool(Tier::Device);
-        let is_used = |&(slot, _): &(i64, u64)| pool.refs(BlockId(u32::try_from(slot).unwrap() / BLOCK)) > 0;
+        let is_used = |&((class, id, _), _): &(Slot, u64)| pool.refs(pool.global(class, id).unwrap()) > 0;
         self.pending.retain(is_used);
         self.orphans.retain(is_used);
     }
@@ -425,6 +436,18 @@ impl World {
         assert!(can == result.is_ok() || (!can && to == Tier::Device), "{result:?}");
     }
 
+    /// Whether blocks of several sizes are there.
+    pub(crate) fn has_pages(&self) -> bool {
+        self.memory.has_extents()
+            || self.manager.num_classes() > 1
+            || (0..self.groups.len()).any(|group| self.tokens_of(group) != BLOCK)
+    }
+
+    /// Tokens in a block of a group.
+    pub(crate) fn tokens_of(&self, group: usize) -> u32 {
+        self.manager.page(group).unwrap().1
+    }
+
     pub(crate) fn apply(&mut self, op: Op) {
         match op {
             Op::Allocate(n) => self.allocate(n),
@@ -444,6 +467,8 @@ impl World {
             }
             Op::Tables(op) => self.apply_tables(op),
             Op::Keep(op) => self.apply_keep(op),
+            // These work with blocks of one size only.
+            Op::Moves(_) | Op::Store(_) | Op::Resize(_) if self.has_pages() => {}
             Op::Moves(op) => self.apply_moves(op),
             Op::Store(op) => self.apply_store(op),
             Op::Free(s, n) => {
@@ -482,6 +507,7 @@ fn a_sequence_beyond_its_window_cannot_swap_to_a_tier_without_blocks() {
         blocks: [13, 7, 0],
         policies: blockyard_core::Policies::default(),
         groups: &[Group::SlidingWindow { window: 1 }],
+        pages: Pages::EQUAL,
         host_cache: false,
         store: None,
     });
@@ -503,6 +529,7 @@ fn a_shared_state_is_written_even_if_its_writer_is_freed() {
         blocks: [17, 0, 0],
         policies: blockyard_core::Policies::default(),
         groups: &[Group::SlidingWindow { window: 6 }, Group::Recurrent, Group::Full],
+        pages: Pages::EQUAL,
         host_cache: false,
         store: None,
     });
@@ -524,6 +551,17 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
     #[test]
     fn every_token_is_read_back_whatever_has_moved(setup in setup(), ops in prop::collection::vec(op(), 1..120)) {
+        let mut world = World::new(setup);
+        for op in ops {
+            world.apply(op);
+        }
+        world.verify();
+    }
+
+    #[test]
+    fn every_token_is_read_back_from_blocks_of_several_sizes(
+        setup in paged_setup(), ops in prop::collection::vec(op(), 1..120)
+    ) {
         let mut world = World::new(setup);
         for op in ops {
             world.apply(op);

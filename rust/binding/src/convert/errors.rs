@@ -22,7 +22,7 @@ mod classes {
 pub(crate) fn to_py(error: Error) -> PyErr {
     let message = error.to_string();
     match error {
-        Error::OutOfBlocks { tier, wanted, free, total } => {
+        Error::OutOfBlocks { tier, wanted, free, total, .. } => {
             classes::OutOfBlocksError::new_err((message, tier.name(), wanted, free, total))
         }
         Error::TooManyPinned { wanted, held, limit } => {

@@ -79,6 +79,7 @@ impl PyAllocStatus {
 ///     status: `AllocStatus`.
 ///     blocks: number of blocks that the request takes.
 ///     free: number of blocks that can be allocated.
+///     page_class: page class of these blocks.
 #[pyclass(frozen, eq, hash, name = "Fit", module = "blockyard._core")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PyFit {
@@ -91,28 +92,33 @@ pub(crate) struct PyFit {
     /// Number of blocks that can be allocated now, without those of the watermark if the request must keep it.
     #[pyo3(get)]
     free: usize,
+    /// Page class of these blocks: the one that has too few, or else the one that the request needs most of.
+    #[pyo3(get)]
+    page_class: usize,
 }
 
 impl From<core::Fit> for PyFit {
-    fn from(core::Fit { status, blocks, free }: core::Fit) -> Self {
-        Self { status: status.into(), blocks, free }
+    fn from(core::Fit { status, blocks, free, page_class }: core::Fit) -> Self {
+        Self { status: status.into(), blocks, free, page_class }
     }
 }
 
 #[pymethods]
 impl PyFit {
     #[new]
+    #[pyo3(signature = (status, blocks, free, page_class = 0))]
     const fn new(
         status: PyAllocStatus,
         #[pyo3(from_py_with = crate::convert::args::blocks)] blocks: usize,
         #[pyo3(from_py_with = crate::convert::args::free)] free: usize,
+        #[pyo3(from_py_with = crate::convert::args::page_class)] page_class: usize,
     ) -> Self {
-        Self { status, blocks, free }
+        Self { status, blocks, free, page_class }
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, (PyAllocStatus, usize, usize)) {
-        let &Self { status, blocks, free } = slf.get();
-        (slf.get_type(), (status, blocks, free))
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, (PyAllocStatus, usize, usize, usize)) {
+        let &Self { status, blocks, free, page_class } = slf.get();
+        (slf.get_type(), (status, blocks, free, page_class))
     }
 
     fn __bool__(&self) -> bool {
@@ -120,6 +126,7 @@ impl PyFit {
     }
 
     fn __repr__(&self) -> String {
-        format!("Fit({}, blocks={}, free={})", self.status.name(), self.blocks, self.free)
+        let class = if self.page_class > 0 { format!(", page_class={}", self.page_class) } else { String::new() };
+        format!("Fit({}, blocks={}, free={}{class})", self.status.name(), self.blocks, self.free)
     }
 }

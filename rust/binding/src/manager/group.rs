@@ -1,8 +1,8 @@
-//! `CacheGroup`: which tokens the layers of one group need.
+//! `CacheGroup`: which tokens the layers of one group need; `Arena`: the memory that groups share.
 
 use crate::convert::args::{self, Argument};
 use crate::convert::errors::invalid;
-use blockyard_core::Group;
+use blockyard_core::{Group, PagedGroup, Space, extent_bytes};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use std::fmt::Display;
@@ -17,11 +17,22 @@ use std::fmt::Display;
 ///     [7, 4]
 #[pyclass(frozen, eq, hash, from_py_object, name = "CacheGroup", module = "blockyard._core")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct PyCacheGroup(Group);
+pub(crate) struct PyCacheGroup {
+    kind: Group,
+    block_tokens: Option<u32>,
+    block_bytes: Option<u64>,
+}
+
+/// The factory, its arguments, and the block's tokens and bytes, for pickling.
+type GroupState<'py> = (Bound<'py, PyAny>, Bound<'py, PyTuple>, Option<u32>, Option<u64>);
 
 impl PyCacheGroup {
-    pub(crate) const fn from_core(group: Group) -> Self {
-        Self(group)
+    const fn of(kind: Group) -> Self {
+        Self { kind, block_tokens: None, block_bytes: None }
+    }
+
+    pub(crate) const fn from_core(kind: Group) -> Self {
+        Self::of(kind)
     }
 }
 
@@ -32,12 +43,11 @@ impl<'py> Argument<'py> for PyCacheGroup {
 }
 
 #[pymethods]
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "a Python object is shared")]
 impl PyCacheGroup {
     /// All preceding tokens.
     #[staticmethod]
     fn full_attention() -> Self {
-        Self(Group::Full)
+        Self::of(Group::Full)
     }
 
     /// All preceding tokens, and the next one: the layers of an EAGLE or MTP drafter.
@@ -48,20 +58,20 @@ impl PyCacheGroup {
     /// the sequence's own. After a fork or a truncation, write that entry again.
     #[staticmethod]
     fn drafter() -> Self {
-        Self(Group::Drafter)
+        Self::of(Group::Drafter)
     }
 
     /// The token itself and the `window - 1` before it; earlier blocks are freed. The prefix cache keeps those of a
     /// window at resume points only.
     #[staticmethod]
     fn sliding_window(#[pyo3(from_py_with = args::window)] window: u32) -> Self {
-        Self(Group::SlidingWindow { window })
+        Self::of(Group::SlidingWindow { window })
     }
 
     /// The tokens since the last multiple of `chunk`, as in Llama 4; earlier blocks are freed.
     #[staticmethod]
     fn chunked_attention(#[pyo3(from_py_with = args::chunk)] chunk: u32) -> Self {
-        Self(Group::Chunked { chunk })
+        Self::of(Group::Chunked { chunk })
     }
 
     /// One state, stored in a block: the state after the block's last token.
@@ -70,19 +80,19 @@ impl PyCacheGroup {
     /// that a longer step skips are 0 in the table. A state cannot be undone, so truncation is refused.
     #[staticmethod]
     fn recurrent() -> Self {
-        Self(Group::Recurrent)
+        Self::of(Group::Recurrent)
     }
 
     /// The tokens of an encoder, set once; forks share them. Not supported with prefix caching.
     #[staticmethod]
     fn cross_attention() -> Self {
-        Self(Group::CrossAttention)
+        Self::of(Group::CrossAttention)
     }
 
     /// `"full_attention"`, `"drafter"`, `"sliding_window"`, `"chunked_attention"`, `"recurrent"` or `"cross_attention"`.
     #[getter]
     fn kind(&self) -> &'static str {
-        match self.0 {
+        match self.kind {
             Group::Full => "full_attention",
             Group::Drafter => "drafter",
             Group::SlidingWindow { .. } => "sliding_window",
@@ -95,7 +105,7 @@ impl PyCacheGroup {
     /// Tokens of the window or chunk; None for other kinds.
     #[getter]
     fn window(&self) -> Option<u32> {
-        match self.0 {
+        match self.kind {
             Group::SlidingWindow { window } | Group::Chunked { chunk: window } => Some(window),
             _ => None,
         }
@@ -113,22 +123,189 @@ impl PyCacheGroup {
         if block_size == 0 {
             return Err(invalid("block_size is 0, must be at least 1".to_owned()));
         }
-        Ok(self.0.peak_blocks(num_tokens, lookahead, chunk_tokens.unwrap_or(num_tokens), block_size))
+        Ok(self.kind.peak_blocks(num_tokens, lookahead, chunk_tokens.unwrap_or(num_tokens), block_size))
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+    /// Return the same group with blocks of its own size.
+    ///
+    /// Groups whose blocks have equal bytes share the blocks of one page class. Classes are numbered from 0, in the order
+    /// in which groups first have their bytes; block ids count from 0 in each class. Without this call, a group's blocks
+    /// have the manager's `block_size`, and equal bytes.
+    ///
+    /// Args:
+    ///     tokens: token slots in a block, a divisor of the manager's `block_size`, which is the default. A recurrent
+    ///         group always has the default.
+    ///     bytes: bytes of a block.
+    #[pyo3(signature = (*, tokens = None, bytes = None))]
+    fn with_blocks(
+        &self,
+        #[pyo3(from_py_with = args::tokens)] tokens: Option<u32>,
+        #[pyo3(from_py_with = args::bytes)] bytes: Option<u64>,
+    ) -> Self {
+        Self { kind: self.kind, block_tokens: tokens, block_bytes: bytes }
+    }
+
+    /// Token slots in a block; None for the manager's `block_size`.
+    #[getter]
+    const fn block_tokens(&self) -> Option<u32> {
+        self.block_tokens
+    }
+
+    /// Bytes of a block; None if the blocks of all groups have equal bytes.
+    #[getter]
+    const fn block_bytes(&self) -> Option<u64> {
+        self.block_bytes
+    }
+
+    #[staticmethod]
+    #[pyo3(name = "_made")]
+    fn made<'py>(
+        make: &Bound<'py, PyAny>,
+        args: &Bound<'py, PyTuple>,
+        tokens: Option<u32>,
+        bytes: Option<u64>,
+    ) -> PyResult<Self> {
+        let plain: Self = make.call1(args)?.extract()?;
+        Ok(Self { block_tokens: tokens, block_bytes: bytes, ..plain })
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, GroupState<'py>)> {
         let (py, this) = (slf.py(), slf.get());
         let make = slf.get_type().getattr(this.kind())?;
-        Ok((make, this.window().map_or_else(|| Ok(PyTuple::empty(py)), |window| PyTuple::new(py, [window]))?))
+        let args = this.window().map_or_else(|| Ok(PyTuple::empty(py)), |window| PyTuple::new(py, [window]))?;
+        Ok((slf.get_type().getattr("_made")?, (make, args, this.block_tokens, this.block_bytes)))
     }
 
     pub(crate) fn __repr__(&self) -> String {
         let window = self.window().map(|window| window.to_string()).unwrap_or_default();
-        format!("CacheGroup.{}({window})", self.kind())
+        let tokens = self.block_tokens.map(|tokens| format!("tokens={tokens}"));
+        let bytes = self.block_bytes.map(|bytes| format!("bytes={bytes}"));
+        let blocks: Vec<_> = tokens.into_iter().chain(bytes).collect();
+        let blocks = if blocks.is_empty() { String::new() } else { format!(".with_blocks({})", blocks.join(", ")) };
+        format!("CacheGroup.{}({window}){blocks}", self.kind())
     }
 }
 
-/// The groups of a manager.
-pub(crate) fn groups(groups: Option<Vec<PyCacheGroup>>) -> Vec<Group> {
-    groups.map_or_else(|| vec![Group::Full], |groups| groups.into_iter().map(|group| group.0).collect())
+/// The groups of a manager with blocks of `block_size` tokens.
+pub(crate) fn groups(groups: Option<Vec<PyCacheGroup>>, block_size: u32) -> Vec<PagedGroup> {
+    let groups = groups.unwrap_or_else(|| vec![PyCacheGroup::of(Group::Full)]);
+    let paged = |PyCacheGroup { kind, block_tokens, block_bytes }| PagedGroup {
+        group: kind,
+        block_tokens: block_tokens.unwrap_or(block_size),
+        block_bytes: block_bytes.unwrap_or(1),
+    };
+    groups.into_iter().map(paged).collect()
+}
+
+/// The memory that the page classes of a manager share, in each tier.
+///
+/// It consists of extents of equal bytes. A page class takes an extent when it needs one, and gives it up when another
+/// needs it more. Block `id` of a class lies at byte `id * extent_bytes // per_extent` of its tier: one strided view
+/// shows all blocks of a class. Extent 0 stays unused if tables have null blocks.
+///
+/// Args:
+///     device_bytes: bytes of device memory; what is left behind the last whole extent is not used.
+///     host_bytes: bytes of host memory.
+///     external_bytes: bytes of the external store.
+///     extent_bytes: bytes of an extent, a multiple of the number of blocks of each class in it; None for a size that
+///         loses little.
+/// Raises:
+///     InvalidArgumentError: a number is out of range.
+///
+/// Example:
+///     >>> from blockyard import Arena, BlockManager, CacheGroup
+///     >>> full = CacheGroup.full_attention().with_blocks(bytes=1 << 14)
+///     >>> state = CacheGroup.recurrent().with_blocks(bytes=3 << 16)
+///     >>> manager = BlockManager(block_size=16, groups=[full, state], arena=Arena(device_bytes=1 << 26))
+///     >>> [manager.pool(page_class=at).per_extent for at in range(manager.num_page_classes)]
+///     [12, 1]
+#[pyclass(frozen, eq, hash, from_py_object, name = "Arena", module = "blockyard._core")]
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(crate) struct PyArena(Kind);
+
+#[derive(Clone, PartialEq, Eq, Hash)]
+enum Kind {
+    Extents { bytes: [u64; 3], extent: Option<u64> },
+    Split(Vec<[usize; 3]>),
+}
+
+impl<'py> Argument<'py> for PyArena {
+    fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
+        Ok(value.extract()?)
+    }
+}
+
+impl PyArena {
+    /// The blocks of each class of some groups.
+    pub(crate) fn space(&self, groups: &[PagedGroup]) -> PyResult<Space> {
+        let (bytes, extent) = match &self.0 {
+            Kind::Split(blocks) => return Ok(Space::Split(blocks.clone())),
+            Kind::Extents { bytes, extent } => (bytes, extent),
+        };
+        let mut sizes: Vec<u64> = groups.iter().map(|group| group.block_bytes).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        let extent = extent.unwrap_or_else(|| extent_bytes(&sizes, bytes[0])).max(1);
+        let count = |bytes: u64| usize::try_from(bytes / extent).ok();
+        let [Some(device), Some(host), Some(external)] = bytes.map(count) else {
+            return Err(invalid(format!("device_bytes is {}, must be at most {}", bytes[0], usize::MAX)));
+        };
+        Ok(Space::Extents { bytes: extent, counts: [device, host, external] })
+    }
+}
+
+#[pymethods]
+impl PyArena {
+    #[new]
+    #[pyo3(signature = (*, device_bytes, host_bytes = 0, external_bytes = 0, extent_bytes = None))]
+    fn new(
+        #[pyo3(from_py_with = args::device_bytes)] device_bytes: u64,
+        #[pyo3(from_py_with = args::host_bytes)] host_bytes: u64,
+        #[pyo3(from_py_with = args::external_bytes)] external_bytes: u64,
+        #[pyo3(from_py_with = args::extent_bytes)] extent_bytes: Option<u64>,
+    ) -> Self {
+        Self(Kind::Extents { bytes: [device_bytes, host_bytes, external_bytes], extent: extent_bytes })
+    }
+
+    /// A fixed number of blocks for each page class, for layouts in which a block's bytes are not one piece.
+    ///
+    /// Args:
+    ///     device_blocks: number of blocks of each class in device memory.
+    ///     host_blocks: number of blocks of each class in host memory.
+    ///     external_blocks: number of slots of each class in the external store.
+    /// Raises:
+    ///     InvalidArgumentError: the numbers of classes differ.
+    #[staticmethod]
+    #[pyo3(signature = (*, device_blocks, host_blocks = None, external_blocks = None))]
+    fn split(
+        #[pyo3(from_py_with = args::device_blocks)] device_blocks: Vec<usize>,
+        #[pyo3(from_py_with = args::host_blocks)] host_blocks: Option<Vec<usize>>,
+        #[pyo3(from_py_with = args::external_blocks)] external_blocks: Option<Vec<usize>>,
+    ) -> PyResult<Self> {
+        let classes = device_blocks.len();
+        let [host, external] = [host_blocks, external_blocks].map(|blocks| blocks.unwrap_or_else(|| vec![0; classes]));
+        for (name, blocks) in [("host_blocks", &host), ("external_blocks", &external)] {
+            if blocks.len() != classes {
+                return Err(invalid(format!("{name} has {} items, must have {classes}", blocks.len())));
+            }
+        }
+        let all = device_blocks.into_iter().zip(host).zip(external);
+        Ok(Self(Kind::Split(all.map(|((device, host), external)| [device, host, external]).collect())))
+    }
+
+    fn __repr__(&self) -> String {
+        match &self.0 {
+            Kind::Extents { bytes: [device, host, external], extent } => {
+                let extent = extent.map_or_else(|| "None".to_owned(), |extent| extent.to_string());
+                format!(
+                    "Arena(device_bytes={device}, host_bytes={host}, external_bytes={external}, extent_bytes={extent})"
+                )
+            }
+            Kind::Split(blocks) => {
+                let of = |tier: usize| blocks.iter().map(|all| all[tier]).collect::<Vec<_>>();
+                let [device, host, external] = [of(0), of(1), of(2)];
+                format!("Arena.split(device_blocks={device:?}, host_blocks={host:?}, external_blocks={external:?})")
+            }
+        }
+    }
 }

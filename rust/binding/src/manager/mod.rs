@@ -17,11 +17,11 @@ mod verbs;
 
 use crate::convert::args;
 use crate::convert::arrays::{self, Handle};
-use crate::convert::errors::to_py;
+use crate::convert::errors::{invalid, to_py};
 use crate::convert::tiers::tier_of;
 use crate::locks::Guard;
 use crate::manager::defrag::PyDefrag;
-use crate::manager::group::PyCacheGroup;
+use crate::manager::group::{PyArena, PyCacheGroup};
 use crate::manager::open_tickets::OpenTickets;
 use crate::manager::pins::PyPins;
 use crate::manager::policies::CachingOptions;
@@ -29,7 +29,7 @@ use crate::manager::pool::PyPool;
 use crate::manager::prefix::PyPrefix;
 use crate::manager::shared::{Shared, row_in};
 use crate::manager::stats::manager_stats;
-use blockyard_core::{self as core, Config, Manager, SequenceId, Tier};
+use blockyard_core::{self as core, Config, Manager, SequenceId, Space, Tier};
 use pyo3::prelude::*;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
@@ -49,7 +49,7 @@ fn next_number() -> u16 {
 ///
 /// Args:
 ///     block_size: token slots in a block, 1 to 1048576.
-///     device_blocks: number of blocks in device memory.
+///     device_blocks: number of blocks in device memory. Give either this or `arena`.
 ///     host_blocks: number of blocks in host memory.
 ///     external_blocks: number of slots in the external store.
 ///     watermark: fraction of the device blocks that admission keeps free, 0 to below 1.
@@ -57,6 +57,9 @@ fn next_number() -> u16 {
 ///         unused ids, then the block that was freed first. `"lru"`: unused ids, then the least recently used block.
 ///     groups: cache groups of a hybrid model, a list of `CacheGroup`. Each sequence has a block table in each group;
 ///         all groups share the pools. None: one group with full attention.
+///     arena: the memory that the groups' page classes share, if their blocks differ in bytes, see
+///         `CacheGroup.with_blocks`. Host copies, prefix stores, defragmentation and resizing work with one page class
+///         only.
 ///     prefix_caching: whether prompts share the blocks of earlier prompts with the same beginning; True, False or a
 ///         `PrefixCaching` with options.
 ///     max_open_tickets: with more open tickets than this, `take_decision` warns: a `complete` is probably missing.
@@ -98,24 +101,35 @@ impl PyBlockManager {
 #[pymethods]
 impl PyBlockManager {
     #[new]
-    #[pyo3(signature = (*, block_size, device_blocks, host_blocks = 0, external_blocks = 0, watermark = 0.01,
-        reuse_order = "lowest", groups = None, prefix_caching = CachingOptions::Off, max_open_tickets = 16))]
+    #[pyo3(signature = (*, block_size, device_blocks = None, host_blocks = 0, external_blocks = 0, watermark = 0.01,
+        reuse_order = "lowest", groups = None, arena = None, prefix_caching = CachingOptions::Off, max_open_tickets = 16))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         #[pyo3(from_py_with = args::block_size)] block_size: u32,
-        #[pyo3(from_py_with = args::device_blocks)] device_blocks: u32,
+        #[pyo3(from_py_with = args::device_blocks)] device_blocks: Option<u32>,
         #[pyo3(from_py_with = args::host_blocks)] host_blocks: u32,
         #[pyo3(from_py_with = args::external_blocks)] external_blocks: u32,
         #[pyo3(from_py_with = args::watermark)] watermark: f64,
         reuse_order: &str,
         #[pyo3(from_py_with = args::groups)] groups: Option<Vec<PyCacheGroup>>,
+        #[pyo3(from_py_with = args::arena)] arena: Option<PyArena>,
         #[pyo3(from_py_with = args::prefix_caching)] prefix_caching: CachingOptions,
         #[pyo3(from_py_with = args::max_open_tickets)] max_open_tickets: u32,
     ) -> PyResult<Self> {
-        let blocks = [device_blocks, host_blocks, external_blocks].map(|blocks| blocks as usize);
+        let groups = group::groups(groups, block_size);
+        let blocks = [device_blocks.unwrap_or(0), host_blocks, external_blocks].map(|blocks| blocks as usize);
+        let space = match (device_blocks, arena) {
+            (Some(_), None) => Space::Split(vec![blocks]),
+            (None, Some(arena)) if blocks == [0; 3] => arena.space(&groups)?,
+            _ => {
+                return Err(invalid(
+                    "give either device_blocks or arena, which has the blocks of all tiers".to_owned(),
+                ));
+            }
+        };
         let config = Config { block_size, blocks, watermark, prefix_caching: prefix_caching.is_on() };
         let policies = policies::of(reuse_order, &prefix_caching)?;
-        let mut manager = Manager::with_groups(config, policies, &group::groups(groups)).map_err(to_py)?;
+        let mut manager = Manager::with_pages(config, policies, &groups, &space).map_err(to_py)?;
         manager.set_number(next_number()).map_err(to_py)?;
         if let CachingOptions::On(options) = prefix_caching {
             options.apply(&mut manager)?;
@@ -155,9 +169,22 @@ impl PyBlockManager {
     ///
     /// Args:
     ///     tier: `"device"`, `"host"` or `"external"`.
-    #[pyo3(signature = (tier = "device"))]
-    fn pool(&self, tier: &str) -> PyResult<PyPool> {
-        Ok(PyPool::new(self.shared.clone(), tier_of(tier)?))
+    ///     page_class: page class of the blocks.
+    /// Raises:
+    ///     InvalidArgumentError: there is no such tier or class.
+    #[pyo3(signature = (tier = "device", page_class = 0))]
+    fn pool(&self, tier: &str, #[pyo3(from_py_with = args::page_class)] page_class: usize) -> PyResult<PyPool> {
+        let classes = self.lock().num_classes();
+        if page_class >= classes {
+            return Err(invalid(format!("page_class is {page_class}, must be below {classes}")));
+        }
+        Ok(PyPool::new(self.shared.clone(), tier_of(tier)?, page_class))
+    }
+
+    /// Number of page classes: of sizes of blocks, in bytes.
+    #[getter]
+    fn num_page_classes(&self) -> usize {
+        self.lock().num_classes()
     }
 
     /// Return the number of tokens in a sequence.
@@ -216,7 +243,9 @@ impl PyBlockManager {
         let manager = self.lock();
         let tier = |tier: Tier| {
             let pool = manager.pool(tier);
-            (!pool.is_empty()).then(|| format!("{}: {} of {} blocks free", tier.name(), pool.free(), pool.len()))
+            let class = |class| format!("{} of {}", pool.free_in(class), pool.len_of(class));
+            let classes: Vec<_> = (0..pool.num_classes()).map(class).collect();
+            (!pool.is_empty()).then(|| format!("{}: {} blocks free", tier.name(), classes.join(" + ")))
         };
         let tiers: Vec<_> = Tier::ALL.into_iter().filter_map(tier).collect();
         let (number, sequences) = (manager.number(), manager.num_sequences());

@@ -5,8 +5,8 @@ use crate::convert::args;
 use crate::convert::arrays::Handle;
 use crate::convert::errors::to_py;
 use crate::manager::prompts::{self, Extras, KeySpecs, TokenIds};
-use crate::manager::shared::Shared;
-use blockyard_core::{BlockId, PinId};
+use crate::manager::shared::{Shared, in_class};
+use blockyard_core::{BlockId, PinId, Tier};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
@@ -89,7 +89,10 @@ impl PyPins {
         py: Python<'py>,
         #[pyo3(from_py_with = args::pin)] pin: u64,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let blocks = self.0.lock().pinned_blocks(PinId(pin)).map(<[BlockId]>::to_vec).map_err(to_py)?;
+        let manager = self.0.lock();
+        let blocks = manager.pinned_blocks(PinId(pin)).map(<[BlockId]>::to_vec).map_err(to_py)?;
+        let blocks = in_class(&manager, Tier::Device, blocks);
+        drop(manager);
         ids(py, &blocks)
     }
 

@@ -6,7 +6,7 @@ use crate::convert::memory;
 use crate::free_blocks::PyFreeBlocks;
 use crate::manager::group::PyCacheGroup;
 use crate::manager::shared::Shared;
-use blockyard_core::{BlockId, Tier};
+use blockyard_core::{BlockId, Group, Tier};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
@@ -24,11 +24,12 @@ use pyo3::prelude::*;
 pub(crate) struct PyPool {
     shared: Shared,
     tier: Tier,
+    page_class: usize,
 }
 
 impl PyPool {
-    pub(crate) const fn new(shared: Shared, tier: Tier) -> Self {
-        Self { shared, tier }
+    pub(crate) const fn new(shared: Shared, tier: Tier, page_class: usize) -> Self {
+        Self { shared, tier, page_class }
     }
 }
 
@@ -40,28 +41,64 @@ impl PyPool {
         self.tier.name()
     }
 
-    /// Number of blocks in the tier.
+    /// Page class of the blocks.
     #[getter]
-    fn num_blocks(&self) -> usize {
-        self.shared.lock().pool(self.tier).len()
+    const fn page_class(&self) -> usize {
+        self.page_class
     }
 
-    /// Number of blocks that are neither referenced nor leased, including cached ones.
+    /// Number of ids that blocks of the class can have in the tier, in extents that other classes have at the moment, too.
+    #[getter]
+    fn num_blocks(&self) -> usize {
+        self.shared.lock().pool(self.tier).len_of(self.page_class)
+    }
+
+    /// Bytes of a block; 1 if the groups have no bytes.
+    #[getter]
+    fn block_bytes(&self) -> u64 {
+        self.shared.lock().class_bytes(self.page_class)
+    }
+
+    /// Number of blocks of the class in an extent; None if the class has its blocks for good.
+    #[getter]
+    fn per_extent(&self) -> Option<usize> {
+        self.shared.lock().pool(self.tier).per_extent(self.page_class)
+    }
+
+    /// Bytes from a block of the class to the next in an arena; None if the class has its blocks for good.
+    #[getter]
+    fn block_stride(&self) -> Option<u64> {
+        self.shared.lock().pool(self.tier).stride(self.page_class)
+    }
+
+    /// Number of extents that the class has at the moment.
+    #[getter]
+    fn num_extents(&self) -> usize {
+        self.shared.lock().pool(self.tier).extents_of(self.page_class)
+    }
+
+    /// Number of blocks that are neither referenced nor leased, including cached ones, and those in extents that the class
+    /// could take.
     #[getter]
     fn num_free(&self) -> usize {
-        self.shared.lock().pool(self.tier).free()
+        self.shared.lock().pool(self.tier).free_in(self.page_class)
     }
 
     /// Number of blocks that admission keeps free: the device's watermark, 0 in the other tiers.
     #[getter]
     fn reserved(&self) -> usize {
-        if self.tier == Tier::Device { self.shared.lock().watermark_blocks() } else { 0 }
+        if self.tier == Tier::Device { self.shared.lock().kept_blocks(self.page_class) } else { 0 }
     }
 
     /// Cache groups whose block tables use the pool, a tuple of `CacheGroup` ordered by number.
     #[getter]
     fn groups<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyTuple>> {
-        let groups: Vec<_> = self.shared.lock().groups().iter().copied().map(PyCacheGroup::from_core).collect();
+        let manager = self.shared.lock();
+        let own = |(at, group): (usize, &Group)| {
+            manager.page(at).is_some_and(|page| page.0 == self.page_class).then(|| PyCacheGroup::from_core(*group))
+        };
+        let groups: Vec<_> = manager.groups().iter().enumerate().filter_map(own).collect();
+        drop(manager);
         pyo3::types::PyTuple::new(py, groups)
     }
 
@@ -78,8 +115,9 @@ impl PyPool {
         #[pyo3(from_py_with = args::limit)] limit: Option<usize>,
     ) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let manager = self.shared.lock();
-        let free = manager.pool(self.tier).free_blocks().take(limit.unwrap_or(usize::MAX));
-        let free: Vec<BlockId> = free.collect();
+        let pool = manager.pool(self.tier);
+        let free = pool.free_blocks_of(self.page_class).take(limit.unwrap_or(usize::MAX));
+        let free: Vec<BlockId> = free.map(|block| BlockId(pool.local(block).1)).collect();
         drop(manager);
         ids(py, &free)
     }
@@ -91,20 +129,35 @@ impl PyPool {
     ///     finds it, and it is evicted if needed. 2: only transfers or pins hold it. 3: in use by sequences, or the
     ///     null block.
     fn uses<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u8>>> {
-        let uses = self.shared.lock().uses(self.tier);
+        let manager = self.shared.lock();
+        let (pool, all) = (manager.pool(self.tier), manager.uses(self.tier));
+        // A pool that shrinks has one class, which also has what lies beyond its end.
+        let uses = match pool.global(self.page_class, 0) {
+            Some(first) if pool.num_classes() > 1 => {
+                all[first.index()..first.index() + pool.len_of(self.page_class)].to_vec()
+            }
+            _ if pool.num_classes() > 1 => Vec::new(),
+            _ => all,
+        };
+        drop(manager);
         memory::array(py, &uses, |state| state.number())
     }
 
     fn __iter__(&self) -> PyFreeBlocks {
-        let (shared, tier) = (self.shared.clone(), self.tier);
+        let (shared, tier, class) = (self.shared.clone(), self.tier, self.page_class);
         PyFreeBlocks::new(Box::new(move |first, count| {
-            shared.lock().pool(tier).free_blocks().skip(first).take(count).collect()
+            let manager = shared.lock();
+            let pool = manager.pool(tier);
+            let free = pool.free_blocks_of(class).skip(first).take(count);
+            free.map(|block| BlockId(pool.local(block).1)).collect()
         }))
     }
 
     fn __repr__(&self) -> String {
         let manager = self.shared.lock();
         let pool = manager.pool(self.tier);
-        format!("Pool('{}', {} of {} blocks free)", self.tier.name(), pool.free(), pool.len())
+        let (free, blocks) = (pool.free_in(self.page_class), pool.len_of(self.page_class));
+        let class = if pool.num_classes() > 1 { format!(", page_class={}", self.page_class) } else { String::new() };
+        format!("Pool('{}'{class}, {free} of {blocks} blocks free)", self.tier.name())
     }
 }

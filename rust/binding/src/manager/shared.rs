@@ -5,7 +5,7 @@
 use crate::convert::errors::to_py;
 use crate::convert::memory;
 use crate::locks::{Guard, InnerLock, lock};
-use blockyard_core::{Manager, SequenceId, TableId, memory as core_memory};
+use blockyard_core::{BlockId, Manager, SequenceId, TableId, Tier, memory as core_memory};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -45,6 +45,17 @@ pub(crate) fn handles<'py>(py: Python<'py>, ids: &[SequenceId]) -> PyResult<Boun
 pub(crate) fn no_handles(py: Python<'_>) -> PyResult<Bound<'_, PyArray1<u64>>> {
     static NONE: PyOnceLock<Py<PyArray1<u64>>> = PyOnceLock::new();
     NONE.get_or_try_init(py, || handles(py, &[]).map(Bound::unbind)).map(|none| none.bind(py).clone())
+}
+
+/// Returns blocks of a tier by their ids in their page classes.
+pub(crate) fn in_class(manager: &Manager, tier: Tier, mut blocks: Vec<BlockId>) -> Vec<BlockId> {
+    let pool = manager.pool(tier);
+    if pool.num_classes() > 1 {
+        for block in &mut blocks {
+            block.0 = pool.local(*block).1;
+        }
+    }
+    blocks
 }
 
 /// Returns the tables of sequences in one cache group.

@@ -17,7 +17,7 @@ const DIGEST: usize = 32;
 const MAGIC: &[u8; 8] = b"BLKYSTEP";
 
 /// Version of the payload; increment it whenever the contents of a decision change.
-pub const DECISION_VERSION: u32 = 3;
+pub const DECISION_VERSION: u32 = 4;
 
 /// Writes contents into an envelope.
 pub(super) fn seal(contents: &impl Serialize) -> Contents<Vec<u8>> {

@@ -42,14 +42,16 @@ impl Kind {
     }
 }
 
-/// Pairs of block ids between two tiers, `[from, to]`.
+/// Pairs of block ids of one page class between two tiers, `[from, to]`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pairs {
     /// Tier that is read.
     pub src: Tier,
     /// Tier that is written.
     pub dst: Tier,
-    /// `[from, to]`; ids are 0-based in their tier and no destination repeats.
+    /// Page class of the blocks; 0 if there is only one.
+    pub page_class: u8,
+    /// `[from, to]`; ids are 0-based in their tier and page class, and no destination repeats.
     pub ids: Vec<[u32; 2]>,
 }
 
@@ -69,7 +71,7 @@ pub struct StepDecision {
 }
 
 impl StepDecision {
-    /// Pairs of one kind, one entry per pair of tiers.
+    /// Pairs of one kind, one entry per pair of tiers and page class.
     pub fn of(&self, kind: Kind) -> impl Iterator<Item = &Pairs> {
         self.transfers.iter().filter(move |(k, _)| *k == kind).map(|(_, pairs)| pairs)
     }
@@ -93,7 +95,7 @@ mod tests {
 
     #[test]
     fn a_kind_gives_one_entry_for_each_pair_of_tiers() {
-        let pairs = |src, ids: &[[u32; 2]]| Pairs { src, dst: Tier::External, ids: ids.to_vec() };
+        let pairs = |src, ids: &[[u32; 2]]| Pairs { src, dst: Tier::External, page_class: 0, ids: ids.to_vec() };
         let transfers = vec![
             (Kind::SwapOut, pairs(Tier::Device, &[[1, 2]])),
             (Kind::SwapOut, pairs(Tier::Host, &[[3, 4], [5, 6]])),

@@ -4,6 +4,7 @@ use super::envelope::{Contents, seal, unseal};
 use super::{Kind, Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{TicketId, Tier};
+use crate::page::MAX_CLASSES;
 use serde::{Deserialize, Serialize};
 
 /// Maximum size of a serialized decision, in bytes.
@@ -55,7 +56,7 @@ impl Image {
         if let Some(late) = self.after.iter().find(|&&ticket| ticket > self.ticket) {
             return Err(format!("ticket {} waits for the later ticket {late}", self.ticket));
         }
-        let place = |(kind, pairs): &(Kind, Pairs)| (*kind, pairs.src, pairs.dst);
+        let place = |(kind, pairs): &(Kind, Pairs)| (*kind, pairs.src, pairs.dst, pairs.page_class);
         let early = self.transfers.windows(2).find(|pair| place(&pair[0]) >= place(&pair[1]));
         if let Some([_, (kind, Pairs { src, dst, .. }), ..]) = early {
             return Err(format!("{} from {src} to {dst} is out of order or repeated", kind.name()));
@@ -65,7 +66,10 @@ impl Image {
 }
 
 fn check(kind: Kind, pairs: &Pairs) -> Contents<()> {
-    let Pairs { src, dst, ids } = pairs;
+    let Pairs { src, dst, page_class, ids } = pairs;
+    if usize::from(*page_class) >= MAX_CLASSES {
+        return Err(format!("page class {page_class} of {} pairs, must be below {MAX_CLASSES}", kind.name()));
+    }
     if ids.is_empty() || !kind.joins(*src, *dst) {
         return Err(format!("{} pairs of kind {} go from {src} to {dst}", ids.len(), kind.name()));
     }
@@ -102,7 +106,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn pairs(src: Tier, dst: Tier, ids: &[[u32; 2]]) -> Pairs {
-        Pairs { src, dst, ids: ids.to_vec() }
+        Pairs { src, dst, page_class: 0, ids: ids.to_vec() }
     }
 
     fn sample() -> StepDecision {
@@ -149,6 +153,7 @@ mod tests {
             (vec![(Kind::Copy, pairs(d, d, &[[1, 2], [2, 3]]))], "device block 2 is both read and written by copy"),
             (vec![(Kind::Exchange, pairs(d, d, &[[1, 2], [2, 3]]))], "device block 2 is written twice by exchange"),
             (vec![out(&[[1, 1]]), out(&[[2, 2]])], "swap_out from device to host is out of order or repeated"),
+            (vec![(Kind::SwapOut, Pairs { page_class: 4, ..pairs(d, h, &[[1, 1]]) })], "page class 4 of swap_out"),
             (vec![(Kind::SwapIn, pairs(h, d, &[[1, 1]])), out(&[[1, 1]])], "is out of order"),
         ];
         for (transfers, message) in cases {
@@ -161,7 +166,7 @@ mod tests {
     #[test]
     fn a_forged_number_of_pairs_takes_no_memory() {
         // Ticket 1, no tickets before, one transfer: swap_out from device to host of 2^62 pairs.
-        let mut payload = vec![1u8, 0, 1, 0, 0, 1];
+        let mut payload = vec![1u8, 0, 1, 0, 0, 1, 0];
         payload.extend([0x80; 8]);
         payload.push(0x40);
         let mut bytes = seal(&()).unwrap();

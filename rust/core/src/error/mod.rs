@@ -13,7 +13,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[non_exhaustive]
 pub enum Error {
     /// A tier has fewer free blocks than the whole call needs.
-    #[error("asked for {wanted} {tier} blocks, {free} of {total} are free{}", if wanted > total { ": it can never fit" } else { "" })]
+    #[error("asked for {wanted} {tier} blocks{}, {free} of {total} are free{}", of_class(*page_class), if wanted > total { ": it can never fit" } else { "" })]
     OutOfBlocks {
         /// Tier that is short.
         tier: Tier,
@@ -23,6 +23,8 @@ pub enum Error {
         free: usize,
         /// Blocks in the tier.
         total: usize,
+        /// Page class of the blocks, if there are several.
+        page_class: Option<usize>,
     },
     /// The manager never returned this handle.
     #[error("sequence {sequence} is unknown: this manager never returned that handle")]
@@ -208,6 +210,11 @@ pub enum Error {
         /// What does not hold.
         what: String,
     },
+}
+
+/// The page class of blocks in a message.
+fn of_class(class: Option<usize>) -> String {
+    class.map_or_else(String::new, |class| format!(" of page class {class}"))
 }
 
 /// An argument is out of its range.

@@ -17,8 +17,9 @@ use crate::defrag::Defrag;
 use crate::error::{Result, invalid};
 use crate::event::EventBatch;
 use crate::fit::Share;
-use crate::group::{Group, Groups};
+use crate::group::{Group, Groups, PagedGroup};
 use crate::id::{BlockId, SequenceId, Tier};
+use crate::page::{Shape, Space};
 use crate::pins::Pins;
 use crate::pool::{Policies, Pool};
 use crate::prefix::Residency;
@@ -92,30 +93,47 @@ impl Manager {
     /// # Errors
     /// A size, the watermark or a group is out of range, or prefix caching is combined with an encoder's tokens.
     pub fn with_groups(config: Config, policies: Policies, groups: &[Group]) -> Result<Self> {
-        let groups = Groups::new(groups)?;
-        let Config { block_size, blocks, watermark, prefix_caching } = config;
+        let paged = |&group| PagedGroup { group, block_tokens: config.block_size, block_bytes: 1 };
+        let groups: Vec<_> = groups.iter().map(paged).collect();
+        Self::with_pages(config, policies, &groups, &Space::Split(vec![config.blocks]))
+    }
+
+    /// As [`Manager::with_groups`], for groups whose blocks differ in their bytes or tokens: those of equal bytes share
+    /// the blocks of one page class. Ids of blocks count from 0 in each class. `space` says how many blocks the classes
+    /// have; `config.blocks` is not used. A prompt continues after a multiple of `config.block_size` tokens.
+    ///
+    /// # Errors
+    /// As [`Manager::with_groups`]; a group's block size does not divide `config.block_size`, or that of a recurrent group
+    /// is not equal to it; there are too many classes, or too few blocks of one.
+    pub fn with_pages(config: Config, policies: Policies, groups: &[PagedGroup], space: &Space) -> Result<Self> {
+        let Config { block_size, watermark, prefix_caching, .. } = config;
         if !(1..=MAX_BLOCK_SIZE).contains(&block_size) {
             return Err(invalid("block_size", block_size, format!("1 to {MAX_BLOCK_SIZE}")));
         }
+        let mut groups = Groups::new(groups, block_size)?;
+        let shapes = Shape::of_tiers(space, groups.class_bytes(), groups.has_nulls())?;
         let least = if groups.has_nulls() { 2 } else { 1 };
-        if blocks[0] < least {
-            return Err(invalid("device_blocks", blocks[0] as i128, format!("at least {least}")));
+        if let Some(&blocks) = shapes[0].ids.iter().find(|&&blocks| blocks < least) {
+            return Err(invalid("device_blocks", blocks as i128, format!("at least {least}")));
         }
         if groups.cross() && prefix_caching {
             let must = "used without cross attention, whose blocks a prompt's tokens do not identify".to_owned();
             return Err(invalid("prefix_caching with groups", groups.all().len() as i128, must));
         }
-        let watermark = Share::new("watermark", watermark, blocks[0])?;
-        let mut tiers = Tiers::new(blocks, block_size, prefix_caching, groups.has_nulls(), policies)?;
-        let has_points = groups.has_nulls() || !groups.companions().is_empty() || groups.ahead() > 0;
+        let least_blocks = shapes[0].ids.iter().copied().min().unwrap_or(0);
+        let watermark = Share::new("watermark", watermark, least_blocks)?;
+        let mut tiers = Tiers::new(&shapes, block_size, prefix_caching, policies)?;
+        groups.set_first_blocks(|class| tiers.device().first_of(class));
+        let has_points = groups.has_nulls() || groups.num_companions() > 0 || groups.ahead() > 0;
         if prefix_caching && has_points {
-            tiers.use_points(groups.companions().len(), groups.leaving().is_empty())?;
+            let anchor = u8::try_from(groups.anchor()).unwrap_or(u8::MAX);
+            tiers.use_points(groups.class(anchor), groups.num_companions(), groups.leaving().is_empty())?;
         }
         Ok(Self {
             tiers,
             transfers: Transfers::new(),
             sequences: Sequences::new(block_size, groups, watermark),
-            pins: Pins::new(Share::new("max_pinned", 0.5, blocks[0])?),
+            pins: Pins::new(Share::new("max_pinned", 0.5, least_blocks)?),
             jobs: StoreJobs::default(),
             defrag: Defrag::default(),
             samples_residency: false,
@@ -144,8 +162,9 @@ impl Manager {
     /// Starts recording the last `capacity` events of the prefix cache, which must not have cached anything yet.
     ///
     /// # Errors
-    /// The capacity is out of range, the cache is off, or something has been published.
+    /// The capacity is out of range, the cache is off, something has been published, or the groups' blocks differ in tokens.
     pub fn record_events(&mut self, capacity: usize) -> Result<()> {
+        self.require_even("events")?;
         self.tiers.record_events(capacity)
     }
 
@@ -190,6 +209,13 @@ impl Manager {
     #[must_use]
     pub fn watermark_blocks(&self) -> usize {
         self.sequences.watermark().blocks()
+    }
+
+    /// Device blocks of a page class that admission keeps free, or those in the extents that it keeps free.
+    #[must_use]
+    pub fn kept_blocks(&self, class: usize) -> usize {
+        let (device, kept) = (self.tiers.device(), self.tiers.device().kept(self.sequences.watermark()));
+        device.per_extent(class).map_or_else(|| kept.get(class), |per_extent| kept.get(0) * per_extent)
     }
 
     /// The blocks of a tier.
@@ -258,7 +284,7 @@ impl Manager {
             let pool = self.pool(tier);
             let null = usize::from(self.sequences.has_nulls() && !pool.is_empty());
             TierUse {
-                blocks: pool.len(),
+                blocks: pool.len() - pool.num_absent(),
                 used: pool.used() - null,
                 peak: pool.peak().saturating_sub(null),
                 leased: leases.iter().filter(|lease| lease.0 == tier).count(),
@@ -286,9 +312,10 @@ impl Manager {
     /// and is found together.
     ///
     /// # Errors
-    /// The prefix cache is off, there are no host blocks, some of them are in use, or events are already recorded or
-    /// copies already kept.
+    /// The prefix cache is off, there are no host blocks, some of them are in use, events are already recorded or copies
+    /// already kept, or there are several page classes.
     pub fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
+        self.require_one_class("copies of cached blocks on the host")?;
         self.tiers.keep_host_copies(per_step)
     }
 
@@ -330,6 +357,42 @@ impl Manager {
     #[must_use]
     pub fn num_unfindable(&self) -> usize {
         self.view().num_unfindable()
+    }
+
+    /// Fails with several page classes, or block sizes, for what works with one only.
+    fn require_one_class(&self, what: &str) -> Result<()> {
+        let classes = self.num_classes();
+        if classes > 1 {
+            return Err(invalid("number of page classes", classes as i128, format!("1 for {what}")));
+        }
+        self.require_even(what)
+    }
+
+    /// Fails if blocks of some group hold fewer tokens than others.
+    fn require_even(&self, what: &str) -> Result<()> {
+        if self.sequences.groups_are_even() {
+            return Ok(());
+        }
+        let least = self.sequences.least_tokens();
+        Err(invalid("block_tokens", least, format!("{} in all groups for {what}", self.block_size())))
+    }
+
+    /// Page classes: numbers of block sizes in bytes.
+    #[must_use]
+    pub fn num_classes(&self) -> usize {
+        self.tiers.device().num_classes()
+    }
+
+    /// Bytes of a block of a page class.
+    #[must_use]
+    pub fn class_bytes(&self, class: usize) -> u64 {
+        self.sequences.class_bytes().get(class).copied().unwrap_or(0)
+    }
+
+    /// The page class of a group's blocks, and token slots and bytes of one of them; `None` if there is no such group.
+    #[must_use]
+    pub fn page(&self, group: usize) -> Option<(usize, u32, u64)> {
+        self.sequences.page(group)
     }
 
     /// The parts needed to decide a transfer.

@@ -3,9 +3,11 @@
 
 use super::Manager;
 use crate::block::{LeaseKind, TierBlock};
-use crate::decision::{Pairs, StepDecision};
+use crate::decision::{Kind, Pairs, StepDecision};
 use crate::error::{Error, Result};
 use crate::id::{BlockId, SequenceId, TicketId};
+use crate::page::MAX_CLASSES;
+use crate::tiers::Tiers;
 use crate::transfer::{Held, HeldRuns, OpenStep, Ticket, evicted};
 use std::collections::HashSet;
 
@@ -53,7 +55,11 @@ impl Manager {
         step.cut_off();
         defrag.decide(&mut step);
         self.sequences.end_step();
-        self.transfers.submit(self.tiers.device(), prefetch)
+        let mut decision = self.transfers.submit(self.tiers.device(), prefetch);
+        if self.num_classes() > 1 {
+            decision.transfers = by_class(&self.tiers, decision.transfers);
+        }
+        decision
     }
 
     /// Tickets that are neither completed nor failed, oldest first. The blocks they hold are not available.
@@ -142,11 +148,19 @@ impl Manager {
     /// Blocks of a ticket that did not land.
     fn lost_blocks(&self, ticket: TicketId, lost: &[Pairs]) -> Result<HashSet<TierBlock>> {
         let written: HashSet<TierBlock> = self.transfers.get(ticket)?.written().collect();
-        let blocks = || lost.iter().flat_map(|pairs| pairs.ids.iter().map(|&[_, to]| (pairs.dst, BlockId(to))));
-        if let Some((tier, block)) = blocks().find(|block| !written.contains(block)) {
-            return Err(Error::NotInTicket { ticket, tier, block });
+        let mut blocks = HashSet::new();
+        for pairs in lost {
+            let pool = self.tiers.pool(pairs.dst);
+            for &[_, to] in &pairs.ids {
+                let block =
+                    pool.global(pairs.page_class.into(), to).filter(|block| written.contains(&(pairs.dst, *block)));
+                let Some(block) = block else {
+                    return Err(Error::NotInTicket { ticket, tier: pairs.dst, block: BlockId(to) });
+                };
+                blocks.insert((pairs.dst, block));
+            }
         }
-        Ok(blocks().collect())
+        Ok(blocks)
     }
 
     /// Like [`Manager::fail`] with all pairs of the ticket: nothing landed.
@@ -176,6 +190,21 @@ impl Manager {
         self.end(ended);
         sequences
     }
+}
+
+/// Pairs of blocks as pairs of ids in their page classes, class by class.
+fn by_class(tiers: &Tiers, transfers: Vec<(Kind, Pairs)>) -> Vec<(Kind, Pairs)> {
+    let mut all = Vec::with_capacity(transfers.len());
+    for (kind, Pairs { src, dst, ids, .. }) in transfers {
+        let mut classes = [const { Vec::new() }; MAX_CLASSES];
+        for [from, to] in ids {
+            let (class, from) = tiers.pool(src).local(BlockId(from));
+            classes[class].push([from, tiers.pool(dst).local(BlockId(to)).1]);
+        }
+        let named = (0u8..).zip(classes).filter(|(_, ids)| !ids.is_empty());
+        all.extend(named.map(|(page_class, ids)| (kind, Pairs { src, dst, page_class, ids })));
+    }
+    all
 }
 
 #[cfg(test)]

@@ -19,6 +19,7 @@ impl Manager {
         if !self.is_caching() {
             return Err(invalid("prefix_caching", 0, "1 for a prefix store".to_owned()));
         }
+        self.require_one_class("a prefix store")?;
         for (what, group) in [("drafter's groups", Group::Drafter), ("cross attention groups", Group::CrossAttention)] {
             let count = self.groups().iter().filter(|&&other| other == group).count();
             if count > 0 {

@@ -403,7 +403,8 @@ impl Manager {
         state.relocate(&mut step, sequences, to, false)
     }
 
-    /// Writes the tables of sequences on the device as rows of `width`, the rest of each row 0.
+    /// Writes the tables of sequences on the device as rows of `width`, as ids in their page classes, the rest of each row
+    /// 0.
     ///
     /// # Errors
     /// A sequence is unknown, not on the device, still moving or longer than a row; `out` has another size.
@@ -458,11 +459,13 @@ impl Manager {
     /// quotas stay the same numbers. A second call, larger or smaller, overrides an unfinished one.
     ///
     /// # Errors
-    /// Too many blocks; or too few for the null block, pinned blocks, the watermark, and one to allocate.
+    /// Too many blocks; or too few for the null block, pinned blocks, the watermark, and one to allocate; there are several
+    /// page classes.
     pub fn resize_device(&mut self, blocks: usize) -> Result<Resize> {
         if blocks > MAX_BLOCKS {
             return Err(invalid("device_blocks", blocks as i128, format!("at most {MAX_BLOCKS}")));
         }
+        self.require_one_class("a resize")?;
         let (null, pinned) = (usize::from(self.sequences.has_nulls()), self.pins.num_blocks());
         let watermark = self.sequences.watermark().of(blocks);
         let least = null + pinned + watermark + 1;
@@ -481,7 +484,7 @@ impl Manager {
         Ok(self.resize_progress())
     }
 
-    /// The state of every block of a tier, by id, including those in use beyond the end.
+    /// The state of every block of a tier, by number, including those in use beyond the end.
     #[must_use]
     pub fn uses(&self, tier: Tier) -> Vec<BlockState> {
         let pool = self.pool(tier);
@@ -509,7 +512,7 @@ impl Manager {
     /// are the same.
     ///
     /// # Errors
-    /// A sequence is unknown or not on the device; nothing has changed.
+    /// A sequence is unknown or not on the device, or there are several page classes; nothing has changed.
     pub fn defragment(
         &mut self,
         goals: &[Wanted],
@@ -517,6 +520,7 @@ impl Manager {
         budget: Budget,
         cached: Cached,
     ) -> Result<Moves> {
+        self.require_one_class("defragmentation")?;
         let Self { tiers, transfers, sequences: state, defrag, jobs, .. } = self;
         defrag.request((state, &mut OpenStep { tiers, transfers, jobs }), goals, sequences, budget, cached)
     }
@@ -524,8 +528,9 @@ impl Manager {
     /// Measures fragmentation of the device; takes time proportional to the pool and the tables.
     ///
     /// # Errors
-    /// There is not enough memory for it.
+    /// There is not enough memory for it, or there are several page classes.
     pub fn fragmentation(&self) -> Result<Fragmentation> {
+        self.require_one_class("a measure of fragmentation")?;
         defrag::fragmentation(&self.sequences, &self.tiers)
     }
 

@@ -306,7 +306,7 @@ impl OffloadCache {
         for &chunk in &kept {
             self.pool.claim(chunk);
         }
-        self.pool.evict(count, false, out);
+        self.pool.evict(0, count, false, out);
         self.pool.begin_chain();
         kept.iter().chain(&out[first..]).for_each(|&chunk| self.pool.release(chunk));
         true

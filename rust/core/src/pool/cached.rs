@@ -1,7 +1,7 @@
 //! A pool's use of its prefix cache: publishes blocks, forgets them, and evicts cached ones.
 
 use super::Pool;
-use crate::block::{BlockState, LeaseKind, Leases};
+use crate::block::{BlockState, LeaseKind, Leases, Membership};
 use crate::error::Result;
 use crate::hash::Key;
 use crate::id::BlockId;
@@ -133,12 +133,12 @@ impl Pool {
         self.cache.as_ref().filter(|cache| self.block(block).is_published() && !cache.is_keyless(block))?.key(block)
     }
 
-    /// Starts to keep resume points, with `companions` blocks of other groups at each block with a key; `is_dense`: each
-    /// of these is a point without a tail.
-    pub(crate) fn use_points(&mut self, companions: usize, is_dense: bool) -> Result<()> {
+    /// Starts to keep resume points, with `companions` other blocks at each block with a key, which are of the page class
+    /// `ordered`; `is_dense`: each of these is a point without a tail.
+    pub(crate) fn use_points(&mut self, ordered: usize, companions: usize, is_dense: bool) -> Result<()> {
         let Some(cache) = &mut self.cache else { return Ok(()) };
         memory::require(self.len.saturating_mul(Points::BYTES))?;
-        cache.use_points(Points::new(self.len, companions, is_dense));
+        cache.use_points(Points::new(self.len, self.classes, companions, is_dense), ordered);
         Ok(())
     }
 
@@ -275,13 +275,13 @@ impl Pool {
         }
     }
 
-    /// Takes up to `count` cached blocks with one reference each, in eviction order.
-    pub(crate) fn evict(&mut self, count: usize, filling: bool, out: &mut Vec<BlockId>) {
+    /// Takes up to `count` cached blocks of a class with one reference each, in eviction order.
+    pub(crate) fn evict(&mut self, class: usize, count: usize, filling: bool, out: &mut Vec<BlockId>) {
         let end = out.len() + count;
         while out.len() < end {
             let first = out.len();
             let Some(cache) = &mut self.cache else { return };
-            cache.pop_into(LOOK_AHEAD.min(end - first), out);
+            cache.pop_into(class, LOOK_AHEAD.min(end - first), out);
             if out.len() == first {
                 return;
             }
@@ -291,6 +291,7 @@ impl Pool {
                 keyed += usize::from(have_keys || !cache.is_keyless(block));
             }
             cache.begin_eviction(&tags[..keyed]);
+            self.note_all(&out[first..], Membership::Evictable, Membership::Neither);
             for &block in &out[first..] {
                 self.evict_bytes(block);
                 self.blocks[block.index()].take(filling);
@@ -330,7 +331,9 @@ impl Pool {
     /// Takes an overlappable lease on a block that was removed from the eviction order.
     pub(crate) fn lease_popped(&mut self, block: BlockId) {
         self.blocks[block.index()].add_lease(LeaseKind::OverlappableRead);
-        self.overlappable.insert(block);
+        self.note_moved(block, Membership::Evictable, Membership::Overlappable);
+        let class = self.classes.of(block);
+        self.sets[class].overlappable.insert(block);
         self.refresh(block.0..block.0 + 1);
     }
 

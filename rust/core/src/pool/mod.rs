@@ -10,16 +10,22 @@ use crate::error::{Error, Result};
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
 use crate::memory;
+use crate::page::{Classes, Shape};
 use crate::placement::Tracker;
 use crate::prefix::evict::Eviction;
 use crate::prefix::{PrefixCache, grown};
-use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
+use crate::reuse::ReuseOrder;
+use classes::ClassSets;
+use extents::Extents;
 use std::ops::Range;
 
 mod cached;
+mod classes;
+mod extents;
 mod moves;
 mod resize;
 mod runs;
+pub(crate) use classes::Room;
 pub(crate) use resize::Tail;
 
 /// Allocation order of a pool.
@@ -39,8 +45,14 @@ pub struct Pool {
     len: usize,
     /// Indexed by block id, up to the highest block ever taken: memory grows with use.
     blocks: Vec<Block>,
-    free: FreeBlocks,
-    overlappable: BlockSet,
+    /// Which blocks are of which page class.
+    classes: Classes,
+    /// By class: its free blocks.
+    sets: Box<[ClassSets]>,
+    /// Set if classes take and give back their blocks.
+    extents: Option<Box<Extents>>,
+    /// Whether block 0 is the null block.
+    has_null: bool,
     cache: Option<PrefixCache>,
     /// Copies in other tiers of blocks whose bytes are gone. The owner of all pools unlinks them.
     orphans: Vec<TierBlock>,
@@ -68,24 +80,43 @@ impl Pool {
     /// # Errors
     /// As [`Pool::new`].
     pub fn with_policies(tier: Tier, blocks: usize, caching: bool, policies: Policies) -> Result<Self> {
+        Self::with_shape(tier, &Shape::single(blocks, false), caching, policies)
+    }
+
+    /// Like [`Pool::with_policies`], for the blocks of several classes; the null block, if there is one, is taken.
+    ///
+    /// # Errors
+    /// As [`Pool::new`].
+    pub(crate) fn with_shape(tier: Tier, shape: &Shape, caching: bool, policies: Policies) -> Result<Self> {
+        let blocks = shape.ids.iter().copied().fold(0, usize::saturating_add);
         if blocks > MAX_BLOCKS {
             let must = format!("at most {MAX_BLOCKS}");
             return Err(Error::InvalidArgument { what: "number of blocks", found: blocks as i128, must });
         }
         Self::require_memory(blocks, caching)?;
-        Ok(Self {
+        let classes = Classes::new(&shape.ids);
+        let extents = shape.extents.map(|extents| Box::new(Extents::new(extents, shape.has_null)));
+        let mut pool = Self {
             tier,
             len: blocks,
             blocks: Vec::with_capacity(blocks),
-            free: FreeBlocks::full(policies.reuse, blocks),
-            overlappable: BlockSet::empty(blocks),
+            classes,
+            sets: ClassSets::all(&classes, shape, policies.reuse),
+            extents,
+            has_null: shape.has_null && blocks > 0,
             cache: caching.then(|| PrefixCache::new(blocks, policies.eviction)),
             orphans: Vec::new(),
             evictions: 0,
             peak: 0,
             tail: Tail::default(),
             tracker: None,
-        })
+        };
+        if pool.has_null {
+            pool.know(NULL_BLOCK);
+            pool.blocks[NULL_BLOCK.index()].take(false);
+            pool.note_peak();
+        }
+        Ok(pool)
     }
 
     /// Fails unless there is memory for a pool of `blocks` blocks, whatever its policies.
@@ -114,9 +145,9 @@ impl Pool {
         self.len == 0
     }
 
-    /// Empty free blocks in allocation order; takes none.
+    /// Empty free blocks in allocation order, class by class; takes none.
     pub fn free_blocks(&self) -> impl Iterator<Item = BlockId> + '_ {
-        self.free.iter()
+        self.sets.iter().flat_map(|sets| sets.free.iter())
     }
 
     /// The state of a block; the default if it was never taken.
@@ -135,11 +166,11 @@ impl Pool {
     /// Fails unless `wanted` blocks are available.
     pub(crate) fn require(&self, wanted: usize, overlappable_too: bool) -> Result<()> {
         fault::point()?;
-        let free = self.free_with(overlappable_too, 0);
+        let free = self.free_with(0, overlappable_too, 0);
         if wanted <= free {
             return Ok(());
         }
-        Err(Error::OutOfBlocks { tier: self.tier, wanted, free, total: self.len() })
+        Err(Error::OutOfBlocks { tier: self.tier, wanted, free, total: self.len(), page_class: None })
     }
 
     /// Takes `count` blocks with one reference each, and with a write lease if they will be filled: free ones first,
@@ -147,9 +178,15 @@ impl Pool {
     /// [`Pool::require`].
     #[inline]
     pub(crate) fn take(&mut self, count: usize, filling: bool, out: &mut Vec<BlockId>) -> bool {
+        self.take_of(0, count, filling, out)
+    }
+
+    /// Like [`Pool::take`], of one class.
+    #[inline]
+    pub(crate) fn take_of(&mut self, class: usize, count: usize, filling: bool, out: &mut Vec<BlockId>) -> bool {
         let first = out.len();
         let mut end = 0;
-        self.free.take_runs(count, |run| {
+        self.sets[class].free.take_runs(count, |run| {
             end = end.max(run.end);
             out.extend(run.map(BlockId));
         });
@@ -158,6 +195,7 @@ impl Pool {
         }
         self.open(&out[first..], filling);
         let ready = out.len() - first;
+        self.note_all(&out[first..], Membership::Free, Membership::Neither);
         if ready == count {
             if let Some(tracker) = &mut self.tracker {
                 tracker.note_taken(&out[first..], filling);
@@ -165,14 +203,15 @@ impl Pool {
             self.note_peak();
             return false;
         }
-        self.overlappable.take_lowest(count - ready, |block| out.push(block));
+        self.sets[class].overlappable.take_lowest(count - ready, |block| out.push(block));
         let overlapped = out.len() > first + ready;
         for &block in &out[first + ready..] {
             self.retire(block);
             self.evict_bytes(block);
             self.blocks[block.index()].take(filling);
         }
-        self.evict(first + count - out.len(), filling, out);
+        self.evict(class, first + count - out.len(), filling, out);
+        debug_assert!(out.len() == first + count, "{} of {count} blocks of class {class} are there", out.len() - first);
         if let Some((tracker, blocks)) = self.tracker_mut() {
             tracker.note_taken(&out[first..first + ready], filling);
             out[first + ready..].iter().for_each(|&block| tracker.note_written(block, blocks));
@@ -186,13 +225,6 @@ impl Pool {
         self.know(block);
         self.change(block, Block::fill);
         self.note_peak();
-    }
-
-    /// Permanently takes block 0 of a new pool, the first in every order: the null block of tables.
-    pub(crate) fn reserve_null(&mut self) {
-        let mut first = Vec::with_capacity(1);
-        self.take(1, false, &mut first);
-        debug_assert!(first == [NULL_BLOCK], "the pool has been used");
     }
 
     /// Sets or clears the copy of a block's bytes in another tier; returns the one before.
@@ -241,7 +273,8 @@ impl Pool {
             }
             return;
         }
-        self.free.used(id);
+        let class = self.classes.of(id);
+        self.sets[class].free.used(id);
         if !before.is_published() {
             self.orphans.extend(self.blocks[id.index()].set_tier_copy(None));
         } else if let Some(cache) = &mut self.cache {
@@ -305,24 +338,28 @@ impl Pool {
             let now = self.blocks[id.index()];
             let (from, to) = (before.membership(), now.membership());
             if from != to {
+                if let Some(extents) = &mut self.extents {
+                    extents.note(&self.classes, id, from, to);
+                }
+                let sets = &mut self.sets[self.classes.of(id)];
                 match (from, &mut self.cache) {
                     (Membership::Free, _) => {
-                        let was_free = self.free.remove(id);
+                        let was_free = sets.free.remove(id);
                         debug_assert!(was_free, "taking a block that is not free");
                     }
                     (Membership::Evictable, Some(cache)) if now.is_published() => {
                         cache.unpark(id);
                     }
                     (Membership::Overlappable, _) => {
-                        self.overlappable.remove(id);
+                        sets.overlappable.remove(id);
                     }
                     _ => {}
                 }
                 match (to, &mut self.cache) {
-                    (Membership::Free, _) => self.free.insert(id),
+                    (Membership::Free, _) => sets.free.insert(id),
                     (Membership::Evictable, Some(cache)) => cache.park_with(id, now.copy_on_device().is_some()),
                     (Membership::Overlappable, _) => {
-                        self.overlappable.insert(id);
+                        sets.overlappable.insert(id);
                     }
                     _ => {}
                 }
@@ -331,7 +368,8 @@ impl Pool {
         self.refresh(id.0..id.0 + 1);
     }
 
-    /// Like [`Pool::moved`], for a run of blocks in equal states before and after; none of them is or was evictable.
+    /// Like [`Pool::moved`], for a run of blocks of one class in equal states before and after; none of them is or was
+    /// evictable.
     #[inline]
     fn moved_run(&mut self, run: Range<u32>, before: Block) {
         let now = self.blocks[run.start as usize];
@@ -340,12 +378,17 @@ impl Pool {
         if beyond > 0 {
             self.moved_beyond(beyond, before, now);
         }
-        if before.membership() == Membership::Overlappable {
-            self.overlappable.remove_run(run.clone());
+        let (from, to) = (before.membership(), now.membership());
+        if self.extents.is_some() && from != to {
+            run.clone().map(BlockId).for_each(|block| self.note_moved(block, from, to));
         }
-        match now.membership() {
-            Membership::Free => self.free.insert_run(inside),
-            Membership::Overlappable => self.overlappable.insert_run(inside),
+        let sets = &mut self.sets[self.classes.of(BlockId(run.start))];
+        if from == Membership::Overlappable {
+            sets.overlappable.remove_run(run.clone());
+        }
+        match to {
+            Membership::Free => sets.free.insert_run(inside),
+            Membership::Overlappable => sets.overlappable.insert_run(inside),
             _ => {}
         }
         self.refresh(run);
@@ -368,17 +411,19 @@ impl Pool {
             what
         } else if is_beyond && refs == 0 && published {
             "cached, unused and beyond the end".to_owned()
-        } else if is_beyond && block.is_empty() && !block.is_leased() {
+        } else if (is_beyond || self.is_absent(id)) && block.is_empty() && !block.is_leased() {
             // `check_totals` verifies that no set has it.
             return None;
-        } else if self.free.contains(id) != is(Membership::Free) {
-            format!("free is {}", self.free.contains(id))
+        } else if self.is_absent(id) {
+            format!("{:?}, and no class has it", block.state())
+        } else if self.free_of(id).free.contains(id) != is(Membership::Free) {
+            format!("free is {}", self.free_of(id).free.contains(id))
         } else if self.is_evictable(id) != is(Membership::Evictable) {
             format!("evictable is {}", self.is_evictable(id))
         } else if self.finds(id) != published {
             format!("found by its key is {}", self.finds(id))
-        } else if self.overlappable.contains(id) != is(Membership::Overlappable) {
-            format!("overlappable is {}", self.overlappable.contains(id))
+        } else if self.free_of(id).overlappable.contains(id) != is(Membership::Overlappable) {
+            format!("overlappable is {}", self.free_of(id).overlappable.contains(id))
         } else {
             self.tracker().and_then(|tracker| tracker.check(id, block, &self.blocks))?
         };

@@ -78,7 +78,8 @@ impl Pool {
         if let (Some(cache), true) = (&mut self.cache, before.is_published()) {
             cache.rename(from, to, before.tag(), copy.is_some());
         }
-        self.free.used(from);
+        let class = self.classes.of(from);
+        self.sets[class].free.used(from);
         self.moved(from, before);
         self.refresh(to.0..to.0 + 1);
         copy

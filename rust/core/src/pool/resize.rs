@@ -4,7 +4,7 @@
 //! cached there are dropped. Blocks in use there stay until their last user is gone. Until then, each of them
 //! referenced by tables counts as one free block less, so that the pool never uses more blocks than its new size.
 
-use super::Pool;
+use super::{ClassSets, Pool};
 use crate::block::{Block, Membership};
 use crate::error::Result;
 use crate::id::BlockId;
@@ -32,19 +32,13 @@ impl Pool {
     /// still referenced beyond the end of a shrunken pool.
     #[must_use]
     pub fn free(&self) -> usize {
-        self.free_with(false, 0)
+        self.free_with(0, false, 0)
     }
 
     /// Number of free and overlappable blocks; device work ordered after the readers may take the latter.
     #[must_use]
     pub fn available(&self) -> usize {
-        self.free_with(true, 0)
-    }
-
-    /// [`Pool::available`] or [`Pool::free`], once `more` blocks have become free.
-    pub(crate) fn free_with(&self, overlappable_too: bool, more: usize) -> usize {
-        let overlappable = if overlappable_too { self.overlappable.len() } else { 0 };
-        (self.free.len() + self.evictable() + overlappable + more).saturating_sub(self.tail.live)
+        self.free_with(0, true, 0)
     }
 
     /// Whether the first reference to a block with contents leaves one available block fewer. A leased block is not
@@ -60,7 +54,7 @@ impl Pool {
 
     /// Number of free blocks that are not cached: taking them evicts nothing and waits for no reader.
     pub(crate) fn uncached(&self) -> usize {
-        self.free.len().saturating_sub(self.tail.live)
+        self.sets.iter().map(|sets| sets.free.len()).sum::<usize>().saturating_sub(self.tail.live)
     }
 
     /// Blocks still in use beyond the pool's end.
@@ -81,7 +75,14 @@ impl Pool {
     /// Blocks that are referenced or leased, those beyond the end included.
     pub(crate) fn used(&self) -> usize {
         // Free and evictable blocks are different blocks, none beyond the end: see `check_totals`.
-        self.len - self.free.len() - self.evictable() + self.tail.live + self.tail.held
+        let free: usize = self.sets.iter().map(|sets| sets.free.len()).sum();
+        self.len - self.num_absent() - free - self.evictable() + self.tail.live + self.tail.held
+    }
+
+    /// Whether none of the pool's blocks is in use or leased, and none beyond its end in use.
+    pub(crate) fn is_idle(&self) -> bool {
+        let null = usize::from(self.has_null);
+        self.tail.live == 0 && self.used() == null + self.tail.held
     }
 
     /// Whether a block lies beyond the pool's end.
@@ -123,6 +124,8 @@ impl Pool {
     /// Resizes the pool to `blocks` blocks, at most [`crate::block::MAX_BLOCKS`]. Copies of dropped blocks are left in
     /// [`Pool::take_orphans`].
     pub(crate) fn resize(&mut self, blocks: usize) {
+        debug_assert!(self.classes.len() == 1, "a resize of several page classes");
+        self.classes.resize(blocks);
         let former = std::mem::replace(&mut self.len, blocks);
         if blocks < former {
             self.shrink(former);
@@ -140,8 +143,9 @@ impl Pool {
 
     fn shrink(&mut self, former: usize) {
         let gone = id(self.len)..id(former);
-        self.free.cut(gone.clone());
-        self.overlappable.remove_run(gone);
+        let sets = &mut self.sets[0];
+        sets.free.cut(gone.clone());
+        sets.overlappable.remove_run(gone);
         for index in self.len..former.min(self.blocks.len()) {
             self.drop_stranded(BlockId(id(index)));
             let [live, held] = users(self.blocks[index]);
@@ -154,7 +158,7 @@ impl Pool {
     }
 
     fn grow(&mut self, former: usize) {
-        self.overlappable.grow(self.len);
+        self.sets[0].overlappable.grow(self.len);
         let mut busy = Vec::new();
         for index in former..self.len.min(self.tail.end) {
             let (block, number) = (self.blocks[index], BlockId(id(index)));
@@ -165,10 +169,10 @@ impl Pool {
                 busy.push(number);
             }
             if block.membership() == Membership::Overlappable {
-                self.overlappable.insert(number);
+                self.sets[0].overlappable.insert(number);
             }
         }
-        self.free.extend(id(former)..id(self.len), &busy);
+        self.sets[0].free.extend(id(former)..id(self.len), &busy);
     }
 
     /// Counts `count` blocks beyond the end that changed from `before` to `now`.
@@ -215,13 +219,19 @@ impl Pool {
             }
         }
         sets[0] += self.len.saturating_sub(self.blocks.len());
-        let found = [self.free.len(), self.evictable(), self.overlappable.len(), self.published()];
+        sets[0] -= self.num_absent();
+        let all = |of: fn(&ClassSets) -> usize| self.sets.iter().map(of).sum();
+        let (free, overlappable) = (all(|sets| sets.free.len()), all(|sets| sets.overlappable.len()));
+        let found = [free, self.evictable(), overlappable, self.published()];
         let tier = self.tier;
         if counted != self.tail {
             return Some(format!("{tier}: {:?} beyond the end, counted {counted:?}", self.tail));
         }
         if let Some(block) = self.stray_in_sample() {
             return Some(format!("{tier}: block {block} is sampled for residency, but not cached"));
+        }
+        if let Some(what) = self.check_classes().or_else(|| self.check_extents()) {
+            return Some(format!("{tier}: {what}"));
         }
         let what = "free, evictable, overlappable and cached blocks";
         (sets != found).then(|| format!("{tier}: {found:?} {what}, counted {sets:?}"))
@@ -316,9 +326,9 @@ mod tests {
             pool.resize(4);
             pool.depart(2..8, kind);
             let overlappable = if kind == LeaseKind::OverlappableRead { 2 } else { 0 };
-            assert_eq!((pool.tail().live, pool.tail().held, pool.overlappable.len()), (2, 4, overlappable));
+            assert_eq!((pool.tail().live, pool.tail().held, pool.sets[0].overlappable.len()), (2, 4, overlappable));
             pool.end_leases(2..8, kind);
-            assert_eq!((pool.tail().live, pool.tail().held, pool.free.len(), pool.free()), (2, 0, 2, 0));
+            assert_eq!((pool.tail().live, pool.tail().held, pool.sets[0].free.len(), pool.free()), (2, 0, 2, 0));
             assert_eq!(pool.check_totals(), None);
         }
     }

@@ -4,7 +4,7 @@
 //! without a check per block; other runs go block by block.
 
 use super::Pool;
-use crate::block::{Block, LeaseKind};
+use crate::block::{Block, LeaseKind, Membership};
 use crate::id::BlockId;
 use std::hint::black_box;
 use std::ops::Range;
@@ -39,14 +39,16 @@ impl Pool {
             } else if let Some(run) = as_run(blocks) {
                 let before = self.blocks[run.start as usize];
                 Block::release_run(&mut self.blocks[indices(&run)]);
-                self.free.used_run(run.clone());
+                self.sets[self.classes.of(blocks[0])].free.used_run(run.clone());
                 self.moved_run(run, before);
             } else {
                 for &block in blocks.iter().rev() {
                     Block::release_run(std::slice::from_mut(&mut self.blocks[block.index()]));
-                    self.free.used(block);
-                    self.free.insert(block);
+                    let sets = &mut self.sets[self.classes.of(block)];
+                    sets.free.used(block);
+                    sets.free.insert(block);
                 }
+                self.note_all(blocks, Membership::Neither, Membership::Free);
                 if let Some((tracker, all)) = self.tracker_mut() {
                     tracker.refresh_all(blocks, all);
                 }
@@ -78,7 +80,7 @@ impl Pool {
     pub(crate) fn depart(&mut self, run: Range<u32>, reads: LeaseKind) {
         let before = self.blocks[run.start as usize];
         Block::depart_run(&mut self.blocks[indices(&run)], reads);
-        self.free.used_run(run.clone());
+        self.sets[self.classes.of(BlockId(run.start))].free.used_run(run.clone());
         self.moved_run(run, before);
     }
 

@@ -4,6 +4,7 @@
 
 pub mod evict;
 mod index;
+mod outside;
 mod points;
 mod removal;
 mod residency;
@@ -62,6 +63,8 @@ pub(crate) struct Departing {
 pub(crate) struct PrefixCache {
     index: PrefixIndex,
     order: Policy,
+    /// The page class of the blocks in the order.
+    ordered: usize,
     /// With several groups, or one that leaves blocks behind.
     points: Option<Box<Points>>,
     /// With events on: removals that no event reports yet.
@@ -78,6 +81,7 @@ impl PrefixCache {
         Self {
             index: PrefixIndex::new(blocks),
             order: Policy::new(eviction, blocks),
+            ordered: 0,
             points: None,
             removals: None,
             residency: None,
@@ -87,7 +91,7 @@ impl PrefixCache {
     /// The cache of the host, whose eviction order continues the device's.
     pub(crate) fn of_host(blocks: usize) -> Self {
         let order = Policy::Host(Box::new(HostOrder::new(blocks)));
-        Self { index: PrefixIndex::new(blocks), order, points: None, removals: None, residency: None }
+        Self { index: PrefixIndex::new(blocks), order, ordered: 0, points: None, removals: None, residency: None }
     }
 
     /// The host's order; `None` on the device.
@@ -149,6 +153,13 @@ impl PrefixCache {
         self.order.len() + self.num_outside()
     }
 
+    /// Blocks of a page class that can be evicted. All blocks of the order are of one class: that of the keys.
+    #[inline]
+    pub(crate) fn evictable_of(&self, class: usize) -> usize {
+        let ordered = if class == self.ordered { self.order.len() } else { 0 };
+        ordered + self.num_outside_of(class)
+    }
+
     /// Whether a block can be evicted.
     pub(crate) fn is_evictable(&self, block: BlockId) -> bool {
         self.order.contains(block) || self.is_outside(block)
@@ -156,11 +167,10 @@ impl PrefixCache {
 
     /// Evictable blocks in eviction order.
     pub(crate) fn order(&self) -> Vec<BlockId> {
-        if self.points.is_none() {
-            return self.order.order();
-        }
-        let mut order = Vec::with_capacity(self.evictable());
-        self.clone().pop_points(self.evictable(), &mut order);
+        let Some(points) = self.points() else { return self.order.order() };
+        let classes = 0..points.num_classes();
+        let (mut order, mut rest) = (Vec::with_capacity(self.evictable()), self.clone());
+        classes.for_each(|class| rest.pop_points(class, self.evictable_of(class), &mut order));
         order
     }
 
@@ -292,11 +302,11 @@ impl PrefixCache {
         self.take_outside(block);
     }
 
-    /// Removes up to `count` blocks from the head of the eviction order.
+    /// Removes up to `count` blocks of a class from the head of the eviction order.
     #[inline]
-    pub(crate) fn pop_into(&mut self, count: usize, out: &mut Vec<BlockId>) {
+    pub(crate) fn pop_into(&mut self, class: usize, count: usize, out: &mut Vec<BlockId>) {
         if self.points.is_some() {
-            self.pop_points(count, out);
+            self.pop_points(class, count, out);
         } else {
             self.order.pop_into(count, out);
         }

@@ -10,17 +10,13 @@
 
 use super::evict::{Departure, Policy, Rank};
 use super::index::{PrefixIndex, grown};
+use super::outside::{DEAD, LEAVING, Outside};
 use super::{Departing, PrefixCache};
 use crate::hash::Key;
 use crate::id::BlockId;
+use crate::page::Classes;
 use crate::reuse::BlockSet;
-use crate::ring::Rings;
 use std::collections::{BTreeSet, HashMap, HashSet};
-
-/// Ring of evictable blocks that serve nobody.
-const DEAD: usize = 0;
-/// Ring of evictable blocks whose point has gone to the host: they follow it, first of all.
-const LEAVING: usize = 1;
 
 /// Bit of an anchor's reasons: it has a point itself. The others count the next anchors that lead to one.
 const POINT: u32 = 1 << 31;
@@ -71,11 +67,9 @@ pub(crate) struct Points {
     bundles: HashMap<BlockId, Bundle>,
     /// Blocks that are published without a key.
     keyless: BlockSet,
-    /// Those of them that can be evicted, together with what they hang on.
-    idle: BlockSet,
-    /// Evictable blocks that lead to no point: those that serve nobody, and those that follow their point to the host.
-    dead: Rings,
-    /// The ring of `dead` for blocks that lose their point now.
+    /// Evictable blocks that the policy's order does not have.
+    pub(super) outside: Outside,
+    /// The ring for blocks that lose their point now.
     goes_to: usize,
     /// What is leaving for the host together: a point with all that only led to it.
     leaving: Unit,
@@ -89,7 +83,7 @@ pub(crate) struct Points {
 
 impl Points {
     /// `companions`: how many other groups keep every block; `is_dense`: the groups that do not are none.
-    pub(crate) fn new(blocks: usize, companions: usize, is_dense: bool) -> Self {
+    pub(crate) fn new(blocks: usize, classes: Classes, companions: usize, is_dense: bool) -> Self {
         Self {
             companions,
             is_dense,
@@ -98,14 +92,18 @@ impl Points {
             owners: Vec::new(),
             bundles: HashMap::new(),
             keyless: BlockSet::empty(blocks),
-            idle: BlockSet::empty(blocks),
-            dead: Rings::new(blocks, 2),
+            outside: Outside::new(blocks, classes),
             goes_to: DEAD,
             leaving: Unit::default(),
             followers: BlockSet::empty(blocks),
             is_broken: false,
             hangs_on: None,
         }
+    }
+
+    /// Number of page classes.
+    pub(crate) fn num_classes(&self) -> usize {
+        self.outside.num_classes()
     }
 
     /// Memory of one block.
@@ -183,8 +181,8 @@ impl Points {
         let Some(bundle) = self.bundles.get_mut(&anchor) else { return };
         bundle.is_leaving = bundle.tail.is_some();
         for &block in bundle.tail.iter().flatten() {
-            if self.owners[block.index()] == 1 && self.idle.remove(block) {
-                self.dead.push(LEAVING, block);
+            if self.owners[block.index()] == 1 && self.outside.remove_idle(block) {
+                self.outside.bury(LEAVING, block);
                 self.leaving.going += 1;
             } else {
                 self.leaving.staying.push(block);
@@ -209,8 +207,8 @@ impl Points {
         for &block in blocks {
             let owners = &mut self.owners[block.index()];
             *owners -= 1;
-            if *owners == 0 && self.idle.remove(block) {
-                self.dead.push(self.goes_to, block);
+            if *owners == 0 && self.outside.remove_idle(block) {
+                self.outside.bury(self.goes_to, block);
             }
             if let Some(all) = &mut self.hangs_on {
                 all.remove(&(block, anchor));
@@ -218,16 +216,26 @@ impl Points {
         }
     }
 
-    /// Puts the unused companions of an anchor among the dead, or takes them out.
+    /// Puts the unused companions of an anchor among the dead, unless another anchor needs them, or takes them out.
     fn bring_companions(&mut self, anchor: BlockId, to_dead: bool) {
-        let Some(bundle) = self.bundles.get(&anchor) else { return };
-        for &block in &bundle.companions {
-            if to_dead && self.idle.remove(block) {
-                self.dead.push(self.goes_to, block);
-            } else if !to_dead && self.dead.remove(block) {
-                self.idle.insert(block);
+        let companions = self.bundles.get(&anchor).map_or_else(Vec::new, |bundle| bundle.companions.to_vec());
+        for block in companions {
+            if to_dead && !self.serves_another(block, anchor) && self.outside.remove_idle(block) {
+                self.outside.bury(self.goes_to, block);
+            } else if !to_dead && self.outside.unbury(block) {
+                self.outside.insert_idle(block);
             }
         }
+    }
+
+    /// Whether a companion hangs on another live anchor, too: prompts that part within the tokens of a key share the first
+    /// of several blocks.
+    fn serves_another(&mut self, block: BlockId, anchor: BlockId) -> bool {
+        self.owners[block.index()] > 1
+            && self
+                .hung_on(block)
+                .into_iter()
+                .any(|other| other != anchor && self.is_live(other) && !self.outside.is_dead(other))
     }
 
     /// Nothing hangs on an anchor without a point any longer.
@@ -238,6 +246,11 @@ impl Points {
             self.bundles.remove(&anchor);
         }
         self.disown(anchor, &dropped);
+    }
+
+    /// Takes out the dead block of a class that goes first.
+    pub(super) fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
+        self.outside.pop_dead(class, DEAD).or_else(|| self.outside.pop_dead(class, LEAVING))
     }
 
     /// The anchors that a block hangs on, first to last.
@@ -268,7 +281,7 @@ impl Both<'_> {
     /// An anchor has become live: so are those before it.
     fn enliven(&mut self, mut anchor: BlockId) {
         loop {
-            if self.points.dead.remove(anchor) {
+            if self.points.outside.unbury(anchor) {
                 self.order.insert(anchor);
                 self.points.bring_companions(anchor, false);
             }
@@ -313,11 +326,11 @@ impl Both<'_> {
     fn bury(&mut self, anchor: BlockId) {
         let points = &mut *self.points;
         if points.is_owned(anchor) {
-            points.idle.insert(anchor);
+            points.outside.insert_idle(anchor);
             return;
         }
         points.bring_companions(anchor, true);
-        points.dead.push(points.goes_to, anchor);
+        points.outside.bury(points.goes_to, anchor);
         if points.goes_to == LEAVING {
             points.followers.insert(anchor);
         }
@@ -356,7 +369,7 @@ impl Both<'_> {
         } else if had_point {
             self.settle(anchor);
         }
-        if self.points.idle.contains(anchor) {
+        if self.points.outside.is_idle(anchor) {
             self.drop_owners(anchor);
         }
     }
@@ -378,8 +391,7 @@ impl Both<'_> {
     fn forget(&mut self, block: BlockId) {
         let points = &mut *self.points;
         points.keyless.remove(block);
-        points.dead.remove(block);
-        points.idle.remove(block);
+        points.outside.remove(block);
         points.followers.remove(block);
         if block.index() >= points.owners.len() {
             return;
@@ -457,7 +469,7 @@ impl Both<'_> {
             self.points.reasons[block.index()] = now;
             if now == 0 && before > 0 && self.order.remove(block, Departure::Gone) {
                 self.bury(block);
-            } else if now > 0 && self.points.dead.remove(block) {
+            } else if now > 0 && self.points.outside.unbury(block) {
                 self.order.insert(block);
             }
         }
@@ -489,8 +501,9 @@ impl Both<'_> {
 
 /// The order of a cache with points. Without points, each is one call of the policy.
 impl PrefixCache {
-    /// Starts to keep points, while nothing is cached.
-    pub(crate) fn use_points(&mut self, points: Points) {
+    /// Starts to keep points, while nothing is cached; blocks with keys are of the page class `ordered`.
+    pub(crate) fn use_points(&mut self, points: Points, ordered: usize) {
+        self.ordered = ordered;
         self.points = Some(Box::new(points));
     }
 
@@ -570,14 +583,6 @@ impl PrefixCache {
         self.points.as_deref_mut().is_some_and(|points| points.keyless.remove(block))
     }
 
-    /// Takes a block out that is evictable, and not in the policy's order.
-    pub(super) fn take_outside(&mut self, block: BlockId) {
-        if let Some(points) = self.points.as_deref_mut() {
-            points.idle.remove(block);
-            points.dead.remove(block);
-        }
-    }
-
     /// Number of blocks published without a key.
     pub(super) fn num_keyless(&self) -> usize {
         self.points.as_deref().map_or(0, |points| points.keyless.len())
@@ -596,13 +601,11 @@ impl PrefixCache {
         match self.points.as_deref_mut() {
             None => self.order.insert(block),
             Some(points) if !points.keyless.contains(block) && points.is_live(block) => self.order.insert(block),
-            Some(points) if points.is_owned(block) => {
-                points.idle.insert(block);
-            }
+            Some(points) if points.is_owned(block) => points.outside.insert_idle(block),
             Some(points) => {
                 // Its point may be on the host: only what was never on the way there serves nobody.
                 let ring = if points.followers.contains(block) { LEAVING } else { DEAD };
-                points.dead.push(ring, block);
+                points.outside.bury(ring, block);
             }
         }
     }
@@ -611,7 +614,7 @@ impl PrefixCache {
     #[inline]
     pub(super) fn dequeue(&mut self, block: BlockId) {
         if let Some(points) = self.points.as_deref_mut() {
-            if points.idle.remove(block) || points.dead.remove(block) {
+            if points.outside.remove(block) {
                 return;
             }
         }
@@ -637,13 +640,13 @@ impl PrefixCache {
         }
     }
 
-    /// Takes out up to `count` blocks that go first.
-    pub(super) fn pop_points(&mut self, count: usize, out: &mut Vec<BlockId>) {
+    /// Takes out up to `count` blocks of a class that go first. What goes with them in other classes is next there.
+    pub(super) fn pop_points(&mut self, class: usize, count: usize, out: &mut Vec<BlockId>) {
         let end = out.len() + count;
         let Some(mut both) = self.both() else { return };
         both.sweep();
         while out.len() < end {
-            if let Some(block) = both.points.dead.pop(DEAD).or_else(|| both.points.dead.pop(LEAVING)) {
+            if let Some(block) = both.points.pop_dead(class) {
                 out.push(block);
                 continue;
             }
@@ -654,10 +657,9 @@ impl PrefixCache {
                 continue;
             }
             // What hangs on blocks in use goes last.
-            let first = both.points.idle.iter().next();
-            let Some(block) = first else { return };
+            let Some(block) = both.points.outside.first_idle(class) else { return };
             both.drop_owners(block);
-            debug_assert!(both.points.dead.contains(block), "an idle block that hangs on nothing");
+            debug_assert!(both.points.outside.is_dead(block), "an idle block that hangs on nothing");
         }
     }
 
@@ -672,10 +674,10 @@ impl PrefixCache {
             if let Some(block) = points.leaving.staying.pop() {
                 return Some(of_unit(block, true));
             }
-            if let Some(block) = points.dead.pop(DEAD) {
+            if let Some(block) = points.outside.pop_dead(0, DEAD) {
                 return Some(Departing { block, rank: None, unit: 0, stays: false });
             }
-            if let Some(block) = points.dead.pop(LEAVING) {
+            if let Some(block) = points.outside.pop_dead(0, LEAVING) {
                 points.leaving.going = points.leaving.going.saturating_sub(1);
                 return Some(of_unit(block, false));
             }
@@ -688,7 +690,7 @@ impl PrefixCache {
                 continue;
             }
             // What hangs on blocks in use goes last.
-            let first = both.points.idle.iter().next();
+            let first = both.points.outside.first_idle(0);
             both.drop_owners(first?);
         }
     }
@@ -702,8 +704,8 @@ impl PrefixCache {
     pub(crate) fn stop_departing(&mut self) {
         if let Some(points) = self.points.as_deref_mut() {
             (points.leaving.going, points.leaving.staying) = (0, Vec::new());
-            while let Some(block) = points.dead.pop(LEAVING) {
-                points.dead.push(DEAD, block);
+            while let Some(block) = points.outside.pop_dead(0, LEAVING) {
+                points.outside.bury(DEAD, block);
             }
         }
     }
@@ -712,19 +714,8 @@ impl PrefixCache {
     pub(super) fn pass_popped(&mut self, anchor: BlockId) {
         if let Some(mut both) = self.both() {
             both.pass(anchor);
-            both.points.dead.remove(anchor);
+            both.points.outside.unbury(anchor);
         }
-    }
-
-    /// Evictable blocks that are not in the policy's order.
-    #[inline]
-    pub(super) fn num_outside(&self) -> usize {
-        self.points.as_deref().map_or(0, |points| points.idle.len() + points.dead.len())
-    }
-
-    /// Whether a block is evictable, and not in the policy's order.
-    pub(super) fn is_outside(&self, block: BlockId) -> bool {
-        self.points.as_deref().is_some_and(|points| points.idle.contains(block) || points.dead.contains(block))
     }
 
     /// Replaces a block by another that has nothing.
@@ -757,21 +748,20 @@ impl PrefixCache {
             list[to_at] = std::mem::take(&mut list[from_at]);
         }
         points.leaving.staying.iter_mut().filter(|block| **block == from).for_each(|block| *block = to);
-        for set in [&mut points.idle, &mut points.keyless, &mut points.followers] {
+        for set in [&mut points.keyless, &mut points.followers] {
             if set.remove(from) {
                 set.insert(to);
             }
         }
-        points.dead.rename(from, to);
+        points.outside.rename(from, to);
     }
 
     /// Makes room for a pool of `blocks` blocks.
     pub(super) fn resize_points(&mut self, blocks: usize) {
         if let Some(points) = self.points.as_deref_mut() {
             points.keyless.grow(blocks);
-            points.idle.grow(blocks);
             points.followers.grow(blocks);
-            points.dead.make_room(blocks);
+            points.outside.grow(blocks);
         }
     }
 
@@ -799,10 +789,10 @@ impl PrefixCache {
             return Some("what blocks hang on is not what the points say".to_owned());
         }
         let hangs_on_dead = |(anchor, bundle): (&BlockId, &Bundle)| {
-            let is_kept = points.is_live(*anchor) && !points.dead.contains(*anchor);
+            let is_kept = points.is_live(*anchor) && !points.outside.is_dead(*anchor);
             let companions = bundle.companions.iter().filter(|_| is_kept);
             let tail = bundle.tail.iter().flatten().filter(|_| !bundle.is_leaving);
-            companions.chain(tail).find(|block| points.dead.contains(**block)).copied()
+            companions.chain(tail).find(|block| points.outside.is_dead(**block)).copied()
         };
         if let Some(block) = points.bundles.iter().find_map(hangs_on_dead) {
             return Some(format!("block {block} hangs on a point, and is to go before it"));
@@ -847,7 +837,7 @@ mod tests {
     /// The blocks of prompts of 8 blocks each, in two groups that keep every block: all evictable.
     fn cached(prompts: u32) -> PrefixCache {
         let mut cache = PrefixCache::new(prompts as usize * 16, Eviction::Lru);
-        cache.use_points(Points::new(prompts as usize * 16, 1, true));
+        cache.use_points(Points::new(prompts as usize * 16, Classes::new(&[prompts as usize * 16]), 1, true), 0);
         for prompt in 0..prompts {
             let (mut chain, mut parent) = (Chain::new(&KeySpec::default(), 1, 0), 0);
             for at in 0..8 {
@@ -870,7 +860,7 @@ mod tests {
         let mut cache = cached(9);
         for left in (0..9).rev() {
             let mut gone = Vec::new();
-            cache.pop_into(16, &mut gone);
+            cache.pop_into(0, 16, &mut gone);
             for &block in &gone {
                 let tag = cache.key(block).filter(|_| !cache.is_keyless(block)).map_or(1, |key| key.tag());
                 cache.remove_evicted(block, tag, false);

@@ -144,7 +144,7 @@ impl FreeBlocks {
         returned(true).chain(self.by_id.iter()).chain(returned(false))
     }
 
-    /// Removes the blocks at the end of a pool, free or not.
+    /// Removes neighbours that leave a pool, free or not.
     pub(crate) fn cut(&mut self, gone: Range<u32>) {
         self.by_id.remove_run(gone.clone());
         if let Some(returned) = &mut self.returned {
@@ -152,7 +152,7 @@ impl FreeBlocks {
         }
     }
 
-    /// Adds blocks at the end of a pool, except the `busy` ones. They count as never used.
+    /// Adds neighbours, except the `busy` ones. They count as never used.
     pub(crate) fn extend(&mut self, new: Range<u32>, busy: &[BlockId]) {
         if let Some(returned) = &mut self.returned {
             returned.make_room(new.end as usize);

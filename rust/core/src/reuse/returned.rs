@@ -89,7 +89,7 @@ impl Returned {
         }
     }
 
-    /// Forgets the blocks at the end of a pool.
+    /// Forgets neighbours: those at the end of a pool, or of an extent.
     pub(super) fn cut(&mut self, gone: Range<u32>) {
         match self {
             Self::Fifo(ring) => gone.for_each(|block| {
@@ -164,7 +164,7 @@ impl ByLastUse {
     }
 
     fn cut(&mut self, gone: Range<u32>) {
-        self.overdue.retain(|block| block.0 < gone.start);
+        self.overdue.retain(|block| !gone.contains(&block.0));
         for block in gone.map(BlockId) {
             if self.free.remove(block) {
                 self.uses.remove(block);
@@ -220,7 +220,7 @@ impl Stack {
     }
 
     fn cut(&mut self, gone: Range<u32>) {
-        self.blocks.retain(|block| block.0 < gone.start);
+        self.blocks.retain(|block| !gone.contains(&block.0));
         self.known.remove_run(gone);
     }
 

@@ -7,6 +7,7 @@ use crate::fit::{AllocStatus, Fit};
 use crate::group::Group;
 use crate::host_cache::Found;
 use crate::id::{BlockId, Tier};
+use crate::page::PerClass;
 use crate::transfer::{Request, View};
 
 /// How a sequence grows: its prompt by chunks, then its answer.
@@ -43,7 +44,9 @@ impl Sequences {
         };
         let alone = |hits: usize| self.peak(run(hits), &due(found.run, run(hits)), |_, _| 0);
         let blocks = if self.groups.leaving().is_empty() {
-            let new = alone(0) - found.hits * self.groups.growing().len();
+            let held = (0..self.groups.num_growing())
+                .map(|group| self.groups.blocks(group, found.hits * self.groups.per_key(usize::from(group))));
+            let new = alone(0).saturating_sub(held.sum());
             Self::request_prompts(view, &matches, new).blocks
         } else {
             let device = view.tiers.device();
@@ -57,25 +60,28 @@ impl Sequences {
         };
         // Whether it can ever fit: either without the cached blocks, which may be evicted by then, or with them, since
         // a window then needs less.
-        let least = alone(0).min(alone(found.hits));
+        let least = alone(0).with(alone(found.hits), usize::min);
         let request = Request { least, ..Request::device(blocks) };
-        let fit = view.fit(request, self.watermark.blocks(), || Self::idle_blocks(view, &matches));
+        let kept = view.tiers.device().kept(self.watermark);
+        let fit = view.fit(request, kept, || Self::idle_blocks(view, &matches));
         let passes = self.require_nulls(view, [self.passed(view, prompt, found, chunk)].into_iter()).is_err();
         Ok(if passes { Fit { status: AllocStatus::Never, ..fit } } else { fit })
     }
 
-    /// The maximum number of blocks that a sequence holds at once, without those of its first ones that `shared` counts:
-    /// by group, from a block on.
-    pub(super) fn peak(&self, run: Run, due: &[u32], shared: impl Fn(usize, usize) -> usize) -> usize {
+    /// The maximum number of blocks of each class that a sequence holds at once, without those of its first ones that
+    /// `shared` counts: by group, from a block on.
+    pub(super) fn peak(&self, run: Run, due: &[u32], shared: impl Fn(usize, usize) -> usize) -> PerClass {
         let Run { start, prompt, answer, chunk, lookahead } = run;
-        let (size, mut most) = (self.block_size, 0);
+        let (size, mut most) = (self.block_size, PerClass::default());
         let mut hold = |from: u32, to: u32| {
             let ahead = if to >= prompt { lookahead } else { 0 };
-            let group = |(number, group): (usize, &Group)| {
+            let group = |(number, group): (u8, &Group)| {
+                let size = self.groups.tokens(number);
                 let held = group.held(from, to, ahead, size);
-                held.saturating_sub(shared(number, group.needs(from, size).start))
+                let own = held.saturating_sub(shared(usize::from(number), group.needs(from, size).start));
+                self.groups.blocks(number, own)
             };
-            most = most.max(self.groups.growing().iter().enumerate().map(group).fold(0, usize::saturating_add));
+            most = most.with((0..).zip(self.groups.growing()).map(group).sum(), usize::max);
         };
         if self.groups.leaving().is_empty() {
             hold(start, prompt.saturating_add(answer));
@@ -103,7 +109,7 @@ impl Sequences {
 
     /// What a batch of prompts takes of the device: `new` blocks, blocks to load into, and found blocks that are
     /// currently available. Blocks that are pinned, written to a store or offloaded are not available.
-    pub(super) fn request_prompts(view: View<'_>, matches: &[Match<'_>], new: usize) -> Request {
+    pub(super) fn request_prompts(view: View<'_>, matches: &[Match<'_>], new: PerClass) -> Request {
         let loads = view.blocks_to_load(matches.iter().flat_map(Match::behind));
         let found = if let [one] = matches {
             view.cost(Tier::Device, one.blocks(), true)
@@ -112,7 +118,8 @@ impl Sequences {
             idle.dedup();
             view.cost(Tier::Device, &idle, true)
         };
-        Request::device(new + loads + found)
+        // Only with one class are blocks loaded.
+        Request::device(new + PerClass::of(0, loads) + found)
     }
 
     /// Found blocks that nothing uses yet, ascending.

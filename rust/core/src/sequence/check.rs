@@ -49,7 +49,7 @@ impl Sequences {
             }
             let growing = || self.rows.tables_of(sequence).take(self.groups.growing().len());
             let lengths = self.growing_tables_of(&[sequence]).map(|id| self.entries(id).len()).collect::<HashSet<_>>();
-            if lengths.len() > 1 {
+            if self.groups.is_even() && lengths.len() > 1 {
                 return Err(format!("the tables of sequence {sequence} differ in length"));
             }
             let drafts = self.num_drafts(sequence);
@@ -59,17 +59,24 @@ impl Sequences {
             if row.writable <= row.len {
                 continue; // nothing fits there
             }
-            for table in growing() {
-                self.check_writable(tiers, sequence, row, table)?;
+            for (number, table) in (0..).zip(growing()) {
+                self.check_writable(tiers, sequence, row, (number, table))?;
             }
         }
         Ok(())
     }
 
     /// Checks that a row may write the last block of a table.
-    fn check_writable(&self, tiers: &Tiers, sequence: SequenceId, row: &Row, table: &GroupTable) -> Result<(), String> {
-        let (len, size) = (u64::from(row.len), u64::from(self.block_size));
-        let index = u64::from(row.writable) / size - 1;
+    fn check_writable(
+        &self,
+        tiers: &Tiers,
+        sequence: SequenceId,
+        row: &Row,
+        (number, table): (u8, &GroupTable),
+    ) -> Result<(), String> {
+        let (tokens, first) = self.geometry(number);
+        let (len, size) = (u64::from(row.len), u64::from(tokens));
+        let index = (u64::from(row.writable) - 1) / size;
         let block = usize::try_from(index).ok().and_then(|i| table.table.get(i));
         let Some(&block) = block.filter(|_| row.tier == Tier::Device && len >= index * size) else {
             return Err(format!("sequence {sequence}: {len} tokens, writable to {}", row.writable));
@@ -77,7 +84,7 @@ impl Sequences {
         if tiers.device().is_moving(block) {
             return Err(format!("sequence {sequence} would write a block that moves"));
         }
-        let base = (i64::from(block.0) - i64::try_from(index).unwrap_or(i64::MAX)) * i64::from(self.block_size);
+        let base = (i64::from(block.0 - first) - i64::try_from(index).unwrap_or(i64::MAX)) * i64::from(tokens);
         if !tiers.device().block(block).is_exclusive() || table.slot_base != base {
             return Err(format!("sequence {sequence}: block {block} is not its own to write"));
         }
@@ -93,7 +100,7 @@ impl Sequences {
         number: u8,
         GroupTable { null_prefix, published, .. }: &GroupTable,
     ) -> Result<(), String> {
-        let (size, pool, group) = (self.block_size, tiers.pool(row.tier), self.groups.get(number));
+        let (size, pool, group) = (self.groups.tokens(number), tiers.pool(row.tier), self.groups.get(number));
         let id = TableId { sequence, group: number };
         if let Some(block) = self.states_behind(id).iter().find(|&&block| !pool.block(block).is_exclusive()) {
             return Err(format!("sequence {sequence}: block {block} with the state after a draft is not its own"));
@@ -116,7 +123,7 @@ impl Sequences {
         if let Some(at) = (nulls..table.len()).find(|&at| self.is_null(table[at])) {
             return Err(format!("sequence {sequence} of {len} tokens has no block at {at}"));
         }
-        if u64::from(*published) * u64::from(size) > u64::from(len) {
+        if u64::from(*published) * u64::from(self.block_size) > u64::from(len) {
             return Err(format!("sequence {sequence}: {published} blocks published of {len} tokens"));
         }
         let filled = len.div_ceil(size) as usize;
@@ -124,7 +131,13 @@ impl Sequences {
             return Err(format!("sequence {sequence} has no tokens in block {block}, which is published"));
         }
         let Some(keys) = &row.keys else { return Ok(()) };
-        for (at, (&block, key)) in table.iter().zip(keys.found_by()).enumerate() {
+        let class = self.groups.class(number);
+        if let Some(block) = table.iter().find(|&&block| !self.is_null(block) && pool.class_of(block) != class) {
+            return Err(format!("sequence {sequence} has block {block} of another class than {class}"));
+        }
+        let per_key = self.groups.per_key(usize::from(number));
+        let last_of_key = table.iter().skip(per_key - 1).step_by(per_key);
+        for (at, (&block, key)) in last_of_key.zip(keys.found_by()).enumerate() {
             if pool.key(block).is_some_and(|found| found != key.of_group(number)) {
                 return Err(format!("sequence {sequence} has block {block} at {at}, published under another key"));
             }

@@ -6,6 +6,7 @@ use crate::error::{Error, Result, invalid};
 use crate::group::Group;
 use crate::id::{SequenceId, Tier};
 use crate::memory;
+use crate::page::PerClass;
 use crate::transfer::{OpenStep, Request, View};
 
 /// Maximum number of block table entries written by one fork.
@@ -102,11 +103,13 @@ impl Sequences {
             return Err(invalid("shared_tokens", shared, must));
         }
         self.refuse_unwritten_drafts(step.view(), sequence)?;
-        let mut wanted = 0;
+        let mut wanted = PerClass::default();
         for id in self.tables_of(&[sequence]) {
-            wanted += self.blocks_behind_prefix(step.view(), id, shared, tokens)?;
+            let blocks = self.blocks_behind_prefix(step.view(), id, shared, tokens)?;
+            wanted += self.groups.blocks(id.group, blocks);
         }
         step.view().require(Request::device(wanted), Vec::new)?;
+        step.prepare(Tier::Device, wanted, true);
         self.note_reads(step.transfers, std::iter::once(sequence));
         let awaits = shared > 0 && self.groups.has_states() && self.rows.at(sequence).written == step.transfers.open();
         let child = self.open_child(sequence);
@@ -129,7 +132,7 @@ impl Sequences {
     /// Number of new blocks for a table that shares the first `shared` tokens of another and then diverges.
     pub(super) fn blocks_behind_prefix(&self, view: View<'_>, id: TableId, shared: u32, tokens: u32) -> Result<usize> {
         let TableId { sequence, group: number } = id;
-        let (row, table, size) = (self.rows.at(sequence), self.rows.table(id), self.block_size);
+        let (row, table, size) = (self.rows.at(sequence), self.rows.table(id), self.groups.tokens(number));
         let (group, kept) = (self.groups.get(number), (shared / size) as usize);
         let needed = group.needs(shared, size);
         // A state in the middle of a row may belong to a token before its block's last.
@@ -154,10 +157,10 @@ impl Sequences {
 
     fn fork_table_prefix(&mut self, step: &mut OpenStep<'_>, id: TableId, child: SequenceId, shared: u32, tokens: u32) {
         let (group, parent) = (self.groups.get(id.group), self.rows.table(id));
-        let kept = (shared / self.block_size) as usize;
+        let size = self.groups.tokens(id.group);
+        let kept = (shared / size) as usize;
         let settled = step.transfers.is_settled(self.rows.at(id.sequence).ticket);
-        let null_prefix =
-            if settled { group.needs(shared, self.block_size).start } else { parent.null_prefix as usize }.min(kept);
+        let null_prefix = if settled { group.needs(shared, size).start } else { parent.null_prefix as usize }.min(kept);
         let mut table = Vec::with_capacity(kept);
         Self::pass_over(step, null_prefix, &mut table);
         table.extend_from_slice(&parent.table[null_prefix..kept]);

@@ -1,13 +1,14 @@
 //! Sequences with a block table in each cache group.
 
+use super::Sequences;
 use super::admission::Run;
 use super::table::{Row, TableId, group_by_group};
-use super::{Sequences, blocks_for};
 use crate::error::{Result, invalid};
 use crate::fit::{AllocStatus, Fit};
 use crate::group::{Group, MAX_PASSED, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::memory;
+use crate::page::PerClass;
 use crate::transfer::{OpenStep, Request, View};
 use std::ops::Range;
 
@@ -32,6 +33,28 @@ impl Sequences {
         self.groups.is_single() && !self.groups.has_nulls() && self.groups.ahead() == 0
     }
 
+    /// Whether blocks of all groups hold equally many tokens.
+    pub(crate) fn groups_are_even(&self) -> bool {
+        self.groups.is_even()
+    }
+
+    /// Bytes of a block of each page class.
+    pub(crate) fn class_bytes(&self) -> &[u64] {
+        self.groups.class_bytes()
+    }
+
+    /// Token slots in the smallest blocks.
+    pub(crate) fn least_tokens(&self) -> u32 {
+        self.groups.least_tokens()
+    }
+
+    /// The page class of a group's blocks, and token slots and bytes of one of them.
+    pub(crate) fn page(&self, group: usize) -> Option<(usize, u32, u64)> {
+        let group = u8::try_from(group).ok().filter(|&group| usize::from(group) < self.groups.all().len())?;
+        let class = self.groups.class(group);
+        Some((class, self.groups.tokens(group), self.groups.class_bytes()[class]))
+    }
+
     pub(crate) fn groups(&self) -> &[Group] {
         self.groups.all()
     }
@@ -44,10 +67,11 @@ impl Sequences {
         let Demand { tokens, lookahead, encoder_tokens, chunk, answer } = *demand;
         let chunk = if chunk == 0 { tokens } else { chunk };
         let run = Run { start: 0, prompt: tokens, answer, chunk, lookahead };
-        let encoder = if self.groups.cross() { blocks_for(u64::from(encoder_tokens), self.block_size) } else { 0 };
-        let wanted = self.peak(run, &[], |_, _| 0).saturating_add(encoder);
+        let encoder = (0..).zip(self.groups.all()).find(|(_, group)| **group == Group::CrossAttention);
+        let encoder = encoder.map_or(PerClass::default(), |(number, _)| self.blocks_at_start(number, encoder_tokens));
+        let wanted = self.peak(run, &[], |_, _| 0) + encoder;
         let passes = |group: &Group| group.skipped(0, chunk.min(tokens), 0, self.block_size) > MAX_PASSED;
-        let fit = view.fit(Request::device(wanted), self.watermark.blocks(), Vec::new);
+        let fit = view.fit(Request::device(wanted), view.tiers.device().kept(self.watermark), Vec::new);
         if self.groups.growing().iter().any(passes) { Fit { status: AllocStatus::Never, ..fit } } else { fit }
     }
 

@@ -36,6 +36,7 @@ use crate::error::{Error, Result, invalid};
 use crate::fit::Share;
 use crate::group::{Group, Groups};
 use crate::id::{BlockId, SequenceId, Tier};
+use crate::page::PerClass;
 use crate::prefix::evict::Hint;
 use crate::transfer::{OpenStep, Request, Transfers, View};
 use std::collections::HashSet;
@@ -86,6 +87,12 @@ impl Sequences {
 
     pub(crate) fn block_size(&self) -> u32 {
         self.block_size
+    }
+
+    /// Token slots in a block of a group, and the number of the first block of its class.
+    #[inline]
+    fn geometry(&self, group: u8) -> (u32, u32) {
+        (self.groups.tokens(group), self.groups.first_block(group))
     }
 
     /// Whether tables have null blocks.
@@ -166,9 +173,13 @@ impl Sequences {
         let mut rest = out;
         for (id, tokens) in ranges {
             let (to, behind) = rest.split_at_mut(tokens.len());
-            write_slots(&self.rows.table(*id).table, tokens.start, self.block_size, to);
+            write_slots(&self.rows.table(*id).table, tokens.start, self.geometry(id.group), to);
             if self.num_drafts(id.sequence) > 0 && self.is_recurrent(*id) {
-                self.drafted(id.sequence).write_slots(self.states_behind(*id), tokens.start, to);
+                self.drafted(id.sequence).write_slots(
+                    self.states_behind(*id),
+                    (tokens.start, self.groups.first_block(id.group)),
+                    to,
+                );
             }
             rest = behind;
         }
@@ -277,10 +288,10 @@ impl Sequences {
         if !self.groups.is_single() {
             return self.allocate_groups(step, tokens, None, out);
         }
-        let group = self.groups.get(0);
-        let wanted = tokens.iter().map(|&n| self.blocks_at_start(group, n)).sum();
+        let wanted = tokens.iter().map(|&n| self.blocks_at_start(0, n)).sum();
         step.view().require(Request::device(wanted), Vec::new)?;
-        self.require_nulls(step.view(), tokens.iter().map(|&n| group.skipped(0, n, 0, self.block_size)))?;
+        let (group, size) = (self.groups.get(0), self.groups.tokens(0));
+        self.require_nulls(step.view(), tokens.iter().map(|&n| group.skipped(0, n, 0, size)))?;
         self.rows.require(tokens.len())?;
         for &n in tokens {
             out.push(self.open_row(step, 0, n, Vec::new()));
@@ -308,15 +319,17 @@ impl Sequences {
         let sequences = 0..tokens.len();
         let groups = self.groups.clone();
         let groups = groups.all();
-        let wanted = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
-        let wanted = wanted.map(|(group, i)| self.blocks_at_start(group, length(group, i))).sum();
+        let numbered = || (0u8..).zip(groups);
+        let wanted = numbered().flat_map(|(number, &group)| sequences.clone().map(move |i| (number, group, i)));
+        let wanted = wanted.map(|(number, group, i)| self.blocks_at_start(number, length(group, i))).sum();
         step.view().require(Request::device(wanted), Vec::new)?;
-        let passed = groups.iter().flat_map(|&group| sequences.clone().map(move |i| (group, i)));
+        let passed = numbered().flat_map(|(number, &group)| sequences.clone().map(move |i| (number, group, i)));
         self.require_nulls(
             step.view(),
-            passed.map(|(group, i)| group.skipped(0, length(group, i), 0, self.block_size)),
+            passed.map(|(number, group, i)| group.skipped(0, length(group, i), 0, self.groups.tokens(number))),
         )?;
         self.rows.require(tokens.len())?;
+        step.prepare(Tier::Device, wanted, true);
         let first = out.len();
         for (number, &group) in (0u8..).zip(groups) {
             for i in sequences.clone() {
@@ -336,8 +349,10 @@ impl Sequences {
     }
 
     /// Blocks of one group's table for a new sequence.
-    pub(super) fn blocks_at_start(&self, group: Group, tokens: u32) -> usize {
-        blocks_for(u64::from(tokens), self.block_size) - group.skipped(0, tokens, 0, self.block_size)
+    pub(super) fn blocks_at_start(&self, group: u8, tokens: u32) -> PerClass {
+        let size = self.groups.tokens(group);
+        let blocks = blocks_for(u64::from(tokens), size) - self.groups.get(group).skipped(0, tokens, 0, size);
+        self.groups.blocks(group, blocks)
     }
 
     /// Opens the row of a sequence of `tokens` tokens, with its first group's table, as [`Sequences::open_table`].
@@ -368,12 +383,12 @@ impl Sequences {
         tokens: u32,
         mut table: Vec<BlockId>,
     ) {
-        let kind = self.groups.get(id.group);
-        let wanted = blocks_for(u64::from(tokens), self.block_size) - table.len();
+        let (kind, size) = (self.groups.get(id.group), self.groups.tokens(id.group));
+        let wanted = blocks_for(u64::from(tokens), size) - table.len();
         table.reserve(wanted + 1);
-        let skipped = kind.skipped(held, tokens - held, table.len(), self.block_size);
+        let skipped = kind.skipped(held, tokens - held, table.len(), size);
         Self::pass_over(step, skipped, &mut table);
-        step.take(Tier::Device, wanted - skipped, false, &mut table);
+        step.take((Tier::Device, self.groups.class(id.group)), wanted - skipped, false, &mut table);
         let null_prefix = table.iter().take_while(|&&block| self.is_null(block)).count();
         self.owners.note(self.rows.number(id), null_prefix, &table[null_prefix..]);
         self.rows.open_table(id, table).null_prefix = u32::try_from(null_prefix).unwrap_or(u32::MAX);
@@ -421,12 +436,15 @@ fn is_loaded_now(row: &Row, transfers: &Transfers) -> bool {
     row.moving && row.ticket == transfers.open()
 }
 
-/// Writes the slots of tokens from `first` on, block by block.
-fn write_slots(table: &[BlockId], first: u32, block_size: u32, out: &mut [i64]) {
+/// Writes the slots of tokens from `first` on, block by block: of blocks of that many tokens, counted from the first block
+/// of their class.
+fn write_slots(table: &[BlockId], first: u32, (block_size, first_block): (u32, u32), out: &mut [i64]) {
     let (index, offset) = ((first / block_size) as usize, first % block_size);
     let (size, begun) = (block_size as usize, (block_size - offset) as usize);
     let (head, rest) = out.split_at_mut(begun.min(out.len()));
-    let slot = |block: BlockId, offset: u32| i64::from(block.0) * i64::from(block_size) + i64::from(offset);
+    // A null block counts as the first of every class.
+    let local = |block: BlockId| i64::from(block.0.saturating_sub(first_block));
+    let slot = |block: BlockId, offset: u32| local(block) * i64::from(block_size) + i64::from(offset);
     if !head.is_empty() {
         count_from(slot(table[index], offset), head);
     }

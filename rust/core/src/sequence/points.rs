@@ -69,11 +69,13 @@ impl Sequences {
         };
         let (mut tail, mut tables) = (points.tail(last), Vec::with_capacity(self.groups.growing().len()));
         for group in 0..self.groups.growing().len() {
-            if let Some(at) = self.groups.companions().iter().position(|&other| other == group) {
-                let companion = |block: &BlockId| points.companions(*block).map_or(NULL_BLOCK, |all| all[at]);
-                tables.push(run[..hits].iter().map(companion).collect());
-            } else if group == anchor && self.groups.keeps_all() {
-                tables.push(run[..hits].to_vec());
+            if let Some(places) = self.companions_of(group) {
+                let mut table = Vec::with_capacity(hits * self.groups.per_key(group));
+                for block in &run[..hits] {
+                    table.extend_from_slice(&points.companions(*block).unwrap_or_default()[places.clone()]);
+                    table.extend((group == anchor).then_some(*block));
+                }
+                tables.push(table);
             } else {
                 let needed = self.tail_of(group, hits);
                 let (own, rest) = tail.split_at(needed.len());
@@ -101,6 +103,7 @@ impl Sequences {
         let number = u8::try_from(self.groups.anchor()).unwrap_or(u8::MAX);
         let on_device = |at: usize| device.find(&keys[at].of_group(number));
         let anchor = |at: usize| on_device(at).map(Found::Device).or_else(|| copy(at, self.groups.anchor()));
+        // Only blocks of one size have copies on the host: each key stands for one block of each group.
         let companion = |at: usize, index: usize| {
             let all = on_device(at).and_then(|block| points.companions(block));
             all.map(|all| Found::Device(all[index])).or_else(|| copy(at, self.groups.companions()[index]))
@@ -153,17 +156,54 @@ impl Sequences {
         Some(Below { hits, run: if parts { run } else { hits.max(alone.run) }, tables })
     }
 
+    /// Which of the blocks that hang on one with a key are of a group that keeps every block: first those before it in
+    /// its own group, then those of the other groups.
+    fn companions_of(&self, group: usize) -> Option<std::ops::Range<usize>> {
+        let (anchor, others) = (self.groups.anchor(), self.groups.companions());
+        if !self.groups.keeps_all() || (group != anchor && !others.contains(&group)) {
+            return None;
+        }
+        let before = self.groups.per_key(anchor) - 1;
+        if group == anchor {
+            return Some(0..before);
+        }
+        let first = before
+            + others.iter().take_while(|&&other| other != group).map(|&at| self.groups.per_key(at)).sum::<usize>();
+        Some(first..first + self.groups.per_key(group))
+    }
+
+    /// Group and entry of its table of each block that hangs on the one with the key at an index.
+    fn companion_places(&self, at: usize) -> impl Iterator<Item = (usize, usize)> {
+        let anchor = self.groups.anchor();
+        let groups =
+            std::iter::once(anchor).filter(|_| self.groups.keeps_all()).chain(self.groups.companions().iter().copied());
+        groups.flat_map(move |group| {
+            let per_key = self.groups.per_key(group);
+            (at * per_key..(at + 1) * per_key - usize::from(group == anchor)).map(move |entry| (group, entry))
+        })
+    }
+
+    /// The entry of the first group with keys that has the block with the key at an index: the last of those that the key
+    /// stands for.
+    fn anchor_entry(&self, at: usize) -> usize {
+        (at + 1) * self.groups.per_key(self.groups.anchor()) - 1
+    }
+
     /// Whether a token behind the first `hits` blocks needs the last of them.
     fn needs_last(&self, group: usize, hits: usize) -> bool {
         let tokens = u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
-        !self.groups.all()[group].needs(tokens, self.block_size).is_empty()
+        !self.groups.all()[group].needs(tokens, self.size_of(group)).is_empty()
+    }
+
+    fn size_of(&self, group: usize) -> u32 {
+        self.groups.tokens(u8::try_from(group).unwrap_or(u8::MAX))
     }
 
     fn nothing(&self) -> Start {
         Start { tables: vec![Vec::new(); self.groups.growing().len()], ..Start::default() }
     }
 
-    /// Indices of a group's blocks in the tail of a point behind `at` blocks.
+    /// Indices of a group's blocks in the tail of a point behind `at` keys.
     fn tail_of(&self, group: usize, at: usize) -> std::ops::Range<usize> {
         self.groups.tail(group, at, self.block_size)
     }
@@ -174,7 +214,7 @@ impl Sequences {
         if !self.groups.has_nulls() {
             return Vec::new();
         }
-        let (size, interval) = (self.block_size, self.groups.interval(self.block_size));
+        let (size, interval) = (self.block_size, self.groups.interval());
         let tokens = |blocks: usize| u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(size);
         let end = (length.saturating_sub(1) / size) as usize;
         let mut due = vec![tokens(run), tokens(end)];
@@ -193,11 +233,12 @@ impl Sequences {
     /// tails: the further back, the rarer. Where prompts part, they stay; so does the one where this prompt resumed, if
     /// it added a tail's blocks or more: its next prompt may part there, as a second question behind a system prompt does.
     fn thin(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, at: usize, resumed: usize) {
-        let (interval, mut last, mut gone) = (self.groups.interval(self.block_size), at, Vec::new());
+        let (interval, mut last, mut gone) = (self.groups.interval(), at, Vec::new());
         let Some(points) = step.tiers.device().points().filter(|_| interval > 0) else { return };
         let table = &self.rows.table(Self::member(sequence, self.groups.anchor())).table;
-        for index in (1..at).rev().filter(|&index| points.has_tail(table[index - 1])) {
-            let anchor = table[index - 1];
+        let anchor_at = |index: usize| table[self.anchor_entry(index - 1)];
+        for index in (1..at).rev().filter(|&index| points.has_tail(anchor_at(index))) {
+            let anchor = anchor_at(index);
             let is_used = index == resumed && at - index >= points.tail(anchor).len();
             if is_used || points.is_junction(anchor) || last - index >= least_gap(interval, at - last) {
                 last = index;
@@ -268,12 +309,13 @@ impl Sequences {
         let (group, row) = (id.group, self.rows.table(id));
         let end = keys.keys.len().min(self.groups.whole(computed, self.block_size) as usize);
         let mut at = row.published as usize;
-        let (has_new, alone) = (at < end, self.groups.companions().is_empty());
+        let (has_new, alone) = (at < end, self.groups.num_companions() == 0);
         if has_new {
-            step.tiers.continue_chain(at.checked_sub(1).map(|before| row.table[before]));
+            step.tiers.continue_chain(at.checked_sub(1).map(|before| row.table[self.anchor_entry(before)]));
         }
         while at < end {
-            let block = self.rows.table(id).table[at];
+            let entry = self.anchor_entry(at);
+            let block = self.rows.table(id).table[entry];
             if step.tiers.device().block(block).is_filling() {
                 break;
             }
@@ -284,7 +326,7 @@ impl Sequences {
                 }
                 Published::Now | Published::Before | Published::Beyond => {}
                 Published::As(canonical) => {
-                    self.merge(step, id, at, canonical);
+                    self.merge(step, id, entry, canonical);
                     self.merge_companions(step, sequence, at, canonical);
                     self.publish_companions(step, sequence, (keys, at), canonical);
                     self.stats.merged += 1;
@@ -308,10 +350,11 @@ impl Sequences {
         }
         let Some(keys) = row.keys.take() else { return };
         let at = keys.computed.min(self.groups.whole(row.len, self.block_size)) as usize;
-        let near = at.saturating_sub(self.groups.interval(self.block_size))..at;
+        let near = at.saturating_sub(self.groups.interval())..at;
         let table = &self.rows.table(Self::member(sequence, self.groups.anchor())).table;
         let points = step.tiers.device().points();
-        let has_near = points.is_some_and(|points| table[near].iter().any(|&block| points.has_tail(block)));
+        let has_near =
+            points.is_some_and(|points| near.clone().any(|at| points.has_tail(table[self.anchor_entry(at)])));
         if at > 0 && !has_near {
             self.make_point(step, sequence, &keys, at);
         }
@@ -322,8 +365,8 @@ impl Sequences {
     fn make_point(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, at: usize) {
         let (size, anchor_group) = (self.block_size, self.groups.anchor());
         let anchor_row = Self::member(sequence, anchor_group);
-        let Some((&key, &block)) = keys.found_by().get(at - 1).zip(self.rows.table(anchor_row).table.get(at - 1))
-        else {
+        let entry = self.anchor_entry(at - 1);
+        let Some((&key, &block)) = keys.found_by().get(at - 1).zip(self.rows.table(anchor_row).table.get(entry)) else {
             return;
         };
         let key = key.of_group(u8::try_from(anchor_group).unwrap_or(u8::MAX));
@@ -345,7 +388,7 @@ impl Sequences {
             match step.tiers.publish((Tier::Device, block), identity, publication) {
                 Published::Beyond => return,
                 Published::As(canonical) => {
-                    self.merge(step, anchor_row, at - 1, canonical);
+                    self.merge(step, anchor_row, entry, canonical);
                     anchor = canonical;
                 }
                 Published::Now | Published::Before => {}
@@ -353,11 +396,13 @@ impl Sequences {
         }
         let is_junction = keys.junction > 0 && keys.junction as usize == at;
         let place = |index| self.place_in_tail(at, index);
-        let own_key =
-            |index| place(index).map_or(Key::default(), |(group, place)| keys.found_by()[place].of_group(group));
+        let key_at = |group: u8, entry: usize| entry / self.groups.per_key(usize::from(group));
+        let own_key = |index| {
+            place(index).map_or(Key::default(), |(group, entry)| keys.found_by()[key_at(group, entry)].of_group(group))
+        };
         step.tiers.add_point(anchor, (&tail, is_junction), own_key, |index| {
-            let (group, place) = place(index)?;
-            publication(keys, place, tail[index], group, size)
+            let (group, entry) = place(index)?;
+            publication(keys, key_at(group, entry), tail[index], group, size)
         });
     }
 
@@ -400,13 +445,13 @@ impl Sequences {
         anchor: BlockId,
     ) {
         let has_all = |points: &Points| points.companions(anchor).is_some();
-        if self.groups.companions().is_empty() || step.tiers.device().points().is_none_or(has_all) {
+        if self.groups.num_companions() == 0 || step.tiers.device().points().is_none_or(has_all) {
             return;
         }
-        let groups = self.groups.companions();
-        let blocks: Vec<_> =
-            groups.iter().map(|&group| self.rows.table(Self::member(sequence, group)).table[at]).collect();
-        let number = |index: usize| u8::try_from(groups[index]).unwrap_or(u8::MAX);
+        let places: Vec<_> = self.companion_places(at).collect();
+        let block = |&(group, entry): &(usize, usize)| self.rows.table(Self::member(sequence, group)).table[entry];
+        let blocks: Vec<_> = places.iter().map(block).collect();
+        let number = |index: usize| u8::try_from(places[index].0).unwrap_or(u8::MAX);
         let own_key = |index| keys.found_by()[at].of_group(number(index));
         step.tiers.add_companions(anchor, &blocks, own_key, |index| {
             publication(keys, at, blocks[index], number(index), self.block_size)
@@ -422,10 +467,9 @@ impl Sequences {
         anchor: BlockId,
     ) {
         let found = step.tiers.device().points().and_then(|points| points.companions(anchor)).unwrap_or_default();
-        let found = found.to_vec();
-        for (index, canonical) in found.into_iter().enumerate() {
-            let member = Self::member(sequence, self.groups.companions()[index]);
-            self.merge(step, member, at, canonical);
+        let places: Vec<_> = self.companion_places(at).zip(found.to_vec()).collect();
+        for ((group, entry), canonical) in places {
+            self.merge(step, Self::member(sequence, group), entry, canonical);
         }
     }
 

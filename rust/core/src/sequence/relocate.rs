@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::fit::{AllocStatus, Fit};
 use crate::group::Group;
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
+use crate::page::{MAX_CLASSES, PerClass};
 use crate::transfer::{OpenStep, Request, View};
 
 /// Source and target of a move, and their consequences.
@@ -34,7 +35,7 @@ impl Route {
 struct Plan {
     request: Request,
     /// Blocks to be filled.
-    new: usize,
+    new: PerClass,
     /// Unused blocks there that already hold the same bytes.
     found: Vec<BlockId>,
 }
@@ -62,13 +63,13 @@ impl Sequences {
             Ok(planned) => planned,
             Err(error) => return Self::unmovable(view, to, error),
         };
-        let moved = view.fit(request, 0, || found.clone());
+        let moved = view.fit(request, PerClass::default(), || found.clone());
         // New tokens may use blocks that device work still reads; loads from the external tier may not.
         let blocks = new + view.cost(to, &found, true) + appended;
         let all = Request { blocks, least: request.least + least, overlappable: true, ..request };
-        let fit = view.fit(all, self.watermark.blocks(), || found);
+        let fit = view.fit(all, view.tiers.device().kept(self.watermark), || found);
         let is_short = fit.status == AllocStatus::Ok && moved.status != AllocStatus::Ok;
-        Ok(if is_short { Fit { status: AllocStatus::Later, blocks: fit.blocks, free: moved.free } } else { fit })
+        Ok(if is_short { Fit { status: AllocStatus::Later, free: moved.free, ..fit } } else { fit })
     }
 
     /// Source and target tier of a batch.
@@ -92,7 +93,7 @@ impl Sequences {
     /// Whether sequences can move and the tier has room, ignoring the watermark.
     fn room(&mut self, view: View<'_>, sequences: &[SequenceId], to: Tier, route: Result<Route>) -> Result<Fit> {
         match route.and_then(|route| self.plan(view, sequences, route)) {
-            Ok(Plan { request, found, .. }) => Ok(view.fit(request, 0, || found)),
+            Ok(Plan { request, found, .. }) => Ok(view.fit(request, PerClass::default(), || found)),
             Err(error) => Self::unmovable(view, to, error),
         }
     }
@@ -107,7 +108,7 @@ impl Sequences {
             Error::Lost { .. } | Error::WrongTier { .. } => AllocStatus::Never,
             error => return Err(error),
         };
-        Ok(Fit { status, blocks: 0, free: view.tiers.pool(to).free() })
+        Ok(Fit { status, blocks: 0, free: view.tiers.pool(to).free(), page_class: 0 })
     }
 
     /// After [`Sequences::plan`]: blocks that returning rows take for their next tokens, new ones and copies of shared
@@ -118,24 +119,26 @@ impl Sequences {
         sequences: &[SequenceId],
         route: Route,
         lookahead: u32,
-    ) -> Result<[usize; 2]> {
-        let (mut new, mut partial) = (0, Vec::<BlockId>::new());
+    ) -> Result<[PerClass; 2]> {
+        let (mut new, mut partial) = (PerClass::default(), Vec::<BlockId>::new());
         for id in self.growing_tables_of(sequences) {
             let row = self.rows.at(id.sequence);
-            let held = blocks_for(u64::from(row.len), self.block_size);
+            let size = self.groups.tokens(id.group);
+            let held = blocks_for(u64::from(row.len), size);
             let (group, end) = (self.groups.get(id.group), end_of(row, 1, lookahead)?);
             // A recurrent group has a state for each draft token.
             let drafts = if group == Group::Recurrent { lookahead } else { 0 };
-            let entries = blocks_for(end - u64::from(drafts), self.block_size) - held;
-            new += entries - group.skipped(row.len, 1, held, self.block_size) + drafts as usize;
+            let entries = blocks_for(end - u64::from(drafts), size) - held;
+            let blocks = entries - group.skipped(row.len, 1, held, size) + drafts as usize;
+            new += self.groups.blocks(id.group, blocks);
             // If the tokens are first written to a block that there is, it may have to be copied.
-            let first = (self.groups.first_written(row.len, id.group) / self.block_size) as usize;
+            let first = (self.groups.first_written(row.len, id.group) / size) as usize;
             if first < held {
                 partial.extend(self.rows.table(id).table.get(first).filter(|&&block| !self.is_null(block)));
             }
         }
         partial.sort_unstable();
-        let (mut copies, mut least) = (0, 0);
+        let (mut copies, mut least) = (PerClass::default(), PerClass::default());
         for writers in partial.chunk_by(|a, b| a == b) {
             let block = writers[0];
             let copy = self.shareable(view, block, route).map(|copy| view.tiers.pool(route.to).block(copy));
@@ -146,8 +149,9 @@ impl Sequences {
                 let limit = u32::from(MAX_LEASES);
                 return Err(Error::TooManyLeases { tier: route.from, block, limit });
             }
-            copies += made;
-            least += made.min(users - 1);
+            let class = view.tiers.pool(route.from).class_of(block);
+            copies += PerClass::of(class, made);
+            least += PerClass::of(class, made.min(users - 1));
         }
         Ok([new + copies, new + least])
     }
@@ -165,13 +169,13 @@ impl Sequences {
         let mut sources = std::mem::take(&mut self.scratch);
         sources.clear();
         self.work.private.clear();
-        let (mut alone, mut result) = (0, Ok(()));
+        let (mut alone, mut result) = (PerClass::default(), Ok(()));
         for id in self.tables_of(sequences) {
             let found = if id.group == 0 { self.rows.next_in_batch(id.sequence).map(|_| ()) } else { Ok(()) };
             match found.and_then(|()| self.sources(view, id, route, &mut sources)) {
                 Ok(blocks) => {
                     self.work.private.push(blocks > 0);
-                    alone += blocks;
+                    alone += self.groups.blocks(id.group, blocks);
                 }
                 Err(error) => {
                     result = Err(error);
@@ -186,15 +190,16 @@ impl Sequences {
     }
 
     /// Like [`Sequences::plan`], for `alone` private blocks and others.
-    fn plan_shared(&self, view: View<'_>, sources: &[BlockId], alone: usize, route: Route) -> Result<Plan> {
+    fn plan_shared(&self, view: View<'_>, sources: &[BlockId], alone: PerClass, route: Route) -> Result<Plan> {
         let (from, to) = (view.tiers.pool(route.from), view.tiers.pool(route.to));
         let (mut new, mut held, mut found) = (alone, alone, Vec::new());
         for block in sources.chunk_by(|a, b| a == b).map(|rows| rows[0]) {
-            held += 1;
+            let one = PerClass::of(from.class_of(block), 1);
+            held += one;
             match self.shareable(view, block, route) {
                 None => {
                     from.require_leases(block, route.reads, 1)?;
-                    new += 1;
+                    new += one;
                 }
                 Some(copy) if !to.block(copy).is_used() => found.push(copy),
                 Some(_) => {}
@@ -216,7 +221,7 @@ impl Sequences {
         if !view.transfers.is_settled(row.ticket) {
             return Err(self.in_flight(sequence, row, view));
         }
-        let held = blocks_for(u64::from(self.rows.len_of(id)), self.block_size);
+        let held = blocks_for(u64::from(self.rows.len_of(id)), self.groups.tokens(id.group));
         if view.tiers.pool(route.from).are_private(&table[..held]) {
             return Ok(held);
         }
@@ -258,18 +263,23 @@ impl Sequences {
         for &copy in &found {
             step.tiers.claim((route.to, copy));
         }
-        let mut targets = Vec::with_capacity(new);
-        step.take(route.to, new, true, &mut targets);
-        if !targets.is_empty() {
-            step.transfers.pairs(route.kind, route.from, route.to).reserve(targets.len());
+        step.prepare(route.to, new, route.takes_overlappable);
+        let mut targets = [const { Vec::new() }; MAX_CLASSES];
+        for (class, targets) in targets.iter_mut().enumerate().filter(|(class, _)| new.get(*class) > 0) {
+            targets.reserve_exact(new.get(class));
+            step.take((route.to, class), new.get(class), true, targets);
         }
-        let mut rest = targets.iter();
+        if new.total() > 0 {
+            step.transfers.pairs(route.kind, route.from, route.to).reserve(new.total());
+        }
+        let mut rest = targets.each_ref().map(|targets| targets.iter());
         let mut partial = Vec::new();
         for (i, id) in self.tables_of(sequences).enumerate() {
+            let rest = &mut rest[self.groups.class(id.group)];
             if self.work.private[i] {
-                self.relocate_private(step, id, route, &mut rest);
+                self.relocate_private(step, id, route, rest);
             } else {
-                self.relocate_table(step, id, route, &mut rest, &mut partial);
+                self.relocate_table(step, id, route, rest, &mut partial);
             }
         }
         for &sequence in sequences {
@@ -277,8 +287,8 @@ impl Sequences {
             (row.tier, row.ticket, row.moving, row.writable) = (route.to, step.transfers.open(), true, 0);
             self.drafts.set(sequence, 0);
         }
-        debug_assert!(rest.next().is_none(), "more blocks were taken than moved");
-        if new == 0 {
+        debug_assert!(rest.iter_mut().all(|rest| rest.next().is_none()), "more blocks were taken than moved");
+        if new.total() == 0 {
             self.settle_found(step, sequences, route.to);
         }
         for block in found {
@@ -315,7 +325,7 @@ impl Sequences {
         targets: &mut std::slice::Iter<'_, BlockId>,
         partial: &mut Vec<BlockId>,
     ) {
-        let full = self.groups.whole(self.rows.len_of(id), self.block_size) as usize;
+        let full = self.groups.whole(self.rows.len_of(id), self.groups.tokens(id.group)) as usize;
         let mut table = self.take_filled(step, id, route.from);
         for (i, block) in table.iter_mut().enumerate() {
             let source = *block;
@@ -359,7 +369,7 @@ impl Sequences {
 
     /// Takes the blocks of a table; releases those without tokens, which hold nothing to move.
     fn take_filled(&mut self, step: &mut OpenStep<'_>, id: TableId, tier: Tier) -> Vec<BlockId> {
-        let held = blocks_for(u64::from(self.rows.len_of(id)), self.block_size);
+        let held = blocks_for(u64::from(self.rows.len_of(id)), self.groups.tokens(id.group));
         let row = self.rows.table_mut(id);
         row.note_cut();
         let mut table = row.table.take();

@@ -40,8 +40,9 @@ impl Sequences {
     }
 
     fn truncate_table(&mut self, step: &mut OpenStep<'_>, id: TableId, tokens: u32, shortens: bool) {
-        let (size, tier) = (self.block_size, self.rows.at(id.sequence).tier);
-        let whole = self.groups.whole(tokens, size);
+        let (size, tier) = (self.groups.tokens(id.group), self.rows.at(id.sequence).tier);
+        // What a group publishes it counts in keys.
+        let whole = self.groups.whole(tokens, self.block_size);
         let row = self.rows.table_mut(id);
         if shortens {
             row.published = row.published.min(whole);
@@ -56,7 +57,7 @@ impl Sequences {
     fn refuse_gone(&self, id @ TableId { sequence, group: number }: TableId, tokens: u32) -> Result<()> {
         let (row, table) = (self.rows.at(sequence), &self.rows.table(id).table);
         let group = self.groups.get(number);
-        let mut needed = group.needs(tokens, self.block_size);
+        let mut needed = group.needs(tokens, self.groups.tokens(number));
         let has_all = if group == Group::Recurrent && tokens != row.len {
             self.keeps_draft(id, tokens)
         } else {

@@ -70,14 +70,16 @@ impl Tiers {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::page::Shape;
     use crate::pool::Policies;
 
     #[test]
     fn references_and_copies_that_do_not_agree_are_found() {
-        let mut tiers = Tiers::new([4; 3], 1, false, true, Policies::default()).unwrap();
+        let mut tiers =
+            Tiers::new(&[4; 3].map(|blocks| Shape::single(blocks, true)), 1, false, Policies::default()).unwrap();
         let (mut device, mut host) = (Vec::new(), Vec::new());
-        tiers.take(Tier::Device, 1, false, &mut device);
-        tiers.take(Tier::Host, 1, false, &mut host);
+        tiers.take((Tier::Device, 0), 1, false, &mut device);
+        tiers.take((Tier::Host, 0), 1, false, &mut host);
         let check = |tiers: &Tiers, refs: u32| {
             tiers.check_tier(Tier::Device, HashMap::from([(device[0], refs)]), HashMap::new())
         };

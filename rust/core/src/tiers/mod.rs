@@ -18,6 +18,7 @@ use crate::group::Groups;
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::memory;
+use crate::page::{PerClass, Shape};
 use crate::placement::{BlockMap, Tracker};
 use crate::pool::{Policies, Pool};
 use crate::prefix::evict::{Hint, RANKS, Rank};
@@ -60,26 +61,22 @@ pub(crate) struct Tiers {
 }
 
 impl Tiers {
-    /// Pools of `blocks` blocks; with `null`, block 0 of each is permanently taken.
+    /// Pools of these shapes; null blocks are permanently taken.
     ///
     /// # Errors
     /// More blocks than a tier can have, or than there is memory for.
     pub(crate) fn new(
-        blocks: [usize; 3],
+        [device, host, external]: &[Shape; 3],
         block_size: u32,
         prefix_caching: bool,
-        null: bool,
         policies: Policies,
     ) -> Result<Self> {
-        let [device, host, external] = blocks;
-        let mut pools = [
-            Pool::with_policies(Tier::Device, device, prefix_caching, policies)?,
-            Pool::with_policies(Tier::Host, host, false, policies)?,
-            Pool::with_policies(Tier::External, external, false, policies)?,
+        let pools = [
+            Pool::with_shape(Tier::Device, device, prefix_caching, policies)?,
+            Pool::with_shape(Tier::Host, host, false, policies)?,
+            Pool::with_shape(Tier::External, external, false, policies)?,
         ];
-        if null {
-            pools.iter_mut().filter(|pool| !pool.is_empty()).for_each(Pool::reserve_null);
-        }
+        let null = device.has_null;
         Ok(Self {
             pools,
             events: None,
@@ -104,11 +101,6 @@ impl Tiers {
     #[cfg(test)]
     pub(crate) fn pool_mut(&mut self, tier: Tier) -> &mut Pool {
         &mut self.pools[tier.index()]
-    }
-
-    /// Blocks of a tier that tables can have.
-    pub(crate) fn usable(&self, tier: Tier) -> usize {
-        self.pool(tier).len().saturating_sub(usize::from(self.null))
     }
 
     /// The blocks of the device.
@@ -142,11 +134,24 @@ impl Tiers {
         result
     }
 
-    /// Takes blocks, which must be available; see [`Pool::take`]. Returns whether a ticket still reads one of them.
-    pub(crate) fn take(&mut self, tier: Tier, count: usize, filling: bool, out: &mut Vec<BlockId>) -> bool {
-        let overlapped = self.at(tier, |pool| pool.take(count, filling, out));
+    /// Takes blocks of a class, which must be available; see [`Pool::take`]. Returns whether a ticket still reads one of
+    /// them.
+    pub(crate) fn take(
+        &mut self,
+        (tier, class): (Tier, usize),
+        count: usize,
+        filling: bool,
+        out: &mut Vec<BlockId>,
+    ) -> bool {
+        let overlapped = self.at(tier, |pool| pool.take_of(class, count, filling, out));
         self.unlink_orphans(tier);
         overlapped
+    }
+
+    /// Gives classes the extents for `wanted` blocks; see [`Pool::make_room`].
+    pub(crate) fn make_room(&mut self, tier: Tier, wanted: PerClass, overlappable_too: bool) {
+        self.at(tier, |pool| pool.make_room(wanted, overlappable_too));
+        self.unlink_orphans(tier);
     }
 
     /// Adds references to a block that has some.
@@ -371,8 +376,8 @@ impl Tiers {
     }
 
     /// Starts to keep resume points on the device; see [`Pool::use_points`].
-    pub(crate) fn use_points(&mut self, companions: usize, is_dense: bool) -> Result<()> {
-        self.pools[0].use_points(companions, is_dense)
+    pub(crate) fn use_points(&mut self, ordered: usize, companions: usize, is_dense: bool) -> Result<()> {
+        self.pools[0].use_points(ordered, companions, is_dense)
     }
 
     /// Publishes device blocks in use that are found with others, with events if events are on.
@@ -491,9 +496,8 @@ impl Tiers {
 
     /// Forgets everything that is cached, unless a block is in use; returns whether it did.
     pub(crate) fn reset_cache(&mut self) -> bool {
-        let null = usize::from(self.null);
         let caching = if self.keeps_host_copies() { &[Tier::Device, Tier::Host][..] } else { &[Tier::Device] };
-        if caching.iter().any(|tier| self.pool(*tier).free() + null != self.pool(*tier).len()) {
+        if caching.iter().any(|tier| !self.pool(*tier).is_idle()) {
             return false;
         }
         if let Some(write_queue) = &mut self.write_queue {
@@ -760,10 +764,11 @@ mod tests {
 
     #[test]
     fn a_block_has_one_copy_and_none_once_that_is_released() {
-        let mut tiers = Tiers::new([4; 3], 1, false, false, Policies::default()).unwrap();
+        let mut tiers =
+            Tiers::new(&[4; 3].map(|blocks| Shape::single(blocks, false)), 1, false, Policies::default()).unwrap();
         let mut blocks = Vec::new();
-        tiers.take(Tier::Device, 3, false, &mut blocks);
-        tiers.take(Tier::Host, 1, false, &mut Vec::new());
+        tiers.take((Tier::Device, 0), 3, false, &mut blocks);
+        tiers.take((Tier::Host, 0), 1, false, &mut Vec::new());
         let host = (Tier::Host, BlockId(0));
         tiers.link((Tier::Device, blocks[0]), host);
         tiers.link((Tier::Device, blocks[1]), host);

@@ -301,11 +301,12 @@ impl StoreWriteQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::group::Group;
+    use crate::group::{Group, PagedGroup};
     use crate::hash::KeySpec;
 
     fn queue(writes: StoreWrites, blocks: usize) -> StoreWriteQueue {
-        StoreWriteQueue::new(writes, Groups::new(&[Group::Full]).unwrap(), blocks)
+        let full = PagedGroup { group: Group::Full, block_tokens: 1, block_bytes: 1 };
+        StoreWriteQueue::new(writes, Groups::new(&[full], 1).unwrap(), blocks)
     }
 
     fn chain(token: u32) -> Chain {

@@ -326,7 +326,7 @@ impl Transfers {
 fn pairs_of(decided: &mut Vec<(Kind, Pairs)>, kind: Kind, src: Tier, dst: Tier) -> &mut Vec<[u32; 2]> {
     let same = |(k, pairs): &(Kind, Pairs)| (*k, pairs.src, pairs.dst) == (kind, src, dst);
     let at = decided.iter().position(same).unwrap_or_else(|| {
-        decided.push((kind, Pairs { src, dst, ids: Vec::new() }));
+        decided.push((kind, Pairs { src, dst, page_class: 0, ids: Vec::new() }));
         decided.len() - 1
     });
     &mut decided[at].1.ids

@@ -4,6 +4,7 @@ use super::{Lease, StoreJobs, Transfers, merge_runs};
 use crate::block::{LeaseKind, TierBlock};
 use crate::decision::Kind;
 use crate::id::{BlockId, Tier};
+use crate::page::PerClass;
 use crate::tiers::Tiers;
 
 /// The tiers, the open step, and the jobs of a prefix store.
@@ -28,17 +29,26 @@ impl OpenStep<'_> {
         View { tiers: self.tiers, transfers: self.transfers, jobs: self.jobs }
     }
 
-    /// Takes blocks, whose availability [`View::require`] has checked; see [`Tiers::take`]. Cancels prefix-store writes
-    /// that hold some of them. Records whether an unfinished ticket still reads one of them.
-    pub(crate) fn take(&mut self, tier: Tier, count: usize, filling: bool, out: &mut Vec<BlockId>) {
+    /// Takes blocks of a page class, whose availability [`View::require`] has checked; see [`Tiers::take`]. Cancels
+    /// prefix-store writes that hold some of them. Records whether an unfinished ticket still reads one of them.
+    pub(crate) fn take(&mut self, of: (Tier, usize), count: usize, filling: bool, out: &mut Vec<BlockId>) {
+        let tier = of.0;
         if self.jobs.are_writing() {
             self.jobs.give_up_writes(self.tiers, tier, count);
         }
         if tier == Tier::Device && self.tiers.keeps_host_copies() {
             self.make_room(count);
         }
-        let overlapped = self.tiers.take(tier, count, filling, out);
+        let overlapped = self.tiers.take(of, count, filling, out);
         self.transfers.note_overlap(overlapped);
+    }
+
+    /// Sees to it that blocks of several page classes can be taken one class after the other, once [`View::require`] has
+    /// found that there are enough, and found ones that are shared have been claimed.
+    pub(crate) fn prepare(&mut self, tier: Tier, wanted: PerClass, overlappable_too: bool) {
+        if self.tiers.pool(tier).num_classes() > 1 {
+            self.tiers.make_room(tier, wanted, overlappable_too);
+        }
     }
 
     /// Decides a transfer from a block in use into a block taken for it.
@@ -89,16 +99,18 @@ impl OpenStep<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::page::Shape;
     use crate::pool::Policies;
 
     #[test]
     fn a_transfer_leases_both_blocks_until_its_ticket_ends() {
-        let mut tiers = Tiers::new([4; 3], 1, false, false, Policies::default()).unwrap();
+        let mut tiers =
+            Tiers::new(&[4; 3].map(|blocks| Shape::single(blocks, false)), 1, false, Policies::default()).unwrap();
         let (mut transfers, mut jobs) = (Transfers::new(), StoreJobs::default());
         let mut step = OpenStep { tiers: &mut tiers, transfers: &mut transfers, jobs: &mut jobs };
         let (mut sources, mut targets) = (Vec::new(), Vec::new());
-        step.take(Tier::Device, 3, false, &mut sources);
-        step.take(Tier::Host, 3, true, &mut targets);
+        step.take((Tier::Device, 0), 3, false, &mut sources);
+        step.take((Tier::Host, 0), 3, true, &mut targets);
         let (from, to) = ((Tier::Device, sources[0]), (Tier::Host, targets[0]));
         step.transfer(Kind::SwapOut, from, to, LeaseKind::Read);
         let [source, target] = [(Tier::Device, &sources[1..]), (Tier::Host, &targets[1..])];

@@ -205,7 +205,7 @@ impl StoreJobs {
         let spared = lease_unused(tiers, &on_device);
         missing.truncate(room);
         let (mut blocks, job) = (Vec::with_capacity(missing.len()), self.next());
-        tiers.take(tier, missing.len(), true, &mut blocks);
+        tiers.take((tier, 0), missing.len(), true, &mut blocks);
         for &block in &blocks {
             tiers.release((tier, block));
         }

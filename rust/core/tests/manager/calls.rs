@@ -1,7 +1,7 @@
 //! Every public verb on a copy of the manager, in random states: the answer of its `can_` query holds, and if any step
 //! of a call fails, the call changes nothing.
 
-use super::{BLOCK, Op, Setup, World, cases, keep, op, setup, store::family_ids};
+use super::{BLOCK, Op, Setup, World, cases, keep, op, paged_setup, setup, store::family_ids};
 use blockyard_core::defrag::{Budget, Goal};
 use blockyard_core::{
     AllocStatus, Cached, Counts, Demand, Error, Fit, Group, Manager, Prompt, SequenceId, StoreJob, TableRows, Tier,
@@ -361,9 +361,21 @@ proptest! {
         }
     }
 
+    #[test]
+    fn a_call_with_blocks_of_several_sizes_does_what_its_query_said(
+        setup in paged_setup(), ops in ops(), calls in calls()
+    ) {
+        let state = ReachedState::new(setup, ops);
+        for call in calls {
+            agrees(&state, call);
+        }
+    }
+
     #[cfg(debug_assertions)]
     #[test]
-    fn a_call_that_fails_at_any_step_changes_nothing(setup in setup(), ops in ops(), calls in calls()) {
+    fn a_call_that_fails_at_any_step_changes_nothing(
+        setup in prop_oneof![setup(), paged_setup()], ops in ops(), calls in calls()
+    ) {
         let state = ReachedState::new(setup, ops);
         for call in calls {
             fails_whole(&state, call);

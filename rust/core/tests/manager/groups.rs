@@ -1,6 +1,7 @@
 //! Rules for cache groups: what each sequence must find in the tables of its groups when it computes.
 
-use super::{BLOCK, World};
+use super::World;
+use super::bytes::{Slot, place};
 use blockyard_core::{Group, SequenceId, Tier};
 use proptest::prelude::*;
 use std::ops::Range;
@@ -44,6 +45,11 @@ pub(crate) fn groups() -> impl Strategy<Value = &'static [Group]> {
     // Where a fault is planted, it is in what only these have.
     let hybrid = if std::env::var_os("PLANTED").is_some() { 40 } else { 3 };
     prop_oneof![6 => Just(&[FULL][..]), 2 => single, hybrid => prop::sample::select(&HYBRID[..])]
+}
+
+/// Groups of the tested models that have several.
+pub(crate) fn hybrids() -> impl Strategy<Value = &'static [Group]> {
+    prop::sample::select(&HYBRID[..])
 }
 
 /// Tokens of `len` that a group needs when those from `first` on are computed.
@@ -92,10 +98,22 @@ impl World {
     /// Records what a sequence's tokens from `first` on write. A recurrent group writes one state per step, when the step
     /// runs.
     pub(crate) fn place(&mut self, group: (usize, Group), slots: &[i64], tokens: &[u64], first: u32) {
+        let places: Vec<Slot> = slots.iter().map(|&slot| self.slot(group.0, slot)).collect();
+        self.place_at(group, &places, tokens, first);
+    }
+
+    pub(crate) fn place_at(&mut self, group: (usize, Group), slots: &[Slot], tokens: &[u64], first: u32) {
         if group.1 != Group::Recurrent {
             let entries = (first..).map(|at| entry(group, tokens, at));
             self.pending.extend(slots.iter().copied().zip(entries));
         }
+    }
+
+    /// The place of a slot of a group.
+    pub(crate) fn slot(&self, number: usize, slot: i64) -> Slot {
+        let (class, tokens, _) = self.manager.page(number).unwrap();
+        let slot = u32::try_from(slot).unwrap();
+        (class, slot / tokens, slot % tokens)
     }
 
     /// Writes the tokens of a new sequence from `first` on in all groups, including its encoder's.
@@ -147,18 +165,19 @@ impl World {
     }
 
     fn compare(&self, sequence: SequenceId, group: (usize, Group), range: Range<u32>, tokens: &[u64]) {
-        let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];
+        let (tier, size) = (self.manager.tier(sequence).unwrap(), self.tokens_of(group.0));
         let table = self.manager.block_table(self.manager.table_of(sequence, group.0).unwrap()).unwrap();
         for i in range {
-            let found = memory[table[(i / BLOCK) as usize].index()][(i % BLOCK) as usize];
+            let at = place(&self.manager, tier, table[(i / size) as usize]);
+            let found = self.memory.get(at)[(i % size) as usize];
             assert_eq!(found, entry(group, tokens, i), "token {i} of {sequence} in group {group:?}");
         }
     }
 
     /// Blocks of the tables of all groups.
-    pub(crate) fn blocks_of(&self, sequence: SequenceId) -> Vec<u32> {
+    pub(crate) fn blocks_of(&self, sequence: SequenceId) -> Vec<(usize, u32)> {
         let rows = (0..self.groups.len()).filter_map(|group| self.manager.table_of(sequence, group).ok());
         let tables = rows.filter_map(|row| self.manager.block_table(row).ok());
-        tables.flatten().map(|block| block.0).collect()
+        tables.flatten().map(|&block| self.manager.pool(Tier::Device).local(block)).collect()
     }
 }

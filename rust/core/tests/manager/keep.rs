@@ -1,5 +1,6 @@
 //! Rules for host copies made ahead of need, pins, quotas, hints and time, and for tickets that fail as a whole.
 
+use super::bytes::place;
 use super::{Bytes, World};
 use blockyard_core::{BlockId, Error, Group, Hint, KeySpec, PinId, Prompt, TicketId, Tier};
 use proptest::prelude::*;
@@ -160,10 +161,9 @@ impl World {
     pub(crate) fn reset(&mut self) {
         let mut without = self.manager.clone();
         without.end_leases();
-        let idle = |tier| {
-            let pool = without.pool(tier);
-            pool.free() + self.null_blocks(tier) == pool.len()
-        };
+        let progress = without.resize_progress();
+        let beyond = |tier| if tier == Tier::Device { progress.held } else { 0 };
+        let idle = |tier: Tier| without.stats().tiers[tier.index()].used == beyond(tier);
         let idle = idle(Tier::Device) && (idle(Tier::Host) || !self.manager.keeps_host_copies());
         assert_eq!(self.manager.reset_prefix_cache(), idle);
     }
@@ -174,7 +174,8 @@ impl World {
             Ok(pin) => {
                 assert!(self.manager.stats().tiers[0].pinned <= self.manager.pool(Tier::Device).len() / 2);
                 let blocks = self.manager.pinned_blocks(pin).unwrap().iter();
-                let blocks = blocks.map(|&block| (block, self.memory[0][block.index()])).collect();
+                let blocks =
+                    blocks.map(|&block| (block, self.memory.get(place(&self.manager, Tier::Device, block)))).collect();
                 self.pins.push(Held { pin, blocks });
             }
             Err(Error::TooManyPinned { wanted, held, limit }) => assert!(held == before && wanted + held > limit),
@@ -185,7 +186,11 @@ impl World {
     /// Pinned blocks are never written or allocated.
     pub(crate) fn watch_pins(&self) {
         for (block, bytes) in self.pins.iter().flat_map(|held| &held.blocks) {
-            assert_eq!(self.memory[0][block.index()], *bytes, "pinned block {block} was overwritten");
+            assert_eq!(
+                self.memory.get(place(&self.manager, Tier::Device, *block)),
+                *bytes,
+                "pinned block {block} was overwritten"
+            );
         }
     }
 

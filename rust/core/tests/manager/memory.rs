@@ -4,8 +4,9 @@
 //! transfer has read it, the transfer reads garbage. A failed load brings garbage, too, and tokens computed from
 //! garbage are garbage.
 
+use super::bytes::place;
 use super::groups::{entry, in_group, needed};
-use super::{BLOCK, Bytes, GARBAGE, World};
+use super::{At, BLOCK, Bytes, GARBAGE, Slot, World};
 use blockyard_core::{BlockId, Error, Group, Kind, Pairs, SequenceId, Stats, StepDecision, TicketId, Tier};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -17,8 +18,8 @@ const DRAFT: u64 = u64::MAX - 1;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Transfer {
     kind: Kind,
-    src: (Tier, u32),
-    dst: (Tier, u32),
+    src: At,
+    dst: At,
     /// What it has read; `None` before it reads.
     bytes: Option<Bytes>,
     landed: bool,
@@ -27,7 +28,8 @@ pub(crate) struct Transfer {
 }
 
 fn lost_pairs(transfers: &[Transfer]) -> Vec<Pairs> {
-    let single = |t: &Transfer| Pairs { src: t.src.0, dst: t.dst.0, ids: vec![[t.src.1, t.dst.1]] };
+    let single =
+        |t: &Transfer| Pairs { src: t.src.0, dst: t.dst.0, page_class: t.dst.1 as u8, ids: vec![[t.src.2, t.dst.2]] };
     transfers.iter().filter(|t| t.lost).map(single).collect()
 }
 
@@ -53,8 +55,8 @@ impl World {
         for (kind, pairs) in &decision.transfers {
             let transfer = |&[from, to]: &[u32; 2]| Transfer {
                 kind: *kind,
-                src: (pairs.src, from),
-                dst: (pairs.dst, to),
+                src: (pairs.src, pairs.page_class.into(), from),
+                dst: (pairs.dst, pairs.page_class.into(), to),
                 bytes: None,
                 landed: false,
                 lost: false,
@@ -97,12 +99,15 @@ impl World {
     /// Lands the loads that the step waits for: those of blocks that it computes with, writes or copies.
     fn load(&mut self, ticket: TicketId, prefetch: bool) {
         let tables = self.computed.iter().flat_map(|&(sequence, _)| self.blocks_of(sequence));
-        let written = self.pending.iter().map(|&(slot, _)| u32::try_from(slot).unwrap() / BLOCK);
-        let copied = self.tickets[&ticket].iter().filter(|t| t.kind == Kind::Copy).map(|t| t.src.1);
-        let needed: Vec<u32> = tables.chain(written).chain(copied).collect();
+        let written = self.pending.iter().map(|&((class, id, _), _)| (class, id));
+        let copied = self.tickets[&ticket].iter().filter(|t| t.kind == Kind::Copy).map(|t| (t.src.1, t.src.2));
+        let needed: Vec<(usize, u32)> = tables.chain(written).chain(copied).collect();
         for at in 0..self.tickets[&ticket].len() {
             let transfer = self.tickets[&ticket][at];
-            if transfer.kind != Kind::Copy && transfer.dst.0 == Tier::Device && needed.contains(&transfer.dst.1) {
+            if transfer.kind != Kind::Copy
+                && transfer.dst.0 == Tier::Device
+                && needed.contains(&(transfer.dst.1, transfer.dst.2))
+            {
                 assert!(!(prefetch && transfer.kind == Kind::SwapIn), "the step of a prefetch needs {transfer:?}");
                 self.land(ticket, at);
             }
@@ -111,14 +116,14 @@ impl World {
 
     /// Writes this step's tokens; each depends on the earlier tokens that its sequence needs.
     fn compute(&mut self) {
-        let mut pending: BTreeMap<i64, u64> = std::mem::take(&mut self.pending).into_iter().collect();
+        let mut pending: BTreeMap<Slot, u64> = std::mem::take(&mut self.pending).into_iter().collect();
         // Nothing reads the target of a move that has not landed.
         let sound = self.tickets.values().flatten().all(|transfer| !transfer.lost || transfer.kind == Kind::Move);
         let mut computed = std::mem::take(&mut self.computed);
         computed.retain(|(sequence, _)| self.truth.contains_key(sequence) && !self.lost.contains(sequence));
         computed.sort_by_key(|&(_, first)| first);
         // Encoders' tokens, and those of sequences that are freed or have lost bytes.
-        let owned: BTreeSet<i64> = computed.iter().flat_map(|&(s, first)| self.slots_from(s, first)).collect();
+        let owned: BTreeSet<Slot> = computed.iter().flat_map(|&(s, first)| self.slots_from(s, first)).collect();
         for (&slot, &token) in pending.iter().filter(|(slot, _)| !owned.contains(slot)) {
             self.write_slot(slot, token);
         }
@@ -171,7 +176,7 @@ impl World {
     }
 
     /// The states that a step writes for a sequence's recurrent groups: those after its last token and its drafts.
-    pub(crate) fn states(&self, sequence: SequenceId) -> Vec<(i64, u64)> {
+    pub(crate) fn states(&self, sequence: SequenceId) -> Vec<(Slot, u64)> {
         let len = self.truth[&sequence].len() as u32;
         let Some(&state) = self.truth[&sequence].last() else { return vec![] };
         let recurrent = self.growing().filter(|&(_, group)| group == Group::Recurrent);
@@ -183,19 +188,19 @@ impl World {
     }
 
     /// A state fills its block.
-    fn write_state(&mut self, slot: i64, state: u64) {
-        self.put((Tier::Device, u32::try_from(slot).unwrap() / BLOCK), [state; BLOCK as usize]);
+    fn write_state(&mut self, (class, id, _): Slot, state: u64) {
+        self.put((Tier::Device, class, id), [state; BLOCK as usize]);
     }
 
-    fn write_slot(&mut self, slot: i64, token: u64) {
-        let slot = u32::try_from(slot).unwrap();
-        let mut bytes = self.memory[0][(slot / BLOCK) as usize];
-        bytes[(slot % BLOCK) as usize] = token;
-        self.put((Tier::Device, slot / BLOCK), bytes);
+    fn write_slot(&mut self, (class, id, offset): Slot, token: u64) {
+        let at = (Tier::Device, class, id);
+        let mut bytes = self.memory.get(at);
+        bytes[offset as usize] = token;
+        self.put(at, bytes);
     }
 
     /// Slots of a sequence's tokens from `first` on, of all groups.
-    fn slots_from(&self, sequence: SequenceId, first: u32) -> Vec<i64> {
+    fn slots_from(&self, sequence: SequenceId, first: u32) -> Vec<Slot> {
         let end = self.truth[&sequence].len() as u32;
         // A drafter writes the entry before them, too, unless they follow cached tokens.
         let first_of = |group| if group == Group::Drafter { first.saturating_sub(1) } else { first };
@@ -203,19 +208,25 @@ impl World {
     }
 
     /// Slots of some positions in one group.
-    pub(crate) fn slots(&self, sequence: SequenceId, number: usize, positions: Range<u32>) -> Vec<i64> {
+    pub(crate) fn slots(&self, sequence: SequenceId, number: usize, positions: Range<u32>) -> Vec<Slot> {
         let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
-        let slot = |i| i64::from(table[(i / BLOCK) as usize].0) * i64::from(BLOCK) + i64::from(i % BLOCK);
+        let size = self.tokens_of(number);
+        let slot = |i| {
+            let (_, class, id) = place(&self.manager, Tier::Device, table[(i / size) as usize]);
+            (class, id, i % size)
+        };
         positions.map(slot).collect()
     }
 
     /// Whether these groups have what is needed to compute the tokens of a range.
     fn finds(&self, sequence: SequenceId, tokens: Range<u32>, of: impl Fn(Group) -> bool) -> bool {
-        let memory = &self.memory[self.manager.tier(sequence).unwrap().index()];
+        let tier = self.manager.tier(sequence).unwrap();
         self.growing().filter(|&(_, group)| of(group)).all(|(number, group)| {
             let table = self.manager.block_table(self.manager.table_of(sequence, number).unwrap()).unwrap();
+            let size = self.tokens_of(number);
             needed(group, tokens.start, tokens.end).all(|i| {
-                let found = memory[table[(i / BLOCK) as usize].index()][(i % BLOCK) as usize];
+                let at = place(&self.manager, tier, table[(i / size) as usize]);
+                let found = self.memory.get(at)[(i % size) as usize];
                 found == entry((number, group), &self.truth[&sequence], i)
             })
         })
@@ -226,13 +237,13 @@ impl World {
         for transfer in
             transfers.iter_mut().filter(|t| t.src.0 == Tier::Device && t.kind != Kind::Copy && t.bytes.is_none())
         {
-            transfer.bytes = Some(self.memory[0][transfer.src.1 as usize]);
+            transfer.bytes = Some(self.memory.get(transfer.src));
         }
     }
 
     fn fetch(&mut self, ticket: TicketId, at: usize) -> Bytes {
         let transfer = &mut self.tickets.get_mut(&ticket).unwrap()[at];
-        *transfer.bytes.get_or_insert(self.memory[transfer.src.0.index()][transfer.src.1 as usize])
+        *transfer.bytes.get_or_insert(self.memory.get(transfer.src))
     }
 
     fn land(&mut self, ticket: TicketId, at: usize) {
@@ -245,11 +256,13 @@ impl World {
     }
 
     /// Writes a block, even if transfers have yet to read it.
-    pub(crate) fn put(&mut self, at: (Tier, u32), bytes: Bytes) {
-        for transfer in self.tickets.values_mut().flatten().filter(|t| t.src == at && t.kind != Kind::Copy) {
+    pub(crate) fn put(&mut self, at: At, bytes: Bytes) {
+        let memory = &self.memory;
+        let reads = |t: &&mut Transfer| memory.overlap(t.src, at) && t.kind != Kind::Copy;
+        for transfer in self.tickets.values_mut().flatten().filter(reads) {
             transfer.bytes.get_or_insert(GARBAGE);
         }
-        self.memory[at.0.index()][at.1 as usize] = bytes;
+        self.memory.put(at, bytes);
     }
 
     /// Runs the rest of a ticket and ends it.
@@ -341,15 +354,15 @@ impl World {
     /// and no copy of this step targets its blocks.
     fn is_whole(&self, sequence: SequenceId, copies: &[u32]) -> bool {
         let tier = self.manager.tier(sequence).unwrap();
-        let (memory, table) = (&self.memory[tier.index()], self.manager.block_table(sequence).unwrap());
+        let table = self.manager.block_table(sequence).unwrap();
         let waits = |block: BlockId, offset: usize| {
-            let slot = i64::from(block.0) * i64::from(BLOCK) + i64::try_from(offset).unwrap();
+            let slot = (0, block.0, u32::try_from(offset).unwrap());
             tier == Tier::Device && self.pending.iter().any(|&(pending, _)| pending == slot)
         };
         self.truth[&sequence].iter().enumerate().all(|(i, token)| {
             let (block, offset) = (table[i / BLOCK as usize], i % BLOCK as usize);
             let pending_copy = tier == Tier::Device && copies.contains(&block.0);
-            !pending_copy && (memory[block.index()][offset] == *token || waits(block, offset))
+            !pending_copy && (self.memory.get((tier, 0, block.0))[offset] == *token || waits(block, offset))
         })
     }
 }

@@ -1,5 +1,6 @@
 //! Random operations, for the test and for the fuzzer (`fuzz/fuzz_targets/manager.rs`).
 
+use super::bytes::{Pages, pages};
 use super::{groups, keep, moves, store, tables};
 use blockyard_core::{Eviction, Group, Policies, ReuseOrder, StoreWrites};
 use proptest::prelude::*;
@@ -10,6 +11,7 @@ pub(crate) struct Setup {
     pub(crate) blocks: [usize; 3],
     pub(crate) policies: Policies,
     pub(crate) groups: &'static [Group],
+    pub(crate) pages: Pages,
     /// Whether host copies are kept as a second level of the prefix cache.
     pub(crate) host_cache: bool,
     /// When blocks are written to a prefix store, if there is one.
@@ -28,9 +30,26 @@ pub(crate) fn setup() -> impl Strategy<Value = Setup> {
             blocks: [device, host, external],
             policies: Policies { reuse, eviction },
             groups,
+            pages: Pages::EQUAL,
             host_cache,
             store: store.filter(|_| groups == [Group::Full] || keeps_points),
         }
+    })
+}
+
+/// Groups with blocks of several sizes, mostly of several page classes.
+pub(crate) fn paged_setup() -> impl Strategy<Value = Setup> {
+    let reuse = prop::sample::select(&ReuseOrder::ALL[..]);
+    let eviction = prop::sample::select(&Eviction::NAMED[..]);
+    let blocks = (4usize..24, 0usize..16, 0usize..16);
+    let made = (blocks, reuse, eviction, groups::hybrids(), pages());
+    made.prop_map(|((device, host, external), reuse, eviction, groups, pages)| Setup {
+        blocks: [device, host, external],
+        policies: Policies { reuse, eviction },
+        groups,
+        pages,
+        host_cache: false,
+        store: None,
     })
 }
 

@@ -1,6 +1,6 @@
 //! Rules for a device that grows and shrinks; blocks beyond its extent are released, and hold garbage from then on.
 
-use super::{GARBAGE, World};
+use super::World;
 use blockyard_core::{Error, Resize, Tier};
 
 impl World {
@@ -11,8 +11,7 @@ impl World {
             Ok(progress) => {
                 assert!(blocks >= needed && progress.blocks == blocks && progress.extent >= blocks);
                 assert_eq!(self.manager.pool(Tier::Device).len(), blocks);
-                let known = self.memory[0].len().max(blocks);
-                self.memory[0].resize(known, GARBAGE);
+                self.memory.grow(blocks);
                 self.resized = progress;
             }
             Err(error) => {
@@ -31,6 +30,8 @@ impl World {
         assert_eq!(self.resized.is_done(), live + held == 0);
         let pool = self.manager.pool(Tier::Device);
         assert!(pool.free() + live <= blocks || pool.free() == 0, "{} free, {live} beyond {blocks}", pool.free());
-        self.memory[0][extent..].fill(GARBAGE);
+        if !self.has_pages() {
+            self.memory.clear_behind(extent);
+        }
     }
 }

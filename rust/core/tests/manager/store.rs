@@ -221,7 +221,7 @@ impl World {
         let (StoreJob { job, tier, blocks, .. }, right) = self.jobs.loads.swap_remove(n);
         let landed: Vec<bool> = (0..blocks.len()).map(|i| Some(i) != lost).collect();
         for ((block, bytes), landed) in blocks.iter().zip(right).zip(&landed) {
-            self.put((tier, block.0), if *landed { bytes } else { GARBAGE });
+            self.put((tier, 0, block.0), if *landed { bytes } else { GARBAGE });
         }
         let found = self.manager.end_load(job, &landed).unwrap();
         // No block beyond the current end is found, wherever the end was when the load began.
@@ -233,8 +233,7 @@ impl World {
     fn begin_write(&mut self, most: usize) {
         let job = self.manager.begin_write(most);
         assert!(job.keys.len() == job.blocks.len() && job.blocks.len() <= most);
-        let memory = &self.memory[job.tier.index()];
-        let held: Vec<Bytes> = job.blocks.iter().map(|block| memory[block.index()]).collect();
+        let held: Vec<Bytes> = job.blocks.iter().map(|block| self.memory.get((job.tier, 0, block.0))).collect();
         if !held.is_empty() {
             self.jobs.writes.push((job, held));
         }
@@ -242,7 +241,7 @@ impl World {
 
     fn end_write(&mut self, n: usize) {
         let (StoreJob { job, tier, keys, blocks, .. }, held) = self.jobs.writes.swap_remove(n);
-        let read: Vec<Bytes> = blocks.iter().map(|block| self.memory[tier.index()][block.index()]).collect();
+        let read: Vec<Bytes> = blocks.iter().map(|block| self.memory.get((tier, 0, block.0))).collect();
         // If a call has taken the blocks, the bytes read are not stored.
         if self.manager.end_write(job).unwrap() {
             assert_eq!(read, held, "blocks were written while the store read them");

@@ -1,7 +1,7 @@
 //! Rules for truncation and for block tables that are kept from append to append.
 
+use super::World;
 use super::groups::in_group;
-use super::{BLOCK, World};
 use blockyard_core::{Error, Group, SequenceId, TableId, TableRows, Tier};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -131,12 +131,14 @@ impl World {
                 self.place(group, slots, &truth, first);
                 if group.1 == Group::Drafter && first > 0 && tokens > 0 {
                     let before = self.slots(*sequence, group.0, first - 1..first);
-                    self.place(group, &before, &truth, first - 1);
+                    self.place_at(group, &before, &truth, first - 1);
                 }
                 if group.1 == Group::Recurrent && drafts[i] > 0 {
                     let certain = (tokens - drafts[i] - 1) as usize;
                     let states = slots.iter().zip(&content).skip(certain);
-                    let states = states.map(|(&slot, &state)| (*sequence, slot, in_group(group.0, state)));
+                    let states =
+                        states.map(|(&slot, &state)| (*sequence, self.slot(group.0, slot), in_group(group.0, state)));
+                    let states: Vec<_> = states.collect();
                     self.draft_states.extend(states);
                 }
             }
@@ -174,7 +176,8 @@ impl World {
             Ok(()) => {
                 assert!(!self.dirty.contains(&sequence));
                 self.drafted.remove(&sequence);
-                assert_eq!(self.manager.block_table(sequence).unwrap().len() as u32, kept.div_ceil(BLOCK));
+                let size = self.tokens_of(0);
+                assert_eq!(self.manager.block_table(sequence).unwrap().len() as u32, kept.div_ceil(size));
                 self.truth.get_mut(&sequence).unwrap().truncate(kept as usize);
                 if let Some(ids) = self.ids.get_mut(&sequence) {
                     ids.truncate(kept as usize);

@@ -10,7 +10,7 @@ use crate::convert::values::picklable;
 use crate::event::PyEventBatch;
 use crate::manager::policies;
 use crate::manager::prompts::{self, Extras, KeySpecs, PyExtra, PyHashedPrompt, TokenIds};
-use crate::manager::shared::Shared;
+use crate::manager::shared::{Shared, in_class};
 use crate::manager::stats::residency;
 use blockyard_core::{self as core, HashedPrompt, KeySpec, MAX_PRIORITY, PrefixHit, Prompt, Tier};
 use numpy::PyArray1;
@@ -212,7 +212,9 @@ impl PyPrefix {
     fn common_blocks<'py>(&self, sequences: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         let py = sequences.py();
         let sequences = arrays::sequences(sequences)?;
-        let blocks = self.0.lock().common_computed_blocks(&sequences).map_err(to_py)?;
+        let manager = self.0.lock();
+        let blocks = in_class(&manager, Tier::Device, manager.common_computed_blocks(&sequences).map_err(to_py)?);
+        drop(manager);
         ids(py, &blocks)
     }
 

@@ -7,7 +7,7 @@ use crate::convert::errors::to_py;
 use crate::convert::memory::{self, Area};
 use crate::locks::Guard;
 use crate::manager::PyBlockManager;
-use crate::manager::shared::{row_in, rows_in};
+use crate::manager::shared::{in_class, row_in, rows_in};
 use blockyard_core::{BlockId, Manager};
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -35,6 +35,8 @@ impl PyBlockManager {
         let mut manager = self.lock();
         let row = row_in(&manager, sequence.0, group)?;
         let table = manager.read_table(row).map(<[BlockId]>::to_vec).map_err(to_py)?;
+        let tier = manager.tier(sequence.0).map_err(to_py)?;
+        let table = in_class(&manager, tier, table);
         drop(manager);
         ids(py, &table)
     }

@@ -20,10 +20,10 @@ impl Sequences {
             }
         }
         for (&id, out) in tables.iter().zip(out.chunks_exact_mut(width.max(1))) {
-            let table = self.entries(id);
+            let (table, first) = (self.entries(id), self.groups.first_block(id.group));
             for (to, block) in out.iter_mut().zip(table) {
                 #[expect(clippy::cast_possible_wrap, reason = "ids stay below 2^30")]
-                let id = block.0 as i32;
+                let id = block.0.saturating_sub(first) as i32;
                 *to = id;
             }
             out[table.len()..].fill(0);

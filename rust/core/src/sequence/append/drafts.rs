@@ -65,11 +65,18 @@ impl Drafted {
         (self.contains(token) && (token + 1) % self.block_size != 0).then(|| self.before(token))
     }
 
-    /// Replaces the slots of tokens whose states lie in `behind`; `slots` are those of the tokens from `first` on.
-    pub(in crate::sequence) fn write_slots(self, behind: &[BlockId], first: u32, slots: &mut [i64]) {
+    /// Replaces the slots of tokens whose states lie in `behind`; `slots` are those of the tokens from `first` on, in a
+    /// class that begins with `first_block`.
+    pub(in crate::sequence) fn write_slots(
+        self,
+        behind: &[BlockId],
+        (first, first_block): (u32, u32),
+        slots: &mut [i64],
+    ) {
         for (token, slot) in (first..).zip(slots) {
             if let Some(&block) = self.place(token).and_then(|place| behind.get(place)) {
-                *slot = i64::from(block.0) * i64::from(self.block_size) + i64::from(token % self.block_size);
+                *slot =
+                    i64::from(block.0 - first_block) * i64::from(self.block_size) + i64::from(token % self.block_size);
             }
         }
     }
@@ -154,15 +161,16 @@ impl Sequences {
         fresh: &mut std::slice::Iter<'_, BlockId>,
     ) {
         let (len, count) = (self.rows.at(id.sequence).len, u32::try_from(slots.len()).unwrap_or(u32::MAX));
-        let drafted = Drafted::new(len + count, drafts, self.block_size);
+        let (drafted, class) = (Drafted::new(len + count, drafts, self.block_size), self.groups.class(id.group));
+        let first_block = self.groups.first_block(id.group);
         let table = self.rows.table_mut(id).table.behind();
         let entries = table.len();
         table.extend(fresh.by_ref().take(drafted.behind()));
         let left = drafted.behind() - (table.len() - entries);
         if left > 0 {
-            step.take(Tier::Device, left, false, table);
+            step.take((Tier::Device, class), left, false, table);
         }
-        drafted.write_slots(&table[entries..], len, slots);
+        drafted.write_slots(&table[entries..], (len, first_block), slots);
     }
 
     /// Number of blocks for the states of `drafts` drafts, if `count` tokens with them are appended to a table.

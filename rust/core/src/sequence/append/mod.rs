@@ -12,6 +12,7 @@ use crate::decision::Kind;
 use crate::error::{Error, Result, invalid};
 use crate::fit::Fit;
 use crate::id::{BlockId, SequenceId, Tier};
+use crate::page::PerClass;
 use crate::transfer::{OpenStep, Request, View};
 use pass::{Batch, Passed, Slow, Work, begin_block, defer_all, fits, next_block, next_blocks, pass};
 use std::ops::Range;
@@ -92,7 +93,7 @@ impl Sequences {
         counts: Counts<'_>,
         lookahead: u32,
     ) -> Result<usize> {
-        Ok(self.request_append(view, sequences, counts, lookahead)?.blocks)
+        Ok(self.request_append(view, sequences, counts, lookahead)?.blocks.total())
     }
 
     /// The device blocks that an append takes. Next to the new blocks, at least the current ones of one sequence must
@@ -106,7 +107,8 @@ impl Sequences {
     ) -> Result<Request> {
         counts.total(sequences.len())?;
         self.rows.begin_batch();
-        let (mut new, mut freed, mut held, mut shared) = (0, 0, 0, std::mem::take(&mut self.scratch));
+        let (mut new, mut freed) = (PerClass::default(), PerClass::default());
+        let (mut held, mut shared) = (PerClass::default(), std::mem::take(&mut self.scratch));
         shared.clear();
         let mut result = Ok(());
         for (i, id) in self.growing_tables_of(sequences).enumerate() {
@@ -115,13 +117,14 @@ impl Sequences {
             let row = if id.group == 0 { self.rows.next_in_batch(sequence) } else { Ok(self.rows.at_mut(sequence)) };
             match row {
                 Ok(row) if drafts == 0 && fits(row.len, count, lookahead, row.writable) => {
-                    held = held.max(row.first.table.len());
+                    held = held.with(PerClass::of(self.groups.class(0), row.first.table.len()), usize::max);
                 }
                 Ok(_) => match self.need(view, id, (count, drafts), lookahead, &mut shared) {
                     Ok(need) => {
-                        new += need.blocks;
-                        freed += self.freed(view, id, need);
-                        held = held.max(self.rows.table(id).table.len());
+                        let class = self.groups.class(id.group);
+                        *new.at(class) += need.blocks;
+                        *freed.at(class) += self.freed(view, id, need);
+                        *held.at(class) = held.get(class).max(self.rows.table(id).table.len());
                     }
                     Err(error) => result = Err(error),
                 },
@@ -134,11 +137,12 @@ impl Sequences {
                 break;
             }
         }
-        let copies = result.and_then(|()| if shared.is_empty() { Ok(0) } else { copies(view, &mut shared) });
+        let copies =
+            result.and_then(|()| if shared.is_empty() { Ok(PerClass::default()) } else { copies(view, &mut shared) });
         self.scratch = shared;
         // Copies are only needed while the sharing sequences exist, even those for which a shrinking device no longer
         // has room.
-        let held = if new == 0 || self.groups.has_nulls() { 0 } else { held };
+        let held = if new.total() == 0 || self.groups.has_nulls() { PerClass::default() } else { held };
         Ok(Request { least: new + held, ..Request::device((new + copies?).saturating_sub(freed)) })
     }
 
@@ -165,7 +169,7 @@ impl Sequences {
         lookahead: u32,
     ) -> Result<Fit> {
         let request = self.request_append(view, sequences, counts, lookahead)?;
-        Ok(view.fit(request, 0, Vec::new))
+        Ok(view.fit(request, PerClass::default(), Vec::new))
     }
 
     pub(crate) fn require_append(
@@ -224,7 +228,7 @@ impl Sequences {
         let mut blocks = std::mem::take(&mut self.scratch);
         blocks.clear();
         let result = self.slow_needs(step.view(), batch, work, &mut blocks).and_then(|new| {
-            let copies = if blocks.is_empty() { 0 } else { copies(step.view(), &mut blocks)? };
+            let copies = if blocks.is_empty() { PerClass::default() } else { copies(step.view(), &mut blocks)? };
             step.view().require(Request::device((new + copies).saturating_sub(work.freed)), Vec::new)?;
             // From here on nothing fails: every check is above, so the call succeeds whole or changes nothing.
             if self.groups.has_states() {
@@ -242,7 +246,8 @@ impl Sequences {
                     }
                 }
             }
-            self.append_checked(step, batch, work, new, &mut blocks);
+            step.prepare(Tier::Device, new + copies, true);
+            self.append_checked(step, batch, work, &mut blocks);
             Ok(())
         });
         self.scratch = blocks;
@@ -256,12 +261,14 @@ impl Sequences {
         batch: &Batch<'_>,
         work: &mut Work,
         shared: &mut Vec<BlockId>,
-    ) -> Result<usize> {
-        let (mut new, mut passed, mut freed) = (0, 0, 0);
-        let Work { slow, ended, .. } = work;
+    ) -> Result<PerClass> {
+        let (mut new, mut passed, mut freed) = (PerClass::default(), 0, PerClass::default());
+        let Work { slow, ended, new: by_group, .. } = work;
         ended.clear();
         ended.resize(slow.len(), false);
+        by_group.clear();
         for group in 0..self.groups.num_growing() {
+            let (mut of_group, class) = (0, self.groups.class(group));
             for (&Slow { index, .. }, ends) in slow.iter().zip(&mut *ended) {
                 let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
                 let id = TableId { sequence, group };
@@ -271,21 +278,23 @@ impl Sequences {
                     *ends = count == 1
                         && batch.lookahead == 0
                         && self.groups.ahead() == 0
-                        && ends_block(row, self.block_size);
+                        && ends_block(row, self.block_size, self.groups.is_even());
                 }
                 let need = if *ends {
                     Need { blocks: 1, entries: 1, skipped: 0 }
                 } else {
                     self.need(view, id, (count, batch.counts.drafts_at(index)), batch.lookahead, shared)?
                 };
-                // All growing tables of a row have the same length.
-                if let (Some(tables), 0) = (&batch.tables, group) {
+                // All tables with blocks of a size have the same length.
+                if let (Some(tables), true) = (&batch.tables, group == 0 || !self.groups.is_even()) {
                     tables.require_width(sequence, self.entries(id).len() + need.entries)?;
                 }
-                new += need.blocks;
-                freed += self.freed(view, id, need);
+                of_group += need.blocks;
+                *freed.at(class) += self.freed(view, id, need);
                 passed += need.skipped;
             }
+            by_group.push(of_group);
+            *new.at(class) += of_group;
         }
         if passed > 0 {
             self.require_nulls(view, std::iter::once(passed))?;
@@ -300,14 +309,13 @@ impl Sequences {
         step: &mut OpenStep<'_>,
         batch: &mut Batch<'_>,
         work: &Work,
-        new: usize,
         blocks: &mut Vec<BlockId>,
     ) {
-        let (open, size, groups) = (step.transfers.open(), self.block_size, self.groups.num_growing());
+        let (open, groups) = (step.transfers.open(), self.groups.num_growing());
         if blocks.is_empty() {
-            step.take(Tier::Device, new, false, blocks);
+            self.take_each(step, &work.new, blocks);
             if !work.ended.contains(&false) {
-                next_blocks(&mut self.rows, batch, &work.slow, blocks, size, open);
+                next_blocks(&mut self.rows, batch, &work.slow, blocks, &self.groups, open);
                 if self.groups.has_states() {
                     work.slow.iter().for_each(|slow| self.note_begun(batch.sequences[slow.index], 0, 1));
                 }
@@ -331,13 +339,14 @@ impl Sequences {
                 ([slot], [block, ..]) if ends => {
                     fresh.next();
                     let len = self.rows.at(id.sequence).len;
-                    *slot = next_block(self.rows.table_mut(id), *block, size, len);
+                    let of = self.geometry(id.group);
+                    *slot = next_block(self.rows.table_mut(id), *block, of, len);
                 }
                 (slots, _) => self.grow(step, id, (count, drafts), batch.lookahead, slots, &mut fresh),
             }
             if let Some(tables) = &mut batch.tables {
-                let row = self.rows.table_mut(id);
-                row.table.sync(&mut row.synced, tables.row(group, index));
+                let (row, first) = (self.rows.table_mut(id), self.groups.first_block(id.group));
+                row.table.sync(&mut row.synced, tables.row(group, index), first);
             }
             if drafts > 0 && self.is_recurrent(id) {
                 let slots = &mut batch.slots[group * tokens + at..][..count as usize];
@@ -349,10 +358,18 @@ impl Sequences {
             let (sequence, count) = (batch.sequences[index], batch.counts.at(index));
             if ends && taken {
                 self.note_begun(sequence, 0, 1);
-                begin_block(self.rows.at_mut(sequence), size, open);
+                begin_block(self.rows.at_mut(sequence), self.groups.least_tokens(), open);
             } else {
                 self.advance(step, sequence, (count, batch.counts.drafts_at(index)));
             }
+        }
+    }
+
+    /// Takes the new blocks of each group, one group's after the other's.
+    fn take_each(&self, step: &mut OpenStep<'_>, new: &[usize], blocks: &mut Vec<BlockId>) {
+        let classes = (0u8..).zip(new).map(|(group, &count)| (self.groups.class(group), count)).collect::<Vec<_>>();
+        for same in classes.chunk_by(|one, other| one.0 == other.0) {
+            step.take((Tier::Device, same[0].0), same.iter().map(|(_, count)| count).sum(), false, blocks);
         }
     }
 
@@ -409,8 +426,9 @@ impl Sequences {
             return Err(Error::Unwritten { sequence });
         }
         let held = table.len();
-        let entries = blocks_for(end, self.block_size).saturating_sub(held);
-        let skipped = self.groups.get(id.group).skipped(row.len, certain, held, self.block_size);
+        let size = self.groups.tokens(id.group);
+        let entries = blocks_for(end, size).saturating_sub(held);
+        let skipped = self.groups.get(id.group).skipped(row.len, certain, held, size);
         if skipped > 0 {
             self.require_nulls(view, std::iter::once(skipped))?;
         }
@@ -424,7 +442,7 @@ impl Sequences {
         }
         let (row, own) = (self.rows.at(id.sequence), self.rows.table(id));
         let is_left = row.written != view.transfers.open() && view.transfers.is_settled(row.ticket);
-        let end = self.groups.get(id.group).needs(row.len, self.block_size).start.min(own.table.len());
+        let end = self.groups.get(id.group).needs(row.len, self.groups.tokens(id.group)).start.min(own.table.len());
         let left = own.null_prefix as usize..end;
         let blocks = if is_left { own.table.get(left).unwrap_or_default() } else { &[] };
         let blocks = blocks.iter().chain(self.states_behind(id));
@@ -451,13 +469,13 @@ impl Sequences {
 
     /// Existing table entries that will be written once `count` tokens and `lookahead` slots after them are appended.
     fn written_blocks(&self, id: TableId, table: &[BlockId], count: u32, lookahead: u32) -> Range<usize> {
-        let len = self.rows.at(id.sequence).len;
-        let first = (self.groups.first_written(len, id.group) / self.block_size) as usize;
+        let (len, size) = (self.rows.at(id.sequence).len, self.groups.tokens(id.group));
+        let first = (self.groups.first_written(len, id.group) / size) as usize;
         let end = u64::from(len) + u64::from(count) + u64::from(lookahead);
         if end == u64::from(len) {
             return first..first;
         }
-        first..blocks_for(end, self.block_size).min(table.len()).max(first)
+        first..blocks_for(end, size).min(table.len()).max(first)
     }
 
     /// Gives one table the blocks and the slots of more tokens, as checked by [`Sequences::need`]; `fresh` are the blocks
@@ -472,6 +490,7 @@ impl Sequences {
         fresh: &mut std::slice::Iter<'_, BlockId>,
     ) {
         let (len, blocks) = (self.rows.at(id.sequence).len, self.rows.table(id).table.len());
+        let size = self.groups.tokens(id.group);
         for i in self.written_blocks(id, &self.rows.table(id).table, count, lookahead) {
             let block = self.rows.table(id).table[i];
             if self.is_null(block) {
@@ -480,34 +499,33 @@ impl Sequences {
             if step.tiers.device().block(block).is_exclusive() {
                 write_in_place(step, block);
             } else {
-                self.copy_on_write(step, id, i, block, i < blocks_for(len.into(), self.block_size));
+                self.copy_on_write(step, id, i, block, i < blocks_for(len.into(), size));
             }
         }
         let end = u64::from(len) + u64::from(count) + u64::from(lookahead);
-        let wanted = blocks_for(end, self.block_size).saturating_sub(blocks);
-        let size = self.block_size;
+        let wanted = blocks_for(end, size).saturating_sub(blocks);
         if wanted > 0 {
             let skipped = self.groups.get(id.group).skipped(len, count - drafts, blocks, size);
             if skipped > 0 {
                 self.skip(step, id, skipped);
             }
-            let wanted = wanted - skipped;
+            let (wanted, class) = (wanted - skipped, self.groups.class(id.group));
             let row = self.rows.table_mut(id);
             row.table.extend_with(|table| {
                 let taken = table.len();
                 table.extend(fresh.by_ref().take(wanted));
                 let left = wanted - (table.len() - taken);
                 if left > 0 {
-                    step.take(Tier::Device, left, false, table);
+                    step.take((Tier::Device, class), left, false, table);
                 }
             });
         }
-        write_slots(&self.rows.table(id).table, len, size, slots);
+        write_slots(&self.rows.table(id).table, len, self.geometry(id.group), slots);
     }
 
     /// Adds tokens to a row whose tables have grown.
     fn advance(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, (count, drafts): (u32, u32)) {
-        let (open, size) = (step.transfers.open(), self.block_size);
+        let open = step.transfers.open();
         self.note_begun(sequence, self.rows.at(sequence).len, count);
         let row = self.rows.at_mut(sequence);
         if is_loaded_now(row, step.transfers) {
@@ -518,33 +536,35 @@ impl Sequences {
         // A step that computes the row waits for its load, and later steps follow it.
         row.moving &= count == 0;
         row.writable = 0;
-        let (index, moving) = (row.len / size, row.moving);
+        let (len, moving) = (row.len, row.moving);
         if self.groups.has_states() {
             self.drafts.set(sequence, drafts);
         }
         // The next append has to free the states of drafts first.
-        if count > 0 && !moving && self.num_drafts(sequence) == 0 && self.writes_own(step, sequence, index) {
+        if count > 0 && !moving && self.num_drafts(sequence) == 0 && self.writes_own(step, sequence) {
             for id in self.growing_tables_of(&[sequence]) {
-                let table = self.rows.table_mut(id);
-                let block = i64::from(table.table[index as usize].0);
+                let (size, first) = self.geometry(id.group);
+                let (index, table) = (len / size, self.rows.table_mut(id));
+                let block = i64::from(table.table[index as usize].0.saturating_sub(first));
                 table.slot_base = (block - i64::from(index)) * i64::from(size);
             }
-            self.rows.at_mut(sequence).writable = (index + 1).saturating_mul(size);
+            let size = self.groups.least_tokens();
+            self.rows.at_mut(sequence).writable = (len / size + 1).saturating_mul(size);
         }
     }
 
-    /// Whether a row may write the blocks at `index` of its tables without asking the pool.
-    fn writes_own(&self, step: &OpenStep<'_>, sequence: SequenceId, index: u32) -> bool {
-        let device = step.tiers.device();
-        let ends = self.rows.at(sequence).len % self.block_size == 0;
+    /// Whether a row may write the blocks of its next token without asking the pool.
+    fn writes_own(&self, step: &OpenStep<'_>, sequence: SequenceId) -> bool {
+        let (device, len) = (step.tiers.device(), self.rows.at(sequence).len);
         self.growing_tables_of(&[sequence]).all(|id| {
-            let Some(&block) = self.rows.table(id).table.get(index as usize) else { return false };
+            let size = self.groups.tokens(id.group);
+            let Some(&block) = self.rows.table(id).table.get((len / size) as usize) else { return false };
             // Writing a block that a transfer still reads must be recorded, which the first pass does not do. If
             // nothing is written yet, the block may also be linked to a copy in another tier.
             let own = device.block(block).is_exclusive() && !device.block(block).is_read_ahead();
             // Only the second pass checks whether the state at the end of a block is the last that this step writes, and
             // whether a drafter may write the entry before a block.
-            let awaits = ends && (self.is_recurrent(id) || self.groups.ahead() > 0);
+            let awaits = len % size == 0 && (self.is_recurrent(id) || self.groups.ahead() > 0);
             // Nor may it write a block that is being moved.
             own && !awaits && !device.is_moving(block)
         })
@@ -553,7 +573,7 @@ impl Sequences {
     /// Replaces a table's shared block by its own, with a copy in this step if it has tokens there.
     fn copy_on_write(&mut self, step: &mut OpenStep<'_>, id: TableId, index: usize, shared: BlockId, used: bool) {
         let mut fresh = Vec::with_capacity(1);
-        step.take(Tier::Device, 1, used, &mut fresh);
+        step.take((Tier::Device, self.groups.class(id.group)), 1, used, &mut fresh);
         let own = fresh[0];
         if !used {
             step.tiers.release((Tier::Device, shared));
@@ -613,15 +633,15 @@ pub(super) fn copied(writers: usize, refs: usize, published: bool) -> usize {
 }
 
 /// Number of copies for a batch that writes these shared blocks: the last remaining owner writes in place.
-fn copies(view: View<'_>, shared: &mut [BlockId]) -> Result<usize> {
+fn copies(view: View<'_>, shared: &mut [BlockId]) -> Result<PerClass> {
     shared.sort_unstable();
-    let mut copies = 0;
+    let mut copies = PerClass::default();
     for writers in shared.chunk_by(|a, b| a == b) {
         let block = writers[0];
         let device = view.tiers.device();
         let wanted = copied(writers.len(), device.refs(block) as usize, device.block(block).is_published());
         device.require_leases(block, LeaseKind::Read, wanted)?;
-        copies += wanted;
+        *copies.at(device.class_of(block)) += wanted;
     }
     Ok(copies)
 }
@@ -633,9 +653,9 @@ fn check_slots(total: u64, slots: &[i64]) -> Result<()> {
     Err(invalid("number of slots", slots.len() as i128, format!("{total}, the tokens")))
 }
 
-/// Whether a row has just filled its last writable blocks.
+/// Whether a row has just filled its last writable blocks in all groups, and has no others.
 #[inline]
-fn ends_block(row: &Row, size: u32) -> bool {
+fn ends_block(row: &Row, size: u32, is_even: bool) -> bool {
     let held = row.first.table.len() as u64 * u64::from(size);
-    row.writable != 0 && row.len == row.writable && held == u64::from(row.len) && row.len < u32::MAX - size
+    is_even && row.writable != 0 && row.len == row.writable && held == u64::from(row.len) && row.len < u32::MAX - size
 }

@@ -5,7 +5,9 @@
 
 use super::Counts;
 use super::block_tables::TableRows;
+use crate::group::Groups;
 use crate::id::{BlockId, SequenceId, TicketId};
+use crate::page::PerClass;
 use crate::sequence::table::{Entries, GroupTable, Row, SequenceRows, TableId};
 
 /// One call's worth of appending.
@@ -31,8 +33,10 @@ pub(in crate::sequence) struct Work {
     pub(in crate::sequence) slow: Vec<Slow>,
     /// Which of these rows get one token and have just filled their last blocks.
     pub(in crate::sequence) ended: Vec<bool>,
+    /// By group: how many new blocks these rows need.
+    pub(in crate::sequence) new: Vec<usize>,
     /// How many blocks these rows leave behind for others.
-    pub(in crate::sequence) freed: usize,
+    pub(in crate::sequence) freed: PerClass,
     /// Tables of a moving batch whose blocks nothing else uses.
     pub(in crate::sequence) private: Vec<bool>,
 }
@@ -239,9 +243,14 @@ pub(in crate::sequence) fn fits(len: u32, count: u32, lookahead: u32, writable: 
 
 /// Begins a table's next block with the token after the first `len`; returns its slot.
 #[inline]
-pub(in crate::sequence) fn next_block(table: &mut GroupTable, block: BlockId, size: u32, len: u32) -> i64 {
+pub(in crate::sequence) fn next_block(
+    table: &mut GroupTable,
+    block: BlockId,
+    (size, first_block): (u32, u32),
+    len: u32,
+) -> i64 {
     table.table.extend_with(|table| table.push(block));
-    let slot = i64::from(block.0) * i64::from(size);
+    let slot = i64::from(block.0.saturating_sub(first_block)) * i64::from(size);
     table.slot_base = slot - i64::from(len);
     slot
 }
@@ -261,28 +270,31 @@ pub(in crate::sequence) fn next_blocks(
     batch: &mut Batch<'_>,
     slow: &[Slow],
     blocks: &[BlockId],
-    size: u32,
+    groups: &Groups,
     open: TicketId,
 ) {
     let Entries { rows, others, per_row, .. } = rows.entries();
     let tokens = batch.slots.len() / (blocks.len() / slow.len()).max(1);
     let (firsts, blocks) = blocks.split_at(slow.len());
-    for (group, blocks) in (1..).zip(blocks.chunks(slow.len())) {
+    let geometry = |group: u8| (groups.tokens(group), groups.first_block(group));
+    for (number, blocks) in (1..).zip(blocks.chunks(slow.len())) {
+        let (group, of) = (usize::from(number), geometry(number));
         for (slow, &block) in slow.iter().zip(blocks) {
             let row = batch.sequences[slow.index].row() as usize;
             let (table, len) = (&mut others[row * per_row + group - 1], rows[row].len);
-            batch.slots[group * tokens + slow.at] = next_block(table, block, size, len);
+            batch.slots[group * tokens + slow.at] = next_block(table, block, of, len);
             if let Some(tables) = &mut batch.tables {
-                table.table.sync(&mut table.synced, tables.row(group, slow.index));
+                table.table.sync(&mut table.synced, tables.row(group, slow.index), of.1);
             }
         }
     }
+    let of = geometry(0);
     for (&Slow { index, at }, &block) in slow.iter().zip(firsts) {
         let row = &mut rows[batch.sequences[index].row() as usize];
-        batch.slots[at] = next_block(&mut row.first, block, size, row.len);
-        begin_block(row, size, open);
+        batch.slots[at] = next_block(&mut row.first, block, of, row.len);
+        begin_block(row, of.0, open);
         if let Some(tables) = &mut batch.tables {
-            row.first.table.sync(&mut row.first.synced, tables.row(0, index));
+            row.first.table.sync(&mut row.first.synced, tables.row(0, index), of.1);
         }
     }
 }

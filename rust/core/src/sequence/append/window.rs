@@ -11,7 +11,7 @@ impl Sequences {
         let Row { tier, ticket, .. } = *self.rows.at(id.sequence);
         let row = self.rows.table_mut(id);
         let from = row.null_prefix as usize;
-        let to = self.groups.get(id.group).needs(computed, self.block_size).start.min(row.table.len());
+        let to = self.groups.get(id.group).needs(computed, self.groups.tokens(id.group)).start.min(row.table.len());
         // Lost sequences are identified by their blocks, including those no longer needed but computed from.
         if to <= from || tier != Tier::Device || !step.transfers.is_settled(ticket) {
             return;

@@ -17,6 +17,7 @@ use crate::hash::{Chain, ExportedKey, Key, KeySpec, has_reserved, refuse_reserve
 use crate::host_cache::Found;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::memory;
+use crate::page::PerClass;
 use crate::prefix::CachedIdentity;
 use crate::transfer::{OpenStep, View};
 use std::borrow::Cow;
@@ -293,7 +294,7 @@ impl Sequences {
             .map(|prompt| self.find_prefix(step.view(), prompt, prompts.len()))
             .collect::<Result<Vec<_>>>()?;
         let view = step.view();
-        let new = prompts
+        let new: PerClass = prompts
             .iter()
             .zip(&matches)
             .map(|(prompt, found)| self.missing(view, prompt, (found.hits, found.run), chunk))
@@ -307,6 +308,7 @@ impl Sequences {
         for block in matches.iter().flat_map(Match::blocks) {
             step.tiers.claim((Tier::Device, *block));
         }
+        step.prepare(Tier::Device, new, true);
         // Host copies, too: what the prompts take evicts blocks to the host, and must not evict these from there.
         for copy in matches.iter().flat_map(Match::copies) {
             step.tiers.claim((Tier::Host, copy));
@@ -404,19 +406,12 @@ impl Sequences {
         let has_points = self.groups.has_nulls();
         let computed =
             first.keys.as_ref().map_or(0, |keys| if has_points { keys.computed } else { first.first.published });
+        let computed = computed as usize * self.groups.per_key(0);
         let same = |(i, block): &(usize, &BlockId)| {
             !self.is_null(**block)
                 && rest.iter().all(|row| row.tier == first.tier && row.first.table.get(*i) == Some(block))
         };
-        Ok(first
-            .first
-            .table
-            .iter()
-            .enumerate()
-            .take(computed as usize)
-            .take_while(same)
-            .map(|(_, &block)| block)
-            .collect())
+        Ok(first.first.table.iter().enumerate().take(computed).take_while(same).map(|(_, &block)| block).collect())
     }
 
     /// The keys of a prompt's full blocks.
@@ -468,7 +463,7 @@ impl Sequences {
     /// Finds the start of a prompt on the device, and with `host` on the host, too.
     fn find_in<'a>(&self, view: View<'_>, prompt: &Prompt<'a>, batch: usize, host: bool) -> Result<Match<'a>> {
         // `found` becomes the table, so reserve room for all of it.
-        let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.block_size) + 1);
+        let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.groups.tokens(0)) + 1);
         let is_caching = view.tiers.device().is_caching();
         let limit = if is_caching { prompt.tokens.len().saturating_sub(1) / self.block_size as usize } else { 0 };
         let alone = self.finds_on_host();
@@ -533,18 +528,21 @@ impl Sequences {
         prompt: &Prompt<'_>,
         (hits, run): (usize, usize),
         chunk: u32,
-    ) -> usize {
+    ) -> PerClass {
         let (cached, length) = self.opened(view, prompt, (hits, run), chunk);
-        let entries = blocks_for(u64::from(length), self.block_size) - hits;
-        let skipped = |group: &Group| group.skipped(cached, length - cached, hits, self.block_size);
-        self.groups.growing().iter().map(|group| entries - skipped(group)).sum()
+        let missing = |(number, group): (u8, &Group)| {
+            let (size, held) = (self.groups.tokens(number), hits * self.groups.per_key(usize::from(number)));
+            let skipped = group.skipped(cached, length - cached, held, size);
+            self.groups.blocks(number, blocks_for(u64::from(length), size) - held - skipped)
+        };
+        (0..).zip(self.groups.growing()).map(missing).sum()
     }
 
     /// Maximum number of null entries in a prompt's tables.
     pub(super) fn passed(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match<'_>, chunk: u32) -> usize {
         let (_, length) = self.opened(view, prompt, (found.hits, found.run), chunk);
-        let leaving = self.groups.growing().iter().filter(|group| group.leaves_nulls()).count();
-        blocks_for(u64::from(length), self.block_size) * leaving
+        let leaving = self.groups.leaving().iter();
+        leaving.map(|&group| blocks_for(u64::from(length), self.block_size) * self.groups.per_key(group)).sum()
     }
 
     /// Opens the rows of a prompt whose found blocks have been claimed.
@@ -655,7 +653,7 @@ impl Sequences {
         for (i, &sequence) in sequences.iter().enumerate() {
             let (now, later) = rest.split_at(counts.at(i) as usize);
             rest = later;
-            let (row, size) = (self.rows.at_mut(sequence), self.block_size as usize);
+            let (row, size) = (self.rows.at_mut(sequence), self.groups.tokens(0) as usize);
             if row.keys.is_none() || now.is_empty() {
                 continue;
             }

@@ -97,21 +97,21 @@ impl BlockTable {
         self.blocks = blocks;
     }
 
-    /// Updates a row of a block table and its sync state.
+    /// Updates a row of a block table and its sync state. Blocks are counted from the first of their class.
     #[inline]
-    pub(crate) fn sync(&self, synced: &mut SyncState, row: &mut [i32]) {
+    pub(crate) fn sync(&self, synced: &mut SyncState, row: &mut [i32], first_block: u32) {
         let added = synced.version.wrapping_add(1) == self.version && synced.filled as usize + 1 == self.blocks.len();
         match (self.blocks.last(), row.get_mut(synced.filled as usize)) {
             (Some(&block), Some(to)) if added && self.edited != self.version => {
-                *to = as_i32(block);
+                *to = as_i32(block, first_block);
                 *synced = SyncState { version: self.version, filled: synced.filled + 1 };
             }
-            _ => self.sync_all(synced, row),
+            _ => self.sync_all(synced, row, first_block),
         }
     }
 
     #[inline(never)]
-    fn sync_all(&self, synced: &mut SyncState, row: &mut [i32]) {
+    fn sync_all(&self, synced: &mut SyncState, row: &mut [i32], first_block: u32) {
         let (kept, stale) = match synced.filled {
             SyncState::UNKNOWN => (0, row.len()),
             filled => (self.unchanged(synced.version, filled as usize), filled as usize),
@@ -119,7 +119,7 @@ impl BlockTable {
         let len = self.blocks.len();
         let kept = kept.min(len);
         for (to, block) in row[kept..len].iter_mut().zip(&self.blocks[kept..]) {
-            *to = as_i32(*block);
+            *to = as_i32(*block, first_block);
         }
         // The row may belong to another, narrower table than last time.
         if let Some(rest) = row.get_mut(len..stale.min(row.len())) {
@@ -641,8 +641,9 @@ pub(crate) struct Entries<'a> {
 }
 
 #[expect(clippy::cast_possible_wrap, reason = "ids stay below 2^30")]
-fn as_i32(block: BlockId) -> i32 {
-    block.0 as i32
+fn as_i32(block: BlockId, first_block: u32) -> i32 {
+    // A null block counts as the first of every class.
+    block.0.saturating_sub(first_block) as i32
 }
 
 #[expect(clippy::cast_possible_truncation, reason = "`require` bounds the number of rows")]

@@ -1,0 +1,274 @@
+//! A pool's page classes: the free blocks of each, and how many blocks of each a call could take.
+
+use super::{Membership, Pool};
+use crate::fit::Share;
+use crate::id::BlockId;
+use crate::page::{Classes, PerClass, Shape};
+use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
+
+/// The blocks of one class that are free, and those that only reads hold which later device work is ordered after.
+#[derive(Debug, Clone)]
+pub(super) struct ClassSets {
+    pub(super) free: FreeBlocks,
+    pub(super) overlappable: BlockSet,
+}
+
+impl ClassSets {
+    /// The sets of all classes: what each class has of its own is free, except null blocks.
+    pub(super) fn all(classes: &Classes, shape: &Shape, reuse: ReuseOrder) -> Box<[Self]> {
+        (0..classes.len())
+            .map(|class| {
+                let own = classes.range(class);
+                let overlappable = BlockSet::empty(own.end as usize);
+                let mut free = FreeBlocks::full(reuse, 0);
+                free.extend(own.clone(), &[]);
+                if shape.extents.is_some() {
+                    free.cut(own);
+                } else if shape.has_null && !own.is_empty() {
+                    free.cut(own.start..own.start + 1);
+                }
+                Self { free, overlappable }
+            })
+            .collect()
+    }
+}
+
+/// What some blocks of each class lack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Room {
+    /// The class that has too few, or the one that they need most of.
+    pub(crate) class: usize,
+    /// Blocks of that class that are available, those found included, without what is kept.
+    pub(crate) free: usize,
+    pub(crate) is_enough: bool,
+}
+
+impl Pool {
+    /// Number of page classes.
+    #[must_use]
+    pub fn num_classes(&self) -> usize {
+        self.classes.len()
+    }
+
+    /// The class of a block.
+    #[inline]
+    pub(crate) fn class_of(&self, block: BlockId) -> usize {
+        self.classes.of(block)
+    }
+
+    /// A block's class, and its id there. Null blocks have id 0 in each class.
+    #[inline]
+    #[must_use]
+    pub fn local(&self, block: BlockId) -> (usize, u32) {
+        let class = self.classes.of(block);
+        (class, block.0 - self.classes.first(class))
+    }
+
+    /// The first number of a class.
+    #[inline]
+    pub(crate) fn first_of(&self, class: usize) -> u32 {
+        self.classes.first(class)
+    }
+
+    /// The block of that id in a class, if the class can have one.
+    #[must_use]
+    pub fn global(&self, class: usize, id: u32) -> Option<BlockId> {
+        if self.classes.len() == 1 && class == 0 {
+            return Some(BlockId(id)); // a shrunken pool may still have it
+        }
+        let range = if class < self.classes.len() { self.classes.range(class) } else { 0..0 };
+        range.start.checked_add(id).filter(|block| range.contains(block)).map(BlockId)
+    }
+
+    /// Bytes from a block of a class to the next; `None` if classes have their blocks for good.
+    #[must_use]
+    pub fn stride(&self, class: usize) -> Option<u64> {
+        self.extents.as_deref().map(|extents| extents.stride(class))
+    }
+
+    /// Blocks of a class in an extent; `None` if classes have their blocks for good.
+    #[must_use]
+    pub fn per_extent(&self, class: usize) -> Option<usize> {
+        self.extents.as_deref().map(|extents| extents.per_extent(class))
+    }
+
+    /// Extents that a class has.
+    #[must_use]
+    pub fn extents_of(&self, class: usize) -> usize {
+        self.extents.as_deref().map_or(0, |extents| extents.owned(class))
+    }
+
+    /// Ids that a class has in the tier; those of extents that it does not have at the moment included.
+    #[must_use]
+    pub fn len_of(&self, class: usize) -> usize {
+        self.classes.range(class).len()
+    }
+
+    /// Blocks of a class that could be taken, as [`Pool::free`].
+    #[must_use]
+    pub fn free_in(&self, class: usize) -> usize {
+        self.free_with(class, false, 0)
+    }
+
+    /// Empty free blocks of a class in allocation order, by number; takes none.
+    pub fn free_blocks_of(&self, class: usize) -> impl Iterator<Item = BlockId> + '_ {
+        self.sets[class].free.iter()
+    }
+
+    /// [`Pool::available`] or [`Pool::free`] of a class, once `more` blocks have become free.
+    pub(crate) fn free_with(&self, class: usize, overlappable_too: bool, more: usize) -> usize {
+        let sets = &self.sets[class];
+        let overlappable = if overlappable_too { sets.overlappable.len() } else { 0 };
+        let own = (sets.free.len() + self.evictable_of(class) + overlappable + more).saturating_sub(self.tail.live);
+        let Some(extents) = &self.extents else { return own };
+        own + extents.obtainable(class) * extents.per_extent(class)
+    }
+
+    /// Blocks that each class has to take, without extents of others.
+    pub(super) fn available_in(&self, overlappable_too: bool) -> PerClass {
+        let own = |class| {
+            let sets: &ClassSets = &self.sets[class];
+            let overlappable = if overlappable_too { sets.overlappable.len() } else { 0 };
+            PerClass::of(class, sets.free.len() + self.evictable_of(class) + overlappable)
+        };
+        (0..self.classes.len()).map(own).sum()
+    }
+
+    /// Evictable blocks of a class.
+    fn evictable_of(&self, class: usize) -> usize {
+        self.cache.as_ref().map_or(0, |cache| cache.evictable_of(class))
+    }
+
+    /// The part of the pool that admission keeps free: blocks of each class, or, in `PerClass`'s first number, extents.
+    pub(crate) fn kept(&self, share: Share) -> PerClass {
+        match &self.extents {
+            _ if self.classes.len() == 1 && self.extents.is_none() => PerClass::of(0, share.blocks()),
+            Some(extents) => PerClass::of(0, share.of(extents.usable(self.has_null))),
+            None => (0..self.classes.len()).map(|class| PerClass::of(class, share.of(self.len_of(class)))).sum(),
+        }
+    }
+
+    /// Whether `wanted` blocks of each class can be taken, next to `found` unused ones with contents that stay, while
+    /// `kept` ones stay free. With extents, `kept` is a number of those.
+    pub(crate) fn room(&self, wanted: PerClass, found: &[BlockId], kept: PerClass, overlappable_too: bool) -> Room {
+        let costs = |&&block: &&BlockId| self.costs(block, overlappable_too);
+        let found: Vec<BlockId> = found.iter().filter(costs).copied().collect();
+        let taken: PerClass = found.iter().map(|&block| PerClass::of(self.class_of(block), 1)).sum();
+        let available = self.available_in(overlappable_too).saturating_sub(taken);
+        let Some(extents) = self.extents.as_deref() else {
+            let lacks = |class: &usize| wanted.get(*class) + kept.get(*class) > available.get(*class);
+            let short = (0..self.classes.len()).find(lacks);
+            let class = short.unwrap_or_else(|| self.largest(wanted));
+            let free = (available + taken).get(class).saturating_sub(kept.get(class));
+            return Room { class, free, is_enough: short.is_none() };
+        };
+        let pinned = extents.idle_with(&self.classes, &found);
+        let (lacking, given) = extents.balance(wanted, available, pinned);
+        let short = wanted.saturating_sub(available);
+        let class = self.largest(if short.total() > 0 { short } else { wanted });
+        let others = lacking - extents.filled_by(PerClass::of(class, short.get(class))) + kept.get(0);
+        // Blocks of the class that are left once the others have theirs, and what is kept is set aside.
+        let (more, fewer) = (given.saturating_sub(others), others.saturating_sub(given));
+        let per_extent = extents.per_extent(class);
+        let free = ((available + taken).get(class) + more * per_extent).saturating_sub(fewer * per_extent);
+        Room { class, free, is_enough: lacking + kept.get(0) <= given }
+    }
+
+    /// The class with the largest part of its blocks.
+    fn largest(&self, counts: PerClass) -> usize {
+        let part = |class: &usize| (counts.get(*class) << 20) / self.len_of(*class).max(1);
+        (0..self.classes.len()).rev().max_by_key(part).unwrap_or(0)
+    }
+
+    /// Blocks that a class has at most, the null block not counted.
+    pub(crate) fn most_of(&self, class: usize) -> usize {
+        match self.extents.as_deref() {
+            Some(extents) => extents.usable(self.has_null) * extents.per_extent(class),
+            None => self.len_of(class).saturating_sub(usize::from(self.has_null)),
+        }
+    }
+
+    /// Whether an empty tier has these blocks, and what is kept.
+    pub(crate) fn could_have(&self, blocks: PerClass, kept: PerClass) -> bool {
+        match self.extents.as_deref() {
+            Some(extents) => extents.filled_by(blocks) + kept.get(0) <= extents.usable(self.has_null),
+            None => (0..self.classes.len())
+                .all(|class| blocks.get(class).saturating_add(kept.get(class)) <= self.most_of(class)),
+        }
+    }
+
+    /// Numbers that no block has at the moment: those of extents that their class does not have, and all but one of the
+    /// null blocks.
+    pub(crate) fn num_absent(&self) -> usize {
+        match self.extents.as_deref() {
+            Some(extents) => self.len - extents.num_blocks() - usize::from(self.has_null),
+            None if self.has_null => (1..self.classes.len()).filter(|&class| self.len_of(class) > 0).count(),
+            None => 0,
+        }
+    }
+
+    /// Whether a number is one of those.
+    pub(super) fn is_absent(&self, block: BlockId) -> bool {
+        if self.is_beyond(block) || (self.has_null && block == crate::group::NULL_BLOCK) {
+            return false;
+        }
+        match self.extents.as_deref() {
+            Some(extents) => !extents.has(&self.classes, block),
+            None => self.has_null && self.local(block).1 == 0,
+        }
+    }
+
+    /// The sets of a block's class.
+    pub(super) fn free_of(&self, block: BlockId) -> &ClassSets {
+        &self.sets[self.classes.of(block)]
+    }
+
+    /// Lets the extents follow a block from one set to another.
+    #[inline]
+    pub(super) fn note_moved(&mut self, block: BlockId, from: Membership, to: Membership) {
+        if let Some(extents) = &mut self.extents {
+            extents.note(&self.classes, block, from, to);
+        }
+    }
+
+    /// Like [`Pool::note_moved`], for many blocks.
+    #[inline]
+    pub(super) fn note_all(&mut self, blocks: &[BlockId], from: Membership, to: Membership) {
+        if let Some(extents) = &mut self.extents {
+            for &block in blocks {
+                extents.note(&self.classes, block, from, to);
+            }
+        }
+    }
+
+    /// Checks that a class's sets have only its own blocks, and that all of them are free, cached, in use or held.
+    pub(super) fn check_classes(&self) -> Option<String> {
+        let mut counted = vec![[0; 3]; self.classes.len()];
+        for (block, state) in (0..).map(BlockId).zip(&self.blocks).take(self.len) {
+            if self.is_absent(block) {
+                continue;
+            }
+            let kind = match state.membership() {
+                Membership::Free => continue,
+                Membership::Evictable => 0,
+                Membership::Overlappable => 1,
+                Membership::Neither => 2,
+            };
+            counted[self.classes.of(block)][kind] += 1;
+        }
+        for (class, [cached, overlappable, used]) in counted.into_iter().enumerate() {
+            let (sets, range) = (&self.sets[class], self.classes.range(class));
+            let own = sets.free.iter().chain(sets.overlappable.iter()).all(|block| range.contains(&block.0));
+            let absent = range.clone().map(BlockId).filter(|&block| self.is_absent(block)).count();
+            let free = range.len() - absent - cached - overlappable - used;
+            let found = (sets.free.len(), self.evictable_of(class), sets.overlappable.len());
+            if !own || found != (free, cached, overlappable) {
+                return Some(format!(
+                    "class {class} has {found:?} free, evictable and overlappable blocks, counted {:?}",
+                    (free, cached, overlappable)
+                ));
+            }
+        }
+        None
+    }
+}

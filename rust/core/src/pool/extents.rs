@@ -1,0 +1,288 @@
+//! Extents: the pieces of a tier that its page classes take and give back.
+//!
+//! A class takes its own free blocks first, and cached ones that serve nobody; then an extent that nobody uses, if what
+//! serves nobody goes; then its own cached blocks; then an extent of another class in which nothing is in use. Invariant: the blocks of an extent that a class does not
+//! own hold nothing and are in no set.
+
+use super::Pool;
+use crate::block::Membership;
+use crate::id::BlockId;
+use crate::page::{Classes, ExtentShape, MAX_CLASSES, PerClass};
+use crate::reuse::BlockSet;
+use std::ops::Range;
+
+/// Owner of an extent that no class has.
+const NOBODY: u8 = u8::MAX;
+
+/// The extents of one tier.
+#[derive(Debug, Clone)]
+pub(super) struct Extents {
+    /// Blocks of each class in an extent.
+    per_extent: PerClass,
+    bytes: u64,
+    owners: Vec<u8>,
+    /// Extents that no class has.
+    spare: BlockSet,
+    /// By extent: its blocks that are in use or leased.
+    held: Vec<u32>,
+    /// By extent: its blocks that can be evicted.
+    cached: Vec<u32>,
+    /// By class: its extents, and those of them without held blocks.
+    owned: PerClass,
+    idle: PerClass,
+}
+
+impl Extents {
+    /// Extents that no class has yet; with `has_null`, the first is never given away.
+    pub(super) fn new(ExtentShape { per_extent, bytes, count }: ExtentShape, has_null: bool) -> Self {
+        let mut spare = BlockSet::full(count);
+        if has_null {
+            spare.remove(BlockId(0));
+        }
+        Self {
+            per_extent,
+            bytes,
+            owners: vec![NOBODY; count],
+            spare,
+            held: vec![0; count],
+            cached: vec![0; count],
+            owned: PerClass::default(),
+            idle: PerClass::default(),
+        }
+    }
+
+    fn at(&self, classes: &Classes, class: usize, block: BlockId) -> usize {
+        (block.0 - classes.first(class)) as usize / self.per_extent.get(class).max(1)
+    }
+
+    /// Whether the class of a block has the extent that the block lies in.
+    pub(super) fn has(&self, classes: &Classes, block: BlockId) -> bool {
+        let class = classes.of(block);
+        self.owners[self.at(classes, class, block)] == owner(class)
+    }
+
+    /// The numbers of a class's blocks in an extent.
+    fn blocks(&self, classes: &Classes, class: usize, extent: usize) -> Range<u32> {
+        let count = self.per_extent.get(class);
+        let first = classes.first(class) + id(extent * count);
+        first..first + id(count)
+    }
+
+    /// Follows a block of a class from one set to another.
+    pub(super) fn note(&mut self, classes: &Classes, block: BlockId, from: Membership, to: Membership) {
+        let class = classes.of(block);
+        let extent = self.at(classes, class, block);
+        let was_idle = self.held[extent] == 0;
+        self.held[extent] = self.held[extent] + u32::from(is_held(to)) - u32::from(is_held(from));
+        let is_cached = |set| u32::from(set == Membership::Evictable);
+        self.cached[extent] = self.cached[extent] + is_cached(to) - is_cached(from);
+        let is_idle = self.held[extent] == 0;
+        if was_idle != is_idle && self.owners[extent] == owner(class) {
+            let idle = self.idle.at(class);
+            *idle = *idle + usize::from(is_idle) - usize::from(was_idle);
+        }
+    }
+
+    /// Bytes from a block of a class to the next.
+    pub(super) fn stride(&self, class: usize) -> u64 {
+        self.bytes / self.per_extent.get(class).max(1) as u64
+    }
+
+    /// Blocks of a class in an extent.
+    pub(super) fn per_extent(&self, class: usize) -> usize {
+        self.per_extent.get(class)
+    }
+
+    /// Extents that a class has.
+    pub(super) fn owned(&self, class: usize) -> usize {
+        self.owned.get(class)
+    }
+
+    /// Extents that a class could have besides its own, if the others need none.
+    pub(super) fn obtainable(&self, class: usize) -> usize {
+        self.spare.len() + self.idle.total() - self.idle.get(class)
+    }
+
+    /// Extents that classes have, and blocks in them.
+    pub(super) fn num_blocks(&self) -> usize {
+        (0..MAX_CLASSES).map(|class| self.owned.get(class) * self.per_extent.get(class)).sum()
+    }
+
+    /// Extents that classes can have.
+    pub(super) fn usable(&self, has_null: bool) -> usize {
+        self.owners.len().saturating_sub(usize::from(has_null))
+    }
+
+    /// Extents that numbers of blocks of each class fill.
+    pub(super) fn filled_by(&self, blocks: PerClass) -> usize {
+        blocks.with(self.per_extent, |blocks, per_extent| blocks.div_ceil(per_extent.max(1))).total()
+    }
+
+    /// Extents that classes lack for `wanted` blocks if they have `available` ones, and those that they can get: spare
+    /// ones, and idle ones of classes that can do without them. `pinned` are idle ones that must stay.
+    pub(super) fn balance(&self, wanted: PerClass, available: PerClass, pinned: PerClass) -> (usize, usize) {
+        let lacking = self.filled_by(wanted.saturating_sub(available));
+        let idle = self.idle.saturating_sub(pinned);
+        let left = available.saturating_sub(wanted).with(self.per_extent, |left, per| left / per.max(1));
+        (lacking, self.spare.len() + idle.with(left, usize::min).total())
+    }
+
+    /// Idle extents that have one of some blocks, by class.
+    pub(super) fn idle_with(&self, classes: &Classes, blocks: &[BlockId]) -> PerClass {
+        let place = |&block: &BlockId| (classes.of(block), self.at(classes, classes.of(block), block));
+        let mut places: Vec<_> =
+            blocks.iter().map(place).filter(|(_, extent)| self.held.get(*extent) == Some(&0)).collect();
+        places.sort_unstable();
+        places.dedup();
+        places.into_iter().map(|(class, _)| PerClass::of(class, 1)).sum()
+    }
+
+    /// The extent that another class gives up first: the one with the smallest part of cached blocks. Classes give up
+    /// as many as `surplus` says.
+    fn cheapest(&self, class: usize, surplus: PerClass) -> Option<(usize, usize)> {
+        let part = |(extent, by): &(usize, usize)| {
+            (u64::from(self.cached[*extent]) << 32) / self.per_extent.get(*by).max(1) as u64
+        };
+        let idle = (0..self.owners.len()).filter(|&extent| self.held[extent] == 0 && self.owners[extent] != NOBODY);
+        let idle = idle.map(|extent| (extent, usize::from(self.owners[extent])));
+        idle.filter(|&(_, by)| by != class && surplus.get(by) >= self.per_extent.get(by)).min_by_key(part)
+    }
+
+    /// Whether an extent that no class has, or that is empty, can go to another class.
+    fn empty(&self, class: usize, surplus: PerClass) -> Option<(usize, Option<usize>)> {
+        if let Some(extent) = self.spare.next(0) {
+            return Some((extent.index(), None));
+        }
+        let (extent, by) = self.cheapest(class, surplus)?;
+        (self.cached[extent] == 0).then_some((extent, Some(by)))
+    }
+
+    fn set_owner(&mut self, extent: usize, class: Option<usize>) {
+        let is_idle = usize::from(self.held[extent] == 0);
+        if let Some(former) = Some(self.owners[extent]).filter(|&former| former != NOBODY) {
+            *self.owned.at(usize::from(former)) -= 1;
+            *self.idle.at(usize::from(former)) -= is_idle;
+        }
+        if let Some(class) = class {
+            *self.owned.at(class) += 1;
+            *self.idle.at(class) += is_idle;
+            self.spare.remove(BlockId(id(extent)));
+        }
+        self.owners[extent] = class.map_or(NOBODY, owner);
+    }
+}
+
+fn is_held(set: Membership) -> bool {
+    matches!(set, Membership::Neither | Membership::Overlappable)
+}
+
+fn owner(class: usize) -> u8 {
+    u8::try_from(class).unwrap_or(NOBODY)
+}
+
+fn id(index: usize) -> u32 {
+    u32::try_from(index).unwrap_or(u32::MAX)
+}
+
+impl Pool {
+    /// Gives classes the extents that they need to take `wanted` blocks, which [`Pool::lacks`] has found to be there.
+    pub(crate) fn make_room(&mut self, wanted: PerClass, overlappable_too: bool) {
+        if self.extents.is_none() {
+            return;
+        }
+        for class in 0..self.classes.len() {
+            self.grow_class(class, wanted, overlappable_too);
+        }
+    }
+
+    /// Gives one class extents until it can take its blocks; what it can evict itself stays, as far as others are empty.
+    fn grow_class(&mut self, class: usize, wanted: PerClass, overlappable_too: bool) {
+        let count = wanted.get(class);
+        loop {
+            let available = self.available_in(overlappable_too);
+            let surplus = available.saturating_sub(wanted);
+            let Some(extents) = self.extents.as_deref() else { return };
+            if count <= self.sets[class].free.len() + self.num_dead(class) {
+                return;
+            }
+            let empty = extents.empty(class, surplus);
+            if empty.is_none() && self.drop_dead(class) {
+                continue;
+            }
+            if empty.is_none() && count <= available.get(class) {
+                return;
+            }
+            let Some(extents) = self.extents.as_deref() else { return };
+            let cheapest = || extents.cheapest(class, surplus).map(|(extent, by)| (extent, Some(by)));
+            let Some((extent, from)) = empty.or_else(cheapest) else { return };
+            self.give(extent, from, class);
+        }
+    }
+
+    /// Frees the cached blocks of other classes that serve nobody; returns whether there were any.
+    fn drop_dead(&mut self, class: usize) -> bool {
+        let mut any = false;
+        for other in (0..self.classes.len()).filter(|&other| other != class) {
+            while let Some(block) = self.cache.as_mut().and_then(|cache| cache.pop_dead(other)) {
+                self.drop_popped(block, false);
+                any = true;
+            }
+        }
+        any
+    }
+
+    fn num_dead(&self, class: usize) -> usize {
+        self.cache.as_ref().map_or(0, |cache| cache.num_dead(class))
+    }
+
+    /// Takes an extent from a class, with what is cached there, and gives it to another.
+    fn give(&mut self, extent: usize, from: Option<usize>, class: usize) {
+        let Some(extents) = self.extents.as_deref() else { return };
+        if let Some(from) = from {
+            let gone = extents.blocks(&self.classes, from, extent);
+            for block in gone.clone().map(BlockId) {
+                self.drop_cached(block);
+            }
+            self.sets[from].free.cut(gone);
+        }
+        let Some(extents) = self.extents.as_deref_mut() else { return };
+        extents.set_owner(extent, Some(class));
+        let new = extents.blocks(&self.classes, class, extent);
+        self.sets[class].free.extend(new, &[]);
+    }
+
+    /// Checks that every extent's blocks are where its owner says, and that the extents are all of the tier.
+    pub(super) fn check_extents(&self) -> Option<String> {
+        let extents = self.extents.as_deref()?;
+        let (mut owned, mut idle) = (PerClass::default(), PerClass::default());
+        for (extent, &by) in extents.owners.iter().enumerate() {
+            if by == NOBODY {
+                continue;
+            }
+            let class = usize::from(by);
+            let all = || extents.blocks(&self.classes, class, extent).map(|block| self.block(BlockId(block)));
+            let count = |is: fn(Membership) -> bool| all().filter(|block| is(block.membership())).count();
+            let found = [extents.held[extent], extents.cached[extent]].map(|count| count as usize);
+            let counted = [count(is_held), count(|set| set == Membership::Evictable)];
+            if found != counted {
+                return Some(format!(
+                    "extent {extent} of class {class} has {found:?} held and cached, counted {counted:?}"
+                ));
+            }
+            owned += PerClass::of(class, 1);
+            idle += PerClass::of(class, usize::from(counted[0] == 0));
+        }
+        let spare = extents.spare.iter().all(|extent| extents.owners[extent.index()] == NOBODY);
+        let all = owned.total() + extents.spare.len() == extents.usable(self.has_null);
+        if (owned, idle, spare, all) != (extents.owned, extents.idle, true, true) {
+            return Some(format!(
+                "{owned:?} extents, of which {idle:?} are idle, and {} spare of {}, not {:?} and {:?}",
+                extents.spare.len(),
+                extents.owners.len(),
+                extents.owned,
+                extents.idle
+            ));
+        }
+        None
+    }
+}

@@ -1,0 +1,163 @@
+"""Page classes: groups with blocks of their own bytes and tokens, over one arena or a fixed split."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from blockyard import Arena, BlockManager, CacheGroup, Pairs
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+
+FULL = CacheGroup.full_attention().with_blocks(tokens=4, bytes=64)
+WINDOW = CacheGroup.sliding_window(6).with_blocks(tokens=2, bytes=48)
+STATE = CacheGroup.recurrent().with_blocks(bytes=960)
+GROUPS = [FULL, WINDOW, STATE]
+TOKENS = (4, 2, 4)
+EXTENT = 960
+
+
+def manager(device: int = 8, host: int = 4, *, caching: bool = True) -> BlockManager:
+    arena = Arena(device_bytes=device * EXTENT, host_bytes=host * EXTENT, extent_bytes=EXTENT)
+    return BlockManager(block_size=4, groups=GROUPS, arena=arena, prefix_caching=caching, watermark=0)
+
+
+class Memory:
+    """The bytes of device and host, and the views of each class of them."""
+
+    def __init__(self, owner: BlockManager, extents: dict[str, int]) -> None:
+        self.views = {}
+        for tier, count in extents.items():
+            arena = np.zeros(count * EXTENT, np.uint8)
+            for at in range(owner.num_page_classes):
+                pool = owner.pool(tier, at)
+                assert pool.per_extent is not None
+                assert pool.block_stride == EXTENT // pool.per_extent
+                shape, strides = (pool.num_blocks, pool.block_bytes), (pool.block_stride, 1)
+                self.views[tier, at] = np.lib.stride_tricks.as_strided(arena, shape, strides)
+
+    def run(self, owner: BlockManager) -> set[int]:
+        """Carry a step out and end it; return the page classes that it moved."""
+        decision = owner.take_decision()
+        for _, pairs in decision.transfers():
+            src, dst = self.views[pairs.src, pairs.page_class], self.views[pairs.dst, pairs.page_class]
+            dst[pairs.ids[:, 1]] = src[pairs.ids[:, 0]]
+        owner.complete(decision.ticket)
+        return {pairs.page_class for _, pairs in decision.transfers()}
+
+
+def test_every_class_finds_its_bytes_in_one_arena_after_a_swap() -> None:
+    owner = manager(host=8)
+    memory, sequences = Memory(owner, {"device": 8, "host": 8}), owner.allocate(counts=[5, 6])
+    memory.run(owner)
+    for sequence in sequences.tolist():
+        for group, tokens in enumerate(TOKENS):
+            slots = owner.slot_mapping([sequence], 4, 5, group=group)
+            # A token takes an equal part of its block.
+            memory.views["device", group][slots // tokens, slots % tokens] = 10 * group + sequence % 7 + 1
+    owner.swap_out(sequences)
+    assert memory.run(owner) == {0, 1, 2}
+    owner.swap_in(sequences)
+    for view in (memory.views["device", 0],):
+        view[:] = 0  # nothing of the old bytes is left
+    memory.run(owner)
+    for sequence in sequences.tolist():
+        for group, tokens in enumerate(TOKENS):
+            slots = owner.slot_mapping([sequence], 4, 5, group=group)
+            assert memory.views["device", group][slots // tokens, slots % tokens] == 10 * group + sequence % 7 + 1
+    owner.check()
+
+
+def test_a_class_takes_the_extents_that_another_no_longer_uses() -> None:
+    owner = manager(caching=False)
+    states = owner.allocate(counts=[1] * 2)
+    assert [owner.pool(page_class=at).num_extents for at in range(3)] == [1, 1, 2]
+    owner.free(states)
+    long = owner.allocate(20 * 4)
+    assert owner.pool(page_class=0).num_extents == 2
+    assert owner.pool(page_class=2).num_extents < 2 or owner.pool(page_class=1).num_extents > 1
+    owner.free([long])
+    owner.check()
+
+
+def test_admission_is_exact_by_class_and_names_the_class_that_is_short() -> None:
+    owner = manager(device=4, caching=False)
+    # Three extents: one of full blocks, one of the window's, one state.
+    first = owner.allocate(4)
+    fit = owner.can_allocate(4)
+    assert (fit.status.name, fit.blocks, fit.free, fit.page_class) == ("LATER", 1, 0, 2)
+    with pytest.raises(OutOfBlocksError, match="asked for 1 device blocks of page class 2, 0 of 3 are free"):
+        owner.allocate(4)
+    assert owner.can_allocate(4 * 40).status.name == "NEVER"
+    owner.free([first])
+    assert owner.can_allocate(4).status.name == "OK"
+
+
+def test_a_prompt_continues_in_blocks_of_every_size() -> None:
+    owner, prompt = manager(), list(range(1, 14))
+    for cached in (0, 12):
+        sequence = owner.allocate(prompt, chunk_tokens=8)
+        assert sequence.cached_tokens == cached
+        while True:
+            owner.complete(owner.take_decision().ticket)
+            owner.mark_computed([sequence])
+            if not (chunk := owner.next_chunk(sequence, 8)):
+                break
+            owner.append([sequence], chunk)
+        owner.free([sequence])
+    owner.check()
+
+
+def test_a_fixed_split_gives_each_class_its_own_blocks() -> None:
+    arena = Arena.split(device_blocks=[9, 13, 3], host_blocks=[1, 1, 1])
+    owner = BlockManager(block_size=4, groups=GROUPS, arena=arena, watermark=0)
+    assert [owner.pool(page_class=at).num_blocks for at in range(3)] == [9, 13, 3]
+    assert owner.pool(page_class=1).per_extent is None
+    sequence = owner.allocate(4)
+    assert [owner.block_table(sequence, group).tolist() for group in range(3)] == [[1], [1, 2], [1]]
+    assert owner.pool(page_class=1).uses().tolist()[:4] == [0, 3, 3, 0]
+    assert owner.append([sequence]).tolist() == [[8], [6], [4]]  # the state moves on within the step
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "message"),
+    [
+        (GROUPS, {"device_blocks": 9}, "numbers of blocks is 1, must be 3, one for each page class"),
+        (GROUPS, {}, "give either device_blocks or arena"),
+        ([FULL.with_blocks(tokens=3)], {"device_blocks": 9}, "block_tokens is 3, must be a divisor of 4"),
+        ([FULL, STATE.with_blocks(tokens=2)], {"device_blocks": 9}, "block_tokens of a recurrent group is 2"),
+        (GROUPS, {"arena": Arena(device_bytes=9000, extent_bytes=950)}, "extent_bytes is 950, must be at least 960"),
+        (
+            GROUPS,
+            {"arena": Arena(device_bytes=9000, extent_bytes=961)},
+            "extent_bytes is 961, must be a multiple of 15",
+        ),
+        ([FULL.with_blocks(bytes=at) for at in range(1, 6)], {"device_blocks": 9}, "number of page classes is 5"),
+        (GROUPS, {"arena": Arena.split(device_blocks=[9, 9, 1])}, "device_blocks is 1, must be at least 2"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(groups: list[CacheGroup], options: dict, message: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(InvalidArgumentError, match=message):
+        BlockManager(block_size=4, groups=groups, **options)
+
+
+def test_what_works_with_one_class_only_is_refused_by_name() -> None:
+    owner = manager()
+    for call in (lambda: owner.defrag.resize(9), lambda: owner.defrag.run("dense", 1), owner.defrag.fragmentation):
+        with pytest.raises(InvalidArgumentError, match="number of page classes is 3, must be 1 for"):
+            call()
+
+
+def test_groups_pairs_and_arenas_show_and_pickle_their_classes() -> None:
+    pairs = Pairs("device", "host", [(1, 2)], 3)
+    arena = Arena(device_bytes=10, extent_bytes=5)
+    for value in (WINDOW, STATE, FULL.with_blocks(), pairs):
+        assert pickle.loads(pickle.dumps(value)) == value
+    assert repr(WINDOW) == "CacheGroup.sliding_window(6).with_blocks(tokens=2, bytes=48)"
+    assert (WINDOW.block_tokens, WINDOW.block_bytes, pairs.page_class) == (2, 48, 3)
+    assert pairs != Pairs("device", "host", [(1, 2)])
+    assert "page_class=3" in repr(pairs)
+    assert repr(arena) == "Arena(device_bytes=10, host_bytes=0, external_bytes=0, extent_bytes=5)"
+    with pytest.raises(InvalidArgumentError, match="page_class is 4, must be below 4"):
+        Pairs("device", "host", [(1, 2)], 4)
