@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,6 +92,7 @@ class BlockyardManager(OffloadingManager):
 
     Attributes:
         region: memory that the workers share without an external store. Its name goes once all have mapped it.
+        is_elsewhere: whether a key that is missing here counts as a hit, since it can be brought here; None: none can.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class BlockyardManager(OffloadingManager):
         self._let: list[object] = []
         self._pins = Pins(self._offload)
         self.region: SharedRegion | None = None
+        self.is_elsewhere: Callable[[OffloadKey], bool] | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -191,6 +193,8 @@ class BlockyardManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a key can be loaded, is being stored, is coming from an external store, or is missing."""
         found = self._lookup([key])[0]
+        if found == "miss" and self.is_elsewhere is not None and self.is_elsewhere(key):
+            return _HIT
         if self._external is None:
             return _RESULTS[found]
         if self._let:

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.vllm.exclusive_host.sides import ExclusiveScheduler, ExclusiveWorker
@@ -48,7 +48,7 @@ class BlockyardKVConnector(OffloadingConnector):
         self._canonical_layout = config.canonical_layout
         spec = BlockyardSpec(config)
         is_cached = vllm_config.cache_config.enable_prefix_caching  # without, the pool has no keys to store
-        spec.is_exclusive = is_exclusive = is_cached and _can_be_exclusive(spec, kv_cache_config)
+        spec.is_exclusive = is_exclusive = is_cached and _can_be_exclusive(spec, vllm_config, kv_cache_config)
         self.connector_scheduler = self.connector_worker = None
         if role == KVConnectorRole.SCHEDULER:
             scheduler = ExclusiveScheduler if is_exclusive else OffloadingConnectorScheduler
@@ -80,12 +80,22 @@ def _name_spec(vllm_config: Any) -> None:
             raise InvalidArgumentError(f"{name} is {options[name]!r:.100}, but BlockyardKVConnector has {value!r}")
 
 
-def _can_be_exclusive(spec: BlockyardSpec, kv_cache_config: Any) -> bool:
+def _can_be_exclusive(spec: BlockyardSpec, vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether a host can hold what the device drops, block by block."""
     config, options = spec.config, spec.config.extra_config
     if any(options.get(name) is not None for name in ("policy", "prefix_store")) or not spec.num_chunks:
         return False
-    groups, tokens = kv_cache_config.kv_cache_groups, config.cache.tokens_per_hash
-    is_one = len(groups) == 1 and type(groups[0].kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
-    has_blocks = config.cache.blocks_per_chunk == 1 and config.groups[0].tokens_per_block == tokens
-    return is_one and has_blocks and config.parallel.dcp_size * config.parallel.pcp_size == 1
+    if config.parallel.dcp_size * config.parallel.pcp_size != 1 or config.cache.blocks_per_chunk != 1:
+        return False
+    # Model runner V2 clears new blocks before it tells a connector what the step needs of them.
+    if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
+        return False
+    tokens = config.cache.tokens_per_hash
+    return all(_holds_whole_blocks(group.kv_cache_spec, tokens) for group in kv_cache_config.kv_cache_groups)
+
+
+def _holds_whole_blocks(spec: Any, tokens_per_hash: int) -> bool:
+    """Whether each block of a group has one key for good: a state has a second one if keys are finer than blocks."""
+    if type(spec) is MambaSpec:
+        return bool(spec.mamba_cache_mode == "align" and spec.block_size == tokens_per_hash)
+    return type(spec) in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)

@@ -3,13 +3,17 @@
 The scheduler side stores blocks shortly before vLLM's pool gives them away, in the pool's order; loads are planned by
 vLLM's own scheduler side. Blocks that a step gives away unforeseen, to a long load for instance, are stored before they
 are written to.
+
+With several cache groups, of windows and states only those are stored where a later request may go on: `Points`. What a
+load needs and only the device has goes to the host first.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -19,15 +23,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext, get_offload_group_idx
 
 from blockyard.integrations.vllm.exclusive_host.order import HostOrder
+from blockyard.integrations.vllm.exclusive_host.points import Points
 from blockyard.integrations.vllm.manager import BlockyardManager
 
 __all__ = ["ExclusiveScheduler", "ExclusiveWorker"]
 
 _STEPS_AHEAD: Final = 2
 """Number of steps whose blocks are stored in advance: a store ends one or two steps later."""
+_MOST_BROUGHT: Final = 2
+"""How often a request waits while blocks of the device go to the host for it."""
 
 
 @dataclass
@@ -79,17 +86,20 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
     Args:
         spec: a `BlockyardSpec` with one block a chunk.
         vllm_config: for the size of a step.
-        kv_cache_config: of one group of full attention.
+        kv_cache_config: of groups of full or windowed attention, and of states.
     """
 
     manager: BlockyardManager
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._block_tokens: int = self.config.kv_group_configs[0].tokens_per_block
-        limits = vllm_config.scheduler_config
-        self._step_blocks: int = -(-limits.max_num_batched_tokens // self._block_tokens) + limits.max_num_seqs
+        groups, limits = self.config.kv_group_configs, vllm_config.scheduler_config
+        self._step_blocks: int = self._blocks(limits.max_num_batched_tokens) + limits.max_num_seqs * len(groups)
         self._order = HostOrder(self.manager.num_chunks, kv_cache_config.num_blocks)
+        self._points = Points(groups, self.manager.num_chunks + kv_cache_config.num_blocks)
+        self._places = {group.group_idx: place for place, group in enumerate(groups)}
+        self._wanted: dict[OffloadKey, None] = {}  # of the device, by requests that wait
+        self._brought: Counter[str] = Counter()  # by request, how often it has waited so
         self._pool: Any = None
         self._running: dict[int, _RunningStore] = {}
         self._read_by: dict[int, int] = {}  # by block, the running store that reads it
@@ -111,37 +121,97 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond those on the device, and whether there are any."""
-        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
+        found, is_async = self._match(request, num_computed_tokens, max_num_new_tokens)
         if found is not None:
             self._asked = request.request_id, num_computed_tokens
             # Blocks of tokens that are on the device may leave the pool's front, too.
-            blocks = -(-(num_computed_tokens + found) // self._block_tokens)
+            blocks = self._blocks(num_computed_tokens + found)
             self._left -= blocks
             if self._left < self._step_blocks:
                 self._watched.update(self._front(blocks + _STEPS_AHEAD * self._step_blocks))
                 self._left, self._is_stored = self._reach(blocks), False
         return found, is_async
 
+    def _match(self, request: Any, computed: int, limit: int | None) -> tuple[int | None, bool]:
+        """Look up a request; with several groups, what it needs of the device's goes to the host while it waits."""
+        name = request.request_id
+        if not self._points.windows or self._brought[name] >= _MOST_BROUGHT:
+            found, is_async = super().get_num_new_matched_tokens(request, computed, limit)
+            return found, is_async
+        self.manager.is_elsewhere = self._is_on_device
+        try:
+            found, is_async = super().get_num_new_matched_tokens(request, computed, limit)
+        finally:
+            self.manager.is_elsewhere = None
+        if found is None:
+            return None, False
+        status = self._req_status[name]
+        self._note_points(status, computed + found)
+        needed = self._points.needed(status.group_states, computed, computed + found) if found else []
+        missing = [key for key, what in zip(needed, self.manager.find_all(needed), strict=True) if what == "miss"]
+        if not missing:
+            return found, is_async
+        self._brought[name] += 1
+        self._order.hold(self._held(needed))
+        self._wanted.update(dict.fromkeys(missing))
+        return None, False
+
+    def _note_points(self, status: Any, found: int) -> None:
+        """Note where later requests may go on: at a prompt's end, and where what others computed ends."""
+        request = status.req
+        self._points.add(status.group_states, request.num_prompt_tokens - 1)
+        full = self._full_attention_groups
+        if not full:
+            return
+        keys, tokens = status.group_states[full[0]].offload_keys, self.config.kv_group_configs[full[0]].tokens_per_block
+        known = zip(keys, self.manager.find_all(keys), strict=True)
+        junction = tokens * sum(1 for _ in takewhile(lambda it: it[1] != "miss" or self._is_on_device(it[0]), known))
+        junction = min(junction, request.num_tokens - 1)
+        if junction > found:
+            end = self._points.add(status.group_states, junction)
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, end)  # vLLM then makes a state there
+
+    def _is_on_device(self, key: OffloadKey) -> bool:
+        return self._pool.cached_block_hash_to_block.get_one_block(key) is not None
+
+    def _held(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Return those of some keys that the host holds; the last is evicted first."""
+        return [key for key, what in zip(keys, self.manager.find_all(keys), strict=True) if what == "hit"][::-1]
+
+    def _blocks(self, tokens: int) -> int:
+        """Return how many blocks tokens take, at most."""
+        return sum(-(-tokens // group.tokens_per_block) for group in self.config.kv_group_configs)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan a load into a request's blocks, and before it the stores of what they held."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._store_given([block.block_id for block in blocks.blocks[0]])
+        self._store_given([block.block_id for group in blocks.blocks for block in group if not block.is_null])
         asked, self._asked = self._asked, None
         if asked is not None and asked[0] == request.request_id and not request.num_preemptions:
-            found = (asked[1] + num_external_tokens) // self._block_tokens
-            self._order.find(self._req_status[request.request_id].group_states[0].offload_keys[:found])
+            states = self._req_status[request.request_id].group_states
+            self._order.find(self._points.needed(states, 0, asked[1] + num_external_tokens))
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Note that a later request may go on where this one ends."""
+        found: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
+        self._brought.pop(request.request_id, None)
+        if (status := self._req_status.get(request.request_id)) is not None:
+            self._points.add(status.group_states, request.num_tokens - 1)
+        return found
 
     # ---- stores ----
 
     def _build_partial_tail_store_jobs(self, _scheduler_output: Any) -> dict[int, TransferJob]:
         return {}
 
-    def _build_store_jobs(self, _scheduler_output: Any) -> dict[int, TransferJob]:
+    def _build_store_jobs(self, scheduler_output: Any) -> dict[int, TransferJob]:
         """Store what this step has given away unforeseen, and what the next steps will give away."""
         given = self._current_batch_allocated_block_ids
         self._store_given(self._watched.keys() & given)
+        self._bring(scheduler_output)
         loaded = [job.dst_spec.block_ids.tolist() for job in self._current_batch_load_jobs.values()]
         computed = (self._read_by.keys() & given).difference(*loaded)  # the worker orders loads itself
+        computed |= self._read_by.keys() & set(scheduler_output.new_block_ids_to_zero or ())
         self._current_batch_jobs_to_flush.update(self._read_by[at] for at in computed)
         self._left -= len(given)
         if self._left < self._step_blocks or not self._is_stored:
@@ -152,15 +222,30 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         jobs, self._new = self._new, {}
         return jobs
 
+    def _bring(self, scheduler_output: Any) -> None:
+        """Store what requests wait for, but not what this step is only going to compute: they ask again."""
+        wanted, self._wanted = self._wanted, {}
+        computed: set[OffloadKey] = set()
+        for name, count in scheduler_output.num_scheduled_tokens.items() if wanted else ():
+            status = self._req_status[name]
+            begin = status.req.num_computed_tokens
+            for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
+                tokens = group.tokens_per_block
+                computed.update(state.offload_keys[begin // tokens : -(-(begin + count) // tokens)])
+        blocks = [(key, self._pool.cached_block_hash_to_block.get_one_block(key)) for key in wanted]
+        here = [(key, block.block_id) for key, block in blocks if block is not None and key not in computed]
+        self._store(here[::-1])
+
     def _reach(self, behind: int) -> int:
         """Return how many free blocks a look at the pool's front covers; what is freed later is not among them."""
         free: int = self._pool.free_block_queue.num_free_blocks
         return min(_STEPS_AHEAD * self._step_blocks, free - behind)
 
     def _front(self, count: int) -> list[tuple[int, OffloadKey]]:
-        """Return those of the pool's next blocks that hold a key, and their keys."""
+        """Return those of the pool's next blocks that hold a key some request may load, and their keys."""
         blocks = islice(self._pool.free_block_queue.iter_blocks_after(None), count)
-        return [(block.block_id, block.block_hash) for block in blocks if block.block_hash is not None]
+        held = [(block.block_id, block.block_hash) for block in blocks if block.block_hash is not None]
+        return [(at, key) for at, key in held if self._points.is_useful(key)]
 
     def _store_given(self, ids: Collection[int]) -> None:
         """Store what blocks held that the pool has just given away: nothing has been written to them yet."""
@@ -174,19 +259,27 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         found = self.manager.find_all([key for key, _ in blocks])
         self._order.hold(key for (key, _), what in zip(blocks, found, strict=True) if what == "hit")
         new = {key: at for (key, at), what in zip(blocks, found, strict=True) if what == "miss"}
-        keys = list(new)[max(0, len(new) - self._make_room(len(new))) :]
+        keys = sorted(list(new)[max(0, len(new) - self._make_room(len(new))) :], key=self._place)
         context = ReqContext(req_id="")
         output = self.manager.prepare_store(keys, context) if keys else None
         if output is None or not output.keys_to_store:
             return
         for key in output.evicted_keys:
             self._order.drop(key)
-        keys, job = list(output.keys_to_store), self._generate_job_id()
-        ids = [new[key] for key in keys]
-        self._running[job] = _RunningStore(keys, ids, self.config.num_workers, context)
+        stored, job = list(output.keys_to_store), self._generate_job_id()
+        ids = [new[key] for key in stored]
+        kept = set(stored)
+        in_order = [key for key in new if key in kept]
+        self._running[job] = _RunningStore(in_order, ids, self.config.num_workers, context)
         self._read_by.update(dict.fromkeys(ids, job))
-        source = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[0])
+        sizes = Counter(map(self._place, stored))
+        group_sizes = [sizes[place] for place in range(len(self._places))]
+        source = GPULoadStoreSpec(ids, group_sizes=group_sizes, block_indices=[0] * len(group_sizes))
         self._new[job] = TransferJob(req_id="", src_spec=source, dst_spec=output.store_spec)
+
+    def _place(self, key: OffloadKey) -> int:
+        """Return which of the groups a key is of."""
+        return self._places[get_offload_group_idx(key)]
 
     def _make_room(self, chunks: int) -> int:
         """Evict keys until `chunks` are empty, or no more can be; return how many a store can get."""
@@ -265,6 +358,9 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
             store.is_stale = True
         self._failed_loads.clear()
         self._order.clear()
+        self._points.clear()
+        self._wanted.clear()
+        self._brought.clear()
         self._watched, self._looked_at, self._left = {}, {}, 0
 
 

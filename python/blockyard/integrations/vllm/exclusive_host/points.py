@@ -1,0 +1,61 @@
+"""Where a later request may go on: what its cache groups need there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
+
+from blockyard.integrations.vllm.exclusive_host.order import Recent
+
+__all__ = ["Points"]
+
+
+class Points:
+    """The points where a later request may go on, with the keys of windows and states that end there.
+
+    Of a group of windows or states, a request needs only what ends where it goes on. All other blocks of such a group
+    would take room on the host that nothing finds.
+
+    Args:
+        groups: of vLLM's scheduler side, with one block a chunk.
+        most: number of keys that are remembered.
+
+    Attributes:
+        windows: places of the groups of windows or states.
+    """
+
+    def __init__(self, groups: Sequence[Any], most: int) -> None:
+        self._groups = groups
+        self.windows = [place for place, group in enumerate(groups) if group.sliding_window_size_in_chunks is not None]
+        self._sparse = {groups[place].group_idx for place in self.windows}
+        self._align = math.lcm(*(group.tokens_per_block for group in groups))
+        self._keys = Recent(most)
+
+    def add(self, states: Sequence[Any], tokens: int) -> int:
+        """Note that a request may go on after at most so many of another's tokens; return after how many."""
+        end = tokens // self._align * self._align
+        for place in self.windows:
+            self._keys.add(self._tail(place, states, 0, end))
+        return end
+
+    def is_useful(self, key: OffloadKey) -> bool:
+        """Whether a request may need a key."""
+        return not self._sparse or get_offload_group_idx(key) not in self._sparse or key in self._keys
+
+    def needed(self, states: Sequence[Any], begin: int, end: int) -> list[OffloadKey]:
+        """Return the keys of each group that a request needs to go from one number of tokens to another."""
+        return [key for place in range(len(self._groups)) for key in self._tail(place, states, begin, end)]
+
+    def _tail(self, place: int, states: Sequence[Any], begin: int, end: int) -> list[OffloadKey]:
+        group, size = self._groups[place], self._groups[place].tokens_per_block
+        more = int(group.is_eagle_group)  # vLLM looks one block further there
+        keys: list[OffloadKey] = states[place].offload_keys[begin // size : -(-end // size) + more]
+        window = group.load_window_size_in_chunks(end)
+        return keys if window is None else keys[-window - more :]
+
+    def clear(self) -> None:
+        """Forget all points."""
+        self._keys.clear()
