@@ -117,6 +117,7 @@ class BlockyardManager(OffloadingManager):
         self._stale_storing: set[OffloadKey] = set()
         self._stale_loading: Counter[OffloadKey] = Counter()
         self._flushed_loading: set[OffloadKey] = set()
+        self._spoilt: set[OffloadKey] = set()
         # What a call ends, and whether it did: after an exception the next call counts it.
         self._ending: list[OffloadKey] = []
         self._stored: list[list[bytes]] = []
@@ -269,6 +270,8 @@ class BlockyardManager(OffloadingManager):
         keys = list(keys)
         self._settle()
         self._note_flushed()
+        success = success and self._spoilt.isdisjoint(keys)
+        self._spoilt.difference_update(keys)
         failed = [] if success else [key for key in dict.fromkeys(keys) if key in self._storing]
         with self._lock:
             # The end of a prefix is useless without its head, so the head counts as used last.
@@ -285,6 +288,10 @@ class BlockyardManager(OffloadingManager):
                 order = chain.in_order(req_context)
                 self._offload.touch(order, order)
         self._pin(stored, req_context)
+
+    def spoil(self, keys: Iterable[OffloadKey]) -> None:
+        """Let the stores of keys that are being stored fail, whatever `complete_store` says."""
+        self._spoilt.update(self._storing.intersection(keys))
 
     # ---- loads ----
 
@@ -390,6 +397,7 @@ class BlockyardManager(OffloadingManager):
         self._pins.clear()
         self._stale_storing |= self._storing
         self._storing.clear()
+        self._spoilt.clear()
         self._stale_loading, self._loading = self._stale_loading + self._loading, Counter()
         if self._events is not None:
             self._events.clear()

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.vllm.exclusive_host.sides import ExclusiveScheduler, ExclusiveWorker
+from blockyard.integrations.vllm.exclusive_host.sides import ExclusiveScheduler, ExclusiveWorker, LenientScheduler
 from blockyard.integrations.vllm.spec import BlockyardSpec
 
 __all__ = ["BlockyardKVConnector"]
@@ -51,7 +51,7 @@ class BlockyardKVConnector(OffloadingConnector):
         spec.is_exclusive = is_exclusive = is_cached and _can_be_exclusive(spec, vllm_config, kv_cache_config)
         self.connector_scheduler = self.connector_worker = None
         if role == KVConnectorRole.SCHEDULER:
-            scheduler = ExclusiveScheduler if is_exclusive else OffloadingConnectorScheduler
+            scheduler = ExclusiveScheduler if is_exclusive else LenientScheduler
             self.connector_scheduler = scheduler(spec, vllm_config, kv_cache_config)
         else:
             self.connector_worker = ExclusiveWorker(spec, vllm_config, kv_cache_config)
@@ -67,9 +67,11 @@ class BlockyardKVConnector(OffloadingConnector):
         if isinstance(self.connector_scheduler, ExclusiveScheduler):
             self.connector_scheduler.bind(gpu_block_pool)
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the device blocks whose loads have failed; vLLM computes them, or fails their requests."""
-        return set() if self.connector_worker is None else self.connector_worker.take_bad_blocks()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the requests whose loads have ended; vLLM computes or fails those whose loads have failed."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = self.connector_worker.take_failed_requests()
+        return results
 
 
 def _name_spec(vllm_config: Any) -> None:

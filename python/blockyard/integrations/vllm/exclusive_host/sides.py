@@ -29,7 +29,7 @@ from blockyard.integrations.vllm.exclusive_host.order import HostOrder
 from blockyard.integrations.vllm.exclusive_host.points import Points
 from blockyard.integrations.vllm.manager import BlockyardManager
 
-__all__ = ["ExclusiveScheduler", "ExclusiveWorker"]
+__all__ = ["ExclusiveScheduler", "ExclusiveWorker", "LenientScheduler"]
 
 _STEPS_AHEAD: Final = 2
 """Number of steps whose blocks are stored in advance: a store ends one or two steps later."""
@@ -80,7 +80,44 @@ class _RunningStore:
     is_stale: bool = False
 
 
-class ExclusiveScheduler(OffloadingConnectorScheduler):
+class LenientScheduler(OffloadingConnectorScheduler):
+    """vLLM's scheduler side, but for transfers that may fail: what they were to copy is missing from then on."""
+
+    manager: BlockyardManager
+
+    def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self._failed_loads: set[int] = set()  # that some worker has not ended
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Note which transfers have ended, and which of them have failed."""
+        meta = connector_output.kv_connector_worker_meta
+        jobs = meta.completed_jobs if isinstance(meta, OffloadingWorkerMetadata) else {}
+        failed = [job for job in getattr(meta, "failed", ()) if job in self._jobs]
+        for job in failed:
+            if self._jobs[job].is_store:
+                self.manager.spoil(self._jobs[job].keys)
+        loads = {job: self._jobs[job] for job in jobs if job in self._jobs and not self._jobs[job].is_store}
+        is_gone = {job: self._req_status[load.req_id].req.is_finished() for job, load in loads.items()}
+        self._failed_loads |= loads.keys() & failed
+        super().update_connector_output(connector_output)
+        for job, load in loads.items():
+            if job not in self._jobs:
+                self._end_load(job, load.keys, is_gone=is_gone[job])
+
+    def _end_load(self, job: int, keys: Collection[OffloadKey], *, is_gone: bool) -> None:
+        """End a load; what could not be loaded is missing, or its request would load, and fail, forever."""
+        if job in self._failed_loads:
+            self._failed_loads.remove(job)
+            self.manager.evict(list(keys))
+
+    def reset_cache(self) -> None:
+        """Forget all keys."""
+        super().reset_cache()
+        self._failed_loads.clear()
+
+
+class ExclusiveScheduler(LenientScheduler):
     """The scheduler side: stores what the device is about to drop, instead of what is computed.
 
     Args:
@@ -88,8 +125,6 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         vllm_config: for the size of a step.
         kv_cache_config: of groups of full or windowed attention, and of states.
     """
-
-    manager: BlockyardManager
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
@@ -103,7 +138,6 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         self._pool: Any = None
         self._running: dict[int, _RunningStore] = {}
         self._read_by: dict[int, int] = {}  # by block, the running store that reads it
-        self._failed_loads: set[int] = set()  # that some worker has not ended
         self._new: dict[int, TransferJob] = {}
         # Blocks that the pool may give away next, with their keys, in its order; those looked at before.
         self._watched: dict[int, OffloadKey] = {}
@@ -225,16 +259,21 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
     def _bring(self, scheduler_output: Any) -> None:
         """Store what requests wait for, but not what this step is only going to compute: they ask again."""
         wanted, self._wanted = self._wanted, {}
+        computed = self._computed_by(scheduler_output) if wanted else set()
+        blocks = [(key, self._pool.cached_block_hash_to_block.get_one_block(key)) for key in wanted]
+        here = [(key, block.block_id) for key, block in blocks if block is not None and key not in computed]
+        self._store(here[::-1])
+
+    def _computed_by(self, scheduler_output: Any) -> set[OffloadKey]:
+        """Return the keys of the blocks that a step computes: vLLM's pool names them before."""
         computed: set[OffloadKey] = set()
-        for name, count in scheduler_output.num_scheduled_tokens.items() if wanted else ():
+        for name, count in scheduler_output.num_scheduled_tokens.items():
             status = self._req_status[name]
             begin = status.req.num_computed_tokens
             for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
                 tokens = group.tokens_per_block
                 computed.update(state.offload_keys[begin // tokens : -(-(begin + count) // tokens)])
-        blocks = [(key, self._pool.cached_block_hash_to_block.get_one_block(key)) for key in wanted]
-        here = [(key, block.block_id) for key, block in blocks if block is not None and key not in computed]
-        self._store(here[::-1])
+        return computed
 
     def _reach(self, behind: int) -> int:
         """Return how many free blocks a look at the pool's front covers; what is freed later is not among them."""
@@ -313,25 +352,15 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         failed: set[int] = getattr(meta, "failed", set())
         for job in [job for job in jobs if job in self._running]:
             self._end_store(job, jobs.pop(job), is_good=job not in failed)
-        loads = {job: (self._jobs[job].keys, self._is_gone(job)) for job in jobs if job in self._jobs}
-        self._failed_loads |= failed & loads.keys()
         super().update_connector_output(connector_output)
-        for job, (keys, is_gone) in loads.items():
-            if job not in self._jobs:
-                self._end_load(job, keys, is_gone=is_gone)
-
-    def _is_gone(self, job: int) -> bool:
-        """Whether the request of a load has finished: the device drops what is loaded."""
-        return bool(self._req_status[self._jobs[job].req_id].req.is_finished())
 
     def _end_load(self, job: int, keys: Collection[OffloadKey], *, is_gone: bool) -> None:
-        if job in self._failed_loads:  # or the request would load, and fail, forever
-            self._failed_loads.remove(job)
+        if job in self._failed_loads:
             for key in keys:
                 self._order.drop(key)
-            self.manager.evict(list(keys))
-        elif not is_gone:
+        elif not is_gone:  # else the device drops what is loaded
             self._order.copy(keys)
+        super()._end_load(job, keys, is_gone=is_gone)
 
     def _end_store(self, job: int, workers: int, *, is_good: bool) -> None:
         store = self._running[job]
@@ -356,7 +385,6 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         self._current_batch_jobs_to_flush.update(flushed, self._running)
         for store in self._running.values():
             store.is_stale = True
-        self._failed_loads.clear()
         self._order.clear()
         self._points.clear()
         self._wanted.clear()
@@ -365,27 +393,24 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
 
 
 class ExclusiveWorker(OffloadingConnectorWorker):
-    """The worker side: submits stores as their step begins, and reports failures.
+    """The worker side: reports failures, and submits an exclusive host's stores as their step begins.
 
-    The scheduler side decides whether the host is exclusive, since a worker may see other specs of the layers: with
-    another scheduler side this is vLLM's worker.
+    The scheduler side decides whether the host is exclusive, since a worker may see other specs of the layers.
     """
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._connector_worker_meta = ExclusiveWorkerMetadata()
-        self._written: dict[int, list[int]] = {}  # device blocks by load
-        self._bad_blocks: set[int] = set()
-        self._is_exclusive = False
+        self._failed_requests: set[str] = set()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Submit the stores before the step's computation and loads write to their blocks, and wait for some."""
-        self._is_exclusive = isinstance(kv_connector_metadata, ExclusiveMetadata)
+        is_exclusive = isinstance(kv_connector_metadata, ExclusiveMetadata)
         stores = kv_connector_metadata.store_jobs
-        if self._is_exclusive and kv_connector_metadata.jobs_to_flush:
+        if is_exclusive and kv_connector_metadata.jobs_to_flush:
             # After a reset, a store may write to a chunk that a load from before it still reads.
             self.worker.wait(kv_connector_metadata.jobs_to_flush)
-        for job in list(stores) if self._is_exclusive else ():
+        for job in list(stores) if is_exclusive else ():
             entry = stores.pop(job)
             if self._is_store_writer:
                 self.worker.submit_store(job, entry.src_spec, entry.dst_spec)
@@ -393,30 +418,20 @@ class ExclusiveWorker(OffloadingConnectorWorker):
                 self._connector_worker_meta.mark_completed(job)
         super().handle_preemptions(kv_connector_metadata)
 
-    def start_kv_transfers(self, metadata: Any) -> None:
-        """Submit the step's loads."""
-        if self._is_exclusive:
-            self._written.update({job: list(entry.dst_spec.block_ids) for job, entry in metadata.load_jobs.items()})
-        super().start_kv_transfers(metadata)
-
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return no request whose stores, and the requests whose loads have ended."""
-        if not self._is_exclusive:
-            sent, loaded = super().get_finished(finished_req_ids)
-            return sent, loaded
         meta, loaded = self._connector_worker_meta, set()
         for result in self.worker.get_finished():
             job, request = result.job_id, self._load_jobs.pop(result.job_id, None)
-            written = self._written.pop(job, [])
             if result.success:
                 stats = meta.transfer_stats.store if request is None else meta.transfer_stats.load
                 stats.record(result.transfer_size, result.transfer_time)
             else:
                 meta.failed.add(job)
-                self._bad_blocks.update(written)
             meta.mark_completed(job)
             if request is not None:
                 loaded.add(request)
+                self._failed_requests |= set() if result.success else {request}
         return set(), loaded
 
     def build_connector_worker_meta(self) -> Any:
@@ -426,7 +441,7 @@ class ExclusiveWorker(OffloadingConnectorWorker):
             self._connector_worker_meta = ExclusiveWorkerMetadata()
         return meta
 
-    def take_bad_blocks(self) -> set[int]:
-        """Return the device blocks whose loads have failed since the last call."""
-        bad, self._bad_blocks = self._bad_blocks, set()
-        return bad
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests whose loads have failed since the last call."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
