@@ -12,6 +12,7 @@ is broken, and the bytes must show it. Prints counts as JSON.
 """
 
 import json
+import os
 import random
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # with it, a host of a model with states is not exclusive
 
 import numpy as np
 import torch

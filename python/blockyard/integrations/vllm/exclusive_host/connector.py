@@ -19,7 +19,7 @@ __all__ = ["BlockyardKVConnector"]
 _REPLACED = ("_build_store_jobs", "_build_partial_tail_store_jobs", "_generate_job_id")
 if not all(hasattr(OffloadingConnectorScheduler, name) for name in _REPLACED):
     raise ImportError(
-        "BlockyardKVConnector needs vLLM 0.32: here the scheduler side of the offloading connector differs"
+        "BlockyardKVConnector needs vLLM 0.32 or 0.33: here the scheduler side of the offloading connector differs"
     )
 
 _SPEC: Final = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.integrations.vllm"}
@@ -28,8 +28,8 @@ _SPEC: Final = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.int
 class BlockyardKVConnector(OffloadingConnector):
     """Keeps in host memory what the device drops, so that both together hold more.
 
-    It takes the options of `BlockyardSpec`. With `policy` or `prefix_store`, without vLLM's prefix caching, and for
-    models with other than full attention or with chunks of several blocks, the host keeps all that is computed, as with
+    It takes the options of `BlockyardSpec`. With `policy` or `prefix_store`, without vLLM's prefix caching, with chunks of
+    several blocks, and for models that `_can_be_exclusive` excludes, the host keeps all that is computed, as with
     `BlockyardSpec`.
 
     Args:
@@ -97,7 +97,11 @@ def _can_be_exclusive(spec: BlockyardSpec, vllm_config: Any, kv_cache_config: An
 
 
 def _holds_whole_blocks(spec: Any, tokens_per_hash: int) -> bool:
-    """Whether each block of a group has one key for good: a state has a second one if keys are finer than blocks."""
+    """Whether a block of a group that has a key holds what it says for good.
+
+    A state's key may be finer than its block, and changes then; after drafts, vLLM's worker moves states on its own.
+    """
     if type(spec) is MambaSpec:
-        return bool(spec.mamba_cache_mode == "align" and spec.block_size == tokens_per_hash)
+        is_whole = spec.mamba_cache_mode == "align" and spec.block_size == tokens_per_hash
+        return bool(is_whole and not spec.num_speculative_blocks)
     return type(spec) in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
