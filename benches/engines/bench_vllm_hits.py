@@ -9,11 +9,12 @@ requests run at a time, those of a session one after the other. Prompts have the
 A block stands for 256 tokens of a recorded session, for 512 of Mooncake's trace, and for 64 of a document.
 
 The device holds a share of all distinct blocks, the host as many blocks as the device, twice as many, and so on; all
-systems have equally many. `lazy` is `SimpleCPUOffloadConnector` with `lazy_offload`, which stores what the device is
-about to drop, as `ours_exclusive` does, our `BlockyardKVConnector`; the others store what is computed. With
-BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. It asserts that each system loads from the
-host, and with `--check` that the best of ours finds at least .99 of what each of vLLM's finds, or .005 less, and with
-agents 1.05 of it over all three sizes.
+systems have equally many. `optimum` is what one pool of both sizes finds if it knows all requests. `lazy` is
+`SimpleCPUOffloadConnector` with `lazy_offload`, which stores what the device is about to drop, as `ours_exclusive`
+does, our `BlockyardKVConnector`; the others store what is computed. With `--layers` the model has a window of four
+blocks or three groups of states beside full attention. With BENCH_JSON=FILE it also adds its figures to the flat JSON
+object in FILE. It asserts that each system loads from the host, and with `--check` that the best of ours finds at least
+.99 of what each of vLLM's finds, or .005 less, and with agents 1.05 of it over all three sizes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from blockyard.traces import read_trace  # noqa: E402
+from blockyard.tools.replay.optimal import optimal_hits  # noqa: E402
+from blockyard.tools.replay.packed import PackedTrace  # noqa: E402
+from blockyard.traces import TraceRequest, read_trace  # noqa: E402
 
 BLOCK, SEATS, STEP_TOKENS, MAX_LEN = 16, 8, 2_048, 1 << 20
 WINDOW = 4 * BLOCK
@@ -313,6 +316,20 @@ def serve(
     return Found(1 - computed / total, steps, copies.stored, copies.loaded, time.perf_counter() - begun)
 
 
+def optimum(requests: Sequence[Served], blocks: int) -> float:
+    """Return the share that a policy with knowledge of all requests finds in one pool, one request at a time."""
+    tokens = [len(_tokens(request.blocks)) for request in requests]
+    packed = PackedTrace.of(
+        [
+            TraceRequest(
+                arrival=0.0, input_tokens=count, output_tokens=1, hash_ids=tuple(request.blocks), hash_tokens=BLOCK
+            )
+            for count, request in zip(tokens, requests, strict=True)
+        ]
+    )
+    return float(optimal_hits(packed, blocks).sum()) * BLOCK / sum(tokens)
+
+
 def _next(waiting: deque[Served], busy: set[int | None]) -> Served | None:
     """Take the first request whose session has none that runs."""
     for place in range(min(len(waiting), LOOKED_AHEAD)):
@@ -391,6 +408,10 @@ def main() -> None:
             print(f"{'':24}{'found':>8}{'on host':>9}{'stored':>9}{'loaded':>9}{'steps':>8}{'seconds':>9}")
             print(f"{'vLLM alone':24}{alone.share:8.3f}{'':27}{alone.steps:8}{alone.seconds:9.1f}", flush=True)
             for ratio in options.ratios:
+                if options.layers == "full":
+                    best = optimum(requests, blocks + round(blocks * ratio))
+                    figures[f"hits_{workload}_{ratio:g}x_optimum"] = best
+                    print(f"{f'host {ratio:g} x, optimum':24}{best:8.3f}{best - alone.share:9.3f}", flush=True)
                 for system in options.systems:
                     what = SYSTEMS[system]
                     found = serve(model, options.layers, requests, blocks, what, round(blocks * ratio))

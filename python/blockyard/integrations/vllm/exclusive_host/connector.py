@@ -28,8 +28,8 @@ _SPEC: Final = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.int
 class BlockyardKVConnector(OffloadingConnector):
     """Keeps in host memory what the device drops, so that both together hold more.
 
-    It takes the options of `BlockyardSpec`. With `policy` or `prefix_store`, without vLLM's prefix caching, with chunks of
-    several blocks, and for models that `_can_be_exclusive` excludes, the host keeps all that is computed, as with
+    It takes the options of `BlockyardSpec`. With `policy` or `prefix_store`, without vLLM's prefix caching, with chunks
+    of several blocks, and for models that `_can_be_exclusive` excludes, the host keeps all that is computed, as with
     `BlockyardSpec`.
 
     Args:
@@ -70,7 +70,8 @@ class BlockyardKVConnector(OffloadingConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the requests whose loads have ended; vLLM computes or fails those whose loads have failed."""
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving = self.connector_worker.take_failed_requests()
+        if self.connector_worker is not None:
+            results.failed_recving = self.connector_worker.take_failed_requests()
         return results
 
 

@@ -35,7 +35,7 @@ class Points:
         self._keys = Recent(most)
 
     def add(self, states: Sequence[Any], tokens: int) -> int:
-        """Note that a request may go on after at most so many of another's tokens; return after how many."""
+        """Note that a request may go on after `tokens` of another's, rounded down to whole blocks; return that."""
         end = tokens // self._align * self._align
         for place in self.windows:
             self._keys.add(self._tail(place, states, 0, end))

@@ -87,8 +87,9 @@ class LenientScheduler(OffloadingConnectorScheduler):
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        if getattr(self.config, "sync_load_budget_bytes", 0):  # 0.33: a load that fails within its step has no report
-            self.config = self.config._replace(sync_load_budget_bytes=0)
+        config: Any = self.config
+        if getattr(config, "sync_load_budget_bytes", 0):  # 0.33: a load that fails within its step has no report
+            self.config = config._replace(sync_load_budget_bytes=0)
         self._failed_loads: set[int] = set()  # that some worker has not ended
 
     def update_connector_output(self, connector_output: Any) -> None:
