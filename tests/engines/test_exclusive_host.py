@@ -65,6 +65,17 @@ def test_without_prefix_caching_the_host_keeps_what_is_computed(folder: Path, al
     assert found["counters"][LOADED] > 0
 
 
+def test_tokens_of_a_model_with_windows_are_those_of_vllm_alone(tmp_path: Path):
+    shape = {"model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
+    shape["layer_types"] = ["sliding_attention", "full_attention"]
+    options: dict[str, Any] = {"model": shape, "engine": {"num_gpu_blocks_override": 40}}
+    alone = serve(tmp_path, **options)
+    found = serve(tmp_path, extra={"host_bytes": "16MiB"}, connector=CONNECTOR, **options)
+    assert found["tokens"] == alone["tokens"]
+    assert found["counters"][LOADED] > 0
+    assert found["cached"] > alone["cached"]
+
+
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [PYTHON, str(HERE / "connector_machine.py"), *map(str, arguments)]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=1800, env=environment())

@@ -285,20 +285,23 @@ def test_of_windows_and_states_a_host_keeps_what_ends_where_a_request_may_go_on(
     full, state, window = (each.offload_keys for each in states)
     assert points.windows == [1, 2]
     assert points.add(states, 27) == 24  # where blocks of all groups end
-    assert all(map(points.is_useful, full))
-    assert [key for key in state + window if points.is_useful(key)] == [state[2], *window[4:6]]
+    useful, others = points.sort(full + state + window)
+    assert useful == [*full, state[2], *window[4:6]]
+    assert others == [*state[:2], *state[3:], *window[:4], *window[6:]]
     assert points.needed(states, 8, 24) == [*full[2:6], state[2], *window[4:6]]
     assert points.needed(states, 20, 24) == [full[5], state[2], window[5]]
     other = states_of("b")
     points.add(other, 16)
     points.add(other, 32)  # six keys are remembered
-    assert not any(map(points.is_useful, state + window))
-    assert sum(map(points.is_useful, other[1].offload_keys + other[2].offload_keys)) == 6
+    assert points.sort(state + window) == ([], state + window)
+    assert len(points.sort(other[1].offload_keys + other[2].offload_keys)[0]) == 6
+    points.keep([*full[:2], state[0]])  # where one goes on
+    assert points.sort(state)[0] == [state[0]]
     points.clear()
-    assert not any(map(points.is_useful, other[1].offload_keys))
+    assert points.sort(other[1].offload_keys)[0] == []
     drafter = points_of([group(0, 4, None, is_eagle_group=True), group(2, 4, 2, is_eagle_group=True)], most=6)
     assert drafter.needed([states[0], states[2]], 8, 24) == [*full[2:7], *window[4:7]]  # one block further
-    assert all(map(points_of([group(1, 8, None)], most=6).is_useful, state))
+    assert points_of([group(1, 8, None)], most=6).sort(state) == (state, [])
 
 
 def test_a_key_elsewhere_is_a_hit_while_it_can_be_brought(vllm: SimpleNamespace, context: Any):

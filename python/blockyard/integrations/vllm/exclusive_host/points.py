@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
@@ -41,9 +41,20 @@ class Points:
             self._keys.add(self._tail(place, states, 0, end))
         return end
 
-    def is_useful(self, key: OffloadKey) -> bool:
-        """Whether a request may need a key."""
-        return not self._sparse or get_offload_group_idx(key) not in self._sparse or key in self._keys
+    def keep(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that a request needs keys."""
+        self._keys.add([key for key in keys if get_offload_group_idx(key) in self._sparse])
+
+    def sort(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], list[OffloadKey]]:
+        """Return the keys that a request may need at a point, and the others."""
+        if not self._sparse:
+            return list(keys), []
+        useful: list[OffloadKey] = []
+        others: list[OffloadKey] = []
+        for key in keys:
+            is_useful = get_offload_group_idx(key) not in self._sparse or key in self._keys
+            (useful if is_useful else others).append(key)
+        return useful, others
 
     def needed(self, states: Sequence[Any], begin: int, end: int) -> list[OffloadKey]:
         """Return the keys of each group that a request needs to go from one number of tokens to another."""

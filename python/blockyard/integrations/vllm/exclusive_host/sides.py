@@ -84,12 +84,12 @@ class LenientScheduler(OffloadingConnectorScheduler):
     """vLLM's scheduler side, but for transfers that may fail: what they were to copy is missing from then on."""
 
     manager: BlockyardManager
+    config: Any
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        config: Any = self.config
-        if getattr(config, "sync_load_budget_bytes", 0):  # 0.33: a load that fails within its step has no report
-            self.config = config._replace(sync_load_budget_bytes=0)
+        if getattr(self.config, "sync_load_budget_bytes", 0):  # 0.33: a load that fails within its step has no report
+            self.config = self.config._replace(sync_load_budget_bytes=0)
         self._failed_loads: set[int] = set()  # that some worker has not ended
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -192,6 +192,7 @@ class ExclusiveScheduler(LenientScheduler):
         if not missing:
             return found, is_async
         self._brought[name] += 1
+        self._points.keep(needed)
         self._order.hold(self._held(needed))
         self._wanted.update(dict.fromkeys(missing))
         return None, False
@@ -286,10 +287,9 @@ class ExclusiveScheduler(LenientScheduler):
         return min(_STEPS_AHEAD * self._step_blocks, free - behind)
 
     def _front(self, count: int) -> list[tuple[int, OffloadKey]]:
-        """Return those of the pool's next blocks that hold a key some request may load, and their keys."""
+        """Return those of the pool's next blocks that hold a key, and their keys."""
         blocks = islice(self._pool.free_block_queue.iter_blocks_after(None), count)
-        held = [(block.block_id, block.block_hash) for block in blocks if block.block_hash is not None]
-        return [(at, key) for at, key in held if self._points.is_useful(key)]
+        return [(block.block_id, block.block_hash) for block in blocks if block.block_hash is not None]
 
     def _store_given(self, ids: Collection[int]) -> None:
         """Store what blocks held that the pool has just given away: nothing has been written to them yet."""
@@ -299,11 +299,17 @@ class ExclusiveScheduler(LenientScheduler):
             self._store([(watched.pop(at), at) for at in list(watched) if at in given])
 
     def _store(self, blocks: list[tuple[OffloadKey, int]]) -> None:
-        """Store blocks whose keys the host lacks; if it has too little room, those that the pool gives away last."""
+        """Store blocks whose keys the host lacks; if it has too little room, those that the pool gives away last.
+
+        What is not at a point gets chunks that would be empty.
+        """
         found = self.manager.find_all([key for key, _ in blocks])
-        self._order.hold(key for (key, _), what in zip(blocks, found, strict=True) if what == "hit")
+        self._hold([key for (key, _), what in zip(blocks, found, strict=True) if what == "hit"])
         new = {key: at for (key, at), what in zip(blocks, found, strict=True) if what == "miss"}
-        keys = sorted(list(new)[max(0, len(new) - self._make_room(len(new))) :], key=self._place)
+        useful, others = self._points.sort(new)
+        useful = useful[max(0, len(useful) - self._make_room(len(useful))) :]
+        others = others[: max(0, self.manager.num_empty - len(useful))]
+        keys = sorted(useful + others, key=self._place)
         context = ReqContext(req_id="")
         output = self.manager.prepare_store(keys, context) if keys else None
         if output is None or not output.keys_to_store:
@@ -380,7 +386,13 @@ class ExclusiveScheduler(LenientScheduler):
         if not store.is_stale:
             self.manager.complete_store(store.keys, store.context, store.is_good)
             if store.is_good:
-                self._order.hold(store.keys)
+                self._hold(store.keys)
+
+    def _hold(self, keys: Collection[OffloadKey]) -> None:
+        """Note that only the host holds keys; what is not at a point is evicted first."""
+        useful, others = self._points.sort(keys)
+        self._order.copy(others)
+        self._order.hold(useful)
 
     def reset_cache(self) -> None:
         """Forget all keys."""
