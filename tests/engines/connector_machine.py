@@ -2,8 +2,10 @@
 
 connector_machine.py LAYERS SEED STEPS IN_FLIGHT [FAULT]      FAULT is one of `FAULTS`
 
-LAYERS is `full`, `window` (full attention, and a window of 40 tokens) or `states` (full attention, and two groups of
-recurrent states); a block belongs to one group at a time, and all groups use the same memory.
+LAYERS is `full`, `kept` (the same, and the host keeps all that is computed), `window` (full attention, and a window of
+40 tokens) or `states` (full attention, and two groups of recurrent states); a block belongs to one group at a time, and
+all groups use the same memory.
+
 With IN_FLIGHT 2, vLLM's asynchronous scheduler plans a step before the last one has ended. The seed says how many
 workers there are, how many tokens are drafted, how the workers see the cache, and whether all loads fail. A token's
 bytes are a hash of all tokens up to it, of the weights, the group and the worker. Each step checks the bytes of all
@@ -62,12 +64,12 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from blockyard.integrations.vllm import worker
+from blockyard.integrations.vllm import manager, worker
 from blockyard.integrations.vllm.exclusive_host import sides
 
 BLOCK, PAGE, MAX_LEN = 16, 128, 1 << 12
 CHUNKS, STEP_TOKENS, SEATS, WINDOW = 40, 64, 4, 40
-BLOCKS = {"full": 48, "window": 80, "states": 68}
+BLOCKS = {"full": 48, "kept": 48, "window": 80, "states": 68}
 PIN = KvHintsEnvelope("0.1", "1", [KvHintAction("1", "blockyard.pin", "1", {"seconds": 0.05})])
 
 
@@ -223,7 +225,10 @@ class World:
                 kv_connector_module_path="blockyard.integrations.vllm",
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
-                kv_connector_extra_config={"host_bytes": CHUNKS * PAGE},
+                kv_connector_extra_config={
+                    "host_bytes": CHUNKS * PAGE,
+                    **({"policy": "lru"} if self.layers == "kept" else {}),
+                },
             ),
             device_config=DeviceConfig("cpu"),
         )
@@ -381,7 +386,12 @@ class World:
 def _specs(layers: str) -> list[Any]:
     heads: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     state: Any = MambaSpec(block_size=BLOCK, shapes=((PAGE // 4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
-    more = {"full": [], "window": [SlidingWindowSpec(**heads, sliding_window=WINDOW)], "states": [state, state]}
+    more = {
+        "full": [],
+        "kept": [],
+        "window": [SlidingWindowSpec(**heads, sliding_window=WINDOW)],
+        "states": [state, state],
+    }
     return [FullAttentionSpec(**heads), *more[layers]]
 
 
@@ -415,6 +425,7 @@ def stores_begin_late(patch: Any) -> None:
 
 
 def failed_stores_count(patch: Any) -> None:
+    patch(manager.BlockyardManager, "spoil", lambda self, keys: None)
     end = sides.ExclusiveScheduler._end_store
     patch(
         sides.ExclusiveScheduler,

@@ -24,6 +24,8 @@ FAULTS = [
     ("full", "failed loads count"),
     ("full", "failed stores count"),
     ("full", "a reset forgets nothing"),
+    ("kept", "failed loads count"),
+    ("kept", "failed stores count"),
     ("window", "computation does not wait for stores"),
     ("window", "failed loads count"),
     ("window", "failed stores count"),
@@ -83,7 +85,7 @@ def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 7])
-@pytest.mark.parametrize("layers", ["full", "window", "states"])
+@pytest.mark.parametrize("layers", ["full", "kept", "window", "states"])
 def test_no_request_reads_wrong_bytes(layers: str, seed: int, in_flight: int):
     finished = run(layers, seed, 1500, in_flight)
     assert finished.returncode == 0, finished.stderr[-4000:]
