@@ -196,6 +196,7 @@ class World:
         self.scheduler = scheduler(config, planned, StructuredOutputManager(config), block_size=BLOCK)
         self.order = self.scheduler.connector.connector_scheduler
         self.order.config = self.order.config._replace(num_workers=num_workers)
+        self.counts["is exclusive"] = isinstance(self.order, sides.ExclusiveScheduler)
         self.together = KVOutputAggregator(num_workers)
         self.workers = [
             Worker(self, rank, KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches))

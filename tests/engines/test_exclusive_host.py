@@ -90,6 +90,7 @@ def test_no_request_reads_wrong_bytes(layers: str, seed: int, in_flight: int):
     finished = run(layers, seed, 1500, in_flight)
     assert finished.returncode == 0, finished.stderr[-4000:]
     counts = json.loads(finished.stdout.rpartition("RESULT ")[2])
+    assert counts["is exclusive"] == (layers != "kept")
     assert min(counts[what] for what in ("loads", "stores", "flushed", "aborts")) > 0
     if layers == "full" or in_flight == 1:  # else some request may wait for its load whenever vLLM is to reset
         assert counts["resets"] > 0
