@@ -92,6 +92,12 @@ class LenientScheduler(OffloadingConnectorScheduler):
             self.config = self.config._replace(sync_load_budget_bytes=0)
         self._failed_loads: set[int] = set()  # that some worker has not ended
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Return the transfers of a step; vLLM 0.32 asserts that a request it has preempted does not load at once."""
+        loading = {self._jobs[job].req_id for job in self._current_batch_load_jobs}
+        preempted = set(scheduler_output.preempted_req_ids or ()) - loading
+        return super().build_connector_meta(replace(scheduler_output, preempted_req_ids=preempted))
+
     def update_connector_output(self, connector_output: Any) -> None:
         """Note which transfers have ended, and which of them have failed."""
         meta = connector_output.kv_connector_worker_meta
