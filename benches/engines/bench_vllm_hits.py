@@ -9,11 +9,12 @@ requests run at a time, those of a session one after the other. Prompts have the
 A block stands for 256 tokens of a recorded session, for 512 of Mooncake's trace, and for 64 of a document.
 
 The device holds a share of all distinct blocks, the host as many blocks as the device, twice as many, and so on; all
-systems have equally many. `lazy` is `SimpleCPUOffloadConnector` with `lazy_offload`, which stores what the device is
-about to drop, as `ours_exclusive` does, our `BlockyardKVConnector`; the others store what is computed. With
-BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. It asserts that each system loads from the
-host, and with `--check` that the best of ours finds at least .99 of what each of vLLM's finds, or .005 less, and with
-agents 1.05 of it over all three sizes.
+systems have equally many. `optimum` is what one pool of both sizes finds if it knows all requests. `lazy` is
+`SimpleCPUOffloadConnector` with `lazy_offload`, which stores what the device is about to drop, as `ours_exclusive`
+does, our `BlockyardKVConnector`; the others store what is computed. With `--layers` the model has a window of four
+blocks or three groups of states beside full attention. With BENCH_JSON=FILE it also adds its figures to the flat JSON
+object in FILE. It asserts that each system loads from the host, and with `--check` that the best of ours finds at least
+.99 of what each of vLLM's finds, or .005 less, and with agents 1.05 of it over all three sizes.
 """
 
 from __future__ import annotations
@@ -51,16 +52,26 @@ from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_offload.base import TransferResult  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from blockyard.traces import read_trace  # noqa: E402
+from blockyard.tools.replay.optimal import optimal_hits  # noqa: E402
+from blockyard.tools.replay.packed import PackedTrace  # noqa: E402
+from blockyard.traces import TraceRequest, read_trace  # noqa: E402
 
 BLOCK, SEATS, STEP_TOKENS, MAX_LEN = 16, 8, 2_048, 1 << 20
+WINDOW = 4 * BLOCK
 LOOKED_AHEAD = 64
 """Waiting requests among which one of a session without a running request is chosen."""
 DEVICE_SHARE = 0.05
@@ -198,10 +209,23 @@ class LazyWorker:
         return SimpleCPUOffloadWorkerMetadata(completed_store_events=stored) if stored else None
 
 
-def start(model: Path, blocks: int, system: System | None, host_blocks: int) -> tuple[Any, Any]:
+def groups(layers: str) -> list[Any]:
+    """Return the specs of a model's cache groups, whose blocks have equally many bytes."""
+    heads = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    full = FullAttentionSpec(**heads)
+    if layers == "full":
+        return [full]
+    if layers == "window":
+        return [full, SlidingWindowSpec(**heads, sliding_window=WINDOW)]
+    shape = (full.page_size_bytes // 4,)
+    state = MambaSpec(block_size=BLOCK, shapes=(shape,), dtypes=(torch.float32,), mamba_cache_mode="align")
+    return [full, state, state, state]
+
+
+def start(model: Path, layers: str, blocks: int, system: System | None, host_blocks: int) -> tuple[Any, Any]:
     """Return vLLM's scheduler, and the worker side of its connector; None without one."""
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    page = spec.page_size_bytes
+    specs = groups(layers)
+    page = specs[0].page_size_bytes
     transfer = None
     if system is not None:
         options = {**system.options, system.size: host_blocks * page}
@@ -211,7 +235,9 @@ def start(model: Path, blocks: int, system: System | None, host_blocks: int) -> 
             kv_role="kv_both",
             kv_connector_extra_config=options,
         )
-    cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
+    cache = CacheConfig(
+        block_size=BLOCK, enable_prefix_caching=True, mamba_cache_mode="align" if layers == "states" else "none"
+    )
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(model), tokenizer=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=MAX_LEN
@@ -228,9 +254,12 @@ def start(model: Path, blocks: int, system: System | None, host_blocks: int) -> 
         device_config=DeviceConfig("cpu"),
     )
     cache.num_gpu_blocks = blocks
-    tensor = KVCacheTensor(page * blocks, ["layer"], page * blocks, page)
+    names = [f"layer.{group}" for group in range(len(specs))]
+    tensors = [KVCacheTensor(page * blocks, [name], page * blocks, page) for name in names]  # all over the same bytes
     caches = KVCacheConfig(
-        num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        num_blocks=blocks,
+        kv_cache_tensors=tensors,
+        kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)],
     )
     scheduler = Scheduler(config, caches, StructuredOutputManager(config), block_size=BLOCK)
     worker: Any = None
@@ -253,11 +282,13 @@ class Found(NamedTuple):
     seconds: float
 
 
-def serve(model: Path, requests: Sequence[Served], blocks: int, system: System | None, host_blocks: int) -> Found:
+def serve(
+    model: Path, layers: str, requests: Sequence[Served], blocks: int, system: System | None, host_blocks: int
+) -> Found:
     """Serve requests, eight at a time."""
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
-    scheduler, worker = start(model, blocks, system, host_blocks)
+    scheduler, worker = start(model, layers, blocks, system, host_blocks)
     waiting, running, begun = deque(requests), dict[str, tuple[Served, Any]](), time.perf_counter()
     total = computed = steps = number = 0
     while waiting or running:
@@ -283,6 +314,20 @@ def serve(model: Path, requests: Sequence[Served], blocks: int, system: System |
         running = {name: served for name, served in running.items() if not served[1].is_finished()}
     copies = Copies() if worker is None else worker.worker
     return Found(1 - computed / total, steps, copies.stored, copies.loaded, time.perf_counter() - begun)
+
+
+def optimum(requests: Sequence[Served], blocks: int) -> float:
+    """Return the share that a policy with knowledge of all requests finds in one pool, one request at a time."""
+    tokens = [len(_tokens(request.blocks)) for request in requests]
+    packed = PackedTrace.of(
+        [
+            TraceRequest(
+                arrival=0.0, input_tokens=count, output_tokens=1, hash_ids=tuple(request.blocks), hash_tokens=BLOCK
+            )
+            for count, request in zip(tokens, requests, strict=True)
+        ]
+    )
+    return float(optimal_hits(packed, blocks).sum()) * BLOCK / sum(tokens)
 
 
 def _next(waiting: deque[Served], busy: set[int | None]) -> Served | None:
@@ -344,6 +389,8 @@ def main() -> None:
         "--ratios", type=float, nargs="+", default=[1, 2, 4], help="blocks of the host over the device's"
     )
     parser.add_argument("--requests", type=int, default=800, help="of each workload")
+    parser.add_argument("--layers", choices=("full", "window", "states"), default="full", help="see `groups`")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="only these")
     parser.add_argument("--part", type=int, choices=(0, 1), help="only this half of the recorded requests")
     parser.add_argument("--check", action="store_true", help="stop with an error if a goal is missed")
     options = parser.parse_args()
@@ -354,13 +401,20 @@ def main() -> None:
             requests = WORKLOADS[workload](options.requests, options.part)
             distinct, longest = len({b for r in requests for b in r.blocks}), max(len(r.blocks) for r in requests)
             blocks = max(round(distinct * DEVICE_SHARE), longest + 2 * SEATS)
-            alone = serve(model, requests, blocks, None, 0)
+            if options.layers == "window":  # vLLM stands still if two long loads have no room, and the window of a step
+                blocks += longest + (STEP_TOKENS + WINDOW) // BLOCK + 1
+            alone = serve(model, options.layers, requests, blocks, None, 0)
             print(f"\n{workload}: {len(requests)} requests, {distinct} blocks, {blocks} on the device")
             print(f"{'':24}{'found':>8}{'on host':>9}{'stored':>9}{'loaded':>9}{'steps':>8}{'seconds':>9}")
             print(f"{'vLLM alone':24}{alone.share:8.3f}{'':27}{alone.steps:8}{alone.seconds:9.1f}", flush=True)
             for ratio in options.ratios:
-                for system, what in SYSTEMS.items():
-                    found = serve(model, requests, blocks, what, round(blocks * ratio))
+                if options.layers == "full":
+                    best = optimum(requests, blocks + round(blocks * ratio))
+                    figures[f"hits_{workload}_{ratio:g}x_optimum"] = best
+                    print(f"{f'host {ratio:g} x, optimum':24}{best:8.3f}{best - alone.share:9.3f}", flush=True)
+                for system in options.systems:
+                    what = SYSTEMS[system]
+                    found = serve(model, options.layers, requests, blocks, what, round(blocks * ratio))
                     print(
                         f"{f'host {ratio:g} x, {system}':24}{found.share:8.3f}{found.share - alone.share:9.3f}"
                         f"{found.stored:9}{found.loaded:9}{found.steps:8}{found.seconds:9.1f}",
@@ -369,6 +423,8 @@ def main() -> None:
                     figures[f"hits_{workload}_{ratio:g}x_{system}"] = found.share
                     assert found.loaded, f"{system} has loaded nothing"
     keep(figures)
+    if options.systems != list(SYSTEMS):
+        return
     missed = [name for name, share in figures.items() if "vllm" in name and share * GOAL - NOISE > _ours(figures, name)]
     if set(options.ratios) >= {1, 2, 4}:
         missed += _behind_with_agents(figures)

@@ -1,15 +1,20 @@
 """Random requests through vLLM's scheduler and `BlockyardKVConnector`, both sides, over bytes that tell what they hold.
 
-connector_machine.py SEED STEPS IN_FLIGHT [FAULT]      FAULT is one of `FAULTS`
+connector_machine.py LAYERS SEED STEPS IN_FLIGHT [FAULT]      FAULT is one of `FAULTS`
+
+LAYERS is `full`, `kept` (the same, and the host keeps all that is computed), `window` (full attention, and a window of
+40 tokens) or `states` (full attention, and two groups of recurrent states); a block belongs to one group at a time, and
+all groups use the same memory.
 
 With IN_FLIGHT 2, vLLM's asynchronous scheduler plans a step before the last one has ended. The seed says how many
 workers there are, how many tokens are drafted, how the workers see the cache, and whether all loads fail. A token's
-bytes are a hash of all tokens up to it, of the weights and of the worker. Each step checks the bytes of all tokens that
-its requests build on, as attention reads them. Copies take random times. With FAULT, one rule is broken, and the bytes
-must show it. Prints counts as JSON.
+bytes are a hash of all tokens up to it, of the weights, the group and the worker. Each step checks the bytes of all
+tokens that its requests build on, as the layers of each group read them. Copies take random times. With FAULT, one rule
+is broken, and the bytes must show it. Prints counts as JSON.
 """
 
 import json
+import os
 import random
 import sys
 import tempfile
@@ -18,6 +23,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # with it, a host of a model with states is not exclusive
 
 import numpy as np
 import torch
@@ -47,6 +54,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
@@ -55,11 +64,12 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from blockyard.integrations.vllm import worker
+from blockyard.integrations.vllm import manager, worker
 from blockyard.integrations.vllm.exclusive_host import sides
 
 BLOCK, PAGE, MAX_LEN = 16, 128, 1 << 12
-BLOCKS, CHUNKS, STEP_TOKENS, SEATS = 48, 40, 64, 4
+CHUNKS, STEP_TOKENS, SEATS, WINDOW = 40, 64, 4, 40
+BLOCKS = {"full": 48, "kept": 48, "window": 80, "states": 68}
 PIN = KvHintsEnvelope("0.1", "1", [KvHintAction("1", "blockyard.pin", "1", {"seconds": 0.05})])
 
 
@@ -71,7 +81,7 @@ class Row:
         tokens: the request's, shared by all its rows; grows as steps run.
         begins: tokens computed before, if all drafts are accepted.
         count: tokens to compute.
-        ids: of its blocks.
+        ids: of its blocks, by group.
         drafts: tokens to verify.
     """
 
@@ -79,7 +89,7 @@ class Row:
     tokens: list[int]
     begins: int
     count: int
-    ids: list[int]
+    ids: list[list[int]]
     drafts: list[int]
 
 
@@ -88,13 +98,14 @@ class Worker:
 
     def __init__(self, world: "World", rank: int, side: Any) -> None:
         self.world, self.rank, self.side = world, rank, side
-        self.memory = torch.zeros((BLOCKS, BLOCK), dtype=torch.int64)
-        one = CanonicalKVCaches([CanonicalKVCacheTensor(self.memory, PAGE)], [[CanonicalKVCacheRef(0, PAGE)]])
-        side.connector_worker._init_worker(one)
+        self.memory = torch.zeros((BLOCKS[world.layers], BLOCK), dtype=torch.int64)
+        refs = [[CanonicalKVCacheRef(0, PAGE)] for _ in world.specs]
+        side.connector_worker._init_worker(CanonicalKVCaches([CanonicalKVCacheTensor(self.memory, PAGE)], refs))
         copies = side.connector_worker.worker
-        (group,) = copies._groups
-        load = self._late(group.load, fails=world.no_load_ends_well)
-        copies._groups = [worker._GroupCopies(self._late(group.store), load)]
+        copies._groups = [
+            worker._GroupCopies(self._late(group.store), self._late(group.load, fails=world.no_load_ends_well))
+            for group in copies._groups
+        ]
 
     def _late(self, copy: Any, *, fails: bool = False) -> Any:
         chance, counts = random.Random(self.world.chance.random()), self.world.counts
@@ -113,6 +124,8 @@ class Worker:
         side, loads_first = self.side, self.world.chance.random() < 0.5
         side.handle_preemptions(meta)
         side.bind_connector_metadata(meta)
+        for block in step.new_block_ids_to_zero or ():
+            self.memory[block] = 0
         if loads_first:
             side.start_load_kv(None)
         for row in rows:
@@ -120,29 +133,39 @@ class Worker:
         if not loads_first:
             side.start_load_kv(None)
         side.wait_for_save()
-        sent, loaded = side.get_finished(step.finished_req_ids)
+        ended = side.get_transfer_results(step.finished_req_ids)
         output = KVConnectorOutput(
-            finished_sending=sent,
-            finished_recving=loaded,
-            invalid_block_ids=side.get_block_ids_with_load_errors(),
+            finished_sending=ended.finished_sending,
+            finished_recving=ended.finished_recving,
+            failed_recving=ended.failed_recving,
             kv_connector_worker_meta=side.build_connector_worker_meta(),
         )
         side.clear_connector_metadata()
         return output
 
     def _compute(self, row: Row) -> None:
-        """Check the bytes of all tokens before the step's, and write the step's."""
+        """Check the bytes that the step's tokens build on, and write theirs."""
         begins = min(row.begins, len(row.tokens) - 1)
-        right = self._bytes((row.tokens + row.drafts)[: begins + row.count])
-        held = self.memory[torch.tensor(row.ids)].flatten()
-        if not np.array_equal(held[:begins].numpy(), right[:begins]):
-            raise AssertionError(f"request {row.name} reads wrong bytes")
-        for place in range(begins, begins + row.count):
-            self.memory[row.ids[place // BLOCK], place % BLOCK] = int(right[place])
+        for group, (spec, ids) in enumerate(zip(self.world.specs, row.ids, strict=True)):
+            right = self._bytes(group, (row.tokens + row.drafts)[: begins + row.count])
+            if isinstance(spec, MambaSpec):
+                self._check(row, [int(self.memory[ids[(begins - 1) // BLOCK], -1])][:begins], right[:begins][-1:])
+                self.memory[ids[(begins + row.count - 1) // BLOCK]] = int(right[-1])
+                continue
+            seen = max(0, begins - WINDOW + 1) if isinstance(spec, SlidingWindowSpec) else 0
+            held = self.memory[torch.tensor(ids)].flatten()
+            self._check(row, held[seen:begins].numpy(), right[seen:begins])
+            for place in range(begins, begins + row.count):
+                self.memory[ids[place // BLOCK], place % BLOCK] = int(right[place])
         self.world.counts["tokens read"] += begins
 
-    def _bytes(self, tokens: list[int]) -> Any:
-        found, value = np.empty(len(tokens), np.int64), 7 + self.world.weights + (self.rank << 20)
+    @staticmethod
+    def _check(row: Row, held: Any, right: Any) -> None:
+        if not np.array_equal(held, right):
+            raise AssertionError(f"request {row.name} reads wrong bytes")
+
+    def _bytes(self, group: int, tokens: list[int]) -> Any:
+        found, value = np.empty(len(tokens), np.int64), 7 + self.world.weights + (self.rank << 20) + (group << 30)
         for place, token in enumerate(tokens):
             value = (value * 1_000_003 + token + 1) % (1 << 61)
             found[place] = value
@@ -152,10 +175,13 @@ class Worker:
 class World:
     """An engine without a model."""
 
-    def __init__(self, seed: int, folder: Path, in_flight: int) -> None:
+    def __init__(self, layers: str, seed: int, folder: Path, in_flight: int) -> None:
         self.chance = random.Random(seed)
+        self.layers, self.specs = layers, _specs(layers)
         self.weights, self.counts = 0, Counter[str]()
         self.in_flight, num_workers, self.drafts = in_flight, 1 + seed // 2 % 2, 3 * (seed % 2)
+        if layers == "states":
+            self.drafts = 0  # states after drafts that are refused are vLLM's worker's business
         self.no_load_ends_well = seed % 8 == 7
         self.requests: dict[str, Any] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -170,6 +196,7 @@ class World:
         self.scheduler = scheduler(config, planned, StructuredOutputManager(config), block_size=BLOCK)
         self.order = self.scheduler.connector.connector_scheduler
         self.order.config = self.order.config._replace(num_workers=num_workers)
+        self.counts["is exclusive"] = isinstance(self.order, sides.ExclusiveScheduler)
         self.together = KVOutputAggregator(num_workers)
         self.workers = [
             Worker(self, rank, KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches))
@@ -189,13 +216,20 @@ class World:
             scheduler_config=SchedulerConfig(
                 **limits, enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=False
             ),
-            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            cache_config=CacheConfig(
+                block_size=BLOCK,
+                enable_prefix_caching=True,
+                mamba_cache_mode="align" if self.layers == "states" else "none",
+            ),
             kv_transfer_config=KVTransferConfig(
                 kv_connector="BlockyardKVConnector",
                 kv_connector_module_path="blockyard.integrations.vllm",
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
-                kv_connector_extra_config={"host_bytes": CHUNKS * PAGE},
+                kv_connector_extra_config={
+                    "host_bytes": CHUNKS * PAGE,
+                    **({"policy": "lru"} if self.layers == "kept" else {}),
+                },
             ),
             device_config=DeviceConfig("cpu"),
         )
@@ -204,19 +238,21 @@ class World:
             config.speculative_config = SpeculativeConfig(
                 method="ngram", num_speculative_tokens=self.drafts, prompt_lookup_max=3, prompt_lookup_min=2
             )
-        config.cache_config.num_gpu_blocks = BLOCKS
+        config.cache_config.num_gpu_blocks = BLOCKS[self.layers]
         return config
 
-    @staticmethod
-    def _caches(*, is_wrapped: bool) -> KVCacheConfig:
+    def _caches(self, *, is_wrapped: bool) -> KVCacheConfig:
         """Return the cache as workers see it: layers of different specs come as one wrapped spec."""
-        spec: Any = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        assert spec.page_size_bytes == PAGE
-        if is_wrapped:
-            spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={"layer": spec})
-        tensor = KVCacheTensor(PAGE * BLOCKS, ["layer"], PAGE * BLOCKS, PAGE)
-        groups = [KVCacheGroupSpec(["layer"], spec)]
-        return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[tensor], kv_cache_groups=groups)
+        specs, blocks = self.specs, BLOCKS[self.layers]
+        assert {spec.page_size_bytes for spec in specs} == {PAGE}
+        names = [f"layer.{group}" for group in range(len(specs))]
+        if is_wrapped and len(specs) == 1:
+            specs = [UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={names[0]: specs[0]})]
+        return KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[KVCacheTensor(PAGE * blocks, [name], PAGE * blocks, PAGE) for name in names],
+            kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)],
+        )
 
     def add(self) -> None:
         """Begin a request that shares a part of its prompt with others, or goes on where one ended."""
@@ -254,7 +290,7 @@ class World:
         else:
             raise AssertionError("the requests do not end")
         pool = self.scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == BLOCKS - 1, "a block is lost"
+        assert pool.get_num_free_blocks() == BLOCKS[self.layers] - 1, "a block is lost"
         self.order.manager._offload.check()
 
     def _abort(self, name: str) -> None:
@@ -310,13 +346,13 @@ class World:
             self.tokens[name] = list(self.requests[name].all_token_ids)
         rows = []
         for name, count in step.num_scheduled_tokens.items():
-            (ids,) = self.scheduler.kv_cache_manager.get_blocks(name).get_block_ids()
+            ids = self.scheduler.kv_cache_manager.get_blocks(name).get_block_ids()
             begins = self.requests[name].num_computed_tokens - count
             drafts = [
                 self.chance.randrange(100) if draft < 0 else draft
                 for draft in step.scheduled_spec_decode_tokens.get(name, ())
             ]
-            rows.append(Row(name, self.tokens[name], begins, count, list(ids), drafts))
+            rows.append(Row(name, self.tokens[name], begins, count, [list(group) for group in ids], drafts))
         self.planned.append((step, meta, rows))
 
     def _run_planned(self) -> None:
@@ -327,7 +363,7 @@ class World:
                 stores = dict(meta.store_jobs)  # each worker has its own copy
                 parts.append(each.run(step, meta, rows))
                 meta.store_jobs = stores
-            self.counts["bad blocks"] += sum(len(part.invalid_block_ids) for part in parts)
+            self.counts["failed loads"] += sum(len(part.failed_recving) for part in parts)
             names = [row.name for row in rows]
             sampled = [self._sample(row) for row in rows]
             places = {name: place for place, name in enumerate(names)}
@@ -346,6 +382,18 @@ class World:
         found = [*row.drafts[: self.chance.randrange(len(row.drafts) + 1)], self.chance.randrange(100)]
         row.tokens += found
         return found
+
+
+def _specs(layers: str) -> list[Any]:
+    heads: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    state: Any = MambaSpec(block_size=BLOCK, shapes=((PAGE // 4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+    more = {
+        "full": [],
+        "kept": [],
+        "window": [SlidingWindowSpec(**heads, sliding_window=WINDOW)],
+        "states": [state, state],
+    }
+    return [FullAttentionSpec(**heads), *more[layers]]
 
 
 def loads_do_not_wait(patch: Any) -> None:
@@ -372,13 +420,13 @@ def nothing_is_flushed(patch: Any) -> None:
 
 def stores_begin_late(patch: Any) -> None:
     def deferred(self: Any, metadata: Any) -> None:
-        self._is_exclusive = True
         sides.OffloadingConnectorWorker.handle_preemptions(self, metadata)
 
     patch(sides.ExclusiveWorker, "handle_preemptions", deferred)
 
 
 def failed_stores_count(patch: Any) -> None:
+    patch(manager.BlockyardManager, "spoil", lambda self, keys: None)
     end = sides.ExclusiveScheduler._end_store
     patch(
         sides.ExclusiveScheduler,
@@ -391,7 +439,7 @@ FAULTS = {
     "loads do not wait for stores": loads_do_not_wait,
     "computation does not wait for stores": nothing_is_flushed,
     "stores begin with the next step": stores_begin_late,
-    "failed loads count": lambda patch: patch(sides.ExclusiveWorker, "take_bad_blocks", lambda self: set()),
+    "failed loads count": lambda patch: patch(sides.ExclusiveWorker, "take_failed_requests", lambda self: set()),
     "failed stores count": failed_stores_count,
     "a reset forgets nothing": lambda patch: patch(sides.ExclusiveScheduler, "reset_cache", lambda self: None),
 }
@@ -399,11 +447,11 @@ FAULTS = {
 
 
 def main() -> None:
-    seed, steps, in_flight, fault = *map(int, sys.argv[1:4]), " ".join(sys.argv[4:])
+    layers, (seed, steps, in_flight), fault = sys.argv[1], map(int, sys.argv[2:5]), " ".join(sys.argv[5:])
     if fault:
         FAULTS[fault](setattr)
     with tempfile.TemporaryDirectory() as folder:
-        world = World(seed, Path(folder), in_flight)
+        world = World(layers, seed, Path(folder), in_flight)
         world.run(steps)
         for each in world.workers:
             each.side.shutdown()

@@ -1,4 +1,4 @@
-"""Serves a tiny seeded Llama with vLLM on a CPU, and prints tokens and counters as JSON; run by `vllm_engine.py`.
+"""Serves a tiny seeded model with vLLM on a CPU, and prints tokens and counters as JSON; run by `vllm_engine.py`.
 
 serve_vllm.py MODEL_FOLDER '{"extra": {...}, "sabotage": "", "rounds": 2, "faults": ["", "lose"]}'
 serve_vllm.py MODEL_FOLDER '{"extra": {...}, "asked": true, "processes": true, "engine": {...}, "model": {...}}'
@@ -7,7 +7,7 @@ vLLM runs in this process, which faults and sabotage need; with processes, in th
 With faults, each round begins with empty caches of device and host, and with an external store that fails in that way.
 When asked, it reads a round from each line of standard input, a JSON object such as {"prompts": 1, "clear": "host"},
 and prints a result for each. "connector" has other arguments for vLLM's choice of one; "engine" and "model" change its
-arguments and the model's shape.
+arguments and the configuration of the model, by default a Llama.
 """
 
 import json
@@ -27,11 +27,11 @@ os.environ |= {
 BLOCK = 32  # tokens
 
 
-def model(folder: str, shape: dict[str, int]) -> None:
+def model(folder: str, shape: dict[str, Any]) -> None:
     if os.path.exists(os.path.join(folder, "config.json")):  # noqa: PTH110, PTH118 (nothing else is imported yet)
         return
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
     tiny = {
@@ -43,7 +43,8 @@ def model(folder: str, shape: dict[str, int]) -> None:
         "num_key_value_heads": 2,
         "max_position_embeddings": 2048,
     }
-    LlamaForCausalLM(LlamaConfig(**{**tiny, **shape})).to(torch.float32).save_pretrained(folder)
+    config = AutoConfig.for_model(**{"model_type": "llama", **tiny, **shape})
+    AutoModelForCausalLM.from_config(config).to(torch.float32).save_pretrained(folder)
 
 
 def sabotage(what: str) -> None:

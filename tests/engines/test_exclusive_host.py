@@ -18,12 +18,20 @@ pytestmark = [
 
 LOADED, STORED = "vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes"
 FAULTS = [
-    "loads do not wait for stores",
-    "computation does not wait for stores",
-    "stores begin with the next step",
-    "failed loads count",
-    "failed stores count",
-    "a reset forgets nothing",
+    ("full", "loads do not wait for stores"),
+    ("full", "computation does not wait for stores"),
+    ("full", "stores begin with the next step"),
+    ("full", "failed loads count"),
+    ("full", "failed stores count"),
+    ("full", "a reset forgets nothing"),
+    ("kept", "failed loads count"),
+    ("kept", "failed stores count"),
+    ("window", "computation does not wait for stores"),
+    ("window", "failed loads count"),
+    ("window", "failed stores count"),
+    ("states", "stores begin with the next step"),
+    ("states", "failed loads count"),
+    ("states", "failed stores count"),
 ]
 
 
@@ -59,6 +67,17 @@ def test_without_prefix_caching_the_host_keeps_what_is_computed(folder: Path, al
     assert found["counters"][LOADED] > 0
 
 
+def test_tokens_of_a_model_with_windows_are_those_of_vllm_alone(tmp_path: Path):
+    shape = {"model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
+    shape["layer_types"] = ["sliding_attention", "full_attention"]
+    options: dict[str, Any] = {"model": shape, "engine": {"num_gpu_blocks_override": 40}}
+    alone = serve(tmp_path, **options)
+    found = serve(tmp_path, extra={"host_bytes": "16MiB"}, connector=CONNECTOR, **options)
+    assert found["tokens"] == alone["tokens"]
+    assert found["counters"][LOADED] > 0
+    assert found["cached"] > alone["cached"]
+
+
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
     command = [PYTHON, str(HERE / "connector_machine.py"), *map(str, arguments)]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=1800, env=environment())
@@ -66,16 +85,20 @@ def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 7])
-def test_no_request_reads_wrong_bytes(seed: int, in_flight: int):
-    finished = run(seed, 1500, in_flight)
+@pytest.mark.parametrize("layers", ["full", "kept", "window", "states"])
+def test_no_request_reads_wrong_bytes(layers: str, seed: int, in_flight: int):
+    finished = run(layers, seed, 1500, in_flight)
     assert finished.returncode == 0, finished.stderr[-4000:]
     counts = json.loads(finished.stdout.rpartition("RESULT ")[2])
-    assert min(counts[what] for what in ("loads", "stores", "flushed", "aborts", "resets")) > 0
+    assert counts["is exclusive"] == (layers != "kept")
+    assert min(counts[what] for what in ("loads", "stores", "flushed", "aborts")) > 0
+    if layers == "full" or in_flight == 1:  # else some request may wait for its load whenever vLLM is to reset
+        assert counts["resets"] > 0
     assert counts["copies"] >= 97  # so some have failed
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_without_one_of_the_rules_bytes_are_wrong(fault: str):
-    finished = run(7 if fault == "failed loads count" else 2, 6000, 1, fault)  # with 7 all loads fail
+@pytest.mark.parametrize(("layers", "fault"), FAULTS)
+def test_without_one_of_the_rules_bytes_are_wrong(layers: str, fault: str):
+    finished = run(layers, 7 if fault == "failed loads count" else 2, 6000, 1, fault)  # with 7 all loads fail
     assert finished.returncode != 0
     assert "reads wrong bytes" in finished.stderr

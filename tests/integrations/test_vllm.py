@@ -265,6 +265,71 @@ def test_an_exclusive_host_evicts_copies_then_what_was_never_found_again(vllm: S
     assert not list(order)
 
 
+def test_of_windows_and_states_a_host_keeps_what_ends_where_a_request_may_go_on(vllm: SimpleNamespace):
+    def group(number: int, tokens: int, window: int | None, **more: Any) -> SimpleNamespace:
+        size = {"sliding_window_size_in_chunks": window, "load_window_size_in_chunks": lambda end: window}
+        return SimpleNamespace(
+            **{"group_idx": number, "tokens_per_block": tokens, "is_eagle_group": False, **size, **more}
+        )
+
+    def states_of(request: str) -> list[SimpleNamespace]:
+        lengths = {0: 12, 1: 6, 2: 12}
+        keys = {
+            g: [f"{request}{place}".encode() + g.to_bytes(4, "big") for place in range(n)] for g, n in lengths.items()
+        }
+        return [SimpleNamespace(offload_keys=keys[number]) for number in lengths]
+
+    points_of = import_module(f"{vllm.ours.__name__}.exclusive_host.points").Points
+    points = points_of([group(0, 4, None), group(1, 8, 1), group(2, 4, 2)], most=6)
+    states = states_of("a")
+    full, state, window = (each.offload_keys for each in states)
+    assert points.windows == [1, 2]
+    assert points.add(states, 27) == 24  # where blocks of all groups end
+    useful, others = points.sort(full + state + window)
+    assert useful == [*full, state[2], *window[4:6]]
+    assert others == [*state[:2], *state[3:], *window[:4], *window[6:]]
+    assert points.needed(states, 8, 24) == [*full[2:6], state[2], *window[4:6]]
+    assert points.needed(states, 20, 24) == [full[5], state[2], window[5]]
+    other = states_of("b")
+    points.add(other, 16)
+    points.add(other, 32)  # six keys are remembered
+    assert points.sort(state + window) == ([], state + window)
+    assert len(points.sort(other[1].offload_keys + other[2].offload_keys)[0]) == 6
+    points.keep([*full[:2], state[0]])  # where one goes on
+    assert points.sort(state)[0] == [state[0]]
+    points.clear()
+    assert points.sort(other[1].offload_keys)[0] == []
+    drafter = points_of([group(0, 4, None, is_eagle_group=True), group(2, 4, 2, is_eagle_group=True)], most=6)
+    assert drafter.needed([states[0], states[2]], 8, 24) == [*full[2:7], *window[4:7]]  # one block further
+    assert points_of([group(1, 8, None)], most=6).sort(state) == (state, [])
+
+
+def test_a_key_elsewhere_is_a_hit_while_it_can_be_brought(vllm: SimpleNamespace, context: Any):
+    manager = manager_of(vllm, 3)
+    store(manager, context, KEYS[:1])
+    manager.is_elsewhere = KEYS[1:2].__contains__
+    assert lookups(manager, context, KEYS[:3]) == "HIT HIT MISS"
+    assert manager.find_all(KEYS[:3]) == ["hit", "miss", "miss"]
+    manager.is_elsewhere = None
+    assert lookups(manager, context, KEYS[:3]) == "HIT MISS MISS"
+
+
+def test_a_store_that_some_worker_could_not_copy_fails(vllm: SimpleNamespace, context: Any):
+    manager = manager_of(vllm, 3)
+    manager.prepare_store(KEYS[:2], context)
+    manager.spoil([KEYS[0], KEYS[2]])  # only what is being stored can fail
+    manager.complete_store(KEYS[:2], context)
+    assert lookups(manager, context, KEYS[:2]) == "MISS MISS"
+    store(manager, context, KEYS[:3])
+    assert lookups(manager, context, KEYS[:3]) == "HIT HIT HIT"
+    manager.prepare_store(KEYS[3:4], context)
+    manager.spoil(KEYS[3:4])
+    manager.reset_cache()
+    manager.on_reset_flushed()
+    store(manager, context, KEYS[3:4])
+    assert lookups(manager, context, KEYS[3:4]) == "HIT"
+
+
 def test_events_say_what_was_stored_and_removed(vllm: SimpleNamespace, context: Any):
     manager = manager_of(vllm, 2)
     store(manager, context, KEYS[:2])

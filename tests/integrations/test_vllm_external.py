@@ -51,6 +51,20 @@ def test_chunks_come_back_after_a_restart_and_are_hits_only_when_they_are_there(
     assert again.load(KEYS[:6])
 
 
+def test_a_request_that_may_not_load_from_a_store_has_hits_on_the_host_alone(engine: Callable[..., Engine]):
+    first = engine()
+    first.compute(KEYS[:4])
+    first.close()
+    again = engine()
+    again.compute(KEYS[4:6])
+    barred, other = again.context(), again.context()
+    asked: list[Any] = []
+    barred.load_tier_filter = SimpleNamespace(allows=lambda medium, locality: asked.append((medium, locality)))
+    assert again.lookups([*KEYS[4:6], KEYS[0]], barred) == ["HIT", "HIT", "MISS"]
+    assert [(medium.name, locality) for medium, locality in asked] == [("STORAGE", None)]
+    assert again.lookups(KEYS[:2], other) == ["RETRY", "RETRY"]
+
+
 @pytest.mark.parametrize("url", ["file", None])
 @pytest.mark.parametrize("canonical", [False, True])
 def test_workers_with_the_same_bytes_keep_them_once(engine: Callable[..., Engine], url: str | None, canonical: bool):

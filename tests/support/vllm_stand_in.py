@@ -103,6 +103,7 @@ def records() -> Namespace:
     record = dataclasses.make_dataclass
     return {
         "OffloadKey": bytes,
+        "get_offload_group_idx": lambda key: int.from_bytes(key[-4:], "big"),
         "LookupResult": LookupResult,
         "OffloadPolicy": OffloadPolicy,
         "Medium": Medium,

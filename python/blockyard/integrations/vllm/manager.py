@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,6 +92,7 @@ class BlockyardManager(OffloadingManager):
 
     Attributes:
         region: memory that the workers share without an external store. Its name goes once all have mapped it.
+        is_elsewhere: whether a key that is missing here counts as a hit, since it can be brought here; None: none can.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class BlockyardManager(OffloadingManager):
         self._stale_storing: set[OffloadKey] = set()
         self._stale_loading: Counter[OffloadKey] = Counter()
         self._flushed_loading: set[OffloadKey] = set()
+        self._spoilt: set[OffloadKey] = set()
         # What a call ends, and whether it did: after an exception the next call counts it.
         self._ending: list[OffloadKey] = []
         self._stored: list[list[bytes]] = []
@@ -134,6 +136,7 @@ class BlockyardManager(OffloadingManager):
         self._let: list[object] = []
         self._pins = Pins(self._offload)
         self.region: SharedRegion | None = None
+        self.is_elsewhere: Callable[[OffloadKey], bool] | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -191,6 +194,8 @@ class BlockyardManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a key can be loaded, is being stored, is coming from an external store, or is missing."""
         found = self._lookup([key])[0]
+        if found == "miss" and self.is_elsewhere is not None and self.is_elsewhere(key):
+            return _HIT
         if self._external is None:
             return _RESULTS[found]
         if self._let:
@@ -265,6 +270,8 @@ class BlockyardManager(OffloadingManager):
         keys = list(keys)
         self._settle()
         self._note_flushed()
+        success = success and self._spoilt.isdisjoint(keys)
+        self._spoilt.difference_update(keys)
         failed = [] if success else [key for key in dict.fromkeys(keys) if key in self._storing]
         with self._lock:
             # The end of a prefix is useless without its head, so the head counts as used last.
@@ -281,6 +288,10 @@ class BlockyardManager(OffloadingManager):
                 order = chain.in_order(req_context)
                 self._offload.touch(order, order)
         self._pin(stored, req_context)
+
+    def spoil(self, keys: Iterable[OffloadKey]) -> None:
+        """Let the stores of keys that are being stored fail, whatever `complete_store` says."""
+        self._spoilt.update(self._storing.intersection(keys))
 
     # ---- loads ----
 
@@ -386,6 +397,7 @@ class BlockyardManager(OffloadingManager):
         self._pins.clear()
         self._stale_storing |= self._storing
         self._storing.clear()
+        self._spoilt.clear()
         self._stale_loading, self._loading = self._stale_loading + self._loading, Counter()
         if self._events is not None:
             self._events.clear()

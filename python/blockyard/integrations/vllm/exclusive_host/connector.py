@@ -8,10 +8,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.vllm.exclusive_host.sides import ExclusiveScheduler, ExclusiveWorker
+from blockyard.integrations.vllm.exclusive_host.sides import ExclusiveScheduler, ExclusiveWorker, LenientScheduler
 from blockyard.integrations.vllm.spec import BlockyardSpec
 
 __all__ = ["BlockyardKVConnector"]
@@ -19,7 +19,7 @@ __all__ = ["BlockyardKVConnector"]
 _REPLACED = ("_build_store_jobs", "_build_partial_tail_store_jobs", "_generate_job_id")
 if not all(hasattr(OffloadingConnectorScheduler, name) for name in _REPLACED):
     raise ImportError(
-        "BlockyardKVConnector needs vLLM 0.32: here the scheduler side of the offloading connector differs"
+        "BlockyardKVConnector needs vLLM 0.32 or 0.33: here the scheduler side of the offloading connector differs"
     )
 
 _SPEC: Final = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.integrations.vllm"}
@@ -28,8 +28,8 @@ _SPEC: Final = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.int
 class BlockyardKVConnector(OffloadingConnector):
     """Keeps in host memory what the device drops, so that both together hold more.
 
-    It takes the options of `BlockyardSpec`. With `policy` or `prefix_store`, without vLLM's prefix caching, and for
-    models with other than full attention or with chunks of several blocks, the host keeps all that is computed, as with
+    It takes the options of `BlockyardSpec`. With `policy` or `prefix_store`, without vLLM's prefix caching, with chunks
+    of several blocks, and for models that `_can_be_exclusive` excludes, the host keeps all that is computed, as with
     `BlockyardSpec`.
 
     Args:
@@ -48,10 +48,10 @@ class BlockyardKVConnector(OffloadingConnector):
         self._canonical_layout = config.canonical_layout
         spec = BlockyardSpec(config)
         is_cached = vllm_config.cache_config.enable_prefix_caching  # without, the pool has no keys to store
-        spec.is_exclusive = is_exclusive = is_cached and _can_be_exclusive(spec, kv_cache_config)
+        spec.is_exclusive = is_exclusive = is_cached and _can_be_exclusive(spec, vllm_config, kv_cache_config)
         self.connector_scheduler = self.connector_worker = None
         if role == KVConnectorRole.SCHEDULER:
-            scheduler = ExclusiveScheduler if is_exclusive else OffloadingConnectorScheduler
+            scheduler = ExclusiveScheduler if is_exclusive else LenientScheduler
             self.connector_scheduler = scheduler(spec, vllm_config, kv_cache_config)
         else:
             self.connector_worker = ExclusiveWorker(spec, vllm_config, kv_cache_config)
@@ -67,9 +67,12 @@ class BlockyardKVConnector(OffloadingConnector):
         if isinstance(self.connector_scheduler, ExclusiveScheduler):
             self.connector_scheduler.bind(gpu_block_pool)
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the device blocks whose loads have failed; vLLM computes them, or fails their requests."""
-        return set() if self.connector_worker is None else self.connector_worker.take_bad_blocks()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the requests whose loads have ended; vLLM computes or fails those whose loads have failed."""
+        results = super().get_transfer_results(finished_req_ids)
+        if self.connector_worker is not None:
+            results.failed_recving = self.connector_worker.take_failed_requests()
+        return results
 
 
 def _name_spec(vllm_config: Any) -> None:
@@ -80,12 +83,26 @@ def _name_spec(vllm_config: Any) -> None:
             raise InvalidArgumentError(f"{name} is {options[name]!r:.100}, but BlockyardKVConnector has {value!r}")
 
 
-def _can_be_exclusive(spec: BlockyardSpec, kv_cache_config: Any) -> bool:
+def _can_be_exclusive(spec: BlockyardSpec, vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether a host can hold what the device drops, block by block."""
     config, options = spec.config, spec.config.extra_config
     if any(options.get(name) is not None for name in ("policy", "prefix_store")) or not spec.num_chunks:
         return False
-    groups, tokens = kv_cache_config.kv_cache_groups, config.cache.tokens_per_hash
-    is_one = len(groups) == 1 and type(groups[0].kv_cache_spec) in (FullAttentionSpec, MLAAttentionSpec)
-    has_blocks = config.cache.blocks_per_chunk == 1 and config.groups[0].tokens_per_block == tokens
-    return is_one and has_blocks and config.parallel.dcp_size * config.parallel.pcp_size == 1
+    if config.parallel.dcp_size * config.parallel.pcp_size != 1 or config.cache.blocks_per_chunk != 1:
+        return False
+    # Model runner V2 clears new blocks before it tells a connector what the step needs of them.
+    if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
+        return False
+    tokens = config.cache.tokens_per_hash
+    return all(_holds_whole_blocks(group.kv_cache_spec, tokens) for group in kv_cache_config.kv_cache_groups)
+
+
+def _holds_whole_blocks(spec: Any, tokens_per_hash: int) -> bool:
+    """Whether a block of a group that has a key holds what it says for good.
+
+    A state's key may be finer than its block, and changes then; after drafts, vLLM's worker moves states on its own.
+    """
+    if type(spec) is MambaSpec:
+        is_whole = spec.mamba_cache_mode == "align" and spec.block_size == tokens_per_hash
+        return bool(is_whole and not spec.num_speculative_blocks)
+    return type(spec) in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)

@@ -7,10 +7,37 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Final
 
-__all__ = ["HostOrder"]
+__all__ = ["HostOrder", "Recent"]
 
 _AGAIN_SHARE: Final = 0.8
 """Share of the chunks up to which keys found again outlive the others."""
+
+
+class Recent:
+    """The keys that were added last.
+
+    Args:
+        most: number of keys.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """Remember keys, the first one longest."""
+        for key in reversed(keys):
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > self._most:
+            self._keys.popitem(last=False)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._keys.clear()
 
 
 class HostOrder:
@@ -23,19 +50,14 @@ class HostOrder:
 
     def __init__(self, num_chunks: int, num_blocks: int) -> None:
         self._most_again = int(num_chunks * _AGAIN_SHARE)
-        self._most_found = num_chunks + num_blocks
         self._copies: OrderedDict[bytes, None] = OrderedDict()
         self._once: OrderedDict[bytes, None] = OrderedDict()
         self._again: OrderedDict[bytes, None] = OrderedDict()
-        self._found: OrderedDict[bytes, None] = OrderedDict()
+        self._found = Recent(num_chunks + num_blocks)
 
     def find(self, keys: Sequence[bytes]) -> None:
         """Note that a request found keys, on the device or the host; the first is remembered longest."""
-        for key in reversed(keys):
-            self._found[key] = None
-            self._found.move_to_end(key)
-        while len(self._found) > self._most_found:
-            self._found.popitem(last=False)
+        self._found.add(keys)
 
     def hold(self, keys: Iterable[bytes]) -> None:
         """Put keys that only the host holds from now on last; the last key is evicted last."""

@@ -3,13 +3,17 @@
 The scheduler side stores blocks shortly before vLLM's pool gives them away, in the pool's order; loads are planned by
 vLLM's own scheduler side. Blocks that a step gives away unforeseen, to a long load for instance, are stored before they
 are written to.
+
+With several cache groups, of windows and states only those are stored where a later request may go on: `Points`. What a
+load needs and only the device has goes to the host first.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -19,15 +23,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext, get_offload_group_idx
 
 from blockyard.integrations.vllm.exclusive_host.order import HostOrder
+from blockyard.integrations.vllm.exclusive_host.points import Points
 from blockyard.integrations.vllm.manager import BlockyardManager
 
-__all__ = ["ExclusiveScheduler", "ExclusiveWorker"]
+__all__ = ["ExclusiveScheduler", "ExclusiveWorker", "LenientScheduler"]
 
 _STEPS_AHEAD: Final = 2
 """Number of steps whose blocks are stored in advance: a store ends one or two steps later."""
+_MOST_BROUGHT: Final = 2
+"""How often a request waits while blocks of the device go to the host for it."""
 
 
 @dataclass
@@ -73,27 +80,76 @@ class _RunningStore:
     is_stale: bool = False
 
 
-class ExclusiveScheduler(OffloadingConnectorScheduler):
+class LenientScheduler(OffloadingConnectorScheduler):
+    """vLLM's scheduler side, but for transfers that may fail: what they were to copy is missing from then on."""
+
+    manager: BlockyardManager
+    config: Any
+
+    def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        if getattr(self.config, "sync_load_budget_bytes", 0):  # 0.33: a load that fails within its step has no report
+            self.config = self.config._replace(sync_load_budget_bytes=0)
+        self._failed_loads: set[int] = set()  # that some worker has not ended
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Return the transfers of a step; vLLM 0.32 asserts that a request it has preempted does not load at once."""
+        loading = {self._jobs[job].req_id for job in self._current_batch_load_jobs}
+        preempted = set(scheduler_output.preempted_req_ids or ()) - loading
+        return super().build_connector_meta(replace(scheduler_output, preempted_req_ids=preempted))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Note which transfers have ended, and which of them have failed."""
+        meta = connector_output.kv_connector_worker_meta
+        jobs = meta.completed_jobs if isinstance(meta, OffloadingWorkerMetadata) else {}
+        failed = [job for job in getattr(meta, "failed", ()) if job in self._jobs]
+        for job in failed:
+            if self._jobs[job].is_store:
+                self.manager.spoil(self._jobs[job].keys)
+        loads = {job: self._jobs[job] for job in jobs if job in self._jobs and not self._jobs[job].is_store}
+        is_gone = {job: self._req_status[load.req_id].req.is_finished() for job, load in loads.items()}
+        self._failed_loads |= loads.keys() & failed
+        super().update_connector_output(connector_output)
+        for job, load in loads.items():
+            if job not in self._jobs:
+                self._end_load(job, load.keys, is_gone=is_gone[job])
+
+    def _end_load(self, job: int, keys: Collection[OffloadKey], *, is_gone: bool) -> None:
+        """End a load; what could not be loaded is missing, or its request would load, and fail, forever."""
+        if job in self._failed_loads:
+            self._failed_loads.remove(job)
+            self.manager.evict(list(keys))
+
+    def reset_cache(self) -> None:
+        """Forget all keys. vLLM's own asserts that there was a step since the last reset."""
+        flushed = set(self._current_batch_jobs_to_flush)
+        self._current_batch_jobs_to_flush.clear()
+        super().reset_cache()
+        self._current_batch_jobs_to_flush.update(flushed)
+        self._failed_loads.clear()
+
+
+class ExclusiveScheduler(LenientScheduler):
     """The scheduler side: stores what the device is about to drop, instead of what is computed.
 
     Args:
         spec: a `BlockyardSpec` with one block a chunk.
         vllm_config: for the size of a step.
-        kv_cache_config: of one group of full attention.
+        kv_cache_config: of groups of full or windowed attention, and of states.
     """
-
-    manager: BlockyardManager
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._block_tokens: int = self.config.kv_group_configs[0].tokens_per_block
-        limits = vllm_config.scheduler_config
-        self._step_blocks: int = -(-limits.max_num_batched_tokens // self._block_tokens) + limits.max_num_seqs
+        groups, limits = self.config.kv_group_configs, vllm_config.scheduler_config
+        self._step_blocks: int = self._blocks(limits.max_num_batched_tokens) + limits.max_num_seqs * len(groups)
         self._order = HostOrder(self.manager.num_chunks, kv_cache_config.num_blocks)
+        self._points = Points(groups, self.manager.num_chunks + kv_cache_config.num_blocks)
+        self._places = {group.group_idx: place for place, group in enumerate(groups)}
+        self._wanted: dict[OffloadKey, None] = {}  # of the device, by requests that wait
+        self._brought: Counter[str] = Counter()  # by request, how often it has waited so
         self._pool: Any = None
         self._running: dict[int, _RunningStore] = {}
         self._read_by: dict[int, int] = {}  # by block, the running store that reads it
-        self._failed_loads: set[int] = set()  # that some worker has not ended
         self._new: dict[int, TransferJob] = {}
         # Blocks that the pool may give away next, with their keys, in its order; those looked at before.
         self._watched: dict[int, OffloadKey] = {}
@@ -111,35 +167,95 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond those on the device, and whether there are any."""
-        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
+        found, is_async = self._match(request, num_computed_tokens, max_num_new_tokens)
         if found is not None:
             self._asked = request.request_id, num_computed_tokens
             # Blocks of tokens that are on the device may leave the pool's front, too.
-            blocks = -(-(num_computed_tokens + found) // self._block_tokens)
+            blocks = self._blocks(num_computed_tokens + found)
             self._left -= blocks
             if self._left < self._step_blocks:
                 self._watched.update(self._front(blocks + _STEPS_AHEAD * self._step_blocks))
                 self._left, self._is_stored = self._reach(blocks), False
         return found, is_async
 
+    def _match(self, request: Any, computed: int, limit: int | None) -> tuple[int | None, bool]:
+        """Look up a request; with several groups, what it needs of the device's goes to the host while it waits."""
+        name = request.request_id
+        if not self._points.windows or self._brought[name] >= _MOST_BROUGHT:
+            found, is_async = super().get_num_new_matched_tokens(request, computed, limit)
+            return found, is_async
+        self.manager.is_elsewhere = self._is_on_device
+        try:
+            found, is_async = super().get_num_new_matched_tokens(request, computed, limit)
+        finally:
+            self.manager.is_elsewhere = None
+        if found is None:
+            return None, False
+        status = self._req_status[name]
+        self._note_points(status, computed + found)
+        needed = self._points.needed(status.group_states, computed, computed + found) if found else []
+        missing = [key for key, what in zip(needed, self.manager.find_all(needed), strict=True) if what == "miss"]
+        if not missing:
+            return found, is_async
+        self._brought[name] += 1
+        self._points.keep(needed)
+        self._order.hold(self._held(needed))
+        self._wanted.update(dict.fromkeys(missing))
+        return None, False
+
+    def _note_points(self, status: Any, found: int) -> None:
+        """Note where later requests may go on: at a prompt's end, and where what others computed ends."""
+        request = status.req
+        self._points.add(status.group_states, request.num_prompt_tokens - 1)
+        full = self._full_attention_groups
+        if not full:
+            return
+        keys, tokens = status.group_states[full[0]].offload_keys, self.config.kv_group_configs[full[0]].tokens_per_block
+        known = zip(keys, self.manager.find_all(keys), strict=True)
+        junction = tokens * sum(1 for _ in takewhile(lambda it: it[1] != "miss" or self._is_on_device(it[0]), known))
+        junction = min(junction, request.num_tokens - 1)
+        if junction > found:
+            end = self._points.add(status.group_states, junction)
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, end)  # vLLM then makes a state there
+
+    def _is_on_device(self, key: OffloadKey) -> bool:
+        return self._pool.cached_block_hash_to_block.get_one_block(key) is not None
+
+    def _held(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Return those of some keys that the host holds; the last is evicted first."""
+        return [key for key, what in zip(keys, self.manager.find_all(keys), strict=True) if what == "hit"][::-1]
+
+    def _blocks(self, tokens: int) -> int:
+        """Return how many blocks tokens take, at most."""
+        return sum(-(-tokens // group.tokens_per_block) for group in self.config.kv_group_configs)
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan a load into a request's blocks, and before it the stores of what they held."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self._store_given([block.block_id for block in blocks.blocks[0]])
+        self._store_given([block.block_id for group in blocks.blocks for block in group if not block.is_null])
         asked, self._asked = self._asked, None
         if asked is not None and asked[0] == request.request_id and not request.num_preemptions:
-            found = (asked[1] + num_external_tokens) // self._block_tokens
-            self._order.find(self._req_status[request.request_id].group_states[0].offload_keys[:found])
+            states = self._req_status[request.request_id].group_states
+            self._order.find(self._points.needed(states, 0, asked[1] + num_external_tokens))
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Note that a later request may go on where this one ends."""
+        found: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
+        self._brought.pop(request.request_id, None)
+        if (status := self._req_status.get(request.request_id)) is not None:
+            self._points.add(status.group_states, request.num_tokens - 1)
+        return found
 
     # ---- stores ----
 
     def _build_partial_tail_store_jobs(self, _scheduler_output: Any) -> dict[int, TransferJob]:
         return {}
 
-    def _build_store_jobs(self, _scheduler_output: Any) -> dict[int, TransferJob]:
+    def _build_store_jobs(self, scheduler_output: Any) -> dict[int, TransferJob]:
         """Store what this step has given away unforeseen, and what the next steps will give away."""
         given = self._current_batch_allocated_block_ids
         self._store_given(self._watched.keys() & given)
+        self._bring(scheduler_output)
         loaded = [job.dst_spec.block_ids.tolist() for job in self._current_batch_load_jobs.values()]
         computed = (self._read_by.keys() & given).difference(*loaded)  # the worker orders loads itself
         self._current_batch_jobs_to_flush.update(self._read_by[at] for at in computed)
@@ -151,6 +267,25 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
             self._store([(key, at) for at, key in front.items() if before.get(at) != key])
         jobs, self._new = self._new, {}
         return jobs
+
+    def _bring(self, scheduler_output: Any) -> None:
+        """Store what requests wait for, but not what this step is only going to compute: they ask again."""
+        wanted, self._wanted = self._wanted, {}
+        computed = self._computed_by(scheduler_output) if wanted else set()
+        blocks = [(key, self._pool.cached_block_hash_to_block.get_one_block(key)) for key in wanted]
+        here = [(key, block.block_id) for key, block in blocks if block is not None and key not in computed]
+        self._store(here[::-1])
+
+    def _computed_by(self, scheduler_output: Any) -> set[OffloadKey]:
+        """Return the keys of the blocks that a step computes: vLLM's pool names them before."""
+        computed: set[OffloadKey] = set()
+        for name, count in scheduler_output.num_scheduled_tokens.items():
+            status = self._req_status[name]
+            begin = status.req.num_computed_tokens
+            for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
+                tokens = group.tokens_per_block
+                computed.update(state.offload_keys[begin // tokens : -(-(begin + count) // tokens)])
+        return computed
 
     def _reach(self, behind: int) -> int:
         """Return how many free blocks a look at the pool's front covers; what is freed later is not among them."""
@@ -170,23 +305,37 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
             self._store([(watched.pop(at), at) for at in list(watched) if at in given])
 
     def _store(self, blocks: list[tuple[OffloadKey, int]]) -> None:
-        """Store blocks whose keys the host lacks; if it has too little room, those that the pool gives away last."""
+        """Store blocks whose keys the host lacks; if it has too little room, those that the pool gives away last.
+
+        What is not at a point gets chunks that would be empty.
+        """
         found = self.manager.find_all([key for key, _ in blocks])
-        self._order.hold(key for (key, _), what in zip(blocks, found, strict=True) if what == "hit")
+        self._hold([key for (key, _), what in zip(blocks, found, strict=True) if what == "hit"])
         new = {key: at for (key, at), what in zip(blocks, found, strict=True) if what == "miss"}
-        keys = list(new)[max(0, len(new) - self._make_room(len(new))) :]
+        useful, others = self._points.sort(new)
+        useful = useful[max(0, len(useful) - self._make_room(len(useful))) :]
+        others = others[: max(0, self.manager.num_empty - len(useful))]
+        keys = sorted(useful + others, key=self._place)
         context = ReqContext(req_id="")
         output = self.manager.prepare_store(keys, context) if keys else None
         if output is None or not output.keys_to_store:
             return
         for key in output.evicted_keys:
             self._order.drop(key)
-        keys, job = list(output.keys_to_store), self._generate_job_id()
-        ids = [new[key] for key in keys]
-        self._running[job] = _RunningStore(keys, ids, self.config.num_workers, context)
+        stored, job = list(output.keys_to_store), self._generate_job_id()
+        ids = [new[key] for key in stored]
+        kept = set(stored)
+        in_order = [key for key in new if key in kept]
+        self._running[job] = _RunningStore(in_order, ids, self.config.num_workers, context)
         self._read_by.update(dict.fromkeys(ids, job))
-        source = GPULoadStoreSpec(ids, group_sizes=[len(ids)], block_indices=[0])
+        sizes = Counter(map(self._place, stored))
+        group_sizes = [sizes[place] for place in range(len(self._places))]
+        source = GPULoadStoreSpec(ids, group_sizes=group_sizes, block_indices=[0] * len(group_sizes))
         self._new[job] = TransferJob(req_id="", src_spec=source, dst_spec=output.store_spec)
+
+    def _place(self, key: OffloadKey) -> int:
+        """Return which of the groups a key is of."""
+        return self._places[get_offload_group_idx(key)]
 
     def _make_room(self, chunks: int) -> int:
         """Evict keys until `chunks` are empty, or no more can be; return how many a store can get."""
@@ -220,25 +369,15 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         failed: set[int] = getattr(meta, "failed", set())
         for job in [job for job in jobs if job in self._running]:
             self._end_store(job, jobs.pop(job), is_good=job not in failed)
-        loads = {job: (self._jobs[job].keys, self._is_gone(job)) for job in jobs if job in self._jobs}
-        self._failed_loads |= failed & loads.keys()
         super().update_connector_output(connector_output)
-        for job, (keys, is_gone) in loads.items():
-            if job not in self._jobs:
-                self._end_load(job, keys, is_gone=is_gone)
-
-    def _is_gone(self, job: int) -> bool:
-        """Whether the request of a load has finished: the device drops what is loaded."""
-        return bool(self._req_status[self._jobs[job].req_id].req.is_finished())
 
     def _end_load(self, job: int, keys: Collection[OffloadKey], *, is_gone: bool) -> None:
-        if job in self._failed_loads:  # or the request would load, and fail, forever
-            self._failed_loads.remove(job)
+        if job in self._failed_loads:
             for key in keys:
                 self._order.drop(key)
-            self.manager.evict(list(keys))
-        elif not is_gone:
+        elif not is_gone:  # else the device drops what is loaded
             self._order.copy(keys)
+        super()._end_load(job, keys, is_gone=is_gone)
 
     def _end_store(self, job: int, workers: int, *, is_good: bool) -> None:
         store = self._running[job]
@@ -253,43 +392,46 @@ class ExclusiveScheduler(OffloadingConnectorScheduler):
         if not store.is_stale:
             self.manager.complete_store(store.keys, store.context, store.is_good)
             if store.is_good:
-                self._order.hold(store.keys)
+                self._hold(store.keys)
+
+    def _hold(self, keys: Collection[OffloadKey]) -> None:
+        """Note that only the host holds keys; what is not at a point is evicted first."""
+        useful, others = self._points.sort(keys)
+        self._order.copy(others)
+        self._order.hold(useful)
 
     def reset_cache(self) -> None:
         """Forget all keys."""
-        flushed = set(self._current_batch_jobs_to_flush)  # by a reset before
-        self._current_batch_jobs_to_flush.clear()
         super().reset_cache()
-        self._current_batch_jobs_to_flush.update(flushed, self._running)
+        self._current_batch_jobs_to_flush.update(self._running)
         for store in self._running.values():
             store.is_stale = True
-        self._failed_loads.clear()
         self._order.clear()
+        self._points.clear()
+        self._wanted.clear()
+        self._brought.clear()
         self._watched, self._looked_at, self._left = {}, {}, 0
 
 
 class ExclusiveWorker(OffloadingConnectorWorker):
-    """The worker side: submits stores as their step begins, and reports failures.
+    """The worker side: reports failures, and submits an exclusive host's stores as their step begins.
 
-    The scheduler side decides whether the host is exclusive, since a worker may see other specs of the layers: with
-    another scheduler side this is vLLM's worker.
+    The scheduler side decides whether the host is exclusive, since a worker may see other specs of the layers.
     """
 
     def __init__(self, spec: Any, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._connector_worker_meta = ExclusiveWorkerMetadata()
-        self._written: dict[int, list[int]] = {}  # device blocks by load
-        self._bad_blocks: set[int] = set()
-        self._is_exclusive = False
+        self._failed_requests: set[str] = set()
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Submit the stores before the step's computation and loads write to their blocks, and wait for some."""
-        self._is_exclusive = isinstance(kv_connector_metadata, ExclusiveMetadata)
+        is_exclusive = isinstance(kv_connector_metadata, ExclusiveMetadata)
         stores = kv_connector_metadata.store_jobs
-        if self._is_exclusive and kv_connector_metadata.jobs_to_flush:
+        if is_exclusive and kv_connector_metadata.jobs_to_flush:
             # After a reset, a store may write to a chunk that a load from before it still reads.
             self.worker.wait(kv_connector_metadata.jobs_to_flush)
-        for job in list(stores) if self._is_exclusive else ():
+        for job in list(stores) if is_exclusive else ():
             entry = stores.pop(job)
             if self._is_store_writer:
                 self.worker.submit_store(job, entry.src_spec, entry.dst_spec)
@@ -297,30 +439,20 @@ class ExclusiveWorker(OffloadingConnectorWorker):
                 self._connector_worker_meta.mark_completed(job)
         super().handle_preemptions(kv_connector_metadata)
 
-    def start_kv_transfers(self, metadata: Any) -> None:
-        """Submit the step's loads."""
-        if self._is_exclusive:
-            self._written.update({job: list(entry.dst_spec.block_ids) for job, entry in metadata.load_jobs.items()})
-        super().start_kv_transfers(metadata)
-
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return no request whose stores, and the requests whose loads have ended."""
-        if not self._is_exclusive:
-            sent, loaded = super().get_finished(finished_req_ids)
-            return sent, loaded
         meta, loaded = self._connector_worker_meta, set()
         for result in self.worker.get_finished():
             job, request = result.job_id, self._load_jobs.pop(result.job_id, None)
-            written = self._written.pop(job, [])
             if result.success:
                 stats = meta.transfer_stats.store if request is None else meta.transfer_stats.load
                 stats.record(result.transfer_size, result.transfer_time)
             else:
                 meta.failed.add(job)
-                self._bad_blocks.update(written)
             meta.mark_completed(job)
             if request is not None:
                 loaded.add(request)
+                self._failed_requests |= set() if result.success else {request}
         return set(), loaded
 
     def build_connector_worker_meta(self) -> Any:
@@ -330,7 +462,7 @@ class ExclusiveWorker(OffloadingConnectorWorker):
             self._connector_worker_meta = ExclusiveWorkerMetadata()
         return meta
 
-    def take_bad_blocks(self) -> set[int]:
-        """Return the device blocks whose loads have failed since the last call."""
-        bad, self._bad_blocks = self._bad_blocks, set()
-        return bad
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests whose loads have failed since the last call."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
