@@ -221,7 +221,12 @@ class CacheGroup:
     ]: ...
     @property
     def window(self) -> int | None: ...
-    def with_blocks(self, *, tokens: int | None = None, bytes: int | None = None) -> CacheGroup: ...  # noqa: A002
+    def with_blocks(
+        self,
+        *,
+        tokens: int | None = None,
+        bytes: int | None = None,  # noqa: A002 (Python's name for such an argument)
+    ) -> CacheGroup: ...
     @property
     def block_tokens(self) -> int | None: ...
     @property
