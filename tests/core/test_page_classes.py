@@ -168,3 +168,18 @@ def test_groups_pairs_and_arenas_show_and_pickle_their_classes() -> None:
     assert repr(arena) == "Arena(device_bytes=10, host_bytes=0, external_bytes=0, extent_bytes=5)"
     with pytest.raises(InvalidArgumentError, match="page_class is 4, must be below 4"):
         Pairs("device", "host", [(1, 2)], 4)
+
+
+def test_a_tier_without_blocks_refuses_rows_whose_tables_are_all_null() -> None:
+    chunk = CacheGroup.chunked_attention(6).with_blocks(bytes=16)
+    window = CacheGroup.sliding_window(1).with_blocks(bytes=160)
+    arena = Arena(device_bytes=5000, external_bytes=20000)
+    manager = BlockManager(block_size=4, groups=[chunk, window], arena=arena, prefix_caching=True, watermark=0)
+    sequence = manager.allocate(list(range(12)), chunk_tokens=16)
+    manager.complete(manager.take_decision().ticket)
+    manager.mark_computed([sequence])
+    manager.complete(manager.take_decision().ticket)
+    assert not any(manager.block_table(sequence, group).any() for group in range(2))
+    with pytest.raises(OutOfBlocksError, match="host blocks"):
+        manager.swap_out([sequence])
+    manager.check()
