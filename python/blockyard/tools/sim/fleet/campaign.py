@@ -51,7 +51,7 @@ class Campaign:
         options = self.options
         return (
             f"blockyard simulate --store {options.store_of(self.failure.seed)} "
-            f"--work {options.work_of(self.failure.seed)} --engines {options.engines} "
+            f"--work {options.work_of(self.failure.seed)} --model {options.model} --engines {options.engines} "
             f"--seconds {options.seconds:g} --seed {self.failure.seed} "
             f"--replay {shlex.quote(faults)}"
         )
@@ -61,6 +61,7 @@ class Campaign:
         found: dict[str, Any] = {
             "work": self.options.work,
             "store": self.options.store,
+            "model": self.options.model,
             "engines": self.options.engines,
             "seconds": self.options.seconds,
             "num_seeds": self.num_seeds,
