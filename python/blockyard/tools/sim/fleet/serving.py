@@ -175,9 +175,7 @@ class ServingEngine:
         self._lives += 1
         self.due.append(self.weights)  # tells the store which weights this process computes with
         with use_runtime(self.runtime):
-            return _Life(
-                self.loop, self.server.connect(), self._open, self._writes, self._say, self._texts.groups
-            )
+            return _Life(self.loop, self.server.connect(), self._open, self._writes, self._say, self._texts.groups)
 
     def _open(self, link: Link) -> WatchedStore:
         store = link.open(self.weights, BLOCK_SIZE * CELL_BYTES)
@@ -328,11 +326,7 @@ class ServingEngine:
         tables = step.block_tables.reshape(count, step.rows, step.block_tables.shape[-1])
         slots = step.slot_mapping.reshape(count, begins[-1])
         starts, ends = step.start.tolist(), (step.start + step.lengths).tolist()
-        digests = [
-            [texts.digests(self.weights, self._salt_of(step, row), tokens, group) for group in range(count)]
-            for row, end in enumerate(ends)
-            for tokens in [step.all_token_ids(row)[:end].tolist()]
-        ]
+        digests = [self._digests(step, row, end) for row, end in enumerate(ends)]
         parts = [(row, group) for row in range(step.rows) for group in range(count)]
         states = [part for part in parts if texts.is_state(part[1])]
         read = [
@@ -352,6 +346,11 @@ class ServingEngine:
                 read.append(_read(life, row, first, digests[row][group][first:], tables[group, row]))
         draws = [texts.next_token(digests[draw.row][0][draw.position - 1]) for draw in step.draws()]
         return read, draws
+
+    def _digests(self, step: Step, row: int, end: int) -> list[list[int]]:
+        """Return the keys of a row's tokens in each group."""
+        tokens, salt = step.all_token_ids(row)[:end].tolist(), self._salt_of(step, row)
+        return [self._texts.digests(self.weights, salt, tokens, group) for group in range(len(self._texts.groups))]
 
     def _salt_of(self, step: Step, row: int) -> bytes | None:
         owner = step.owners[int(step.seats[row])]
