@@ -50,7 +50,7 @@ _SALTS: Final = (None, b"a tenant")
 _LAYOUT: Final = KVLayout("kv_first", 1, BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="int64")
 
 
-class _Read(NamedTuple):
+class _RowRead(NamedTuple):
     """What a row reads of one cache group.
 
     Attributes:
@@ -315,7 +315,7 @@ class ServingEngine:
         if not life.requests:
             life.store.reads.clear()
 
-    def _compute(self, life: _Life, step: Step) -> tuple[list[_Read], list[int]]:
+    def _compute(self, life: _Life, step: Step) -> tuple[list[_RowRead], list[int]]:
         """Write the new tokens of all rows, and the new states.
 
         Returns:
@@ -356,7 +356,7 @@ class ServingEngine:
         owner = step.owners[int(step.seats[row])]
         return None if owner is None else owner[0].request.salt
 
-    def _check(self, step: Step, read: list[_Read]) -> None:
+    def _check(self, step: Step, read: list[_RowRead]) -> None:
         """Check what each row has read, except rows whose blocks are known to be lost."""
         for row, first, right, keys, values in read:
             if step.void is not None and step.void[row]:
@@ -467,7 +467,7 @@ class ServingEngine:
         self._log.say(self._who, text)
 
 
-def _read(life: _Life, row: int, first: int, right: list[int], table: NDArray[np.int32]) -> _Read:
+def _read(life: _Life, row: int, first: int, right: list[int], table: NDArray[np.int32]) -> _RowRead:
     at = np.arange(first, first + len(right))
     keys, values = life.cells[:, table[at // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + at % BLOCK_SIZE].tolist()
-    return _Read(row, first, right, keys, values)
+    return _RowRead(row, first, right, keys, values)

@@ -64,8 +64,8 @@ class Upkeep:
         """Sometimes resize the pool, pin a prompt, or unpin one.
 
         Args:
-            draw_prompt: returns a prompt to pin, its salt, and a function from the number of pinned tokens to the keys in
-                the blocks of the pin.
+            draw_prompt: returns a prompt to pin, its salt, and a function from the number of pinned tokens to the keys
+                in the blocks of the pin.
         """
         draw = self._chance.random()
         if draw < _RESIZES:
