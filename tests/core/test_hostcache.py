@@ -9,7 +9,7 @@ import pytest
 from managers import make_manager
 from prompts import allocate_prompts
 
-from blockyard import BlockManager, Pairs, PrefixCaching, StepDecision
+from blockyard import BlockManager, CacheGroup, Pairs, PrefixCaching, StepDecision
 from blockyard.errors import InvalidArgumentError
 from blockyard.events import export_keys
 
@@ -255,11 +255,14 @@ def test_events_tell_of_copies_what_they_told_of_the_blocks() -> None:
     assert removed.remaining.tolist() == [1, 1, 1], "the host has them all"
 
 
-def test_copies_need_host_blocks() -> None:
+@pytest.mark.parametrize(("host", "groups"), [(0, [CacheGroup.full_attention()]), (1, [CacheGroup.recurrent()])])
+def test_copies_need_host_blocks(host: int, groups: list[CacheGroup]) -> None:
     with pytest.raises(
-        InvalidArgumentError, match=r"host_blocks is 0, must be at least 1 with PrefixCaching.host=True"
+        InvalidArgumentError, match=rf"host_blocks is {host}, must be at least {host + 1} with PrefixCaching.host=True"
     ):
-        BlockManager(block_size=SIZE, device_blocks=4, prefix_caching=PrefixCaching(host=True))
+        BlockManager(
+            block_size=SIZE, device_blocks=4, host_blocks=host, groups=groups, prefix_caching=PrefixCaching(host=True)
+        )
 
 
 @pytest.mark.parametrize("caching", [False, True])

@@ -5,9 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from memory_stores import KeyedStore
+from numpy.typing import NDArray
 
 from blockyard import CacheGroup, KVCache, KVLayout, Request, Scheduler
 from blockyard.errors import InvalidArgumentError
+from blockyard.stores import ExternalStore, open_store
+from blockyard.testing.faults import FailingStore
 
 FULL, WINDOW, STATE = CacheGroup.full_attention(), CacheGroup.sliding_window(20), CacheGroup.recurrent()
 SIZE = 4
@@ -85,6 +89,37 @@ def test_a_point_of_which_a_block_is_gone_is_a_miss_and_another_one_is_loaded(mo
             assert lost not in needed(point) <= {key.tobytes() for key in search.keys[has & left]}
             points.add(point)
         assert points - {0}
+
+
+class ForgetfulStore(KeyedStore):
+    """It knows of few keys at once."""
+
+    num_slots = 1
+
+    def evict(self) -> None:
+        """Keep all blocks."""
+
+
+class PlainStore(FailingStore):
+    """It does not say what it lacks."""
+
+    lacks = ExternalStore.lacks
+
+
+@pytest.mark.parametrize("kind", ["forgetful", "plain"])
+def test_a_store_that_does_not_know_all_absent_keys_at_once_is_searched(kind: str, tmp_path: Path) -> None:
+    medium: dict[bytes, NDArray[np.uint8]] = {}
+    prompt, groups = list(range(3000)), MODELS["full window"]
+
+    def store() -> ExternalStore:
+        if kind == "forgetful":
+            return ForgetfulStore(medium, bytes_per_block=64)
+        return PlainStore(open_store(f"file://{tmp_path}?size=8MiB", bytes_per_block=64, use="prefix"))
+
+    for cached in (0, 2996):
+        options = {"device_blocks": 2000, "host_blocks": 2000, "prefix_store": store(), "prefetch_timeout_base": 60}
+        with new_cache(tmp_path, groups, **options) as cache:
+            assert serve(cache, [prompt]) == [cached]
 
 
 def test_a_model_with_points_loads_by_way_of_the_host(tmp_path: Path) -> None:

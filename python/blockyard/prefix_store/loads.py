@@ -89,6 +89,7 @@ class Load:
         landed: number of blocks loaded.
         search: what the store could complete; None unless its keys are being looked up.
         has: which of its keys the store has, bool `[n]`.
+        lacks: which of its keys the store lacks, bool `[n]`.
         point: number of blocks up to the resume point to load; None for all blocks, 0 before one is found.
         points: number of points tried.
         brought: keys of the blocks that were loaded.
@@ -116,6 +117,7 @@ class Load:
     landed: int = 0
     search: StoreSearch | None = None
     has: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    lacks: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     point: int | None = None
     points: int = 0
     brought: set[bytes] = field(default_factory=set)
@@ -312,10 +314,12 @@ class Loads:
         """Choose the resume point to load, once the store has looked up what it does not know yet."""
         if load.search is None:
             load.search = self._store_jobs.search(load.prompt)
-            load.has = self._store.contains(load.search.keys)
-        elif len(unknown := np.flatnonzero(~load.has)):
-            load.has[unknown] = self._store.contains(load.search.keys[unknown])
-        if not (load.has | self._store.lacks(load.search.keys)).all():
+            load.has, load.lacks = np.zeros((2, len(load.search.keys)), np.bool_)
+        # A store may forget what it has told, so answers are kept.
+        if len(unknown := np.flatnonzero(~(load.has | load.lacks))):
+            keys = load.search.keys[unknown]
+            load.has[unknown], load.lacks[unknown] = self._store.contains(keys), self._store.lacks(keys)
+        if self._store.looks_up_later and not (load.has | load.lacks).all():
             return False
         search, load.search = load.search, None
         load.point = search.deepest(load.has, max(0, self._room(load)))

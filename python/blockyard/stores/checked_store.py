@@ -96,6 +96,8 @@ class CheckedStore:
     Attributes:
         num_slots: number of slots of the store.
         max_blocks_in_flight: the store refuses further blocks; None for no limit.
+        looks_up_later: whether `contains` may return False for a key that the store has; one without a `lacks` of its
+            own cannot say so.
         num_answers: number of answers so far; while it does not change, no waiting batch has ended.
         seconds: how long batches took from submission until their end was noticed, by `"read"` and `"write"`.
 
@@ -108,6 +110,7 @@ class CheckedStore:
         check_store("store", store, bytes_per_block, use)
         limit = store.max_blocks_in_flight
         self.num_slots, self.max_blocks_in_flight = store.num_slots, None if limit is None else max(1, limit)
+        self.looks_up_later = type(store).lacks is not ExternalStore.lacks
         self._store = store
         self._runtime = runtime()
         self._process = Process("a connection to a store")

@@ -171,17 +171,20 @@ fn aligned(block_bytes: &[u64], extent: u64) -> u64 {
     extent.div_ceil(step).saturating_mul(step)
 }
 
+/// At most this many numbers of blocks, or strides, are tried for an extent.
+const MAX_TRIED: usize = 1 << 14;
+
 /// Blocks of some bytes that lie in an extent at one stride, which is aligned if extent and blocks are; 1 if these are far
-/// fewer than there is room for.
+/// fewer than there is room for, or not found soon.
 fn blocks_in(extent: u64, block: u64) -> u64 {
     let unit = if extent % ALIGNMENT == 0 && block % ALIGNMENT == 0 { ALIGNMENT } else { 1 };
     let (units, most) = (extent / unit, (extent / block.max(1)).max(1));
     let (least, narrowest) = (most - most / 4, units.div_ceil(most));
     // Look among the numbers of blocks, or among the strides, whichever are fewer.
     let found = if most < narrowest {
-        (least..=most).rev().find(|blocks| units % blocks == 0)
+        (least..=most).rev().take(MAX_TRIED).find(|blocks| units % blocks == 0)
     } else {
-        (narrowest..=units / least).find(|stride| units % stride == 0).map(|stride| units / stride)
+        (narrowest..=units / least).take(MAX_TRIED).find(|stride| units % stride == 0).map(|stride| units / stride)
     };
     found.unwrap_or(1)
 }
@@ -287,6 +290,18 @@ mod tests {
                 assert!(classes.range(classes.of(block)).contains(&block.0), "{block} of {blocks:?}");
             }
             assert!((0..classes.len()).all(|class| classes.range(class).len() == blocks[class]));
+        }
+    }
+
+    #[test]
+    fn blocks_without_a_common_measure_are_refused_or_fit_and_neither_takes_long() {
+        let odd = [2_097_152, 16, 1_031_379, 37_248, (1 << 31) - 1, (1 << 40) - 87];
+        for bytes in odd.windows(4) {
+            for arena in [3_048_944_094, 1 << 40, u64::MAX] {
+                assert!(extent_bytes(bytes, arena) >= bytes.iter().copied().max().unwrap());
+            }
+            let space = Space::Extents { bytes: (1 << 61) - 1, counts: [2, 0, 0] };
+            assert!(Shape::of_tiers(&space, bytes, true).is_err(), "2^61 - 1 is prime");
         }
     }
 

@@ -2,7 +2,7 @@
 
 use crate::convert::args::{self, Argument, shown};
 use crate::convert::errors::{invalid, to_py};
-use blockyard_core::{Eviction, Hint, MAX_EVENTS, Manager, Policies, ReuseOrder, Tier};
+use blockyard_core::{Eviction, Hint, MAX_EVENTS, Manager, Policies, ReuseOrder};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use std::fmt::Display;
@@ -91,11 +91,7 @@ impl PyPrefixCaching {
     pub(crate) fn apply(&self, manager: &mut Manager) -> PyResult<()> {
         manager.limit_pins(self.max_pinned).map_err(to_py)?;
         if self.host {
-            let blocks = manager.pool(Tier::Host).len();
-            let must = "must be at least 1 with PrefixCaching(host=True)";
-            manager
-                .keep_host_copies(self.host_copies_per_step)
-                .map_err(|_| invalid(format!("host_blocks is {blocks}, {must}")))?;
+            manager.keep_host_copies(self.host_copies_per_step).map_err(to_py)?;
         }
         if self.max_events > 0 {
             manager.record_events(self.max_events as usize).map_err(to_py)?;

@@ -197,6 +197,8 @@ impl Sequences {
             let one = PerClass::of(from.class_of(block), 1);
             held += one;
             match self.shareable(view, block, route) {
+                // A tier without blocks has no null block either: this one is more than it can give.
+                Some(_) if self.is_null(block) => new += one,
                 None => {
                     from.require_leases(block, route.reads, 1)?;
                     new += one;

@@ -467,10 +467,13 @@ impl Tiers {
     /// Starts keeping host copies of published blocks; a step copies at most `per_step` on its own.
     pub(crate) fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
         let (device, host, null) = (self.device(), self.host(), usize::from(self.null));
-        let fits = device.is_caching() && host.len() > null && host.free() + null == host.len();
+        if host.len() <= null {
+            let must = format!("at least {} with PrefixCaching(host=True)", null + 1);
+            return Err(invalid("host_blocks", host.len() as i128, must));
+        }
+        let fits = device.is_caching() && host.free() + null == host.len();
         if !fits || self.events.is_some() || self.keeps_host_copies() {
-            let must =
-                "at least 1, none in use, with prefix caching on, before events are recorded, and only once".to_owned();
+            let must = "none in use, with prefix caching on, before events are recorded, and only once".to_owned();
             return Err(invalid("host blocks of a prefix cache", host.len() as i128, must));
         }
         let [device, host, _] = &mut self.pools;
