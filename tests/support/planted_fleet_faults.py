@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blockyard.errors import StoreError
 from blockyard.executor.loop import StepLoop
 from blockyard.prefix_store import PrefixStore
+from blockyard.prefix_store import loads as prefix_loads
 from blockyard.prefix_store.loads import Loads
 from blockyard.prefix_store.writes import Writes
 from blockyard.scheduler.admission import Admission
@@ -391,6 +393,38 @@ def _given_back_in_use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Upkeep, "give_back", early)
 
 
+def _exchange_states(rows: Any, last: list[Any]) -> None:
+    """Replace each state by the one before it. A state fills its block: all keys are equal."""
+    for row in rows:
+        keys = row.view(np.int64)[:BLOCK_SIZE]
+        if keys[0] == keys[-1]:
+            state = row.copy()
+            row[:] = last.pop() if last else state
+            last.append(state)
+
+
+def _states_of_other_positions_found(patch: pytest.MonkeyPatch) -> None:
+    wait, last = batches.BatchStore.wait, list[Any]()
+
+    def give(self: Any, ticket: int, timeout: float | None = None) -> Completion:
+        done = wait(self, ticket, timeout)
+        _exchange_states(done.rows, last)
+        return done
+
+    patch.setattr(batches.BatchStore, "wait", give)
+
+
+def _states_of_other_positions_loaded(patch: pytest.MonkeyPatch) -> None:
+    rows_of, last = prefix_loads._rows_of, list[Any]()
+
+    def exchange(job: Any, keys: Any, rows: Any) -> Any:
+        found = rows_of(job, keys, rows)
+        _exchange_states(found[1], last)
+        return found
+
+    patch.setattr(prefix_loads, "_rows_of", exchange)
+
+
 _SERVING: dict[str, tuple[int, Patch]] = {
     "an empty block is given for one that is missing": (20, _empty_for_missing),
     "blocks count as loaded whose copy failed": (40, _loaded_though_failed),
@@ -403,6 +437,8 @@ _SERVING: dict[str, tuple[int, Patch]] = {
     "prompts are hashed without their salt": (20, _no_salt),
     "a failed move counts as landed": (40, _failed_moves_land),
     "memory is given back while blocks use it": (40, _given_back_in_use),
+    "a state of another position is found": (20, _states_of_other_positions_found),
+    "a state of another position is loaded": (20, _states_of_other_positions_loaded),
 }
 _REDIS: dict[str, tuple[int, Patch]] = {
     "a full server drops nothing": (40, _script("settle", b"drop_beyond(tonumber(ARGV[1]), count)", b"")),
@@ -467,6 +503,8 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
 }
 # Fleets that find these faults sooner than fleets with all kinds of failures.
 _FLEETS: dict[str, dict[str, Any]] = {
+    "a state of another position is found": {"model": "hybrid"},
+    "a state of another position is loaded": {"model": "states"},
     "the record replaced whatever is there": {"kinds": ("update", "slow", "gray")},
     "a deletion uses an epoch of a second ago": {"kinds": ("record_loss", "forget"), "store": "object"},
     "a refused put is said to be stored": {"kinds": ("full",)},

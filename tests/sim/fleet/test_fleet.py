@@ -21,6 +21,7 @@ from blockyard.tools.sim.fleet.faults import OF_CLUSTER, draw_faults
 from blockyard.tools.sim.fleet.serving import ServingEngine
 
 SEEDS = 60
+MODELS_WITH_POINTS = ("window", "states", "hybrid")
 
 
 def test_no_seed_breaks_a_promise():
@@ -37,6 +38,22 @@ def test_no_seed_over_a_cluster_breaks_a_promise():
     found = run_campaign(range(8), options)
     assert found.failure is None, found.replay_command()
     assert set(found.faults) > OF_CLUSTER
+
+
+@pytest.mark.parametrize("model", MODELS_WITH_POINTS)
+def test_no_seed_breaks_a_promise_to_a_model_with_resume_points(model: str):
+    for store, count in (("both", 4), ("cluster", 1)):
+        found = run_campaign(range(count), FleetOptions(work="serving", store=store, model=model))
+        assert found.failure is None, found.replay_command()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS_WITH_POINTS)
+@pytest.mark.parametrize("store", ["both", "cluster"])
+def test_no_seed_of_many_breaks_a_promise_to_a_model_with_resume_points(model: str, store: str):
+    options = FleetOptions(work="serving", store=store, model=model)
+    found = run_campaign(range(1000), options, jobs=len(os.sched_getaffinity(0)))
+    assert found.failure is None, found.replay_command()
 
 
 @pytest.mark.slow
@@ -132,6 +149,7 @@ def test_faults_are_read_as_they_are_printed():
         (lambda: read_faults("flood:1:2:3"), "faults has the kind 'flood', must be one of lossy"),
         (lambda: FleetOptions(engines=0), "engines is 0, must be 1 to 64"),
         (lambda: FleetOptions(seconds=0.0), "seconds is 0.0, must be over 0"),
+        (lambda: FleetOptions(model="moe"), "model is 'moe', must be one of full, window, states, hybrid"),
         (lambda: FleetOptions(kinds=("crash", "flood")), "kinds has 'flood', must be some of lossy"),
     ],
 )

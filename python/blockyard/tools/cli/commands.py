@@ -100,7 +100,12 @@ def simulate(options: argparse.Namespace) -> Result:
     faults = None if options.replay is None else sim.read_faults(options.replay)
     kinds = {"all": tuple(sim.FAULTS), "none": ()}.get(options.faults, tuple(options.faults.split(",")))
     fleet = sim.FleetOptions(
-        engines=options.engines, seconds=options.seconds, kinds=kinds, work=options.work, store=options.store
+        engines=options.engines,
+        seconds=options.seconds,
+        kinds=kinds,
+        work=options.work,
+        store=options.store,
+        model=options.model,
     )
     count = options.seeds if faults is None else 1
     with show_progress("simulate", quiet=options.quiet) as view:

@@ -262,6 +262,12 @@ def _add_simulate(commands: Any) -> None:
         help="the shared store; cluster: of Redis nodes; both: an object store for even seeds, one "
         "Redis server for odd ones, and no cluster",
     )
+    command.add_argument(
+        "--model",
+        choices=("full", "window", "states", "hybrid"),
+        default="full",
+        help="what engines serve: full attention, windows, states, or a hybrid of the three",
+    )
     command.add_argument("--engines", type=_count(1), default=3, metavar="N", help="engines that share the store")
     command.add_argument("--seed", type=_count(0), default=0, metavar="N", help="first seed")
     command.add_argument("--seeds", type=_count(1), default=100, metavar="N", help="how many seeds to run")

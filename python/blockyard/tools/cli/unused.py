@@ -52,7 +52,10 @@ _RULES: Final[dict[str, tuple[tuple[tuple[str, ...], Callable[[argparse.Namespac
         _OF_FIT,
         (("memory_utilization", "weights_gib"), lambda options: options.memory_gib is None, "without --memory-gib"),
     ),
-    "simulate": ((("seeds",), lambda options: options.replay is not None, "with --replay"),),
+    "simulate": (
+        (("seeds",), lambda options: options.replay is not None, "with --replay"),
+        (("model",), lambda options: options.work == "calls", "with --work calls"),
+    ),
 }
 """By command: options, when they have no effect, and how to say so."""
 

@@ -48,10 +48,11 @@ class Campaign:
         if self.failure is None:
             return ""
         faults = ",".join(map(str, self.failure.faults)) or "none"
-        options = self.options
+        options, work = self.options, self.options.work_of(self.failure.seed)
+        model = f" --model {options.model}" if work == "serving" else ""
         return (
             f"blockyard simulate --store {options.store_of(self.failure.seed)} "
-            f"--work {options.work_of(self.failure.seed)} --engines {options.engines} "
+            f"--work {work}{model} --engines {options.engines} "
             f"--seconds {options.seconds:g} --seed {self.failure.seed} "
             f"--replay {shlex.quote(faults)}"
         )
@@ -61,6 +62,7 @@ class Campaign:
         found: dict[str, Any] = {
             "work": self.options.work,
             "store": self.options.store,
+            "model": self.options.model,
             "engines": self.options.engines,
             "seconds": self.options.seconds,
             "num_seeds": self.num_seeds,

@@ -28,7 +28,7 @@ from blockyard.tools.sim.fleet.servers.link import Link, Server
 from blockyard.tools.sim.fleet.servers.object_server import CAPACITY, RECORD_BYTES, ObjectServer
 from blockyard.tools.sim.fleet.servers.redis_cluster import NODES, SEGMENTS, RedisCluster
 from blockyard.tools.sim.fleet.servers.redis_server import RedisServer
-from blockyard.tools.sim.fleet.texts import Texts
+from blockyard.tools.sim.fleet.texts import MODELS, Texts
 from blockyard.tools.sim.loop import Loop
 from blockyard.tools.timeline import Timeline
 
@@ -63,6 +63,8 @@ class FleetOptions:
             scheduler, a block manager and a prefix store, and needs torch; `"both"` serves for half of the seeds.
         store: `"object"`, `"redis"`, `"cluster"`, or `"both"`: an object store with even seeds, one Redis server with
             odd ones.
+        model: what serving engines serve: `"full"` attention, a `"window"` in each layer, `"states"` alone, or a
+            `"hybrid"` of the three.
     """
 
     engines: int = 3
@@ -71,6 +73,7 @@ class FleetOptions:
     kinds: tuple[str, ...] = tuple(FAULTS)
     work: str = "both"
     store: str = "both"
+    model: str = "full"
 
     def __post_init__(self) -> None:
         if not 1 <= self.engines <= 64:
@@ -82,7 +85,8 @@ class FleetOptions:
             raise InvalidArgumentError(f"kinds has {unknown[0]!r}, must be some of {', '.join(FAULTS)}")
         if self.store not in STORES:
             raise InvalidArgumentError(f"store is {self.store!r}, must be one of {', '.join(STORES)}")
-
+        if self.model not in MODELS:
+            raise InvalidArgumentError(f"model is {self.model!r}, must be one of {', '.join(MODELS)}")
         if self.work not in WORK:
             raise InvalidArgumentError(f"work is {self.work!r}, must be one of {', '.join(WORK)}")
 
@@ -237,7 +241,7 @@ class _Fleet:
         self.loop, self.options, self.report, self.log = loop, options, report, log
         self.oracle = Oracle()
         self.server: Server = ObjectServer(loop, self._see)
-        self._has_tenants, self._texts = False, Texts()
+        self._has_tenants, self._texts = False, Texts(MODELS[options.model])
         if (store := options.store_of(report.seed)) != "object":
             self._has_tenants = store == "redis" and loop.random.random() < 0.3
             capacity, ttl = loop.random.choice(((CAPACITY, 0.0), (CAPACITY, 0.0), (NUM_KEYS, 0.0), (CAPACITY, 1.5)))

@@ -7,15 +7,16 @@ compared with them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, KVLayout, PrefixCaching, Request, Scheduler
+from blockyard import BlockManager, CacheGroup, KVLayout, PrefixCaching, Request, Scheduler
 from blockyard._core import StepOwner
 from blockyard.engine import CacheEngine
 from blockyard.errors import StoreError
@@ -31,7 +32,7 @@ from blockyard.tools.sim.fleet.log import FleetLog
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.tools.sim.fleet.servers.link import Link, Server
 from blockyard.tools.sim.fleet.streams import SimulatedStreams
-from blockyard.tools.sim.fleet.texts import BLOCK_SIZE, CELL_BYTES, Stamp, Texts
+from blockyard.tools.sim.fleet.texts import BLOCK_SIZE, CELL_BYTES, MODELS, Stamp, Texts
 from blockyard.tools.sim.fleet.upkeep import DEVICE_BLOCKS, MAX_DEVICE_BLOCKS, MAX_PINNED, Upkeep, draw_defragmentation
 from blockyard.tools.sim.fleet.watched_store import WatchedStore
 from blockyard.tools.sim.loop import Loop
@@ -39,6 +40,7 @@ from blockyard.tools.sim.loop import Loop
 __all__ = ["ServingEngine"]
 
 _HOST_BLOCKS: Final = 4
+_POINT_BLOCKS: Final = 6  # on the host, for each cache group: half of them must hold a point of four blocks
 _MAX_OPEN: Final = 4  # requests
 _STEP_SECONDS: Final = 0.03
 _PATIENCE: Final = 12.0  # seconds within which a request must end, whatever fails
@@ -46,6 +48,24 @@ _MAX_READS: Final = 8  # reads of one key per request
 _LATE_SECONDS: Final = 5.0  # how long an abandoned `forget` may still arrive
 _SALTS: Final = (None, b"a tenant")
 _LAYOUT: Final = KVLayout("kv_first", 1, BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="int64")
+
+
+class _RowRead(NamedTuple):
+    """What a row reads of one cache group.
+
+    Attributes:
+        row: the row.
+        first: position of the first token.
+        right: the expected keys.
+        keys: the keys.
+        values: the values.
+    """
+
+    row: int
+    first: int
+    right: list[int]
+    keys: list[int]
+    values: list[int]
 
 
 class _Life:
@@ -58,18 +78,22 @@ class _Life:
         make_store: Callable[[Link], WatchedStore],
         writes: str,
         say: Callable[[str], None],
+        groups: Sequence[CacheGroup],
     ) -> None:
         self.link = link
         self.streams = SimulatedStreams(loop)
         self.store = make_store(link)
+        self.has_points = groups != MODELS["full"]
+        host_blocks = _POINT_BLOCKS * len(groups) if self.has_points else _HOST_BLOCKS
         self.engine = CacheEngine(
-            _LAYOUT, device_blocks=MAX_DEVICE_BLOCKS, host_blocks=_HOST_BLOCKS, streams=self.streams
+            _LAYOUT, device_blocks=MAX_DEVICE_BLOCKS * len(groups), host_blocks=host_blocks, streams=self.streams
         )
         self.executor = StepExecutor(self.engine)
         self.manager = BlockManager(
             block_size=BLOCK_SIZE,
-            device_blocks=DEVICE_BLOCKS,
-            host_blocks=_HOST_BLOCKS,
+            device_blocks=DEVICE_BLOCKS * len(groups),
+            host_blocks=host_blocks,
+            groups=groups,
             prefix_caching=PrefixCaching(host=True, max_pinned=MAX_PINNED),
         )
         self._steps = StepOwner(self.manager, instead="the scheduler's step")
@@ -151,7 +175,7 @@ class ServingEngine:
         self._lives += 1
         self.due.append(self.weights)  # tells the store which weights this process computes with
         with use_runtime(self.runtime):
-            return _Life(self.loop, self.server.connect(), self._open, self._writes, self._say)
+            return _Life(self.loop, self.server.connect(), self._open, self._writes, self._say, self._texts.groups)
 
     def _open(self, link: Link) -> WatchedStore:
         store = link.open(self.weights, BLOCK_SIZE * CELL_BYTES)
@@ -249,9 +273,9 @@ class ServingEngine:
         shared = [(7 * text + place) % 50 for place in range(chance.randint(1, 10))]
         return shared + [chance.randrange(50) for _ in range(chance.randint(0, 3))]
 
-    def _prompt_with_keys(self) -> tuple[list[int], bytes | None, list[int]]:
+    def _prompt_with_keys(self) -> tuple[list[int], bytes | None, Callable[[int], list[int]]]:
         prompt, salt = self._prompt(), self._salt()
-        return prompt, salt, self._texts.digests(self.weights, salt, prompt)
+        return prompt, salt, partial(self._texts.pinned, (self.weights, salt, prompt))
 
     def _salt(self) -> bytes | None:
         return self.loop.random.choice(_SALTS) if self._has_tenants else None
@@ -291,43 +315,56 @@ class ServingEngine:
         if not life.requests:
             life.store.reads.clear()
 
-    def _compute(self, life: _Life, step: Step) -> tuple[list[tuple[list[int], ...]], list[int]]:
-        """Write the new tokens of all rows.
+    def _compute(self, life: _Life, step: Step) -> tuple[list[_RowRead], list[int]]:
+        """Write the new tokens of all rows, and the new states.
 
         Returns:
-            For each row its expected keys, and the keys and values that it reads; then the sampled tokens.
+            What each row reads of each group; then the sampled tokens.
         """
-        stamp = self._texts.stamp(Stamp((self.number, self._lives), self.weights, self.loop.now))
-        read: list[tuple[list[int], ...]] = []
-        digests = [
-            self._texts.digests(self.weights, self._salt_of(step, row), step.all_token_ids(row)[:end].tolist())
-            for row, end in enumerate((step.start + step.lengths).tolist())
+        texts, count, begins = self._texts, len(self._texts.groups), step.query_start_loc.tolist()
+        stamp = texts.stamp(Stamp((self.number, self._lives), self.weights, self.loop.now))
+        tables = step.block_tables.reshape(count, step.rows, step.block_tables.shape[-1])
+        slots = step.slot_mapping.reshape(count, begins[-1])
+        starts, ends = step.start.tolist(), (step.start + step.lengths).tolist()
+        digests = [self._digests(step, row, end) for row, end in enumerate(ends)]
+        parts = [(row, group) for row in range(step.rows) for group in range(count)]
+        states = [part for part in parts if texts.is_state(part[1])]
+        read = [
+            _read(life, row, (start - 1) // BLOCK_SIZE * BLOCK_SIZE, right * BLOCK_SIZE, tables[group, row])
+            for row, group in states
+            if (start := starts[row])
+            for right in [digests[row][group][start - 1 : start]]
         ]
-        begins = step.query_start_loc.tolist()
-        for row, right in enumerate(digests):
-            slots = step.slot_mapping[begins[row] : begins[row + 1]]
-            life.cells[0, slots] = right[int(step.start[row]) :]
-            life.cells[1, slots] = stamp
-        for row, right in enumerate(digests):
-            at = np.arange(len(right))
-            places = step.block_tables[row, at // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + at % BLOCK_SIZE
-            read.append((right, life.cells[0, places].tolist(), life.cells[1, places].tolist()))
-        draws = [self._texts.next_token(digests[draw.row][draw.position - 1]) for draw in step.draws()]
+        for row, group in parts:
+            at, keys = slots[group, begins[row] : begins[row + 1]], digests[row][group][starts[row] :]
+            if texts.is_state(group):
+                at, keys = at[-1] // BLOCK_SIZE * BLOCK_SIZE + np.arange(BLOCK_SIZE), keys[-1:]
+            life.cells[0, at], life.cells[1, at] = keys, stamp
+        for row, group in parts:
+            if not texts.is_state(group):
+                first = texts.first_needed(group, starts[row])
+                read.append(_read(life, row, first, digests[row][group][first:], tables[group, row]))
+        draws = [texts.next_token(digests[draw.row][0][draw.position - 1]) for draw in step.draws()]
         return read, draws
+
+    def _digests(self, step: Step, row: int, end: int) -> list[list[int]]:
+        """Return the keys of a row's tokens in each group."""
+        tokens, salt = step.all_token_ids(row)[:end].tolist(), self._salt_of(step, row)
+        return [self._texts.digests(self.weights, salt, tokens, group) for group in range(len(self._texts.groups))]
 
     def _salt_of(self, step: Step, row: int) -> bytes | None:
         owner = step.owners[int(step.seats[row])]
         return None if owner is None else owner[0].request.salt
 
-    def _check(self, step: Step, read: list[tuple[list[int], ...]]) -> None:
+    def _check(self, step: Step, read: list[_RowRead]) -> None:
         """Check what each row has read, except rows whose blocks are known to be lost."""
-        for row, (right, keys, values) in enumerate(read):
+        for row, first, right, keys, values in read:
             if step.void is not None and step.void[row]:
                 continue
             who = f"engine {self.number}: request {step.owner(row)[0]}"
             if keys != right:
                 wrong = next(at for at, key in enumerate(keys) if key != right[at])
-                raise BrokenPromiseError(f"{who} reads another token than its own at position {wrong} of {len(keys)}")
+                raise BrokenPromiseError(f"{who} reads another token than its own at position {first + wrong}")
             for value in values:
                 stamp = self._texts.stamps[value]
                 is_own = stamp.engine == (self.number, self._lives)
@@ -370,7 +407,7 @@ class ServingEngine:
             raise BrokenPromiseError(f"engine {self.number}: blocks are in use, but no request is open")
         for tier in ("device", "host"):
             pool = life.manager.pool(tier)
-            if pool.num_free != pool.num_blocks:
+            if pool.num_free != pool.num_blocks - life.has_points:  # the null block
                 raise BrokenPromiseError(
                     f"engine {self.number}: {pool.num_free} of {pool.num_blocks} {tier} blocks are free, none is in use"
                 )
@@ -428,3 +465,9 @@ class ServingEngine:
 
     def _say(self, text: str) -> None:
         self._log.say(self._who, text)
+
+
+def _read(life: _Life, row: int, first: int, right: list[int], table: NDArray[np.int32]) -> _RowRead:
+    at = np.arange(first, first + len(right))
+    keys, values = life.cells[:, table[at // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + at % BLOCK_SIZE].tolist()
+    return _RowRead(row, first, right, keys, values)

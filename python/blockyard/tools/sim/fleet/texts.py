@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import export_keys
+from blockyard import CacheGroup
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError
 
-__all__ = ["BLOCK_SIZE", "CELL_BYTES", "Stamp", "Texts"]
+__all__ = ["BLOCK_SIZE", "CELL_BYTES", "MODELS", "Stamp", "Texts"]
 
 BLOCK_SIZE: Final = 2  # tokens
 CELL_BYTES: Final = 16  # a key and a value of one token
 _MASK: Final = (1 << 62) - 1
 _TOKENS: Final = 50
+_FULL: Final = CacheGroup.full_attention()
+MODELS: Final = {
+    "full": (_FULL,),
+    "window": (CacheGroup.sliding_window(5),),
+    "states": (CacheGroup.recurrent(),),
+    "hybrid": (_FULL, CacheGroup.sliding_window(5), CacheGroup.recurrent()),
+}
+"""Cache groups of the models that engines serve."""
+_KINDS: Final = {"sliding_window": 2, "recurrent": 4}  # in keys
 
 
 class Stamp(NamedTuple):
@@ -37,18 +48,22 @@ class _Text(NamedTuple):
     weights: str
     salt: bytes | None
     tokens: tuple[int, ...]
+    group: int
 
 
 @dataclass
 class Texts:
     """Everything that the engines have computed.
 
-    A token's key is a digest of the weights, the salt and all tokens up to it. Its value is the number of a stamp.
+    A token's key is a digest of the weights, the salt, the cache group and all tokens up to it. Its value is the number
+    of a stamp. A state fills its block with key and value of the last token that it has read.
 
     Attributes:
+        groups: cache groups of the model.
         stamps: the stamps; a stamp's number is its index.
     """
 
+    groups: Sequence[CacheGroup] = MODELS["full"]
     stamps: list[Stamp] = field(default_factory=list)
     _digests: dict[_Text, int] = field(default_factory=dict)
     _texts: dict[int, _Text] = field(default_factory=dict)
@@ -58,16 +73,39 @@ class Texts:
         self.stamps.append(stamp)
         return len(self.stamps) - 1
 
-    def digests(self, weights: str, salt: bytes | None, tokens: list[int]) -> list[int]:
-        """Return the key of each token."""
-        found, digest = list[int](), sum((1 + salt[0] if salt else 1, *weights.encode()))
+    def digests(self, weights: str, salt: bytes | None, tokens: list[int], group: int = 0) -> list[int]:
+        """Return the key of each token in a group."""
+        found, digest = list[int](), sum((1 + salt[0] if salt else 1, *weights.encode(), group << 20))
         for end, token in enumerate(tokens, 1):
-            text = _Text(weights, salt, tuple(tokens[:end]))
+            text = _Text(weights, salt, tuple(tokens[:end]), group)
             known = self._digests.get(text)
             digest = (digest * 6364136223846793005 + token * 7919 + 12345) & _MASK if known is None else known
             self._digests[text], self._texts[digest] = digest, text
             found.append(digest)
         return found
+
+    def first_needed(self, group: int, position: int) -> int:
+        """Return the first token that the token at a position attends to in a group."""
+        return max(0, position + 1 - (self.groups[group].window or position + 1))
+
+    def pinned(self, text: tuple[str, bytes | None, list[int]], num_tokens: int) -> list[int]:
+        """Return the keys in the blocks that a pin of a text's first tokens holds, one group after the other."""
+        found = list[int]()
+        for group in range(len(self.groups)):
+            needed = num_tokens - 1 if self.is_state(group) else self.first_needed(group, num_tokens)
+            for end in range(needed // BLOCK_SIZE * BLOCK_SIZE, num_tokens, BLOCK_SIZE):
+                found += self.block(text, group, end + BLOCK_SIZE)
+        return found
+
+    def is_state(self, group: int) -> bool:
+        """Return whether a group keeps states."""
+        return self.groups[group].kind == "recurrent"
+
+    def block(self, text: tuple[str, bytes | None, list[int]], group: int, end: int) -> list[int]:
+        """Return the keys in the block of a group that ends with the first `end` tokens of a text."""
+        weights, salt, tokens = text
+        keys = self.digests(weights, salt, tokens[:end], group)
+        return keys[-1:] * BLOCK_SIZE if self.is_state(group) else keys[-BLOCK_SIZE:]
 
     @staticmethod
     def next_token(digest: int) -> int:
@@ -92,7 +130,22 @@ class Texts:
         if text.weights != weights:
             raise BrokenPromiseError(f"an engine with weights {weights!r} has a block of {text.weights!r}")
         tokens = list(text.tokens)
-        is_key = len(tokens) % BLOCK_SIZE == 0 and key == export_keys(tokens, block_size=BLOCK_SIZE, salt=text.salt)[-1]
-        if not is_key or keys != self.digests(weights, text.salt, tokens)[-BLOCK_SIZE:]:
+        is_key = len(tokens) % BLOCK_SIZE == 0 and key == self._key(text)
+        if not is_key or keys != self.block((weights, text.salt, tokens), text.group, len(tokens)):
             raise BrokenPromiseError(f"a block of the tokens {tokens} is under another key, or incomplete")
         return [self.stamps[value] for value in values]
+
+    def _key(self, text: _Text) -> bytes:
+        """Return the key in a store of the block that ends with a text; see `export_keys` and docs/decisions/0074."""
+        salt = bytes(32) if text.salt is None else hashlib.sha256(text.salt).digest()
+        stream = b"BLKYKEYS" + _words(1, BLOCK_SIZE, 0, 0, 0, 0) + salt
+        for at in range(0, len(text.tokens), BLOCK_SIZE):
+            stream += _words(*text.tokens[at : at + BLOCK_SIZE]).ljust(64, b"\xff")
+        if (group := self.groups[text.group]) != _FULL:
+            mark = _words(0xFFFFFFFF, text.group, _KINDS[group.kind], group.window or 0)
+            stream += mark.ljust(128, b"\xff")
+        return hashlib.sha256(stream).digest()
+
+
+def _words(*numbers: int) -> bytes:
+    return np.array(numbers, "<u4").tobytes()

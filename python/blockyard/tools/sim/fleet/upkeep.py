@@ -21,7 +21,7 @@ DEVICE_BLOCKS: Final = 12
 MAX_DEVICE_BLOCKS: Final = 14
 MAX_PINNED: Final = 0.2
 _SIZES: Final = (10, DEVICE_BLOCKS, MAX_DEVICE_BLOCKS)
-"""The longest request needs 8 blocks beside the two that may be pinned."""
+"""For each cache group. The longest request needs 8 blocks beside the two that may be pinned."""
 _GOALS: Final[tuple[tuple[Goal, ...], ...]] = (
     (),
     (),
@@ -58,17 +58,18 @@ class Upkeep:
         self, manager: BlockManager, cells: NDArray[np.int64], chance: Random, say: Callable[[str], None]
     ) -> None:
         self._manager, self._cells, self._chance, self._say = manager, cells, chance, say
-        self._pins: dict[int, list[int]] = {}  # the expected keys of each pin's tokens
+        self._pins: dict[int, list[int]] = {}  # the expected keys in the blocks of each pin
 
-    def act(self, draw_prompt: Callable[[], tuple[list[int], bytes | None, list[int]]]) -> None:
+    def act(self, draw_prompt: Callable[[], tuple[list[int], bytes | None, Callable[[int], list[int]]]]) -> None:
         """Sometimes resize the pool, pin a prompt, or unpin one.
 
         Args:
-            draw_prompt: returns a prompt to pin, its salt, and the keys of its tokens.
+            draw_prompt: returns a prompt to pin, its salt, and a function from the number of pinned tokens to the keys
+                in the blocks of the pin.
         """
         draw = self._chance.random()
         if draw < _RESIZES:
-            self._resize(self._chance.choice(_SIZES))
+            self._resize(self._chance.choice(_SIZES) * len(self._manager.pool().groups))
         elif draw < _RESIZES + _PINS:
             self._pin(*draw_prompt())
         elif draw < _RESIZES + 2 * _PINS and self._pins:
@@ -103,13 +104,13 @@ class Upkeep:
         else:
             self._say(f"resize to {blocks}: {progress.live + progress.held} blocks are in use beyond")
 
-    def _pin(self, prompt: list[int], salt: bytes | None, keys: list[int]) -> None:
+    def _pin(self, prompt: list[int], salt: bytes | None, keys_in: Callable[[int], list[int]]) -> None:
         try:
             pin, num_tokens = self._manager.pins.pin_prompt(prompt, salt=salt)
         except OutOfBlocksError:
             return
         if num_tokens:
-            self._pins[pin] = keys[:num_tokens]
+            self._pins[pin] = keys_in(num_tokens)
             self._say(f"pin {pin}: {prompt[:num_tokens]}")
 
     def _unpin(self, pin: int) -> None:
