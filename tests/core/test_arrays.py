@@ -14,6 +14,7 @@ from handles import first_handles
 
 from blockyard import (
     AllocStatus,
+    Arena,
     BlockManager,
     BlockyardError,
     CacheGroup,
@@ -215,6 +216,7 @@ NOTHING = Pairs("host", "external", [])
 VALUES = [
     *(Fit(AllocStatus.LATER, 3, 1), Sequence(2**64 - 1, 7), PrefixCaching(), PrefixCaching(host=True, max_events=3)),
     *(AllocStatus.OK, AllocStatus.NEVER, CacheGroup.full_attention(), CacheGroup.sliding_window(7)),
+    *(Arena(device_bytes=1 << 20, extent_bytes=1 << 16), Arena.split(device_blocks=[3, 4], host_blocks=[1, 2])),
     *(CacheGroup.recurrent(), Pairs("host", "device", [[4, 1]]), StoreStats(misses={"timeout": 2}, last_error="late")),
     StepDecision(
         5, [("copy", Pairs("device", "device", [[0, 1]])), ("swap_out", Pairs("host", "external", []))], after=[3]

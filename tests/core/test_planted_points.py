@@ -42,8 +42,8 @@ FAULTS = {
     ),
     "one block inside the last window is gone (SGLang #35515)": (
         "prefix/points.rs",
-        "if *owners == 0 && self.idle.remove(block) {",
-        "*owners == 0 && self.idle.remove(block)",
+        "if *owners == 0 && self.outside.remove_idle(block) {",
+        "*owners == 0 && self.outside.remove_idle(block)",
         "self.idle.remove(block)",
     ),
     "a point survives a lost block": (

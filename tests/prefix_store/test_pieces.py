@@ -37,10 +37,11 @@ class GatedStore(KeyedStore):
         return int((self.rows == self.blocks[name][-SIZE:]).all(axis=1).argmax())
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        gate = threading.Event()
+        gate, is_gated = threading.Event(), self.is_gated and out.shape[1] > SIZE  # not the store's own records
+        numbers = [self.number(key.tobytes()) for key in keys] if is_gated else []
         with self.lock:
-            if self.is_gated and out.shape[1] > SIZE:  # not the store's own records
-                self.reads.append(([self.number(key.tobytes()) for key in keys], gate))
+            if is_gated and self.is_gated:
+                self.reads.append((numbers, gate))
             else:
                 gate.set()
         assert gate.wait(PATIENCE)

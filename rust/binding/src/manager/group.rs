@@ -4,7 +4,7 @@ use crate::convert::args::{self, Argument};
 use crate::convert::errors::invalid;
 use blockyard_core::{Group, PagedGroup, Space, extent_bytes};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyDict, PyTuple};
 use std::fmt::Display;
 
 /// Which preceding tokens the layers of one cache group need.
@@ -291,6 +291,28 @@ impl PyArena {
         }
         let all = device_blocks.into_iter().zip(host).zip(external);
         Ok(Self(Kind::Split(all.map(|((device, host), external)| [device, host, external]).collect())))
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
+        let (py, given) = (slf.py(), PyDict::new(slf.py()));
+        let make = match &slf.get().0 {
+            Kind::Extents { bytes, extent } => {
+                given.set_item("extent_bytes", extent)?;
+                for (name, bytes) in ["device_bytes", "host_bytes", "external_bytes"].iter().zip(bytes) {
+                    given.set_item(name, bytes)?;
+                }
+                slf.get_type().into_any()
+            }
+            Kind::Split(blocks) => {
+                for (tier, name) in ["device_blocks", "host_blocks", "external_blocks"].iter().enumerate() {
+                    given.set_item(name, blocks.iter().map(|of| of[tier]).collect::<Vec<_>>())?;
+                }
+                slf.get_type().getattr("split")?
+            }
+        };
+        // All arguments are keywords.
+        let partial = py.import("functools")?.getattr("partial")?;
+        Ok((partial.call((make,), Some(&given))?, PyTuple::empty(py)))
     }
 
     fn __repr__(&self) -> String {
