@@ -150,9 +150,9 @@ FAULTS = {
     ),
     "a companion of another place": (
         "sequence/points.rs",
-        "points.companions(*block).map_or(NULL_BLOCK, |all| all[at])",
-        "all[at]",
-        "all[all.len() - 1 - at]",
+        "points.companions(*block).unwrap_or_default()[places.clone()]",
+        "places.clone()",
+        "0..places.len()",
     ),
     "the state after a rejected draft is used (vLLM #53912)": (
         "sequence/truncate.rs",
