@@ -81,6 +81,15 @@ def torch_draws_the_same() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Has torch compute in one thread: tiny models wait for the others longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def repo() -> Path:
     """The source tree."""

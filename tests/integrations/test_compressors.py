@@ -8,7 +8,6 @@ multiple. With overlap (CSA) an entry also reads the group before its own: `rati
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -43,12 +42,7 @@ class Run(NamedTuple):
     rows: dict[tuple[int, str], list[tuple[Tensor, Tensor]]]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache

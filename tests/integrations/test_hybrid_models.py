@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from numpy.typing import NDArray
 from tiny_models import LATENT, ROUTER, SHAPE, TINY_MODELS, VOCABULARY, WINDOW, tiny_model
@@ -38,14 +37,7 @@ GROUPS = {
 }
 
 every_model = pytest.mark.parametrize("name", GROUPS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache
@@ -268,6 +260,12 @@ def test_models_whose_cache_is_unknown_are_refused_by_name(family: str, options:
     config = getattr(transformers, f"{family}Config")(**SHAPE | options)
     with pytest.raises(UnsupportedModelError, match=reason):
         hybrid.HybridModel(getattr(transformers, f"{family}ForCausalLM")(config), block_size=BLOCK)
+
+
+def test_a_model_of_states_alone_is_refused_if_transformers_keeps_no_cache_of_it():
+    config = transformers.Lfm2Config(**SHAPE, layer_types=["conv", "conv"])
+    with pytest.raises(UnsupportedModelError, match="Lfm2ForCausalLM does not run with a cache"):
+        hybrid.HybridModel(transformers.Lfm2ForCausalLM(config), block_size=BLOCK)
 
 
 def test_attention_in_both_directions_is_refused():

@@ -157,7 +157,7 @@ impl Group {
 /// Largest block, in bytes.
 const MAX_BLOCK_BYTES: u64 = 1 << 40;
 
-/// A cache group with blocks of its own size.
+/// A cache group and the size of its blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PagedGroup {
     /// Which earlier tokens its layers need.

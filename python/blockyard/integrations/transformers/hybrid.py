@@ -309,7 +309,10 @@ def open_model(model: PreTrainedModel, *, block_size: int, kind: LayoutKind = "k
 def _layer_groups(model: PreTrainedModel) -> list[_LayerGroup]:
     """Run a model over two tokens, and return what its layers keep, by cache group."""
     cache = DynamicCache(config=model.config)
-    run_model(model, torch.tensor([[0, 0], [0, 1]]), torch.tensor([1]), past_key_values=cache, use_cache=True)
+    try:
+        run_model(model, torch.tensor([[0, 0], [0, 1]]), torch.tensor([1]), past_key_values=cache, use_cache=True)
+    except ValueError as error:  # transformers refuses a cache of states alone
+        raise UnsupportedModelError(f"{type(model).__name__} does not run with a cache: {error}") from error
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""] * len(cache.layers)
     found: dict[CacheGroup, list[_Field]] = {}
     for number, (layer, kind) in enumerate(zip(cache.layers, kinds, strict=True)):

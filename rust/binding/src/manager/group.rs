@@ -126,7 +126,7 @@ impl PyCacheGroup {
         Ok(self.kind.peak_blocks(num_tokens, lookahead, chunk_tokens.unwrap_or(num_tokens), block_size))
     }
 
-    /// Return the same group with blocks of its own size.
+    /// Return the same group with another block size.
     ///
     /// Groups whose blocks have equal bytes share the blocks of one page class. Classes are numbered from 0, in the order
     /// in which groups first have their bytes; block ids count from 0 in each class. Without this call, a group's blocks

@@ -14,7 +14,7 @@ pub(super) struct ClassSets {
 }
 
 impl ClassSets {
-    /// The sets of all classes: what each class has of its own is free, except null blocks.
+    /// The sets of all classes. The blocks that a class has from the start are free, except null blocks.
     pub(super) fn all(classes: &Classes, shape: &Shape, reuse: ReuseOrder) -> Box<[Self]> {
         (0..classes.len())
             .map(|class| {

@@ -1,8 +1,9 @@
 //! Extents: the pieces of a tier that its page classes take and give back.
 //!
 //! A class takes its own free blocks first, and cached ones that serve nobody; then an extent that nobody uses, if what
-//! serves nobody goes; then its own cached blocks; then an extent of another class in which nothing is in use. Invariant: the blocks of an extent that a class does not
-//! own hold nothing and are in no set.
+//! serves nobody goes; then its own cached blocks; then an extent of another class in which nothing is in use.
+//!
+//! Invariant: the blocks of an extent that a class does not own hold nothing and are in no set.
 
 use super::Pool;
 use crate::block::Membership;

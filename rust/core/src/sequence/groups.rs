@@ -28,8 +28,8 @@ pub struct Demand {
 }
 
 impl Sequences {
-    /// Whether prompts look for copies on the host: not with several groups, a window or a drafter.
-    pub(crate) fn finds_on_host(&self) -> bool {
+    /// Whether there is one group, of full attention: each block is found by its own key, and serves by itself.
+    pub(super) fn is_full_attention(&self) -> bool {
         self.groups.is_single() && !self.groups.has_nulls() && self.groups.ahead() == 0
     }
 

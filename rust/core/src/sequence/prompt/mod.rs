@@ -325,7 +325,7 @@ impl Sequences {
         let (device, host) = (step.tiers.device(), step.tiers.host());
         let keys: Vec<Key> = if step.tiers.write_queue().is_none() {
             return;
-        } else if self.groups.is_single() && !self.groups.has_nulls() {
+        } else if self.is_full_attention() {
             matches.iter().flat_map(|found| &found.keys.keys[..found.hits]).copied().collect()
         } else {
             let on_device = matches.iter().flat_map(Match::blocks).filter_map(|&block| device.own_key(block));
@@ -466,7 +466,7 @@ impl Sequences {
         let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.groups.tokens(0)) + 1);
         let is_caching = view.tiers.device().is_caching();
         let limit = if is_caching { prompt.tokens.len().saturating_sub(1) / self.block_size as usize } else { 0 };
-        let alone = self.finds_on_host();
+        let alone = self.is_full_attention();
         let keys = match self.own_keys(prompt)? {
             Some(keys) => Cow::Borrowed(keys),
             None if !is_caching && prompt.extras.is_empty() => Cow::Owned(placeholders(prompt, self.block_size)?),

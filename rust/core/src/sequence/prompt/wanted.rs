@@ -47,12 +47,11 @@ impl StoreSearch {
             let wanted = format!("{}, the keys", self.keys.len());
             return Err(invalid("number of entries", has.len() as i128, wanted));
         }
-        let keeping: HashSet<usize> = self.groups.keeping().collect();
         let (mut absent, mut to_load, mut run) = (HashSet::new(), HashSet::new(), self.limit);
         // By place: blocks to load of the groups that keep every block, up to it.
         let mut loads_before = vec![0; self.limit + 1];
         for (&(at, group), &has) in self.places.iter().zip(has) {
-            if keeping.contains(&group) {
+            if !self.groups.leaving().contains(&group) {
                 loads_before[at + 1] += 1;
                 run = if has { run } else { run.min(at) };
             } else if has {
@@ -78,8 +77,7 @@ impl StoreSearch {
 }
 
 impl Sequences {
-    /// The blocks of a prompt up to a point behind the first `at`, and how far the store could extend it at most: the
-    /// place of each, and its group.
+    /// The blocks that a point behind the first `at` of a prompt needs: the place of each, and its group.
     fn parts(&self, at: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
         let kept = (0..at).flat_map(|at| self.groups.keeping().map(move |group| (at, group)));
         kept.chain(self.groups.point(at, self.block_size))
@@ -105,9 +103,9 @@ impl Sequences {
         on_device.map(|block| (Tier::Device, block)).or_else(on_host)
     }
 
-    /// Whether prompts can be loaded from a store: by way of the host, unless one group keeps every block.
+    /// Whether prompts can be loaded from a store: by way of the host, unless there is one group of full attention.
     fn loads_from_store(&self, view: View<'_>) -> bool {
-        self.groups.ahead() == 0 && (self.is_one_of_full_attention() || view.tiers.keeps_host_copies())
+        self.is_full_attention() || (self.groups.ahead() == 0 && view.tiers.keeps_host_copies())
     }
 
     /// Blocks of a prompt that neither device nor host has, at most `most`, up to the point behind its first `at`; without
@@ -119,7 +117,7 @@ impl Sequences {
         most: usize,
         at: Option<usize>,
     ) -> Result<Wanted> {
-        let mut wanted = Wanted { by_host: !self.is_one_of_full_attention(), ..Wanted::default() };
+        let mut wanted = Wanted { by_host: !self.is_full_attention(), ..Wanted::default() };
         let keys = self.keys_of(prompt)?;
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
         if !self.loads_from_store(view) {
@@ -163,13 +161,8 @@ impl Sequences {
     /// need room that blocks it has left behind would take.
     pub(crate) fn blocks_to_keep(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<Vec<(u32, TierBlock)>> {
         let mut found = self.found_blocks(view, prompt)?;
-        found.retain(|(_, (tier, _))| *tier == Tier::Host || self.is_one_of_full_attention());
+        found.retain(|(_, (tier, _))| *tier == Tier::Host || self.is_full_attention());
         Ok(found)
-    }
-
-    /// Whether each block of a prompt serves it by itself.
-    fn is_one_of_full_attention(&self) -> bool {
-        self.groups.is_single() && !self.groups.has_nulls()
     }
 
     /// The groups, for the queue of blocks to write to a store.
@@ -202,12 +195,10 @@ impl Sequences {
         let hits = self.find_prefix(view, prompt, 1)?.hits;
         let limit = if self.loads_from_store(view) { limit.max(hits) } else { hits };
         let first = self.groups.point(hits + 1, self.block_size).map(|(at, _)| at).min().unwrap_or(hits);
-        let keeping: HashSet<usize> = self.groups.keeping().collect();
-        let mut places: Vec<_> =
-            (hits..limit).flat_map(|at| self.groups.keeping().map(move |group| (at, group))).collect();
-        let rest = |group: &usize| !keeping.contains(group);
-        let groups = (0..self.groups.growing().len()).filter(rest).collect::<Vec<_>>();
-        places.extend((first.min(limit)..limit).flat_map(|at| groups.iter().map(move |&group| (at, group))));
+        let kept = (hits..limit).flat_map(|at| self.groups.keeping().map(move |group| (at, group)));
+        let tails =
+            (first.min(limit)..limit).flat_map(|at| self.groups.leaving().iter().map(move |&group| (at, group)));
+        let mut places: Vec<_> = kept.chain(tails).collect();
         places.retain(|&part| self.find_part(view, &keys, part).is_none());
         let export = |&(at, group): &(usize, usize)| {
             let mark = self.groups.mark(u8::try_from(group).unwrap_or(u8::MAX));
