@@ -44,7 +44,7 @@ FAULTS = {
         "prefix/points.rs",
         "if *owners == 0 && self.outside.remove_idle(block) {",
         "*owners == 0 && self.outside.remove_idle(block)",
-        "self.idle.remove(block)",
+        "self.outside.remove_idle(block)",
     ),
     "a point survives a lost block": (
         "prefix/points.rs",
