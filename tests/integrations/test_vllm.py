@@ -373,6 +373,28 @@ def test_a_requests_chunks_age_as_one_chain_when_it_finishes(vllm: SimpleNamespa
     assert gone == [[key] for key in (*KEYS[5:3:-1], *KEYS[3::-1])]
 
 
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_what_a_request_finds_on_the_device_outlives_what_comes_after_it(vllm: SimpleNamespace, policy: str):
+    manager = manager_of(vllm, 7, policy=policy)
+    windows = [key[:-1] + b"\1" for key in KEYS]
+    first, again = vllm.base.ReqContext("first"), vllm.base.ReqContext("again")
+    for context in (first, again):
+        for keys in (KEYS[:4], windows[:4]):  # also of blocks that are in no window, which are not stored
+            for place, key in enumerate(keys):
+                context.set_offload_key_position(key, 16 * place)
+    store(manager, first, [*KEYS[:2], windows[1]])
+    manager.on_request_finished(first)
+    other = vllm.base.ReqContext("other")
+    store(manager, other, KEYS[6:7])
+    manager.on_request_finished(other)
+    store(manager, again, [*KEYS[2:4], windows[3]])  # the device had the others
+    manager.on_request_finished(again)
+    gone = [store(manager, vllm.base.ReqContext("new"), [key]).evicted_keys for key in KEYS[7:11]]
+    assert gone[0] == [KEYS[6]]
+    assert sorted(gone[1] + gone[2]) == sorted([KEYS[3], windows[3]])  # a full block and a window's, which end together
+    assert gone[3] == [KEYS[2]]
+
+
 def test_after_a_reset_chunks_of_transfers_are_kept_until_they_are_flushed(vllm: SimpleNamespace, context: Any):
     manager = manager_of(vllm, 3)
     store(manager, context, KEYS[:2])

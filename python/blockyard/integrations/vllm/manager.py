@@ -74,9 +74,13 @@ class _Chain:
             self.keys.setdefault(key, are_found)
 
     def in_order(self, req_context: ReqContext) -> list[OffloadKey]:
-        """Return the keys by the end of their tokens, or as they came if vLLM does not know one's."""
-        ends = {key: req_context.get_offload_key_position(key) for key in self.keys}
-        return list(ends) if None in ends.values() else sorted(ends, key=ends.__getitem__)
+        """Return all keys of the request by the end of their tokens, also those found on the device.
+
+        A chunk that the device has served must not be evicted before what comes after it. If vLLM does not know the
+        position of a key that was stored or loaded, return those as they came.
+        """
+        ends: dict[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
+        return sorted(ends, key=ends.__getitem__) if self.keys.keys() <= ends.keys() else list(self.keys)
 
 
 class BlockyardManager(OffloadingManager):
@@ -184,9 +188,10 @@ class BlockyardManager(OffloadingManager):
         if self._recorder is not None:
             self._recorder.finish(req_context)
         chain = _Chain.of(req_context)
-        inserted = [key for key, is_found in chain.keys.items() if not is_found]
+        keys = chain.in_order(req_context)
+        not_used = [key for key in keys if not chain.keys.get(key)]
         hint = read_hints(req_context).conversation
-        self._offload.touch(chain.in_order(req_context), inserted, ended=time.monotonic(), hint=hint)
+        self._offload.touch(keys, not_used, ended=time.monotonic(), hint=hint)
         chain.is_whole = True
         if self._external is not None:
             self._external.finish(req_context)
