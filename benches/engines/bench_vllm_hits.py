@@ -9,11 +9,12 @@ requests run at a time, those of a session one after the other. Prompts have the
 A block stands for 256 tokens of a recorded session, for 512 of Mooncake's trace, and for 64 of a document.
 
 The device holds a share of all distinct blocks, the host as many blocks as the device, twice as many, and so on; all
-systems have equally many. `optimum` is what one pool of both sizes finds if it knows all requests. `lazy` is
+systems have equally many. `optimum` is what one pool of both sizes finds if it knows all requests. `moved` is the
+number of blocks copied to and from the host for each block that the host adds to what is found. `lazy` is
 `SimpleCPUOffloadConnector` with `lazy_offload`, which stores what the device is about to drop, as `ours_exclusive`
 does, our `BlockyardKVConnector`; the others store what is computed. With `--layers` the model has a window of four
-blocks or three groups of states beside full attention. With BENCH_JSON=FILE it also adds its figures to the flat JSON
-object in FILE. It asserts that each system loads from the host, and with `--check` that the best of ours finds at least
+blocks (`window`), of half a block (`gpt-oss`: 128 of a recorded session's tokens), or three groups of states beside
+full attention. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. It asserts that each system loads from the host, and with `--check` that the best of ours finds at least
 .99 of what each of vLLM's finds, or .005 less, and with agents 1.05 of it over all three sizes.
 """
 
@@ -71,7 +72,7 @@ from blockyard.tools.replay.packed import PackedTrace  # noqa: E402
 from blockyard.traces import TraceRequest, read_trace  # noqa: E402
 
 BLOCK, SEATS, STEP_TOKENS, MAX_LEN = 16, 8, 2_048, 1 << 20
-WINDOW = 4 * BLOCK
+WINDOWS = {"window": 4 * BLOCK, "gpt-oss": BLOCK // 2}
 LOOKED_AHEAD = 64
 """Waiting requests among which one of a session without a running request is chosen."""
 DEVICE_SHARE = 0.05
@@ -215,8 +216,8 @@ def groups(layers: str) -> list[Any]:
     full = FullAttentionSpec(**heads)
     if layers == "full":
         return [full]
-    if layers == "window":
-        return [full, SlidingWindowSpec(**heads, sliding_window=WINDOW)]
+    if layers in WINDOWS:
+        return [full, SlidingWindowSpec(**heads, sliding_window=WINDOWS[layers])]
     shape = (full.page_size_bytes // 4,)
     state = MambaSpec(block_size=BLOCK, shapes=(shape,), dtypes=(torch.float32,), mamba_cache_mode="align")
     return [full, state, state, state]
@@ -276,10 +277,16 @@ class Found(NamedTuple):
 
     share: float
     """Of the prompts' tokens."""
+    tokens: int
     steps: int
     stored: int
     loaded: int
     seconds: float
+
+    def moved(self, alone: Found) -> float:
+        """Return the blocks copied for each block that the host adds to what is found."""
+        added = (self.share - alone.share) * self.tokens / BLOCK
+        return (self.stored + self.loaded) / added if added > 0 else float("inf")
 
 
 def serve(
@@ -313,7 +320,7 @@ def serve(
         )
         running = {name: served for name, served in running.items() if not served[1].is_finished()}
     copies = Copies() if worker is None else worker.worker
-    return Found(1 - computed / total, steps, copies.stored, copies.loaded, time.perf_counter() - begun)
+    return Found(1 - computed / total, total, steps, copies.stored, copies.loaded, time.perf_counter() - begun)
 
 
 def optimum(requests: Sequence[Served], blocks: int) -> float:
@@ -389,7 +396,7 @@ def main() -> None:
         "--ratios", type=float, nargs="+", default=[1, 2, 4], help="blocks of the host over the device's"
     )
     parser.add_argument("--requests", type=int, default=800, help="of each workload")
-    parser.add_argument("--layers", choices=("full", "window", "states"), default="full", help="see `groups`")
+    parser.add_argument("--layers", choices=("full", *WINDOWS, "states"), default="full", help="see `groups`")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="only these")
     parser.add_argument("--part", type=int, choices=(0, 1), help="only this half of the recorded requests")
     parser.add_argument("--check", action="store_true", help="stop with an error if a goal is missed")
@@ -401,12 +408,12 @@ def main() -> None:
             requests = WORKLOADS[workload](options.requests, options.part)
             distinct, longest = len({b for r in requests for b in r.blocks}), max(len(r.blocks) for r in requests)
             blocks = max(round(distinct * DEVICE_SHARE), longest + 2 * SEATS)
-            if options.layers == "window":  # vLLM stands still if two long loads have no room, and the window of a step
-                blocks += longest + (STEP_TOKENS + WINDOW) // BLOCK + 1
+            if window := WINDOWS.get(options.layers):  # vLLM stands still if two long loads and a step have no room
+                blocks += longest + (STEP_TOKENS + window) // BLOCK + 1
             alone = serve(model, options.layers, requests, blocks, None, 0)
             print(f"\n{workload}: {len(requests)} requests, {distinct} blocks, {blocks} on the device")
-            print(f"{'':24}{'found':>8}{'on host':>9}{'stored':>9}{'loaded':>9}{'steps':>8}{'seconds':>9}")
-            print(f"{'vLLM alone':24}{alone.share:8.3f}{'':27}{alone.steps:8}{alone.seconds:9.1f}", flush=True)
+            print(f"{'':24}{'found':>8}{'on host':>9}{'stored':>9}{'loaded':>9}{'moved':>8}{'steps':>8}{'seconds':>9}")
+            print(f"{'vLLM alone':24}{alone.share:8.3f}{'':35}{alone.steps:8}{alone.seconds:9.1f}", flush=True)
             for ratio in options.ratios:
                 if options.layers == "full":
                     best = optimum(requests, blocks + round(blocks * ratio))
@@ -417,7 +424,7 @@ def main() -> None:
                     found = serve(model, options.layers, requests, blocks, what, round(blocks * ratio))
                     print(
                         f"{f'host {ratio:g} x, {system}':24}{found.share:8.3f}{found.share - alone.share:9.3f}"
-                        f"{found.stored:9}{found.loaded:9}{found.steps:8}{found.seconds:9.1f}",
+                        f"{found.stored:9}{found.loaded:9}{found.moved(alone):8.2f}{found.steps:8}{found.seconds:9.1f}",
                         flush=True,
                     )
                     figures[f"hits_{workload}_{ratio:g}x_{system}"] = found.share

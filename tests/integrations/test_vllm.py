@@ -268,9 +268,8 @@ def test_an_exclusive_host_evicts_copies_then_what_was_never_found_again(vllm: S
 def test_of_windows_and_states_a_host_keeps_what_ends_where_a_request_may_go_on(vllm: SimpleNamespace):
     def group(number: int, tokens: int, window: int | None, **more: Any) -> SimpleNamespace:
         size = {"sliding_window_size_in_chunks": window, "load_window_size_in_chunks": lambda end: window}
-        return SimpleNamespace(
-            **{"group_idx": number, "tokens_per_block": tokens, "is_eagle_group": False, **size, **more}
-        )
+        flags = {"is_eagle_group": False, "requires_cow_source": False}
+        return SimpleNamespace(**{"group_idx": number, "tokens_per_block": tokens, **flags, **size, **more})
 
     def states_of(request: str) -> list[SimpleNamespace]:
         lengths = {0: 12, 1: 6, 2: 12}
@@ -280,7 +279,7 @@ def test_of_windows_and_states_a_host_keeps_what_ends_where_a_request_may_go_on(
         return [SimpleNamespace(offload_keys=keys[number]) for number in lengths]
 
     points_of = import_module(f"{vllm.ours.__name__}.exclusive_host.points").Points
-    points = points_of([group(0, 4, None), group(1, 8, 1), group(2, 4, 2)], most=6)
+    points = points_of([group(0, 4, None), group(1, 8, 1, requires_cow_source=True), group(2, 4, 2)], most=6)
     states = states_of("a")
     full, state, window = (each.offload_keys for each in states)
     assert points.windows == [1, 2]
@@ -288,6 +287,7 @@ def test_of_windows_and_states_a_host_keeps_what_ends_where_a_request_may_go_on(
     useful, others = points.sort(full + state + window)
     assert useful == [*full, state[2], *window[4:6]]
     assert others == [*state[:2], *state[3:], *window[:4], *window[6:]]
+    assert points.states(others) == [*state[:2], *state[3:]]
     assert points.needed(states, 8, 24) == [*full[2:6], state[2], *window[4:6]]
     assert points.needed(states, 20, 24) == [full[5], state[2], window[5]]
     other = states_of("b")

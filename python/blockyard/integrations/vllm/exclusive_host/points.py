@@ -31,6 +31,7 @@ class Points:
         self._groups = groups
         self.windows = [place for place, group in enumerate(groups) if group.sliding_window_size_in_chunks is not None]
         self._sparse = {groups[place].group_idx for place in self.windows}
+        self._states = {group.group_idx for group in groups if group.requires_cow_source}
         self._align = math.lcm(*(group.tokens_per_block for group in groups))
         self._keys = Recent(most)
 
@@ -55,6 +56,10 @@ class Points:
             is_useful = get_offload_group_idx(key) not in self._sparse or key in self._keys
             (useful if is_useful else others).append(key)
         return useful, others
+
+    def states(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys of states."""
+        return [key for key in keys if get_offload_group_idx(key) in self._states]
 
     def needed(self, states: Sequence[Any], begin: int, end: int) -> list[OffloadKey]:
         """Return the keys of each group that a request needs to go from one number of tokens to another."""

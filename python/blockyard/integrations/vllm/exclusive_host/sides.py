@@ -307,14 +307,14 @@ class ExclusiveScheduler(LenientScheduler):
     def _store(self, blocks: list[tuple[OffloadKey, int]]) -> None:
         """Store blocks whose keys the host lacks; if it has too little room, those that the pool gives away last.
 
-        What is not at a point gets chunks that would be empty.
+        Of what is not at a point, states get chunks that would be empty; a window's block serves nobody alone.
         """
         found = self.manager.find_all([key for key, _ in blocks])
         self._hold([key for (key, _), what in zip(blocks, found, strict=True) if what == "hit"])
         new = {key: at for (key, at), what in zip(blocks, found, strict=True) if what == "miss"}
         useful, others = self._points.sort(new)
         useful = useful[max(0, len(useful) - self._make_room(len(useful))) :]
-        others = others[: max(0, self.manager.num_empty - len(useful))]
+        others = self._points.states(others)[: max(0, self.manager.num_empty - len(useful))]
         keys = sorted(useful + others, key=self._place)
         context = ReqContext(req_id="")
         output = self.manager.prepare_store(keys, context) if keys else None
