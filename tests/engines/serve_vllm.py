@@ -6,7 +6,7 @@ serve_vllm.py MODEL_FOLDER '{"extra": {...}, "asked": true, "processes": true, "
 vLLM runs in this process, which faults and sabotage need; with processes, in those that it starts by default.
 With faults, each round begins with empty caches of device and host, and with an external store that fails in that way.
 When asked, it reads a round from each line of standard input, a JSON object such as {"prompts": 1, "clear": "host"},
-and prints a result for each. "connector" has other arguments for vLLM's choice of one; "engine" and "model" change its
+and prints a result for each; with "sabotage" from that round on. "connector" has other arguments for vLLM's choice of one; "engine" and "model" change its
 arguments and the configuration of the model, by default a Llama.
 """
 
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,6 +79,21 @@ def sabotage(what: str) -> None:
         tier.BlockyardTier._get = get
     elif what == "staging":
         external.ChunkRows.write = lambda self, chunks, rows, places: None
+
+
+def loads_by_group() -> Counter[int]:
+    """Count the blocks that the worker of this process loads from now on, by cache group."""
+    from blockyard.integrations.vllm.worker import BlockyardWorker
+
+    counted, plan = Counter[int](), BlockyardWorker._mappings
+
+    def mappings(self: Any, device: Any, chunks: Any, to: str) -> Any:
+        found = plan(self, device, chunks, to)
+        counted.update({group: len(mapping) for group, mapping in found if to == "small"})
+        return found
+
+    BlockyardWorker._mappings = mappings
+    return counted
 
 
 def failing() -> list[Any]:
@@ -151,10 +167,12 @@ def rounds(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from [{}] * options.get("rounds", 2)
 
 
-def serve(llm: Any, options: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+def serve(llm: Any, options: dict[str, Any], asked: dict[str, Any], loads: Counter[int]) -> dict[str, Any]:
     """Serve one round; then empty the caches of the device, or those of the host too, if that is asked."""
     from vllm import SamplingParams
 
+    sabotage(asked.get("sabotage", ""))
+    loads.clear()
     sampling = SamplingParams(temperature=0, max_tokens=asked.get("tokens", 60), detokenize=False, ignore_eos=True)
     shift = 11 * asked.get("prompts", 0)
     prompts = [
@@ -177,6 +195,7 @@ def serve(llm: Any, options: dict[str, Any], asked: dict[str, Any]) -> dict[str,
         "cached": sum(output.num_cached_tokens or 0 for output in outputs),
         "first_token": [output.metrics.first_token_latency for output in outputs],
         "found": {"device": grown("vllm:prefix_cache_hits")},
+        "loads": dict(loads),
     }
     if options.get("extra"):
         per_chunk = BLOCK * options["extra"].get("blocks_per_chunk", 1)
@@ -202,12 +221,13 @@ def main() -> None:
     folder, options = sys.argv[1], json.loads(sys.argv[2])
     model(folder, options.get("model", {}))
     stores = failing() if options.get("faults") else []
+    loads = loads_by_group() if options.get("extra") else Counter()
     llm = engine(folder, options)
     found = []
     for asked in rounds(options):
         if stores:
             stores[0].fault = asked["fault"]
-        found.append(serve(llm, options, asked))
+        found.append(serve(llm, options, asked, loads))
         if options.get("asked"):
             print("RESULT", json.dumps({**found.pop(), "counters": counters(llm)}), flush=True)
     if not options.get("asked"):
