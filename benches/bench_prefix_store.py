@@ -236,7 +236,7 @@ class Objects:
         self.data = np.random.default_rng(0).integers(0, 256, (count, size), dtype=np.uint8)
         self.host = np.ones_like(self.data)
         room = 2 * count * size + (8 << 20)
-        self.objects = PrefixObjects(f"file://{folder}-objects?size={room}", object_bytes=size, fields={})
+        self.objects = PrefixObjects(f"file://{folder}-objects?size={room}", sizes=[size], fields={})
         assert all(self.objects.put(self.names, self.sizes, self.data.__getitem__))
         self.keys = np.random.default_rng(0).integers(0, 256, (count, 32), dtype=np.uint8)
         self.rows = aligned(count, size)

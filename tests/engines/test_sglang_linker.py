@@ -209,5 +209,5 @@ def test_a_sabotaged_load_shows(engine: Any, tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("options", [{}, {"url": "faulty://one", "staging": "2G"}, {"url": "faulty://one", "sise": 3}])
 def test_wrong_options_are_refused(engine: Any, options: dict[str, Any]):
-    with pytest.raises(InvalidArgumentError, match=r"url is None|staging: '2G'|has sise"):
+    with pytest.raises(InvalidArgumentError, match=r"url is None|staging: '2G'|has 'sise'"):
         engine(options)

@@ -57,6 +57,18 @@ def test_lookups_loads_and_deletions_of_some_are_successes_and_stores_of_some_ar
         )
 
 
+def test_a_chunks_objects_of_several_groups_keep_their_own_lengths(lmcache: Any):
+    groups = {"model@0@0@ab": b"full" * 2000, "model@0@1@ab": b"window" * 50, "model@0@2@ab": b"state"}
+    with closing(lmcache.BlockyardConnector(url="faulty://one", revision="1", **OPTIONS)) as connector:
+        data = [memoryview(bytearray(each)) for each in groups.values()]
+        assert outcome(connector, connector.submit_batch_set([*groups], data)) == (True, "", [True] * 3)
+        places = [memoryview(bytearray(len(each))) for each in groups.values()]
+        assert outcome(connector, connector.submit_batch_get([*groups], places)) == (True, "", [True] * 3)
+        assert [bytes(place) for place in places] == [*groups.values()]
+        other = [memoryview(bytearray(5))]
+        assert outcome(connector, connector.submit_batch_get(["model@0@1@ab"], other)) == (True, "", [False])
+
+
 def test_a_load_that_hangs_keeps_no_lookup_waiting_and_a_closed_connector_takes_nothing(lmcache: Any):
     connector = lmcache.BlockyardConnector(url="faulty://one", revision="1", **OPTIONS)
     outcome(connector, connector.submit_batch_set(["a"], [memoryview(bytes(9000))]))

@@ -161,7 +161,7 @@ class Linker(Adapter):
     def open(self, options: dict[str, Any]) -> Callable[[], object]:
         found = self.read(self.place(options))
         url = objects.store_url(found.root_dir, found.url, found.size)
-        return objects.PrefixObjects(url, object_bytes=BLOCK, fields={}).close
+        return objects.PrefixObjects(url, sizes=[BLOCK], fields={}).close
 
 
 ADAPTERS = [Spec, Tier, LMCache, HiCache, Linker]

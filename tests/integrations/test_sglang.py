@@ -25,9 +25,8 @@ def storage() -> Iterator[Any]:
 
 def hybrid(path: Path) -> tuple[Any, HostPool]:
     """A backend with a second pool, whose pages are five times as long and lie elsewhere."""
-    engine = SGLang({"root_dir": str(path), "size": "1MiB"})
     states = HostPool(width=500)
-    engine.backend.register_mem_host_pool_v2(states, "mamba")
+    engine = SGLang({"root_dir": str(path), "size": "1MiB"}, pools={"mamba": states})
     engine.pool.data[:] = torch.randn(engine.pool.data.shape).half()
     states.data[:] = torch.randn(states.data.shape).half()
     return engine, states
@@ -55,6 +54,24 @@ def test_pages_of_two_pools_travel_by_one_key_and_come_back_whole(storage: Any, 
     assert torch.equal(states.data[[5, 4]], before[1][[3, 1]])
     assert torch.equal(engine.pool.data[[1, 0]], before[0][[0, 2]])
     assert not states.data[[0, 1, 2, 3, 6]].any()
+    engine.close()
+
+
+def test_a_small_pages_pool_takes_no_block_of_the_main_pools_size(storage: Any, tmp_path: Path):
+    """Pages of 256 KiB with an index of 8,640 bytes each, as of sparse attention."""
+    index = HostPool(pages=24, width=4320)
+    engine = SGLang({"root_dir": str(tmp_path), "size": "9MiB"}, main_width=128 << 10, pools={"indexer": index})
+    engine.pool.data[:] = torch.randn(engine.pool.data.shape).half()
+    keys = [f"{n:064x}" for n in range(24)]
+    for first in range(0, 24, 8):
+        places = range(first, first + 8)
+        both = [
+            transfer(storage, [place % 16 for place in places], keys[first : first + 8], name="kv"),
+            transfer(storage, list(places), keys[first : first + 8], name="indexer"),
+        ]
+        engine.backend.batch_set_v2(both)
+    wanted = transfer(storage, list(range(24)), keys, name="indexer")
+    assert engine.backend.batch_exists_v2(keys, [wanted]).kv_hit_pages == 24  # 17 with blocks of the longest
     engine.close()
 
 
@@ -93,6 +110,7 @@ def test_indices_that_do_not_fit_the_keys_and_unknown_pools_are_misses(storage: 
 def backend_of(engine: SGLang, **change: Any) -> Any:
     made = type(engine.backend)(dataclasses.replace(engine.config, **change), {})
     made.register_mem_pool_host(engine.pool)
+    made.on_host_pools_registered()
     return made
 
 

@@ -157,7 +157,7 @@ class LinkerProgram(Caller):
         self.pool = DevicePool()
         self.linker = sglang_stand_in.linker(page, 1 << 20)
         del self.linker.close  # the stand-in's
-        self.linker._objects = objects.PrefixObjects("faulty://linker", object_bytes=page, fields={})
+        self.linker._objects = objects.PrefixObjects("faulty://linker", sizes=[page], fields={})
         self.linker._reads = self.linker._objects.jobs("blockyard-sglang-read", {"read": 2})
         self.linker._group.num_layers, self.linker.pools = LAYERS, {"kv": self.pool}
         self.linker._owner, self.linker._ranks = True, 1

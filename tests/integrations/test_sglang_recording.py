@@ -33,6 +33,7 @@ def test_lookups_are_recorded_with_the_pages_before_them(storage: Any, tmp_path:
     backend, before = engine.backend, storage.HiCacheStorageExtraInfo(prefix_keys=KEYS[:2])
     other_rank = type(backend)(dataclasses.replace(engine.config, tp_rank=1, tp_size=2), {})
     other_rank.register_mem_pool_host(engine.pool)
+    other_rank.on_host_pools_registered()
     backend.batch_exists(KEYS[:3])
     backend.batch_exists(KEYS[:3])  # asked again
     backend.batch_exists(KEYS[2:5], before)

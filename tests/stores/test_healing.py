@@ -128,7 +128,7 @@ def test_nothing_whole_is_deleted_and_all_of_it_comes_back(seed: int, monkeypatc
         return stores[-1]
 
     monkeypatch.setattr(objects, "open_store", opened)
-    clients = [objects.PrefixObjects("troubled://", object_bytes=100, fields={}) for _ in range(3)]
+    clients = [objects.PrefixObjects("troubled://", sizes=[100], fields={}) for _ in range(3)]
     sizes = {name: rng.choice([1, 100, 101, 250, 399]) for name in "abcdef"}
     data = {
         name: np.random.default_rng(at).integers(0, 256, size, np.uint8)

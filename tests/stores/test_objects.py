@@ -16,7 +16,7 @@ from blockyard.stores.adapters.objects import PrefixObjects, store_url
 
 
 def test_an_object_of_another_length_is_a_miss(tmp_path: Path):
-    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
+    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", sizes=[100], fields={})
     data = np.arange(250, dtype=np.uint8)
     assert store.put(["a"], [250], lambda index: data) == [True]
     taken: list[bytes] = []
@@ -36,11 +36,29 @@ def test_an_object_of_another_length_is_a_miss(tmp_path: Path):
     assert store.contains(["a"], [250]) == [False]
 
 
+def test_one_object_of_each_kind_takes_few_bytes_and_one_kind_one_block(tmp_path: Path):
+    kib = 1 << 10
+    kinds = [[100], [1 << 20], [64 * kib, 64 * kib], [256 * kib, 8640], [0, 23 * kib, 177 * kib, 785 * kib]]
+    taken = []
+    for number, sizes in enumerate(kinds):
+        store = PrefixObjects(f"file://{tmp_path}/{number}?size=16MiB", sizes=sizes, fields={})
+        data = [np.full(size, 7, np.uint8) for size in sizes]
+        keys = [str(place) for place in range(len(sizes))]
+        assert store.put(keys, sizes, data.__getitem__) == [True] * len(sizes)
+        assert store.get(keys, sizes, lambda index, found: None) == [True] * len(sizes)
+        blocks = store.stats().cached_blocks
+        taken.append((blocks, blocks * (store._width + mmap.PAGESIZE) // kib))
+        store.close()
+    assert taken[:3] == [(1, 8), (1, 1032), (2, 144)]
+    assert taken[3] == (4, 368)  # 528 with blocks of the longest
+    assert taken[4] == (12, 1248)  # 1,848 with blocks of 256 KiB
+
+
 def test_an_object_that_is_larger_than_a_batch_is_one_and_no_batch_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(objects, "BATCH_BYTES", 10_000)
-    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
+    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", sizes=[100], fields={})
     assert list(store._batches([1000, 1000, 100, 100, 100])) == [(0, 1, 10), (1, 2, 10), (2, 4, 2), (4, 5, 1)]
     store.close()
 
@@ -48,7 +66,7 @@ def test_an_object_that_is_larger_than_a_batch_is_one_and_no_batch_is_empty(
 def test_objects_in_a_file_are_read_in_place_into_rows_that_are_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=5000, fields={})
+    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", sizes=[5000], fields={})
     made: list[int] = []
     make = store._buffers._make
     monkeypatch.setattr(store._buffers, "_make", lambda size: made.append(size) or make(size))
@@ -72,7 +90,7 @@ def test_objects_of_many_lengths_come_back_from_any_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_bytes: int
 ):
     monkeypatch.setattr(objects, "BATCH_BYTES", batch_bytes)
-    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={"model": "one"})
+    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", sizes=[100], fields={"model": "one"})
     sizes = [0, 1, 92, 99, 100, 101, 207, 208, 209, 1000]
     random = np.random.default_rng(0)
     data = [random.integers(0, 256, size, dtype=np.uint8) for size in sizes]
@@ -89,7 +107,7 @@ def test_objects_of_many_lengths_come_back_from_any_batch(
 
 
 def test_an_object_that_has_lost_one_of_its_blocks_is_a_miss(tmp_path: Path):
-    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
+    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", sizes=[100], fields={})
     data = np.arange(250, dtype=np.uint8)
     assert store.put(["a"], [250], lambda index: data) == [True]
     names = store._names(["a"], [250])
@@ -102,7 +120,7 @@ def test_an_object_that_has_lost_one_of_its_blocks_is_a_miss(tmp_path: Path):
 
 def test_a_root_dir_is_made_for_its_owner_alone_and_any_path_is_one(tmp_path: Path):
     url = store_url(str(tmp_path / "a folder" / "100%"), None, "1MiB", "rank")
-    PrefixObjects(url, object_bytes=100, fields={}).close()
+    PrefixObjects(url, sizes=[100], fields={}).close()
     assert (tmp_path / "a folder" / "100%" / "rank" / "blockyard-prefix.slab").exists()
     assert (tmp_path / "a folder" / "100%").stat().st_mode & 0o077 == 0
     with pytest.raises(InvalidArgumentError, match="must give exactly one of them"):
@@ -142,7 +160,7 @@ class Processes:
             return next(opened)
 
         monkeypatch.setattr(objects, "open_store", open_store)
-        stores = [PrefixObjects("stepped://", object_bytes=PART, fields={}) for _ in views]
+        stores = [PrefixObjects("stepped://", sizes=[PART], fields={}) for _ in views]
         self.actors: list[Actor] = []
         for view, store in zip(views, stores, strict=True):
             store._patience = 0.0
@@ -213,7 +231,7 @@ def test_a_single_process_reads_its_last_put(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_put_of_the_same_bytes_writes_nothing_and_one_of_others_replaces_them(tmp_path: Path):
-    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", object_bytes=100, fields={})
+    store = PrefixObjects(f"file://{tmp_path}/one?size=1MiB", sizes=[100], fields={})
     old, new = np.full(250, 1, np.uint8), np.full(250, 2, np.uint8)
     for _ in range(2):
         assert store.put(["a", "b"], [250, 100], [old, old[:100]].__getitem__) == [True, True]

@@ -120,14 +120,30 @@ def indices(pages: Sequence[int]) -> torch.Tensor:
 
 
 class SGLang:
-    """HiCache's storage backend, created by SGLang's factory; `v1` calls it with places in the pool."""
+    """HiCache's storage backend, created by SGLang's factory.
+
+    Args:
+        options: of the backend.
+        v1: whether it is called with places in the pool.
+        revision: an option, too.
+        model_name: of SGLang.
+        main_width: float16 elements of a page of the main pool.
+        pools: the pools besides the main one.
+    """
 
     page_bytes = 192
 
     def __init__(
-        self, options: dict[str, Any], *, v1: bool = True, revision: str = "one", model_name: str = "model"
+        self,
+        options: dict[str, Any],
+        *,
+        v1: bool = True,
+        revision: str = "one",
+        model_name: str = "model",
+        main_width: int = 96,
+        pools: dict[str, HostPool] | None = None,
     ) -> None:
-        self.v1, self.pool = v1, HostPool()
+        self.v1, self.pool = v1, HostPool(width=main_width)
         storage = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
         factory = importlib.import_module("sglang.srt.mem_cache.storage").StorageBackendFactory
         names = {
@@ -144,6 +160,9 @@ class SGLang:
         )
         self.backend = factory.create_backend("dynamic", self.config, self.pool)
         self.backend.register_mem_pool_host(self.pool)
+        for name, pool in (pools or {}).items():
+            self.backend.register_mem_host_pool_v2(pool, name)
+        self.backend.on_host_pools_registered()
 
     def store(self, keys: list[str], pages: NDArray[np.uint8]) -> bool:
         if self.v1:

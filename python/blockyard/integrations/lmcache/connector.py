@@ -92,7 +92,7 @@ class BlockyardConnector:
         require_revision(revision, url or "", _UNSEEN)
         self._objects = PrefixObjects(
             store_url(root_dir, url, size, "lmcache"),
-            object_bytes=part_bytes,
+            sizes=[part_bytes],
             fields={
                 "engine": f"lmcache {version('lmcache')}",
                 "part": part_bytes,

@@ -101,7 +101,7 @@ class BlockyardLinker(UnifiedCacheLinker):
                 options.size,
                 f"linker-tp{rank}-pp{params.pp_rank}-cp{params.attn_cp_rank}",
             ),
-            object_bytes=self._sizes[str(PoolName.KV)],
+            sizes=list(self._sizes.values()),
             fields={
                 "engine": f"sglang linker {sglang_version}",
                 "model": identity or server_args.model_path,

@@ -32,8 +32,6 @@ __all__ = ["BlockyardHiCache"]
 _LOG = engine_log("SGLang")
 _OPTIONS: Final = ("root_dir", "url", "size", "revision", "kv_dtype", "interface_v1")
 _SGLANGS_OWN: Final = ("backend_name", "module_path", "class_name")
-_OTHER_BYTES: Final = 256 << 10
-"""Bytes of a block if the main pool keeps nothing, so that only other pools have pages."""
 _SHARDED: Final = {"mamba", "draft", "draft_swa"}
 """Pools that are sharded by rank even if the main pool is the same on all ranks."""
 
@@ -96,26 +94,14 @@ class BlockyardHiCache(HiCacheStorage):
     # ---- pools ----
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Register the main pool and open the store: a block has the size of its pages.
+        """Register the main pool.
 
         Raises:
             InvalidArgumentError: the pool has no flat pages.
-            StoreError: the store cannot be opened.
         """
         super().register_mem_pool_host(mem_pool_host)
         self._main = self._pool(mem_pool_host, PoolName.KV)
         self._pools[str(PoolName.KV)] = self._main
-        if self._objects is None:
-            config, rank = self._config, self._rank(PoolName.KV)
-            folder = f"tp{config.tp_rank}-pp{config.pp_rank}-cp{config.attn_cp_rank}-dp{config.dp_rank}"
-            self._objects = PrefixObjects(
-                store_url(self._root, self._url, self._size, folder),
-                object_bytes=self._main.page_bytes or _OTHER_BYTES,
-                fields={"engine": "sglang", "main": self._main.name, "rank": rank, "revision": self._revision},
-            )
-            ranks = [config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dcp_rank]
-            self._recorder = record_queries(ranks, getattr(mem_pool_host, "page_size", 1) or 1)
-            _LOG.info("Blockyard: pages of %d bytes, %s", self._main.page_bytes, self._objects.about)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Register a pool of a hybrid model.
@@ -125,6 +111,30 @@ class BlockyardHiCache(HiCacheStorage):
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._pools[str(host_pool_name)] = self._pool(host_pool, host_pool_name)
+
+    def on_host_pools_registered(self) -> None:
+        """Open the store, with blocks for the pages of all pools.
+
+        Raises:
+            StoreError: the store cannot be opened.
+        """
+        if self._objects is not None or self._main is None:
+            return
+        config, sizes = self._config, [pool.page_bytes for pool in self._pools.values()]
+        folder = f"tp{config.tp_rank}-pp{config.pp_rank}-cp{config.attn_cp_rank}-dp{config.dp_rank}"
+        self._objects = PrefixObjects(
+            store_url(self._root, self._url, self._size, folder),
+            sizes=sizes,
+            fields={
+                "engine": "sglang",
+                "main": self._main.name,
+                "rank": self._rank(PoolName.KV),
+                "revision": self._revision,
+            },
+        )
+        ranks = [config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dcp_rank]
+        self._recorder = record_queries(ranks, getattr(self._main.host, "page_size", 1) or 1)
+        _LOG.info("Blockyard: pages of %s bytes, %s", ", ".join(map(str, sizes)), self._objects.about)
 
     # ---- pages of the main pool ----
 

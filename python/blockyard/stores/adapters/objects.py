@@ -1,6 +1,7 @@
 """Objects of any length in a prefix store, for engines that use text keys.
 
 An object is split into blocks of one width, so that objects of different lengths share one store and its size limit.
+The width is chosen so that one object of each kind takes few bytes, in few blocks.
 Each block starts with the object's length and the XXH3-128 of its bytes. An object is a hit only if all its blocks come
 back intact with the same header, and its length is as requested. If a block belongs to another object, the first one is
 deleted. After any other failure all stay, and the store hides the missing block for a while. A store never overwrites a
@@ -43,6 +44,10 @@ _LENGTH_BYTES: Final = 8
 _HEADER: Final = _LENGTH_BYTES + 16
 BATCH_BYTES: Final = 64 << 20
 """Bytes of one job in the store at a time, so that the store's memory for blocks in flight is never exhausted."""
+_BLOCK_COST: Final = 36 << 10
+"""Bytes that a block costs in addition to its own: a file's header of 4 KiB, and a call in the time of 32 KiB."""
+_MOST_PARTS: Final = 64
+"""Maximum number of blocks of an object whose length decides how long blocks are."""
 _ASK_SECONDS: Final = 0.05
 """How long `contains` waits for a server's answer about keys that are new to this process."""
 
@@ -119,18 +124,18 @@ class PrefixObjects:
 
     Args:
         url: URL of the store, see `blockyard.open_store`.
-        object_bytes: the most common object length; such an object fills one block.
+        sizes: the lengths of the objects, one for each kind. If there is one kind, an object fills one block.
         fields: everything that determines an object's bytes besides its key, JSON-serializable.
 
     Raises:
         StoreError: the store cannot be opened, or has no keys.
     """
 
-    def __init__(self, url: str, *, object_bytes: int, fields: Mapping[str, Any]) -> None:
-        self._part_bytes = object_bytes
-        width = _HEADER + object_bytes
+    def __init__(self, url: str, *, sizes: Sequence[int], fields: Mapping[str, Any]) -> None:
         # A file store reads and writes whole pages in place, and keeps blocks in whole pages anyway.
-        self._width = -(-width // mmap.PAGESIZE) * mmap.PAGESIZE if url.startswith("file:") else width
+        grain = mmap.PAGESIZE if url.startswith("file:") else 1
+        self._part_bytes = _part_bytes(sizes, grain)
+        self._width = _width(self._part_bytes, grain)
         self._buffers = Buffers()  # fresh rows take several times as long as the disk
         # A file store knows its keys without asking.
         self._patience = 0.0 if url.startswith("file:") else _ASK_SECONDS
@@ -331,6 +336,21 @@ class PrefixObjects:
             parts += count
         if parts:
             yield first, len(sizes), parts
+
+
+def _width(part_bytes: int, grain: int) -> int:
+    return -(-(_HEADER + part_bytes) // grain) * grain
+
+
+def _part_bytes(sizes: Sequence[int], grain: int) -> int:
+    """Return the bytes of an object in a block with which one object of each size costs least."""
+
+    def cost(part: int) -> int:
+        blocks = sum(max(1, -(-size // part)) for size in sizes)
+        return blocks * (_width(part, grain) + _BLOCK_COST)
+
+    parts = {-(-max(1, size) // count) for size in sizes for count in range(1, _MOST_PARTS + 1)}
+    return min(parts, key=lambda part: (cost(part), -part))
 
 
 def _fill(rows: NDArray[np.uint8], data: NDArray[np.uint8], size: int, part_bytes: int) -> None:
