@@ -6,8 +6,8 @@ serve_vllm.py MODEL_FOLDER '{"extra": {...}, "asked": true, "processes": true, "
 vLLM runs in this process, which faults and sabotage need; with processes, in those that it starts by default.
 With faults, each round begins with empty caches of device and host, and with an external store that fails in that way.
 When asked, it reads a round from each line of standard input, a JSON object such as {"prompts": 1, "clear": "host"},
-and prints a result for each; with "sabotage" from that round on. "connector" has other arguments for vLLM's choice of one; "engine" and "model" change its
-arguments and the configuration of the model, by default a Llama.
+and prints a result for each; with "sabotage" from that round on. "connector" has other arguments for vLLM's choice of
+one; "engine" and "model" change its arguments and the configuration of the model, by default a Llama.
 """
 
 import json

@@ -1,12 +1,11 @@
-"""Hybrid models in vLLM on a CPU: each cache group's blocks come from host memory and from a store, also after a kill."""
+"""Hybrid models in vLLM on a CPU: blocks of each cache group come from host memory and, after a kill, from a store."""
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engine import CONNECTOR, PYTHON, SPEC, Engine
+from vllm_engine import PYTHON, SPEC, Engine
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,11 +36,6 @@ GROUPS = {"gemma3": 4, "gpt-oss": 2, "qwen3.5": 4}
 ASKED = {"requests": 3, "length": 320, "tokens": 12}
 
 
-@pytest.fixture(params=MODELS)
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
-
-
 def engine(name: str, path: Path, extra: dict[str, Any], **more: Any) -> Engine:
     options = MODELS[name]
     blocks = {"num_gpu_blocks_override": 100, **options["engine"]}
@@ -53,6 +47,7 @@ def loads(round_: Any) -> list[int]:
     return [count for _, count in sorted(round_["loads"].items())]
 
 
+@pytest.mark.parametrize("name", MODELS)
 def test_each_groups_blocks_come_from_the_host_and_after_a_kill_from_the_store(name: str, tmp_path: Path):
     url = f"file://{tmp_path}/store?size=64MiB"
     extra = {**SPEC, "prefix_store": url, "weights_fixed": True, "prefetch_timeout_base": 60}
