@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +17,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from policies.evictor import Optimal, chains, replay
 
-from blockyard import Scheduler
+from blockyard import AllocStatus, Arena, BlockManager, CacheGroup, PrefixCaching, Scheduler
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import Step
 from blockyard.tools.replay import engine
 from blockyard.tools.replay.engine import EngineOptions, replay_times
-from blockyard.tools.replay.hits import replay_hits
+from blockyard.tools.replay.hits import HybridMemory, replay_hits
 from blockyard.tools.replay.optimal import optimal_hits
 from blockyard.tools.replay.packed import NEVER, PackedTrace
 from blockyard.traces import TraceRequest, read_trace
@@ -273,3 +274,75 @@ def test_hit_tokens_are_those_of_a_peer(traces: Path, gib: int):
     hits = replay_hits(PackedTrace.of(whole), "lru", point["cacheBlocks"] + 1)
     tokens = np.minimum(hits.device * 512, [row.input_tokens for row in requests])
     assert int(tokens[len(requests) // 2 :].sum()) == point["results"]["lru"]["hitTokens"]
+
+
+# ---- hybrid models ----
+
+FULL, STATE = CacheGroup.full_attention().with_blocks(bytes=64), CacheGroup.recurrent().with_blocks(bytes=192)
+HYBRIDS = {
+    "window": (FULL, CacheGroup.sliding_window(6).with_blocks(bytes=64)),
+    "window of other bytes": (FULL, CacheGroup.sliding_window(3).with_blocks(bytes=32)),
+    "states": (FULL, STATE),
+    "both": (FULL, CacheGroup.sliding_window(6).with_blocks(bytes=64), STATE),
+}
+
+
+def found_by_the_manager(packed: PackedTrace, groups: tuple[CacheGroup, ...], policy: str, size: int) -> list[int]:
+    """The blocks that each request finds, served by a manager token by token; -1 if it does not fit."""
+    manager = BlockManager(
+        block_size=SIZE,
+        groups=groups,
+        arena=Arena(device_bytes=size),
+        watermark=0.0,
+        prefix_caching=PrefixCaching(eviction=policy),
+    )
+
+    def step(sequence: Any) -> None:
+        manager.complete(manager.take_decision(now=0.0).ticket)
+        manager.mark_computed(sequence)
+
+    found = []
+    for number in range(len(packed)):
+        blocks = packed.blocks[packed.starts[number] : packed.starts[number + 1]]
+        length, answer = int(packed.input_tokens[number]), int(packed.output_tokens[number])
+        end = max(length + answer - 1, len(blocks) * SIZE)
+        text = np.full(end, 2**31 + number, np.uint32)
+        text[: len(blocks) * SIZE] = np.repeat(blocks, SIZE)
+        if manager.can_allocate(text, chunk_tokens=8).status == AllocStatus.NEVER:
+            found.append(-1)
+            continue
+        sequence = manager.allocate(text[:length], chunk_tokens=8)
+        found.append(sequence.cached_tokens // SIZE)
+        step(sequence)
+        while count := manager.next_chunk(sequence, 8):
+            manager.append(sequence, count)
+            step(sequence)
+        for token in text[length:]:
+            manager.append(sequence, 1, token_ids=[token])
+            step(sequence)
+        manager.free(sequence)
+    return found
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+@given(answered, st.integers(6, 40), st.sampled_from(["lru", "adaptive"]))
+def test_hits_of_a_hybrid_model_are_those_of_its_manager(
+    kind: str, rows: list[tuple[list[int], int, list[int]]], blocks: int, policy: str
+):
+    packed, memory = PackedTrace.of(with_answers(rows)), HybridMemory(HYBRIDS[kind], 128)
+    hits = replay_hits(packed, policy, blocks, max_num_batched_tokens=8, hybrid=memory)
+    expected = found_by_the_manager(packed, memory.groups, policy, blocks * memory.block_bytes)
+    assert hits.device.tolist() == [max(0, count) for count in expected]
+    assert hits.too_long == expected.count(-1)
+
+
+def test_a_hybrid_model_finds_a_prompt_up_to_a_resume_point():
+    ids = tuple(range(10))
+    rows = [TraceRequest(0.0, 10 * SIZE, 1, ids, float(SIZE)), TraceRequest(0.0, 10 * SIZE, 1, ids, float(SIZE))]
+    parted = TraceRequest(0.0, 10 * SIZE, 1, (*ids[:7], 20, 21, 22), float(SIZE))
+    packed = PackedTrace.of([*rows, parted, parted])
+    for groups, found in ((HYBRIDS["window"], [0, 9, 0, 9]), ((FULL,), [0, 9, 7, 9])):
+        memory = HybridMemory(groups, 128)
+        assert replay_hits(packed, "lru", 1000, hybrid=memory).device.tolist() == found
+    with pytest.raises(InvalidArgumentError, match="hybrid is given, must be None with policy 'optimal'"):
+        replay_hits(packed, "optimal", 1000, hybrid=memory)

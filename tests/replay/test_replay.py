@@ -142,3 +142,33 @@ def test_on_ctrl_c_the_processes_of_a_replay_end_at_once_and_say_nothing(tmp_pat
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     assert process.communicate(timeout=300) == (None, "")
     assert process.returncode == 130
+
+
+def test_the_models_configuration_says_which_groups_share_a_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shape: dict[str, object] = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "hidden_size": 64}
+    shape |= {"model_type": "gpt_oss", "torch_dtype": "float16"}
+    kinds: dict[str, dict[str, object]] = {
+        "full": {"layer_types": ["full_attention"] * 2},
+        "window": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6},
+    }
+    found = {}
+    for name, layers in kinds.items():
+        config = {**shape, **layers}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        command = ["replay", str(write(tmp_path)), "--jobs", "1", "--block-size", "4", "--device-blocks", "40"]
+        command += ["--model-config", str(tmp_path / "config.json")]
+        assert main([*command, "--format", "json"]) == 0
+        (found[name],) = json.loads(capsys.readouterr().out)["traces"]
+        assert main(command) == 0
+        kinds_of = "hits end at resume points; a request of the mean length caches in MiB: full 0.00"
+        assert (kinds_of in capsys.readouterr().out) == (name == "window")
+    assert (found["full"]["cache_groups"], found["full"]["bytes_by_kind"]) == ([], {})
+    assert found["window"]["bytes_by_kind"] == {"full": 18 * 256, "window": 6 * 256}
+    assert [cache["policy"] for cache in found["full"]["caches"]] == ["lru", "adaptive", "optimal"]
+    full, window = (f"CacheGroup.{kind}.with_blocks(bytes=1024)" for kind in ("full_attention()", "sliding_window(6)"))
+    assert found["window"]["cache_groups"] == [full, window]
+    assert [cache["policy"] for cache in found["window"]["caches"]] == ["lru", "adaptive"]
+    # Prompts of 16 tokens and one more, whose last block ends at a point: 15 of 18 are found again.
+    assert [cache["hit_tokens"] for cache in found["window"]["caches"]] == [15 * 16] * 2
+    assert main([*command, "--policies", "optimal"]) == 2
+    assert "the best order to evict windows and states in is not known" in capsys.readouterr().err

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Final, TextIO, cast
+from typing import Any, Final, NamedTuple, TextIO, cast
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.layout.model import ModelMemory
@@ -20,7 +20,7 @@ from blockyard.tools.cli import pictures
 from blockyard.tools.cli.result import Result
 from blockyard.tools.replay.engine import EngineOptions, replay_times
 from blockyard.tools.replay.history import History
-from blockyard.tools.replay.hits import OPTIMAL
+from blockyard.tools.replay.hits import OPTIMAL, HybridMemory
 from blockyard.tools.replay.packed import PackedTrace
 from blockyard.tools.replay.plan import GIB
 from blockyard.tools.replay.serving import Served, serve_all
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 _MILLISECONDS: Final = 1e3
+_MIB: Final = 1 << 20
 _ENOUGH: Final = 0.9
 """Share of a policy's most hits from which on a larger cache is said to bring little."""
 _BYTES_PER_TOKEN: Final = 131072  # of Llama-3.1-8B in bfloat16
@@ -107,25 +108,60 @@ def _fit(options: argparse.Namespace) -> LinearStepTime:
 # ---- hits ----
 
 
+class _Hits(NamedTuple):
+    """What caches of many sizes and policies find of a trace.
+
+    Attributes:
+        block_bytes: bytes of a block of the cache.
+        hybrid: of a model with windows or states.
+        bytes_by_kind: what a request of the trace's mean length caches, by kind of layer; of such a model.
+    """
+
+    path: Path
+    trace: PackedTrace
+    points: list[Point]
+    block_bytes: int
+    hybrid: HybridMemory | None
+    bytes_by_kind: Mapping[str, int]
+
+    def as_dict(self, block_size: int) -> dict[str, Any]:
+        """Return a JSON-serializable dictionary."""
+        return {
+            "trace": str(self.path),
+            "num_requests": len(self.trace),
+            "num_blocks": len(self.trace.blocks),
+            "num_distinct_blocks": self.trace.num_distinct,
+            "block_tokens": self.trace.block_tokens,
+            "cache_block_tokens": block_size,
+            "bytes_per_block": self.block_bytes,
+            "cache_groups": [str(group) for group in self.hybrid.groups] if self.hybrid else [],
+            "bytes_by_kind": dict(self.bytes_by_kind),
+            "caches": [point.as_dict() for point in self.points],
+        }
+
+
 def _hits(
     options: argparse.Namespace,
     traces: Sequence[tuple[Path, list[TraceRequest]]],
     executor: Executor | None,
     view: Progress,
 ) -> Result:
-    reports = []
+    reports: list[_Hits] = []
     for path, requests in traces:
         try:
             trace = PackedTrace.of(requests)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{path}: {error}") from None
         sizes = _sizes(options, requests, trace.num_distinct * trace.block_tokens // options.block_size)
-        caches = _caches(options, sizes)
+        size = bytes_per_block(options, requests)
+        hybrid = _hybrid_of(options, trace, size)
+        caches = _caches(options, sizes, is_hybrid=hybrid is not None)
         points = sweep(
             trace,
             [(policy, *_in_trace(options, trace, device, host)) for policy, device, host in caches],
             first=int(len(trace) * options.window),
             max_num_batched_tokens=options.max_num_batched_tokens,
+            hybrid=hybrid,
             executor=executor,
             show=partial(view.step, total=len(caches), note="caches"),
         )
@@ -133,36 +169,26 @@ def _hits(
             replace(point, device_blocks=device, host_blocks=host)
             for point, (_, device, host) in zip(points, caches, strict=True)
         ]
-        reports.append((path, trace, points, bytes_per_block(options, requests)))
+        mean = int((trace.input_tokens + trace.output_tokens).mean())
+        by_kind = _memory_of(options).bytes_by_kind(mean) if hybrid else {}
+        reports.append(_Hits(path, trace, points, size, hybrid, by_kind))
 
     def show(stream: TextIO) -> None:
-        for path, trace, points, size in reports:
-            _show_hits(path, trace, points, options.block_size, size, stream)
+        for report in reports:
+            _show_hits(report, options.block_size, stream)
 
-    found = [
-        {
-            "trace": str(path),
-            "num_requests": len(trace),
-            "num_blocks": len(trace.blocks),
-            "num_distinct_blocks": trace.num_distinct,
-            "block_tokens": trace.block_tokens,
-            "cache_block_tokens": options.block_size,
-            "bytes_per_block": size,
-            "caches": [point.as_dict() for point in points],
-        }
-        for path, trace, points, size in reports
-    ]
     facts: dict[str, object] = {
         path.name: f"{len(trace)} requests, {trace.num_distinct} distinct blocks of {trace.block_tokens} tokens"
-        for path, trace, _, _ in reports
+        for path, trace, *_ in reports
     }
     files = pictures.files_of(options, "Hits over capacity", None, facts, partial(_draw_hits, reports))
+    found = [report.as_dict(options.block_size) for report in reports]
     return Result({"window": options.window, "traces": found}, show, files=files)
 
 
-def _draw_hits(reports: Sequence[tuple[Path, PackedTrace, list[Point], int]], drawing: Any) -> dict[str, object]:
+def _draw_hits(reports: Sequence[_Hits], drawing: Any) -> dict[str, object]:
     figures = {}
-    for path, _, points, _ in reports:
+    for path, _, points, *_ in reports:
         curves: dict[str, list[tuple[float, float]]] = {}
         for point in points:
             name = f"{point.policy}, {point.host_blocks} host blocks" if point.host_blocks else point.policy
@@ -172,8 +198,27 @@ def _draw_hits(reports: Sequence[tuple[Path, PackedTrace, list[Point], int]], dr
     return figures
 
 
-def _caches(options: argparse.Namespace, sizes: Sequence[tuple[int, int]]) -> list[tuple[str, int, int]]:
+def _hybrid_of(options: argparse.Namespace, trace: PackedTrace, block_bytes: int) -> HybridMemory | None:
+    """Return how the model of `--model-config` uses a cache's memory; None if it keeps all tokens, or its own way is unknown.
+
+    What a resumed prompt needs of compressed entries is not known, so such a model counts as one that keeps all.
+    """
+    if options.model_config is None or options.bytes_per_token is not None:
+        return None
+    memory = _memory_of(options)
+    kinds = {layer.kind for layer in memory.layers}
+    if not kinds & {"window", "chunked", "recurrent", "conv"} or kinds & {"compressor", "cross"}:
+        return None
+    return HybridMemory(memory.cache_groups(trace.block_tokens), block_bytes * trace.block_tokens // options.block_size)
+
+
+def _caches(
+    options: argparse.Namespace, sizes: Sequence[tuple[int, int]], *, is_hybrid: bool
+) -> list[tuple[str, int, int]]:
     policies = names_of(options.policies)
+    if is_hybrid and OPTIMAL in policies:
+        _refuse_given_optimal(options, "the best order to evict windows and states in is not known")
+        policies.remove(OPTIMAL)
     caches = [(policy, device, host) for device, host in sizes for policy in policies]
     found = [cache for cache in caches if cache[0] != OPTIMAL or not cache[2]]  # the optimum has no host tier
     if OPTIMAL in policies and all(cache[0] != OPTIMAL for cache in found):
@@ -233,14 +278,16 @@ _HITS_LEGEND: Final = (
 )
 
 
-def _show_hits(
-    path: Path, trace: PackedTrace, points: list[Point], block_size: int, block_bytes: int, stream: TextIO
-) -> None:
+def _show_hits(report: _Hits, block_size: int, stream: TextIO) -> None:
+    path, trace, points, block_bytes, hybrid, by_kind = report
     print(
         f"{path.name}: {len(trace)} requests, {len(trace.blocks)} blocks of {trace.block_tokens} tokens, "
         f"{trace.num_distinct} distinct; a block of the cache has {block_size} tokens, {block_bytes} bytes",
         file=stream,
     )
+    if hybrid is not None:
+        kinds = ", ".join(f"{kind} {size / _MIB:.3g}" for kind, size in by_kind.items())
+        print(f"hits end at resume points; a request of the mean length caches in MiB: {kinds}", file=stream)
     print("   device      host     tokens      GiB policy    hit rate of it host LRU to best too long", file=stream)
     hits = {(point.device_blocks, point.policy): point.hit_tokens for point in points if not point.host_blocks}
     for point in points:

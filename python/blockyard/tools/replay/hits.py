@@ -8,13 +8,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, PrefixCaching
+from blockyard import AllocStatus, Arena, BlockManager, CacheGroup, PrefixCaching
 from blockyard.errors import InvalidArgumentError
 from blockyard.tools.replay.optimal import optimal_hits
 from blockyard.tools.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
 from blockyard.types import HashedPrompt, Sequence
 
-__all__ = ["OPTIMAL", "POLICIES", "Hits", "replay_hits"]
+__all__ = ["OPTIMAL", "POLICIES", "HybridMemory", "Hits", "replay_hits"]
 
 POLICIES: Final = ("lru", "adaptive")
 OPTIMAL: Final = "optimal"
@@ -22,6 +22,19 @@ _MAX_TOKENS: Final = 16
 """Longest blocks that are replayed with all their tokens, and so with the engine's keys: they take one hash."""
 _FEW_TOKENS: Final = 2
 """Tokens of a longer block in the manager: enough to tell a part of a block from the whole."""
+
+
+@dataclass(frozen=True)
+class HybridMemory:
+    """How a hybrid model uses a cache's memory: its groups share it, as far as each needs.
+
+    Attributes:
+        groups: cache groups with the bytes of a block of the trace, see `ModelMemory.cache_groups`.
+        block_bytes: bytes of a block in the size of a cache.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    block_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +59,19 @@ class Hits:
 
 
 def replay_hits(
-    trace: PackedTrace, policy: str, device_blocks: int, *, host_blocks: int = 0, max_num_batched_tokens: int = 8192
+    trace: PackedTrace,
+    policy: str,
+    device_blocks: int,
+    *,
+    host_blocks: int = 0,
+    max_num_batched_tokens: int = 8192,
+    hybrid: HybridMemory | None = None,
 ) -> Hits:
     """Send every request through a pool. Each is looked up, computed and freed before the next one comes.
 
     Each takes no time, and ends with the trace's hint. Blocks that the device evicts move to the host, if there is one.
-    An answer takes blocks, too; a later prompt finds them if the trace identifies them, as recordings do.
+    An answer takes blocks, too; a later prompt finds them if the trace identifies them, as recordings do. In a hybrid model
+    a prompt finds blocks up to a resume point only.
 
     `replay_times` finds the same blocks if requests come one at a time, no copy takes time, its `block_size` is the
     trace's, and its watermark is 0. It differs a little with a host, as it decides up to 64 steps of decoding at once,
@@ -63,9 +83,11 @@ def replay_hits(
         device_blocks: size of the pool, at least 1.
         host_blocks: size of the host tier.
         max_num_batched_tokens: maximum number of tokens in a step, at least 1; longer prompts are computed in chunks.
+        hybrid: of a model with windows or states; None for one that keeps all tokens.
 
     Raises:
-        InvalidArgumentError: the policy is unknown, a size is out of range, or `"optimal"` has a host tier.
+        InvalidArgumentError: the policy is unknown, a size is out of range, `"optimal"` has a host tier or a hybrid model,
+            or the manager has no host tier for the model's groups.
     """
     if policy not in (*POLICIES, OPTIMAL):
         raise InvalidArgumentError(f"policy is {policy!r}, must be one of {', '.join((*POLICIES, OPTIMAL))}")
@@ -75,49 +97,73 @@ def replay_hits(
         )
     if max_num_batched_tokens < 1:
         raise InvalidArgumentError(f"max_num_batched_tokens is {max_num_batched_tokens}, must be at least 1")
-    if policy == OPTIMAL and host_blocks:
-        raise InvalidArgumentError(f"host_blocks is {host_blocks}, must be 0 with policy 'optimal'")
-    too_long = int((trace.needed > device_blocks).sum())
-    none = np.zeros(len(trace), np.int64)
+    if policy == OPTIMAL and (host_blocks or hybrid):
+        what = f"host_blocks is {host_blocks}, must be 0" if host_blocks else "hybrid is given, must be None"
+        raise InvalidArgumentError(f"{what} with policy 'optimal'")
     if policy == OPTIMAL:
+        none, too_long = np.zeros(len(trace), np.int64), int((trace.needed > device_blocks).sum())
         return Hits(policy, device_blocks, 0, optimal_hits(trace, device_blocks), none, too_long)
+    manager = _manager(trace, policy, device_blocks, host_blocks, hybrid)
+    server = _RequestServer(trace, manager, max_num_batched_tokens, policy, is_hybrid=hybrid is not None)
+    device, host, too_long = server.serve_all()
+    return Hits(policy, device_blocks, host_blocks, device, host, too_long)
+
+
+def _manager(
+    trace: PackedTrace, policy: str, device_blocks: int, host_blocks: int, hybrid: HybridMemory | None
+) -> BlockManager:
     caching = PrefixCaching(eviction=policy, host=host_blocks > 0)
-    manager = BlockManager(
-        block_size=trace.block_tokens if trace.block_tokens <= _MAX_TOKENS else _FEW_TOKENS,
-        device_blocks=device_blocks,
-        host_blocks=host_blocks,
+    if hybrid is None:
+        return BlockManager(
+            block_size=trace.block_tokens if trace.block_tokens <= _MAX_TOKENS else _FEW_TOKENS,
+            device_blocks=device_blocks,
+            host_blocks=host_blocks,
+            watermark=0.0,
+            prefix_caching=caching,
+        )
+    size = hybrid.block_bytes
+    return BlockManager(
+        block_size=trace.block_tokens,
+        groups=hybrid.groups,
+        arena=Arena(device_bytes=device_blocks * size, host_bytes=host_blocks * size),
         watermark=0.0,
         prefix_caching=caching,
     )
-    device, host = _RequestServer(trace, manager, max_num_batched_tokens, policy).serve_all()
-    return Hits(policy, device_blocks, host_blocks, device, host, too_long)
 
 
 class _RequestServer:
     """Serves requests one at a time, in the steps of an engine."""
 
-    def __init__(self, trace: PackedTrace, manager: BlockManager, budget: int, policy: str) -> None:
-        self._manager, self._trace = manager, trace
+    def __init__(self, trace: PackedTrace, manager: BlockManager, budget: int, policy: str, *, is_hybrid: bool) -> None:
+        self._manager, self._trace, self._is_hybrid = manager, trace, is_hybrid
         self._size, self._block_tokens = manager.block_size, trace.block_tokens
         self._with_host = bool(manager.pool("host").num_blocks)
         # What stays cached depends on what one step evicts, except in a device pool that evicts by LRU. There one step
-        # computes all. A step of decoding takes at most one block.
-        self._by_block = self._with_host or policy != "lru"
+        # computes all. A step of decoding takes at most one block. In a hybrid model a chunk ends at a resume point.
+        self._by_block = self._with_host or policy != "lru" or is_hybrid
         self._now = 0.0
         self._budget = budget if self._by_block else OWN_TOKENS
 
-    def serve_all(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Serve all requests that fit. Returns the blocks that each one finds on the device, and on the host alone."""
+    def serve_all(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Serve all requests that fit.
+
+        Returns:
+            The blocks that each one finds on the device, and on the host alone; how many requests are too long.
+        """
         trace, manager, size, scaled = self._trace, self._manager, self._size, self._scaled
         parts, starts = _parts(trace)
         named = np.maximum(trace.input_tokens, trace.num_blocks * trace.block_tokens)
         ends = np.maximum(trace.input_tokens + trace.output_tokens - 1, named).tolist()
-        inputs, named, fits = trace.input_tokens.tolist(), named.tolist(), trace.needed <= manager.pool().num_blocks
+        inputs, named = trace.input_tokens.tolist(), named.tolist()
         found, host = np.zeros(len(trace), np.int64), np.zeros(len(trace), np.int64)
-        for number in np.flatnonzero(fits).tolist():
-            self._now = float(trace.arrivals[number])
+        too_long = 0
+        for number in range(len(trace)):
             text = np.repeat(parts[starts[number] : starts[number + 1]], size)
             text[scaled(named[number]) :] = ANSWER_TOKEN
+            if not self._fits(number, text[: scaled(ends[number])]):
+                too_long += 1
+                continue
+            self._now = float(trace.arrivals[number])
             prompt: NDArray[np.uint32] | HashedPrompt = text[: scaled(inputs[number])]
             if self._with_host:
                 prompt = manager.prefix.hash(text[: scaled(inputs[number])])
@@ -126,12 +172,20 @@ class _RequestServer:
             self._compute(sequence)
             found[number] = sequence.cached_tokens // size
             done = int(found[number]) * self._block_tokens + self._budget
-            if done < inputs[number]:
+            if self._is_hybrid:
+                self._prefill_to_points(sequence)
+            elif done < inputs[number]:
                 self._prefill(sequence, done, inputs[number])
             if inputs[number] < ends[number]:
                 self._decode(sequence, inputs[number], ends[number], text)
             manager.free(sequence, hint=trace.hints[number])
-        return found - host, host
+        return found - host, host, too_long
+
+    def _fits(self, number: int, text: NDArray[np.uint32]) -> bool:
+        """Whether the device holds a request with its answer."""
+        if not self._is_hybrid:
+            return bool(self._trace.needed[number] <= self._manager.pool().num_blocks)
+        return self._manager.can_allocate(text, chunk_tokens=self._budget).status != AllocStatus.NEVER
 
     def _prefill(self, sequence: Sequence, done: int, end: int) -> None:
         """Compute the rest of a prompt in chunks."""
@@ -141,6 +195,12 @@ class _RequestServer:
                 self._manager.append(sequence, more)
                 self._compute(sequence)
             done = upto
+
+    def _prefill_to_points(self, sequence: Sequence) -> None:
+        """Compute the rest of a prompt in chunks that end at resume points."""
+        while count := self._manager.next_chunk(sequence, self._budget):
+            self._manager.append(sequence, count)
+            self._compute(sequence)
 
     def _decode(self, sequence: Sequence, done: int, end: int, text: NDArray[np.uint32]) -> None:
         while done < end:

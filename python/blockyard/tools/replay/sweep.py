@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.tools.replay.hits import replay_hits
+from blockyard.tools.replay.hits import HybridMemory, replay_hits
 from blockyard.tools.replay.packed import PackedTrace
 from blockyard.workers import interrupts_blocked
 
@@ -60,6 +60,7 @@ def sweep(
     *,
     first: int = 0,
     max_num_batched_tokens: int = 8192,
+    hybrid: HybridMemory | None = None,
     executor: Executor | None = None,
     show: Callable[[int], object] = bool,
 ) -> list[Point]:
@@ -70,6 +71,7 @@ def sweep(
         caches: policy, device blocks and host blocks of each cache.
         first: the first request of the window; earlier ones only fill the cache.
         max_num_batched_tokens: maximum number of tokens in a step.
+        hybrid: of a model with windows or states.
         executor: runs the replays; None for this thread.
         show: called with the number of caches that are done.
 
@@ -79,7 +81,8 @@ def sweep(
     Raises:
         InvalidArgumentError: a policy is unknown, or a size out of range.
     """
-    return run_all([partial(_measure, trace, cache, first, max_num_batched_tokens) for cache in caches], executor, show)
+    measure = partial(_measure, trace, first=first, max_num_batched_tokens=max_num_batched_tokens, hybrid=hybrid)
+    return run_all([partial(measure, cache) for cache in caches], executor, show)
 
 
 def run_all(calls: Sequence[Callable[[], T]], executor: Executor | None, show: Callable[[int], object]) -> list[T]:
@@ -100,11 +103,9 @@ def run_all(calls: Sequence[Callable[[], T]], executor: Executor | None, show: C
     return [future.result() for future in futures]
 
 
-def _measure(trace: PackedTrace, cache: tuple[str, int, int], first: int, max_num_batched_tokens: int) -> Point:
+def _measure(trace: PackedTrace, cache: tuple[str, int, int], *, first: int, **options: Any) -> Point:
     policy, device_blocks, host_blocks = cache
-    found = replay_hits(
-        trace, policy, device_blocks, host_blocks=host_blocks, max_num_batched_tokens=max_num_batched_tokens
-    )
+    found = replay_hits(trace, policy, device_blocks, host_blocks=host_blocks, **options)
     host = int(found.host[first:].sum()) * trace.block_tokens
     return Point(
         policy=policy,
