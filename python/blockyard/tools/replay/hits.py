@@ -14,7 +14,7 @@ from blockyard.tools.replay.optimal import optimal_hits
 from blockyard.tools.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
 from blockyard.types import HashedPrompt, Sequence
 
-__all__ = ["OPTIMAL", "POLICIES", "HybridMemory", "Hits", "replay_hits"]
+__all__ = ["OPTIMAL", "POLICIES", "Hits", "HybridMemory", "replay_hits"]
 
 POLICIES: Final = ("lru", "adaptive")
 OPTIMAL: Final = "optimal"
@@ -70,8 +70,8 @@ def replay_hits(
     """Send every request through a pool. Each is looked up, computed and freed before the next one comes.
 
     Each takes no time, and ends with the trace's hint. Blocks that the device evicts move to the host, if there is one.
-    An answer takes blocks, too; a later prompt finds them if the trace identifies them, as recordings do. In a hybrid model
-    a prompt finds blocks up to a resume point only.
+    An answer takes blocks, too; a later prompt finds them if the trace identifies them, as recordings do. In a hybrid
+    model a prompt finds blocks up to a resume point only.
 
     `replay_times` finds the same blocks if requests come one at a time, no copy takes time, its `block_size` is the
     trace's, and its watermark is 0. It differs a little with a host, as it decides up to 64 steps of decoding at once,
@@ -86,8 +86,8 @@ def replay_hits(
         hybrid: of a model with windows or states; None for one that keeps all tokens.
 
     Raises:
-        InvalidArgumentError: the policy is unknown, a size is out of range, `"optimal"` has a host tier or a hybrid model,
-            or the manager has no host tier for the model's groups.
+        InvalidArgumentError: the policy is unknown, a size is out of range, `"optimal"` has a host tier or a hybrid
+            model, or the manager has no host tier for the model's groups.
     """
     if policy not in (*POLICIES, OPTIMAL):
         raise InvalidArgumentError(f"policy is {policy!r}, must be one of {', '.join((*POLICIES, OPTIMAL))}")
