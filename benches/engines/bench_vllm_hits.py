@@ -14,8 +14,9 @@ number of blocks copied to and from the host for each block that the host adds t
 `SimpleCPUOffloadConnector` with `lazy_offload`, which stores what the device is about to drop, as `ours_exclusive`
 does, our `BlockyardKVConnector`; the others store what is computed. With `--layers` the model has a window of four
 blocks (`window`), of half a block (`gpt-oss`: 128 of a recorded session's tokens), or three groups of states beside
-full attention. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. It asserts that each system loads from the host, and with `--check` that the best of ours finds at least
-.99 of what each of vLLM's finds, or .005 less, and with agents 1.05 of it over all three sizes.
+full attention. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. It asserts that each
+system loads from the host, and with `--check` that the best of ours finds at least .99 of what each of vLLM's finds, or
+.005 less, and with agents 1.05 of it over all three sizes.
 """
 
 from __future__ import annotations

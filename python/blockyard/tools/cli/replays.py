@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO, cast
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.layout.arena import ArenaLayout
 from blockyard.layout.model import ModelMemory
 from blockyard.layout.weights import weight_bytes
 from blockyard.progress import Progress, show_progress
@@ -171,7 +172,7 @@ def _hits(
         ]
         mean = int((trace.input_tokens + trace.output_tokens).mean())
         by_kind = _memory_of(options).bytes_by_kind(mean) if hybrid else {}
-        reports.append(_Hits(path, trace, points, size, hybrid, by_kind))
+        reports.append(_Hits(path, trace, points, size, hybrid, {**by_kind}))
 
     def show(stream: TextIO) -> None:
         for report in reports:
@@ -199,7 +200,7 @@ def _draw_hits(reports: Sequence[_Hits], drawing: Any) -> dict[str, object]:
 
 
 def _hybrid_of(options: argparse.Namespace, trace: PackedTrace, block_bytes: int) -> HybridMemory | None:
-    """Return how the model of `--model-config` uses a cache's memory; None if it keeps all tokens, or its own way is unknown.
+    """Return how the model of `--model-config` uses a cache's memory; None if it keeps all tokens.
 
     What a resumed prompt needs of compressed entries is not known, so such a model counts as one that keeps all.
     """
@@ -209,7 +210,8 @@ def _hybrid_of(options: argparse.Namespace, trace: PackedTrace, block_bytes: int
     kinds = {layer.kind for layer in memory.layers}
     if not kinds & {"window", "chunked", "recurrent", "conv"} or kinds & {"compressor", "cross"}:
         return None
-    return HybridMemory(memory.cache_groups(trace.block_tokens), block_bytes * trace.block_tokens // options.block_size)
+    groups = ArenaLayout.from_config(memory, block_size=trace.block_tokens).cache_groups
+    return HybridMemory(groups, block_bytes * trace.block_tokens // options.block_size)
 
 
 def _caches(

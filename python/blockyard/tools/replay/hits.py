@@ -29,7 +29,7 @@ class HybridMemory:
     """How a hybrid model uses a cache's memory: its groups share it, as far as each needs.
 
     Attributes:
-        groups: cache groups with the bytes of a block of the trace, see `ModelMemory.cache_groups`.
+        groups: cache groups with the bytes of a block of the trace, see `ArenaLayout.cache_groups`.
         block_bytes: bytes of a block in the size of a cache.
     """
 
