@@ -171,8 +171,8 @@ def _hits(
             for point, (_, device, host) in zip(points, caches, strict=True)
         ]
         mean = int((trace.input_tokens + trace.output_tokens).mean())
-        by_kind = _memory_of(options).bytes_by_kind(mean) if hybrid else {}
-        reports.append(_Hits(path, trace, points, size, hybrid, {**by_kind}))
+        by_kind: Mapping[Any, int] = _memory_of(options).bytes_by_kind(mean) if hybrid else {}
+        reports.append(_Hits(path, trace, points, size, hybrid, by_kind))
 
     def show(stream: TextIO) -> None:
         for report in reports:
