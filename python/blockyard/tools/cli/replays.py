@@ -109,7 +109,7 @@ def _fit(options: argparse.Namespace) -> LinearStepTime:
 # ---- hits ----
 
 
-class _Hits(NamedTuple):
+class _HitReport(NamedTuple):
     """What caches of many sizes and policies find of a trace.
 
     Attributes:
@@ -147,7 +147,7 @@ def _hits(
     executor: Executor | None,
     view: Progress,
 ) -> Result:
-    reports: list[_Hits] = []
+    reports: list[_HitReport] = []
     for path, requests in traces:
         try:
             trace = PackedTrace.of(requests)
@@ -172,7 +172,7 @@ def _hits(
         ]
         mean = int((trace.input_tokens + trace.output_tokens).mean())
         by_kind: Mapping[Any, int] = _memory_of(options).bytes_by_kind(mean) if hybrid else {}
-        reports.append(_Hits(path, trace, points, size, hybrid, by_kind))
+        reports.append(_HitReport(path, trace, points, size, hybrid, by_kind))
 
     def show(stream: TextIO) -> None:
         for report in reports:
@@ -187,7 +187,7 @@ def _hits(
     return Result({"window": options.window, "traces": found}, show, files=files)
 
 
-def _draw_hits(reports: Sequence[_Hits], drawing: Any) -> dict[str, object]:
+def _draw_hits(reports: Sequence[_HitReport], drawing: Any) -> dict[str, object]:
     figures = {}
     for path, _, points, *_ in reports:
         curves: dict[str, list[tuple[float, float]]] = {}
@@ -280,7 +280,7 @@ _HITS_LEGEND: Final = (
 )
 
 
-def _show_hits(report: _Hits, block_size: int, stream: TextIO) -> None:
+def _show_hits(report: _HitReport, block_size: int, stream: TextIO) -> None:
     path, trace, points, block_bytes, hybrid, by_kind = report
     print(
         f"{path.name}: {len(trace)} requests, {len(trace.blocks)} blocks of {trace.block_tokens} tokens, "
