@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-STUB = ROOT / "python" / "blockyard" / "_core.pyi"
 PAGE = ROOT / "docs" / "reference" / "api.md"
 FIELD = re.compile(r"^    (\w+): ", re.MULTILINE)
 
@@ -59,10 +58,7 @@ def members_of(target: type) -> Iterator[tuple[str, object]]:
     for owner in target.__mro__:
         if owner.__module__.partition(".")[0] != "blockyard" or (owner is not target and owner in listed_classes()):
             continue
-        # A core class has its members in arbitrary order; use the stub's order.
-        order = stub_members().get(owner.__name__, []) if owner.__module__ == "blockyard._core" else []
-        members = sorted(vars(owner).items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
-        for name, value in members:
+        for name, value in vars(owner).items():
             described = inspect.isroutine(value) or isinstance(value, property | staticmethod | classmethod)
             described |= type(value).__name__ in {"getset_descriptor", "member_descriptor", "cached_property"}
             is_hidden = name.startswith(("_", "test_"))  # the names of tests are sentences
@@ -71,13 +67,6 @@ def members_of(target: type) -> Iterator[tuple[str, object]]:
                 continue
             seen.add(name)
             yield name, value
-
-
-@cache
-def stub_members() -> dict[str, list[str]]:
-    """Return the names that each class of the stub defines, in their order."""
-    classes = [node for node in ast.parse(STUB.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-    return {node.name: [member.name for member in node.body if isinstance(member, ast.FunctionDef)] for node in classes}
 
 
 def described_fields(target: type) -> set[str]:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "buildsystem"))
 public_names = import_module("public_names")
 
+STUB = ROOT / "python" / "blockyard" / "_core.pyi"
 MODULES = public_names.modules()
 CLASSES = sorted(
     {
@@ -33,7 +34,7 @@ CLASSES = sorted(
 def test_the_stub_has_the_docstrings_of_the_core():
     # The build reads them from the Rust sources; here they are those that `help` shows.
     core, stub, at_run_time = import_module("blockyard._core"), {}, {}
-    for node in ast.parse(public_names.STUB.read_text(encoding="utf-8")).body:
+    for node in ast.parse(STUB.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             stub[node.name] = ast.get_docstring(node)
             at_run_time[node.name] = public_names.docstring(target := getattr(core, node.name)) or None
@@ -165,7 +166,7 @@ def documented(node: ast.FunctionDef) -> bool:
 
 
 def test_each_method_of_a_manager_and_its_facets_explains_its_arguments():
-    stub = ast.parse(public_names.STUB.read_text(encoding="utf-8"))
+    stub = ast.parse(STUB.read_text(encoding="utf-8"))
     owners = {"BlockManager", "Prefix", "Pins", "Defrag", "Pool"}
     methods = {
         f"{owner.name}.{method.name}": method
