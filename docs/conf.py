@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
@@ -91,7 +92,14 @@ def write_pages(_: Sphinx) -> None:
             (folder / path).write_text(text, encoding="utf-8")
 
 
+def collapse_contents(_: Sphinx, _page: str, _template: str, context: dict[str, Any], _tree: object) -> None:
+    """Show decisions and benchmarks in the navigation of their own pages only; it is on each page, and takes long."""
+    if contents := context.get("toctree"):
+        context["toctree"] = lambda **options: contents(**options | {"collapse": True})
+
+
 def setup(app: Sphinx) -> None:
-    """Register the search and the reference pages."""
+    """Register the search, the reference pages and the navigation."""
     app.add_search_language(SearchNames)
     app.connect("config-inited", lambda app, _: write_pages(app))
+    app.connect("html-page-context", collapse_contents, priority=400)  # before the theme's
