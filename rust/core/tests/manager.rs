@@ -241,7 +241,10 @@ impl World {
         let fit = self.manager.can_admit_prompt(&prompt, chunk, 0, 0);
         let wanted = fit.as_ref().map_or(0, |fit| fit.blocks);
         let is_later = fit.as_ref().is_ok_and(|fit| fit.status == AllocStatus::Later);
-        assert!(!is_later || !self.is_idle(), "nothing is in use, and a prompt of {tokens} tokens waits for ever: {fit:?}");
+        assert!(
+            !is_later || !self.is_idle(),
+            "nothing is in use, and a prompt of {tokens} tokens waits for ever: {fit:?}"
+        );
         let mut out = Vec::new();
         let result = self.manager.allocate_chunks(&[prompt], chunk, &mut out);
         self.trace.result(&result);

@@ -69,7 +69,11 @@ impl Sequences {
         let all = Request { blocks, least: request.least + least, overlappable: true, ..request };
         let fit = view.fit(all, view.tiers.device().kept(self.watermark), || found);
         let is_short = fit.status == AllocStatus::Ok && moved.status != AllocStatus::Ok;
-        Ok(if is_short { Fit { status: AllocStatus::Later, free: moved.free, free_bytes: moved.free_bytes, ..fit } } else { fit })
+        Ok(if is_short {
+            Fit { status: AllocStatus::Later, free: moved.free, free_bytes: moved.free_bytes, ..fit }
+        } else {
+            fit
+        })
     }
 
     /// Source and target tier of a batch.
