@@ -265,7 +265,7 @@ class Fit:
         blocks: int,
         free: int,
         page_class: int = 0,
-        bytes: int | None = None,
+        bytes: int | None = None,  # noqa: A002 (as `with_blocks`)
         free_bytes: int | None = None,
     ) -> Fit: ...
     def __bool__(self) -> bool: ...

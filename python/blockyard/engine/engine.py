@@ -19,7 +19,7 @@ from blockyard.engine.host_pool import OnFailure
 from blockyard.engine.mapping import IdList, IdPairs
 from blockyard.engine.memory import EngineTier, Memory, Rows
 from blockyard.engine.ops.library import prepare_device
-from blockyard.engine.pages import page_memories
+from blockyard.engine.pages import field_tensors, page_memories
 from blockyard.engine.plans import Kind, moving, reading, writing
 from blockyard.engine.streams import PIECE_BYTES, Event, Streams, WorkerStreams
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
@@ -193,7 +193,7 @@ class CacheEngine:
     def tensors(self) -> list[Tensor]:
         """The device's tensors; of an `ArenaLayout` one for each of its `fields`."""
         if isinstance(self.layout, ArenaLayout):
-            return self.layout.tensors([memory.views["device"][0] for memory in self.memories])
+            return field_tensors(self.layout, [memory.views["device"][0] for memory in self.memories])
         return self.memory.tensors
 
     def num_blocks(self, tier: EngineTier, page_class: int = 0) -> int:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from blockyard._core import BlockManager
 from blockyard.engine.host_pool import HostPool, OnFailure
-from blockyard.engine.memory import HostPage, Memory, page_view, zeros
+from blockyard.engine.memory import HostPage, Memory, page_view, torch_dtype, zeros
 from blockyard.errors import InvalidArgumentError, LayoutError
 from blockyard.layout.arena import ALIGNMENT, ArenaLayout
 
-__all__ = ["page_memories"]
+__all__ = ["field_tensors", "page_memories"]
 
 
 class _Page(NamedTuple):
@@ -71,6 +71,26 @@ def page_memories(
         )
         for of_class, page in zip(layout.pages, pages, strict=True)
     ]
+
+
+def field_tensors(layout: ArenaLayout, blocks: Sequence[Tensor]) -> list[Tensor]:
+    """Cut blocks into the fields of all groups.
+
+    Args:
+        layout: says where they are.
+        blocks: the blocks of each page class, uint8 `[blocks, bytes]`; rows may lie apart.
+
+    Returns:
+        For each of the layout's `fields` a tensor `[blocks, tokens, ...]`, or `[blocks, ...]` for states, that shares
+        memory with the blocks.
+    """
+    found = []
+    for number, (_, fields) in enumerate(layout.groups):
+        rows, tokens = blocks[layout.page_class(number)], layout.tokens(number)
+        for start, field in zip(layout.offsets(number), fields, strict=False):
+            part = rows[:, start : start + field.num_bytes(tokens)].view(torch_dtype(field.dtype))
+            found.append(part.unflatten(1, field.shape_in_block(tokens)))
+    return found
 
 
 def _pages(layout: ArenaLayout, manager: BlockManager) -> tuple[int, list[_Page]]:

@@ -200,7 +200,7 @@ class ArenaLayout:
     @cached_property
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of a block of each group."""
-        sizes = tuple(self._offsets(number)[-1] for number in range(len(self.groups)))
+        sizes = tuple(self.offsets(number)[-1] for number in range(len(self.groups)))
         return (max(sizes),) * len(sizes) if self.equal_blocks else sizes
 
     @cached_property
@@ -229,22 +229,6 @@ class ArenaLayout:
             raise LayoutError(f"blocks of the groups have {list(self.block_bytes)} bytes, must be equal")
         return self.pages[0].bytes_per_block
 
-    def tensors(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        """Cut blocks into the fields of all groups.
-
-        Args:
-            blocks: the blocks of each page class, uint8 `[blocks, bytes]`; rows may lie apart.
-
-        Returns:
-            For each of `fields` a tensor `[blocks, tokens, ...]`, or `[blocks, ...]` for states, that shares memory
-            with the blocks.
-        """
-        return [
-            _view(blocks[self.page_class(number)], start, field, self._tokens(number))
-            for number, (_, fields) in enumerate(self.groups)
-            for start, field in zip(self._offsets(number), fields, strict=False)
-        ]
-
     def by_group(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Split tensors in the order of `fields` into a list for each group. Raises LayoutError if not as many."""
         counts = [len(fields) for _, fields in self.groups]
@@ -259,12 +243,13 @@ class ArenaLayout:
         described = json.dumps(["arena", 1, self.block_size, list(self.block_bytes), fields], separators=(",", ":"))
         return hashlib.sha256(described.encode("ascii")).hexdigest()
 
-    def _tokens(self, group: int) -> int:
+    def tokens(self, group: int) -> int:
+        """Return the tokens of a group's blocks."""
         return self.groups[group][0].block_tokens or self.block_size
 
-    def _offsets(self, group: int) -> list[int]:
+    def offsets(self, group: int) -> list[int]:
         """Return where each field of a group begins in a block, and where the last one ends."""
-        sizes = (field.num_bytes(self._tokens(group)) for field in self.groups[group][1])
+        sizes = (field.num_bytes(self.tokens(group)) for field in self.groups[group][1])
         return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 
@@ -284,12 +269,3 @@ def _fields_of(number: int, layer: LayerCache, dtype: str) -> Iterator[LayerFiel
 def _group(kind: str, window: int) -> CacheGroup:
     make: Callable[..., CacheGroup] = getattr(CacheGroup, kind)
     return make(window) if window else make()
-
-
-def _view(blocks: Tensor, start: int, field: LayerField, block_tokens: int) -> Tensor:
-    """Return one field of all blocks."""
-    import torch  # noqa: PLC0415 (layouts work without it)
-
-    part = blocks[:, start : start + field.num_bytes(block_tokens)].view(getattr(torch, field.dtype))
-    view: Tensor = part.unflatten(1, field.shape_in_block(block_tokens))
-    return view

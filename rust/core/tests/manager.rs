@@ -243,7 +243,7 @@ impl World {
         let is_later = fit.as_ref().is_ok_and(|fit| fit.status == AllocStatus::Later);
         assert!(
             !is_later || !self.is_idle(),
-            "nothing is in use, and a prompt of {tokens} tokens waits for ever: {fit:?}"
+            "nothing is in use, and a prompt of {tokens} tokens waits forever: {fit:?}"
         );
         let mut out = Vec::new();
         let result = self.manager.allocate_chunks(&[prompt], chunk, &mut out);

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from blockyard._core import CacheGroup
+from blockyard.engine.pages import field_tensors
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.transformers.attention import StepInput
 from blockyard.integrations.transformers.model import (
@@ -124,8 +125,8 @@ class _Blocks:
 class HybridModel(ServedModel):
     """A decoder-only model whose layers keep keys and values, windows of them, latents or states in blocks.
 
-    Layers that need the same tokens before their own are one cache group. With equal blocks, all groups have their blocks
-    in one tensor, each as large as that of the widest group; else the layout is an `ArenaLayout`. Sequences are computed
+    Layers that need the same tokens before their own are one cache group. With equal blocks, those of all groups are in
+    one tensor, each as large as that of the widest group; else the layout is an `ArenaLayout`. Sequences are computed
     one after the other.
 
     The constructor runs a few tokens through blocks and without, and rejects a model whose results differ. Some layers
@@ -172,7 +173,7 @@ class HybridModel(ServedModel):
         """Set the cache to use; see `ServedModel`."""
         super().bind(device_caches)
         if isinstance(self.layout, KVLayout):
-            device_caches = self._fields.tensors([_rows(device_caches[0], self._fields)])
+            device_caches = field_tensors(self._fields, [_rows(device_caches[0], self._fields)])
         self._blocks = _blocks_of(self._fields, device_caches)
 
     def forward(
@@ -243,7 +244,7 @@ class HybridModel(ServedModel):
         """Run the self-check's steps through blocks; return the logits of the first sequence after them."""
         layout = ArenaLayout(self._fields.groups, SELF_CHECK_BLOCK_SIZE, equal_blocks=True)
         shape = SELF_CHECK_BLOCKS * len(layout.groups), layout.bytes_per_block
-        cut = _blocks_of(layout, layout.tensors([torch.zeros(shape, dtype=torch.uint8, device=self.device)]))
+        cut = _blocks_of(layout, field_tensors(layout, [torch.zeros(shape, dtype=torch.uint8, device=self.device)]))
         for tokens, where in self_check_steps(self.vocab_size, len(layout.groups)):
             got = self._run(cut, where, tokens, None)[0]
         return got

@@ -39,7 +39,7 @@ impl Sequences {
     }
 
     /// With several page classes, gives up what a prompt found if it fits only without that: an extent with a found block
-    /// cannot go to another class, and the prompt could wait for it for ever.
+    /// cannot go to another class, and the prompt could wait for it forever.
     pub(super) fn give_up_hits<'a>(
         &self,
         view: View<'_>,
