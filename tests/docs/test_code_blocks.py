@@ -39,14 +39,34 @@ def modules_with_examples() -> list[str]:
 
 
 @pytest.mark.parametrize(("document", "blocks"), code_blocks())
-def test_code_block_runs(document: Path, blocks: list[re.Match[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_code_block_runs_and_prints_the_numbers_that_its_comments_show(
+    document: Path,
+    blocks: list[re.Match[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(REGISTERED, {})  # an example of a docstring is on the API page too
+    monkeypatch.setattr(REGISTERED, {})
     # Blank lines in front make tracebacks name the document's own lines.
     source = ""
     for block in blocks:
         source += "\n" * (line_of(block) - 1 - source.count("\n")) + block[1]
     exec(compile(source, str(document), "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert document.name == "README.md" or [said for said in comments(source) if not is_printed(said, printed)] == []
+
+
+def comments(source: str) -> list[str]:
+    """What stands behind calls of `print`, without an explanation."""
+    found = re.findall(r"^ *print\(.*\) +# (.*)", source, re.MULTILINE)
+    return [said if said.startswith("{") else said.partition(": ")[0] for said in found]
+
+
+def is_printed(said: str, printed: str) -> bool:
+    """Whether the numbers of a comment are printed in its order."""
+    numbers = iter(re.findall(r"\d+", printed))
+    return all(number in numbers for number in re.findall(r"\d+", said))
 
 
 @pytest.mark.parametrize("module", modules_with_examples())
