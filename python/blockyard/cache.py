@@ -20,7 +20,7 @@ from torch import Tensor
 
 from blockyard._core import Arena, BlockManager, CacheGroup, PrefixCaching, StepDecision, StepOwner
 from blockyard.engine.elastic.cache import ElasticCache, Resized
-from blockyard.engine.engine import CacheEngine
+from blockyard.engine.engine import CacheEngine, check_list_of_tensors
 from blockyard.engine.memory import MAX_BLOCKS
 from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError, LayoutError
 from blockyard.executor.executor import Executor, StepExecutor
@@ -417,6 +417,7 @@ class KVCache:
         if _has_classes(self.layout):
             return None, Arena(device_bytes=device or 0, host_bytes=host)
         if device is None and tensors is not None and not isinstance(self.layout, ArenaLayout):
+            check_list_of_tensors(tensors)
             return len(self.layout.views(tensors)[0]), None
         return device, None
 

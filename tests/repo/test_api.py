@@ -69,7 +69,7 @@ def test_a_manager_has_few_names():
 
 
 def test_the_package_offers_few_names():
-    assert len(blockyard.__all__) <= 17
+    assert len(blockyard.__all__) <= 16
     for name in blockyard.__all__:
         assert getattr(blockyard, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'NaiveAllocator'"):
