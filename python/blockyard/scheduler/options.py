@@ -172,9 +172,21 @@ class BlockNeeds:
             return self.all(tokens)
         return self._manager.can_allocate(tokens, chunk_tokens=min(chunk, tokens)).bytes
 
-    def can_never(self, tokens: int) -> bool:
-        """Whether a sequence of `tokens` tokens lacks blocks of a page class although there are enough bytes."""
-        return self.has_classes and self._manager.can_allocate(tokens, chunk_tokens=1).status == AllocStatus.NEVER
+    def lacks_blocks(self, state: RequestState) -> bool:
+        """Whether a request lacks blocks of a page class at its end although there are enough bytes.
+
+        Sequences that run at once may each leave the last extent of a class filled in part.
+        """
+        if not self.has_classes:
+            return False
+        if state.left > 1:
+            first = self._pools[0]
+            parts = len(self._pools) * (first.per_extent or 1) * (first.block_stride or 1)
+            return self.to_end(state) + parts > self.usable()
+        # With their ids, prompts keep states at resume points.
+        given = state.prompt if self._manager.prefix.enabled else len(state.prompt)
+        fit = self._manager.can_allocate(given, chunk_tokens=1, max_tokens=state.limit - len(state.prompt))
+        return fit.status == AllocStatus.NEVER
 
     def rest(self, tokens: int, done: int) -> int:
         """Maximum bytes that it takes in addition to those of its first `done` tokens."""
@@ -368,7 +380,7 @@ def lookahead_of_step(wanted: int | None, maximum: int) -> int:
 def lack_of_room(needs: BlockNeeds, state: RequestState) -> OutOfBlocksError | None:
     """Return why a request could never finish, as an error to raise; None if it can."""
     wanted, total, room = needs.to_end(state), needs.total(), needs.usable()
-    if wanted <= room and not needs.can_never(state.limit):
+    if wanted <= room and not needs.lacks_blocks(state):
         return None
     first, request = needs.sizes[0][1], state.request.request_id
     if needs.has_classes:
