@@ -62,11 +62,11 @@ __all__ = [
     "__version__",
     "build_profile",
     "chain_keys",
-    "check_slab",
     "checksum_rows",
     "expand_span",
     "export_keys",
-    "inspect_slab",
+    "read_slab",
+    "wipe_slab",
 ]
 
 __version__: str

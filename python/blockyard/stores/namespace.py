@@ -146,14 +146,21 @@ def store_namespace(
         "epoch": epoch,
     }
     fields |= {f"more.{name}": value for name, value in (more or {}).items()}
+    shown = {
+        "layout": describe_layout(layout),
+        "rank": f"{rank} of {world_size}" if world_size > 1 else "",
+        "world_size": "",
+        "salt": hashlib.sha256(salt).hexdigest()[:16] if salt else "",
+        "epoch": epoch or "",
+    }
+    return Namespace(_digest(fields), fields | shown)
+
+
+def _digest(fields: Mapping[str, object]) -> bytes:
     digest = hashlib.sha256(_DOMAIN)
     for name, field in sorted(fields.items()):
         for part in (name, field):
             # A path may contain bytes that are not UTF-8.
             data = part if isinstance(part, bytes) else str(part).encode(errors="surrogatepass")
             digest.update(len(data).to_bytes(8, "little") + data)
-    # Defaults say nothing.
-    shown = {"salt": hashlib.sha256(salt).hexdigest()[:16] if salt else "", "epoch": epoch or ""}
-    shown |= {"layout": describe_layout(layout), "rank": f"{rank} of {world_size}" if world_size > 1 else ""}
-    shown["world_size"] = ""  # with the rank
-    return Namespace(digest.digest(), fields | shown)
+    return digest.digest()

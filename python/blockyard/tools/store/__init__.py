@@ -3,12 +3,12 @@
 `contents` defines a page of blocks and opens a URL; each storage has a module, and `report` sums pages up.
 """
 
-from blockyard.tools.store.contents import Contents, Damage, Page, Selection, open_contents
+from blockyard.tools.store.contents import Contents, DamagedBlock, Page, Selection, open_contents
 from blockyard.tools.store.report import StoredGroup, StoreReport, show, survey
 
 __all__ = [
     "Contents",
-    "Damage",
+    "DamagedBlock",
     "Page",
     "Selection",
     "StoreReport",

@@ -16,7 +16,7 @@ from blockyard.errors import StoreURLError
 from blockyard.stores.base import check_url
 from blockyard.stores.url import public_url
 
-__all__ = ["DIGITS", "Contents", "Damage", "Page", "Selection", "open_contents", "read_text"]
+__all__ = ["DIGITS", "Contents", "DamagedBlock", "Page", "Selection", "open_contents", "read_text"]
 
 DIGITS: Final = 16
 """Hexadecimal digits of a namespace or tenant that are shown, and that name a namespace in Redis and object stores."""
@@ -52,7 +52,7 @@ class Page(NamedTuple):
         return Page(self.namespace, places, self.sizes[chosen], self.ages[chosen], tenants)
 
 
-class Damage(NamedTuple):
+class DamagedBlock(NamedTuple):
     """A damaged block.
 
     Attributes:
@@ -76,7 +76,7 @@ class Contents(ABC):
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
-        self.damaged: list[Damage] = []
+        self.damaged: list[DamagedBlock] = []
 
     @abstractmethod
     def pages(self) -> Iterator[Page]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from blockyard._core import read_slab, wipe_slab
 from blockyard.stores.file import read_url, text_name
-from blockyard.tools.store.contents import DIGITS, Contents, Damage, Page, read_text
+from blockyard.tools.store.contents import DIGITS, Contents, DamagedBlock, Page, read_text
 from blockyard.types import SlabContents
 
 __all__ = ["Slabs", "open_url"]
@@ -42,7 +42,7 @@ class Slabs(Contents):
             for name in ("empty", "forgotten", "replaced"):
                 self.facts[name] += getattr(found, name)
             self.damaged += [
-                Damage(f"{found.path} slot {slot}", reason, (directory, slot, generation))
+                DamagedBlock(f"{found.path} slot {slot}", reason, (directory, slot, generation))
                 for slot, generation, reason in found.damaged
             ]
             yield from _pages_of(directory, found)

@@ -9,7 +9,7 @@ from typing import Any, Final, TextIO
 
 import numpy as np
 
-from blockyard.tools.store.contents import Contents, Damage, Selection
+from blockyard.tools.store.contents import Contents, DamagedBlock, Selection
 
 __all__ = ["StoreReport", "StoredGroup", "show", "survey"]
 
@@ -63,7 +63,7 @@ class StoreReport:
 
     groups: list[StoredGroup] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    damaged: list[Damage] = field(default_factory=list)
+    damaged: list[DamagedBlock] = field(default_factory=list)
     places: list[Any] = field(default_factory=list)
 
     @property
