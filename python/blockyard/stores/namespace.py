@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.layout import GroupedLayout, KVLayout
+from blockyard.layout import ArenaLayout, GroupedLayout, KVLayout
 from blockyard.layout.sizes import as_int
 
 if TYPE_CHECKING:
@@ -71,8 +71,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= _MAX_PART else f"{text[:_MAX_PART]}..."
 
 
-def describe_layout(layout: KVLayout | GroupedLayout) -> str:
+def describe_layout(layout: KVLayout | GroupedLayout | ArenaLayout) -> str:
     """Return a layout as short text."""
+    if isinstance(layout, ArenaLayout):
+        sizes = ", ".join(str(group.block_bytes) for group in layout.cache_groups)
+        return f"an arena of blocks of {layout.block_size} tokens, {sizes} bytes by group"
     parts = layout.groups if isinstance(layout, GroupedLayout) else (("", layout),)
     return "; ".join(f"{name} {_describe_group(part)}".strip() for name, part in parts)
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.integrations.compat import engine_log
 from blockyard.stores import StoreURL, open_store, parse_size
 from blockyard.stores.base import check_url
 from blockyard.stores.file import read_url
@@ -175,7 +176,7 @@ def _load(name: str) -> tuple[bool, str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("vllm.blockyard")
+    log = engine_log("vLLM")
     log.addHandler(handler)
     try:
         import_module(name)
