@@ -18,7 +18,7 @@ from blockyard.stores.namespace import TEXT_NAME
 from blockyard.stores.object_store import ObjectURL, connect_client, public_error, read_url
 from blockyard.stores.threaded.epochs import EPOCH_BYTES
 from blockyard.stores.value import HEADER
-from blockyard.tools.store.contents import DIGITS, Contents, Page, read_text
+from blockyard.tools.store.contents import DIGITS, Contents, StoredPage, read_text
 
 __all__ = ["Objects", "open_url"]
 
@@ -42,7 +42,7 @@ class Objects(Contents):
         super().__init__()
         self._url, self._obstore, self._client = found, obstore, client
 
-    def pages(self) -> Iterator[Page]:
+    def pages(self) -> Iterator[StoredPage]:
         """Yield the blocks in the order of their names."""
         listed = iter(self._call(lambda: self._obstore.list(self._client, _FOLDER, chunk_size=_AT_ONCE)))
         while (chunk := self._call(lambda: next(listed, None))) is not None:
@@ -54,7 +54,7 @@ class Objects(Contents):
             for namespace, metas in pages.items():
                 ages = [max(0.0, (now - meta["last_modified"]).total_seconds()) for meta in metas]
                 sizes = np.array([meta["size"] for meta in metas], np.int64)
-                yield Page(namespace, [meta["path"] for meta in metas], sizes, np.array(ages), [""] * len(metas))
+                yield StoredPage(namespace, [meta["path"] for meta in metas], sizes, np.array(ages), [""] * len(metas))
 
     def parts(self, namespace: str) -> dict[str, str]:
         """Read the text beside the blocks."""

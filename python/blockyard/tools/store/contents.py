@@ -16,7 +16,7 @@ from blockyard.errors import StoreURLError
 from blockyard.stores.base import check_url
 from blockyard.stores.url import public_url
 
-__all__ = ["DIGITS", "Contents", "DamagedBlock", "Page", "Selection", "open_contents", "read_text"]
+__all__ = ["DIGITS", "Contents", "DamagedBlock", "Selection", "StoredPage", "open_contents", "read_text"]
 
 DIGITS: Final = 16
 """Hexadecimal digits of a namespace or tenant that are shown, and that name a namespace in Redis and object stores."""
@@ -28,7 +28,7 @@ _MODULES: Final = {
 }
 
 
-class Page(NamedTuple):
+class StoredPage(NamedTuple):
     """Some blocks of one namespace.
 
     Attributes:
@@ -45,11 +45,11 @@ class Page(NamedTuple):
     ages: NDArray[np.float64]
     tenants: list[str]
 
-    def where(self, chosen: NDArray[np.bool_]) -> Page:
+    def where(self, chosen: NDArray[np.bool_]) -> StoredPage:
         """Return the chosen blocks."""
         numbers = np.flatnonzero(chosen).tolist()
         places, tenants = [self.places[i] for i in numbers], [self.tenants[i] for i in numbers]
-        return Page(self.namespace, places, self.sizes[chosen], self.ages[chosen], tenants)
+        return StoredPage(self.namespace, places, self.sizes[chosen], self.ages[chosen], tenants)
 
 
 class DamagedBlock(NamedTuple):
@@ -79,7 +79,7 @@ class Contents(ABC):
         self.damaged: list[DamagedBlock] = []
 
     @abstractmethod
-    def pages(self) -> Iterator[Page]:
+    def pages(self) -> Iterator[StoredPage]:
         """Yield the blocks that stores can find, in no particular order."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Selection(NamedTuple):
         digits = namespace.rsplit(maxsplit=1)[-1]
         return all(digits.startswith(wanted) or wanted in _pairs(parts) for wanted in self.namespaces)
 
-    def choose(self, page: Page, parts: dict[str, str]) -> Page:
+    def choose(self, page: StoredPage, parts: dict[str, str]) -> StoredPage:
         """Return the chosen blocks of a page."""
         chosen = np.ones(len(page.places), np.bool_)
         if self.tenant and not parts.get("salt", "").startswith(self.tenant):

@@ -12,7 +12,7 @@ import numpy as np
 
 from blockyard._core import read_slab, wipe_slab
 from blockyard.stores.file import read_url, text_name
-from blockyard.tools.store.contents import DIGITS, Contents, DamagedBlock, Page, read_text
+from blockyard.tools.store.contents import DIGITS, Contents, DamagedBlock, StoredPage, read_text
 from blockyard.types import SlabContents
 
 __all__ = ["Slabs", "open_url"]
@@ -34,7 +34,7 @@ class Slabs(Contents):
         self._payloads = payloads
         self.facts = dict.fromkeys(("slots", "empty", "forgotten", "replaced"), 0)
 
-    def pages(self) -> Iterator[Page]:
+    def pages(self) -> Iterator[StoredPage]:
         """Yield the blocks of each slab, by namespace."""
         for directory in self._directories:
             found = read_slab(directory, payloads=self._payloads)
@@ -68,13 +68,13 @@ def open_url(url: str, *, payloads: bool) -> Slabs:
     return Slabs(read_url(url).directories, payloads=payloads)
 
 
-def _pages_of(directory: str, found: SlabContents) -> Iterator[Page]:
+def _pages_of(directory: str, found: SlabContents) -> Iterator[StoredPage]:
     stride = _HEADER_BYTES + -(-found.bytes_per_block // _HEADER_BYTES) * _HEADER_BYTES
     ages = np.maximum(time.time() - found.generations / 1e9, 0.0)
     for namespace in np.unique(found.namespaces, axis=0):
         at = np.flatnonzero((found.namespaces == namespace).all(axis=1))
         slots, generations = found.slots[at].tolist(), found.generations[at].tolist()
-        yield Page(
+        yield StoredPage(
             namespace.tobytes().hex()[:DIGITS],
             [(directory, slot, generation) for slot, generation in zip(slots, generations, strict=True)],
             np.full(len(at), stride, np.int64),

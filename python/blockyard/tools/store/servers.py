@@ -17,7 +17,7 @@ from blockyard.stores.namespace import TEXT_NAME
 from blockyard.stores.redis.lists import Lists
 from blockyard.stores.redis.url import RedisURL, read_url
 from blockyard.stores.url import hide_secrets
-from blockyard.tools.store.contents import DIGITS, Contents, Page, read_text
+from blockyard.tools.store.contents import DIGITS, Contents, StoredPage, read_text
 
 __all__ = ["Servers", "open_url"]
 
@@ -70,7 +70,7 @@ class Servers(Contents):
         except StoreError as error:
             self._fail(str(error))
 
-    def pages(self) -> Iterator[Page]:
+    def pages(self) -> Iterator[StoredPage]:
         """Yield the blocks of one node after another."""
         for tag in self._tags():
             cursor = b"0"
@@ -102,7 +102,7 @@ class Servers(Contents):
                 self._run(*([b"UNLINK", prefix + name] for name in part) if is_swap else (lists.drop(part),))
         return len(places)
 
-    def _describe(self, prefix: bytes, names: list[bytes]) -> Page:
+    def _describe(self, prefix: bytes, names: list[bytes]) -> StoredPage:
         owners = b"" if self._is_cluster or prefix.startswith(_SWAP) else prefix + b"owners"
         parts = [[name] for name in names] if self._is_cluster and b"{" not in prefix else [names]
         commands = [[b"EVAL", _DESCRIBE, b"1", prefix + part[0], prefix, owners, *part] for part in parts]
@@ -112,7 +112,7 @@ class Servers(Contents):
         seconds = np.array(ages, np.float64)
         seconds[seconds < 0] = np.nan
         shown = [tenant.hex()[:DIGITS] for tenant in tenants]
-        return Page(_namespace_of(prefix), list(places), np.array(sizes, np.int64), seconds, shown)
+        return StoredPage(_namespace_of(prefix), list(places), np.array(sizes, np.int64), seconds, shown)
 
     def _tags(self) -> Iterator[bytes]:
         """Yield a key for each node."""
