@@ -348,8 +348,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ),
             ("        if not 1 <= blocks <= max_blocks:", "        if not 1 <= blocks < max_blocks:"),
             (
-                "    return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()",
-                "    return sha256(name).digest()",
+                "    digest = sha256(bytes.fromhex(layout.fingerprint()) + name).digest()",
+                "    digest = sha256(name).digest()",
             ),
             ("holds=size) // size", "holds=size) // size + 1"),
             (

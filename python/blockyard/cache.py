@@ -33,6 +33,7 @@ from blockyard.prefix_store.unused import Unused
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.base import Use
 from blockyard.stores.checked_store import check_store
+from blockyard.stores.namespace import Namespace, describe_layout, parts_of
 from blockyard.stores.url import read_bytes, sized_url
 from blockyard.types import ManagerStats, ResizeProgress
 from blockyard.workers import Process
@@ -524,7 +525,8 @@ class CacheStep:
 def _namespace(name: bytes, layout: KVLayout | GroupedLayout | ArenaLayout) -> bytes:
     if not isinstance(name, bytes | bytearray):
         raise InvalidArgumentError(f"namespace is {name!r:.100}, must be bytes")
-    return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
+    digest = sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
+    return Namespace(digest, {"layout": describe_layout(layout)} | parts_of(name))
 
 
 def _check_writes(writes: object) -> None:

@@ -142,6 +142,7 @@ _PREFIX_STORE_COUNTERS: Final = (
     _one("prefix_store_written_blocks", "Blocks written to the prefix store, or there already.", "written_blocks"),
     _one("prefix_store_written_bytes", "Bytes written to the prefix store.", "written_bytes"),
     _one("prefix_store_unwritten_blocks", "Blocks that could not be written to the prefix store.", "unwritten_blocks"),
+    _one("prefix_store_write_pauses", "Times when the prefix store became too slow to write to.", "write_pauses"),
     _one("prefix_store_forgets", "Calls of forget, as for new weights.", "forgets"),
 )
 _STORE_GAUGES: Final = (

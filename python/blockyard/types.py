@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from blockyard._core import (
     Defrag,
     Fit,
@@ -33,7 +36,7 @@ __all__ = [
     "Residency",
     "ResizeProgress",
     "Sequence",
-    "SlabReport",
+    "SlabContents",
     "StoreStats",
 ]
 
@@ -266,32 +269,34 @@ class StoreStats:
 
 
 @dataclass(frozen=True)
-class SlabReport:
-    """The contents of a slab's slots, for `blockyard inspect` and `blockyard fsck`.
+class SlabContents:
+    """The contents of a slab's slots, for `blockyard store`.
 
     Attributes:
         path: the slab's file.
         num_slots: number of slots in the slab.
         bytes_per_block: bytes of a block in one slot.
-        pid: process id that wrote the superblock.
-        blocks: number of blocks that a store can find, by namespace in hexadecimal digits.
         empty: number of slots without a block.
         forgotten: number of blocks forgotten by `forget`.
         replaced: number of blocks replaced by a newer write of their key.
-        damaged: the damaged slots, each with the reason that a read would report.
-        wiped: number of damaged slots that were wiped.
+        slots: slots whose block a store can find, int64 `[n]`, ascending.
+        generations: when each was written, or the store that wrote it opened, in nanoseconds since 1970, uint64 `[n]`.
+        namespaces: namespace of each, uint8 `[n, 32]`.
+        tenants: tenant of each, uint8 `[n, 32]`; zeros for none.
+        damaged: each damaged slot with its generation, 0 if unknown, and the reason that a read would report.
     """
 
     path: Path
     num_slots: int
     bytes_per_block: int
-    pid: int
-    blocks: dict[str, int]
     empty: int
     forgotten: int
     replaced: int
-    damaged: list[tuple[int, str]]
-    wiped: int
+    slots: NDArray[np.int64]
+    generations: NDArray[np.uint64]
+    namespaces: NDArray[np.uint8]
+    tenants: NDArray[np.uint8]
+    damaged: list[tuple[int, int, str]]
 
 
 @dataclass

@@ -21,7 +21,7 @@ from blockyard.types import (
     ManagerStats,
     Residency,
     ResizeProgress,
-    SlabReport,
+    SlabContents,
     StoreStats,
 )
 
@@ -62,11 +62,11 @@ __all__ = [
     "__version__",
     "build_profile",
     "chain_keys",
-    "check_slab",
     "checksum_rows",
     "expand_span",
     "export_keys",
-    "inspect_slab",
+    "read_slab",
+    "wipe_slab",
 ]
 
 __version__: str
@@ -716,11 +716,11 @@ class RedisClient:
     def run(self, commands: _Each[_Each[bytes]]) -> tuple[list[Any], str | None]: ...
     def close(self) -> None: ...
 
-def check_slab(path: str | PathLike[str], *, repair: bool = False) -> SlabReport: ...
 def checksum_rows(
     rows: NDArray[np.uint8], key: bytes | None = None, heads: NDArray[np.uint8] | None = None
 ) -> NDArray[np.uint8]: ...
-def inspect_slab(path: str | PathLike[str]) -> SlabReport: ...
+def read_slab(path: str | PathLike[str], *, payloads: bool = False) -> SlabContents: ...
+def wipe_slab(path: str | PathLike[str], slots: _Each[tuple[int, int]]) -> int: ...
 
 @final
 class SlabStore:

@@ -7,10 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -267,7 +266,7 @@ def test_a_closed_output_is_no_error() -> None:
 
 
 def test_help_names_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ((), ("demo",), ("doctor",), ("calibrate",), ("inspect",), ("fsck",)):
+    for command in ((), ("demo",), ("doctor",), ("calibrate",), ("store",)):
         assert run(*command, "--help") == 0
         assert options.EXIT_CODES in capsys.readouterr().out
 
@@ -426,27 +425,3 @@ def test_a_fault_that_never_happened_exits_2_and_is_said(
     printed = capsys.readouterr()
     assert printed.err.startswith(f"blockyard: {said}")
     assert "48/48" in printed.out
-
-
-def test_fsck_shows_how_much_it_has_read_and_can_be_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, gate, shown = tmp_path / "kept.slab", threading.Event(), []
-    file.write_bytes(bytes(3 << 20))
-
-    def check(path: Path, *, repair: bool) -> None:
-        file.read_bytes()
-        gate.wait(60)
-
-    class View:
-        def step(self, done: int, total: int, note: str = "") -> None:
-            shown.append((done, total, note))
-            if done == total:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(commands, "check_slab", check)
-    monkeypatch.setattr(commands, "show_progress", lambda _label, quiet: nullcontext(View()))
-    assert run("fsck", str(tmp_path)) == 130
-    assert shown[-1] == (3, 3, "MiB")
-    assert not gate.is_set()
-    gate.set()

@@ -45,7 +45,8 @@ def test_help_fits_80_columns_and_has_examples(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_the_same_options_for_its_output(command: str) -> None:
-    given = {name: ["kv"] for name in ("inspect", "fsck", "plan", "replay")} | {"record": ["trace.jsonl", "true"]}
+    given = {name: ["trace.jsonl"] for name in ("plan", "replay")}
+    given |= {"record": ["trace.jsonl", "true"], "store": ["file:///kv", "ls"]}
     options = make_parser().parse_args([command, *given.get(command, [])])
     assert (options.format, options.output, options.quiet) == ("text", None, False)
     options = make_parser().parse_args(
@@ -72,10 +73,12 @@ def test_example_runs(
         return REPORT
 
     monkeypatch.chdir(tmp_path)
+    example = example.replace("$PWD", str(tmp_path))
     monkeypatch.setattr(demo, "make_report", checked)
     monkeypatch.setattr("blockyard.tools.sim.run_campaign", lambda _seeds, fleet, **_: Campaign(fleet))
     monkeypatch.setattr("blockyard.tools.cli.recording.run_recorded", lambda _path, _program: 0)
     monkeypatch.setattr("os.sched_getaffinity", lambda _process: {0})  # each process of `plan` would load torch
+    monkeypatch.setattr("blockyard.tools.setup_checks.check_engine", lambda *_: ())  # it is not installed here
     if "calibrate" in example:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in ("trace.jsonl", "sessions.jsonl.gz"):
@@ -112,13 +115,13 @@ def test_bash_completes_commands_options_and_choices(scripts: dict[str, str], tm
 
     assert complete("blockyard", "d") == {"demo", "doctor"}
     assert complete("blockyard", "demo", "--prefix-") == {"--prefix-caching", "--prefix-store"}
-    assert complete("blockyard", "fsck", "--re") == {"--repair"}
+    assert complete("blockyard", "store", "--da") == {"--damaged"}
     assert complete("blockyard", "doctor", "--format", "") == {"text", "json"}
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_take_their_scripts(scripts: dict[str, str], shell: str, tmp_path: Path) -> None:
-    for word in ("calibrate", "prefix-store", "repair"):
+    for word in ("calibrate", "prefix-store", "damaged"):
         assert word in scripts[shell]
     if shutil.which(shell) is None:
         return
@@ -135,7 +138,7 @@ def test_other_shells_take_their_scripts(scripts: dict[str, str], shell: str, tm
 def test_files_and_folders_are_completed_where_they_are_meant(scripts: dict[str, str]) -> None:
     variables = dict(line.split("=", 1) for line in scripts["bash"].splitlines() if "_COMPGEN=" in line)
     assert variables["_shtab_blockyard_demo___model_COMPGEN"] == shtab.DIRECTORY["bash"]
-    for name in ("replay___fit", "fsck_pos_0", "doctor___output"):
+    for name in ("replay___fit", "plan_pos_0", "doctor___output"):
         assert variables[f"_shtab_blockyard_{name}_COMPGEN"] == shtab.FILE["bash"]
 
 

@@ -24,7 +24,7 @@ from blockyard import (
     _core,
     open_store,
 )
-from blockyard._core import Completion, Mapping, inspect_slab
+from blockyard._core import Completion, Mapping, read_slab
 from blockyard.errors import InvalidArgumentError, MappingError, UnknownSequenceError, UnknownTicketError
 from blockyard.events import export_keys
 from blockyard.offload import OffloadManager
@@ -256,7 +256,7 @@ def results(folder: Path) -> list[object]:
     found += [manager.prefix.take_events(), defrag.fragmentation(), defrag.run("dense", 0), defrag.resize(12)]
     found.append(OffloadManager(4).prepare_store([b"a", b"b"]))
     with open_store(f"file://{folder}?size=1MiB", bytes_per_block=64, use="prefix"):
-        found.append(inspect_slab(folder))
+        found.append(read_slab(folder))
     return found
 
 

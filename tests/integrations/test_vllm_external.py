@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import vllm_modules
 from servers import serving
-from vllm_sides import CHUNKS, KEYS, Engine
+from vllm_sides import CHUNKS, KEYS, Engine, hint
 
 from blockyard.errors import StoreError
 
@@ -185,7 +185,7 @@ def test_a_request_waits_no_longer_than_its_deadline(engine: Callable[..., Engin
     wait = again.store.wait
     monkeypatch.setattr(again.store, "wait", lambda *arguments: (release.wait(), wait(*arguments))[1])
     assert again.found(KEYS[:4]) == 0
-    hinted = again.context("two", SimpleNamespace(action_type="blockyard.wait", payload={"seconds": 0}))
+    hinted = again.context("two", hint("blockyard.wait", {"seconds": 0}))
     assert set(again.lookups(KEYS[:4], hinted)) == {"MISS"}
     release.set()
     again.settle()
@@ -284,10 +284,10 @@ def test_a_load_that_a_reset_meets_is_no_hit(engine: Callable[..., Engine], monk
 
 def test_pinned_chunks_stay_and_are_let_go_in_time(engine: Callable[..., Engine]):
     one = engine(chunks=4)
-    pin = SimpleNamespace(action_type="blockyard.pin", payload={"seconds": 600})
+    pin = hint("blockyard.pin", {"seconds": 600})
     others = [
-        SimpleNamespace(action_type="other", payload={}),
-        SimpleNamespace(action_type="blockyard.pin", payload={"seconds": "long"}),
+        hint("other", {}),
+        hint("blockyard.pin", {"seconds": "long"}),
     ]
     one.compute(KEYS[:2], one.context("pinned", *others, pin))
     one.compute(KEYS[2:4])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import vllm_modules
+from vllm_sides import hint, hints
 
 CHUNKS = 8
 KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(24)]
@@ -26,8 +27,13 @@ def manager(vllm: SimpleNamespace) -> Any:
 def context(vllm: SimpleNamespace, *, pin: float | None = None) -> Any:
     found = vllm.base.ReqContext(req_id="one")
     if pin is not None:
-        action = SimpleNamespace(action_type="blockyard.pin", payload={"seconds": pin})
-        found.kv_hints = SimpleNamespace(actions=[action])
+        found.kv_hints = hints(hint("blockyard.pin", {"seconds": pin}))
+    return found
+
+
+def hinted(vllm: SimpleNamespace, *actions: Any, version: str = "0.1") -> Any:
+    found = vllm.base.ReqContext(req_id="one")
+    found.kv_hints = hints(*actions, version=version)
     return found
 
 
@@ -98,3 +104,90 @@ def test_a_pin_that_is_renewed_takes_no_more_memory_and_ends_with_the_last_reque
     pins.expire(1 << 60)
     assert not pins._order
     assert manager._offload.num_free == CHUNKS
+
+
+RETAIN = hint("blockyard.retain", {"seconds": 600})
+
+
+def test_what_is_retained_outlives_all_else_and_makes_room_when_nothing_else_can(vllm: SimpleNamespace, manager: Any):
+    store(manager, KEYS[:3], hinted(vllm, RETAIN))
+    fill(vllm, manager)
+    assert manager._offload.lookup(KEYS[:3]) == ["hit"] * 3
+    running = manager.prepare_store(KEYS[12 : 12 + CHUNKS], context(vllm))
+    assert len(running.keys_to_store) == CHUNKS - 1  # one is here already
+    manager.complete_store(running.keys_to_store, context(vllm))
+    assert manager._offload.lookup(KEYS[:3]) == ["miss"] * 3
+    manager._offload.check()
+
+
+def test_of_what_is_retained_the_first_to_end_makes_room_first(vllm: SimpleNamespace, manager: Any):
+    for number in range(CHUNKS):
+        seconds = 100 + (number * 3) % CHUNKS
+        store(manager, [KEYS[number]], hinted(vllm, hint("blockyard.retain", {"seconds": seconds})))
+    store(manager, [KEYS[20], KEYS[21]], context(vllm))
+    gone = {number for number in range(CHUNKS) if manager._offload.lookup([KEYS[number]]) == ["miss"]}
+    assert gone == set(sorted(range(CHUNKS), key=lambda number: (number * 3) % CHUNKS)[:2])
+
+
+def test_what_is_retained_ends_in_time_and_with_a_reset(vllm: SimpleNamespace, manager: Any):
+    store(manager, KEYS[:3], hinted(vllm, RETAIN))
+    manager._retained.expire(1 << 60)
+    fill(vllm, manager)
+    assert manager._offload.lookup(KEYS[:3]) == ["miss"] * 3
+    store(manager, KEYS[:3], hinted(vllm, RETAIN))
+    manager.reset_cache()
+    assert not manager._retained._until
+    assert manager._offload.num_free == CHUNKS
+
+
+def test_pins_stay_where_what_is_retained_yields(vllm: SimpleNamespace, manager: Any):
+    store(manager, KEYS[:3], context(vllm, pin=600))
+    store(manager, KEYS[3:6], hinted(vllm, RETAIN))
+    assert manager.prepare_store(KEYS[12:20], context(vllm)) is None
+    prepared = manager.prepare_store(KEYS[12:17], context(vllm))
+    manager.complete_store(prepared.keys_to_store, context(vllm))
+    assert manager._offload.lookup(KEYS[:6]) == ["hit"] * 3 + ["miss"] * 3
+
+
+@pytest.mark.parametrize(
+    ("action", "version", "outcome", "said"),
+    [
+        (RETAIN, "0.1", "accepted", ""),
+        (hint("blockyard.pin", {"seconds": 1}, "1"), "0.1", "accepted", ""),
+        (hint("blockyard.conversation", {"hint": "over"}), "0.1", "accepted", ""),
+        (hint("kv.fetch", {"source_control_endpoint": "x"}), "0.1", "ignored", ""),
+        (hint("blockyard.retian", {"seconds": 1}), "0.1", "refused", "did you mean 'blockyard.retain'?"),
+        (hint("blockyard.pin", {"seconds": 1}, "2.0"), "0.1", "refused", "action_version is '2.0'"),
+        (hint("blockyard.pin", {"seconds": 1}), "0.2", "refused", "protocol_version is '0.2'"),
+        (hint("blockyard.pin", {"seconds": -1}), "0.1", "refused", "seconds is -1"),
+        (hint("blockyard.pin", {"seconds": "600"}), "0.1", "refused", "seconds is '600'"),
+        (hint("blockyard.retain", {}), "0.1", "refused", "seconds is ''"),
+        (hint("blockyard.conversation", {"hint": None}), "0.1", "refused", "hint is ''"),
+        (hint("blockyard.conversation", {"hint": ["over"]}), "0.1", "refused", "must be one of over, tool_call, turn"),
+    ],
+)
+def test_each_action_is_counted_once_and_what_is_refused_is_logged_by_name(
+    vllm: SimpleNamespace,
+    manager: Any,
+    action: Any,
+    version: str,
+    outcome: str,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+):
+    request = hinted(vllm, action, version=version)
+    manager.on_new_request(request)
+    manager.touch(KEYS[:2], request)
+    manager.on_request_finished(request)
+    assert dict(manager._hints) == {"accepted": 0, "refused": 0, "ignored": 0} | {outcome: 1}
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (outcome == "refused")
+    assert all(f"hint {action.action_type} is refused: " in line and said in line for line in lines)
+    assert all((record.message_id, record.action_id) == ("9", "7") for record in caplog.records)
+
+
+def test_a_reason_is_logged_once_a_minute(vllm: SimpleNamespace, manager: Any, caplog: pytest.LogCaptureFixture):
+    for _ in range(5):
+        manager.on_new_request(hinted(vllm, hint("blockyard.pinn", {})))
+    assert manager._hints["refused"] == 5
+    assert len(caplog.records) == 1

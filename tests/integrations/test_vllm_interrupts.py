@@ -248,9 +248,7 @@ class ManagerProgram(Caller):
         self.engine = vllm_sides.Engine(vllm, root, chunks=CHUNKS)
         self.manager = self.engine.manager
         self.offload = self.manager._offload
-        self.pinning = self.engine.context(
-            "pinning", SimpleNamespace(action_type="blockyard.pin", payload={"seconds": 0.01})
-        )
+        self.pinning = self.engine.context("pinning", vllm_sides.hint("blockyard.pin", {"seconds": 0.01}))
 
     def run(self) -> None:
         for first in (0, 6, 0):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,26 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-from servers import Server, serving, serving_cluster
+from servers import admit, denied, serving, serving_cluster
 
 from blockyard.errors import StoreError
 from blockyard.stores import ExternalStore, Owners, open_store
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "store-urls.md"
-(LINE,) = re.findall(r"^ACL SETUSER .*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-
-
-def denied(node: Server) -> list[Any]:
-    """Return the commands that a node has refused."""
-    with redis.Redis(port=node.port) as client:
-        return list(client.execute_command("ACL", "LOG"))
-
-
-def admit(node: Server) -> None:
-    """Create the user of the page."""
-    with redis.Redis(port=node.port) as client:
-        client.execute_command(*shlex.split(LINE))
 
 
 class Suites:

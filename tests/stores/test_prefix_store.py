@@ -1,8 +1,6 @@
 """A prefix store in a file: restarts, other processes, damage, and the commands that look at it."""
 
 import fcntl
-import json
-import os
 import select
 import signal
 import subprocess
@@ -16,13 +14,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from blockyard import __version__
 from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
 from blockyard.events import export_keys
 from blockyard.stores import ThreadedStore, base, open_store
 from blockyard.testing.faults import PARTS, corrupt_slots
-from blockyard.tools.cli import main
 
 WIDTH = 5000
 SPACE = bytes(range(32))
@@ -203,50 +199,3 @@ def test_a_plug_in_without_keys_cannot_be_a_prefix_store(monkeypatch: pytest.Mon
     with pytest.raises(StoreError, match="'plain://': the store has no keys"):
         open_store("plain://", bytes_per_block=8, use="prefix")
     assert len(closed) == 1
-
-
-def test_inspect_and_fsck_report_the_contents_of_a_slab(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with store_at(tmp_path) as store:
-        put(store, 3)
-        assert main(["inspect", str(tmp_path)]) == 0
-        assert main(["fsck", str(tmp_path)]) == 2
-        shown = capsys.readouterr()
-        assert "is in use by another store" in shown.err
-        assert f"blocks     3 of namespace {SPACE.hex()}" in shown.out
-        assert "slots      8 of 5000 bytes, 5 empty" in shown.out
-        corrupt_slots(store, [1], part="payload")
-    assert main(["fsck", str(tmp_path / NAME)]) == 1
-    assert "damaged    1\n           slot 1: payload_checksum\n" in capsys.readouterr().out
-    assert main(["fsck", str(tmp_path), "--repair"]) == 1
-    assert "wiped      1 slots" in capsys.readouterr().out
-    capsys.readouterr()
-    assert main(["fsck", str(tmp_path), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "command": "fsck",
-        "version": __version__,
-        "exit_code": 0,
-        "path": str(tmp_path / NAME),
-        "num_slots": 8,
-        "bytes_per_block": 5000,
-        "empty": 6,
-        "blocks": {SPACE.hex(): 2},
-        "forgotten": 0,
-        "replaced": 0,
-        "damaged": [],
-        "wiped": 0,
-    }
-    with store_at(tmp_path) as store:
-        assert store.wait(store.submit_get(keys_of(3))).ok.tolist() == [True, False, True]
-
-
-def test_inspect_refuses_files_that_are_not_slabs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    other = tmp_path / "other"
-    other.write_bytes(os.urandom(8192))
-    other.chmod(0o600)
-    for path, message in (
-        (other, "is not a slab"),
-        (tmp_path, "cannot open"),
-        (Path("/dev/null"), "is not a file that"),
-    ):
-        assert main(["inspect", str(path)]) == 2
-        assert message in capsys.readouterr().err

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -28,6 +30,10 @@ import redis
 from obstore.store import S3Store
 
 PASSWORD = "a secret/@?"
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "store-urls.md"
+(LINE,) = re.findall(r"^ACL SETUSER .*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @dataclass
@@ -171,6 +177,18 @@ def _serving_node(folder: Path, port: int, bus: int) -> Iterator[Server]:
     options += ["--cluster-require-full-coverage", "no"]
     with serving("valkey-server", folder, *options, port=port) as node:
         yield node
+
+
+def denied(node: Server) -> list[Any]:
+    """Return the commands that a node has refused."""
+    with redis.Redis(port=node.port) as client:
+        return list(client.execute_command("ACL", "LOG"))
+
+
+def admit(node: Server) -> None:
+    """Create the user of the page."""
+    with redis.Redis(port=node.port) as client:
+        client.execute_command(*shlex.split(LINE))
 
 
 def wait_for_cluster(nodes: list[Server]) -> None:

@@ -16,6 +16,16 @@ BLOCK, CHUNKS = 4096, 16
 KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(24)]
 
 
+def hint(name: str, payload: dict[str, Any], version: str = "1.0") -> SimpleNamespace:
+    """An action of an orchestrator, as in vLLM's envelope."""
+    return SimpleNamespace(action_id="7", action_type=name, action_version=version, payload=payload)
+
+
+def hints(*actions: Any, version: str = "0.1") -> SimpleNamespace:
+    """An envelope of actions."""
+    return SimpleNamespace(protocol_version=version, message_id="9", actions=list(actions))
+
+
 class Engine:
     """The scheduler and worker sides of one engine, and its workers' blocks.
 
@@ -77,7 +87,7 @@ class Engine:
     def context(self, name: str = "one", *actions: Any) -> Any:
         context = self.vllm.base.ReqContext(req_id=name)
         if actions:
-            context.kv_hints = SimpleNamespace(actions=list(actions))
+            context.kv_hints = hints(*actions)
         return context
 
     def end_step(self, *preempted: str) -> None:

@@ -25,6 +25,8 @@ class PrefixStoreStats:
         written_bytes: their bytes.
         unwritten_blocks: blocks that were not written: because the manager reused them first, a copy failed, or the
             store refused them, for instance beyond a quota.
+        write_pauses: how often the average write took a second. From then on one write at a time is in flight, until
+            the average is half a second, and further blocks wait; those evicted meanwhile are not written.
         load_seconds: how long prefetches took.
         forgets: calls of `PrefixStore.forget` that the store confirmed.
     """
@@ -36,5 +38,6 @@ class PrefixStoreStats:
     written_blocks: int = 0
     written_bytes: int = 0
     unwritten_blocks: int = 0
+    write_pauses: int = 0
     load_seconds: Histogram = field(default_factory=Histogram)
     forgets: int = 0

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, StoreJob
 from blockyard.errors import BlockyardError, StoreError
+from blockyard.prefix_store.pressure import HIGH_SECONDS, WritePressure
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.stores.base import Owners
 from blockyard.stores.checked_store import Answer, CheckedStore, PendingBatch
 from blockyard.stores.log_lines import MissLog
+from blockyard.stores.threaded.runtime import runtime
 from blockyard.tracing import Trace
 
 if TYPE_CHECKING:
@@ -72,6 +74,7 @@ class Writes:
         self._putting: list[Write] = []  # being put by the store
         self._waits_for_engine = False
         self._num_answers = 0  # the store's answers processed so far
+        self._clock, self._pressure = runtime().monotonic, WritePressure()
         self.num_blocks = 0
 
     def __len__(self) -> int:
@@ -105,7 +108,7 @@ class Writes:
                 ]
             self._num_answers = answers
         self._waits_for_engine = False
-        while not self._is_closed and (room := self._max_blocks - self.num_blocks) > 0:
+        while not self._is_closed and (room := self._room()) > 0:
             # The step's own transfers go first.
             if not self._engine.transfers.has_room(self._blocks_at_once * self._size, "out", "host"):
                 self._waits_for_engine = True
@@ -131,6 +134,17 @@ class Writes:
             if transfer.done and len(self._reading) == 1:
                 self._hand_over(write)
                 del self._reading[0]
+
+    def _room(self) -> int:
+        """Return how many more blocks may be in flight: while the store is slow, those of one write."""
+        if self.num_blocks and (self._pressure.is_high or self._is_overdue()):
+            return 0
+        return self._max_blocks - self.num_blocks
+
+    def _is_overdue(self) -> bool:
+        """Whether the oldest write in flight alone takes as long as a slow store's average."""
+        batch = self._putting[0].batch if self._putting else None
+        return batch is not None and self._clock() - batch.since >= HIGH_SECONDS
 
     def wait_for_engine(self) -> None:
         """Wait until the engine has read the blocks of all started writes."""
@@ -172,6 +186,9 @@ class Writes:
 
     def _take_answer(self, write: Write, answer: Answer) -> bool:
         """Count the blocks that the store put. Returns True: the write has ended."""
+        if write.batch is not None:
+            self._pressure.note(self._clock() - write.batch.since)
+            self._stats.write_pauses = self._pressure.times
         unwritten, why = len(answer.ok) - int(np.count_nonzero(answer.ok)), ""
         self.num_blocks -= write.num_blocks
         self._count(write.num_blocks - unwritten)

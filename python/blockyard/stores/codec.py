@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.layout.sizes import as_int, set_ints
+from blockyard.stores.namespace import Namespace
 
 __all__ = ["Codec", "MacKey", "guarded_namespace", "read_mac_key"]
 
@@ -142,6 +143,9 @@ def guarded_namespace(namespace: bytes, codec: Codec | None, mac_key: bytes | No
     """Return the namespace of encoded or authenticated blocks: stores without the codec or key do not find them."""
     name = b"" if codec is None else codec.name.encode()
     key = b"" if mac_key is None else hashlib.sha256(b"BLKYMACKEY1" + mac_key).digest()
-    return hashlib.sha256(
+    digest = hashlib.sha256(
         b"BLKYGUARD1" + namespace.ljust(32, b"\0") + len(name).to_bytes(8, "little") + name + key
     ).digest()
+    if not isinstance(namespace, Namespace):
+        return digest
+    return Namespace(digest, namespace.parts | {"codec": name.decode(), "mac_key": "yes" if key else ""})

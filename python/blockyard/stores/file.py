@@ -25,10 +25,12 @@ encode and authenticate it. Each slot has room for the codec's longest block, so
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable
-from pathlib import PurePosixPath
-from typing import Any, NamedTuple, cast
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +40,7 @@ from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError, S
 from blockyard.stores.adapters.jobs import collect
 from blockyard.stores.base import Completion, ExternalStore, Owners, Use
 from blockyard.stores.codec import Codec, MacKey
+from blockyard.stores.namespace import TEXT_NAME, text_of
 from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
 from blockyard.stores.striped import StripedStore
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record, SharedEpoch
@@ -46,6 +49,7 @@ from blockyard.stores.url import StoreURL
 __all__ = ["SlabStore", "open_file"]
 
 _log = logging.getLogger("blockyard.stores")
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 ExternalStore.register(SlabStore)
 
@@ -128,26 +132,40 @@ def open_file(
     parts = found.parts
     if found.size is None and num_slots is None:
         parts.reject(parts.path, "needs ?size=, for example ?size=2GiB")
+    options: dict[str, Any] = {
+        "bytes_per_block": bytes_per_block,
+        "num_slots": num_slots,
+        "namespace": namespace,
+        "use": use,
+        "revision": revision,
+    }
     if codec is None and mac_key is None:
-        return _open_slabs(
-            found,
-            bytes_per_block=bytes_per_block,
-            num_slots=num_slots,
-            namespace=namespace,
-            use=use,
-            revision=revision,
-        )
-    guarded = GuardedSlab if len(found.directories) == 1 else GuardedSlabs
-    return guarded(
-        found,
-        bytes_per_block=bytes_per_block,
-        num_slots=num_slots,
-        namespace=namespace,
-        use=use,
-        revision=revision,
-        codec=codec,
-        mac_key=mac_key,
-    )
+        store = _open_slabs(found, **options)
+    else:
+        guarded = GuardedSlab if len(found.directories) == 1 else GuardedSlabs
+        store = guarded(found, **options, codec=codec, mac_key=mac_key)
+        namespace = store.namespace
+    if use == "prefix" and (text := text_of(namespace)):
+        for directory in found.directories:
+            with suppress(OSError):
+                _write_text(Path(directory, text_name(namespace.hex())), text)
+    return store
+
+
+def text_name(digits: str) -> str:
+    """Return the name of the file with the text of a namespace, in hexadecimal digits, beside a slab."""
+    return f"blockyard-{digits[:16]}-{TEXT_NAME}"
+
+
+def _write_text(path: Path, text: bytes) -> None:
+    """Write a file of mode 0600 whole or not at all; links are not followed."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(part, _NEW, 0o600), "wb") as out:  # noqa: PTH123 (a descriptor)
+            out.write(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _open_slabs(

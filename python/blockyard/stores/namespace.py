@@ -1,15 +1,90 @@
-"""The namespace of a store: a digest of everything besides the key that determines the bytes of a block."""
+"""The namespace of a store: a digest of everything besides the key that determines the bytes of a block.
+
+A `Namespace` also has the parts that it is a digest of, as text. Prefix stores keep this text beside the blocks, and
+`blockyard store` shows it.
+"""
 
 import hashlib
+import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.layout import GroupedLayout, KVLayout
+from blockyard.layout import ArenaLayout, GroupedLayout, KVLayout
 from blockyard.layout.sizes import as_int
 
-__all__ = ["store_namespace"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["TEXT_NAME", "Namespace", "describe_layout", "parts_of", "store_namespace", "text_of"]
 
 _DOMAIN = b"BLKYSPACE1"
+TEXT_NAME: Final = "about.json"
+"""Name of the text beside a namespace's blocks."""
+_MAX_PART: Final = 240
+_MAX_TEXT: Final = 8192
+
+
+class Namespace(bytes):
+    """A namespace with its parts.
+
+    Args:
+        digest: 32 bytes.
+        parts: what it is a digest of, by name. Values other than text become JSON, and long ones are cut. Empty ones
+            are left out.
+
+    Attributes:
+        parts: the parts as text.
+    """
+
+    parts: dict[str, str]
+
+    def __new__(cls, digest: bytes, parts: Mapping[str, Any]) -> "Self":
+        """Attach the parts to a digest."""
+        made = super().__new__(cls, digest)
+        made.parts = {name: _shown(value) for name, value in parts.items() if value not in (None, "", b"", [], {})}
+        return made
+
+    def __getnewargs__(self) -> tuple[bytes, dict[str, str]]:  # type: ignore[override]
+        """Return the arguments of a copy, for pickle."""
+        return bytes(self), self.parts
+
+
+def parts_of(namespace: bytes) -> dict[str, str]:
+    """Return the parts of a namespace; a short plain name is its own only part, other bytes have none."""
+    if isinstance(namespace, Namespace):
+        return namespace.parts
+    text = namespace.decode(errors="replace")
+    return {"name": text} if len(text) <= _MAX_PART and text.isprintable() and "\ufffd" not in text else {}
+
+
+def text_of(namespace: bytes) -> bytes | None:
+    """Return the text that a prefix store keeps beside the blocks; None for a namespace without parts."""
+    if not isinstance(namespace, Namespace):
+        return None
+    text = json.dumps({"namespace": namespace.hex(), "parts": namespace.parts}, indent=1).encode()
+    return text if len(text) <= _MAX_TEXT else None
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= _MAX_PART else f"{text[:_MAX_PART]}..."
+
+
+def describe_layout(layout: KVLayout | GroupedLayout | ArenaLayout) -> str:
+    """Return a layout as short text."""
+    if isinstance(layout, ArenaLayout):
+        sizes = ", ".join(str(group.block_bytes) for group in layout.cache_groups)
+        return f"an arena of blocks of {layout.block_size} tokens, {sizes} bytes by group"
+    parts = layout.groups if isinstance(layout, GroupedLayout) else (("", layout),)
+    return "; ".join(f"{name} {_describe_group(part)}".strip() for name, part in parts)
+
+
+def _describe_group(layout: KVLayout) -> str:
+    return (
+        f"{layout.num_layers} layers of {layout.num_kv_heads} heads x {layout.head_size} {layout.dtype}, "
+        f"{layout.block_size} tokens, {layout.kind}"
+    )
 
 
 def store_namespace(
@@ -41,7 +116,8 @@ def store_namespace(
         more: anything else: RoPE overrides, scales of a quantized cache, the layer range of a pipeline stage.
 
     Returns:
-        32 bytes for `open_store(namespace=)`: the SHA-256 of all fields by name, each with its length.
+        32 bytes for `open_store(namespace=)`: the SHA-256 of all fields by name, each with its length. A prefix store
+        keeps the fields as text, too, with a digest in place of the salt; see `blockyard store --help`.
 
     Raises:
         InvalidArgumentError: `rank` or `epoch` is out of range, or `model` or `revision` is empty.
@@ -73,6 +149,17 @@ def store_namespace(
         "epoch": epoch,
     }
     fields |= {f"more.{name}": value for name, value in (more or {}).items()}
+    shown = {
+        "layout": describe_layout(layout),
+        "rank": f"{rank} of {world_size}" if world_size > 1 else "",
+        "world_size": "",
+        "salt": hashlib.sha256(salt).hexdigest()[:16] if salt else "",
+        "epoch": epoch or "",
+    }
+    return Namespace(_digest(fields), fields | shown)
+
+
+def _digest(fields: Mapping[str, object]) -> bytes:
     digest = hashlib.sha256(_DOMAIN)
     for name, field in sorted(fields.items()):
         for part in (name, field):

@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from blockyard._core import checksum_rows
 from blockyard.errors import ForkedError, StoreError
 from blockyard.stores.base import ExternalStore, Use
+from blockyard.stores.namespace import TEXT_NAME, text_of
 from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, seconds
 from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
@@ -49,7 +50,7 @@ from blockyard.stores.url import StoreURL, hide_secrets, is_secret_name
 from blockyard.stores.value import HEADER
 from blockyard.workers import Process, as_error, missing
 
-__all__ = ["LocalFiles", "ObjectStore", "open_object_store"]
+__all__ = ["LocalFiles", "ObjectStore", "connect_client", "open_object_store", "public_error"]
 
 _LARGE: Final = 16 << 20  # objects of at least this size are sent in parts and read in ranges
 _RANGE: Final = 8 << 20
@@ -176,6 +177,7 @@ def open_object_store(
         store.ping()
     except StoreError as error:
         raise StoreError(f"{error}{_missing_credentials(found)}") from None
+    store.describe()
     return store
 
 
@@ -193,7 +195,7 @@ class ObjectStore(RemoteStore):
         self.threads, self.memory, self.timeout_base = _BATCHES, found.memory, found.timeout_base
         self._calls = CallPool(found.connections)
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
-        self._ob, self._client = (connect or _connect)(found, found.timeout_base + self._format.width / _SLOWEST)
+        self._ob, self._client = (connect or connect_client)(found, found.timeout_base + self._format.width / _SLOWEST)
         self._can_create = True
         self._to_replace: set[bytes] = set()  # names whose next put replaces the object
         self._bulk_delete = found.scheme == "s3"
@@ -373,6 +375,12 @@ class ObjectStore(RemoteStore):
             if any(text in str(error) for text in _NO_BUCKET):
                 raise StoreError("the bucket does not exist") from None
 
+    def describe(self) -> None:
+        """Keep the text of the namespace beside its blocks, if it has one and the storage takes it."""
+        if self._use == "prefix" and (text := text_of(self.namespace)):
+            with suppress(StoreError):
+                self._put_one(self._folder + TEXT_NAME, memoryview(text), keeps=False)
+
     def _disconnect(self) -> None:
         self._calls.close()  # the client holds no connection to close
 
@@ -504,12 +512,8 @@ class LocalFiles:
 
     def __init__(self, obstore: Any, root: Path) -> None:
         self.exceptions = obstore.exceptions
-        self.get, self.get_range, self.head, self.delete = (
-            obstore.get,
-            obstore.get_range,
-            obstore.head,
-            obstore.delete,
-        )
+        self.get, self.get_range, self.head = obstore.get, obstore.get_range, obstore.head
+        self.delete, self.list = obstore.delete, obstore.list
         self._root = root
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._opened([_TOP]):
@@ -599,6 +603,12 @@ def _bytes_of(answer: Any, max_bytes: int) -> Any:
     return answer.bytes() if answer.range[1] <= max_bytes else b""
 
 
+def public_error(found: ObjectURL, error: BaseException) -> str:
+    """Return an error of obstore as text without secrets."""
+    text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {as_error(error)}"
+    return _public_text(hide_secrets(text, found.secrets))
+
+
 def _public_text(text: str) -> str:
     """Return the first line of a message of obstore without the queries of URLs: a signed one has its signature there.
 
@@ -621,7 +631,7 @@ def _missing_credentials(found: ObjectURL) -> str:
     )
 
 
-def _connect(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
+def connect_client(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
     """Return the module obstore and one of its stores."""
     global _process  # noqa: PLW0603 (obstore's threads belong to the whole process)
     _process = _process or Process("the first object store")
@@ -649,7 +659,6 @@ def _connect(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
         more: Sequence[str] = (found.scheme, "://", found.parts.host, found.parts.path)
         return obstore, stores.from_url("".join(more), client_options=client, retry_config=retry, **found.config)
     except BaseException as error:  # noqa: BLE001 (any exception of the client)
-        text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {as_error(error)}"
+        text = public_error(found, error)
     # Not in the block above, so that the client's exception, which may quote a secret, is not the context.
-    text = _public_text(hide_secrets(text, found.secrets))
     raise StoreError(f"{found.parts.url!r}: {text}{_missing_credentials(found)}")

@@ -63,7 +63,7 @@ mod _core {
     #[pymodule_export]
     use crate::span::expand_span;
     #[pymodule_export]
-    use crate::store::{PyCompletion, PyRedisClient, PySlabStore, check_slab, checksum_rows, inspect_slab};
+    use crate::store::{PyCompletion, PyRedisClient, PySlabStore, checksum_rows, read_slab, wipe_slab};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -33,5 +33,5 @@ pub use header::{Expected, Header, Owner, checksum, checksum_of_two, keyed_check
 pub use miss::Miss;
 pub use queue::Stats;
 pub use slab::{DirectMode, SlabFile, SlabOptions};
-pub use store::{Completion, SlabReport, SlabStore, StoreOptions, revision_name};
+pub use store::{Completion, SlabContents, SlabStore, StoreOptions, revision_name};
 pub use ticket::Progress;

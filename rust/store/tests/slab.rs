@@ -2,13 +2,13 @@
 #![expect(clippy::unwrap_used, reason = "test code")]
 
 use blockyard_store::{
-    BlockDevice, DirectMode, Error, Geometry, Miss, SlabFile, SlabOptions, SlabReport, SlabStore, StoreOptions,
+    BlockDevice, DirectMode, Error, Geometry, Miss, SlabContents, SlabFile, SlabOptions, SlabStore, StoreOptions,
 };
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 fn options(directory: &Path) -> SlabOptions {
     let geometry = Geometry { payload_bytes: 5000, slots: 4 };
@@ -169,8 +169,9 @@ fn a_kept_slab_has_one_store_at_a_time() {
     let store = keyed(&options);
     let error = SlabFile::open_kept(&options).unwrap_err();
     assert!(error.to_string().contains("blockyard-prefix.slab is in use by another store"), "{error}");
-    assert!(matches!(SlabReport::check(folder.path(), false), Err(Error::InUse { .. })));
-    assert_eq!(SlabReport::inspect(folder.path()).unwrap().empty, 4);
+    assert!(matches!(SlabContents::read(folder.path(), true), Err(Error::InUse { .. })));
+    assert!(matches!(SlabContents::wipe(folder.path(), &[]), Err(Error::InUse { .. })));
+    assert_eq!(SlabContents::read(folder.path(), false).unwrap().empty, 4);
     drop(store);
     SlabFile::open_kept(&options).unwrap();
 }
@@ -224,7 +225,7 @@ fn a_kept_slab_takes_another_size_and_keeps_its_blocks() {
 }
 
 #[test]
-fn a_check_names_what_is_damaged_and_a_repair_wipes_it() {
+fn damaged_slots_are_named_and_a_wipe_removes_what_the_caller_saw() {
     let folder = tempfile::tempdir().unwrap();
     let options = options(folder.path());
     let store = keyed(&options);
@@ -240,19 +241,40 @@ fn a_check_names_what_is_damaged_and_a_repair_wipes_it() {
     bytes[slot(1) + 4096 + 4999] ^= 1;
     bytes[slot(2) + 50] ^= 1;
     fs::write(&path, &bytes).unwrap();
-    let inspected = SlabReport::inspect(&path).unwrap();
-    assert_eq!(inspected.damaged, [(2, Miss::HeaderChecksum)], "payloads are not read");
+    let headers = SlabContents::read(&path, false).unwrap();
+    assert_eq!(headers.damaged, [(2, 0, Miss::HeaderChecksum)], "payloads are not read");
     assert_eq!(fs::read(&path).unwrap(), bytes);
-    let report = SlabReport::check(folder.path(), true).unwrap();
-    assert_eq!(report.damaged, [(1, Miss::PayloadChecksum), (2, Miss::HeaderChecksum)]);
-    let blocks: Vec<_> = report.blocks.into_iter().collect();
-    assert_eq!((report.wiped, report.empty, blocks), (2, 0, vec![([7; 32], 1), ([8; 32], 1)]));
-    let report = SlabReport::check(folder.path(), false).unwrap();
-    assert_eq!((report.wiped, report.empty, report.damaged.len()), (0, 2, 0));
+    let found = SlabContents::read(folder.path(), true).unwrap();
+    let generation = headers.blocks.iter().find(|(slot, _)| *slot == 1).unwrap().1.generation;
+    assert_eq!(found.damaged, [(1, generation, Miss::PayloadChecksum), (2, 0, Miss::HeaderChecksum)]);
+    let blocks: Vec<_> = found.blocks.iter().map(|(slot, header)| (*slot, header.namespace)).collect();
+    assert_eq!((found.empty, blocks), (0, vec![(0, [7; 32]), (3, [8; 32])]));
+    let error = SlabContents::wipe(&path, &[(1, generation), (4, 0)]).unwrap_err();
+    assert_eq!(error.to_string(), "slot 4 is out of range, the store has 4 slots");
+    assert_eq!(fs::read(&path).unwrap(), bytes);
+    let checkpoint = folder.path().join("blockyard-prefix.checkpoint");
+    assert!(checkpoint.exists());
+    assert_eq!(SlabContents::wipe(&path, &[(0, generation), (1, generation), (2, 0), (3, 0)]).unwrap(), 2);
+    assert!(!checkpoint.exists(), "it lists the wiped blocks");
+    let found = SlabContents::read(folder.path(), true).unwrap();
+    assert_eq!((found.blocks.len(), found.empty, found.damaged), (2, 2, vec![]), "others were written since");
     keyed(&options).forget(None).unwrap();
-    let report = SlabReport::check(folder.path(), false).unwrap();
-    assert_eq!((report.empty, report.forgotten, report.blocks.len()), (2, 2, 0));
+    let found = SlabContents::read(folder.path(), true).unwrap();
+    assert_eq!((found.empty, found.forgotten, found.blocks.len()), (2, 2, 0));
     bytes[0] ^= 1;
     fs::write(&path, &bytes).unwrap();
-    assert!(matches!(SlabReport::inspect(&path), Err(Error::NotASlab { .. })));
+    assert!(matches!(SlabContents::read(&path, false), Err(Error::NotASlab { .. })));
+}
+
+#[test]
+fn a_generation_tells_when_its_block_was_put() {
+    let folder = tempfile::tempdir().unwrap();
+    let now = || u64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos()).unwrap();
+    let store = keyed(&options(folder.path()));
+    put(&store, 1);
+    let between = now();
+    put(&store, 2);
+    let contents = SlabContents::read(folder.path(), false).unwrap();
+    let put_at: Vec<_> = contents.blocks.iter().map(|(_, header)| header.generation).collect();
+    assert!(put_at[0] < between && between <= put_at[1] && put_at[1] <= now(), "{put_at:?}, {between}");
 }

@@ -99,6 +99,7 @@ class ExternalTier:
         offload: which host chunks hold which keys.
         lock: held while host chunks change owners.
         report: called with the keys stored in host memory, and the keys evicted.
+        give_room: lets up to that number of chunks more be evicted; returns whether there was one.
         timeout_base: seconds that a request waits, plus one for every 16 MB that it requested.
     """
 
@@ -110,10 +111,11 @@ class ExternalTier:
         *,
         lock: Any,
         report: Report,
+        give_room: Callable[[int], bool],
         timeout_base: float = TIMEOUT_BASE_SECONDS,
     ) -> None:
         self._store, self._region, self._offload = store, region, offload
-        self._lock, self._report, self._timeout_base = lock, report, timeout_base
+        self._lock, self._report, self._give_room, self._timeout_base = lock, report, give_room, timeout_base
         self._rows = ChunkRows(region.rows(offload.num_chunks))
         self._batch = max(1, _JOB_BYTES // store.bytes_per_block)
         self._max_writing = max(1, offload.num_chunks // 2)
@@ -331,7 +333,7 @@ class ExternalTier:
                 store = keep(job.stores, partial(self._offload.prepare_store, deadline=deadline), keys)
                 if store is not None:
                     self._report([], store.evicted)
-                else:
+                elif not self._give_room(len(keys)):
                     keys = keys[: len(keys) // 2]
         if store is None:
             return set()

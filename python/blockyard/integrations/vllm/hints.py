@@ -1,43 +1,53 @@
 """Hints of an orchestrator for a request: the part of vLLM's `kv_hints` that concerns host memory.
 
     {"action_type": "blockyard.pin", "payload": {"seconds": 600}}     keep the request's chunks in host memory this long
+    {"action_type": "blockyard.retain", "payload": {"seconds": 600}}    evict them after all others for this long
     {"action_type": "blockyard.wait", "payload": {"seconds": 0.5}}    wait at most this long for an external store
     {"action_type": "blockyard.conversation", "payload": {"hint": "over"}}    what is known of the conversation when the
         request ends: `"over"`, `"tool_call"` or `"turn"`, see `BlockManager.free`
 
-Other actions are ignored.
+vLLM's envelope, version 0.1, fixes how hints travel and not what an action means, so these names are our own. An action
+whose name does not begin with `blockyard.` is for others and is ignored. What is refused is logged by name.
 """
 
 from __future__ import annotations
 
 import heapq
+from math import inf
 from typing import Any, Final, Literal, NamedTuple
 
+from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
 from blockyard.offload import OffloadManager
-from blockyard.workers import keep
+from blockyard.stores.adapters.options import nearest, read_choice, read_seconds
+from blockyard.workers import RateLimit, keep
 
-__all__ = ["Hints", "Pins", "read_hints"]
+__all__ = ["OUTCOMES", "Hints", "Pins", "read_hints"]
 
+OUTCOMES: Final = ("accepted", "refused", "ignored")
+"""What can become of an action."""
 _LOG = engine_log("vLLM")
-_PIN: Final = "blockyard.pin"
-_WAIT: Final = "blockyard.wait"
-_CONVERSATION: Final = "blockyard.conversation"
+_limit = RateLimit()
+_PROTOCOL: Final = "0.1"
+_VERSIONS: Final = ("1", "1.0")
+_OURS: Final = "blockyard."
+_SECONDS: Final = ("pin", "retain", "wait")
 _CONVERSATIONS: Final = ("over", "tool_call", "turn")
 _MAX_SECONDS: Final = 86_400.0
-_SHARE: Final = 2  # at most one chunk in 2 is pinned
 
 
 class Hints(NamedTuple):
-    """Seconds for the first actions, and the hint of the last; None if not requested."""
+    """Seconds for three actions, the hint of the fourth, None if not requested; and what became of each action."""
 
     pin: float | None = None
+    retain: float | None = None
     wait: float | None = None
     conversation: Literal["over", "tool_call", "turn"] | None = None
+    outcomes: tuple[str, ...] = ()
 
 
 def read_hints(context: Any) -> Hints:
-    """Read the hints of a request; a malformed hint is logged and ignored."""
+    """Read the hints of a request; an action that is refused is logged, at most once a minute for each reason."""
     envelope = getattr(context, "kv_hints", None)
     if envelope is None:
         return Hints()
@@ -45,24 +55,36 @@ def read_hints(context: Any) -> Hints:
     if known is not None:
         return known  # type: ignore[no-any-return]
     found: dict[str, Any] = {}
-    for action in envelope.actions:
-        if action.action_type == _CONVERSATION:
-            hint = action.payload.get("hint")
-            if isinstance(hint, str) and hint in _CONVERSATIONS:
-                found["conversation"] = hint
-            else:
-                _LOG.warning("%s has hint %r, must be one of %s", _CONVERSATION, hint, ", ".join(_CONVERSATIONS))
-            continue
-        if action.action_type not in {_PIN, _WAIT}:
-            continue
-        seconds = action.payload.get("seconds")
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _MAX_SECONDS:
-            _LOG.warning("%s has seconds %r, must be 0 to %d", action.action_type, seconds, _MAX_SECONDS)
-            continue
-        found["pin" if action.action_type == _PIN else "wait"] = float(seconds)
-    hints = Hints(**found)
+    outcomes = [_read(action, envelope, found) for action in envelope.actions]
+    hints = Hints(**found, outcomes=tuple(outcomes))
     context.set_state(hints)
     return hints
+
+
+def _read(action: Any, envelope: Any, found: dict[str, Any]) -> str:
+    """Read an action into `found`; return what became of it."""
+    if not str(action.action_type).startswith(_OURS):
+        return "ignored"
+    name = action.action_type.removeprefix(_OURS)
+    try:
+        read_choice("protocol_version", envelope.protocol_version, (_PROTOCOL,), "")
+        if name not in {*_SECONDS, "conversation"}:
+            known = [f"{_OURS}{known}" for known in (*_SECONDS, "conversation")]
+            raise InvalidArgumentError(f"no such action{nearest(action.action_type, known)}")
+        read_choice("action_version", action.action_version, _VERSIONS, "")
+        if name == "conversation":
+            found[name] = read_choice("hint", action.payload.get("hint") or "", _CONVERSATIONS, "")
+        else:
+            seconds = action.payload.get("seconds")
+            found[name] = read_seconds(
+                "seconds", "" if seconds is None else seconds, 0.0, most=_MAX_SECONDS, above_zero=False
+            )
+    except InvalidArgumentError as error:
+        if _limit.passes(str(error)):
+            about = {"message_id": str(envelope.message_id), "action_id": str(action.action_id)}
+            _LOG.warning("hint %s is refused: %s", action.action_type, error, extra=about)
+        return "refused"
+    return "accepted"
 
 
 class Pins:
@@ -70,10 +92,12 @@ class Pins:
 
     Args:
         offload: which host chunks hold which keys.
+        action: the hint that asks for it, `"pin"` or `"retain"`.
+        share: maximum share of the chunks.
     """
 
-    def __init__(self, offload: OffloadManager) -> None:
-        self._offload = offload
+    def __init__(self, offload: OffloadManager, action: Literal["pin", "retain"] = "pin", share: float = 0.5) -> None:
+        self._offload, self._action, self._max_keys = offload, action, int(offload.num_chunks * share)
         self._until: dict[bytes, int] = {}
         # One entry per pinned key, with a time at or before its deadline: a renewed pin keeps its entry.
         self._order: list[tuple[int, bytes]] = []
@@ -84,14 +108,14 @@ class Pins:
         self._ended: list[object] = []
 
     def add(self, keys: list[bytes], context: Any, now: int) -> None:
-        """Pin the hits among a request's keys, if it asks for that; `now` in milliseconds."""
-        seconds = read_hints(context).pin
+        """Hold the hits among a request's keys, if it asks for that; `now` in milliseconds."""
+        seconds: float | None = getattr(read_hints(context), self._action)
         if not seconds:
             return
         self._settle()
         until = now + int(seconds * 1000)
         known = [key for key in keys if key in self._until]
-        room = max(0, self._offload.num_chunks // _SHARE - len(self._until))
+        room = max(0, self._max_keys - len(self._until))
         new = [key for key in dict.fromkeys(keys) if key not in self._until]
         found = self._offload.lookup(new)
         new = [key for key, what in zip(new, found, strict=True) if what == "hit"][:room]
@@ -102,21 +126,28 @@ class Pins:
             self._until[key] = max(until, self._until.get(key, 0))
 
     def has(self, key: bytes) -> bool:
-        """Whether a key is pinned."""
+        """Whether a key is held."""
         return key in self._until
 
     def expire(self, now: int) -> None:
         """Release the keys whose deadline has passed."""
+        self.release(len(self._order), now)
+
+    def release(self, most: int, now: float = inf) -> int:
+        """Release at most `most` keys with a deadline up to `now`, the first deadlines first; return how many."""
         self._settle()
-        while self._order and self._order[0][0] <= now:
-            key = self._order[0][1]
+        count = 0
+        while count < most and self._order and self._order[0][0] <= now:
+            at, key = self._order[0]
             until = self._until.get(key)
-            if until is not None and until > now:
+            if until is not None and until > at:  # it was renewed
                 heapq.heapreplace(self._order, (until, key))
                 continue
             if until is not None:
                 self._let_go([key])
+                count += 1
             heapq.heappop(self._order)
+        return count
 
     def clear(self) -> None:
         """Release all keys."""

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.vllm.external import ExternalTier
-from blockyard.integrations.vllm.hints import Pins, read_hints
+from blockyard.integrations.vllm.hints import OUTCOMES, Pins, read_hints
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.integrations.vllm.recording import ChunkRecorder
 from blockyard.integrations.vllm.region import SharedRegion
@@ -139,6 +139,9 @@ class BlockyardManager(OffloadingManager):
         self._looked_up: dict[OffloadKey, list[object]] = {}  # held keys have a chunk
         self._let: list[object] = []
         self._pins = Pins(self._offload)
+        self._retained = Pins(self._offload, "retain", share=1.0)
+        self._hints = Counter(dict.fromkeys(OUTCOMES, 0))
+        self._reported_hints = self._hints.copy()
         self.region: SharedRegion | None = None
         self.is_elsewhere: Callable[[OffloadKey], bool] | None = None
 
@@ -166,7 +169,13 @@ class BlockyardManager(OffloadingManager):
         """Use a prefix store for chunks missing on the host, and write the host's chunks to it; see `ExternalTier`."""
         self._url = url
         self._external = ExternalTier(
-            store, region, self._offload, lock=self._lock, report=self._report_both, timeout_base=timeout_base
+            store,
+            region,
+            self._offload,
+            lock=self._lock,
+            report=self._report_both,
+            give_room=self.release_retained,
+            timeout_base=timeout_base,
         )
 
     # ---- requests and lookups ----
@@ -174,12 +183,14 @@ class BlockyardManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Request that each chunk is stored once, when it is computed.
 
-        For a request that pins its chunks, request that `prepare_store` gets all of them, even those found on the
-        device.
+        For a request that pins or retains its chunks, request that `prepare_store` gets all of them, even those found
+        on the device.
         """
         if self._recorder is not None:
             self._recorder.add(req_context)
-        if read_hints(req_context).pin:
+        hints = read_hints(req_context)
+        self._hints.update(hints.outcomes)
+        if hints.pin or hints.retain:
             return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
         return RequestOffloadingContext()
 
@@ -214,8 +225,13 @@ class BlockyardManager(OffloadingManager):
         return list(self._lookup(keys))
 
     def is_idle(self, key: OffloadKey) -> bool:
-        """Whether no load and no pin holds a key's chunk."""
-        return key not in self._loading and not self._pins.has(key)
+        """Whether no load and no hint holds a key's chunk."""
+        return key not in self._loading and not self._pins.has(key) and not self._retained.has(key)
+
+    def release_retained(self, count: int) -> bool:
+        """Let up to `count` chunks that requests only asked to retain be evicted; return whether there was one."""
+        with self._lock:
+            return self._retained.release(count) > 0
 
     def evict(self, keys: list[OffloadKey]) -> None:
         """Evict keys."""
@@ -248,7 +264,7 @@ class BlockyardManager(OffloadingManager):
                 if not self._stale_storing.isdisjoint(keys):
                     self._free_stale()
                 store = keep(made, prepare, keys)
-                if store is None and self._free_stale():
+                while store is None and (self._free_stale() or self.release_retained(len(keys))):
                     store = keep(made, prepare, keys)
                 if store is not None:
                     self._report(_keys(store.evicted), removed=True)
@@ -379,7 +395,9 @@ class BlockyardManager(OffloadingManager):
         self._let_go()
         if self._storing or self._external is not None:
             self._offload.expire(_now())
-        self._pins.expire(_now())
+        with self._lock:
+            for held in (self._pins, self._retained):
+                held.expire(_now())
         if self._external is not None:
             self._external.end_step(list(context.preempted_req_ids))
 
@@ -399,7 +417,9 @@ class BlockyardManager(OffloadingManager):
             self._offload.reset()
             if self._external is not None:
                 self._external.reset(keep=self._weights_fixed)
-        self._pins.clear()
+        with self._lock:
+            for held in (self._pins, self._retained):
+                held.clear()
         self._stale_storing |= self._storing
         self._storing.clear()
         self._spoilt.clear()
@@ -452,6 +472,9 @@ class BlockyardManager(OffloadingManager):
         evicted = self._evictions + manager.num_evicted
         stats.increase_counter(Metrics.EVICTED, evicted - self._reported_evictions)
         self._reported_evictions = evicted
+        for name, outcome in zip(Metrics.HINTS, OUTCOMES, strict=True):
+            stats.increase_counter(name, self._hints[outcome] - self._reported_hints[outcome])
+        self._reported_hints = self._hints.copy()
         if self._external is not None:
             counts = self._external.counts
             now = [counts.loaded, counts.missed, counts.written, counts.not_written]
@@ -511,7 +534,8 @@ class BlockyardManager(OffloadingManager):
     def _pin(self, keys: list[OffloadKey], req_context: ReqContext) -> None:
         if req_context.kv_hints is not None:
             with self._lock:
-                self._pins.add(keys, req_context, _now())
+                for held in (self._pins, self._retained):
+                    held.add(keys, req_context, _now())
 
     def _report_both(self, stored: list[bytes], evicted: list[bytes]) -> None:
         self._report(_keys(evicted), removed=True)

@@ -11,8 +11,15 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics
 
+from blockyard.integrations.vllm.hints import OUTCOMES
+
 __all__ = ["Metrics", "definitions", "hit_source"]
 
+_HINTS: Final = (
+    "Actions of requests' KV hints that were followed.",
+    "Actions of KV hints for Blockyard that were refused; the log says why.",
+    "Actions of KV hints that are not for Blockyard.",
+)
 _EXTERNAL: Final = (
     "Chunks that came from the external store to the host.",
     "Requested chunks that did not arrive: absent, damaged, refused or late.",
@@ -29,6 +36,7 @@ class Metrics:
     READ_USAGE: Final[str] = CPUOffloadingMetrics.CPU_CACHE_READ_USAGE_PERC
     STORED: Final[str] = "blockyard:kv_offload_stored_perc"
     EVICTED: Final[str] = "blockyard:kv_offload_evicted_chunks"
+    HINTS: Final = tuple(f"blockyard:kv_hints_{outcome}" for outcome in OUTCOMES)
     EXTERNAL: Final = tuple(
         f"blockyard:kv_offload_external_{what}_chunks" for what in ("loaded", "missed", "written", "not_written")
     )
@@ -44,7 +52,7 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         Metrics.EVICTED: OffloadingCounterMetadata(documentation="Host chunks that were evicted."),
         **{
             name: OffloadingCounterMetadata(documentation=text)
-            for name, text in zip(Metrics.EXTERNAL, _EXTERNAL, strict=True)
+            for name, text in zip((*Metrics.HINTS, *Metrics.EXTERNAL), (*_HINTS, *_EXTERNAL), strict=True)
         },
     }
 

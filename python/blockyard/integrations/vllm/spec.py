@@ -25,7 +25,7 @@ from blockyard.stores.adapters.options import nearest, read_choice, read_flag, r
 from blockyard.stores.url import public_repr
 from blockyard.traces.recorder import record_from_environment
 
-__all__ = ["BlockyardSpec"]
+__all__ = ["BlockyardSpec", "CheckedOptions", "check_options"]
 
 _LOG = engine_log("vLLM")
 _OPTIONS: Final = (
@@ -185,6 +185,36 @@ class _External(NamedTuple):
         return f"_External({public_repr(self.url)})"
 
 
+class CheckedOptions(NamedTuple):
+    """What a configuration says before the model is known.
+
+    Attributes:
+        host_bytes: host memory of all workers.
+        url: URL of the prefix store, None for none.
+        unused: options without effect, each with its remedy.
+    """
+
+    host_bytes: int
+    url: str | None
+    unused: list[str]
+
+    def __repr__(self) -> str:
+        return f"CheckedOptions({self.host_bytes}, {public_repr(self.url)}, {self.unused})"
+
+
+def check_options(extra_config: Mapping[str, Any]) -> CheckedOptions:
+    """Check the options of a spec without an engine.
+
+    Raises:
+        InvalidArgumentError: as for `BlockyardSpec`.
+    """
+    options = {name: value for name, value in extra_config.items() if value is not None}
+    unused = _unused(options, None)
+    read_choice("policy", options.get("policy"), _POLICIES, "lru")
+    external = _external(options)
+    return CheckedOptions(_host_bytes(options, 1, unused), None if external is None else external.url, unused)
+
+
 def _check_connectors(options: Mapping[str, Any], config: OffloadingConfig) -> None:
     """Refuse what vLLM's connector reads as something else: its `int(2.5)` is 2, its `bool("false")` is True."""
     for name in ("offload_prompt_only", "self_describing_kv_events"):
@@ -200,19 +230,19 @@ def _check_connectors(options: Mapping[str, Any], config: OffloadingConfig) -> N
             raise InvalidArgumentError(f"{name} is {value!r:.100}, but vLLM uses {used}: write a whole number")
 
 
-def _unused(options: Mapping[str, Any], config: OffloadingConfig) -> list[str]:
+def _unused(options: Mapping[str, Any], config: OffloadingConfig | None) -> list[str]:
     """Return the options that have no effect, each with its remedy or reason."""
     return [f"{name!r}{why}" for name in options if (why := _why_unused(name, options, config)) is not None]
 
 
-def _why_unused(name: str, options: Mapping[str, Any], config: OffloadingConfig) -> str | None:
+def _why_unused(name: str, options: Mapping[str, Any], config: OffloadingConfig | None) -> str | None:
     if name in _INSTEAD:
         return f" (use {_INSTEAD[name]!r})"
     if name in {"revision", "prefetch_timeout_base", "weights_fixed"} and "prefix_store" not in options:
         return " (needs 'prefix_store')"
-    if name == "prefix_store" and not config.worker_kv_bytes_per_block:
+    if config is not None and name == "prefix_store" and not config.worker_kv_bytes_per_block:
         return " (the model has no blocks)"
-    if name == "self_describing_kv_events" and not config.enable_kv_cache_events:
+    if config is not None and name == "self_describing_kv_events" and not config.enable_kv_cache_events:
         return " (KV cache events are off)"
     if name in _OPTIONS or name in _CONNECTORS:
         return None

@@ -24,6 +24,7 @@ from blockyard.stores.adapters.chunks import ChunkRows
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.adapters.objects import BATCH_BYTES, about_store, check_place, store_url
 from blockyard.stores.adapters.options import read_text, refuse_unknown
+from blockyard.stores.namespace import Namespace
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
 
@@ -113,17 +114,13 @@ class BlockyardTier(SecondaryTierManager):
         revision: str | None = None,
         **unknown: object,
     ) -> None:
-        refuse_unknown("secondary_tiers", unknown, _OPTIONS)
+        url, revision = check_options(root_dir=root_dir, size=size, url=url, revision=revision, **unknown)
         super().__init__(
             offloading_spec=offloading_spec,
             primary_kv_view=primary_kv_view,
             tier_type=tier_type,
             backpressure_detector=backpressure_detector,
         )
-        revision = read_text("revision", revision)
-        check_place(root_dir, url, size)
-        require_revision(revision, url or "", _UNSEEN)
-        url = store_url(root_dir, url, size)
         self.cache_hit_source = hit_source(url)
         host = _rows(primary_kv_view)
         width = int(host.shape[1])
@@ -222,6 +219,26 @@ class BlockyardTier(SecondaryTierManager):
         return (slice(first, min(first + self._batch, count)) for first in range(0, count, self._batch))
 
 
+def check_options(
+    *,
+    root_dir: str | None = None,
+    size: int | str | None = None,
+    url: str | None = None,
+    revision: str | None = None,
+    **unknown: object,
+) -> tuple[str, str]:
+    """Check the options of a tier; return the URL of its store, and the revision.
+
+    Raises:
+        InvalidArgumentError: as for `BlockyardTier`.
+    """
+    refuse_unknown("secondary_tiers", unknown, _OPTIONS)
+    check_place(root_dir, url, size)
+    revision = read_text("revision", revision)
+    require_revision(revision, url or "", _UNSEEN)
+    return store_url(root_dir, url, size), revision
+
+
 def _rows(view: memoryview) -> NDArray[np.uint8]:
     """View vLLM's host memory as uint8 `[chunks, bytes]`, without a copy."""
     array = np.asarray(view)
@@ -262,4 +279,5 @@ def namespace(spec: Any, width: int, revision: str, identities: Sequence[bytes] 
         ],
         "groups": [[group.tokens_per_block, *group.layer_names] for group in getattr(config, "groups", None) or ()],
     }
-    return hashlib.sha256(_DOMAIN + json.dumps(fields, sort_keys=True).encode()).digest()
+    digest = hashlib.sha256(_DOMAIN + json.dumps(fields, sort_keys=True).encode()).digest()
+    return Namespace(digest, {"engine": "vllm"} | fields | {"model": getattr(model, "name", None)})

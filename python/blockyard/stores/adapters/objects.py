@@ -32,6 +32,7 @@ from blockyard.stores.adapters.jobs import Steps, StoreJobs, run
 from blockyard.stores.adapters.options import read_size
 from blockyard.stores.base import check_url
 from blockyard.stores.checked_store import are_rows_free
+from blockyard.stores.namespace import Namespace
 from blockyard.stores.url import public_repr, public_url
 from blockyard.stores.value import is_damage
 from blockyard.workers import Buffers
@@ -140,7 +141,7 @@ class PrefixObjects:
         # A file store knows its keys without asking.
         self._patience = 0.0 if url.startswith("file:") else _ASK_SECONDS
         text = json.dumps(fields, sort_keys=True, default=str)
-        namespace = hashlib.sha256(_DOMAIN + text.encode(errors="surrogatepass")).digest()
+        namespace = Namespace(hashlib.sha256(_DOMAIN + text.encode(errors="surrogatepass")).digest(), fields)
         self._store: ExternalStore = open_store(url, bytes_per_block=self._width, namespace=namespace, use="prefix")
         self.about = about_store(self._store, url, namespace)
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from blockyard._core import RedisClient
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import ExternalStore, Owners, Use, check_quota, quotaless
+from blockyard.stores.namespace import TEXT_NAME, text_of
 from blockyard.stores.redis.lists import SEGMENTS, Lists
 from blockyard.stores.redis.url import RedisURL, read_url
 from blockyard.stores.remote import RemoteStore, batched, count_slots
@@ -85,6 +86,7 @@ def open_redis(
         found, bytes_per_block=bytes_per_block, num_slots=blocks, namespace=namespace, use=use, **options
     )
     store.ping()
+    store.describe()
     return store
 
 
@@ -448,9 +450,9 @@ class RedisStore(RemoteStore):
     def _ask(self) -> None:
         self._accepted([[b"EXISTS", self._prefix]])
         if self._lists:
-            self._require_commands()
+            self.require_commands()
 
-    def _require_commands(self) -> None:
+    def require_commands(self) -> None:
         """Raise if the server does not know a command, or the user may not run it; a full server may refuse others."""
         key = self._prefix + b"probe"
         answers, _ = self._run([[b"GETEX", key, b"PERSIST"], [b"EVAL", _PROBE, b"1", key]])
@@ -463,6 +465,12 @@ class RedisStore(RemoteStore):
             if any(text in why for text in _NOT_ALLOWED):
                 needs = "a prefix store needs Redis 6.2 or newer, and a user with this right"
                 raise StoreError(f"the server refuses {name.decode()}: {needs}: {why}")
+
+    def describe(self) -> None:
+        """Keep the text of the namespace beside its blocks, if it has one and the server takes it."""
+        if self._lists and (text := text_of(self.namespace)):
+            with suppress(StoreError):
+                self._accepted([[b"SET", self._lists[0].prefix + TEXT_NAME.encode(), text]])
 
     def _disconnect(self) -> None:
         self._client.close()

@@ -145,7 +145,7 @@ def _format(result: Result, options: argparse.Namespace, stream: TextIO) -> None
 def _check_files(options: argparse.Namespace) -> None:
     """Before the command runs, reject output files that cannot be written or that it also reads."""
     used: set[Path] = set()
-    for name in ("traces", "trace", "path", "fit", "model_config"):
+    for name in ("traces", "trace", "path", "fit", "model_config", "config"):
         value = getattr(options, name, None)
         used |= {path.resolve() for path in (value if isinstance(value, list) else [value]) if isinstance(path, Path)}
     for name in ("output", "html", "trace_events"):

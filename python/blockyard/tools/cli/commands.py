@@ -6,40 +6,38 @@ Only the commands that need torch import it, so that bad usage is rejected at on
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Final, TextIO
+from typing import Final, TextIO, TypeVar
 
-from blockyard._core import check_slab, inspect_slab
-from blockyard.progress import Progress, show_progress
+from blockyard.errors import InvalidArgumentError
+from blockyard.progress import show_progress
+from blockyard.stores.url import public_url
+from blockyard.tools import setup_checks
+from blockyard.tools import store as stores
 from blockyard.tools.cli import recording
 from blockyard.tools.cli.result import EXIT_BAD_USAGE, EXIT_OK, EXIT_WRONG, Result
-from blockyard.types import SlabReport
 
 __all__ = [
     "calibrate",
     "demo",
     "doctor",
-    "fsck",
-    "inspect",
     "plan",
     "record",
     "replay",
     "simulate",
+    "store",
 ]
+
+_Answer = TypeVar("_Answer")
 
 _MAX_LOGGED: Final = 20
 """Maximum number of log lines shown for a failed simulation; JSON has all."""
-_MAX_SHOWN: Final = 20
-"""Maximum number of damaged slots listed as text."""
-_LOOK_SECONDS: Final = 0.2
-"""Seconds between updates of the progress of `fsck`."""
 
 
 def demo(options: argparse.Namespace) -> Result:
@@ -56,11 +54,15 @@ def demo(options: argparse.Namespace) -> Result:
 
 
 def doctor(options: argparse.Namespace) -> Result:
-    """Check the installation."""
+    """Check the installation, and a set-up if one is named."""
     from blockyard.tools.doctor import run_doctor, worst  # noqa: PLC0415 (looks for torch)
 
     with show_progress("doctor", quiet=options.quiet) as view:
         checks = run_doctor(view)
+        if options.store is not None:
+            checks += setup_checks.check_store(options.store)
+        if options.engine is not None:
+            checks += [setup_checks.check_shared_memory(), *setup_checks.check_engine(options.engine, options.config)]
 
     def show(stream: TextIO) -> None:
         for check in checks:
@@ -155,77 +157,53 @@ def plan(options: argparse.Namespace) -> Result:
     return plans.plan(options)
 
 
-def inspect(options: argparse.Namespace) -> Result:
-    """Read the headers of a store's file."""
-    with show_progress("inspect", quiet=options.quiet):
-        return _of_slab(inspect_slab(options.path))
+def store(options: argparse.Namespace) -> Result:
+    """List what a store holds, or remove a part of it."""
+    chosen = stores.Selection(tuple(options.namespace), options.tenant, options.older_than)
+    if options.action == "rm" and chosen == stores.Selection() and not (options.damaged or options.all):
+        raise InvalidArgumentError("rm needs a choice: --namespace, --tenant, --older-than, --damaged or --all")
+    is_rm, damaged = options.action == "rm", options.damaged
+    with show_progress("store", quiet=options.quiet) as view:
+        contents = stores.open_contents(options.url, payloads=options.verify or damaged)
+        found = _in_thread(
+            lambda: stores.survey(
+                contents, chosen, keep_places=is_rm and not damaged, step=lambda seen: view.step(seen, seen, "blocks")
+            )
+        )
+        if damaged:
+            found.groups.clear()
+        places = [block.place for block in found.damaged] if damaged else found.places
+        removed = contents.remove(places) if is_rm and options.yes else 0
+    data = {
+        "url": public_url(options.url),
+        "action": options.action,
+        "groups": [asdict(group) for group in found.groups],
+        "blocks": found.blocks,
+        "bytes": found.bytes,
+        "facts": found.facts,
+        "damaged": [{"block": block.what, "reason": block.reason} for block in found.damaged],
+        "removed": removed,
+    }
+
+    def show(stream: TextIO) -> None:
+        stores.show(found, options.action, stream)
+        if is_rm:
+            count = len(places)
+            done = f"removed {removed} of {count} blocks" if options.yes else f"would remove {count} blocks: give --yes"
+            print(done, file=stream)
+
+    return Result(data, show, EXIT_WRONG if found.damaged and not removed else EXIT_OK)
 
 
-def fsck(options: argparse.Namespace) -> Result:
-    """Read every block of a store's file."""
-    with show_progress("fsck", quiet=options.quiet) as view:
-        return _of_slab(_watched(partial(check_slab, options.path, repair=options.repair), options.path, view))
-
-
-def _watched(work: Callable[[], SlabReport], path: Path, view: Progress) -> SlabReport:
-    """Run `work` in a thread, so that Ctrl-C can end it, and show how much of the file has been read."""
-    answers: list[SlabReport | BaseException] = []
+def _in_thread(work: Callable[[], _Answer]) -> _Answer:
+    """Run `work` in a thread, so that Ctrl-C can end the program while it is in the core."""
+    done: Future[_Answer] = Future()
 
     def do() -> None:
         try:
-            answers.append(work())
-        except BaseException as error:  # noqa: BLE001 (raised again below)
-            answers.append(error)
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (raised again by `result`)
+            done.set_exception(error)
 
-    began = _bytes_read()
-    thread = threading.Thread(target=do, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_LOOK_SECONDS)
-        with contextlib.suppress(OSError):
-            file = next(path.glob("*.slab"), path)
-            total = file.stat().st_size
-            view.step(min(_bytes_read() - began, total) >> 20, total >> 20, "MiB")
-    if isinstance(answers[0], BaseException):
-        raise answers[0]
-    return answers[0]
-
-
-def _bytes_read() -> int:
-    """Return how many bytes this process has read; 0 if the system does not report it."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith("rchar:")).split()[1])
-    return 0
-
-
-def _of_slab(report: SlabReport) -> Result:
-    data = {
-        "path": str(report.path),
-        "num_slots": report.num_slots,
-        "bytes_per_block": report.bytes_per_block,
-        "empty": report.empty,
-        "blocks": dict(report.blocks),
-        "forgotten": report.forgotten,
-        "replaced": report.replaced,
-        "damaged": [{"slot": slot, "reason": reason} for slot, reason in report.damaged],
-        "wiped": report.wiped,
-    }
-    return Result(data, partial(_show_slab, report), EXIT_WRONG if report.damaged else EXIT_OK)
-
-
-def _show_slab(report: SlabReport, stream: TextIO) -> None:
-    say = partial(print, file=stream)
-    say(f"slab       {report.path}")
-    say(f"slots      {report.num_slots} of {report.bytes_per_block} bytes, {report.empty} empty")
-    for namespace, count in report.blocks.items():
-        say(f"blocks     {count} of namespace {namespace}")
-    say(f"forgotten  {report.forgotten}")
-    say(f"replaced   {report.replaced}")
-    say(f"damaged    {len(report.damaged)}")
-    for slot, reason in report.damaged[:_MAX_SHOWN]:
-        say(f"           slot {slot}: {reason}")
-    if len(report.damaged) > _MAX_SHOWN:
-        say(f"           and {len(report.damaged) - _MAX_SHOWN} more")
-    if report.wiped:
-        say(f"wiped      {report.wiped} slots")
+    threading.Thread(target=do, daemon=True).start()
+    return done.result()

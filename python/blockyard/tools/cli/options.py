@@ -11,6 +11,7 @@ from typing import Any, Final
 from blockyard import __version__
 from blockyard.scheduler import PREEMPTION_MODES
 from blockyard.tools.demo.report import SABOTAGE_KINDS
+from blockyard.tools.setup_checks import ENGINES
 from blockyard.workers import missing
 
 __all__ = ["EXIT_CODES", "make_parser"]
@@ -25,6 +26,8 @@ exit codes:
   128+n  ended by signal n: 129 SIGHUP, 130 SIGINT (Ctrl-C), 143 SIGTERM
 """
 _SHELLS: Final = ("bash", "zsh", "fish")
+_AGES: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
+"""Seconds of each unit of an age."""
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -87,13 +90,23 @@ def make_parser() -> argparse.ArgumentParser:
     _add_workload_options(demo)
     _add_pool_options(demo)
     _add_fault_options(demo)
-    _add_command(
+    doctor = _add_command(
         commands,
         "doctor",
         "check the installation; report what is missing or broken, and what to do",
         "doctor",
         "doctor --quiet && echo ready",
+        'doctor --store "file://$PWD/other?size=1MiB"',
         "doctor --format json --output doctor.json",
+        "doctor --engine vllm --config kv-transfer-config.json",
+    )
+    doctor.add_argument("--store", metavar="URL", help="check this store, too: its set-up, its room, one block's way")
+    doctor.add_argument("--engine", choices=ENGINES, help="check this engine's version and /dev/shm, too")
+    doctor.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="with --engine: check the JSON that vLLM gets as --kv-transfer-config, and its store",
     )
     _add_command(
         commands,
@@ -103,26 +116,8 @@ def make_parser() -> argparse.ArgumentParser:
         "calibrate",
         "calibrate --format json --output calibration.json",
     )
-    for add in (_add_simulate, _add_replay, _add_plan, _add_record):
+    for add in (_add_simulate, _add_replay, _add_plan, _add_record, _add_store):
         add(commands)
-    look = _add_command(
-        commands,
-        "inspect",
-        "read the headers of a store's file, and report what it holds; while the store is in use, a block that is "
-        "being written may look damaged",
-        "inspect kv",
-        "inspect kv/blockyard-prefix.slab --format json",
-    )
-    fsck = _add_command(
-        commands,
-        "fsck",
-        "read every block of a store's file, which must not be in use, and list the damaged ones",
-        "fsck kv",
-        "fsck kv --repair --format json --output fsck.json",
-    )
-    for command in (look, fsck):
-        command.add_argument("path", type=Path, metavar="PATH", help="directory of a prefix store, or a *.slab file")
-    fsck.add_argument("--repair", action="store_true", help="wipe the slots of damaged blocks")
     for command in commands.choices.values():
         _add_output_options(command)
         command.set_defaults(default_of=command.get_default)
@@ -489,6 +484,50 @@ def _add_record(commands: Any) -> None:
     command.add_argument("program", nargs="+", metavar="PROGRAM", help="the program and its arguments, after --")
 
 
+def _add_store(commands: Any) -> None:
+    command = _add_command(
+        commands,
+        "store",
+        "list what a store holds by namespace and tenant, or remove a part of it; engines may use the store meanwhile, "
+        "except where blocks of a file are verified or removed",
+        'store "file://$PWD/kv" ls',
+        'store "file://$PWD/kv" stat --verify --format json',
+        'store "file://$PWD/kv" rm --namespace model=tiny --older-than 7d',
+        'store "file://$PWD/kv" rm --damaged --yes',
+    )
+    command.add_argument(
+        "url", metavar="URL", help="the store, as engines name it: file:///DIR, redis://HOST, s3://..."
+    )
+    command.add_argument(
+        "action",
+        choices=("ls", "stat", "rm"),
+        help="ls: one line for each namespace and tenant; stat: also the parts of each namespace, totals and damage; "
+        "rm: what it would remove, or with --yes remove it",
+    )
+    chosen = command.add_argument_group("which blocks")
+    chosen.add_argument(
+        "--namespace",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="first digits of the namespace, or NAME=VALUE of one of its parts; repeat it to narrow the choice",
+    )
+    chosen.add_argument("--tenant", default="", metavar="DIGITS", help="first digits of the tenant")
+    chosen.add_argument(
+        "--older-than",
+        type=_age,
+        default=0.0,
+        metavar="AGE",
+        help="minimum age, such as 90s, 15min, 12h or 7d: since a block was written, or on Redis last used",
+    )
+    command.add_argument("--verify", action="store_true", help="with ls or stat, read and check each block of a file")
+    command.add_argument(
+        "--damaged", action="store_true", help="with rm, verify a file and remove damaged blocks alone"
+    )
+    command.add_argument("--all", action="store_true", help="with rm, remove all blocks")
+    command.add_argument("--yes", action="store_true", help="with rm, remove the blocks, not only list them")
+
+
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:  # noqa: SLF001 (argparse has no other way to list them)
         yield action
@@ -560,6 +599,18 @@ def _share(text: str) -> float:
         value = -1.0
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
+    return value
+
+
+def _age(text: str) -> float:
+    """Parse an age, such as 12h, to seconds; an argparse type."""
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+    try:
+        value = float(number) * _AGES[text[len(number) :]]
+    except (ValueError, KeyError):
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an age such as 90s, 15min, 12h or 7d")
     return value
 
 

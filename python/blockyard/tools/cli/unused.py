@@ -52,6 +52,13 @@ _RULES: Final[dict[str, tuple[tuple[tuple[str, ...], Callable[[argparse.Namespac
         _OF_FIT,
         (("memory_utilization", "weights_gib"), lambda options: options.memory_gib is None, "without --memory-gib"),
     ),
+    "doctor": ((("config",), lambda options: options.engine is None, "without --engine"),),
+    "store": (
+        (("damaged", "all", "yes"), lambda options: options.action != "rm", "with ls and stat"),
+        (("verify",), lambda options: options.action == "rm", "with rm"),
+        (("namespace", "tenant", "older_than", "all"), lambda options: options.damaged, "with --damaged"),
+        (("all",), lambda options: bool(options.namespace or options.tenant or options.older_than), "with a choice"),
+    ),
     "simulate": (
         (("seeds",), lambda options: options.replay is not None, "with --replay"),
         (("model",), lambda options: options.work == "calls", "with --work calls"),

@@ -5,13 +5,13 @@ mod redis;
 mod results;
 
 pub(crate) use redis::PyRedisClient;
-pub(crate) use results::{PyCompletion, check_slab, inspect_slab};
+pub(crate) use results::{PyCompletion, read_slab, wipe_slab};
 
 use crate::convert::args::{self, Argument};
 use crate::convert::arrays::TicketArgument;
 use crate::convert::memory::{self, LentRows};
 use blockyard_store::{
-    BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Owner, Progress, SlabFile, SlabOptions, SlabReport,
+    BlockDevice, Completion, DirectMode, Error, Geometry, Miss, Owner, Progress, SlabContents, SlabFile, SlabOptions,
     SlabStore, StoreOptions, checksum, checksum_of_two, keyed_checksum, revision_name,
 };
 use numpy::{Ix2, PyArray, PyArray1, PyArrayMethods};
@@ -150,7 +150,7 @@ impl PySlabStore {
             options.check()?;
             let file = SlabOptions { directory, geometry, namespace, direct };
             if is_keyed && !drop {
-                SlabReport::refuse_to_drop(&file.directory, geometry)?;
+                SlabContents::refuse_to_drop(&file.directory, geometry)?;
             }
             let slab = if is_keyed { SlabFile::open_kept(&file)? } else { SlabFile::create(&file)? };
             let (path, direct, notes) = (slab.path().to_owned(), slab.direct(), slab.notes().to_vec());

@@ -2,8 +2,9 @@
 
 use super::{expected, to_py};
 use crate::convert::args::{self, Argument};
+use crate::convert::memory;
 use crate::convert::values::made;
-use blockyard_store::{Miss, SlabReport, Stats};
+use blockyard_store::{Header, Miss, SlabContents, Stats};
 use numpy::{PyArray1, PyArray2, get_array_module};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -86,48 +87,51 @@ pub(super) fn store_stats<'py>(py: Python<'py>, stats: &Stats, bytes_per_block: 
     })
 }
 
-/// Returns the contents of a slab's slots.
-fn slab_report(py: Python<'_>, report: SlabReport) -> PyResult<Bound<'_, PyAny>> {
-    let hex = |namespace: [u8; 32]| {
-        let half = |bytes: &[u8]| bytes.iter().fold(0_u128, |number, byte| number << 8 | u128::from(*byte));
-        format!("{:032x}{:032x}", half(&namespace[..16]), half(&namespace[16..]))
-    };
-    made!(py, "SlabReport" {
-        path: report.path,
-        num_slots: report.geometry.slots,
-        bytes_per_block: report.geometry.payload_bytes,
-        pid: report.pid,
-        blocks: report.blocks.into_iter().map(|(name, count)| (hex(name), count)).collect::<BTreeMap<_, _>>(),
-        empty: report.empty,
-        forgotten: report.forgotten,
-        replaced: report.replaced,
-        damaged: report.damaged.into_iter().map(|(slot, miss)| (slot, miss.name())).collect::<Vec<_>>(),
-        wiped: report.wiped,
-    })
-}
-
 /// Read the headers of a slab, even while a store has it open.
 ///
 /// Args:
 ///     path: the file, or the directory of a prefix store.
+///     payloads: read every block, too, and check it; then no store may have the slab open.
 /// Raises:
-///     StoreError: the file cannot be read, or is not a slab.
+///     StoreError: the file cannot be read, is not a slab, or is in use.
 #[pyfunction]
-pub(crate) fn inspect_slab(py: Python<'_>, path: PathBuf) -> PyResult<Bound<'_, PyAny>> {
-    let report = py.detach(move || SlabReport::inspect(&path));
-    slab_report(py, report.map_err(|error| to_py(&error))?)
+#[pyo3(signature = (path, *, payloads=false))]
+pub(crate) fn read_slab(py: Python<'_>, path: PathBuf, payloads: bool) -> PyResult<Bound<'_, PyAny>> {
+    let found = py.detach(move || SlabContents::read(&path, payloads)).map_err(|error| to_py(&error))?;
+    let digests = |of: fn(&Header) -> [u8; 32]| {
+        let bytes: Vec<u8> = found.blocks.iter().flat_map(|(_, header)| of(header)).collect();
+        memory::filled(py, [found.blocks.len(), 32], &bytes, |&byte| byte)
+    };
+    made!(py, "SlabContents" {
+        path: &found.path,
+        num_slots: found.geometry.slots,
+        bytes_per_block: found.geometry.payload_bytes,
+        empty: found.empty,
+        forgotten: found.forgotten,
+        replaced: found.replaced,
+        slots: memory::array(py, &found.blocks, |(slot, _)| i64::from(*slot))?,
+        generations: memory::array(py, &found.blocks, |(_, header)| header.generation)?,
+        namespaces: digests(|header| header.namespace)?,
+        tenants: digests(|header| header.owner.unwrap_or_default().tenant)?,
+        damaged: found.damaged.iter().map(|(slot, generation, miss)| (slot, generation, miss.name())).collect::<Vec<_>>(),
+    })
 }
 
-/// Read every block of a slab that no store has open.
+/// Wipe slots of a slab that no store has open, except those written since `read_slab`.
 ///
 /// Args:
-///     path: the file, or the directory of a prefix store.
-///     repair: wipe damaged slots.
+///     path: as for `read_slab`.
+///     slots: slot and generation of each block, as `read_slab` returned them.
+/// Returns:
+///     How many slots were wiped.
 /// Raises:
 ///     StoreError: the file cannot be read or written, is not a slab, or is in use.
+///     MappingError: a slot is out of range; nothing was wiped.
 #[pyfunction]
-#[pyo3(signature = (path, *, repair=false))]
-pub(crate) fn check_slab(py: Python<'_>, path: PathBuf, repair: bool) -> PyResult<Bound<'_, PyAny>> {
-    let report = py.detach(move || SlabReport::check(&path, repair));
-    slab_report(py, report.map_err(|error| to_py(&error))?)
+pub(crate) fn wipe_slab(
+    py: Python<'_>,
+    path: PathBuf,
+    #[pyo3(from_py_with = args::slots)] slots: Vec<(u32, u64)>,
+) -> PyResult<u64> {
+    py.detach(move || SlabContents::wipe(&path, &slots)).map_err(|error| to_py(&error))
 }

@@ -253,6 +253,11 @@ impl Queue {
         self.ready.len()
     }
 
+    /// Numbers the next writes from `generation` on, unless they already have higher numbers.
+    pub(crate) fn count_from(&mut self, generation: u64) {
+        self.next_generation = self.next_generation.max(generation);
+    }
+
     fn take_generation(&mut self) -> u64 {
         self.next_generation += 1;
         self.next_generation - 1

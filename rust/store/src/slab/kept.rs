@@ -138,6 +138,14 @@ pub(super) fn take_checkpoint(directory: &OwnedFd, limit: u64) -> Option<Vec<u8>
     Some(bytes)
 }
 
+/// Removes the checkpoint beside a slab, if there is one.
+pub(super) fn drop_checkpoint(slab: &Path) -> io::Result<()> {
+    match fs::unlinkat(CWD, slab.with_file_name(CHECKPOINT), AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
 /// Writes the checkpoint under a temporary name first, so that its final name always has a complete file.
 pub(super) fn save_checkpoint(directory: &OwnedFd, bytes: &[u8]) -> io::Result<()> {
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | CAREFULLY;

@@ -1,7 +1,7 @@
 //! A slab opened for inspection.
 
 use super::failed;
-use super::kept::{CAREFULLY, NAME, is_private};
+use super::kept::{CAREFULLY, NAME, drop_checkpoint, is_private};
 use crate::device::BlockDevice;
 use crate::error::{Error, Result};
 use rustix::fs::{self, CWD, FlockOperation, Mode, OFlags};
@@ -53,6 +53,11 @@ impl PlainFile {
 
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Removes the checkpoint beside the file, if there is one: it lists blocks that are wiped.
+    pub(crate) fn drop_checkpoint(&self) -> io::Result<()> {
+        drop_checkpoint(&self.path)
     }
 }
 

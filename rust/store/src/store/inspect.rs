@@ -1,14 +1,15 @@
-//! Inspects a slab: what its slots hold, and which blocks are damaged.
+//! Inspects a slab: what its slots hold, and which blocks are damaged. Wipes slots.
 
 use super::recover::{header, read_superblock, scan};
 use crate::buffer::Buffer;
-use crate::device::write_whole;
+use crate::device::{read_whole, write_whole};
 use crate::error::{Error, Result};
 use crate::geometry::{Geometry, PAGE};
 use crate::header::{Header, Superblock};
+use crate::index::Key;
 use crate::miss::Miss;
 use crate::slab::{Access, PlainFile};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 /// Number of reading threads.
@@ -16,64 +17,68 @@ const THREADS: usize = 4;
 
 /// The contents of a slab.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SlabReport {
+pub struct SlabContents {
     /// The file.
     pub path: PathBuf,
     /// Slots and their length, as the superblock says.
     pub geometry: Geometry,
-    /// Process that wrote the superblock.
-    pub pid: u32,
-    /// Number of valid blocks, by namespace.
-    pub blocks: BTreeMap<[u8; 32], u64>,
+    /// Slots whose block a store can find, with its header; in the order of the slots.
+    pub blocks: Vec<(u32, Header)>,
     /// Slots without a block.
     pub empty: u64,
     /// Blocks that `forget` has made invalid.
     pub forgotten: u64,
     /// Blocks that a newer write of their key replaces.
     pub replaced: u64,
-    /// Slots whose block no read would return, with the reason; in the order of the slots.
-    pub damaged: Vec<(u32, Miss)>,
-    /// Damaged slots that were wiped.
-    pub wiped: u64,
+    /// Slots whose block no read would return: the generation if the header is intact, else 0; and the reason. In the
+    /// order of the slots.
+    pub damaged: Vec<(u32, u64, Miss)>,
 }
 
-impl SlabReport {
-    /// Reads the headers of a slab, even while a store has it open.
+impl SlabContents {
+    /// Reads the headers of a slab, even while a store has it open. With `payloads` it reads every block of a slab that
+    /// no store has open.
     ///
     /// # Errors
-    /// `Io`, `SymbolicLink`, `NotPrivate`, or `NotASlab` without an intact superblock.
-    pub fn inspect(path: &Path) -> Result<Self> {
-        Self::read(path, Access::Look, |_| PAGE)
-    }
-
-    /// Reads every block of a slab that no store has open. With `repair` it wipes damaged slots.
-    ///
-    /// # Errors
-    /// As [`SlabReport::inspect`], and `InUse`.
-    pub fn check(path: &Path, repair: bool) -> Result<Self> {
-        let access = if repair { Access::Repair } else { Access::Check };
-        Self::read(path, access, |geometry| geometry.stride())
-    }
-
-    fn read(path: &Path, access: Access, len: impl FnOnce(Geometry) -> usize) -> Result<Self> {
-        let file = PlainFile::open(path, access)?;
-        let failed = |action| {
-            let path = file.path().to_owned();
-            move |source| Error::Io { action, path, source }
-        };
+    /// `Io`, `SymbolicLink`, `NotPrivate`, or `NotASlab` without an intact superblock; `InUse` with `payloads`.
+    pub fn read(path: &Path, payloads: bool) -> Result<Self> {
+        let file = PlainFile::open(path, if payloads { Access::Check } else { Access::Look })?;
         let (geometry, page) = superblock_of(&file)?;
         let visit = |slot, block: &Buffer, result| Some((slot, look(slot, block, result, geometry)));
-        let mut slots = scan(&file, geometry, THREADS, len(geometry), visit);
+        let mut slots = scan(&file, geometry, THREADS, if payloads { geometry.stride() } else { PAGE }, visit);
         slots.sort_unstable_by_key(|(slot, _)| *slot);
-        let mut report = Self::sum_up(file.path(), geometry, page.pid, page.floor, &slots);
-        if access == Access::Repair {
-            let zeros = Buffer::new(PAGE);
-            for (slot, _) in &report.damaged {
-                write_whole(&file, zeros.as_slice(), geometry.offset(*slot)).map_err(failed("wipe a slot of"))?;
-                report.wiped += 1;
+        Ok(Self::sum_up(file.path(), geometry, &page, slots))
+    }
+
+    /// Wipes slots of a slab that no store has open, unless a slot's block was written after the caller saw it; and
+    /// drops its checkpoint. Returns how many were wiped.
+    ///
+    /// Each slot comes with the generation that the caller saw, 0 for a damaged header.
+    ///
+    /// # Errors
+    /// As [`SlabContents::read`], `InUse`, and `SlotOutOfRange` before anything is wiped.
+    pub fn wipe(path: &Path, slots: &[(u32, u64)]) -> Result<u64> {
+        let file = PlainFile::open(path, Access::Repair)?;
+        let failed = |source| Error::Io { action: "wipe a slot of", path: file.path().to_owned(), source };
+        let (geometry, _) = superblock_of(&file)?;
+        if let Some((slot, _)) = slots.iter().find(|(slot, _)| *slot >= geometry.slots) {
+            return Err(Error::SlotOutOfRange { slot: i64::from(*slot), slots: geometry.slots });
+        }
+        file.drop_checkpoint().map_err(failed)?;
+        let (zeros, mut page, mut wiped) = (Buffer::new(PAGE), Buffer::new(PAGE), 0);
+        for &(slot, seen) in slots {
+            let result = read_whole(&file, page.as_mut_slice(), geometry.offset(slot));
+            let held = match look(slot, &page, result, geometry) {
+                Ok(header) => header.generation,
+                Err((_, Miss::Empty)) => continue,
+                Err((generation, _)) => generation,
+            };
+            if held == seen {
+                write_whole(&file, zeros.as_slice(), geometry.offset(slot)).map_err(failed)?;
+                wiped += 1;
             }
         }
-        Ok(report)
+        Ok(wiped)
     }
 
     /// Refuses to open the keyed slab of a directory with other slots, if that would drop blocks. What cannot be read
@@ -107,35 +112,27 @@ impl SlabReport {
         }
     }
 
-    fn sum_up(
-        path: &Path,
-        geometry: Geometry,
-        pid: u32,
-        floor: u64,
-        slots: &[(u32, std::result::Result<Header, Miss>)],
-    ) -> Self {
-        let (path, blocks, damaged) = (path.to_owned(), BTreeMap::new(), Vec::new());
-        let mut report = Self { path, geometry, pid, blocks, empty: 0, forgotten: 0, replaced: 0, damaged, wiped: 0 };
-        let mut newest = HashMap::new();
-        for (slot, found) in slots {
-            match found {
-                Ok(header) if header.generation < floor => report.forgotten += 1,
-                // Slots of swap space have no keys.
-                Ok(header) if header.key == [0; 32] => *report.blocks.entry(header.namespace).or_default() += 1,
-                Ok(header) => {
-                    let held = newest.entry((header.namespace, header.key)).or_insert(header.generation);
-                    if *held == header.generation {
-                        *report.blocks.entry(header.namespace).or_default() += 1;
-                    } else {
-                        *held = header.generation.max(*held);
-                        report.replaced += 1;
-                    }
-                }
-                Err(Miss::Empty) => report.empty += 1,
-                Err(miss) => report.damaged.push((*slot, *miss)),
+    fn sum_up(path: &Path, geometry: Geometry, page: &Superblock, slots: Vec<(u32, Slot)>) -> Self {
+        let mut found = Self {
+            path: path.to_owned(),
+            geometry,
+            blocks: Vec::new(),
+            empty: 0,
+            forgotten: 0,
+            replaced: 0,
+            damaged: Vec::new(),
+        };
+        let newest = newest_of_each_key(&slots);
+        for (slot, result) in slots {
+            match result {
+                Ok(header) if header.generation < page.floor => found.forgotten += 1,
+                Ok(header) if is_replaced(&header, &newest) => found.replaced += 1,
+                Ok(header) => found.blocks.push((slot, header)),
+                Err((_, Miss::Empty)) => found.empty += 1,
+                Err((generation, miss)) => found.damaged.push((slot, generation, miss)),
             }
         }
-        report
+        found
     }
 }
 
@@ -153,24 +150,36 @@ fn superblock_of(file: &PlainFile) -> Result<(Geometry, Superblock)> {
     Ok((geometry.filter(makes_sense).ok_or_else(not_a_slab)?, page))
 }
 
+/// The content of a slot: its header, or the generation of a damaged block (0 if the header is damaged) and what is wrong.
+type Slot = std::result::Result<Header, (u64, Miss)>;
+
 /// Returns the content of a slot; checks its payload if it was read.
-fn look(
-    slot: u32,
-    block: &Buffer,
-    result: std::io::Result<()>,
-    geometry: Geometry,
-) -> std::result::Result<Header, Miss> {
+fn look(slot: u32, block: &Buffer, result: std::io::Result<()>, geometry: Geometry) -> Slot {
     let was_read = result.is_ok();
     let found = header(slot, block, result);
     if was_read && found == Err(Miss::Magic) && block.as_slice()[..PAGE].iter().all(|&byte| byte == 0) {
-        return Err(Miss::Empty);
+        return Err((0, Miss::Empty));
     }
-    let header = found?;
+    let header = found.map_err(|miss| (0, miss))?;
     if header.payload_bytes != geometry.payload_bytes as u64 {
-        return Err(Miss::Length);
+        return Err((header.generation, Miss::Length));
     }
     match block.as_slice().get(PAGE..PAGE + geometry.payload_bytes) {
-        Some(payload) if !header.is_of(payload) => Err(Miss::PayloadChecksum),
+        Some(payload) if !header.is_of(payload) => Err((header.generation, Miss::PayloadChecksum)),
         _ => Ok(header),
     }
+}
+
+/// The last generation of each key. Slots of swap space have no keys.
+fn newest_of_each_key(slots: &[(u32, Slot)]) -> HashMap<(Key, Key), u64> {
+    let mut newest = HashMap::new();
+    for header in slots.iter().filter_map(|(_, found)| found.as_ref().ok()).filter(|header| header.key != [0; 32]) {
+        let last = newest.entry((header.namespace, header.key)).or_insert(header.generation);
+        *last = header.generation.max(*last);
+    }
+    newest
+}
+
+fn is_replaced(header: &Header, newest: &HashMap<(Key, Key), u64>) -> bool {
+    newest.get(&(header.namespace, header.key)).is_some_and(|&last| last > header.generation)
 }

@@ -1,6 +1,6 @@
 //! Blocks under keys: a store that evicts the least recently used ends of prompts, and finds its blocks again when reopened.
 
-use super::{MAX_WAIT, STORE, SlabStore, StoreOptions, StoreState};
+use super::{MAX_WAIT, STORE, SlabStore, StoreOptions, StoreState, generation_now};
 use crate::buffer::{Buffer, LentRow};
 use crate::device::BlockDevice;
 use crate::error::{Error, Result};
@@ -88,6 +88,7 @@ impl SlabStore {
         buffers: Vec<Option<Buffer>>,
     ) -> Result<u64> {
         let reserved = buffers.iter().flatten().count();
+        state.queue.count_from(generation_now());
         let result = state.queue.submit_puts(keys, owners, buffers, Instant::now());
         if result.is_err() {
             state.queue.memory.unreserve(reserved);

@@ -33,7 +33,7 @@ use wake::Sleepers;
 use worker::Worker;
 
 pub use floor::revision_name;
-pub use inspect::SlabReport;
+pub use inspect::SlabContents;
 
 /// How long dropping a store that was not closed waits for its threads.
 const PARTING: Duration = Duration::from_secs(1);
@@ -150,7 +150,7 @@ impl SlabStore {
     /// `InvalidOption` for options out of range, `Io` if a thread cannot be started.
     pub fn open(device: Arc<dyn BlockDevice>, options: StoreOptions) -> Result<Self> {
         options.check()?;
-        let queue = options.queue(first_generation());
+        let queue = options.queue(generation_now());
         Self::start(device, options, queue, false)
     }
 
@@ -531,8 +531,8 @@ impl Drop for Completion {
     }
 }
 
-/// Nanoseconds since 1970, so that no two openings of a slab share a generation.
-fn first_generation() -> u64 {
+/// Nanoseconds since 1970, so that no two openings of a slab share a generation, and a generation tells a block's age.
+fn generation_now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX / 2).max(1)
 }

@@ -1,6 +1,6 @@
 //! Opening a slab whose blocks outlive the process: from its checkpoint, or from the headers of its slots.
 
-use super::{StoreOptions, first_generation};
+use super::{StoreOptions, generation_now};
 use crate::buffer::Buffer;
 use crate::device::{BlockDevice, read_whole, write_whole};
 use crate::geometry::{Geometry, PAGE};
@@ -33,7 +33,7 @@ impl StoreOptions {
         let headers = if hint.is_none() { self.read_headers(device) } else { Vec::new() };
         let newest = headers.iter().map(|(_, header)| header.generation).max().unwrap_or(0);
         let known = hint.as_ref().map_or(newest + 1, |landed| landed.next_generation);
-        let next = first_generation().max(known);
+        let next = generation_now().max(known);
         let floor = before.map_or(next, |page| page.floor.clamp(1, FAR));
         if before.is_none_or(|page| page.slots != u64::from(self.geometry.slots)) {
             self.write_superblock(device, floor, self.revision)?;

@@ -342,6 +342,8 @@ class ExclusiveScheduler(LenientScheduler):
         short = chunks - self.manager.num_empty
         if short > 0:
             victims = list(islice(filter(self.manager.is_idle, self._order), short))
+            if len(victims) < short and self.manager.release_retained(short - len(victims)):
+                victims = list(islice(filter(self.manager.is_idle, self._order), short))
             for key in victims:
                 self._order.drop(key)
             self.manager.evict(victims)

