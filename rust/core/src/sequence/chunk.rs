@@ -3,6 +3,7 @@
 use super::Sequences;
 use crate::error::Result;
 use crate::id::SequenceId;
+use crate::page::PerClass;
 use crate::transfer::View;
 
 impl Sequences {
@@ -15,7 +16,7 @@ impl Sequences {
 
     /// Device blocks that the prompts computed in chunks will take in the next step, if their chunks are as long as in
     /// the current one.
-    pub(crate) fn blocks_of_next_chunks(&mut self) -> usize {
+    pub(crate) fn blocks_of_next_chunks(&mut self) -> PerClass {
         let (mut blocks, size) = (0, self.block_size);
         let rows = &self.rows;
         self.prefilling.retain_mut(|(sequence, before)| {
@@ -25,7 +26,7 @@ impl Sequences {
             blocks += added.min(rest).div_ceil(size) as usize;
             rest > 0
         });
-        blocks * self.groups.growing().len()
+        (0..self.groups.num_growing()).map(|group| self.groups.blocks(group, blocks)).sum()
     }
 
     /// End of a chunk of at most `budget` tokens that begins after the first of two lengths and ends at the second: at

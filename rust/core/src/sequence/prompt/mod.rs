@@ -272,7 +272,7 @@ impl Sequences {
     pub(crate) fn lookup(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<PrefixHit> {
         let found = self.find_prefix(view, prompt, 1)?;
         let tokens = u32::try_from(found.hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
-        Ok(PrefixHit { tokens, host_blocks: view.blocks_to_load(found.behind()) })
+        Ok(PrefixHit { tokens, host_blocks: view.blocks_to_load(found.behind()).total() })
     }
 
     pub(crate) fn allocate_chunks(
@@ -308,7 +308,8 @@ impl Sequences {
         for block in matches.iter().flat_map(Match::blocks) {
             step.tiers.claim((Tier::Device, *block));
         }
-        step.prepare(Tier::Device, new, true);
+        let loads = step.view().blocks_to_load(matches.iter().flat_map(Match::behind));
+        step.prepare(Tier::Device, new + loads, true);
         // Host copies, too: what the prompts take evicts blocks to the host, and must not evict these from there.
         for copy in matches.iter().flat_map(Match::copies) {
             step.tiers.claim((Tier::Host, copy));
