@@ -19,8 +19,8 @@ and more requests always wait. The bytes of each prompt are compared with its to
 It prints all rows, then fails if one misses a goal. Without options it serves a selection in minutes; `--all` serves
 every combination in hours. Other options replace values of one case: 2,000 device blocks, twice as many on the host,
 8,192 tokens, all workloads and policies. `--manager` leaves out the bytes: transfers land at once. So does `--model`,
-for models with windows or states: each cache group has as many blocks, and hits of the host are not told apart. A
-workload is left out if its trace is not in the folder that BLOCKYARD_TRACES names (../shared/traces). With
+for models with windows or states: each cache group has as many blocks, or their bytes in the first group's blocks, and
+hits of the host are not told apart. A workload is left out if its trace is not in the folder that BLOCKYARD_TRACES names (../shared/traces). With
 BENCH_JSON=FILE it also adds the worst figures to the flat JSON object in FILE.
 """
 
@@ -34,11 +34,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 from policies import fitting
-from policies.server import OUTPUT, SIZE, Server
+from policies.plain import arena_manager, serve_plainly
+from policies.server import OUTPUT, SIZE, Server, prompt_of
 
 from blockyard import CacheGroup
 from blockyard.tools.replay.packed import PackedTrace
@@ -67,7 +69,11 @@ MODELS = {
     "gpt-oss": (FULL, CacheGroup.sliding_window(128)),
     "gemma-3": (FULL, *[CacheGroup.sliding_window(1024)] * 5),
     "qwen3.5": (FULL, *[CacheGroup.recurrent()] * 3),
+    "gpt-oss-120b-eagle3": (FULL.with_blocks(bytes=608 << 10), CacheGroup.sliding_window(128).with_blocks(bytes=576 << 10)),
+    "gemma-3-27b": (FULL.with_blocks(bytes=1280 << 10), CacheGroup.sliding_window(1024).with_blocks(bytes=6656 << 10)),
+    "qwen3.5-35b": (FULL.with_blocks(bytes=320 << 10), CacheGroup.recurrent().with_blocks(bytes=62 << 20)),
 }
+"""Groups by model. Those with blocks of their own bytes share arenas, of as many bytes as so many blocks of the first."""
 COLUMNS = ("workload", "model", "device", "host", "policy", "tokens", "store")
 HITS = ("device hits", "host hits", "hits of one pool")
 EVERY: dict[str, tuple[Any, ...]] = {
@@ -142,7 +148,7 @@ class Row:
         )
         most, found = MOST if is_claimed else {}, self.figures
         low = [f"{name} {found[name]:.3f} is below {goal}" for name, goal in least.items() if found.get(name, 1) < goal]
-        return low + [f"{name} {found[name]:.3f} are above {goal}" for name, goal in most.items() if found[name] > goal]
+        return low + [f"{name} {found[name]:.3f} are above {goal}" for name, goal in most.items() if found.get(name, 0) > goal]
 
     def __str__(self) -> str:
         case = self.case
@@ -158,6 +164,8 @@ def measure(case: Case) -> Row:
     blocks = case.device + case.host_blocks
     slots = trace.num_distinct * 5 // 4 if case.store else 0
     groups = MODELS[case.model]
+    if groups[0].block_bytes:
+        return measure_arenas(case, trace, begin)
     limits: dict[str, Any] = {"policy": case.policy, "tokens": case.tokens, "users": case.users, "groups": groups}
     pool = Server(trace, blocks * len(groups) + slots, 0, has_bytes=False, **limits)
     pool.serve()
@@ -177,6 +185,22 @@ def measure(case: Case) -> Row:
     on_host = stats.loaded_blocks if len(groups) == 1 else 0
     hits = (stats.hit_blocks - on_host, on_host, best)
     return Row(case, *hits, figures, time.perf_counter() - begin)
+
+
+def measure_arenas(case: Case, trace: PackedTrace, begin: float) -> Row:
+    """Serve a case's requests over arenas: of device and host, and of one pool with the bytes of both."""
+    groups = MODELS[case.model]
+    device, host = case.device * len(groups), case.host_blocks * len(groups)
+    prompts = [partial(prompt_of, trace, number) for number in range(len(trace))]
+    hits = []
+    for sizes in ((device + host, 0), (device, host)):
+        manager = arena_manager(groups, *sizes, case.policy)
+        hits.append(serve_plainly(manager, prompts, case.users, case.tokens))
+    assert hits[0], f"{case} has no hits at all: it measures nothing"
+    held_blocks = sum(manager.stats().cached_blocks.values())
+    findable = 1 - manager.prefix.count_unfindable() / max(1, held_blocks)
+    figures = {"ratio": hits[1] / hits[0], "findable": findable}
+    return Row(case, hits[1], 0, hits[0], figures, time.perf_counter() - begin)
 
 
 def combined(values: dict[str, tuple[Any, ...]]) -> list[Case]:

@@ -28,6 +28,12 @@ ADDED: ContextVar[int] = ContextVar("ADDED")
 """The request that is added, which its prefetches belong to."""
 
 
+def prompt_of(trace: PackedTrace, number: int) -> NDArray[np.uint32]:
+    """Return a request's tokens: each block's number, which no other chain has, and a zero."""
+    blocks = trace.blocks[trace.starts[number] : trace.starts[number + 1]]
+    return np.append(np.repeat(blocks, SIZE), 0).astype(np.uint32)
+
+
 class Server:
     """A scheduler over tiers that serves one trace.
 
@@ -128,9 +134,7 @@ class Server:
         return len(found & held) / max(1, len(held))
 
     def _prompt(self, number: int) -> NDArray[np.uint32]:
-        """Return a request's tokens: each block's number, which no other chain has, and a zero."""
-        blocks = self._trace.blocks[self._trace.starts[number] : self._trace.starts[number + 1]]
-        return np.append(np.repeat(blocks, SIZE), 0).astype(np.uint32)
+        return prompt_of(self._trace, number)
 
     def _prefetch(self, prompt: HashedPrompt) -> Prefetch:
         assert self._store is not None

@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused_by_name(groups: list[CacheGroup], options: di
 
 def test_what_works_with_one_class_only_is_refused_by_name() -> None:
     owner = manager()
-    with pytest.raises(InvalidArgumentError, match="page classes is 3, must be 1 for copies of cached blocks"):
+    with pytest.raises(InvalidArgumentError, match="block_tokens is 2, must be 4 in all groups for copies of cached"):
         BlockManager(
             block_size=4,
             groups=GROUPS,

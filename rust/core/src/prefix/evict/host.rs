@@ -310,6 +310,7 @@ impl Evictor for HostOrder {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::collections::HashSet;
 
     const BLOCKS: u32 = 24;
 
@@ -364,21 +365,35 @@ mod tests {
             };
         }
 
-        fn pop(&mut self) {
-            let popped = self.order.pop().map(BlockId::index);
+        /// The first half of the blocks are of one class, the others of another.
+        fn pop(&mut self, class: usize) {
+            let popped = self.order.pop_of(class).map(BlockId::index);
+            let passed: Vec<usize> = std::iter::from_fn(|| self.order.take_passed()).map(BlockId::index).collect();
             let stamp = |at: usize| if let Model::Alone(stamp) = self.blocks[at] { Some((stamp, at)) } else { None };
+            let range = if class == 0 { 0..self.blocks.len() / 2 } else { self.blocks.len() / 2..self.blocks.len() };
             match popped {
-                Some(at) if self.blocks.contains(&Model::Copy) => assert_eq!(self.blocks[at], Model::Copy),
-                _ => assert_eq!(popped, (0..self.blocks.len()).filter_map(stamp).min().map(|(_, at)| at)),
+                Some(at) if self.blocks[range.clone()].contains(&Model::Copy) => {
+                    assert!(self.blocks[at] == Model::Copy && range.contains(&at) && passed.is_empty());
+                }
+                _ => {
+                    let first = range.clone().filter_map(stamp).min();
+                    assert_eq!(popped, first.map(|(_, at)| at));
+                    let is_before = |at: &usize| !range.contains(at) && stamp(*at) < first && stamp(*at).is_some();
+                    let before = (0..self.blocks.len()).filter(is_before);
+                    assert_eq!(before.collect::<HashSet<_>>(), passed.iter().copied().collect());
+                }
             }
-            if let Some(at) = popped {
+            for at in passed.into_iter().chain(popped) {
                 self.blocks[at] = Model::Unknown;
             }
         }
 
         fn check(&self) {
             let is_evictable = |model: &Model| matches!(model, Model::Alone(_) | Model::Copy);
-            assert_eq!(self.order.len(), self.blocks.iter().filter(|model| is_evictable(model)).count());
+            let halves = self.blocks.chunks(self.blocks.len() / 2);
+            let counted: Vec<_> = halves.map(|half| half.iter().filter(|model| is_evictable(model)).count()).collect();
+            assert_eq!([0, 1].map(|class| self.order.evictable_of(class)).to_vec(), counted);
+            assert_eq!(self.order.len(), counted.iter().sum::<usize>());
             for (at, model) in (0..).zip(&self.blocks) {
                 assert_eq!(self.order.contains(BlockId(at)), is_evictable(model), "block {at}: {model:?}");
             }
@@ -391,7 +406,8 @@ mod tests {
             ops in prop::collection::vec((0u8..7, 0..BLOCKS, any::<bool>()), 0..500),
         ) {
             let blocks = [Model::Unknown; BLOCKS as usize];
-            let (mut world, mut clock) = (World { order: HostOrder::new(blocks.len(), Classes::new(&[blocks.len()])), blocks }, 0);
+            let classes = Classes::new(&[blocks.len() / 2; 2]);
+            let (mut world, mut clock) = (World { order: HostOrder::new(blocks.len(), classes), blocks }, 0);
             for (op, number, flag) in ops {
                 let block = BlockId(number);
                 clock += 1;
@@ -409,7 +425,7 @@ mod tests {
                         world.order.remove(block, Departure::Gone);
                         world.blocks[block.index()] = Model::Unknown;
                     }
-                    (6, _) => world.pop(),
+                    (6, _) => world.pop(usize::from(flag)),
                     _ => {}
                 }
                 clock = world.order.report().0;
