@@ -188,7 +188,7 @@ impl OpenStep<'_> {
             } else if self.tiers.host().find(&key).is_some() {
                 self.tiers.drop_popped(block, true);
             } else if dropped > 0 || (unit > 0 && unit == last_dropped) || !self.has_host_room(block, rank) {
-                self.tiers.note_uncopied();
+                self.tiers.note_uncopied(1);
                 (dropped, last_dropped) = (dropped.saturating_sub(1), unit);
                 self.tiers.drop_popped(block, false);
             } else if let Some(to) = self.take_on_host(block) {

@@ -206,37 +206,36 @@ fn id(index: usize) -> u32 {
 }
 
 impl Pool {
-    /// Gives classes the extents that they need to take `wanted` blocks, which [`Pool::lacks`] has found to be there.
-    pub(crate) fn make_room(&mut self, wanted: PerClass, overlappable_too: bool) {
+    /// Gives classes the extents that they need to take `wanted` blocks, which [`Pool::room`] has found to be there.
+    /// Returns how many cached blocks without a copy in another tier are lost with these.
+    pub(crate) fn make_room(&mut self, wanted: PerClass, overlappable_too: bool) -> usize {
         if self.extents.is_none() {
-            return;
+            return 0;
         }
-        for class in 0..self.classes.len() {
-            self.grow_class(class, wanted, overlappable_too);
-        }
+        (0..self.classes.len()).map(|class| self.grow_class(class, wanted, overlappable_too)).sum()
     }
 
     /// Gives one class extents until it can take its blocks; what it can evict itself stays, as far as others are empty.
-    fn grow_class(&mut self, class: usize, wanted: PerClass, overlappable_too: bool) {
-        let count = wanted.get(class);
+    fn grow_class(&mut self, class: usize, wanted: PerClass, overlappable_too: bool) -> usize {
+        let (count, mut lost) = (wanted.get(class), 0);
         loop {
             let available = self.available_in(overlappable_too);
             let surplus = available.saturating_sub(wanted);
-            let Some(extents) = self.extents.as_deref() else { return };
+            let Some(extents) = self.extents.as_deref() else { return lost };
             if count <= self.sets[class].free.len() + self.num_dead(class) {
-                return;
+                return lost;
             }
             let empty = extents.empty(class, surplus);
             if empty.is_none() && self.drop_dead(class) {
                 continue;
             }
             if empty.is_none() && count <= available.get(class) {
-                return;
+                return lost;
             }
-            let Some(extents) = self.extents.as_deref() else { return };
+            let Some(extents) = self.extents.as_deref() else { return lost };
             let cheapest = || extents.cheapest(class, surplus).map(|(extent, by)| (extent, Some(by)));
-            let Some((extent, from)) = empty.or_else(cheapest) else { return };
-            self.give(extent, from, class);
+            let Some((extent, from)) = empty.or_else(cheapest) else { return lost };
+            lost += self.give(extent, from, class);
         }
     }
 
@@ -257,19 +256,21 @@ impl Pool {
     }
 
     /// Takes an extent from a class, with what is cached there, and gives it to another.
-    fn give(&mut self, extent: usize, from: Option<usize>, class: usize) {
-        let Some(extents) = self.extents.as_deref() else { return };
+    fn give(&mut self, extent: usize, from: Option<usize>, class: usize) -> usize {
+        let (Some(extents), mut lost) = (self.extents.as_deref(), 0) else { return 0 };
         if let Some(from) = from {
             let gone = extents.blocks(&self.classes, from, extent);
             for block in gone.clone().map(BlockId) {
+                lost += usize::from(self.is_evictable(block) && self.block(block).tier_copy().is_none());
                 self.drop_cached(block);
             }
             self.sets[from].free.cut(gone);
         }
-        let Some(extents) = self.extents.as_deref_mut() else { return };
+        let Some(extents) = self.extents.as_deref_mut() else { return lost };
         extents.set_owner(extent, Some(class));
         let new = extents.blocks(&self.classes, class, extent);
         self.sets[class].free.extend(new, &[]);
+        lost
     }
 
     /// Checks that every extent's blocks are where its owner says, and that the extents are all of the tier.

@@ -150,7 +150,10 @@ impl Tiers {
 
     /// Gives classes the extents for `wanted` blocks; see [`Pool::make_room`].
     pub(crate) fn make_room(&mut self, tier: Tier, wanted: PerClass, overlappable_too: bool) {
-        self.at(tier, |pool| pool.make_room(wanted, overlappable_too));
+        let lost = self.at(tier, |pool| pool.make_room(wanted, overlappable_too));
+        if tier == Tier::Device && self.keeps_host_copies() {
+            self.note_uncopied(lost);
+        }
         self.unlink_orphans(tier);
     }
 
