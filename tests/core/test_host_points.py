@@ -23,7 +23,10 @@ GROUPS = {
     "full and state of its own bytes": [FULL.with_blocks(bytes=64), STATE.with_blocks(bytes=960)],
     "window and full of its own bytes": [WINDOW.with_blocks(bytes=96), FULL.with_blocks(bytes=64)],
     "four classes": [
-        *(group.with_blocks(bytes=size) for group, size in ((WINDOW, 96), (FULL, 64), (STATE, 960), (FULL, 240)))
+        WINDOW.with_blocks(tokens=2, bytes=96),
+        FULL.with_blocks(tokens=2, bytes=64),
+        STATE.with_blocks(bytes=960),
+        FULL.with_blocks(tokens=1, bytes=40),
     ],
 }
 EXTENT = 960

@@ -262,11 +262,11 @@ FAULTS = {
         "self.classes.of(block) == class",
         "true",
     ),
-    "a tail of several classes leaves in parts": (
-        "host_cache.rs",
-        "while popped < count || self.tiers.device().num_going() > 0 {",
-        "popped < count || self.tiers.device().num_going() > 0",
-        "popped < count",
+    "the copies of blocks of one key have one key": (
+        "group.rs",
+        "else { entry % per_key };",
+        "entry % per_key",
+        "0",
     ),
     "a drafter's entry before a new block is written unseen": (
         "sequence/append/mod.rs",

@@ -31,7 +31,10 @@ impl Sequences {
         });
         // A state is much larger than what other groups have of a block's tokens, and a chunk keeps one.
         let has_states = |group: u8| self.groups.get(group) == Group::Recurrent && self.groups.class_bytes().len() > 1;
-        let count = |group| self.groups.blocks(group, if has_states(group) { states } else { blocks });
+        let count = |group: u8| {
+            let blocks = if has_states(group) { states } else { blocks * self.groups.per_key(group.into()) };
+            self.groups.blocks(group, blocks)
+        };
         (0..self.groups.num_growing()).map(count).sum()
     }
 

@@ -43,11 +43,6 @@ impl Pages {
             .collect()
     }
 
-    /// Whether the blocks of all groups hold as many tokens.
-    pub(crate) fn are_even(self, groups: &[Group]) -> bool {
-        self.groups(groups).iter().all(|paged| paged.block_tokens == BLOCK)
-    }
-
     /// As many blocks of each class, or extents for all.
     pub(crate) fn space(self, groups: &[Group], blocks: [usize; 3]) -> Space {
         if self.has_extents {

@@ -48,7 +48,7 @@ pub(crate) fn paged_setup() -> impl Strategy<Value = Setup> {
         policies: Policies { reuse, eviction },
         groups,
         pages,
-        host_cache: host_cache && host > 1 && !groups.contains(&Group::CrossAttention) && pages.are_even(groups),
+        host_cache: host_cache && host > 1 && !groups.contains(&Group::CrossAttention),
         store: None,
     })
 }
