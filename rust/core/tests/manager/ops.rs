@@ -42,7 +42,7 @@ pub(crate) fn paged_setup() -> impl Strategy<Value = Setup> {
     let reuse = prop::sample::select(&ReuseOrder::ALL[..]);
     let eviction = prop::sample::select(&Eviction::NAMED[..]);
     let blocks = (4usize..24, 0usize..16, 0usize..16);
-    let made = (blocks, reuse, eviction, groups::hybrids(), pages(), any::<bool>());
+    let made = (blocks, reuse, eviction, groups::paged(), pages(), any::<bool>());
     made.prop_map(|((device, host, external), reuse, eviction, groups, pages, host_cache)| Setup {
         blocks: [device, host, external],
         policies: Policies { reuse, eviction },
