@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeGuard
 from weakref import WeakSet
 
 import numpy as np
@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blockyard._core import BlockManager, CacheGroup, PrefixCaching, StepDecision, StepOwner
+from blockyard._core import Arena, BlockManager, CacheGroup, PrefixCaching, StepDecision, StepOwner
 from blockyard.engine.elastic.cache import ElasticCache, Resized
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.memory import MAX_BLOCKS
 from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError, LayoutError
 from blockyard.executor.executor import Executor, StepExecutor
 from blockyard.executor.loop import StepEnd, StepLoop
-from blockyard.layout import GroupedLayout, KVLayout
+from blockyard.layout import ArenaLayout, GroupedLayout, KVLayout
 from blockyard.layout.kv import check_layout
 from blockyard.layout.sizes import as_int
 from blockyard.prefix_store import PrefixStore
@@ -73,11 +73,13 @@ class KVCache:
     reports all open tickets as lost. No byte is wrong after that, and no block is leaked.
 
     Args:
-        layout: layout of the device's tensors.
-        tensors: existing tensors, as accepted by `layout.views`, that no other open cache has; None means to allocate
-            them.
+        layout: layout of the device's tensors. With an `ArenaLayout` of several page classes, `swap_store`,
+            `prefix_store` and `resize` are not supported.
+        tensors: existing tensors, as accepted by `layout.views`, that no other open cache has, or the arena of an
+            `ArenaLayout`, one tensor uint8 `[bytes]`; None means to allocate them.
         device: device to allocate the tensors on, such as `"cuda:0"`.
         device_blocks: number of device blocks; None means as many as the tensors hold.
+        device_bytes: size of device memory in bytes, instead of `device_blocks`: an int or text such as `"40GiB"`.
         max_device_blocks: maximum number of device blocks for `resize`. Memory then returns to the system
             when the device shrinks. None means `device_blocks`, in ordinary memory.
         host_blocks: number of blocks in host memory.
@@ -143,11 +145,12 @@ class KVCache:
 
     def __init__(
         self,
-        layout: KVLayout | GroupedLayout,
+        layout: KVLayout | GroupedLayout | ArenaLayout,
         *,
         tensors: Sequence[Tensor] | None = None,
         device: str | torch.device = "cpu",
         device_blocks: int | None = None,
+        device_bytes: int | str | None = None,
         max_device_blocks: int | None = None,
         host_blocks: int | None = None,
         host_bytes: int | str | None = None,
@@ -167,9 +170,19 @@ class KVCache:
         max_staging: int | str = "256MiB",
     ) -> None:
         groups = _groups(layout, groups)
-        size, block_size, name = layout.bytes_per_block, _block_size(layout, groups), _namespace(namespace, layout)
+        name, block_size = _namespace(namespace, layout), _block_size(layout, groups)
         _check_writes(prefix_writes)
-        host = _host_blocks(host_blocks, host_bytes, size)
+        if isinstance(layout, ArenaLayout):
+            _refuse_with_arena(layout, max_device_blocks=max_device_blocks)
+            if tensors is not None and device_blocks is None and device_bytes is None:
+                device_bytes = sum(tensor.numel() for tensor in tensors)
+        if _has_classes(layout):
+            _refuse_with_arena(layout, device_blocks=device_blocks, host_blocks=host_blocks)
+            _refuse_with_arena(layout, swap_store=swap_store, prefix_store=prefix_store)
+        # With several page classes blocks are of several sizes, and the numbers of blocks are numbers of bytes.
+        size = 1 if _has_classes(layout) else layout.bytes_per_block
+        device_blocks = _blocks("device", device_blocks, device_bytes, size)
+        host = _blocks("host", host_blocks, host_bytes, size) or 0
         swap_store = _sized("swap_store", swap_store, swap_store_bytes, size)
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
         staging = read_bytes("max_staging", max_staging, holds=size if swap_store or prefix_store else 1)
@@ -180,29 +193,33 @@ class KVCache:
         try:
             if (elastic := self._open_elastic(device_blocks, max_device_blocks, device)) is not None:
                 tensors = elastic.tensors
+            self.swap_store = None if swap_store is None else self._take_store(swap_store, size, name)
+            own, arena = self._space(device_blocks, host, tensors)
+            self.manager = BlockManager(
+                block_size=block_size,
+                device_blocks=None if arena else own,
+                host_blocks=0 if arena else host,
+                external_blocks=_external_blocks(self.swap_store, external_blocks),
+                watermark=watermark,
+                reuse_order=reuse_order,
+                groups=groups,
+                arena=arena,
+                prefix_caching=prefix_caching,
+            )
+            counted = isinstance(layout, ArenaLayout)  # by the manager
             self.engine = CacheEngine(
                 layout,
-                device_blocks=max_device_blocks or device_blocks,
-                host_blocks=host,
+                manager=self.manager if counted else None,
+                device_blocks=None if counted else max_device_blocks or own,
+                host_blocks=0 if counted else host,
                 pin_memory=pin_memory,
                 device=device if tensors is None else None,
                 tensors=tensors,
             )
             self._closers.append(self.engine.close)
             self._own_tensors()
-            self.swap_store = None if swap_store is None else self._take_store(swap_store, size, name)
             self.executor = StepExecutor(self.engine, self.swap_store, max_staging=staging)
             self._closers.append(self.executor.close)
-            self.manager = BlockManager(
-                block_size=block_size,
-                device_blocks=device_blocks or self.engine.num_blocks("device"),
-                host_blocks=host,
-                external_blocks=_external_blocks(self.swap_store, external_blocks),
-                watermark=watermark,
-                reuse_order=reuse_order,
-                groups=groups,
-                prefix_caching=prefix_caching,
-            )
             # Others would end tickets whose bytes were never moved.
             self._steps = StepOwner(self.manager, instead="KVCache.step, or step of Scheduler(cache)")
             self.prefix_store = self._join(prefix_store, namespace, prefix_writes, prefetch_timeout_base, staging)
@@ -380,10 +397,20 @@ class KVCache:
     ) -> ElasticCache | None:
         """Reserve memory for `max_blocks` blocks, if it is given."""
         self.elastic: ElasticCache | None = None
-        if max_blocks is not None and blocks is not None:
+        if max_blocks is not None and blocks is not None and not isinstance(self.layout, ArenaLayout):
             self.elastic = ElasticCache(self.layout, num_blocks=blocks, max_blocks=max_blocks, device=device)
             self._closers.append(self.elastic.close)
         return self.elastic
+
+    def _space(
+        self, device: int | None, host: int, tensors: Sequence[Tensor] | None
+    ) -> tuple[int | None, Arena | None]:
+        """Return the number of device blocks, or the arena of several page classes."""
+        if _has_classes(self.layout):
+            return None, Arena(device_bytes=device or 0, host_bytes=host)
+        if device is None and tensors is not None and not isinstance(self.layout, ArenaLayout):
+            return len(self.layout.views(tensors)[0]), None
+        return device, None
 
     def _step_loop(self, executor: Executor | None) -> StepLoop:
         """Return a loop for a scheduler."""
@@ -485,7 +512,7 @@ class CacheStep:
             self.finish()
 
 
-def _namespace(name: bytes, layout: KVLayout | GroupedLayout) -> bytes:
+def _namespace(name: bytes, layout: KVLayout | GroupedLayout | ArenaLayout) -> bytes:
     if not isinstance(name, bytes | bytearray):
         raise InvalidArgumentError(f"namespace is {name!r:.100}, must be bytes")
     return sha256(bytes.fromhex(layout.fingerprint()) + name).digest()
@@ -515,20 +542,35 @@ def _device_sizes(
     return blocks, max_blocks
 
 
-def _host_blocks(blocks: int | None, num_bytes: int | str | None, size: int) -> int:
+def _blocks(tier: str, blocks: int | None, num_bytes: int | str | None, size: int) -> int | None:
+    """Return the number of blocks of a tier, given as such or in bytes."""
     if blocks is not None and num_bytes is not None:
-        raise InvalidArgumentError(f"host_blocks is {blocks} and host_bytes {num_bytes}, give one of them")
+        raise InvalidArgumentError(f"{tier}_blocks is {blocks} and {tier}_bytes {num_bytes}, give one of them")
     if num_bytes is None:
-        count = as_int("host_blocks", blocks or 0)
-        if count < 0:
-            raise InvalidArgumentError(f"host_blocks is {count}, must be at least 0")
+        count = None if blocks is None else as_int(f"{tier}_blocks", blocks)
+        if count is not None and count < 0:
+            raise InvalidArgumentError(f"{tier}_blocks is {count}, must be at least 0")
         return count
-    found = read_bytes("host_bytes", num_bytes, holds=size) // size
-    if found > MAX_BLOCKS:
+    found = read_bytes(f"{tier}_bytes", num_bytes, holds=size) // size
+    if size > 1 and found > MAX_BLOCKS:
         raise InvalidArgumentError(
-            f"host_bytes is {num_bytes!r}, {found} blocks of {size} bytes, must be at most {MAX_BLOCKS} blocks"
+            f"{tier}_bytes is {num_bytes!r}, {found} blocks of {size} bytes, must be at most {MAX_BLOCKS} blocks"
         )
     return found
+
+
+def _has_classes(layout: KVLayout | GroupedLayout | ArenaLayout) -> TypeGuard[ArenaLayout]:
+    """Whether there are several page classes."""
+    return isinstance(layout, ArenaLayout) and len(layout.pages) > 1
+
+
+def _refuse_with_arena(layout: ArenaLayout, **given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise InvalidArgumentError(
+                f"{name} is {value!r:.100}, must be None for blocks of {list(layout.block_bytes)} bytes: give sizes in "
+                "bytes, or a layout with equal_blocks=True"
+            )
 
 
 def _sized(
@@ -585,13 +627,19 @@ def _with_store(store: str | ExternalStore | None, *, given: bool | PrefixCachin
     return given if store is None else _prefix_caching(given=given, host=host)
 
 
-def _groups(layout: KVLayout | GroupedLayout, groups: Sequence[CacheGroup] | None) -> Sequence[CacheGroup] | None:
+def _groups(
+    layout: KVLayout | GroupedLayout | ArenaLayout, groups: Sequence[CacheGroup] | None
+) -> Sequence[CacheGroup] | None:
     """Check the layout; return the groups as given, or the layout's."""
+    if isinstance(layout, ArenaLayout):
+        if groups is not None:
+            raise InvalidArgumentError("groups is given, must be None with an ArenaLayout, which has its own")
+        return layout.cache_groups
     check_layout(layout)
     return groups if groups is not None else getattr(layout, "cache_groups", ()) or None
 
 
-def _block_size(layout: KVLayout | GroupedLayout, groups: Sequence[CacheGroup] | None) -> int:
+def _block_size(layout: KVLayout | GroupedLayout | ArenaLayout, groups: Sequence[CacheGroup] | None) -> int:
     """Return the block size of all groups with slots; a recurrent group has a state instead, of any size."""
     if not isinstance(layout, GroupedLayout):
         return layout.block_size

@@ -221,7 +221,7 @@ def test_a_group_says_what_it_is() -> None:
     assert (window.kind, window.window, repr(window)) == ("sliding_window", 9, "CacheGroup.sliding_window(9)")
     assert window == CacheGroup.sliding_window(9)
     assert len({window, CacheGroup.sliding_window(9), FULL}) == 2
-    assert BlockManager(block_size=4, device_blocks=8, groups=[FULL, window]).pool().groups == (FULL, window)
+    assert BlockManager(block_size=4, device_blocks=8, groups=[FULL, window]).groups == (FULL, window)
     assert window.peak_blocks(1000, block_size=4, chunk_tokens=1) == 9 // 4 + 2
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tiny_models import LATENT, ROUTER, SHAPE, TINY_MODELS, VOCABULARY, WINDOW, tiny_model
 from transformers import DynamicCache
 
-from blockyard import CacheGroup, PrefixCaching
+from blockyard import ArenaLayout, PrefixCaching
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers import hybrid
@@ -117,6 +117,46 @@ def test_a_prompt_that_continues_at_any_position_has_the_tokens_of_generate(name
         assert resume(generator) == wanted_by_position(name)
 
 
+def own_blocks(name: str, tokens: int) -> int:
+    """Bytes of some tokens in all groups of a model, if the blocks of each have their own size."""
+    layout = hybrid.open_model(model_of(name), block_size=BLOCK, equal_blocks=False).layout
+    sizes = layout.block_bytes if isinstance(layout, ArenaLayout) else (layout.bytes_per_block,)
+    return tokens // BLOCK * sum(sizes)
+
+
+@every_model
+def test_with_blocks_of_their_own_size_a_prompt_continues_at_any_position(name: str):
+    with open_generator(name, device_blocks=None, host_blocks=None, device_bytes=own_blocks(name, 600)) as generator:
+        begin(generator)
+        assert resume(generator) == wanted_by_position(name)
+
+
+@every_model
+def test_with_blocks_of_their_own_size_preempted_sequences_come_back_with_their_tokens(name: str):
+    few = 13 if name in {"DeepSeek-V3", "Jamba"} else 20
+    sizes = {"device_blocks": None, "host_blocks": None, "device_bytes": own_blocks(name, few * BLOCK)}
+    drafts = {"num_lookahead_tokens": 2, "draft": Guessing(wanted(name))}
+    with open_generator(
+        name, **sizes, **drafts, host_bytes=own_blocks(name, 40 * BLOCK), preemption_mode="swap"
+    ) as generator:
+        assert serve(generator, *work()) == wanted(name)
+        assert generator.scheduler.stats().preempted_swap_host > 0
+        assert generator.cache.stats().swapped_in_blocks["host"] > 0
+        generator.manager.check()
+
+
+def test_layers_that_differ_take_fewer_bytes_with_blocks_of_their_own_size():
+    """Full attention and states of Qwen3.5: a prompt of the same tokens in less memory."""
+    taken = []
+    for sizes in ({"device_bytes": "4MiB"}, {"device_blocks": 200}):
+        given = {"device_blocks": None, "host_blocks": None} if "device_bytes" in sizes else {}
+        with open_generator("Qwen3.5", **given | sizes) as generator:
+            fit = generator.manager.can_allocate(list(range(29)), chunk_tokens=16)
+            per_block = 1 if generator.manager.num_page_classes > 1 else generator.model.layout.bytes_per_block
+            taken.append(fit.bytes * per_block)
+    assert taken[0] < 0.75 * taken[1]
+
+
 @every_model
 def test_a_prompt_found_on_the_host_has_the_tokens_of_generate(name: str):
     caching = PrefixCaching(host=True)
@@ -192,10 +232,8 @@ def test_prompts_in_small_chunks_have_the_tokens_of_generate(name: str):
 
 def lose_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take zeros for the first block that a group of attention layers needs."""
-    first = hybrid._LayerGroup.first_in_blocks
-    monkeypatch.setattr(
-        hybrid._LayerGroup, "first_in_blocks", lambda part, start: min(start, first(part, start) + BLOCK)
-    )
+    first = hybrid._Blocks._first_in_blocks
+    monkeypatch.setattr(hybrid._Blocks, "_first_in_blocks", lambda part, start: min(start, first(part, start) + BLOCK))
 
 
 def keep_late_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +251,7 @@ def keep_late_states(monkeypatch: pytest.MonkeyPatch) -> None:
         write(blocks, cache, slots, with_states=with_states)
         for kept, at, state in now:
             kept[at] = state
-        if blocks._group.lifecycle == CacheGroup.recurrent():
+        if blocks._kind == "recurrent":
             cache.before = now
 
     def token_by_token(_model: object, where: Any) -> Iterator[list[tuple[int, int]]]:
@@ -276,7 +314,7 @@ def test_attention_in_both_directions_is_refused():
 
 @every_model
 def test_a_model_whose_blocks_lack_what_it_reads_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hybrid._LayerGroup, "first_in_blocks", lambda _part, start: start)
+    monkeypatch.setattr(hybrid._Blocks, "_first_in_blocks", lambda _part, start: start)
     with pytest.raises(UnsupportedModelError, match="gives other logits when paged"):
         hybrid.HybridModel(model_of(name), block_size=BLOCK)
 

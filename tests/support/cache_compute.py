@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,11 @@ class Compute:
         return True
 
     def plan(self, index: int, sequence: Tracked, first: int, group: int, kind: str, window: int | None) -> None:
-        end, size = len(sequence.tokens), self.rig.config.block_size
+        end, size, of = len(sequence.tokens), self.rig.config.tokens(group), partial(self.rig.slots, group)
         table = self.rig.manager.block_table(sequence.handle, group).astype(np.int64)
         if kind == "recurrent":
             if first:
-                self.early_slots.append(int(table[(first - 1) // size]) * size)
+                self.early_slots.append(int(of(table[(first - 1) // size] * size)))
                 self.early_values.append(sequence.values[first - 1])
                 self.early_owners.append(sequence)
             if first < end:
@@ -60,7 +61,7 @@ class Compute:
                 slots = self.rig.manager.slot_mapping(sequence.handle, kept, end, group=group) // size * size
                 assert slots.all(), "a state would be written to the null block"
                 assert len(set(slots.tolist())) == len(slots), "the states after two draft tokens have one block"
-                self.write_slots.append(slots)
+                self.write_slots.append(of(slots))
                 self.write_values.append(sequence.values[kept:])
             return
         entries, is_drafter = sequence.entries(kind), kind == "drafter"
@@ -68,16 +69,16 @@ class Compute:
             at = np.arange(first - (is_drafter and first > 0 and first != sequence.found), end)
             slots = table[at // size] * size + at % size
             assert window is None or (slots >= size).all(), "a token would be written to the null block"
-            self.write_slots.append(slots)
+            self.write_slots.append(of(slots))
             self.write_values.append(entries[at[0] : end])
         begin = 0 if window is None else max(0, first + 1 - window)
         at = np.arange(begin, max(begin, end - is_drafter))  # the next step writes a drafter's last entry
-        self.slots.append(table[at // size] * size + at % size)
+        self.slots.append(of(table[at // size] * size + at % size))
         self.expected.append(np.array(entries[begin : begin + len(at)], np.int64))
         self.owners.append((index, begin))
         if sequence.drafts:
             at = np.arange(end, min(end + sequence.drafts, len(table) * size))
-            self.write_slots.append(table[at // size] * size + at % size)
+            self.write_slots.append(of(table[at // size] * size + at % size))
             self.write_values.append([7] * len(at))
 
     def launch(self, *, by_layer: bool) -> None:

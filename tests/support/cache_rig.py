@@ -21,12 +21,13 @@ from observed_cache import Scrapes
 from real_device import RealCells, RealStreams
 from simulated_device import SimulatedStreams
 
-from blockyard import CacheGroup, KVCache, KVLayout, PrefixCaching
+from blockyard import ArenaLayout, CacheGroup, KVCache, KVLayout, PrefixCaching
 from blockyard import cache as cache_module
 from blockyard._core import StoreJob
 from blockyard.engine.elastic.cache import ElasticCache
 from blockyard.engine.engine import CacheEngine
 from blockyard.executor.executor import StepExecutor
+from blockyard.layout import LayerField
 from blockyard.prefix_store import Prefetch
 from blockyard.prefix_store.loads import Load, Loads
 from blockyard.stores.threaded.runtime import Runtime, use_runtime
@@ -52,6 +53,10 @@ GROUPS = {
 }
 
 Cells = NDArray[np.int64]
+PADS = (0, 48, 160, 48)
+"""Bytes in a block of each group beside its tokens, where groups have blocks of their own size."""
+PAGE = 1 << 40
+"""Where each group's slots begin among those of all groups, where groups have blocks of their own size."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +92,18 @@ class Config:
     room: int = 1 << 30  # blocks in flight that a store takes; it refuses others as `queue_full`
     real: str = ""  # the device whose own streams run everything, "cpu" or "cuda"; "": simulated ones
     head_size: int = 1  # larger, with `real`: the device's own elastic memory, with blocks that may fill chunks
+    classes: bool = False  # whether groups have blocks of their own size, in an arena
     threads: bool = False  # whether the stores are real, with threads; failures may then not be reproducible
 
     @property
     def slides(self) -> bool:
         """Whether blocks fall out of tables."""
-        return self.groups != "full"
+        return self.groups != "full" or self.classes
+
+    def tokens(self, group: int) -> int:
+        """Tokens of a group's blocks."""
+        own = self.classes and GROUPS[self.groups][group].kind == "sliding_window"
+        return 1 if own else self.block_size
 
 
 def random_config(random: Random) -> Config:
@@ -102,7 +113,10 @@ def random_config(random: Random) -> Config:
     prefix = random.choice(("", "device", "device", "host", "host"))
     host = random.choice((0, random.randint(2, 8), random.randint(8, 24), 24)) if random.random() < 0.99 else MANY
     by_host = prefix == "host" and host > 0 and not any(group.kind == "drafter" for group in GROUPS[groups])
-    stored = prefix and (groups == "full" or by_host) and random.random() < 0.6
+    classes = groups != "full" and random.random() < 0.5
+    if classes:
+        prefix = "device" if prefix else ""
+    stored = prefix and not classes and (groups == "full" or by_host) and random.random() < 0.6
     writes = random.choice(("through", "through", "back", "second_use", "never")) if stored else ""
     itself = groups == "full" and random.random() < 0.4
     return Config(
@@ -110,11 +124,12 @@ def random_config(random: Random) -> Config:
         device=device,
         most=device + random.choice((0, 0, 8)),
         host=host,
-        external=random.choice((0, random.randint(2, 8), random.randint(8, 24), 24)),
+        external=0 if classes else random.choice((0, random.randint(2, 8), random.randint(8, 24), 24)),
         prefix=prefix,
         store="" if itself else writes,
         jobs=writes if itself else "",
         groups=groups,
+        classes=classes,
         caches=random.choice((1, 1, 2)) if writes and not itself else 1,
         eviction=random.choice(("lru", "adaptive", "priority")),
         reuse=random.choice(("lowest", "lowest", "fifo", "lru")),
@@ -238,14 +253,42 @@ class Tracked:
         return made
 
 
+class ArenaCells:
+    """Keys and values of one layer in the blocks of all groups, as cells `[2, slots]`; see `PAGE`.
+
+    Args:
+        groups: keys and values of each group, int64 `[blocks, tokens, 1]`.
+    """
+
+    def __init__(self, groups: list[list[torch.Tensor]]) -> None:
+        self._groups = [[tensor.numpy()[..., 0] for tensor in both] for both in groups]
+
+    def __getitem__(self, key: Any) -> Cells:
+        slots = np.asarray(key[1], np.int64)
+        found = np.empty((2, *slots.shape), np.int64)
+        for chosen, tensor, at, side in self._places(slots):
+            found[side, chosen] = tensor[at]
+        return found
+
+    def __setitem__(self, key: Any, values: Cells) -> None:
+        for chosen, tensor, at, side in self._places(np.asarray(key[1], np.int64)):
+            tensor[at] = values[side, chosen]
+
+    def _places(self, slots: Cells) -> Iterator[tuple[Any, Cells, Any, int]]:
+        for number, both in enumerate(self._groups):
+            chosen = slots // PAGE == number
+            for side, tensor in enumerate(both):
+                yield chosen, tensor, np.divmod(slots[chosen] % PAGE, tensor.shape[1]), side
+
+
 class Rig:
     """One cache with its parts, and the sequences on it."""
 
     def __init__(self, config: Config, random: Random, clock: Clock, medium: Quotas, weights: int) -> None:
         self.config = config
         self.weights = weights  # of the model that it serves
-        self.layout = KVLayout("kv_first", LAYERS, config.block_size, 1, config.head_size, "int64")
-        size = self.layout.bytes_per_block
+        layout = KVLayout("kv_first", LAYERS, config.block_size, 1, config.head_size, "int64")
+        self.layout, size = layout, layout.bytes_per_block
         self.streams: SimulatedStreams | RealStreams
         if config.real:
             self.streams, streams = RealStreams(random, torch.device(config.real)), None
@@ -273,16 +316,12 @@ class Rig:
             mock.patch.object(cache_module, "StepExecutor", partial(StepExecutor, chunk_bytes=config.chunk * size)),
         ):
             self.cache = KVCache(
-                self.layout,
+                **self._sizes(),
                 device=device,
-                device_blocks=config.device,
-                max_device_blocks=config.most,
-                host_blocks=config.host,
                 swap_store=self.store,
                 prefix_caching=self._caching(),
                 prefix_store=self.kept,
                 prefix_writes=config.store or "never",
-                groups=GROUPS[config.groups],
                 watermark=0.0,
                 reuse_order=config.reuse,
                 namespace=b"a model",
@@ -294,7 +333,7 @@ class Rig:
         self.prefixes = self.cache.prefix_store
         if self.prefixes is not None:
             _watch(self.prefixes._loads)
-        self.cells = [self._cells(tensor) for tensor in self.cache.engine.tensors]
+        self.cells = self._all_cells()
         self.groups = [(number, group.kind, group.window) for number, group in enumerate(GROUPS[config.groups])]
         self.sequences: list[Tracked] = []
         self.freed: list[int] = []
@@ -310,11 +349,44 @@ class Rig:
         self.scrapes = Scrapes(self.cache) if config.scraped else None
         self.prompts = self.hits = 0  # sequences admitted with token ids, and their numbers of cached tokens
 
+    def _sizes(self) -> dict[str, Any]:
+        config, groups = self.config, GROUPS[self.config.groups]
+        if not config.classes:
+            blocks = {"device_blocks": config.device, "max_device_blocks": config.most, "host_blocks": config.host}
+            return {"layout": self.layout, "groups": groups, **blocks}
+        fields = [LayerField(layer, name, (1,), "int64") for layer in range(LAYERS) for name in ("keys", "values")]
+        own = [
+            (
+                group
+                if config.tokens(number) == config.block_size
+                else group.with_blocks(tokens=config.tokens(number)),
+                (*fields, LayerField(LAYERS, "rest", (PADS[number],), "uint8", is_state=True))[: 4 + (number > 0)],
+            )
+            for number, group in enumerate(groups)
+        ]
+        layout = ArenaLayout(tuple(own), config.block_size)
+        size = max(layout.block_bytes)
+        # With few blocks all of them would be in extent 0.
+        device, host = (count * size for count in (config.device + 8, config.host and config.host + 2))
+        return {"layout": layout, "device_bytes": device, "host_bytes": host or None}
+
+    def _all_cells(self) -> list[Any]:
+        tensors, layout = self.cache.engine.tensors, self.cache.layout
+        if not isinstance(layout, ArenaLayout):
+            return [self._cells(tensor) for tensor in tensors]
+        groups = layout.by_group(tensors)
+        return [ArenaCells([group[2 * layer : 2 * layer + 2] for group in groups]) for layer in range(LAYERS)]
+
+    def slots(self, group: int, slots: Any) -> Any:
+        """Return a group's slots as those of its cells."""
+        return np.asarray(slots, np.int64) + (group * PAGE if self.config.classes else 0)
+
     def _caching(self) -> bool | PrefixCaching:
         config = self.config
         on_host = config.prefix == "host" and config.host > 0
         options = {"eviction": config.eviction, "host": on_host, "max_pinned": config.max_pinned}
-        return PrefixCaching(**options, max_events=50_000) if config.prefix else False
+        events = {} if config.classes else {"max_events": 50_000}  # these want equal tokens in all blocks
+        return PrefixCaching(**options, **events) if config.prefix else False
 
     def _cells(self, tensor: torch.Tensor) -> Any:
         if self.config.real:

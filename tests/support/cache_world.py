@@ -406,12 +406,13 @@ class World:
         leased = manager.stats().leased_blocks
         assert not any(leased.values()), f"leases are left behind: {leased}"
         null = int(any(kind not in {"full_attention", "drafter"} for _, kind, _ in rig.groups))
-        free = {tier: manager.pool(tier).num_free for tier in TIERS}
-        there = {tier: manager.pool(tier).num_blocks for tier in TIERS}
-        wanted = {tier: max(0, blocks - null) for tier, blocks in there.items()}
+        pools = {(tier, at): manager.pool(tier, at) for tier in TIERS for at in range(manager.num_page_classes)}
+        free = {place: pool.num_free for place, pool in pools.items()}
+        wanted = {place: max(0, pool.num_blocks - null * (pool.per_extent or 1)) for place, pool in pools.items()}
         assert free == wanted, f"blocks are left behind: {free} of {wanted} are free"
         progress = manager.defrag.progress()
-        assert progress.extent == there["device"], f"the pool never shrinks: {progress}"
+        numbers = sum(pool.num_blocks for (tier, _), pool in pools.items() if tier == "device")
+        assert progress.extent == numbers, f"the pool never shrinks: {progress}"
         if rig.cache.elastic is not None:
             rig.cache.give_back()
         executor = rig.cache.executor

@@ -22,7 +22,7 @@ class Hybrid:
     states_read: tuple[int, dict[int, dict[int, list[int]]]] = (-1, {})
 
     def compute(self: Any, step: Step) -> list[int]:
-        groups, size = self.manager.pool().groups, self.manager.block_size
+        groups, size = self.manager.groups, self.manager.block_size
         self.states = getattr(self, "states", [])
         slots, tables = step.slot_mapping, step.block_tables
         slots, tables = (slots, tables) if len(groups) > 1 else (slots[None], tables[None])
@@ -80,7 +80,7 @@ class Hybrid:
 
     @property
     def recurrent(self: Any) -> list[int]:
-        return [number for number, group in enumerate(self.manager.pool().groups) if group.kind == "recurrent"]
+        return [number for number, group in enumerate(self.manager.groups) if group.kind == "recurrent"]
 
     def seen_by(self: Any, step: Step, row: int, tokens: list[int]) -> list[int]:
         request = self.scheduled.get(step.owner(row)[0])

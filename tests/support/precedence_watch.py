@@ -62,7 +62,7 @@ class PrecedenceWatch:
         if first is None or first.state.seats or all(owner.priority <= first.rank[0] for owner in owners):
             return None
         size, manager = self.manager.block_size, self.manager
-        groups = len(manager.pool().groups)
+        groups = len(manager.groups)
         kept, freed, to_come = set(), set(), 0
         for owner, handle in zip(owners, step.handles.tolist(), strict=True):
             table = {block for group in range(groups) for block in manager.block_table(handle, group).tolist()}

@@ -208,13 +208,13 @@ class ScheduledMachine(Machine):
         def run(layer: int) -> None:
             cells = rig.cells[layer]
             early = {
-                number: [self.state(cells, tables[number, row], first) for row, first in enumerate(starts)]
+                number: [self.state(rig, layer, number, tables[number, row], first) for row, first in enumerate(starts)]
                 for number, kind, _ in rig.groups
                 if kind == "recurrent"
             }
             for number, kind, _ in rig.groups:
                 if kind not in {"recurrent", "drafter"}:
-                    cells[:, slots[number]] = cells_of(np.array(written, np.int64), layer)
+                    cells[:, rig.slots(number, slots[number])] = cells_of(np.array(written, np.int64), layer)
             for row, (first, end) in enumerate(zip(starts, ends, strict=True)):
                 for number, kind, window in rig.groups:
                     if kind == "recurrent":
@@ -223,14 +223,19 @@ class ScheduledMachine(Machine):
                         kept = np.arange(first if row < step.decodes else end - 1, end)
                         places = slots[number, step.query_start_loc[row] + kept - first] // size * size
                         assert places.all(), "a state would be written to the null block"
-                        cells[:, places] = cells_of(np.array(texts[row].values, np.int64)[kept], layer)
+                        cells[:, rig.slots(number, places)] = cells_of(
+                            np.array(texts[row].values, np.int64)[kept], layer
+                        )
                         continue
+                    tokens = self.config.tokens(number)
                     if kind == "drafter":
                         at = np.arange(self.first_entry(step, row, first), end)
                         entries = np.array(texts[row].entries(kind)[at[0] : end], np.int64)
-                        cells[:, tables[number, row, at // size] * size + at % size] = cells_of(entries, layer)
+                        places = tables[number, row, at // tokens] * tokens + at % tokens
+                        cells[:, rig.slots(number, places)] = cells_of(entries, layer)
                     at = np.arange(begin_of(kind, window, first), end - (kind == "drafter"))
-                    found[row].append(cells[:, tables[number, row, at // size] * size + at % size])
+                    places = tables[number, row, at // tokens] * tokens + at % tokens
+                    found[row].append(cells[:, rig.slots(number, places)])
 
         for layer in range(LAYERS):
             if by_layer:
@@ -245,11 +250,12 @@ class ScheduledMachine(Machine):
         has_begun = row < step.decodes or int(step.handles[row]) in self.begun
         return first - (first > 0 and has_begun)
 
-    def state(self, cells: Cells, table: NDArray[np.int64], length: int) -> Cells:
+    def state(self, rig: Rig, layer: int, group: int, table: NDArray[np.int64], length: int) -> Cells:
         """Return the state after a row's first tokens."""
         size = self.config.block_size
         at = int(table[(length - 1) // size]) * size if length else 0
-        return cells[:, np.arange(at, at + (length > 0))]
+        found: Cells = rig.cells[layer][:, rig.slots(group, np.arange(at, at + (length > 0)))]
+        return found
 
     def tracked(self, name: str, index: int) -> Tracked:
         """Return the expected contents of a request's sequence, from its tokens."""

@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from blockyard._core import Pairs, StepDecision
+from blockyard._core import BlockManager, Pairs, StepDecision
 from blockyard.engine.cuda.streams import CudaStreams, with_index
 from blockyard.engine.host_pool import OnFailure
 from blockyard.engine.mapping import IdList, IdPairs
 from blockyard.engine.memory import EngineTier, Memory, Rows
 from blockyard.engine.ops.library import prepare_device
-from blockyard.engine.plans import Kind, moving, reading, require_one_class, writing
+from blockyard.engine.pages import field_tensors, page_memories
+from blockyard.engine.plans import Kind, moving, reading, writing
 from blockyard.engine.streams import PIECE_BYTES, Event, Streams, WorkerStreams
 from blockyard.engine.transfers import OnFull, Transfer, Transfers
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError, PageLockError
+from blockyard.layout.arena import ArenaLayout
 from blockyard.layout.kv import BlockLayout, check_layout
 from blockyard.types import Histogram
 
@@ -75,7 +77,8 @@ class CacheEngine:
     Blocks are initialized to zeros, so that attention over a gathered block finds no NaN in unwritten slots.
 
     Args:
-        layout: layout of the device's tensors, with one group or several.
+        layout: layout of the device's tensors. An `ArenaLayout` needs its `manager`.
+        manager: whose blocks these are: with an `ArenaLayout` it gives the numbers of blocks of each page class.
         device_blocks: number of device blocks, at least 1; None means as many as the tensors hold.
         host_blocks: number of host blocks; 0 means no host tier. Host and device blocks have the same size;
             `unequal_pairs` addresses parts of larger chunks.
@@ -84,7 +87,8 @@ class CacheEngine:
         max_outstanding: maximum bytes in flight on one stream; a longer transfer runs alone.
         max_ahead: maximum bytes of prefetches ahead of a load that is waited for.
         streams: runs the transfers; by default the device's streams.
-        tensors: existing tensors, as accepted by `layout.views`; None means to allocate them.
+        tensors: existing tensors, as accepted by `layout.views`; for an `ArenaLayout` one, uint8 `[bytes]`. None means
+            to allocate them.
         pin_memory: whether to page-lock host and staging memory, which requires a CUDA device; by default if there is
             one. Copies from and to pageable memory are slower and block the calling thread.
         on_host_failure: what to do if host memory cannot be page-locked: raise an error (`"raise"`), or use pageable
@@ -93,7 +97,8 @@ class CacheEngine:
     Attributes:
         layout: as given.
         device: device of the tensors.
-        memory: the blocks of both tiers.
+        memories: the blocks of both tiers, by page class.
+        memory: those of the first, or only, page class.
         transfers: the open transfers.
         streams: run the transfers.
         counters: what has landed so far, by (source, destination) tier; reads and writes of rows do not count.
@@ -121,8 +126,9 @@ class CacheEngine:
 
     def __init__(
         self,
-        layout: BlockLayout,
+        layout: BlockLayout | ArenaLayout,
         *,
+        manager: BlockManager | None = None,
         device_blocks: int | None = None,
         host_blocks: int = 0,
         device: str | torch.device | None = None,
@@ -133,7 +139,8 @@ class CacheEngine:
         pin_memory: bool | None = None,
         on_host_failure: OnFailure = "raise",
     ) -> None:
-        check_layout(layout)
+        if not isinstance(layout, ArenaLayout):
+            check_layout(layout)
         if isinstance(tensors, Tensor):
             raise LayoutError(f"tensors is one tensor {list(tensors.shape)}, must be a list of the layout's tensors")
         there = tensors[0].device if tensors else torch.device("cpu")
@@ -149,30 +156,55 @@ class CacheEngine:
                 weakref.finalize(self, streams.close).atexit = False
         self.layout = layout
         self.streams = streams
-        self.memory = Memory(
-            layout,
-            device_blocks=device_blocks,
-            host_blocks=host_blocks,
-            device=self.device,
-            tensors=tensors,
-            pin_memory=pin_memory,
-            on_host_failure=on_host_failure,
-        )
+        if isinstance(layout, ArenaLayout):
+            if device_blocks is not None or host_blocks or manager is None:
+                raise InvalidArgumentError("layout is an ArenaLayout: give its manager instead of numbers of blocks")
+            self.memories = page_memories(
+                layout,
+                manager,
+                tensors=tensors,
+                device=self.device,
+                pin_memory=pin_memory,
+                on_host_failure=on_host_failure,
+            )
+        else:
+            if manager is not None:
+                raise InvalidArgumentError("manager is given, must be None unless layout is an ArenaLayout")
+            self.memories = [
+                Memory(
+                    layout,
+                    device_blocks=device_blocks,
+                    host_blocks=host_blocks,
+                    device=self.device,
+                    tensors=tensors,
+                    pin_memory=pin_memory,
+                    on_host_failure=on_host_failure,
+                )
+            ]
+        self.memory = self.memories[0]
         self.counters: dict[tuple[str, str], Traffic] = {}
         self.seconds = {"read": Histogram(), "write": Histogram()}
         # Not a method: a reference to the engine would keep it from being freed at once.
-        ended = partial(_count, self.counters, self.seconds, layout.bytes_per_block)
+        ended = partial(_count, self.counters, self.seconds)
         self.transfers = Transfers(streams, max_outstanding=max_outstanding, max_ahead=max_ahead, on_end=ended)
         _alive.append(weakref.ref(self, _alive.remove))
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The device's tensors."""
+        """The device's tensors; of an `ArenaLayout` one for each of its `fields`."""
+        if isinstance(self.layout, ArenaLayout):
+            return field_tensors(self.layout, [memory.views["device"][0] for memory in self.memories])
         return self.memory.tensors
 
-    def num_blocks(self, tier: EngineTier) -> int:
+    def num_blocks(self, tier: EngineTier, page_class: int = 0) -> int:
         """Return the number of blocks in a tier, `"device"` or `"host"`."""
-        return self.memory.num_blocks(tier)
+        return self.of_class(page_class).num_blocks(tier)
+
+    def of_class(self, page_class: int) -> Memory:
+        """Return the blocks of a page class. Raises MappingError."""
+        if not 0 <= page_class < len(self.memories):
+            raise MappingError(f"page_class is {page_class}, the engine has {len(self.memories)}")
+        return self.memories[page_class]
 
     # ---- asynchronous ----
 
@@ -182,6 +214,7 @@ class CacheEngine:
         pairs: IdPairs,
         *,
         tier: EngineTier = "device",
+        page_class: int = 0,
         after: Sequence[Transfer] = (),
         after_compute: Event | None = None,
         by_layer: bool = False,
@@ -198,10 +231,12 @@ class CacheEngine:
             pairs: block ids (from, to), ints `[n, 2]`; no destination repeats. They are copied.
             tier: tier of a copy, move or exchange. Compute does not touch the host, so `after_compute` has no effect
                 there.
+            page_class: page class of the blocks. Blocks of two classes may share bytes: their manager sees to it that
+                only one of them is in use.
             after: transfers that must end first.
             after_compute: a point in compute that must be reached first; by default the current one.
             by_layer: load a swap-in layer by layer, for `Transfer.order_compute(layer)`; on CUDA in groups of at least
-                128 KiB per block.
+                128 KiB per block. Blocks of an `ArenaLayout` load as a whole.
             prefetch: this swap-in is not needed yet; `poll` starts it when no other load is in flight.
             on_full: whether to `"wait"` or to `"refuse"` if too many bytes are in flight.
 
@@ -217,7 +252,9 @@ class CacheEngine:
         self.transfers.check()
         if (by_layer or prefetch) and kind != "swap_in":
             raise InvalidArgumentError(f"kind is {kind!r}: by_layer and prefetch are for 'swap_in'")
-        made = moving(self.memory, kind, pairs, tier, chunk=self._chunk(prefetch=prefetch), by_layer=by_layer)
+        memory = self.of_class(page_class)
+        chunk = self._chunk(memory, prefetch=prefetch)
+        made = moving(memory, kind, pairs, tier, chunk=chunk, by_layer=by_layer)
         after_compute = self._make_room(made, after_compute, on_full)
         return self.transfers.submit(made, after=after, after_compute=after_compute, prefetch=prefetch)
 
@@ -227,6 +264,7 @@ class CacheEngine:
         blocks: IdList,
         rows: Rows | None = None,
         *,
+        page_class: int = 0,
         after: Sequence[Transfer] = (),
         after_compute: Event | None = None,
         on_full: OnFull = "wait",
@@ -239,6 +277,7 @@ class CacheEngine:
             rows: destination, uint8 `[n, bytes_per_block]`, C-contiguous and writable, page-locked if host memory is;
                 must not be used by others until the transfer ends. None means fresh rows, which cost ten times as much
                 on a CPU.
+            page_class: page class of the blocks.
             after: transfers that must end first.
             after_compute: a point in compute that must be reached first.
             on_full: whether to `"wait"` or to `"refuse"`.
@@ -248,7 +287,8 @@ class CacheEngine:
             MappingError, TransferQueueFullError, InvalidArgumentError, CaptureError: as for `submit`.
         """
         self.transfers.check()
-        made = reading(self.memory, tier, blocks, chunk=self._chunk(), into=rows)
+        memory = self.of_class(page_class)
+        made = reading(memory, tier, blocks, chunk=self._chunk(memory), into=rows)
         after_compute = self._make_room(made, after_compute, on_full)
         return self.transfers.submit(made, after=after, after_compute=after_compute)
 
@@ -258,6 +298,7 @@ class CacheEngine:
         blocks: IdList,
         rows: Rows,
         *,
+        page_class: int = 0,
         after: Sequence[Transfer] = (),
         after_compute: Event | None = None,
         prefetch: bool = False,
@@ -269,6 +310,7 @@ class CacheEngine:
             tier: `"device"` or `"host"`; see `submit` for this and the other arguments.
             blocks: ids, ints `[n]`, no repeats. They are copied.
             rows: uint8 `[n, bytes_per_block]`.
+            page_class: page class of the blocks.
             after: transfers that must end first.
             after_compute: a point in compute that must be reached first.
             prefetch: the blocks are not needed yet; has no effect for the host.
@@ -280,13 +322,14 @@ class CacheEngine:
         """
         self.transfers.check()
         prefetch = prefetch and tier == "device"
-        made = writing(self.memory, tier, blocks, rows, chunk=self._chunk(prefetch=prefetch))
+        memory = self.of_class(page_class)
+        made = writing(memory, tier, blocks, rows, chunk=self._chunk(memory, prefetch=prefetch))
         after_compute = self._make_room(made, after_compute, on_full)
         return self.transfers.submit(made, after=after, after_compute=after_compute, prefetch=prefetch)
 
     # ---- synchronous ----
 
-    def run(self, kind: Kind, pairs: IdPairs, *, tier: EngineTier = "device") -> None:
+    def run(self, kind: Kind, pairs: IdPairs, *, tier: EngineTier = "device", page_class: int = 0) -> None:
         """Move blocks on the compute stream, after all open transfers; see `submit` for the arguments.
 
         On a CPU the blocks have moved when this returns. On CUDA the work is queued on the current stream, in the order
@@ -297,16 +340,17 @@ class CacheEngine:
             CaptureError: a graph is being captured, and transfers are open or the blocks are on the host.
         """
         self.transfers.process.check()
-        made = moving(self.memory, kind, pairs, tier, chunk=None)
+        made = moving(self.of_class(page_class), kind, pairs, tier, chunk=None)
         if len(made.mapping):
             self._run(made)
 
-    def read(self, tier: EngineTier, blocks: IdList) -> Rows:
+    def read(self, tier: EngineTier, blocks: IdList, *, page_class: int = 0) -> Rows:
         """Copy blocks into fresh rows on the CPU, and wait for them.
 
         Args:
             tier: `"device"` or `"host"`.
             blocks: ids, ints `[n]`; they may repeat.
+            page_class: page class of the blocks.
 
         Returns:
             uint8 `[n, bytes_per_block]`.
@@ -316,16 +360,17 @@ class CacheEngine:
             CaptureError: a graph is being captured.
         """
         self.transfers.check()
-        made = self._run(reading(self.memory, tier, blocks, chunk=None)).wait()
+        made = self._run(reading(self.of_class(page_class), tier, blocks, chunk=None)).wait()
         return cast("Rows", made.rows)
 
-    def write(self, tier: EngineTier, blocks: IdList, rows: Rows) -> None:
+    def write(self, tier: EngineTier, blocks: IdList, rows: Rows, *, page_class: int = 0) -> None:
         """Copy rows on the CPU into blocks; the rows can be reused when it returns.
 
         Args:
             tier: `"device"` or `"host"`.
             blocks: ids, ints `[n]`, no repeats.
             rows: uint8 `[n, bytes_per_block]`.
+            page_class: page class of the blocks.
 
         Raises:
             MappingError: an id is out of range or repeats; nothing was written.
@@ -333,7 +378,7 @@ class CacheEngine:
             CaptureError: a graph is being captured; nothing was written.
         """
         self.transfers.check()
-        made = writing(self.memory, tier, blocks, rows, chunk=None, copies=True)
+        made = writing(self.of_class(page_class), tier, blocks, rows, chunk=None, copies=True)
         if len(made.mapping):
             self._run(made)
 
@@ -347,15 +392,15 @@ class CacheEngine:
             An empty list: all pairs have landed, or the call raises.
 
         Raises:
-            MappingError: an id is out of range, or a transfer is of the external tier or of another page class.
+            MappingError: an id is out of range, or a transfer is of the external tier.
             OutOfMemoryError, PageLockError: host memory is not available.
         """
-        require_one_class(decision.transfers())
         for kind, pairs in decision.transfers():
             if "external" in (pairs.src, pairs.dst):
                 raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, but there is none")
         for kind, pairs in decision.transfers():
-            self.run(kind, pairs.ids, tier="host" if pairs.src == pairs.dst == "host" else "device")  # type: ignore[arg-type]
+            tier: EngineTier = "host" if pairs.src == pairs.dst == "host" else "device"
+            self.run(kind, pairs.ids, tier=tier, page_class=pairs.page_class)  # type: ignore[arg-type]
         return []
 
     # ---- both ----
@@ -390,9 +435,9 @@ class CacheEngine:
                 with suppress(torch.AcceleratorError):
                     self.streams.close()
                 with suppress(PageLockError):
-                    self.memory.release()
+                    self._release()
                 raise
-        self.memory.release()
+        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -402,10 +447,14 @@ class CacheEngine:
     ) -> None:
         self.close()
 
-    def _chunk(self, *, prefetch: bool = False) -> int | None:
+    def _release(self) -> None:
+        for memory in self.memories:
+            memory.release()
+
+    def _chunk(self, memory: Memory, *, prefetch: bool = False) -> int | None:
         """Return the maximum number of blocks per piece, if longer pieces would delay others."""
         chunk = self.streams.chunk_bytes or (PIECE_BYTES if prefetch else None)
-        return chunk and max(1, chunk // self.memory.bytes_per_block)
+        return chunk and max(1, chunk // memory.bytes_per_block)
 
     def _make_room(self, transfer: Transfer, after_compute: Event | None, on_full: OnFull) -> Event | None:
         """Make room for a transfer. Returns the point in compute that it comes after."""
@@ -427,14 +476,12 @@ class CacheEngine:
         return transfer
 
 
-def _count(
-    counters: dict[tuple[str, str], Traffic], seconds: dict[str, Histogram], bytes_per_block: int, transfer: Transfer
-) -> None:
+def _count(counters: dict[tuple[str, str], Traffic], seconds: dict[str, Histogram], transfer: Transfer) -> None:
     """Count what has landed."""
     src, dst = transfer.src, transfer.dst
     if transfer.error is None and "rows" not in {src, dst}:
         before = counters.get((src, dst), Traffic(0, 0))
-        blocks = transfer.num_bytes // bytes_per_block  # an exchange moves both blocks of a pair
+        blocks = len(transfer.mapping) * (2 if transfer.kind == "exchange" else 1)
         counters[src, dst] = Traffic(before.blocks + blocks, before.num_bytes + transfer.num_bytes)
         if {src, dst} == {"device", "host"}:
             seconds["read" if src == "host" else "write"].observe(time.monotonic() - transfer.began)
@@ -449,6 +496,6 @@ def wait_for_engines(memory: Tensor, first: int) -> None:
     """
     start, end = memory.data_ptr(), memory.data_ptr() + memory.numel()
     for engine in filter(None, [alive() for alive in tuple(_alive)]):
-        over = any(start <= tensor.data_ptr() < end for tensor in engine.tensors)
+        over = any(start <= tensor.data_ptr() < end for tensor in engine.memory.tensors)
         if over and engine.transfers.process.is_current:
             engine.transfers.synchronize(first)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Final, Literal, TypeAlias
 
 import numpy as np
@@ -22,7 +24,7 @@ from blockyard.layout.kv import BlockLayout, check_views
 from blockyard.layout.sizes import as_int
 from blockyard.workers import Buffers, fresh_pages
 
-__all__ = ["EngineTier", "Memory", "Rows", "Run", "as_tensor", "torch_dtype"]
+__all__ = ["EngineTier", "HostPage", "Memory", "Rows", "Run", "as_tensor", "page_view", "torch_dtype", "zeros"]
 
 EngineTier: TypeAlias = Literal["device", "host"]
 Rows: TypeAlias = NDArray[np.uint8]
@@ -41,6 +43,28 @@ GROUP_BYTES: Final = 128 << 10
 """On CUDA, layers are loaded in groups of at least this many bytes per block: shorter rows are not worth staging."""
 
 
+@dataclass(frozen=True)
+class HostPage:
+    """Where the blocks of a page class are in a host pool.
+
+    Attributes:
+        pool: the pool, whose rows are extents; or the blocks themselves if there is one class.
+        per_row: number of blocks in a row.
+    """
+
+    pool: HostPool
+    per_row: int = 1
+
+    def rows(self, num_blocks: int, bytes_per_block: int) -> Tensor:
+        """Return the blocks, uint8 `[num_blocks, bytes_per_block]`."""
+        return page_view(self.pool.rows, num_blocks, bytes_per_block, self.per_row)
+
+
+def page_view(extents: Tensor, num_blocks: int, bytes_per_block: int, per_extent: int) -> Tensor:
+    """Return the blocks of a page class as a view of extents, uint8 `[extents, bytes]`."""
+    return extents.as_strided((num_blocks, bytes_per_block), (extents.shape[1] // per_extent, 1))
+
+
 class Memory:
     """The blocks of device (the engine's tensors) and host (rows), initially zeros.
 
@@ -55,6 +79,7 @@ class Memory:
             one.
         on_host_failure: what to do if host memory cannot be page-locked: raise an error (`"raise"`), or use pageable
             memory from there on (`"unpinned"`), which copies slowly; `host_pool.problem` says why.
+        page: the host memory of a page class, which shares it with others; None for memory of its own.
 
     Attributes:
         tensors: the device's tensors.
@@ -82,6 +107,7 @@ class Memory:
         tensors: Sequence[Tensor] | None = None,
         pin_memory: bool | None = None,
         on_host_failure: OnFailure = "raise",
+        page: HostPage | None = None,
     ) -> None:
         if device_blocks is None:
             if tensors is None:
@@ -98,15 +124,20 @@ class Memory:
         if pin_memory and not on_cuda:
             raise InvalidArgumentError(f"pin_memory is True, device is {self.device}: page-locking needs a CUDA device")
         self.pin_memory = on_cuda if pin_memory is None else bool(pin_memory)
-        self.tensors: list[Tensor] = _zeros(layout, device_blocks, self.device) if tensors is None else list(tensors)
-        self.host_pool = HostPool.for_device(
-            host_blocks,
-            layout.bytes_per_block,
-            self.device,
-            pin_memory=self.pin_memory,
-            on_failure=on_host_failure,
+        if tensors is None:
+            tensors = zeros(layout.tensor_shapes(device_blocks), self.device, f"device_blocks is {device_blocks}")
+        self.tensors = list(tensors)
+        self._page = page or HostPage(
+            HostPool.for_device(
+                host_blocks,
+                layout.bytes_per_block,
+                self.device,
+                pin_memory=self.pin_memory,
+                on_failure=on_host_failure,
+            )
         )
-        self.host_rows = self.host_pool.rows
+        self.host_pool = self._page.pool
+        self.host_rows = self._page.rows(host_blocks, layout.bytes_per_block)
         self.views: dict[EngineTier, list[Tensor]] = {
             "device": layout.views(self.tensors),
             "host": layout.row_views(self.host_rows),
@@ -143,6 +174,10 @@ class Memory:
         if found is None:
             raise InvalidArgumentError(f"tier {tier!r} is not one of {', '.join(self._num_blocks)}")
         return found
+
+    def wait_for_host(self, num_blocks: int) -> None:
+        """Wait until the first host blocks are ready, see `HostPool.wait`."""
+        self.host_pool.wait(-(-num_blocks // self._page.per_row))
 
     def shares_device(self, other: Memory) -> bool:
         """Whether a byte of this memory's device blocks is in the other's, too."""
@@ -267,7 +302,7 @@ class Memory:
         self.buffers.clear()
         self.tensors = []
         self.host_pool.close()
-        self.host_rows = self.host_pool.rows
+        self.host_rows = self._page.rows(0, self.bytes_per_block)
 
 
 def _take_back(addresses: Sequence[int]) -> None:
@@ -287,16 +322,13 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _zeros(layout: BlockLayout, blocks: int, device: torch.device) -> list[Tensor]:
+def zeros(shapes: Sequence[tuple[tuple[int, ...], str]], device: torch.device, asked: str) -> list[Tensor]:
+    """Allocate tensors of these shapes and dtypes. Raises OutOfMemoryError, which says what was `asked` for."""
     try:
-        return [
-            torch.zeros(shape, dtype=torch_dtype(dtype), device=device) for shape, dtype in layout.tensor_shapes(blocks)
-        ]
+        return [torch.zeros(shape, dtype=torch_dtype(dtype), device=device) for shape, dtype in shapes]
     except RuntimeError as error:
-        size = blocks * layout.bytes_per_block
-        raise OutOfMemoryError(
-            f"device_blocks is {blocks}: cannot allocate {size} bytes on {device}: {error}"
-        ) from error
+        size = sum(prod(shape) * torch_dtype(dtype).itemsize for shape, dtype in shapes)
+        raise OutOfMemoryError(f"{asked}: cannot allocate {size} bytes on {device}: {error}") from error
 
 
 def as_tensor(array: NDArray[np.generic]) -> Tensor:

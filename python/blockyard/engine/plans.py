@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockyard._core import Mapping, Pairs
+from blockyard._core import Mapping
 from blockyard.engine.mapping import IdList, IdPairs, with_rows
 from blockyard.engine.memory import EngineTier, Memory, Rows, Run, as_tensor
 from blockyard.engine.ops.checks import MappingRule
 from blockyard.engine.transfers import Transfer, Work
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
 
-__all__ = ["KINDS", "Kind", "moving", "reading", "require_one_class", "writing"]
+__all__ = ["KINDS", "Kind", "moving", "reading", "writing"]
 
 Kind: TypeAlias = Literal["swap_out", "swap_in", "copy", "move", "exchange"]
 
@@ -27,16 +27,6 @@ _BETWEEN: Final[dict[str, tuple[EngineTier, EngineTier]]] = {
     "swap_in": ("host", "device"),
 }
 KINDS: Final = (*_BETWEEN, "copy", "move", "exchange")
-
-
-def require_one_class(transfers: Sequence[tuple[str, Pairs]]) -> None:
-    """Raise MappingError for transfers of several page classes: an engine has the blocks of one."""
-    for kind, pairs in transfers:
-        if pairs.page_class:
-            raise MappingError(
-                f"{len(pairs)} pairs of kind {kind!r} are of page class {pairs.page_class}, an engine has the blocks "
-                "of one class: run each entry of transfers() with the engine of its class"
-            )
 
 
 def moving(
@@ -69,7 +59,7 @@ def moving(
     num_bytes = len(mapping) * memory.bytes_per_block * (2 if kind == "exchange" else 1)
     for end, side in zip(mapping.reach, (src, dst), strict=True):
         if side == "host":
-            memory.host_pool.wait(end)
+            memory.wait_for_host(end)
     runs, layers = memory.run_by_layer(src, dst) if by_layer else ([], [])
     if runs:
         pieces: deque[Work] = deque(partial(run, mapping) for run in runs)

@@ -23,7 +23,6 @@ from typing import Final, NamedTuple
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.engine.engine import CacheEngine
-from blockyard.engine.plans import require_one_class
 from blockyard.engine.streams import Event
 from blockyard.errors import (
     BlockyardError,
@@ -211,7 +210,9 @@ class StepExecutor(Executor):
         engine.num_blocks("device")  # raises if the engine is closed
         self.engine = engine
         self.store = store
-        size = engine.layout.bytes_per_block
+        if store is not None and len(engine.memories) > 1:
+            raise InvalidArgumentError(f"store is given, must be None with {len(engine.memories)} page classes")
+        size = engine.memory.bytes_per_block
         self._checked = None if store is None else CheckedStore(store, size)
         if self._checked is not None and self._checked.max_blocks_in_flight is not None:
             max_staging = min(max_staging, self._checked.max_blocks_in_flight * size)
@@ -370,7 +371,7 @@ class StepExecutor(Executor):
             source=pairs.src,
             target=pairs.dst,
             blocks=blocks,
-            bytes=blocks * self.engine.memory.bytes_per_block,
+            bytes=blocks * self.engine.of_class(pairs.page_class).bytes_per_block,
             ticket=ticket,
         )
 
@@ -555,7 +556,6 @@ class StepExecutor(Executor):
     # ---- parts ----
 
     def _refuse(self, transfers: Sequence[tuple[str, Pairs]]) -> None:
-        require_one_class(transfers)
         for kind, pairs in transfers:
             if "external" not in {pairs.src, pairs.dst}:
                 continue  # the engine checks them on submission

@@ -266,10 +266,10 @@ def _merged(ticket: int, reports: dict[int, StepDone]) -> StepDone:
 
 def _union(lost: Iterable[Pairs]) -> tuple[Pairs, ...]:
     """Merge pairs between the same tiers, without duplicates."""
-    by_tiers: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
+    by_tiers: dict[tuple[str, str, int], list[NDArray[np.int64]]] = {}
     for pairs in lost:
-        by_tiers.setdefault((pairs.src, pairs.dst), []).append(pairs.ids)
+        by_tiers.setdefault((pairs.src, pairs.dst, pairs.page_class), []).append(pairs.ids)
     return tuple(
-        Pairs(src, dst, np.unique(np.concatenate(ids), axis=0))  # type: ignore[arg-type]  # tiers of other pairs
-        for (src, dst), ids in by_tiers.items()
+        Pairs(src, dst, np.unique(np.concatenate(ids), axis=0), page_class)  # type: ignore[arg-type]  # of other pairs
+        for (src, dst, page_class), ids in by_tiers.items()
     )

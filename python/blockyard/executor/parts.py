@@ -159,7 +159,7 @@ class Part:
     @property
     def num_bytes(self) -> int:
         """Bytes of its staging rows."""
-        return len(self.pairs) * self.tiers.engine.memory.bytes_per_block
+        return len(self.pairs) * self.tiers.engine.of_class(self.pairs.page_class).bytes_per_block
 
     def begin(self) -> None:
         """Submit the first leg.
@@ -185,6 +185,7 @@ class Part:
             cast("Kind", self.kind),
             pairs.ids,
             tier=engine_tier(pairs.src),
+            page_class=pairs.page_class,
             after=self._take_after(),
             after_compute=self.after_compute,
             by_layer=self.by_layer,
@@ -345,19 +346,19 @@ def _by_slot(pairs: Pairs, column: int) -> Pairs:
     slots = pairs.ids[:, column]
     if len(slots) < 2 or (slots[1:] > slots[:-1]).all():
         return pairs
-    return Pairs(pairs.src, pairs.dst, pairs.ids[np.argsort(slots, kind="stable")])
+    return _with(pairs, pairs.ids[np.argsort(slots, kind="stable")])
 
 
 def _pieces(pairs: Pairs, size: int) -> Iterator[Pairs]:
     for first in range(0, len(pairs), size):
-        yield Pairs(pairs.src, pairs.dst, pairs.ids[first : first + size])
+        yield _with(pairs, pairs.ids[first : first + size])
 
 
 def written(kind: str, pairs: Pairs) -> Pairs:
     """Return pairs with every written block as a destination: for an exchange, both blocks of each pair."""
     if kind != "exchange":
         return pairs
-    return Pairs(pairs.src, pairs.dst, np.concatenate((pairs.ids, pairs.ids[:, ::-1])))
+    return _with(pairs, np.concatenate((pairs.ids, pairs.ids[:, ::-1])))
 
 
 def all_written(decision: StepDecision) -> tuple[Pairs, ...]:
@@ -379,4 +380,8 @@ def _column(pairs: Pairs, column: int) -> NDArray[np.int64]:
 
 
 def _some(pairs: Pairs, chosen: NDArray[np.bool_]) -> Pairs:
-    return Pairs(pairs.src, pairs.dst, pairs.ids[chosen])
+    return _with(pairs, pairs.ids[chosen])
+
+
+def _with(pairs: Pairs, ids: NDArray[np.int64]) -> Pairs:
+    return Pairs(pairs.src, pairs.dst, ids, pairs.page_class)

@@ -38,7 +38,7 @@ _SENTINEL = 1_000_003
 
 # Part of every fingerprint; incremented when the byte order of a row changes.
 _ROW_FORMAT = 1
-_ITEM_SIZES = {
+ITEM_SIZES = {
     "float64": 8,
     "int64": 8,
     "float32": 4,
@@ -158,11 +158,11 @@ class KVLayout:
             raise LayoutError(f"tensors_per_layer is {self.tensors_per_layer}, {self.kind!r} allows 1, or 2 without kv")
         if not 0 <= self.split < len(self._order(0).inner):
             raise LayoutError(f"split is {self.split}, must be 0 to {len(self._order(0).inner) - 1}")
-        known = _ITEM_SIZES.get(self.dtype, 0)
+        known = ITEM_SIZES.get(self.dtype, 0)
         if self.itemsize < 0 or (self.itemsize and known not in {0, self.itemsize}):
             raise LayoutError(f"itemsize is {self.itemsize} bytes, {self.dtype} has {known}")
         if not self.itemsize and not known:
-            known_names = ", ".join(sorted(_ITEM_SIZES))
+            known_names = ", ".join(sorted(ITEM_SIZES))
             raise LayoutError(f"dtype is {self.dtype!r}, must be one of {known_names}, or be given with its itemsize")
         object.__setattr__(self, "itemsize", self.itemsize or known)
         object.__setattr__(self, "x", self._vector() if "x" in names else 0)
@@ -255,9 +255,9 @@ class KVLayout:
         """
         memory = ModelMemory.from_config(config, dtype=dtype)
         first, width = memory.layers[0] if memory.layers else None, _group_width(memory.layers)
-        if first is None or memory.dtype not in _ITEM_SIZES:
+        if first is None or memory.dtype not in ITEM_SIZES:
             raise LayoutError(f"config caches {len(memory.layers)} layers of {memory.dtype}, which no layout describes")
-        size = first.head_size if first.heads else first.entry_bytes // _ITEM_SIZES[memory.dtype]
+        size = first.head_size if first.heads else first.entry_bytes // ITEM_SIZES[memory.dtype]
         return cls(
             "kv_first" if first.heads else "blocks tokens dim",
             num_layers=width,

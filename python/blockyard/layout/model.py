@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from blockyard._core import CacheGroup
 from blockyard.errors import InvalidArgumentError
 
 __all__ = ["LayerCache", "ModelMemory"]
@@ -57,19 +56,6 @@ _FAMILIES: Final[dict[str, str]] = {
 # Families with a window and no list of layers: every layer has the window, or every n-th is full.
 _ALL_WINDOWS: Final = ("mistral", "ministral", "mixtral", "phi3", "starcoder2")
 _PERIODS: Final = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
-
-
-# The cache group of each kind of layer, in the order in which a manager wants them.
-_LIFECYCLES: Final[dict[LayerKind, str]] = {
-    "full": "full_attention",
-    "mla": "full_attention",
-    "indexer": "full_attention",
-    "window": "sliding_window",
-    "chunked": "chunked_attention",
-    "recurrent": "recurrent",
-    "conv": "recurrent",
-    "cross": "cross_attention",
-}
 
 
 @dataclass(frozen=True)
@@ -168,42 +154,6 @@ class ModelMemory:
         for layer in self.layers:
             found[layer.kind] = found.get(layer.kind, 0) + layer.bytes(tokens)
         return found
-
-    def cache_groups(self, block_size: int = 16) -> tuple[CacheGroup, ...]:
-        """Return one cache group for each way in which layers keep tokens, with blocks of exactly their bytes.
-
-        Give them to a `BlockManager` of this block size with an `Arena`. All recurrent and convolution states of a
-        sequence are one block.
-
-        Args:
-            block_size: number of tokens in a block, 1 or more.
-
-        Raises:
-            InvalidArgumentError: `block_size` is below 1, or a layer has compressed entries: what a prompt that resumes
-                needs of an entry that is still open is not known.
-
-        Example:
-            >>> from blockyard.layout.model import LayerCache, ModelMemory
-            >>> layers = (LayerCache("full", 2048), LayerCache("recurrent", 65536, entries=1))
-            >>> ModelMemory(layers, "bfloat16").cache_groups(16)[1]
-            CacheGroup.recurrent().with_blocks(bytes=65536)
-        """
-        if block_size < 1:
-            raise InvalidArgumentError(f"block_size is {block_size}, must be at least 1")
-        sizes: dict[tuple[str, int], int] = {}
-        for layer in self.layers:
-            if layer.kind == "compressor":
-                raise InvalidArgumentError(f"config has a layer of compressed entries, {layer.ratio} tokens in each")
-            is_state = layer.kind in {"recurrent", "conv"}
-            size = layer.entry_bytes * ((layer.entries or 1) if is_state else block_size)
-            key = (_LIFECYCLES[layer.kind], 0 if is_state or layer.kind == "cross" else layer.entries or 0)
-            sizes[key] = sizes.get(key, 0) + size
-        order = tuple(_LIFECYCLES.values())
-        groups = sorted(sizes.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1]))
-        return tuple(
-            (getattr(CacheGroup, kind)(entries) if entries else getattr(CacheGroup, kind)()).with_blocks(bytes=size)
-            for (kind, entries), size in groups
-        )
 
 
 class _Fields:

@@ -197,7 +197,7 @@ class Loads:
         self._max_blocks = max_blocks
         self._buffers = engine.memory.buffers
         self._store_jobs = manager.prefix.store_jobs
-        self._has_points = [group.kind for group in manager.pool("device").groups] != ["full_attention"]
+        self._has_points = [group.kind for group in manager.groups] != ["full_attention"]
         self._blocks_at_once = max(1, min(max_blocks // 4, READ_AT_ONCE // self._size))
         self._reads: dict[Read, None] = {}  # those whose rows are in use
         self._late_at: int | None = None  # number of the store's answers when a read passed its deadline

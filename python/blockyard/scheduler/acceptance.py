@@ -44,7 +44,7 @@ class Acceptance:
         self._manager = manager
         self._prefix_caching = manager.prefix.enabled
         # A window frees its blocks here, before the next step needs others.
-        self._marks = self._prefix_caching or any(group.kind != "full_attention" for group in manager.pool().groups)
+        self._marks = self._prefix_caching or any(group.kind != "full_attention" for group in manager.groups)
         self._rows = rows
         self._builder = builder
         self._stop_tokens = stop_tokens

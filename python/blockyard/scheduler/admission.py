@@ -21,8 +21,6 @@ from blockyard.scheduler.swapping import Swapping
 
 __all__ = ["Admission", "Precedence"]
 
-HELD: Final = 2
-"""In `Pool.uses`: only transfers or pins hold the block."""
 PASSED: Final = 16
 """Maximum number of waiting sequences that one step passes over because they do not fit."""
 
@@ -36,7 +34,7 @@ class Admission:
         builder: builder of the step they start in.
         waiting: the queue.
         stats: counts the tokens found in the prefix cache.
-        needs: counts the blocks that a sequence needs.
+        needs: counts the bytes that a sequence needs.
         prefetch: starts loading the beginning of a prompt from a prefix store; None without a store.
         change: of the scheduler.
         max_overtakes: maximum number of requests that may start before one ahead of them.
@@ -67,7 +65,7 @@ class Admission:
         self._stats = stats
         self.needs = needs
         self._prefix_caching = manager.prefix.enabled
-        self._device = manager.pool()
+        self._block_bytes = needs.sizes[0][1]  # of the only page class there is with a prefix store
         most, in_order = rows.seats_left + LOOKED_AT, not max_overtakes
         self.ahead = LoadingAhead(manager, waiting, self._hashed, prefetch, change, most=most, in_order=in_order)
         self.room = RoomAhead(manager, rows, waiting, self._hashed, builder.left)
@@ -119,8 +117,8 @@ class Admission:
         """
         left = self._builder.left
         batch: list[IdleSequences] = []
-        tokens, blocks = 0, self._blocks_owed()
-        room = self._room(blocks)
+        tokens, taken = 0, self._bytes_owed()
+        room = self._room(taken)
         while (head := self._head()) is not None and self._may_start(head):
             state, length = head.state, len(head.tokens[0])
             if batch and (tokens + length > left or state.admitted != batch[0].state.admitted):
@@ -132,12 +130,12 @@ class Admission:
                     break
                 share = None if self._prefix_caching else self._shared_with(state, head.tokens[0])
             has_asked = self.ahead.may_start(head) or self._is_idle(batch)
-            need = self._fit(head, share, blocks, room) if has_asked else None
+            need = self._fit(head, share, taken, room) if has_asked else None
             if need is None:
-                ended = has_asked and self._end_lease_behind(head, blocks, room)
+                ended = has_asked and self._end_lease_behind(head, taken, room)
                 if not ended and (batch or not self._pass_over(head)):
                     break
-                room = self._room(blocks)
+                room = self._room(taken)
                 continue
             is_cut = state.chunk < length
             if batch and is_cut:
@@ -148,28 +146,28 @@ class Admission:
             self._rows.seats_left -= 1 + head.forks
             batch.append(head)
             tokens += length
-            blocks += need
+            taken += need
             if share is not None or tokens >= left or is_cut or self.needs.keeps_states:
                 return batch, share
         return batch, None
 
     def _fit(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int | None:
-        """Return the blocks that sequences take beside `taken` others, or None if they do not fit."""
+        """Return the bytes that sequences take beside `taken` others, or None if they do not fit."""
         if 1 + head.forks > self._rows.seats_left:
             return None
         need = self._need(head, share, taken, room)
         return need if taken + need <= room else None
 
     def _need(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int:
-        """Return the blocks that a prompt takes. Sets its chunk: as long as the device could hold if it were empty."""
+        """Return the bytes that a prompt takes. Sets its chunk: as long as the device could hold if it were empty."""
         needs, state, length = self.needs, head.state, len(head.tokens[0])
         state.chunk = needs.max_chunk
         if needs.is_full:
             need = needs.all(length) - needs.all(share[1] if share else 0)
             is_enough = taken + need <= room or not self._prefix_caching
-            return need if is_enough else self._blocks_with_hits(head, room)
-        most = needs.usable(self._device)
-        while (need := self._blocks_with_hits(head, room)) > most and state.chunk > 1:
+            return need if is_enough else self._bytes_with_hits(head, room)
+        most = needs.usable()
+        while (need := self._bytes_with_hits(head, room)) > most and state.chunk > 1:
             state.chunk = -(-min(state.chunk, length) // 2)
         return need
 
@@ -181,8 +179,8 @@ class Admission:
         """End the lease of the last sequences behind `head`, if `head` lacks only blocks that leases hold."""
         if not self.ahead.has_leases or 1 + head.forks > self._rows.seats_left:
             return False
-        need = self._blocks_with_hits(head, room)
-        return self.ahead.give_up_last(place_of(head), taken + need - room)
+        need = self._bytes_with_hits(head, room)
+        return self.ahead.give_up_last(place_of(head), -(-(taken + need - room) // self._block_bytes))
 
     def _may_start(self, head: IdleSequences) -> bool:
         """Whether `head` may overtake those ahead of it that have not started."""
@@ -203,18 +201,18 @@ class Admission:
         self._aside.append(self._passed[-1])
         return True
 
-    def blocks_lacking(self, idle: IdleSequences, begun: int) -> int:
-        """Blocks that waiting sequences lack to be admitted, while running ones take `begun`; at most 0 if none."""
+    def bytes_lacking(self, idle: IdleSequences, begun: int) -> int:
+        """Bytes that waiting sequences lack to be admitted, while running ones take `begun`; at most 0 if none."""
         rows = self._rows
         prefill = slice(rows.decodes, rows.count)
         lengths, done = rows.fields[LENGTH, prefill].tolist(), rows.fields[DONE, prefill].tolist()
         if idle.state.seats and rows.find(idle.state.seats)[-1] >= rows.decodes:
             return 0  # it waits for another sequence of its request
-        blocks = begun + sum(map(self.needs.rest, lengths, done))
+        taken = begun + sum(map(self.needs.rest, lengths, done))
         is_sharing = idle.state.seats and not self._prefix_caching
         share = self._shared_with(idle.state, idle.tokens[0]) if is_sharing else None
-        room = self._free(blocks, idle)
-        return blocks + self._need(idle, share, blocks, room) - room
+        room = self._free(taken, idle)
+        return taken + self._need(idle, share, taken, room) - room
 
     def _head(self) -> IdleSequences | None:
         """Return the first whose prompt is not loading; set aside those before it."""
@@ -222,8 +220,8 @@ class Admission:
             self._aside.append(self._waiting.pop())
         return head
 
-    def _blocks_owed(self) -> int:
-        """Blocks that prompts in prefill still need."""
+    def _bytes_owed(self) -> int:
+        """Bytes that prompts in prefill still need."""
         builder, rows = self._builder, self._rows
         if not builder.ends:
             return 0
@@ -231,24 +229,27 @@ class Admission:
         return sum(map(self.needs.rest, lengths, builder.ends))
 
     def _room(self, owed: int) -> int:
-        """Blocks for new prompts, except those that loads will take for prompts ahead of the head.
+        """Bytes for new prompts, except those that loads will take for prompts ahead of the head.
 
         If the head needs more than are free, those held only by writes to a store count.
         """
         head = self._head()
         if head is None:
             return 0
-        return self._free(owed, head) - self.ahead.num_promised(self._aside)
+        return self._free(owed, head) - self.ahead.num_promised(self._aside) * self._block_bytes
 
     def _free(self, taken: int, idle: IdleSequences) -> int:
-        blocks = min(taken + self.needs.all(len(idle.tokens[0])), self._device.num_blocks)
-        return self._manager.can_allocate(blocks * self._manager.block_size).free
+        return self.needs.free(taken + self.needs.all(len(idle.tokens[0])))
 
-    def _blocks_with_hits(self, idle: IdleSequences, room: int) -> int:
-        """Blocks of `room` that a prompt takes. Hits held only by writes count: new blocks cannot take their place."""
+    def _bytes_with_hits(self, idle: IdleSequences, room: int) -> int:
+        """Bytes of `room` that a prompt takes. Hits held only by writes count: new blocks cannot take their place."""
         prompt = self._hashed(idle) if self._prefix_caching else len(idle.tokens[0])
         fit = self._manager.can_allocate(prompt, chunk_tokens=idle.state.chunk)
-        return fit.blocks + max(0, room - fit.free)
+        need = fit.bytes + max(0, room - fit.free_bytes)
+        if self.needs.has_classes and not fit:
+            never = self.needs.total() if fit.status == AllocStatus.NEVER else 0
+            return max(need, room, never) + 1  # enough bytes, but not enough blocks of a class
+        return need
 
     def _hashed(self, idle: IdleSequences) -> HashedPrompt:
         if idle.hashed is None:  # kept: it may be looked up in every step until it fits
@@ -272,8 +273,7 @@ class Admission:
 
     def _still_has(self, handle: int, tokens: int) -> bool:
         """Whether a running sequence still holds everything of its first `tokens` that the next token needs."""
-        size = self._manager.block_size
-        for number, group in enumerate(self._device.groups):
+        for number, (group, (size, _)) in enumerate(zip(self.needs.groups, self.needs.sizes, strict=True)):
             if group.kind in {"recurrent", "drafter"}:
                 return False  # its state has moved past that token; a drafter's entry depends on the next one
             if group.window is not None:
@@ -376,51 +376,44 @@ class Precedence:
 
         Call it before the running sequences get their tokens.
         """
-        first, rows = self.first(), self._rows
+        first, rows, needs = self.first(), self._rows, self._admission.needs
         if first is None or rows.lowest_priority() <= first.rank[0]:
             return False
-        blocks, seats = self._lacking(first)
+        lacking, seats = self._lacking(first)
         place = place_of(first) if first.status is SequenceStatus.WAITING else first.rank[:1]
-        while blocks > 0 and self._admission.ahead.give_up_last(place):
-            blocks, seats = self._lacking(first)
-        if (blocks > 0 or seats > 0) and self._is_enough(first, blocks, seats):
-            while (blocks > self._leased() or seats > 0) and rows.lowest_priority() > first.rank[0]:
+        while lacking > 0 and self._admission.ahead.give_up_last(place):
+            lacking, seats = self._lacking(first)
+        if (lacking > 0 or seats > 0) and self._is_enough(first, lacking, seats):
+            while (lacking > needs.in_flight() or seats > 0) and rows.lowest_priority() > first.rank[0]:
                 self._preempt(rows.worst())
-                blocks, seats = self._lacking(first)
+                lacking, seats = self._lacking(first)
         return True
 
     def _lacking(self, first: IdleSequences) -> tuple[int, int]:
-        """Blocks and seats that sequences lack to run in this step; not positive if they have enough."""
+        """Bytes and seats that sequences lack to run in this step; not positive if they have enough."""
         rows = self._rows
         decodes = rows.fields[LENGTH, : rows.decodes]
         begun = int(np.count_nonzero((decodes - 1) % self._manager.block_size == 0))
-        begun *= self._admission.needs.groups  # blocks that running sequences take
+        begun *= self._admission.needs.all(1)  # bytes that running sequences take
         seats = len(first.indices) + first.forks - rows.seats_left
         if first.status is SequenceStatus.WAITING:
-            return self._admission.blocks_lacking(first, begun), seats
+            return self._admission.bytes_lacking(first, begun), seats
         fit = self._manager.can_swap_in(first.handles)
         is_movable = fit.blocks > 0 and fit.status != AllocStatus.NEVER
-        return fit.blocks + begun - fit.free if is_movable else 0, seats
+        lacking = fit.bytes + begun - fit.free_bytes
+        lacks_class = self._admission.needs.has_classes and not fit
+        return max(lacking, lacks_class) if is_movable else 0, seats
 
-    def _leased(self) -> int:
-        """Blocks that become free once transfers have landed."""
-        held = int(np.count_nonzero(self._manager.pool().uses() == HELD))
-        kept = self._manager.stats().pinned_blocks["device"] + self._manager.prefix.store_jobs.num_leased if held else 0
-        return max(0, held - kept)
-
-    def _is_enough(self, first: IdleSequences, blocks: int, seats: int) -> bool:
+    def _is_enough(self, first: IdleSequences, lacking: int, seats: int) -> bool:
         """Whether the running requests of lower priority hold what sequences lack."""
-        rows, manager = self._rows, self._manager
+        rows = self._rows
         is_lower = rows.fields[PRIORITY, : rows.count] > first.rank[0]
         lower = is_lower.nonzero()[0]
         if seats > len(lower) + sum(map(rows.fork_count, lower.tolist())):
             return False
-        kept, freed = set(range(self._admission.needs.nulls)), set[int]()
-        for handle, gone in zip(rows.handles[: rows.count].tolist(), is_lower.tolist(), strict=True):
-            held = freed if gone else kept
-            for group in range(self._admission.needs.groups):
-                held.update(manager.block_table(handle, group).tolist())
-        return blocks <= self._leased() + len(freed - kept)
+        needs, handles = self._admission.needs, rows.handles[: rows.count]
+        kept, freed = needs.held_by(handles[~is_lower].tolist()), needs.held_by(handles[is_lower].tolist())
+        return lacking <= needs.in_flight() + sum(freed[block] for block in freed.keys() - kept.keys())
 
     def start_idle(self) -> None:
         """Bring swapped sequences back and admit waiting ones, by priority; within one, swapped sequences go first."""

@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import BlockManager, Pool
+from blockyard._core import AllocStatus, BlockManager
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError
 from blockyard.layout.sizes import as_float, as_int, set_ints
 from blockyard.scheduler.loop import Cache, LoopedScheduler
@@ -125,58 +125,111 @@ class DefragPolicy:
         )
 
 
+HELD: Final = 2
+"""In `Pool.uses`: only transfers or pins hold the block."""
+
+
 class BlockNeeds:
-    """Device blocks that sequences need: the one count of `add` and of admission.
+    """Device memory that sequences need: the one count of `add` and of admission.
+
+    It is counted in bytes of blocks, as in `Fit.bytes`, since the blocks of page classes differ. Where blocks have no
+    bytes, these are numbers of blocks.
 
     Args:
         manager: the manager.
         max_num_batched_tokens: maximum number of tokens that a step computes of a prompt.
 
     Attributes:
-        groups: number of cache groups.
+        groups: the cache groups.
+        sizes: tokens and bytes of a block of each group.
+        has_classes: whether there are several page classes: enough bytes may still lack blocks of one class.
         is_full: whether a sequence keeps all of its blocks in every group.
-        nulls: blocks of the pool that no sequence can use: the null block of windows and recurrent states.
         has_states: whether a group is recurrent.
         keeps_states: whether chunks end where a recurrent state gets cached, see `BlockManager.next_chunk`.
         max_chunk: the maximum, as given.
     """
 
     def __init__(self, manager: BlockManager, max_num_batched_tokens: int) -> None:
-        kinds = [group.kind for group in manager.pool().groups]
         self._manager, self._size, self.max_chunk = manager, manager.block_size, max_num_batched_tokens
-        self.groups = len(kinds)
-        self.is_full = set(kinds) == {"full_attention"}
-        self.nulls = int(not set(kinds) <= {"full_attention", "drafter"})
+        self.groups = manager.groups
+        self._pools = [manager.pool("device", number) for number in range(manager.num_page_classes)]
+        self.has_classes = len(self._pools) > 1
+        strides = {pool.block_bytes: pool.block_stride or pool.block_bytes for pool in self._pools}
+        self.sizes = [(group.block_tokens or self._size, strides[group.block_bytes or 1]) for group in self.groups]
+        kinds = {group.kind for group in self.groups}
+        self.is_full = kinds == {"full_attention"}
+        self._has_nulls = not kinds <= {"full_attention", "drafter"}
         self.has_states = "recurrent" in kinds
         self.keeps_states = self.has_states and manager.prefix.enabled
 
     def all(self, tokens: int) -> int:
-        """Blocks of the first `tokens` tokens in all groups, if none gave any back."""
-        return -(-tokens // self._size) * self.groups
+        """Bytes of the first `tokens` tokens in all groups, if none gave any back."""
+        return sum(-(-tokens // size) * num_bytes for size, num_bytes in self.sizes)
 
     def peak(self, tokens: int, chunk: int) -> int:
-        """Maximum blocks that a sequence of `tokens` tokens holds at once, computed in chunks from its first token."""
+        """Maximum bytes that a sequence of `tokens` tokens holds at once, computed in chunks from its first token."""
         if self.is_full:
             return self.all(tokens)
-        return self._manager.can_allocate(tokens, chunk_tokens=min(chunk, tokens)).blocks
+        return self._manager.can_allocate(tokens, chunk_tokens=min(chunk, tokens)).bytes
+
+    def can_never(self, tokens: int) -> bool:
+        """Whether a sequence of `tokens` tokens lacks blocks of a page class although there are enough bytes."""
+        return self.has_classes and self._manager.can_allocate(tokens, chunk_tokens=1).status == AllocStatus.NEVER
 
     def rest(self, tokens: int, done: int) -> int:
-        """Maximum blocks that it takes in addition to those of its first `done` tokens."""
+        """Maximum bytes that it takes in addition to those of its first `done` tokens."""
         rest = self.all(tokens) - self.all(done)
         return rest if self.is_full or not rest else min(rest, self.peak(tokens, self.max_chunk))
 
     def to_end(self, state: RequestState) -> int:
-        """Blocks without which the unfinished sequences of a request cannot run to their ends at once.
+        """Bytes without which the unfinished sequences of a request cannot run to their ends at once.
 
         With full attention they share the prompt's full blocks, else nothing. A prompt that needs more because a step
         computes much of it is computed in smaller chunks.
         """
-        shared = (len(state.prompt) - 1) // self._size * self.groups if self.is_full else 0
+        shared = self.all((len(state.prompt) - 1) // self._size * self._size) if self.is_full else 0
         return shared + state.left * (self.peak(state.limit, 1) - shared)
 
-    def usable(self, device: Pool) -> int:
-        """Number of device blocks that sequences may use."""
-        return device.num_blocks - device.reserved - self.nulls
+    def total(self) -> int:
+        """Bytes of all device blocks."""
+        first = self._pools[0]
+        return first.num_blocks * (first.block_stride or first.block_bytes)
+
+    def usable(self) -> int:
+        """Bytes of device blocks that sequences may use: all but null blocks, or their extent, and the watermark."""
+        first = self._pools[0]
+        kept = first.reserved + self._has_nulls * (first.per_extent or 1)
+        return self.total() - kept * (first.block_stride or first.block_bytes)
+
+    def free(self, owed: int) -> int:
+        """Bytes that are available to new sequences once others take those that they are owed.
+
+        Blocks held only by writes to a store count if there are too few without them.
+        """
+        blocks = min(owed, self.total()) // self.sizes[0][1]
+        return self._manager.can_allocate(blocks * self._size).free_bytes
+
+    def held_by(self, handles: list[int]) -> dict[tuple[int, int], int]:
+        """Return the blocks of sequences by page class and id, with their bytes."""
+        found: dict[tuple[int, int], int] = {}
+        for number, ((_, num_bytes), group) in enumerate(zip(self.sizes, self.groups, strict=True)):
+            page = group.block_bytes or 1
+            for handle in handles:
+                found |= dict.fromkeys(((page, block) for block in self._blocks(handle, number)), num_bytes)
+        return found
+
+    def _blocks(self, handle: int, group: int) -> list[int]:
+        blocks: list[int] = self._manager.block_table(handle, group).tolist()
+        return [block for block in blocks if block or not self._has_nulls]
+
+    def in_flight(self) -> int:
+        """Bytes of blocks that only transfers or pins hold."""
+        held = [int(np.count_nonzero(pool.uses() == HELD)) for pool in self._pools]
+        if not any(held):
+            return 0
+        held[0] -= self._manager.stats().pinned_blocks["device"] + self._manager.prefix.store_jobs.num_leased
+        each = [pool.block_stride or pool.block_bytes for pool in self._pools]
+        return max(0, sum(count * num_bytes for count, num_bytes in zip(held, each, strict=True)))
 
 
 def manager_of(cache: object, executor: object) -> BlockManager:
@@ -260,7 +313,7 @@ def check_options(
         )
     if not isinstance(preemption_mode, PreemptionCosts) and preemption_mode not in PREEMPTION_MODES:
         raise InvalidArgumentError(f"preemption_mode is {preemption_mode!r}, must be one of {PREEMPTION_MODES}")
-    kinds = [group.kind for group in manager.pool().groups]
+    kinds = [group.kind for group in manager.groups]
     if "cross_attention" in kinds:
         raise InvalidArgumentError(f"the manager's cache groups are {kinds}, must be without cross_attention")
     if num_lookahead_tokens < 0:
@@ -293,7 +346,8 @@ def swaps(
     """Return whether the sequences of preempted rows are swapped if there is room; else they are recomputed."""
     if isinstance(mode, PreemptionCosts):
         tokens = rows.fields[LENGTH, gone].tolist()
-        return bool(sum(needs.peak(count, 1) for count in tokens) * mode.swap_block <= sum(tokens) * mode.prefill_token)
+        blocks = sum(needs.peak(count, 1) for count in tokens) / needs.sizes[0][1]
+        return bool(blocks * mode.swap_block <= sum(tokens) * mode.prefill_token)
     return len(gone) > 1 if mode == "auto" else mode == "swap"
 
 
@@ -311,13 +365,15 @@ def lookahead_of_step(wanted: int | None, maximum: int) -> int:
     return number
 
 
-def lack_of_room(device: Pool, needs: BlockNeeds, state: RequestState) -> OutOfBlocksError | None:
+def lack_of_room(needs: BlockNeeds, state: RequestState) -> OutOfBlocksError | None:
     """Return why a request could never finish, as an error to raise; None if it can."""
-    wanted, total, room = needs.to_end(state), device.num_blocks, needs.usable(device)
-    if wanted <= room:
+    wanted, total, room = needs.to_end(state), needs.total(), needs.usable()
+    if wanted <= room and not needs.can_never(state.limit):
         return None
-    message = (
-        f"request {state.request.request_id!r} needs up to {wanted} device blocks and {total - room} kept free, "
-        f"there are {total}"
-    )
+    first, request = needs.sizes[0][1], state.request.request_id
+    if needs.has_classes:
+        message = f"request {request!r} needs up to {wanted} bytes of device blocks, there are {room} for it"
+        return OutOfBlocksError(message, "device", wanted, room, total)
+    wanted, total, room = -(-wanted // first), total // first, room // first
+    message = f"request {request!r} needs up to {wanted} device blocks and {total - room} kept free, there are {total}"
     return OutOfBlocksError(message, "device", wanted, room, total)

@@ -82,7 +82,8 @@ class SequenceRows:
     """
 
     def __init__(self, capacity: int, manager: BlockManager, num_lookahead_tokens: int = 0) -> None:
-        self._manager, self._block_size = manager, manager.block_size
+        self._manager, groups = manager, manager.groups
+        self._entry_tokens = min(group.block_tokens or manager.block_size for group in groups)
         self._step_tokens = 1 + num_lookahead_tokens
         self._seat_length = max(SEAT_LENGTH, 4 * self._step_tokens)
         self._steps_left = NO_END  # for which every row has room
@@ -92,7 +93,7 @@ class SequenceRows:
         self.handles = self.fields[HANDLE].view(np.uint64)
         self._arrivals = self.fields[ARRIVAL].view(np.float64)
         self.last = np.zeros(capacity, np.uint32)
-        self.block_tables = np.zeros((len(manager.pool().groups), capacity, 0), np.int32)
+        self.block_tables = np.zeros((len(groups), capacity, 0), np.int32)
         self.flat_tables = self.block_tables[0]
         self.tokens = np.zeros((capacity, 0), np.uint32)
         self.flat = self.tokens.reshape(-1)
@@ -119,9 +120,9 @@ class SequenceRows:
 
     def _widen(self, length: int) -> None:
         """Widen the block tables to sequences of `length` tokens."""
-        blocks, (groups, capacity, width) = -(-length // self._block_size), self.block_tables.shape
+        blocks, (groups, capacity, width) = -(-length // self._entry_tokens), self.block_tables.shape
         if blocks > width:
-            wider = max(blocks, 2 * width, FIRST_LENGTH // self._block_size)
+            wider = max(blocks, 2 * width, FIRST_LENGTH // self._entry_tokens)
             tables = np.zeros((groups, capacity, wider), np.int32)
             tables[..., :width] = self.block_tables
             self.block_tables, self.flat_tables = tables, tables.reshape(-1, wider)
@@ -145,7 +146,7 @@ class SequenceRows:
         for row in np.flatnonzero(ends - base - length < most).tolist():
             self._change_halves(row)
         self._steps_left = int((self._ends[self.fields[SEAT, rows]] - base - length).min(initial=NO_END)) // most
-        covered = self.block_tables.shape[2] * self._block_size
+        covered = self.block_tables.shape[2] * self._entry_tokens
         self._steps_left = min(self._steps_left, int((covered - length)[limit > covered].min(initial=NO_END)) // most)
 
     def _change_halves(self, row: int) -> None:
@@ -282,7 +283,7 @@ class SequenceRows:
 
     def _fill(self, at: int, seated: Sequence[Seated]) -> None:
         longest, columns = self.tokens.shape[1], []
-        covered = self.block_tables.shape[2] * self._block_size
+        covered = self.block_tables.shape[2] * self._entry_tokens
         for state, sequence, tokens, handle, done, forks in seated:
             seat, length = self._free_seats.pop(), len(tokens)
             self.owners[seat] = (state, sequence)

@@ -155,7 +155,7 @@ class Scheduler:
         """Set up empty queues, rows and counts."""
         self._rows = SequenceRows(self._max_num_seqs, self.manager, self._num_lookahead_tokens)
         sizes = (self._max_num_batched_tokens, self._max_num_seqs, self._num_lookahead_tokens)
-        self._builder = StepBuilder(*sizes, len(self._device.groups))
+        self._builder = StepBuilder(*sizes, len(self._needs.groups))
         self._stop_tokens = StopTokens()
         self._waiting = RankedQueue(SequenceStatus.WAITING)
         parts = (self.manager, self._rows, self._builder, self._waiting, self._stats)
@@ -172,7 +172,7 @@ class Scheduler:
         self._leaving: list[RequestState] = []  # their rows are freed once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
-        self._capacity = self._needs.usable(self._device)
+        self._capacity = self._needs.usable()
 
     @property
     def num_unfinished(self) -> int:
@@ -221,7 +221,7 @@ class Scheduler:
         try:
             self._stop_tokens.add(state.stops)
             # Else it would go unchecked if the device shrinks back to its size at the last step.
-            self._capacity = max(self._capacity, self._needs.usable(self._device))
+            self._capacity = max(self._capacity, self._needs.usable())
             self._num_added += 1
             mixed = bool(self._requests) and (self._mixed or state.rank[0] != self._priority)
             self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))
@@ -648,11 +648,11 @@ class Scheduler:
     # ---- a device that shrinks ----
 
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
-        return options.lack_of_room(self._device, self._needs, state)
+        return options.lack_of_room(self._needs, state)
 
     def _refuse_what_no_longer_fits(self) -> None:
         """After the device shrank, end the requests that `add` would now refuse. No step is in flight."""
-        before, self._capacity = self._capacity, self._needs.usable(self._device)
+        before, self._capacity = self._capacity, self._needs.usable()
         if self._capacity >= before:
             return
         for state in self._requests.values():

@@ -25,6 +25,10 @@ pub struct Fit {
     pub free: usize,
     /// Page class of these blocks: the one that has too few, or the one that the request needs most of.
     pub page_class: usize,
+    /// Bytes of the blocks of all classes that the request takes, padding included; blocks count 1 if they have no bytes.
+    pub bytes: u64,
+    /// Bytes available now to blocks of any class, as `free`. The request may still lack blocks of one class.
+    pub free_bytes: u64,
 }
 
 /// A fraction of the device's blocks, rounded down.

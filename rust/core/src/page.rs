@@ -218,6 +218,8 @@ pub(crate) struct Shape {
     pub(crate) extents: Option<ExtentShape>,
     /// Whether tables have null blocks.
     pub(crate) has_null: bool,
+    /// Bytes from a block to the next, by class.
+    pub(crate) strides: [u64; MAX_CLASSES],
 }
 
 /// The extents of a tier.
@@ -232,7 +234,7 @@ pub(crate) struct ExtentShape {
 impl Shape {
     /// One class.
     pub(crate) fn single(blocks: usize, has_null: bool) -> Self {
-        Self { ids: vec![blocks], extents: None, has_null }
+        Self { ids: vec![blocks], extents: None, has_null, strides: [1; MAX_CLASSES] }
     }
 
     /// The shape of each tier.
@@ -248,7 +250,7 @@ impl Shape {
                 }
                 Ok(std::array::from_fn(|tier| {
                     let ids = blocks.iter().map(|of| of[tier]).collect();
-                    Self { ids, extents: None, has_null }
+                    Self { ids, extents: None, has_null, strides: by_class(|class| bytes[class], bytes) }
                 }))
             }
             Space::Extents { bytes: extent, counts } => {
@@ -267,14 +269,22 @@ impl Shape {
                 }
                 Ok(counts.map(|count| {
                     if bytes.len() == 1 {
-                        return Self::single(per_extent.get(0).saturating_mul(count), has_null);
+                        let strides = by_class(|class| bytes[class], bytes);
+                        return Self { strides, ..Self::single(per_extent.get(0).saturating_mul(count), has_null) };
                     }
+                    let strides = by_class(|class| extent / per_extent.get(class).max(1) as u64, bytes);
                     let ids = (0..bytes.len()).map(|class| per_extent.get(class).saturating_mul(count)).collect();
-                    Self { ids, extents: Some(ExtentShape { per_extent, bytes: *extent, count }), has_null }
+                    let extents = Some(ExtentShape { per_extent, bytes: *extent, count });
+                    Self { ids, extents, has_null, strides }
                 }))
             }
         }
     }
+}
+
+/// A number for each class that there is; 1 for the others.
+fn by_class(of: impl Fn(usize) -> u64, classes: &[u64]) -> [u64; MAX_CLASSES] {
+    std::array::from_fn(|class| if class < classes.len() { of(class) } else { 1 })
 }
 
 #[cfg(test)]

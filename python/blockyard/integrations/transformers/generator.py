@@ -24,7 +24,7 @@ from blockyard.integrations.transformers.hybrid import open_model
 from blockyard.integrations.transformers.model import ServedModel
 from blockyard.integrations.transformers.ranks import CacheOptions, RankGroup
 from blockyard.integrations.transformers.sizing import MEMORY_UTILIZATION, available_blocks
-from blockyard.layout.kv import LayoutKind
+from blockyard.layout import ArenaLayout, LayoutKind
 from blockyard.scheduler import (
     DefragPolicy,
     Finished,
@@ -86,7 +86,11 @@ class Generator:
         block_size: tokens in a block.
         kind: layout of the device caches; `kv_first` for a model whose layers differ.
         device_blocks: number of device blocks; None means as many as fit.
-        host_blocks: number of host blocks, 0 for none; None means as many as fit.
+        device_bytes: size of the device cache in bytes, instead of `device_blocks`: an int or text such as `"2GiB"`. If
+            a model's layers differ, each cache group then has blocks of its own size, see `ArenaLayout`; such a cache
+            cannot have stores.
+        host_blocks: number of host blocks, 0 for none; None means as many as fit, or none with `device_bytes`.
+        host_bytes: size of the host cache in bytes, instead of `host_blocks`.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
         swap_store: URL of an external store, such as `file:///dir?size=2GiB`; `{rank}` is replaced by the rank's
             number. With one rank, may be an open store, see `KVCache`; `close` closes it.
@@ -134,7 +138,9 @@ class Generator:
         block_size: int = 16,
         kind: LayoutKind = "kv_first",
         device_blocks: int | None = None,
+        device_bytes: int | str | None = None,
         host_blocks: int | None = None,
+        host_bytes: int | str | None = None,
         pin_memory: bool | None = None,
         swap_store: str | ExternalStore | None = None,
         prefix_caching: bool | PrefixCaching = True,
@@ -157,16 +163,23 @@ class Generator:
         with contextlib.ExitStack() as undo:
             size = tensor_parallel_size
             _check_options(size, swap_store=swap_store, prefix_store=prefix_store, elastic=elastic)
+            _check_sizes(size, device_blocks, device_bytes, host_blocks, host_bytes)
             ranks = None if size == 1 else undo.enter_context(RankGroup(model, size, block_size=block_size, kind=kind))
             self.ranks = ranks
-            self.model = ranks.model if ranks else open_model(model, block_size=block_size, kind=kind)
+            in_bytes = device_bytes is not None
+            open_ = partial(open_model, block_size=block_size, kind=kind, equal_blocks=not in_bytes)
+            self.model = ranks.model if ranks else open_(model)
             undo.callback(self.model.close)
-            device_blocks, host_blocks = _sizes(self.model, device_blocks, host_blocks, size, max_num_batched_tokens)
+            if not in_bytes:
+                sizes = (device_blocks, host_blocks, size, max_num_batched_tokens)
+                device_blocks, host_blocks = _sizes(self.model, *sizes)
             namespace = namespace and namespace + self.model.namespace
             options = CacheOptions(device_blocks, host_blocks, pin_memory, swap_store, namespace)
             self.cache = KVCache(
                 self.model.layout,
                 **options.of_rank(0, size),
+                device_bytes=device_bytes,
+                host_bytes=host_bytes,
                 device=self.model.device,
                 max_device_blocks=device_blocks if elastic else None,
                 external_blocks=ranks.open_caches(options) if ranks else None,
@@ -174,7 +187,7 @@ class Generator:
                 prefix_store=prefix_store,
                 prefix_writes=prefix_writes,
                 prefetch_timeout_base=prefetch_timeout_base,
-                groups=self.model.groups or None,
+                groups=None if isinstance(self.model.layout, ArenaLayout) else self.model.groups or None,
             )
             undo.callback(self.cache.close)
             self.model.bind(self.cache.engine.tensors)
@@ -447,6 +460,18 @@ def _check_options(
         if value and size != 1:
             shown = public_url(value) if isinstance(value, str) else value
             raise InvalidArgumentError(f"{name} is {shown!r} and tensor_parallel_size {size}: it needs a single rank")
+
+
+def _check_sizes(size: int, *given: object) -> None:
+    """Check that sizes are given in blocks, or in bytes; these for a single rank."""
+    device_blocks, device_bytes, _, host_bytes = given
+    if device_bytes is None and host_bytes is not None:
+        raise InvalidArgumentError(f"host_bytes is {host_bytes!r}, must be None without device_bytes")
+    if device_bytes is not None and (device_blocks is not None or size != 1):
+        raise InvalidArgumentError(
+            f"device_bytes is {device_bytes!r}, must be None with device_blocks {device_blocks} and "
+            f"tensor_parallel_size {size}"
+        )
 
 
 def _sizes(model: ServedModel, device: int | None, host: int | None, size: int, tokens: int) -> tuple[int, int]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from blockyard._core import CacheGroup
+from blockyard.engine.pages import field_tensors
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.transformers.attention import StepInput
 from blockyard.integrations.transformers.model import (
@@ -33,7 +32,9 @@ from blockyard.integrations.transformers.model import (
     self_check_steps,
 )
 from blockyard.integrations.transformers.support import accepts, require_decoder, run_model, share_weights
-from blockyard.layout.kv import KVLayout, LayoutKind
+from blockyard.layout import ArenaLayout, KVLayout, LayerField, LayoutKind
+from blockyard.layout.arena import ALIGNMENT
+from blockyard.layout.kv import ITEM_SIZES
 
 __all__ = ["HybridModel", "open_model"]
 
@@ -46,78 +47,28 @@ _KNOWN = {
     "LinearAttentionAndSlidingWindowAttentionLayer",
     "LinearAttentionLayer",
 }
-_ALIGNMENT = 16  # of a field in a block, in bytes
 
 
-class _Field(NamedTuple):
-    """One tensor in the cache of a layer.
-
-    Attributes:
-        layer: number of the layer.
-        name: attribute of transformers' cache layer: `keys`, `values`, `conv_states` or `recurrent_states`.
-        state: number of the state in that attribute; None for keys and values.
-        shape: `[heads, size]` of one token, or the shape of a state.
-        dtype: torch's name of the dtype.
-    """
-
-    layer: int
-    name: str
-    state: int | None
-    shape: tuple[int, ...]
-    dtype: str
-
-    def shape_in_block(self, block_size: int) -> tuple[int, ...]:
-        """Return the shape of all tokens of a block, or of its state."""
-        return (block_size, *self.shape) if self.state is None else self.shape
-
-    def num_bytes(self, block_size: int) -> int:
-        """Return its bytes in a block."""
-        return prod(self.shape_in_block(block_size)) * self.torch_dtype.itemsize
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
-
-
-@dataclass(frozen=True)
-class _LayerGroup:
-    """What the layers of one cache group keep. A block holds one field after the other.
-
-    Attributes:
-        lifecycle: the cache group: which tokens the layers need.
-        fields: their fields, layer by layer.
-    """
-
-    lifecycle: CacheGroup
-    fields: tuple[_Field, ...]
-
-    def offsets(self, block_size: int) -> list[int]:
-        """Return where each field starts in a block, and where the last one ends."""
-        sizes = [field.num_bytes(block_size) for field in self.fields]
-        return list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
-
-    def first_in_cache(self, start: int) -> int:
-        """Return the first token that transformers' cache holds when the token at `start` is computed."""
-        window = self.lifecycle.window
-        return 0 if window is None else max(0, start + 1 - window)
-
-    def first_in_blocks(self, start: int) -> int:
-        """Return the first of them that a block holds. Those before it, of an earlier chunk, are never seen."""
-        window = self.lifecycle.window
-        if window is None or self.lifecycle.kind != "chunked_attention":
-            return self.first_in_cache(start)
-        return start - start % window
+Groups = tuple[tuple[CacheGroup, tuple[LayerField, ...]], ...]
+"""What the layers of each cache group keep. The name of a field is an attribute of transformers' cache layer: `keys`,
+`values`, or `conv_states/n` and `recurrent_states/n` for its n-th state."""
 
 
 class _Blocks:
-    """The blocks of one cache group in a tensor, uint8 `[blocks, bytes]`."""
+    """The blocks of one cache group.
 
-    def __init__(self, group: _LayerGroup, cache: torch.Tensor, block_size: int) -> None:
-        self._group, self._size = group, block_size
-        starts = group.offsets(block_size)
-        self._views = [_view(cache, at, field, block_size) for field, at in zip(group.fields, starts, strict=False)]
+    Args:
+        lifecycle: which tokens the layers need.
+        fields: what they keep.
+        views: each field in all blocks: `[blocks, tokens, heads, size]`, or `[blocks, ...]` of a state.
+        block_size: tokens in a block.
+    """
+
+    def __init__(
+        self, lifecycle: CacheGroup, fields: Sequence[LayerField], views: Sequence[torch.Tensor], block_size: int
+    ) -> None:
+        self._window, self._kind, self._size = lifecycle.window, lifecycle.kind, block_size
+        self._fields = list(zip(fields, views, strict=True))
 
     def read(self, cache: DynamicCache, table: NDArray[np.integer], start: int) -> None:
         """Fill a cache with what the token at `start` needs.
@@ -127,9 +78,9 @@ class _Blocks:
             table: blocks of the sequence, integers `[max_blocks]`.
             start: number of tokens before it, at least 1.
         """
-        for field, view in zip(self._group.fields, self._views, strict=True):
+        for field, view in self._fields:
             layer = cache.layers[field.layer]
-            if field.state is not None:
+            if field.is_state:
                 _set_state(layer, field, view[int(table[(start - 1) // self._size])])
             else:
                 _set_tokens(layer, field, self._tokens(view, table, start), start)
@@ -143,28 +94,40 @@ class _Blocks:
             with_states: whether a state after these tokens is kept.
         """
         blocks, places = (torch.from_numpy(part) for part in np.divmod(slots.astype(np.int64), self._size))
-        for field, view in zip(self._group.fields, self._views, strict=True):
-            found = getattr(cache.layers[field.layer], field.name)
-            if field.state is None:
+        for field, view in self._fields:
+            name, number = _attribute(field)
+            found = getattr(cache.layers[field.layer], name)
+            if not field.is_state:
                 view[blocks, places] = found[0, :, -len(slots) :].transpose(0, 1)
             elif with_states:
-                view[blocks[-1]] = found[field.state][0]
+                view[blocks[-1]] = found[number][0]
 
     def _tokens(self, view: torch.Tensor, table: NDArray[np.integer], start: int) -> torch.Tensor:
         """Return keys or values, `[1, heads, tokens, size]`; zeros where no block has them."""
-        begin, first = self._group.first_in_cache(start), self._group.first_in_blocks(start)
+        begin, first = self._first_in_cache(start), self._first_in_blocks(start)
         found = view.new_zeros(start - begin, *view.shape[2:])
         positions = np.arange(first, start)
         blocks = torch.from_numpy(table[positions // self._size].astype(np.int64))
         found[first - begin :] = view[blocks, torch.from_numpy(positions % self._size)]
         return found.transpose(0, 1)[None]
 
+    def _first_in_cache(self, start: int) -> int:
+        """Return the first token that transformers' cache holds when the token at `start` is computed."""
+        return 0 if self._window is None else max(0, start + 1 - self._window)
+
+    def _first_in_blocks(self, start: int) -> int:
+        """Return the first of them that a block holds. Those before it, of an earlier chunk, are never seen."""
+        if self._window is None or self._kind != "chunked_attention":
+            return self._first_in_cache(start)
+        return start - start % self._window
+
 
 class HybridModel(ServedModel):
     """A decoder-only model whose layers keep keys and values, windows of them, latents or states in blocks.
 
-    Layers that need the same tokens before their own are one cache group. All groups have their blocks in one tensor; a
-    block is as large as that of the widest group. Sequences are computed one after the other.
+    Layers that need the same tokens before their own are one cache group. With equal blocks, those of all groups are in
+    one tensor, each as large as that of the widest group; else the layout is an `ArenaLayout`. Sequences are computed
+    one after the other.
 
     The constructor runs a few tokens through blocks and without, and rejects a model whose results differ. Some layers
     ignore their state if they compute several tokens at once; such a model continues prompts token by token.
@@ -172,6 +135,7 @@ class HybridModel(ServedModel):
     Args:
         model: any Hugging Face model with a language-model head that keeps its cache in a `DynamicCache`.
         block_size: tokens in a block.
+        equal_blocks: whether the blocks of all groups have equal bytes.
 
     Raises:
         UnsupportedModelError: the model cannot be served; the message names it and says why.
@@ -186,18 +150,19 @@ class HybridModel(ServedModel):
         ((CacheGroup.recurrent(), CacheGroup.full_attention()), 2048)
     """
 
-    def __init__(self, model: PreTrainedModel, *, block_size: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, block_size: int, equal_blocks: bool = True) -> None:
         require_decoder(model)
         if not accepts(model, "past_key_values"):
             raise UnsupportedModelError(f"{type(model).__name__} takes no past_key_values, in which its cache would be")
         self._model = share_weights(model)
-        self._layer_groups = _layer_groups(self._model)
-        lifecycles = [group.lifecycle for group in self._layer_groups]
-        super().__init__(model, _layout(self._layer_groups, block_size), lifecycles)
-        self.namespace = repr(self._layer_groups).encode("ascii")
+        kept = _layer_groups(self._model)
+        self._fields = ArenaLayout(kept, block_size, equal_blocks)
+        layout = _in_one_tensor(self._fields) if equal_blocks else self._fields
+        super().__init__(model, layout, [lifecycle for lifecycle, _ in kept])
+        self.namespace = repr(kept).encode("ascii")
         self._has_states = any(group.kind == "recurrent" for group in self.groups)
         self._takes_chunks = True
-        limit = _tolerance(self._layer_groups)
+        limit = _tolerance(self._fields)
         got = self._self_check()
         if self._has_states and not apart(model, got) <= limit:
             self._takes_chunks = False
@@ -207,7 +172,9 @@ class HybridModel(ServedModel):
     def bind(self, device_caches: Sequence[torch.Tensor]) -> None:
         """Set the cache to use; see `ServedModel`."""
         super().bind(device_caches)
-        self._blocks = self._cut(device_caches[0], self.layout.block_size)
+        if isinstance(self.layout, KVLayout):
+            device_caches = field_tensors(self._fields, [_rows(device_caches[0], self._fields)])
+        self._blocks = _blocks_of(self._fields, device_caches)
 
     def forward(
         self,
@@ -218,9 +185,9 @@ class HybridModel(ServedModel):
         before_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Compute the tokens of one step, one sequence after the other; see `ServedModel`."""
-        (cache,) = self._require_caches()
+        caches = self._require_caches()
         for group in range(len(self.groups)):
-            where.of_group(group).check(self.layout.num_blocks(cache), self.layout.block_size)
+            where.of_group(group).check(self._num_blocks(caches, group), self.layout.block_size)
         if before_layer is not None:
             before_layer(0)
         return self._run(self._blocks, where, token_ids, logits_indices)
@@ -269,27 +236,30 @@ class HybridModel(ServedModel):
             cuts = range(end - length, end + 1) if single else (end - length, end)
             yield list(itertools.pairwise(cuts))
 
-    def _cut(self, cache: torch.Tensor, block_size: int) -> list[_Blocks]:
-        rows = cache.view(cache.shape[0], -1)
-        return [_Blocks(group, rows, block_size) for group in self._layer_groups]
+    def _num_blocks(self, caches: Sequence[torch.Tensor], group: int) -> int:
+        first = self._fields.by_group(caches)[group][0] if isinstance(self.layout, ArenaLayout) else caches[0]
+        return first.shape[0]
 
     def _self_check(self) -> torch.Tensor:
         """Run the self-check's steps through blocks; return the logits of the first sequence after them."""
-        size, blocks = SELF_CHECK_BLOCK_SIZE, SELF_CHECK_BLOCKS * len(self._layer_groups)
-        shape = _layout(self._layer_groups, size).tensor_shape(blocks)
-        cut = self._cut(torch.zeros(shape, dtype=torch.uint8, device=self.device), size)
-        for tokens, where in self_check_steps(self.vocab_size, len(self._layer_groups)):
+        layout = ArenaLayout(self._fields.groups, SELF_CHECK_BLOCK_SIZE, equal_blocks=True)
+        shape = SELF_CHECK_BLOCKS * len(layout.groups), layout.bytes_per_block
+        cut = _blocks_of(layout, field_tensors(layout, [torch.zeros(shape, dtype=torch.uint8, device=self.device)]))
+        for tokens, where in self_check_steps(self.vocab_size, len(layout.groups)):
             got = self._run(cut, where, tokens, None)[0]
         return got
 
 
-def open_model(model: PreTrainedModel, *, block_size: int, kind: LayoutKind = "kv_first") -> ServedModel:
+def open_model(
+    model: PreTrainedModel, *, block_size: int, kind: LayoutKind = "kv_first", equal_blocks: bool = True
+) -> ServedModel:
     """Return a `PagedModel`, which computes all sequences in one batch, or else a `HybridModel`.
 
     Args:
         model: any Hugging Face model with a language-model head.
         block_size: tokens in a block.
         kind: layout of the device caches of a `PagedModel`.
+        equal_blocks: whether the blocks of all groups of a `HybridModel` have equal bytes.
 
     Raises:
         UnsupportedModelError: the model cannot be served; the message names it and says why.
@@ -298,7 +268,7 @@ def open_model(model: PreTrainedModel, *, block_size: int, kind: LayoutKind = "k
     try:
         return PagedModel(model, block_size=block_size, kind=kind)
     except UnsupportedModelError:
-        hybrid = HybridModel(model, block_size=block_size)
+        hybrid = HybridModel(model, block_size=block_size, equal_blocks=equal_blocks)
     if kind != "kv_first":
         raise InvalidArgumentError(
             f"kind is {kind!r}, must be 'kv_first' for {type(model).__name__}: its layers differ"
@@ -306,7 +276,7 @@ def open_model(model: PreTrainedModel, *, block_size: int, kind: LayoutKind = "k
     return hybrid
 
 
-def _layer_groups(model: PreTrainedModel) -> list[_LayerGroup]:
+def _layer_groups(model: PreTrainedModel) -> Groups:
     """Run a model over two tokens, and return what its layers keep, by cache group."""
     cache = DynamicCache(config=model.config)
     try:
@@ -314,7 +284,7 @@ def _layer_groups(model: PreTrainedModel) -> list[_LayerGroup]:
     except ValueError as error:  # transformers refuses a cache of states alone
         raise UnsupportedModelError(f"{type(model).__name__} does not run with a cache: {error}") from error
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""] * len(cache.layers)
-    found: dict[CacheGroup, list[_Field]] = {}
+    found: dict[CacheGroup, list[LayerField]] = {}
     for number, (layer, kind) in enumerate(zip(cache.layers, kinds, strict=True)):
         if (name := type(layer).__name__) not in _KNOWN:
             raise UnsupportedModelError(f"{type(model).__name__} has layers with a {name}, whose contents are unknown")
@@ -322,19 +292,20 @@ def _layer_groups(model: PreTrainedModel) -> list[_LayerGroup]:
             found.setdefault(lifecycle, []).append(field)
     if not found:
         raise UnsupportedModelError(f"{type(model).__name__} keeps nothing in its cache")
-    return [_LayerGroup(lifecycle, tuple(fields)) for lifecycle, fields in found.items()]
+    return tuple((lifecycle, tuple(fields)) for lifecycle, fields in found.items())
 
 
-def _kept(number: int, layer: Any, kind: str) -> Iterator[tuple[CacheGroup, _Field]]:
+def _kept(number: int, layer: Any, kind: str) -> Iterator[tuple[CacheGroup, LayerField]]:
     """Yield the fields of one layer, each with its cache group."""
     for name in ("conv_states", "recurrent_states"):
         for index, state in getattr(layer, name, {}).items():
             if state is not None:
-                yield CacheGroup.recurrent(), _Field(number, name, index, tuple(state.shape[1:]), _name(state))
+                shape = tuple(state.shape[1:])
+                yield CacheGroup.recurrent(), LayerField(number, f"{name}/{index}", shape, _name(state), is_state=True)
     for name in ("keys", "values"):
         tokens = getattr(layer, name, None)
         if tokens is not None:
-            yield _lifecycle(layer, kind), _Field(number, name, None, (tokens.shape[1], tokens.shape[3]), _name(tokens))
+            yield _lifecycle(layer, kind), LayerField(number, name, (tokens.shape[1], tokens.shape[3]), _name(tokens))
 
 
 def _lifecycle(layer: Any, kind: str) -> CacheGroup:
@@ -348,27 +319,37 @@ def _name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _layout(groups: list[_LayerGroup], block_size: int) -> KVLayout:
-    """Return a layout whose block holds the bytes of the widest group."""
-    bytes_per_token = -(-max(group.offsets(block_size)[-1] for group in groups) // block_size)
+def _in_one_tensor(layout: ArenaLayout) -> KVLayout:
+    """Return a layout of one tensor, with blocks of at least these bytes."""
+    bytes_per_token = -(-layout.bytes_per_block // layout.block_size)
     return KVLayout(
         "blocks tokens dim",
         num_layers=1,
-        block_size=block_size,
+        block_size=layout.block_size,
         num_kv_heads=1,
-        head_size=-(-bytes_per_token // _ALIGNMENT) * _ALIGNMENT,
+        head_size=-(-bytes_per_token // ALIGNMENT) * ALIGNMENT,
         dtype="uint8",
     )
 
 
-def _view(cache: torch.Tensor, start: int, field: _Field, block_size: int) -> torch.Tensor:
-    """Return one field of all blocks: `[blocks, tokens, heads, size]`, or `[blocks, ...]` of a state."""
-    part = cache[:, start : start + field.num_bytes(block_size)].view(field.torch_dtype)
-    view: torch.Tensor = part.unflatten(1, field.shape_in_block(block_size))
-    return view
+def _rows(cache: torch.Tensor, layout: ArenaLayout) -> torch.Tensor:
+    """View the tensor as blocks, uint8 `[blocks, bytes]`."""
+    return cache.view(cache.shape[0], -1)[:, : layout.bytes_per_block]
 
 
-def _set_tokens(layer: Any, field: _Field, tokens: torch.Tensor, start: int) -> None:
+def _blocks_of(layout: ArenaLayout, tensors: Sequence[torch.Tensor]) -> list[_Blocks]:
+    """Return the blocks of each group, from the tensors of all fields."""
+    groups = zip(layout.groups, layout.by_group(tensors), strict=True)
+    return [_Blocks(*group, views, layout.block_size) for group, views in groups]
+
+
+def _attribute(field: LayerField) -> tuple[str, int]:
+    """Return the attribute of a cache layer that holds a field, and the number of the state in it."""
+    name, _, number = field.name.partition("/")
+    return name, int(number or 0)
+
+
+def _set_tokens(layer: Any, field: LayerField, tokens: torch.Tensor, start: int) -> None:
     """Set the keys or values of an attention layer that has seen `start` tokens."""
     if not layer.is_initialized:
         layer.lazy_initialization(tokens, tokens)
@@ -377,14 +358,15 @@ def _set_tokens(layer: Any, field: _Field, tokens: torch.Tensor, start: int) -> 
         layer.cumulative_length = start
 
 
-def _set_state(layer: Any, field: _Field, state: torch.Tensor) -> None:
+def _set_state(layer: Any, field: LayerField, state: torch.Tensor) -> None:
     """Set one state of a linear layer, which changes it in place: it gets a copy."""
-    layer.lazy_initialization(**{field.name: state[None], "state_idx": field.state})
-    getattr(layer, field.name)[field.state].copy_(state)
-    layer.has_previous_state[field.state] = True
+    name, number = _attribute(field)
+    layer.lazy_initialization(**{name: state[None], "state_idx": number})
+    getattr(layer, name)[number].copy_(state)
+    layer.has_previous_state[number] = True
 
 
-def _tolerance(groups: list[_LayerGroup]) -> float:
+def _tolerance(layout: ArenaLayout) -> float:
     """Return the self-check's limit. Norms and states are computed in float32, whatever the model's dtype."""
-    is_narrow = any(field.torch_dtype.itemsize < torch.float32.itemsize for group in groups for field in group.fields)
+    is_narrow = any(ITEM_SIZES[field.dtype] < torch.float32.itemsize for field in layout.fields)
     return SELF_CHECK_TOLERANCE_16_BIT if is_narrow else SELF_CHECK_TOLERANCE["float32"]

@@ -21,7 +21,7 @@ from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import PagedStep, StepInput
 from blockyard.integrations.transformers.sharding import AllReduce, connect
 from blockyard.integrations.transformers.support import cache_shape, paged_copy, run_model
-from blockyard.layout.kv import KVLayout, LayoutKind
+from blockyard.layout import ArenaLayout, KVLayout, LayoutKind
 
 # Tolerance of the self-check in standard deviations of the logits: only rounding of the dtype.
 SELF_CHECK_TOLERANCE = {"float64": 1e-6, "float32": 1e-2}
@@ -50,8 +50,9 @@ class ServedModel:
     """
 
     namespace = b""
+    layout: KVLayout | ArenaLayout
 
-    def __init__(self, model: PreTrainedModel, layout: KVLayout, groups: Sequence[CacheGroup]) -> None:
+    def __init__(self, model: PreTrainedModel, layout: KVLayout | ArenaLayout, groups: Sequence[CacheGroup]) -> None:
         self.layout, self.groups = layout, tuple(groups)
         self.name = str(getattr(model.config, "name_or_path", "") or "")
         self.device = model.device
@@ -67,15 +68,18 @@ class ServedModel:
         """Set the caches to use.
 
         Args:
-            device_caches: as `layout.tensor_shapes(blocks)`, contiguous, on the model's device.
+            device_caches: as `layout.tensor_shapes(blocks)`, contiguous, on the model's device; of an `ArenaLayout`
+                the engine's `tensors`.
 
         Raises:
             LayoutError: the caches do not have the layout.
             InvalidArgumentError: they are on another device, or not contiguous.
         """
-        self.layout.check(device_caches)
+        if isinstance(self.layout, KVLayout):
+            self.layout.check(device_caches)
         for layer, cache in enumerate(device_caches):
-            if cache.device != self.device or not cache.is_contiguous():
+            is_in_place = isinstance(self.layout, ArenaLayout) or cache.is_contiguous()
+            if cache.device != self.device or not is_in_place:
                 raise InvalidArgumentError(
                     f"cache {layer} is on {cache.device} with strides {list(cache.stride())}, "
                     f"must be contiguous and on {self.device}"
@@ -168,6 +172,8 @@ class PagedModel(ServedModel):
         >>> paged.forward(np.array([72, 105]), where).shape
         torch.Size([1, 259])
     """
+
+    layout: KVLayout
 
     def __init__(
         self,

@@ -72,8 +72,8 @@ class CacheOptions(NamedTuple):
         max_staging: see `KVCache`.
     """
 
-    device_blocks: int
-    host_blocks: int
+    device_blocks: int | None
+    host_blocks: int | None
     pin_memory: bool | None
     swap_store: str | ExternalStore | None
     namespace: bytes

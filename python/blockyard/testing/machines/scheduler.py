@@ -174,7 +174,7 @@ class SchedulerMachine(RecordingMachine):
     @property
     def window(self) -> int | None:
         """Sliding window of the manager's sequences, if any."""
-        window: int | None = self.manager.pool().groups[0].window
+        window: int | None = self.manager.groups[0].window
         return window
 
     @rule(request=requests(), like=follow_ups())
@@ -187,7 +187,7 @@ class SchedulerMachine(RecordingMachine):
             if request.request_id not in self.live:
                 raise AssertionError(f"{request} was refused: {error}") from error
         except OutOfBlocksError as error:
-            most = request.n * min_blocks(request, self.manager.block_size) * len(self.manager.pool().groups)
+            most = request.n * min_blocks(request, self.manager.block_size) * len(self.manager.groups)
             if not most >= error.wanted > error.free or request.request_id in self.live:
                 raise AssertionError(f"{request} was refused: wanted {error.wanted}, free {error.free}") from error
         else:
@@ -306,7 +306,7 @@ class SchedulerMachine(RecordingMachine):
     @property
     def nulls(self) -> int:
         """Number of blocks that no sequence can use: the null block of windows and recurrent states."""
-        kinds = {group.kind for group in self.manager.pool().groups}
+        kinds = {group.kind for group in self.manager.groups}
         return int(not kinds <= {"full_attention", "drafter"})
 
     def unfinished(self) -> int:
@@ -316,7 +316,7 @@ class SchedulerMachine(RecordingMachine):
     def check_shape(self, step: Step) -> None:
         """Check that all arrays agree on rows and tokens."""
         tokens, rows = len(step.token_ids), step.rows
-        groups = self.manager.pool().groups
+        groups = self.manager.groups
         shape = (len(groups),) if len(groups) > 1 else ()
         by_row = (len(step.seats), len(step.start), step.block_tables.shape[-2], len(step.query_start_loc) - 1)
         by_group = (step.slot_mapping.shape[:-1], step.block_tables.shape[:-2])
@@ -458,7 +458,7 @@ class ResizingSchedulerMachine(SchedulerMachine):
         request = finished.request
         if self.live.pop(request.request_id, None) is not request:
             raise AssertionError(f"{request} was refused and is not live")
-        most = request.n * min_blocks(request, self.manager.block_size) * len(self.manager.pool().groups)
+        most = request.n * min_blocks(request, self.manager.block_size) * len(self.manager.groups)
         if not finished.error.wanted > finished.error.free or most <= self.room:
             raise AssertionError(f"{request} was refused: {finished.error}; there was room for {self.room} blocks")
         whole = reference_tokens(request, self.window)

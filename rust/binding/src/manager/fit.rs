@@ -80,6 +80,8 @@ impl PyAllocStatus {
 ///     blocks: number of blocks that the request takes.
 ///     free: number of blocks that can be allocated.
 ///     page_class: page class of these blocks.
+///     bytes: bytes of the blocks of all page classes that the request takes; None for `blocks`.
+///     free_bytes: bytes that can be allocated; None for `free`.
 #[pyclass(frozen, eq, hash, name = "Fit", module = "blockyard._core")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PyFit {
@@ -95,30 +97,43 @@ pub(crate) struct PyFit {
     /// Page class of these blocks: the one that has too few, or else the one that the request needs most of.
     #[pyo3(get)]
     page_class: usize,
+    /// Bytes of the blocks of all page classes that the request takes, with their padding in an arena; the number of blocks
+    /// if they have no bytes.
+    #[pyo3(get)]
+    bytes: u64,
+    /// Bytes that can be allocated now, in the unit of `bytes`. Blocks of one class may still be lacking.
+    #[pyo3(get)]
+    free_bytes: u64,
 }
 
 impl From<core::Fit> for PyFit {
-    fn from(core::Fit { status, blocks, free, page_class }: core::Fit) -> Self {
-        Self { status: status.into(), blocks, free, page_class }
+    fn from(core::Fit { status, blocks, free, page_class, bytes, free_bytes }: core::Fit) -> Self {
+        Self { status: status.into(), blocks, free, page_class, bytes, free_bytes }
     }
 }
+
+/// The arguments of a `Fit`, for pickling.
+type Fields = (PyAllocStatus, usize, usize, usize, u64, u64);
 
 #[pymethods]
 impl PyFit {
     #[new]
-    #[pyo3(signature = (status, blocks, free, page_class = 0))]
-    const fn new(
+    #[pyo3(signature = (status, blocks, free, page_class = 0, bytes = None, free_bytes = None))]
+    fn new(
         status: PyAllocStatus,
         #[pyo3(from_py_with = crate::convert::args::blocks)] blocks: usize,
         #[pyo3(from_py_with = crate::convert::args::free)] free: usize,
         #[pyo3(from_py_with = crate::convert::args::page_class)] page_class: usize,
+        #[pyo3(from_py_with = crate::convert::args::bytes)] bytes: Option<u64>,
+        #[pyo3(from_py_with = crate::convert::args::free_bytes)] free_bytes: Option<u64>,
     ) -> Self {
-        Self { status, blocks, free, page_class }
+        let (bytes, free_bytes) = (bytes.unwrap_or(blocks as u64), free_bytes.unwrap_or(free as u64));
+        Self { status, blocks, free, page_class, bytes, free_bytes }
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, (PyAllocStatus, usize, usize, usize)) {
-        let &Self { status, blocks, free, page_class } = slf.get();
-        (slf.get_type(), (status, blocks, free, page_class))
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, Fields) {
+        let &Self { status, blocks, free, page_class, bytes, free_bytes } = slf.get();
+        (slf.get_type(), (status, blocks, free, page_class, bytes, free_bytes))
     }
 
     fn __bool__(&self) -> bool {

@@ -31,8 +31,10 @@ impl PyCacheGroup {
         Self { kind, block_tokens: None, block_bytes: None }
     }
 
-    pub(crate) const fn from_core(kind: Group) -> Self {
-        Self::of(kind)
+    /// A manager's group: its blocks' tokens and bytes are named where they differ from those of a plain group.
+    pub(crate) fn of_manager(kind: Group, block_size: u32, (_, tokens, bytes): (usize, u32, u64)) -> Self {
+        let block_tokens = (tokens != block_size).then_some(tokens);
+        Self { kind, block_tokens, block_bytes: (bytes > 1).then_some(bytes) }
     }
 }
 

@@ -29,8 +29,9 @@ use crate::manager::pool::PyPool;
 use crate::manager::prefix::PyPrefix;
 use crate::manager::shared::{Shared, row_in};
 use crate::manager::stats::manager_stats;
-use blockyard_core::{self as core, Config, Manager, SequenceId, Space, Tier};
+use blockyard_core::{self as core, Config, Group, Manager, SequenceId, Space, Tier};
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 
@@ -178,6 +179,20 @@ impl PyBlockManager {
             return Err(invalid(format!("page_class is {page_class}, must be below {classes}")));
         }
         Ok(PyPool::new(self.shared.clone(), tier_of(tier)?, page_class))
+    }
+
+    /// The cache groups, a tuple of `CacheGroup` ordered by number, with the sizes of their blocks where these are their
+    /// own.
+    #[getter]
+    fn groups<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let manager = self.lock();
+        let size = manager.block_size();
+        let group = |(number, group): (usize, &Group)| {
+            manager.page(number).map(|page| PyCacheGroup::of_manager(*group, size, page))
+        };
+        let groups: Vec<_> = manager.groups().iter().enumerate().filter_map(group).collect();
+        drop(manager);
+        PyTuple::new(py, groups)
     }
 
     /// Number of page classes: of sizes of blocks, in bytes.

@@ -4,9 +4,8 @@ use crate::allocator::ids;
 use crate::convert::args;
 use crate::convert::memory;
 use crate::free_blocks::PyFreeBlocks;
-use crate::manager::group::PyCacheGroup;
 use crate::manager::shared::Shared;
-use blockyard_core::{BlockId, Group, Tier};
+use blockyard_core::{BlockId, Tier};
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
@@ -88,18 +87,6 @@ impl PyPool {
     #[getter]
     fn reserved(&self) -> usize {
         if self.tier == Tier::Device { self.shared.lock().kept_blocks(self.page_class) } else { 0 }
-    }
-
-    /// Cache groups whose block tables use the pool, a tuple of `CacheGroup` ordered by number.
-    #[getter]
-    fn groups<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyTuple>> {
-        let manager = self.shared.lock();
-        let own = |(at, group): (usize, &Group)| {
-            manager.page(at).is_some_and(|page| page.0 == self.page_class).then(|| PyCacheGroup::from_core(*group))
-        };
-        let groups: Vec<_> = manager.groups().iter().enumerate().filter_map(own).collect();
-        drop(manager);
-        pyo3::types::PyTuple::new(py, groups)
     }
 
     /// Return the free blocks without cached content, in the order in which they are allocated, without taking them.

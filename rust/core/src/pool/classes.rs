@@ -210,6 +210,21 @@ impl Pool {
         }
     }
 
+    /// Bytes of some blocks of each class; of equal blocks without bytes, their number.
+    pub(crate) fn bytes_of(&self, blocks: PerClass) -> u64 {
+        let bytes = (0..self.classes.len()).map(|class| self.strides[class].saturating_mul(blocks.get(class) as u64));
+        bytes.fold(0, u64::saturating_add)
+    }
+
+    /// Bytes of all available blocks and of extents that no class has, while `kept` stays free.
+    pub(crate) fn available_bytes(&self, kept: PerClass, overlappable_too: bool) -> u64 {
+        let own = self.bytes_of(self.available_in(overlappable_too));
+        match self.extents.as_deref() {
+            Some(extents) => own.saturating_add(extents.spare_bytes()).saturating_sub(extents.bytes_of(kept.get(0))),
+            None => own.saturating_sub(self.bytes_of(kept)),
+        }
+    }
+
     /// Whether an empty tier has these blocks, and what is kept.
     pub(crate) fn could_have(&self, blocks: PerClass, kept: PerClass) -> bool {
         match self.extents.as_deref() {

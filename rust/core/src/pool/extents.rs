@@ -114,6 +114,16 @@ impl Extents {
         self.owned.get(class)
     }
 
+    /// Bytes of a number of extents.
+    pub(super) fn bytes_of(&self, extents: usize) -> u64 {
+        self.bytes.saturating_mul(extents as u64)
+    }
+
+    /// Bytes of the extents that no class has.
+    pub(super) fn spare_bytes(&self) -> u64 {
+        self.bytes_of(self.spare.len())
+    }
+
     /// Extents that a class could have besides its own, if the others need none.
     pub(super) fn obtainable(&self, class: usize) -> usize {
         self.spare.len() + self.idle.total() - self.idle.get(class)

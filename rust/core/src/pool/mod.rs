@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
 use crate::memory;
-use crate::page::{Classes, Shape};
+use crate::page::{Classes, MAX_CLASSES, Shape};
 use crate::placement::Tracker;
 use crate::prefix::evict::Eviction;
 use crate::prefix::{PrefixCache, grown};
@@ -51,6 +51,8 @@ pub struct Pool {
     sets: Box<[ClassSets]>,
     /// Set if classes take and give back their blocks.
     extents: Option<Box<Extents>>,
+    /// Bytes from a block to the next, by class; 1 if blocks have no bytes.
+    strides: [u64; MAX_CLASSES],
     /// Whether block 0 is the null block.
     has_null: bool,
     cache: Option<PrefixCache>,
@@ -103,6 +105,7 @@ impl Pool {
             classes,
             sets: ClassSets::all(&classes, shape, policies.reuse),
             extents,
+            strides: shape.strides,
             has_null: shape.has_null && blocks > 0,
             cache: caching.then(|| PrefixCache::new(blocks, policies.eviction)),
             orphans: Vec::new(),

@@ -32,7 +32,45 @@ impl Sequences {
     ) -> Result<Fit> {
         self.require_chunks(chunk)?;
         self.require_states(view, prompt.tokens.len(), chunk)?;
-        let matches = [self.find_prefix(view, prompt, 1)?];
+        let mut matches = [self.find_prefix(view, prompt, 1)?];
+        let grows = (chunk, lookahead, answer);
+        self.give_up_hits(view, &[*prompt], &mut matches, grows);
+        Ok(self.fit_of(view, prompt, &matches, grows))
+    }
+
+    /// With several page classes, gives up what a prompt found if it fits only without that: an extent with a found block
+    /// cannot go to another class, and the prompt could wait for it forever.
+    pub(super) fn give_up_hits<'a>(
+        &self,
+        view: View<'_>,
+        prompts: &[Prompt<'_>],
+        matches: &mut [Match<'a>],
+        grows: (u32, u32, u32),
+    ) {
+        if view.tiers.device().num_classes() == 1 {
+            return;
+        }
+        for (prompt, found) in prompts.iter().zip(matches) {
+            let fits = |found: &Match<'a>| {
+                self.fit_of(view, prompt, std::slice::from_ref(found), grows).status == AllocStatus::Ok
+            };
+            if found.hits > 0 && !fits(found) {
+                let alone = found.without_hits();
+                if fits(&alone) {
+                    *found = alone;
+                }
+            }
+        }
+    }
+
+    /// Whether a prompt fits that has found what is its only match.
+    fn fit_of(
+        &self,
+        view: View<'_>,
+        prompt: &Prompt<'_>,
+        matches: &[Match<'_>],
+        (chunk, lookahead, answer): (u32, u32, u32),
+    ) -> Fit {
         let found = &matches[0];
         let length = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
         let run = |hits: usize| {
@@ -47,7 +85,7 @@ impl Sequences {
             let held = (0..self.groups.num_growing())
                 .map(|group| self.groups.blocks(group, found.hits * self.groups.per_key(usize::from(group))));
             let new = alone(0).saturating_sub(held.sum());
-            Self::request_prompts(view, &matches, new).blocks
+            Self::request_prompts(view, matches, new).blocks
         } else {
             let device = view.tiers.device();
             let is_shared = |found: &Found| match *found {
@@ -63,9 +101,9 @@ impl Sequences {
         let least = alone(0).with(alone(found.hits), usize::min);
         let request = Request { least, ..Request::device(blocks) };
         let kept = view.tiers.device().kept(self.watermark);
-        let fit = view.fit(request, kept, || Self::idle_blocks(view, &matches));
+        let fit = view.fit(request, kept, || Self::idle_blocks(view, matches));
         let passes = self.require_nulls(view, [self.passed(view, prompt, found, chunk)].into_iter()).is_err();
-        Ok(if passes { Fit { status: AllocStatus::Never, ..fit } } else { fit })
+        if passes { Fit { status: AllocStatus::Never, ..fit } } else { fit }
     }
 
     /// The maximum number of blocks of each class that a sequence holds at once, without those of its first ones that

@@ -69,7 +69,11 @@ impl Sequences {
         let all = Request { blocks, least: request.least + least, overlappable: true, ..request };
         let fit = view.fit(all, view.tiers.device().kept(self.watermark), || found);
         let is_short = fit.status == AllocStatus::Ok && moved.status != AllocStatus::Ok;
-        Ok(if is_short { Fit { status: AllocStatus::Later, free: moved.free, ..fit } } else { fit })
+        Ok(if is_short {
+            Fit { status: AllocStatus::Later, free: moved.free, free_bytes: moved.free_bytes, ..fit }
+        } else {
+            fit
+        })
     }
 
     /// Source and target tier of a batch.
@@ -108,7 +112,9 @@ impl Sequences {
             Error::Lost { .. } | Error::WrongTier { .. } => AllocStatus::Never,
             error => return Err(error),
         };
-        Ok(Fit { status, blocks: 0, free: view.tiers.pool(to).free(), page_class: 0 })
+        let pool = view.tiers.pool(to);
+        let free_bytes = pool.available_bytes(PerClass::default(), false);
+        Ok(Fit { status, blocks: 0, free: pool.free(), page_class: 0, bytes: 0, free_bytes })
     }
 
     /// After [`Sequences::plan`]: blocks that returning rows take for their next tokens, new ones and copies of shared

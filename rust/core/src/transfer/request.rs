@@ -77,13 +77,14 @@ impl View<'_> {
     pub(crate) fn fit(self, request: Request, kept: PerClass, found: impl FnOnce() -> Vec<BlockId>) -> Fit {
         let pool = self.tiers.pool(request.tier);
         let could = |blocks| pool.could_have(blocks, kept);
-        let (page_class, free, is_enough) = if pool.num_classes() > 1 {
+        let (page_class, free, free_bytes, is_enough) = if pool.num_classes() > 1 {
             let Room { class, free, is_enough } = self.room_of_each(request, kept, found);
-            (class, free, is_enough)
+            (class, free, pool.available_bytes(kept, request.overlappable), is_enough)
         } else {
             let wanted = request.blocks.get(0).saturating_add(kept.get(0));
             let room = self.room(request, wanted, found);
-            (0, room.saturating_sub(kept.get(0)), wanted <= room)
+            let free = room.saturating_sub(kept.get(0));
+            (0, free, pool.bytes_of(PerClass::of(0, free)), wanted <= room)
         };
         let status = if is_enough {
             AllocStatus::Ok
@@ -92,7 +93,8 @@ impl View<'_> {
         } else {
             AllocStatus::Never
         };
-        Fit { status, blocks: request.blocks.get(page_class), free, page_class }
+        let blocks = request.blocks.get(page_class);
+        Fit { status, blocks, free, page_class, bytes: pool.bytes_of(request.blocks), free_bytes }
     }
 
     /// Number of available blocks, with one page class. If it is below `wanted`, blocks held only by prefix-store writes

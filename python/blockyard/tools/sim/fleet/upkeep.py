@@ -69,7 +69,7 @@ class Upkeep:
         """
         draw = self._chance.random()
         if draw < _RESIZES:
-            self._resize(self._chance.choice(_SIZES) * len(self._manager.pool().groups))
+            self._resize(self._chance.choice(_SIZES) * len(self._manager.groups))
         elif draw < _RESIZES + _PINS:
             self._pin(*draw_prompt())
         elif draw < _RESIZES + 2 * _PINS and self._pins:

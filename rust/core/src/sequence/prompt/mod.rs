@@ -237,6 +237,20 @@ fn device_block(found: &Found) -> Option<&BlockId> {
 }
 
 impl Match<'_> {
+    /// The match of the same prompt if it had found nothing.
+    pub(super) fn without_hits(&self) -> Self {
+        let none = |tables: &Vec<Vec<_>>| vec![Vec::new(); tables.len()];
+        Self {
+            keys: self.keys.clone(),
+            tenant: self.tenant,
+            hits: 0,
+            run: 0,
+            found: Vec::new(),
+            others: none(&self.others),
+            tails: Vec::new(),
+        }
+    }
+
     /// What was found behind the first blocks of each group, which the device has.
     pub(super) fn behind(&self) -> impl Iterator<Item = &Found> {
         self.tails.iter().flatten()
@@ -290,11 +304,12 @@ impl Sequences {
         }
         self.rows.require(prompts.len())?;
         self.rows.require_followed(prompts.len())?;
-        let matches = prompts
+        let mut matches = prompts
             .iter()
             .map(|prompt| self.find_prefix(step.view(), prompt, prompts.len()))
             .collect::<Result<Vec<_>>>()?;
         let view = step.view();
+        self.give_up_hits(view, prompts, &mut matches, (chunk, 0, 0));
         let new: PerClass = prompts
             .iter()
             .zip(&matches)

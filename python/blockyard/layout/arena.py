@@ -1,0 +1,271 @@
+"""The layout of blocks whose bytes depend on the cache group, and of the arena that holds them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, islice
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from blockyard._core import CacheGroup
+from blockyard.errors import InvalidArgumentError, LayoutError
+from blockyard.layout.kv import ITEM_SIZES, cut_rows
+from blockyard.layout.model import LayerCache, ModelMemory
+from blockyard.layout.sizes import as_int
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ArenaLayout", "LayerField", "PageLayout"]
+
+ALIGNMENT: Final = 16
+"""Fields of a block begin at multiples of this many bytes."""
+
+# The cache group of each kind of layer, in the order in which a manager wants them.
+_LIFECYCLES: Final[dict[str, str]] = {
+    "full": "full_attention",
+    "mla": "full_attention",
+    "indexer": "full_attention",
+    "window": "sliding_window",
+    "chunked": "chunked_attention",
+    "recurrent": "recurrent",
+    "conv": "recurrent",
+    "cross": "cross_attention",
+}
+
+
+@dataclass(frozen=True)
+class LayerField:
+    """One tensor of a layer: for each token of a block, or one state.
+
+    Attributes:
+        layer: number of the layer.
+        name: what it is, such as `"keys"`.
+        shape: its dimensions for one token, or those of a state.
+        dtype: torch's name for the element type, without `torch.`.
+        is_state: whether a block holds one of it, instead of one for each token.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_state: bool = False
+
+    def shape_in_block(self, block_tokens: int) -> tuple[int, ...]:
+        """Return the shape of all tokens of a block, or of its state."""
+        return self.shape if self.is_state else (block_tokens, *self.shape)
+
+    def num_bytes(self, block_tokens: int) -> int:
+        """Return its bytes in a block."""
+        return prod(self.shape_in_block(block_tokens)) * ITEM_SIZES[self.dtype]
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Blocks of one page class: pieces of bytes at one stride, `[blocks, bytes]`.
+
+    Attributes:
+        bytes_per_block: bytes of a block.
+    """
+
+    bytes_per_block: int
+    num_layers = 1
+
+    @property
+    def view_layers(self) -> list[int]:
+        """The only view has all layers."""
+        return [0]
+
+    def tensor_shapes(self, num_blocks: int) -> list[tuple[tuple[int, ...], str]]:
+        """Return the shape and dtype of the only tensor."""
+        return [((num_blocks, self.bytes_per_block), "uint8")]
+
+    def views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensor itself, uint8 `[blocks, bytes]`; rows may lie apart. Raises LayoutError."""
+        (blocks,) = tensors
+        row = tuple(blocks.shape[1:])
+        if not str(blocks.dtype).endswith("uint8") or row != (self.bytes_per_block,) or blocks.stride(1) != 1:
+            raise LayoutError(
+                f"blocks are {blocks.dtype} {list(blocks.shape)}, wanted uint8 [n, {self.bytes_per_block}]"
+            )
+        return [blocks]
+
+    def row_views(self, rows: Tensor) -> list[Tensor]:
+        """Return rows, uint8 `[blocks, bytes]`, as they are. Raises LayoutError."""
+        return cut_rows(rows, [self.bytes_per_block])
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """Cache groups whose blocks have bytes of their own, such as windows, full attention and states of a hybrid model.
+
+    A block holds the fields of its group's layers one after the other. Groups with blocks of equal bytes are one page
+    class. All classes share one arena of bytes, see `Arena`: `KVCache(layout, device_bytes="40GiB")`.
+
+    Attributes:
+        groups: each cache group with its layers' fields. The bytes of its blocks follow from these.
+        block_size: tokens that a key stands for, and of a block unless the group has `block_tokens`.
+        equal_blocks: give each group blocks of the widest group's bytes. There is a single page class then, which all
+            features support, and blocks of narrow groups waste memory.
+
+    Raises:
+        LayoutError: there are no groups, one has no fields or already has bytes, or a dtype is unknown.
+
+    Example:
+        >>> from blockyard import ArenaLayout
+        >>> config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+        >>> config |= {"model_type": "gpt_oss", "sliding_window": 128}
+        >>> config |= {"layer_types": ["sliding_attention", "full_attention", "full_attention", "full_attention"]}
+        >>> layout = ArenaLayout.from_config(config)
+        >>> [group.block_bytes for group in layout.cache_groups]
+        [24576, 8192]
+        >>> layout.fields[0]
+        LayerField(layer=1, name='keys', shape=(2, 64), dtype='bfloat16', is_state=False)
+    """
+
+    groups: tuple[tuple[CacheGroup, tuple[LayerField, ...]], ...]
+    block_size: int
+    equal_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_size", as_int("block_size", self.block_size, LayoutError))
+        if self.block_size < 1:
+            raise LayoutError(f"block_size is {self.block_size}, must be at least 1")
+        if not self.groups:
+            raise LayoutError("groups are (), must be at least one")
+        for group, fields in self.groups:
+            if not fields or group.block_bytes is not None:
+                raise LayoutError(f"{group} has {len(fields)} fields, must have at least one, and no bytes of its own")
+            for field in fields:
+                if field.dtype not in ITEM_SIZES:
+                    raise LayoutError(f"dtype is {field.dtype!r}, must be one of {', '.join(sorted(ITEM_SIZES))}")
+
+    @classmethod
+    def from_config(
+        cls,
+        config: ModelMemory | Mapping[str, Any] | str | Path | Any,
+        *,
+        block_size: int = 16,
+        dtype: str | None = None,
+        state_dtype: str | None = None,
+        equal_blocks: bool = False,
+    ) -> ArenaLayout:
+        """Describe the cache that a model needs, from its Hugging Face configuration.
+
+        There is one cache group for each way in which layers keep tokens, with blocks of exactly their bytes. All
+        states of a sequence are one block. Fields are `"keys"` and `"values"`, `[heads, size]` a token; `"latent"`,
+        `[size]`; and bytes where a configuration tells no more: `"entry"` of a token, `"state"`.
+
+        Args:
+            config: a `ModelMemory`, a dictionary, the path of a `config.json` or its folder, or a configuration object
+                of transformers.
+            block_size: number of tokens in a block.
+            dtype: dtype of keys and values, see `ModelMemory.from_config`.
+            state_dtype: dtype of recurrent states, see there.
+            equal_blocks: as in the attributes.
+
+        Raises:
+            InvalidArgumentError: the configuration lacks a field, or has one that is not known; or a layer has
+                compressed entries: what a prompt that resumes needs of an entry that is still open is not known.
+        """
+        memory = config
+        if not isinstance(memory, ModelMemory):
+            memory = ModelMemory.from_config(config, dtype=dtype, state_dtype=state_dtype)
+        found: dict[tuple[str, int], list[LayerField]] = {}
+        for number, layer in enumerate(memory.layers):
+            if layer.kind == "compressor":
+                raise InvalidArgumentError(f"config has a layer of compressed entries, {layer.ratio} tokens in each")
+            grows = layer.kind not in {"recurrent", "conv", "cross"}
+            key = (_LIFECYCLES[layer.kind], (layer.entries or 0) if grows else 0)
+            found.setdefault(key, []).extend(_fields_of(number, layer, memory.dtype))
+        order = tuple(_LIFECYCLES.values())
+        groups = sorted(found.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1]))
+        lifecycles = ((_group(kind, window), tuple(fields)) for (kind, window), fields in groups)
+        return cls(tuple(lifecycles), block_size, equal_blocks)
+
+    @cached_property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The cache groups with the bytes of their blocks, for a `BlockManager`."""
+        return tuple(
+            group.with_blocks(tokens=group.block_tokens, bytes=size)
+            for (group, _), size in zip(self.groups, self.block_bytes, strict=True)
+        )
+
+    @cached_property
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block of each group."""
+        sizes = tuple(self.offsets(number)[-1] for number in range(len(self.groups)))
+        return (max(sizes),) * len(sizes) if self.equal_blocks else sizes
+
+    @cached_property
+    def pages(self) -> tuple[PageLayout, ...]:
+        """Layout of each page class's blocks, ordered by the first group that has it."""
+        return tuple(PageLayout(size) for size in dict.fromkeys(self.block_bytes))
+
+    def page_class(self, group: int) -> int:
+        """Return the page class of a group's blocks, by the group's number."""
+        return list(dict.fromkeys(self.block_bytes)).index(self.block_bytes[group])
+
+    @property
+    def fields(self) -> tuple[LayerField, ...]:
+        """The fields of all groups, group by group: one for each of an engine's `tensors`."""
+        return tuple(field for _, fields in self.groups for field in fields)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, with those that cache nothing before the last that does."""
+        return 1 + max(field.layer for field in self.fields)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block. Raises LayoutError if there are several page classes."""
+        if len(self.pages) > 1:
+            raise LayoutError(f"blocks of the groups have {list(self.block_bytes)} bytes, must be equal")
+        return self.pages[0].bytes_per_block
+
+    def by_group(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Split tensors in the order of `fields` into a list for each group. Raises LayoutError if not as many."""
+        counts = [len(fields) for _, fields in self.groups]
+        if len(tensors) != sum(counts):
+            raise LayoutError(f"got {len(tensors)} tensors, the groups have {counts}")
+        left = iter(tensors)
+        return [list(islice(left, count)) for count in counts]
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256, in hexadecimal, of all that determines the bytes of a block."""
+        fields = [[repr(group), [list(vars(field).values()) for field in fields]] for group, fields in self.groups]
+        described = json.dumps(["arena", 1, self.block_size, list(self.block_bytes), fields], separators=(",", ":"))
+        return hashlib.sha256(described.encode("ascii")).hexdigest()
+
+    def tokens(self, group: int) -> int:
+        """Return the tokens of a group's blocks."""
+        return self.groups[group][0].block_tokens or self.block_size
+
+    def offsets(self, group: int) -> list[int]:
+        """Return where each field of a group begins in a block, and where the last one ends."""
+        sizes = (field.num_bytes(self.tokens(group)) for field in self.groups[group][1])
+        return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+
+
+def _fields_of(number: int, layer: LayerCache, dtype: str) -> Iterator[LayerField]:
+    """Yield the fields of one layer of a model."""
+    if layer.kind in {"recurrent", "conv"}:
+        yield LayerField(number, "state", (layer.entry_bytes * (layer.entries or 0),), "uint8", is_state=True)
+    elif layer.heads and layer.head_size:
+        yield LayerField(number, "keys", (layer.heads, layer.head_size), dtype)
+        yield LayerField(number, "values", (layer.heads, layer.head_size), dtype)
+    elif layer.kind == "mla" and layer.entry_bytes % ITEM_SIZES.get(dtype, layer.entry_bytes + 1) == 0:
+        yield LayerField(number, "latent", (layer.entry_bytes // ITEM_SIZES[dtype],), dtype)
+    else:
+        yield LayerField(number, "entry", (layer.entry_bytes,), "uint8")
+
+
+def _group(kind: str, window: int) -> CacheGroup:
+    make: Callable[..., CacheGroup] = getattr(CacheGroup, kind)
+    return make(window) if window else make()

@@ -1,0 +1,203 @@
+"""Blocks of their own size over one arena: layouts of real models, and the bytes that the engine moves."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_configs import LONG, TABLE
+from simulated_device import SimulatedStreams
+
+from blockyard import Arena, ArenaLayout, BlockManager, CacheEngine, CacheGroup, KVCache, KVLayout, StepExecutor
+from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
+from blockyard.layout import LayerField
+from blockyard.layout.model import LayerCache, ModelMemory
+
+KEYS = LayerField(0, "keys", (2, 8), "float16")
+STATE = LayerField(1, "state", (3, 5), "float32", is_state=True)
+LAYOUT = ArenaLayout(((CacheGroup.full_attention(), (KEYS,)), (CacheGroup.recurrent(), (STATE,))), block_size=4)
+
+
+def shrunk(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's configuration with small heads, so that its blocks fit in memory."""
+    small = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "ssm_state_size": 8, "mamba_d_head": 8}
+    small |= {"head_dim": 8, "v_head_dim": 8, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "mamba_d_state": 4}
+    return {key: min(value, small[key]) if key in small else value for key, value in config.items()}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_groups_of_a_model_have_exactly_its_bytes_and_fit_a_manager(name: str):
+    memory = ModelMemory.from_config(TABLE[name][0])
+    layout, tokens = ArenaLayout.from_config(memory, block_size=32), {"full_attention": LONG, "recurrent": 32}
+    groups = layout.cache_groups
+    tokens["cross_attention"] = sum(layer.entries or 0 for layer in memory.layers if layer.kind == "cross") // 32
+    held = [(group.block_bytes or 0) // 32 * (group.window or tokens[group.kind]) for group in groups]
+    assert sum(held) == memory.bytes(LONG)
+    arena = Arena(device_bytes=8 * sum(group.block_bytes or 0 for group in groups))
+    manager = BlockManager(block_size=32, groups=groups, arena=arena)
+    assert manager.groups == groups
+    assert [manager.pool(page_class=at).block_bytes for at in range(manager.num_page_classes)] == [
+        page.bytes_per_block for page in layout.pages
+    ]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_a_model_writes_through_its_tensors_is_apart_and_moves_with_its_block(name: str):
+    layout = ArenaLayout.from_config(shrunk(TABLE[name][0]))
+    largest = max(page.bytes_per_block for page in layout.pages)
+    arena = Arena(device_bytes=20 * largest, host_bytes=4 * largest)
+    manager = BlockManager(block_size=16, groups=layout.cache_groups, arena=arena)
+    engine = CacheEngine(layout, manager=manager)
+    fields = list(zip(layout.fields, engine.tensors, strict=True))
+    assert len({(field.layer, field.name) for field, _ in fields}) == len(fields)
+    for page_class in range(manager.num_page_classes):
+        memory, own = (
+            engine.of_class(page_class),
+            [
+                tensor
+                for number, tensors in enumerate(layout.by_group(engine.tensors))
+                if layout.page_class(number) == page_class
+                for tensor in tensors
+            ],
+        )
+        block, target = (memory.num_blocks("device") // 2 + step for step in (0, 1))
+        for number, tensor in enumerate(own):
+            tensor[block].view(torch.uint8).fill_(number % 250 + 1)
+            assert tensor[block].view(torch.uint8).eq(number % 250 + 1).all()
+        written = engine.read("device", [block], page_class=page_class)
+        engine.run("swap_out", [(block, 1)], page_class=page_class)
+        engine.run("swap_in", [(1, target)], page_class=page_class)
+        assert np.array_equal(engine.read("device", [target], page_class=page_class), written)
+        others = engine.read("device", [target + 1, block - 1], page_class=page_class)
+        assert not others.any(), "a field or a copy reaches into another block"
+        engine.write("device", [block, target], np.zeros_like(others), page_class=page_class)
+    engine.close()
+
+
+def test_groups_of_compressed_entries_are_refused_by_name():
+    with pytest.raises(InvalidArgumentError, match="a layer of compressed entries, 4 tokens in each"):
+        ArenaLayout.from_config(ModelMemory((LayerCache("compressor", 64, ratio=4),), "bfloat16"))
+    with pytest.raises(LayoutError, match="block_size is 0, must be at least 1"):
+        ArenaLayout.from_config(ModelMemory((LayerCache("full", 64),), "bfloat16"), block_size=0)
+    with pytest.raises(LayoutError, match=r"groups are \(\), must be at least one"):
+        ArenaLayout.from_config(ModelMemory((), "bfloat16"))
+
+
+def test_layouts_that_cannot_be_are_refused_by_name():
+    own = CacheGroup.full_attention().with_blocks(bytes=64)
+    with pytest.raises(LayoutError, match="has 1 fields, must have at least one, and no bytes of its own"):
+        ArenaLayout(((own, (KEYS,)),), 4)
+    with pytest.raises(LayoutError, match="has 0 fields, must have at least one"):
+        ArenaLayout(((CacheGroup.full_attention(), ()),), 4)
+    with pytest.raises(LayoutError, match="dtype is 'float7', must be one of"):
+        ArenaLayout(((CacheGroup.full_attention(), (LayerField(0, "keys", (1,), "float7"),)),), 4)
+    with pytest.raises(LayoutError, match=r"blocks of the groups have \[128, 64\] bytes, must be equal"):
+        _ = LAYOUT.bytes_per_block
+
+
+def test_layouts_differ_in_their_fingerprints_if_a_byte_lies_elsewhere():
+    (full, _), state = LAYOUT.groups
+    others = [
+        ArenaLayout(LAYOUT.groups, 8),
+        ArenaLayout(LAYOUT.groups, 4, equal_blocks=True),
+        ArenaLayout(((full, (LayerField(0, "keys", (8, 2), "float16"),)), state), 4),
+        ArenaLayout(((full, (LayerField(0, "keys", (2, 8), "bfloat16"),)), state), 4),
+        ArenaLayout(((CacheGroup.sliding_window(8), (KEYS,)), state), 4),
+    ]
+    assert len({layout.fingerprint() for layout in (LAYOUT, *others)}) == 1 + len(others)
+
+
+def manager_of(layout: ArenaLayout, device: int = 4096, host: int = 4096) -> BlockManager:
+    arena = Arena(device_bytes=device, host_bytes=host)
+    return BlockManager(block_size=layout.block_size, groups=layout.cache_groups, arena=arena)
+
+
+def test_an_engine_takes_only_the_blocks_of_a_manager_that_fit_its_layout():
+    full = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=3, head_size=8, dtype="float16")
+    with pytest.raises(InvalidArgumentError, match="give its manager instead of numbers of blocks"):
+        CacheEngine(LAYOUT, device_blocks=8)
+    with pytest.raises(InvalidArgumentError, match="manager is given, must be None unless layout is an ArenaLayout"):
+        CacheEngine(full, manager=manager_of(LAYOUT), device_blocks=8)
+    with pytest.raises(LayoutError, match=r"blocks of \[1\] bytes, the layout of \[128, 64\]: give it the layout's"):
+        CacheEngine(LAYOUT, manager=BlockManager(block_size=4, device_blocks=8))
+    split = Arena.split(device_blocks=[4, 4])
+    with pytest.raises(LayoutError, match="a fixed number of blocks of each class, must have an arena of extents"):
+        CacheEngine(LAYOUT, manager=BlockManager(block_size=4, groups=LAYOUT.cache_groups, arena=split))
+    odd = Arena(device_bytes=4096, extent_bytes=130)
+    with pytest.raises(LayoutError, match="must be multiples of 16: set other extent_bytes"):
+        CacheEngine(LAYOUT, manager=BlockManager(block_size=4, groups=LAYOUT.cache_groups, arena=odd))
+    for given in (
+        [torch.zeros(64, dtype=torch.uint8)],
+        [torch.zeros(4096)],
+        [torch.zeros(4096, dtype=torch.uint8)] * 2,
+    ):
+        with pytest.raises(LayoutError, match=r"the arena has 64 bytes|must be one arena"):
+            CacheEngine(LAYOUT, manager=manager_of(LAYOUT), tensors=given)
+
+
+def test_an_unknown_page_class_and_a_store_are_refused():
+    engine = CacheEngine(LAYOUT, manager=manager_of(LAYOUT))
+    for call in (
+        lambda: engine.submit("copy", [(1, 2)], page_class=2),
+        lambda: engine.read("device", [0], page_class=-1),
+        lambda: engine.num_blocks("device", 7),
+    ):
+        with pytest.raises(MappingError, match=r"page_class is (2|-1|7), the engine has 2"):
+            call()
+    with pytest.raises(InvalidArgumentError, match="store is given, must be None with 2 page classes"):
+        StepExecutor(engine, object())  # type: ignore[arg-type]
+    engine.close()
+
+
+def test_a_cache_says_which_of_its_arguments_needs_equal_blocks():
+    for name, value in {
+        "device_blocks": 8,
+        "host_blocks": 8,
+        "max_device_blocks": 8,
+        "swap_store": "file:///x?size=1MiB",
+        "prefix_store": "file:///x?size=1MiB",
+    }.items():
+        given = {"device_bytes": 4096} if name != "device_blocks" else {}
+        with pytest.raises(InvalidArgumentError, match=rf"{name} is .*, must be None for blocks of \[128, 64\] bytes"):
+            KVCache(LAYOUT, **given, **{name: value})
+    with pytest.raises(InvalidArgumentError, match="groups is given, must be None with an ArenaLayout"):
+        KVCache(LAYOUT, device_bytes=4096, groups=LAYOUT.cache_groups)
+
+
+def test_equal_blocks_have_numbers_and_stores_as_those_of_any_layout():
+    layout = ArenaLayout(LAYOUT.groups, LAYOUT.block_size, equal_blocks=True)
+    assert (layout.bytes_per_block, len(layout.pages)) == (128, 1)
+    with KVCache(layout, device_blocks=8, host_bytes=1024) as cache:
+        assert (cache.engine.num_blocks("device"), cache.engine.num_blocks("host")) == (8, 8)
+        assert [tuple(tensor.shape) for tensor in cache.engine.tensors] == [(8, 4, 2, 8), (8, 3, 5)]
+
+
+def test_an_arena_of_the_callers_is_used_as_it_is():
+    arena = torch.zeros(8192, dtype=torch.uint8)
+    with KVCache(LAYOUT, tensors=[arena]) as cache:
+        cache.engine.tensors[0][1].fill_(1.0)
+        assert arena.any()
+        with pytest.raises(InvalidArgumentError, match="tensors share blocks with another open cache"):
+            KVCache(LAYOUT, tensors=[arena])
+
+
+def test_losses_of_each_class_are_named_with_it():
+    """A copy of one class fails: the manager hears of pairs of that class, and only its sequence is lost."""
+    streams = SimulatedStreams(0)
+    manager = manager_of(LAYOUT)
+    engine = CacheEngine(LAYOUT, manager=manager, streams=streams)
+    executor = StepExecutor(engine)
+    sequence = manager.allocate(10)
+    executor.submit(decision := manager.take_decision())
+    manager.complete(executor.wait(decision.ticket).ticket)
+    manager.swap_out(sequence)
+    decision = manager.take_decision()
+    assert sorted(pairs.page_class for _, pairs in decision.transfers()) == [0, 1]
+    streams._fail = 1.0
+    executor.submit(decision)
+    done = executor.wait(decision.ticket)
+    assert sorted(pairs.page_class for pairs in done.lost) == [0, 1]
+    lost = manager.complete(done.ticket, done.lost)
+    assert lost.tolist() == [int(sequence)]
+    manager.check()
+    engine.close()
