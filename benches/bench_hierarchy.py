@@ -34,13 +34,11 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
 from policies import fitting
-from policies.plain import arena_manager, serve_plainly
-from policies.server import OUTPUT, SIZE, Server, prompt_of
+from policies.server import OUTPUT, SIZE, Server
 
 from blockyard import CacheGroup
 from blockyard.tools.replay.packed import PackedTrace
@@ -148,7 +146,7 @@ class Row:
         )
         most, found = MOST if is_claimed else {}, self.figures
         low = [f"{name} {found[name]:.3f} is below {goal}" for name, goal in least.items() if found.get(name, 1) < goal]
-        return low + [f"{name} {found[name]:.3f} are above {goal}" for name, goal in most.items() if found.get(name, 0) > goal]
+        return low + [f"{name} {found[name]:.3f} are above {goal}" for name, goal in most.items() if found[name] > goal]
 
     def __str__(self) -> str:
         case = self.case
@@ -164,8 +162,6 @@ def measure(case: Case) -> Row:
     blocks = case.device + case.host_blocks
     slots = trace.num_distinct * 5 // 4 if case.store else 0
     groups = MODELS[case.model]
-    if groups[0].block_bytes:
-        return measure_arenas(case, trace, begin)
     limits: dict[str, Any] = {"policy": case.policy, "tokens": case.tokens, "users": case.users, "groups": groups}
     pool = Server(trace, blocks * len(groups) + slots, 0, has_bytes=False, **limits)
     pool.serve()
@@ -185,22 +181,6 @@ def measure(case: Case) -> Row:
     on_host = stats.loaded_blocks if len(groups) == 1 else 0
     hits = (stats.hit_blocks - on_host, on_host, best)
     return Row(case, *hits, figures, time.perf_counter() - begin)
-
-
-def measure_arenas(case: Case, trace: PackedTrace, begin: float) -> Row:
-    """Serve a case's requests over arenas: of device and host, and of one pool with the bytes of both."""
-    groups = MODELS[case.model]
-    device, host = case.device * len(groups), case.host_blocks * len(groups)
-    prompts = [partial(prompt_of, trace, number) for number in range(len(trace))]
-    hits = []
-    for sizes in ((device + host, 0), (device, host)):
-        manager = arena_manager(groups, *sizes, case.policy)
-        hits.append(serve_plainly(manager, prompts, case.users, case.tokens))
-    assert hits[0], f"{case} has no hits at all: it measures nothing"
-    held_blocks = sum(manager.stats().cached_blocks.values())
-    findable = 1 - manager.prefix.count_unfindable() / max(1, held_blocks)
-    figures = {"ratio": hits[1] / hits[0], "findable": findable}
-    return Row(case, hits[1], 0, hits[0], figures, time.perf_counter() - begin)
 
 
 def combined(values: dict[str, tuple[Any, ...]]) -> list[Case]:
