@@ -670,8 +670,7 @@ impl PrefixCache {
         }
     }
 
-    /// Takes out the next block that the host may get, if there is one: until one of a class, or of any, is there. What
-    /// leaves together leaves in one order, whatever its classes.
+    /// Takes out the next block that the host may get, if there is one, until one of a class, or of any, is there.
     pub(super) fn pop_departing(&mut self, class: Option<usize>) -> Option<Departing> {
         let mut both = self.both()?;
         both.sweep();
