@@ -12,7 +12,7 @@
 #       both with GPU_PYTHON=python3: with a wheel that this Python finds, without Rust (CONTRIBUTING.md)
 #   make dev | release             the extension in place, for tests | as in wheels, for figures
 #   make lint | fmt                check | repair style
-#   make docs                      the API page, from the code, and the site: docs/_build/html
+#   make docs                      the site: docs/_build/html
 #   make fuzz [FUZZ_SECONDS=180]   random operations, forged decisions and slabs, grown by libFuzzer; the
 #       targets share the time
 #   make mutants [N=200 SEED=0]    how many of N small changes to the Rust core and store their tests catch
@@ -229,7 +229,6 @@ fmt: setup
 # ---- packaging ----
 
 docs: dev
-	$(BIN)/python buildsystem/write_api.py
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
 wheel: setup

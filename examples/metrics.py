@@ -12,9 +12,8 @@ from urllib.request import urlopen
 
 from prometheus_client import REGISTRY, start_http_server
 
-from blockyard import KVCache, KVLayout
+from blockyard import KVCache, KVLayout, Request, Scheduler
 from blockyard.metrics import Collector
-from blockyard.scheduler import Request, Scheduler
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=16, num_kv_heads=2, head_size=16, dtype="float16")
 SECONDS = int(sys.argv[1]) if len(sys.argv) > 1 else 2

@@ -8,8 +8,8 @@ import os
 import signal
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_TESTS = ROOT / "tests" / "gpu"
+SharedFolder = Callable[[str], AbstractContextManager[Path]]
 
 # Machines differ too much for hypothesis to judge single examples by time.
 # The quick tests draw the same cases each time: new ones are drawn by the thorough.
@@ -105,37 +106,42 @@ def traces() -> Path:
     return folder
 
 
-@contextmanager
-def shared_folder(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
-    """Give a folder that all workers of a run share, to one at a time."""
-    base = factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield folder
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> SharedFolder:
+    """Gives a folder by its name that all workers of a run share, to one at a time."""
+    base = tmp_path_factory.getbasetemp()
+
+    @contextmanager
+    def lent(name: str) -> Iterator[Path]:
+        folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield folder
+
+    return lent
 
 
 @pytest.fixture(scope="session")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def fake(shared_folder: SharedFolder) -> ctypes.CDLL:
     """The stand-in for a device, with the op library's dispatch on top."""
     import stand_in
 
     from blockyard_build.toolchain import MissingError
 
     try:
-        with shared_folder(tmp_path_factory, "fake") as folder:
+        with shared_folder("fake") as folder:
             return stand_in.build_stand_in(folder)
     except MissingError as missing:
         pytest.skip(f"no {missing}")
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def kernels(shared_folder: SharedFolder) -> ctypes.CDLL:
     """The copy kernels for a CPU."""
     import host_kernels
 
-    with shared_folder(tmp_path_factory, "kernels") as folder:
+    with shared_folder("kernels") as folder:
         return host_kernels.load_kernels(folder)
 
 

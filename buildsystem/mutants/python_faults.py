@@ -111,11 +111,11 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("salt, lora_id = state.request.salt,", "salt, lora_id = None,"),
             ("lora_id=lora_id, extras=state.extras)", "lora_id=lora_id)"),
             ("            extras=[state.extras if state else () for state in states],\n", ""),
-            ("        return fit.blocks + max(0, room - fit.free)", "        return fit.blocks"),
+            ("need = fit.bytes + max(0, room - fit.free_bytes)", "need = fit.bytes"),
             ("        return sum(map(self.needs.rest, lengths, builder.ends))", "        return 0"),
             ("                idle.overtaken += 1\n", "                pass\n"),
             ("rows.lowest_priority() <= first.rank[0]:", "rows.lowest_priority() <= first.rank[0] + 1:"),
-            ("self._is_enough(first, blocks, seats):", "True:"),
+            ("self._is_enough(first, lacking, seats):", "True:"),
         ],
     ),
     (
@@ -177,8 +177,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "scheduler/options.py",
         SCHEDULER,
         [
-            ("device.num_blocks - device.reserved - self.nulls", "device.num_blocks - device.reserved"),
-            ("(tokens, chunk_tokens=min(chunk, tokens)).blocks", "(tokens).blocks"),
+            ("kept = first.reserved + self._has_nulls * (first.per_extent or 1)", "kept = first.reserved"),
+            ("(tokens, chunk_tokens=min(chunk, tokens)).bytes", "(tokens).bytes"),
         ],
     ),
     (

@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from blockyard.cache import KVCache
     from blockyard.engine import CacheEngine
     from blockyard.executor import StepExecutor
-    from blockyard.layout import ArenaLayout, KVLayout
+    from blockyard.layout import KVLayout
     from blockyard.scheduler import Request, Scheduler
     from blockyard.stores import open_store
 
 __all__ = [
     "AllocStatus",
     "Arena",
-    "ArenaLayout",
     "BlockManager",
     "BlockyardError",
     "CacheEngine",
@@ -54,7 +53,6 @@ __all__ = [
 if not TYPE_CHECKING:
     # Loaded on first use: some need torch, and all of them import this package.
     _MODULES = {
-        "ArenaLayout": "blockyard.layout",
         "CacheEngine": "blockyard.engine",
         "KVCache": "blockyard.cache",
         "KVLayout": "blockyard.layout",

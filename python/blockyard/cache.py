@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from types import TracebackType
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from blockyard._core import Arena, BlockManager, CacheGroup, PrefixCaching, StepDecision, StepOwner
 from blockyard.engine.elastic.cache import ElasticCache, Resized
-from blockyard.engine.engine import CacheEngine
+from blockyard.engine.engine import CacheEngine, check_list_of_tensors
 from blockyard.engine.memory import MAX_BLOCKS
 from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError, LayoutError
 from blockyard.executor.executor import Executor, StepExecutor
@@ -173,14 +173,11 @@ class KVCache:
         name, block_size = _namespace(namespace, layout), _block_size(layout, groups)
         _check_writes(prefix_writes)
         if isinstance(layout, ArenaLayout):
-            _refuse_with_arena(layout, max_device_blocks=max_device_blocks)
-            if tensors is not None and device_blocks is None and device_bytes is None:
-                device_bytes = sum(tensor.numel() for tensor in tensors)
-        if _has_classes(layout):
-            _refuse_with_arena(layout, device_blocks=device_blocks, host_blocks=host_blocks)
-            _refuse_with_arena(layout, swap_store=swap_store, prefix_store=prefix_store)
-        # With several page classes blocks are of several sizes, and the numbers of blocks are numbers of bytes.
-        size = 1 if _has_classes(layout) else layout.bytes_per_block
+            given: dict[str, object] = {"device_blocks": device_blocks, "host_blocks": host_blocks}
+            given |= {"swap_store": swap_store, "prefix_store": prefix_store}
+            _refuse_with_arena(layout, max_device_blocks, given)
+            device_bytes = _arena_bytes(tensors, device_blocks, device_bytes)
+        size = 1 if _has_classes(layout) else layout.bytes_per_block  # with several classes, sizes are in bytes
         device_blocks = _blocks("device", device_blocks, device_bytes, size)
         host = _blocks("host", host_blocks, host_bytes, size) or 0
         swap_store = _sized("swap_store", swap_store, swap_store_bytes, size)
@@ -191,13 +188,12 @@ class KVCache:
         self.layout, self._process = layout, Process("a cache")
         self._closers: list[Callable[[], object]] = []  # each is idempotent
         try:
-            if (elastic := self._open_elastic(device_blocks, max_device_blocks, device)) is not None:
-                tensors = elastic.tensors
+            tensors = self._open_elastic(device_blocks, max_device_blocks, device) or tensors
             self.swap_store = None if swap_store is None else self._take_store(swap_store, size, name)
             own, arena = self._space(device_blocks, host, tensors)
             self.manager = BlockManager(
                 block_size=block_size,
-                device_blocks=None if arena else own,
+                device_blocks=own,
                 host_blocks=0 if arena else host,
                 external_blocks=_external_blocks(self.swap_store, external_blocks),
                 watermark=watermark,
@@ -206,18 +202,7 @@ class KVCache:
                 arena=arena,
                 prefix_caching=prefix_caching,
             )
-            counted = isinstance(layout, ArenaLayout)  # by the manager
-            self.engine = CacheEngine(
-                layout,
-                manager=self.manager if counted else None,
-                device_blocks=None if counted else max_device_blocks or own,
-                host_blocks=0 if counted else host,
-                pin_memory=pin_memory,
-                device=device if tensors is None else None,
-                tensors=tensors,
-            )
-            self._closers.append(self.engine.close)
-            self._own_tensors()
+            self._open_engine(max_device_blocks or own, host, tensors, device, pin_memory=pin_memory)
             self.executor = StepExecutor(self.engine, self.swap_store, max_staging=staging)
             self._closers.append(self.executor.close)
             # Others would end tickets whose bytes were never moved.
@@ -394,13 +379,36 @@ class KVCache:
 
     def _open_elastic(
         self, blocks: int | None, max_blocks: int | None, device: str | torch.device
-    ) -> ElasticCache | None:
-        """Reserve memory for `max_blocks` blocks, if it is given."""
+    ) -> list[Tensor] | None:
+        """Reserve memory for `max_blocks` blocks, if it is given; return its tensors."""
         self.elastic: ElasticCache | None = None
-        if max_blocks is not None and blocks is not None and not isinstance(self.layout, ArenaLayout):
-            self.elastic = ElasticCache(self.layout, num_blocks=blocks, max_blocks=max_blocks, device=device)
-            self._closers.append(self.elastic.close)
-        return self.elastic
+        if max_blocks is None or blocks is None or isinstance(self.layout, ArenaLayout):
+            return None
+        self.elastic = ElasticCache(self.layout, num_blocks=blocks, max_blocks=max_blocks, device=device)
+        self._closers.append(self.elastic.close)
+        return self.elastic.tensors
+
+    def _open_engine(
+        self,
+        blocks: int | None,
+        host: int,
+        tensors: Sequence[Tensor] | None,
+        device: str | torch.device,
+        *,
+        pin_memory: bool | None,
+    ) -> None:
+        is_counted = isinstance(self.layout, ArenaLayout)  # the manager knows the numbers of blocks
+        self.engine = CacheEngine(
+            self.layout,
+            manager=self.manager if is_counted else None,
+            device_blocks=None if is_counted else blocks,
+            host_blocks=0 if is_counted else host,
+            pin_memory=pin_memory,
+            device=device if tensors is None else None,
+            tensors=tensors,
+        )
+        self._closers.append(self.engine.close)
+        self._own_tensors()
 
     def _space(
         self, device: int | None, host: int, tensors: Sequence[Tensor] | None
@@ -409,6 +417,7 @@ class KVCache:
         if _has_classes(self.layout):
             return None, Arena(device_bytes=device or 0, host_bytes=host)
         if device is None and tensors is not None and not isinstance(self.layout, ArenaLayout):
+            check_list_of_tensors(tensors)
             return len(self.layout.views(tensors)[0]), None
         return device, None
 
@@ -564,13 +573,22 @@ def _has_classes(layout: KVLayout | GroupedLayout | ArenaLayout) -> TypeGuard[Ar
     return isinstance(layout, ArenaLayout) and len(layout.pages) > 1
 
 
-def _refuse_with_arena(layout: ArenaLayout, **given: object) -> None:
-    for name, value in given.items():
+def _refuse_with_arena(layout: ArenaLayout, max_device_blocks: int | None, given: Mapping[str, object]) -> None:
+    """Refuse what needs blocks of equal size, if these are not, and memory that grows."""
+    of_classes = given if _has_classes(layout) else {}
+    for name, value in {"max_device_blocks": max_device_blocks, **of_classes}.items():
         if value is not None:
             raise InvalidArgumentError(
                 f"{name} is {value!r:.100}, must be None for blocks of {list(layout.block_bytes)} bytes: give sizes in "
                 "bytes, or a layout with equal_blocks=True"
             )
+
+
+def _arena_bytes(tensors: Sequence[Tensor] | None, blocks: int | None, num_bytes: int | str | None) -> int | str | None:
+    """Return the size of the device's arena: as given, or that of the tensor."""
+    if tensors is None or blocks is not None or num_bytes is not None:
+        return num_bytes
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _sized(

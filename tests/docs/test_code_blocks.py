@@ -39,14 +39,34 @@ def modules_with_examples() -> list[str]:
 
 
 @pytest.mark.parametrize(("document", "blocks"), code_blocks())
-def test_code_block_runs(document: Path, blocks: list[re.Match[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_code_block_runs_and_prints_the_numbers_that_its_comments_show(
+    document: Path,
+    blocks: list[re.Match[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(REGISTERED, {})  # an example of a docstring is on the API page too
+    monkeypatch.setattr(REGISTERED, {})
     # Blank lines in front make tracebacks name the document's own lines.
     source = ""
     for block in blocks:
         source += "\n" * (line_of(block) - 1 - source.count("\n")) + block[1]
     exec(compile(source, str(document), "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert document.name == "README.md" or [said for said in comments(source) if not is_printed(said, printed)] == []
+
+
+def comments(source: str) -> list[str]:
+    """The lines that comments behind calls of `print` show, without explanations."""
+    found = re.findall(r"^ *print\(.*\) +# (.*)", source, re.MULTILINE)
+    return [line for said in found for line in (said if said[0] == "{" else said.partition(": ")[0]).split(", then ")]
+
+
+def is_printed(said: str, printed: str) -> bool:
+    """Whether a printed line has the numbers of a comment, in its order."""
+    lines = [iter(re.findall(r"\d+", line)) for line in printed.splitlines()]
+    return any(all(number in line for number in re.findall(r"\d+", said)) for line in lines)
 
 
 @pytest.mark.parametrize("module", modules_with_examples())

@@ -11,19 +11,33 @@ import pytest
 from browser import CHROMIUM, LOADED, browser_page
 from sphinx.util.inventory import InventoryFile
 
+import public_names
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 FROM_THE_NETWORK = r'<(?:script|img|object)[^>]* (?:src|data)="(?:https?:)?//|<link rel="style[^>]*"(?:https?:)?//'
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
-    command += ["-d", str(folder / "trees"), str(DOCS), str(folder / "html")]
-    built = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
-    return folder / "html"
+@pytest.fixture(scope="session")
+def site(shared_folder: Any) -> Path:
+    """The site, built once for all workers of a run."""
+    with shared_folder("site") as folder:
+        result = folder / "result"
+        if not result.exists():
+            command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
+            command += ["-d", str(folder / "trees"), str(DOCS), str(folder / "html")]
+            built = subprocess.run(command, check=False, capture_output=True, text=True)
+            result.write_text(f"{built.returncode}\n{built.stderr}", encoding="utf-8")
+        code, _, said = result.read_text(encoding="utf-8").partition("\n")
+        assert code == "0", said
+        return folder / "html"
+
+
+@pytest.fixture(scope="session")
+def inventory(site: Path) -> dict[str, str]:
+    """Page and anchor of each class, function, method and attribute, by name."""
+    found = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
+    return {name: entry.uri for kind in found if kind.startswith("py:") for name, entry in found[kind].items()}
 
 
 def sources() -> set[str]:
@@ -50,19 +64,18 @@ def test_language_models_find_every_page(site: Path):
     assert all((site / path).exists() for path in linked)
     full = (site / "llms-full.txt").read_text(encoding="utf-8")
     assert not [name for name in sources() if not titles(name) <= set(full.splitlines())]
+    assert all(f"class {name}" in full for name in ("BlockManager", "KVCache", "Scheduler"))
 
 
-def test_an_inventory_leads_other_sites_to_the_anchor_of_each_method(site: Path):
-    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="").data
-    for kind, name in (
-        ("py:class", "blockyard.BlockManager"),
-        ("py:method", "blockyard.BlockManager.append"),
-        ("py:method", "blockyard.Scheduler.schedule"),
-        ("py:function", "blockyard.testing.machines.manager_machine"),
-    ):
-        page, _, anchor = inventory[kind][name].uri.partition("#")
+def test_an_inventory_leads_other_sites_to_each_name(site: Path, inventory: dict[str, str]):
+    named = [f"{module}.{name}" for module, names in public_names.listed().items() for name in names]
+    assert len(named) > 150
+    for name in (*named, "blockyard.BlockManager.append", "blockyard.Scheduler.schedule"):
+        page, _, anchor = inventory[name].partition("#")
         assert anchor == name
         assert f'id="{name}"' in (site / page).read_text(encoding="utf-8")
+    api = (site / "reference" / "api.html").read_text(encoding="utf-8")
+    assert not [name for name in named if f'title="{name}"' not in api]
 
 
 def test_a_page_of_a_class_has_what_help_says_without_the_rules_of_machines(site: Path):

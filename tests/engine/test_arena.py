@@ -8,9 +8,9 @@ import torch
 from model_configs import LONG, TABLE
 from simulated_device import SimulatedStreams
 
-from blockyard import Arena, ArenaLayout, BlockManager, CacheEngine, CacheGroup, KVCache, KVLayout, StepExecutor
+from blockyard import Arena, BlockManager, CacheEngine, CacheGroup, KVCache, KVLayout, StepExecutor
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
-from blockyard.layout import LayerField
+from blockyard.layout import ArenaLayout, LayerField
 from blockyard.layout.model import LayerCache, ModelMemory
 
 KEYS = LayerField(0, "keys", (2, 8), "float16")

@@ -14,20 +14,31 @@ import pytest
 import torch
 from memory_stores import KeyedStore, MemoryStore
 
-from blockyard import BlockManager, CacheEngine, KVCache, KVLayout, Request, Scheduler, StepExecutor, open_store
+from blockyard import (
+    BlockManager,
+    CacheEngine,
+    CacheGroup,
+    KVCache,
+    KVLayout,
+    Request,
+    Scheduler,
+    StepExecutor,
+    open_store,
+)
 from blockyard.engine import ElasticCache
 from blockyard.errors import BlockyardError, StepOrderError
 from blockyard.executor import ParallelExecutor
-from blockyard.layout import GroupedLayout
+from blockyard.layout import ArenaLayout, GroupedLayout, LayerField
 from blockyard.prefix_store import PrefixStore
 from blockyard.scheduler import PreemptionCosts
 from blockyard.stores import ExternalStore
 from blockyard.stores.striped import StripedStore
 from blockyard.traces import TraceRecorder
-from write_api import MODULES
+from public_names import modules
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
 OTHER = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+ARENA = ArenaLayout(((CacheGroup.full_attention(), (LayerField(0, "keys", (8,), "float32"),)),), block_size=4)
 SIZE = LAYOUT.bytes_per_block
 CACHED: dict[str, Any] = {"device_blocks": 8, "prefix_caching": True, "namespace": b"n"}
 
@@ -202,6 +213,12 @@ CASES: dict[tuple[str, str], list[tuple[str, Callable[[World], object], str]]] =
         ),
     ],
     ("CacheEngine", "layout"): [("nothing", lambda w: CacheEngine(None, device_blocks=8), "layout is None, must be a")],
+    ("CacheEngine", "manager"): [
+        ("nothing", lambda w: CacheEngine(ARENA), "layout is an ArenaLayout: give its manager"),
+        ("something else", lambda w: CacheEngine(ARENA, manager=5), "manager is 5, must be the BlockManager of"),
+        ("of other blocks", lambda w: CacheEngine(ARENA, manager=w.manager()), "the manager has page classes with"),
+        ("for equal blocks", lambda w: CacheEngine(LAYOUT, manager=w.manager()), "manager is given, must be None"),
+    ],
     ("CacheEngine", "tensors"): [
         ("one tensor", lambda w: CacheEngine(LAYOUT, tensors=w.tensors()[0]), "tensors is one tensor"),
         ("of another size", lambda w: CacheEngine(LAYOUT, tensors=w.tensors(7), device_blocks=8), "device_blocks is 8"),
@@ -276,9 +293,9 @@ def test_a_wrong_number_is_refused_by_name(make: Callable[[World], object], mess
 def test_the_table_has_each_object_that_a_public_constructor_takes():
     kinds = {"ExternalStore", "Tensor", "KVLayout", "GroupedLayout", "BlockLayout", "BlockManager", "CacheEngine"}
     kinds |= {"Cache", "KVCache", "Executor", "TraceRecorder", "PrefixStore", "Scheduler", "Streams", "Memory"}
-    modules = [name for name in MODULES if not re.search(r"testing|integrations|metrics|tracing", name)]
+    checked = [name for name in modules() if not re.search(r"testing|integrations|metrics|tracing", name)]
     found = set()
-    for name in modules:
+    for name in checked:
         module = import_module(name)
         for public in [getattr(module, name) for name in module.__all__]:
             if inspect.isclass(public) and "__init__" in vars(public):

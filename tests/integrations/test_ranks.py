@@ -15,7 +15,7 @@ from blockyard.errors import ForkedError, InvalidArgumentError, WorkerError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.integrations.transformers.model import reference_generate
-from blockyard.integrations.transformers.ranks import CacheOptions
+from blockyard.integrations.transformers.ranks import CacheOptions, CacheSizes
 from blockyard.stores.url import rank_url
 from blockyard.testing.faults import flip_bytes
 from blockyard.tools.demo import models
@@ -242,7 +242,7 @@ def test_a_worker_that_cannot_start_is_an_error_and_none_is_left(model, tmp_path
 
 
 def test_each_rank_has_a_namespace_and_a_url_of_its_own():
-    options = CacheOptions(8, 0, None, "file:///kv/{rank}?size=1MiB", b"model")
+    options = CacheOptions(CacheSizes(8, None, 0, None), None, "file:///kv/{rank}?size=1MiB", b"model")
     each = [options.of_rank(rank, size) for size in (1, 2) for rank in range(size)]
     assert len({one["namespace"] for one in each}) == 3
     assert [one["swap_store"] for one in each] == [rank_url(options.swap_store, rank) for rank in (0, 0, 1)]

@@ -38,6 +38,7 @@ NOT_MODELLED = {
     "mark_computed",
     "next_chunk",
     "num_open_tickets",
+    "groups",
     "num_page_classes",
     "pins",
     "prefix",

@@ -94,6 +94,18 @@ FAULTS: dict[str, tuple[type, str, Any, dict[str, Any]]] = {
         SERVING | {"store": "through", "jobs": ""},
     ),
     "extras behind full blocks are ignored": (Admission, "_allocate", ignores_extras_after_full_blocks, SERVING),
+    "all copies are of the first page class": (
+        *(CacheEngine, "of_class", lambda self, _page_class: self.memories[0]),
+        {
+            "classes": True,
+            "groups": "full window",
+            "prefix": "device",
+            "host": 24,
+            "external": 0,
+            "store": "",
+            "jobs": "",
+        },
+    ),
     "memory goes with the size": (KVCache, "give_back", gives_back_all_beyond_the_size, {}),
 }
 """What is changed, and the caches where it shows in at least one of twenty random programs."""

@@ -3,9 +3,7 @@
 import ast
 import inspect
 import re
-import subprocess
 import sys
-from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
@@ -18,9 +16,10 @@ from blockyard.engine import ops
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "buildsystem"))
-write_api = import_module("write_api")
+public_names = import_module("public_names")
 
-MODULES = list(write_api.MODULES)
+STUB = ROOT / "python" / "blockyard" / "_core.pyi"
+MODULES = public_names.modules()
 CLASSES = sorted(
     {
         value
@@ -32,41 +31,37 @@ CLASSES = sorted(
 )
 
 
-def test_the_page_is_up_to_date():
-    script = [sys.executable, str(ROOT / "buildsystem" / "write_api.py"), "--check"]
-    finished = subprocess.run(script, check=False, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-
-
 def test_the_stub_has_the_docstrings_of_the_core():
     # The build reads them from the Rust sources; here they are those that `help` shows.
     core, stub, at_run_time = import_module("blockyard._core"), {}, {}
-    for node in ast.parse(write_api.STUB.read_text(encoding="utf-8")).body:
+    for node in ast.parse(STUB.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             stub[node.name] = ast.get_docstring(node)
-            at_run_time[node.name] = write_api.docstring(target := getattr(core, node.name)) or None
+            at_run_time[node.name] = public_names.docstring(target := getattr(core, node.name)) or None
             for member in node.body if isinstance(node, ast.ClassDef) else ():
                 if isinstance(member, ast.FunctionDef) and not member.name.startswith("_"):
                     stub.setdefault(f"{node.name}.{member.name}", ast.get_docstring(member))
-                    doc = write_api.docstring(vars(target)[member.name]) or None
+                    doc = public_names.docstring(vars(target)[member.name]) or None
                     at_run_time[f"{node.name}.{member.name}"] = doc
     assert stub == at_run_time
     assert sum(doc is not None for doc in stub.values()) > 250
 
 
-def test_the_page_lists_the_copy_ops_and_each_integration():
-    page = write_api.PAGE.read_text(encoding="utf-8")
-    for name in ops.OPS:
-        assert f"### `{name}`\n\n```text\n{name}(" in page
+def test_the_page_lists_each_public_name_once_and_each_integration():
+    page, first = public_names.PAGE.read_text(encoding="utf-8"), {}
+    for module, names in public_names.listed().items():
+        section = page.partition(f"## `{module}`")[2].partition("\n## ")[0]
+        for name in public_names.public_names(module):
+            target = getattr(import_module(module), name)
+            is_first = first.setdefault((id(target), name), module) == module
+            listed = is_first and (inspect.isclass(target) or inspect.isroutine(target))
+            assert (name in names) == listed, f"{module}.{name}"
+            assert listed or name == "__version__" or f"`{name}`" in section, f"{module}.{name}"
+        assert set(names) <= set(public_names.public_names(module)), module
+    assert set(ops.OPS) <= set(public_names.listed()["blockyard.engine.ops"])
     folder = Path(blockyard.__file__).parent / "integrations"
-    modules = {path.stem for path in folder.iterdir() if path.stem[0] != "_"}
-    helpers = {"compat", "sampling"}  # of the others
-    listed = {name.split(".")[2] for name in (*MODULES, *write_api.ADAPTERS) if ".integrations." in name}
-    assert listed == modules - helpers
-    for module in write_api.ADAPTERS:
-        for name in write_api.public_names(module):
-            assert write_api.defined(module, name) is not None, f"{module}.{name}"
-            assert f"### `{name}" in page
+    modules = {path.stem for path in folder.iterdir() if path.stem[0] != "_"} - {"compat", "sampling"}  # of the others
+    assert not [module for module in modules if not re.search(rf"`blockyard\.integrations\.{module}[`.]", page)]
 
 
 def test_a_manager_has_few_names():
@@ -85,15 +80,10 @@ def test_the_package_offers_few_names():
 def test_each_public_member_has_a_docstring_at_run_time(cls: type):
     assert inspect.getdoc(cls)
     # The fields of a dataclass are explained by the class.
-    fields = write_api.described_fields(cls)
-    missing = [name for name, value in write_api.members_of(cls) if not write_api.summary(value) and name not in fields]
+    fields = public_names.described_fields(cls)
+    members = dict(public_names.members_of(cls))
+    missing = [name for name, value in members.items() if not public_names.docstring(value) and name not in fields]
     assert not missing or getattr(cls, "_is_protocol", False)
-
-
-def entries() -> dict[str, str]:
-    """Give the page's entries by the names in their headings."""
-    parts = re.split(r"^### `", write_api.PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    return {re.match(r"[\w.]+", part)[0]: part.partition("\n## ")[0] for part in parts}
 
 
 def held_by_users(folder: Path) -> list[object]:
@@ -146,39 +136,27 @@ def held_by_users(folder: Path) -> list[object]:
         return [cache, layout, Pairs("device", "host", []), *facets, *answers, *prefixes, *parts, *counters, *steps]
 
 
-def test_the_page_lists_each_public_attribute_of_what_users_hold(tmp_path: Path):
-    page, missing = entries(), set()
+def test_each_public_attribute_of_what_users_hold_is_documented(tmp_path: Path):
+    missing = set()
     for value in held_by_users(tmp_path):
-        name = type(value).__name__
-        listed = set(re.findall(r"^- `(\w+)", page[name], re.MULTILINE))
-        if base := re.search(r"Has the members of `(\w+)`", page[name]):
-            listed |= set(re.findall(r"^- `(\w+)", page[base[1]], re.MULTILINE))
+        described = {name for cls in type(value).__mro__ for name in public_names.described_fields(cls)}
+        described |= {name for cls in type(value).__mro__ for name, _ in public_names.members_of(cls)}
         public = {member for member in dir(value) if not member.startswith("_")}
         public -= set(dir(tuple)) if isinstance(value, tuple) else set()
-        missing |= {f"{name}.{member}" for member in public - listed}
+        missing |= {f"{type(value).__name__}.{member}" for member in public - described}
     assert not missing
 
 
-def test_the_page_has_each_name_once_and_says_what_each_is():
-    page = write_api.PAGE.read_text(encoding="utf-8")
-    headings = re.findall(r"^### `([\w.]+).*\n\n(?:```text\n(?:.*\n)+?```\n\n)?(.*)", page, re.MULTILINE)
-    assert [name for name, count in Counter(name for name, _ in headings).items() if count > 1] == []
-    assert [name for name, text in headings if not text or text.startswith(("-", "#", "Built-in"))] == []
-    assert not re.findall(r"^- `[^`]*`$", page, re.MULTILINE)
-    in_modules = {name for module in MODULES for name in import_module(module).__all__}
-    assert in_modules - {"__version__"} <= {name for name, _ in headings}
-
-
-def test_each_main_class_has_an_example_on_the_page():
-    page = entries()
-    main = [
-        name for name in blockyard.__all__ if inspect.isclass(getattr(blockyard, name)) and name != "BlockyardError"
-    ]
+def test_each_main_class_has_an_example():
+    listed = reversed(public_names.listed().items())  # of two with one name the first counts
+    classes = {name: getattr(import_module(module), name) for module, names in listed for name in names}
+    main = [name for name in blockyard.__all__ if inspect.isclass(getattr(blockyard, name))]
     main += ["Defrag", "Pins", "Pool", "Prefix", "HashedPrompt", "PrefixStore", "OffloadManager", "EventBatch"]
     main += ["GroupedLayout", "BlockMover", "ElasticCache", "HostPool", "ParallelExecutor", "ThreadedStore", "Codec"]
     main += ["NaiveAllocator", "PrefixCachingAllocator", "BlockObserver", "DefragPolicy", "Generator", "PagedModel"]
     main += ["ReferenceManager", "ReferencePrefixCache", "EventReplay", "FailingStore"]
-    assert [name for name in main if "```python" not in page[name]] == []
+    docs = {name: public_names.docstring(classes[name]) for name in main if name != "BlockyardError"}
+    assert [name for name, doc in docs.items() if ">>> " not in doc] == []
 
 
 def documented(node: ast.FunctionDef) -> bool:
@@ -188,7 +166,7 @@ def documented(node: ast.FunctionDef) -> bool:
 
 
 def test_each_method_of_a_manager_and_its_facets_explains_its_arguments():
-    stub = ast.parse(write_api.STUB.read_text(encoding="utf-8"))
+    stub = ast.parse(STUB.read_text(encoding="utf-8"))
     owners = {"BlockManager", "Prefix", "Pins", "Defrag", "Pool"}
     methods = {
         f"{owner.name}.{method.name}": method

@@ -16,7 +16,7 @@ from public_calls import CALLS, uncovered
 from blockyard.errors import BlockyardError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "buildsystem"))
-MODULES = list(import_module("write_api").MODULES)
+MODULES = import_module("public_names").modules()
 EACH = [(name, argument) for name, call in CALLS.items() for argument in call.arguments]
 
 

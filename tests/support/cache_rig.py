@@ -21,13 +21,13 @@ from observed_cache import Scrapes
 from real_device import RealCells, RealStreams
 from simulated_device import SimulatedStreams
 
-from blockyard import ArenaLayout, CacheGroup, KVCache, KVLayout, PrefixCaching
+from blockyard import CacheGroup, KVCache, KVLayout, PrefixCaching
 from blockyard import cache as cache_module
 from blockyard._core import StoreJob
 from blockyard.engine.elastic.cache import ElasticCache
 from blockyard.engine.engine import CacheEngine
 from blockyard.executor.executor import StepExecutor
-from blockyard.layout import LayerField
+from blockyard.layout import ArenaLayout, LayerField
 from blockyard.prefix_store import Prefetch
 from blockyard.prefix_store.loads import Load, Loads
 from blockyard.stores.threaded.runtime import Runtime, use_runtime

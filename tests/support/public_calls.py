@@ -22,6 +22,7 @@ import torch
 from blockyard import (
     BlockManager,
     CacheEngine,
+    CacheGroup,
     KVCache,
     KVLayout,
     Pairs,
@@ -33,7 +34,7 @@ from blockyard import (
 from blockyard.engine import ElasticCache, HostPool, unequal_pairs
 from blockyard.engine.ops import copy_blocks, exchange_blocks, move_blocks, swap_blocks
 from blockyard.integrations.sampling import SamplingParams
-from blockyard.layout import GroupedLayout, probe_kind
+from blockyard.layout import ArenaLayout, GroupedLayout, LayerField, probe_kind
 from blockyard.scheduler import DefragPolicy
 from blockyard.stores import Codec, open_store, store_namespace
 from blockyard.testing import Config, ReferenceManager, ReferencePrefixCache, SimulatedMemory
@@ -239,6 +240,17 @@ def prefix_cache(name: str, *before: Any) -> Callable[..., Any]:
     return call
 
 
+CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+FIELD = LayerField(0, "keys", (2, 8), "float16")
+STATE = LayerField(1, "state", (3,), "float32", is_state=True)
+ARENA = ArenaLayout(((CacheGroup.full_attention(), (FIELD,)), (CacheGroup.recurrent(), (STATE,))), 4)
+
+
+def with_field(**options: Any) -> Any:
+    field = LayerField(name="keys", shape=(1,), **options)
+    return ArenaLayout(((CacheGroup.full_attention(), (field,)),), 4).fields
+
+
 TAGS = {"kind": "swap_out", "tier": "device", "on_full": "wait"}
 CALLS: dict[str, Call] = {
     "CacheEngine": Call(
@@ -251,7 +263,8 @@ CALLS: dict[str, Call] = {
             "on_host_failure": "raise",
         },
     ),
-    "CacheEngine.num_blocks": Call(of_engine("num_blocks"), {"tier": "device"}),
+    "CacheEngine.num_blocks": Call(of_engine("num_blocks"), {"tier": "device", "page_class": 0}),
+    "CacheEngine.of_class": Call(lambda **options: of_engine("of_class")(**options)[:40], {"page_class": 0}),
     "CacheEngine.read": Call(of_engine("read"), {"tier": "device", "blocks": np.array([1, 2])}),
     "CacheEngine.run": Call(of_engine("run"), {"kind": "copy", "tier": "device", "pairs": PAIRS}),
     "CacheEngine.submit": Call(of_engine("submit"), {**TAGS, "pairs": PAIRS}),
@@ -285,10 +298,7 @@ CALLS: dict[str, Call] = {
     "KVCache.resize": Call(resized, {"blocks": 8}),
     "KVLayout": Call(layout, {**SIZES, "itemsize": 4, "tensors_per_layer": 1, "split": 0, "x": 0}),
     "KVLayout.from_config": Call(
-        partial(
-            KVLayout.from_config,
-            {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8},
-        ),
+        partial(KVLayout.from_config, CONFIG),
         {"block_size": 16},
     ),
     "KVLayout.from_tensors": Call(
@@ -298,6 +308,16 @@ CALLS: dict[str, Call] = {
     "KVLayout.planes": Call(LAYOUT.planes, {"index": 1}),
     "KVLayout.tensor_shape": Call(LAYOUT.tensor_shape, {"num_blocks": 100}),
     "KVLayout.tensor_shapes": Call(LAYOUT.tensor_shapes, {"num_blocks": 100}),
+    "ArenaLayout": Call(lambda **options: ArenaLayout(ARENA.groups, **options), {"block_size": 4}),
+    "ArenaLayout.from_config": Call(
+        lambda **options: ArenaLayout.from_config(CONFIG, **options), {"block_size": 16, "dtype": "float16"}
+    ),
+    "ArenaLayout.offsets": Call(ARENA.offsets, {"group": 1}),
+    "ArenaLayout.page_class": Call(ARENA.page_class, {"group": 1}),
+    "ArenaLayout.tokens": Call(ARENA.tokens, {"group": 1}),
+    "LayerField": Call(with_field, {"layer": 1, "dtype": "float16"}),
+    "LayerField.num_bytes": Call(FIELD.num_bytes, {"block_tokens": 4}),
+    "LayerField.shape_in_block": Call(FIELD.shape_in_block, {"block_tokens": 4}),
     "GroupedLayout.tensor_shapes": Call(GroupedLayout((("a", LAYOUT),)).tensor_shapes, {"num_blocks": 100}),
     "probe_kind": Call(
         lambda **options: probe_kind(lambda n, b, h, d: (2, n, b, h, d), **options),

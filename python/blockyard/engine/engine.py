@@ -141,8 +141,7 @@ class CacheEngine:
     ) -> None:
         if not isinstance(layout, ArenaLayout):
             check_layout(layout)
-        if isinstance(tensors, Tensor):
-            raise LayoutError(f"tensors is one tensor {list(tensors.shape)}, must be a list of the layout's tensors")
+        check_list_of_tensors(tensors)
         there = tensors[0].device if tensors else torch.device("cpu")
         # A device without index is that of the tensors, or else the current one.
         self.device = with_index(there if device is None or str(device) == there.type else device)
@@ -474,6 +473,12 @@ class CacheEngine:
         if self.transfers.failed_to_launch(transfer):
             transfer.wait()
         return transfer
+
+
+def check_list_of_tensors(tensors: object) -> None:
+    """Raise LayoutError for a tensor that is not in a list."""
+    if isinstance(tensors, Tensor):
+        raise LayoutError(f"tensors is one tensor {list(tensors.shape)}, must be a list of the layout's tensors")
 
 
 def _count(counters: dict[tuple[str, str], Traffic], seconds: dict[str, Histogram], transfer: Transfer) -> None:

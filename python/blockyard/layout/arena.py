@@ -57,9 +57,13 @@ class LayerField:
     dtype: str
     is_state: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer", as_int("layer", self.layer, LayoutError))
+        object.__setattr__(self, "shape", tuple(as_int("shape", size, LayoutError) for size in self.shape))
+
     def shape_in_block(self, block_tokens: int) -> tuple[int, ...]:
         """Return the shape of all tokens of a block, or of its state."""
-        return self.shape if self.is_state else (block_tokens, *self.shape)
+        return self.shape if self.is_state else (as_int("block_tokens", block_tokens, LayoutError), *self.shape)
 
     def num_bytes(self, block_tokens: int) -> int:
         """Return its bytes in a block."""
@@ -118,7 +122,7 @@ class ArenaLayout:
         LayoutError: there are no groups, one has no fields or already has bytes, or a dtype is unknown.
 
     Example:
-        >>> from blockyard import ArenaLayout
+        >>> from blockyard.layout import ArenaLayout
         >>> config = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
         >>> config |= {"model_type": "gpt_oss", "sliding_window": 128}
         >>> config |= {"layer_types": ["sliding_attention", "full_attention", "full_attention", "full_attention"]}

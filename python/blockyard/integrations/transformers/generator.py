@@ -22,7 +22,7 @@ from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import StepInput
 from blockyard.integrations.transformers.hybrid import open_model
 from blockyard.integrations.transformers.model import ServedModel
-from blockyard.integrations.transformers.ranks import CacheOptions, RankGroup
+from blockyard.integrations.transformers.ranks import CacheOptions, CacheSizes, RankGroup
 from blockyard.integrations.transformers.sizing import MEMORY_UTILIZATION, available_blocks
 from blockyard.layout import ArenaLayout, LayoutKind
 from blockyard.scheduler import (
@@ -159,29 +159,22 @@ class Generator:
         wrap_executor: Callable[[Executor], Executor] | None = None,
         on_step: Callable[[Step, list[Finished]], None] | None = None,
     ) -> None:
-        self._tokenizer, self._on_step = tokenizer, on_step
+        self._tokenizer, self._draft, size = tokenizer, draft, tensor_parallel_size
+        self._on_step, self._num_lookahead_tokens = on_step, num_lookahead_tokens
         with contextlib.ExitStack() as undo:
-            size = tensor_parallel_size
             _check_options(size, swap_store=swap_store, prefix_store=prefix_store, elastic=elastic)
-            _check_sizes(size, device_blocks, device_bytes, host_blocks, host_bytes)
+            sizes = _check_sizes(size, CacheSizes(device_blocks, device_bytes, host_blocks, host_bytes))
             ranks = None if size == 1 else undo.enter_context(RankGroup(model, size, block_size=block_size, kind=kind))
             self.ranks = ranks
-            in_bytes = device_bytes is not None
-            open_ = partial(open_model, block_size=block_size, kind=kind, equal_blocks=not in_bytes)
-            self.model = ranks.model if ranks else open_(model)
-            undo.callback(self.model.close)
-            if not in_bytes:
-                sizes = (device_blocks, host_blocks, size, max_num_batched_tokens)
-                device_blocks, host_blocks = _sizes(self.model, *sizes)
-            namespace = namespace and namespace + self.model.namespace
-            options = CacheOptions(device_blocks, host_blocks, pin_memory, swap_store, namespace)
+            open_ = partial(open_model, block_size=block_size, kind=kind, equal_blocks=device_bytes is None)
+            self.model = undo.enter_context(contextlib.closing(ranks.model if ranks else open_(model)))
+            sizes = _sizes(self.model, sizes, size, max_num_batched_tokens)
+            options = CacheOptions(sizes, pin_memory, swap_store, namespace and namespace + self.model.namespace)
             self.cache = KVCache(
                 self.model.layout,
                 **options.of_rank(0, size),
-                device_bytes=device_bytes,
-                host_bytes=host_bytes,
                 device=self.model.device,
-                max_device_blocks=device_blocks if elastic else None,
+                max_device_blocks=sizes.device_blocks if elastic else None,
                 external_blocks=ranks.open_caches(options) if ranks else None,
                 prefix_caching=prefix_caching,
                 prefix_store=prefix_store,
@@ -204,10 +197,8 @@ class Generator:
                 executor=self.executor,
             )
             self._closing = undo.pop_all()
-        self._draft, self._num_lookahead_tokens = draft, num_lookahead_tokens
         self._params: dict[str, SamplingParams] = {}
-        # Results of calls until they are processed; after an exception the next step does that.
-        self._finished: list[list[Finished]] = []
+        self._finished: list[list[Finished]] = []  # of calls; after an exception the next step processes them
         self._to_abort: list[str] = []
 
     @property
@@ -462,22 +453,23 @@ def _check_options(
             raise InvalidArgumentError(f"{name} is {shown!r} and tensor_parallel_size {size}: it needs a single rank")
 
 
-def _check_sizes(size: int, *given: object) -> None:
+def _check_sizes(size: int, sizes: CacheSizes) -> CacheSizes:
     """Check that sizes are given in blocks, or in bytes; these for a single rank."""
-    device_blocks, device_bytes, _, host_bytes = given
-    if device_bytes is None and host_bytes is not None:
-        raise InvalidArgumentError(f"host_bytes is {host_bytes!r}, must be None without device_bytes")
-    if device_bytes is not None and (device_blocks is not None or size != 1):
+    if sizes.device_bytes is None and sizes.host_bytes is not None:
+        raise InvalidArgumentError(f"host_bytes is {sizes.host_bytes!r}, must be None without device_bytes")
+    if sizes.device_bytes is not None and (sizes.device_blocks is not None or size != 1):
         raise InvalidArgumentError(
-            f"device_bytes is {device_bytes!r}, must be None with device_blocks {device_blocks} and "
+            f"device_bytes is {sizes.device_bytes!r}, must be None with device_blocks {sizes.device_blocks} and "
             f"tensor_parallel_size {size}"
         )
+    return sizes
 
 
-def _sizes(model: ServedModel, device: int | None, host: int | None, size: int, tokens: int) -> tuple[int, int]:
-    """Return the blocks per rank; None becomes as many as fit. The ranks share a machine's memory."""
-    if device is not None and host is not None:
-        return device, host
+def _sizes(model: ServedModel, sizes: CacheSizes, size: int, tokens: int) -> CacheSizes:
+    """Return the sizes per rank; None becomes as many blocks as fit. The ranks share a machine's memory."""
+    device, _, host, _ = sizes
+    if sizes.device_bytes is not None or (device is not None and host is not None):
+        return sizes
     share = MEMORY_UTILIZATION / size
     room = available_blocks(model, memory_utilization=share, max_num_batched_tokens=tokens)
-    return room[0] if device is None else device, room[1] if host is None else host
+    return CacheSizes(room[0] if device is None else device, None, room[1] if host is None else host, None)

@@ -60,32 +60,41 @@ EXIT_RANK_LOST: Final = 3
 """Exit code of a worker that lost another rank."""
 
 
+class CacheSizes(NamedTuple):
+    """Sizes of a cache: in blocks, or in bytes; see `KVCache`."""
+
+    device_blocks: int | None
+    device_bytes: int | str | None
+    host_blocks: int | None
+    host_bytes: int | str | None
+
+
 class CacheOptions(NamedTuple):
     """Options shared by all ranks' caches.
 
     Attributes:
-        device_blocks: number of device blocks.
-        host_blocks: number of host blocks.
+        sizes: of device and host.
         pin_memory: see `KVCache`.
         swap_store: URL, with `{rank}` where ranks differ; None for none. With one rank, an open store.
         namespace: namespace of the store, without the rank.
         max_staging: see `KVCache`.
     """
 
-    device_blocks: int | None
-    host_blocks: int | None
+    sizes: CacheSizes
     pin_memory: bool | None
     swap_store: str | ExternalStore | None
     namespace: bytes
     max_staging: str = "1GiB"
 
     def __repr__(self) -> str:
-        return f"CacheOptions({self.device_blocks}, {self.host_blocks}, {public_repr(self.swap_store)})"
+        return f"CacheOptions({self.sizes}, {public_repr(self.swap_store)})"
 
     def of_rank(self, rank: int, size: int) -> dict[str, Any]:
         """Return the arguments for one rank's `KVCache`. Ranks have separate namespaces, as their bytes differ."""
         return {
-            **self._asdict(),
+            **self.sizes._asdict(),
+            "pin_memory": self.pin_memory,
+            "max_staging": self.max_staging,
             "swap_store": rank_url(self.swap_store, rank) if isinstance(self.swap_store, str) else self.swap_store,
             "namespace": self.namespace if size == 1 else self.namespace + b" rank %d of %d" % (rank, size),
         }

@@ -68,8 +68,8 @@ class OwnManagerMachine(RecordingMachine):
             writes += self.append(at) if "append" in self.calls else []
         self.run(writes)
 
-    @precondition(lambda self: "append" in self.calls)
-    @rule(count=st.integers(1, 6), picks=_picks)
+    @precondition(lambda self: self.sequences and "append" in self.calls)
+    @rule(count=st.integers(1, 6), picks=st.lists(st.integers(0, 63), min_size=1, max_size=4))
     def decode(self, count: int, picks: list[int]) -> None:
         """Run some steps that only append."""
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""The README's table of what works with which layers: each cell is tried."""
+"""The table of what works with which layers: each cell is tried."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.transformers import Generator, SamplingParams
 from blockyard.integrations.transformers.model import reference_generate
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "hybrid.md"
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=4, dtype="float32")
 FULL, WINDOW = CacheGroup.full_attention(), CacheGroup.sliding_window(8)
 GROUPS = {
@@ -212,7 +212,7 @@ def held(cache: KVCache, sequence: int, groups: Groups) -> NDArray[np.uint8]:
 
 
 def cells() -> list[tuple[str, str, str]]:
-    lines = iter(README.read_text(encoding="utf-8").splitlines())
+    lines = iter(PAGE.read_text(encoding="utf-8").splitlines())
     columns = next(line for line in lines if line.startswith("| works with |")).strip("| ").split(" | ")[1:]
     next(lines)
     found = []

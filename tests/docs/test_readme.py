@@ -1,0 +1,45 @@
+"""What the README says: its loop finds its prompts again, its commands exist, its figures were measured."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def readme(repo: Path) -> str:
+    return (repo / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_second_run_of_the_loop_finds_what_the_first_one_stored(readme: str, tmp_path: Path):
+    program = re.search(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)[1]
+    assert "/tmp/blockyard-prefixes" in program
+    program = program.replace("/tmp/blockyard-prefixes", str(tmp_path / "store"))
+    said = [subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True) for _ in "12"]
+    expected = [int(count) for count in re.search(r"# (\d+), and (\d+) when you run it again", program).groups()]
+    assert [int(run.stdout.split()[0]) for run in said] == expected
+    assert expected[1] > expected[0] == 0
+
+
+def test_each_command_and_extra_exists(readme: str, repo: Path):
+    makefile = (repo / "Makefile").read_text(encoding="utf-8")
+    commands = re.findall(r"^    make (\S+)", readme, re.MULTILINE)
+    assert commands
+    assert all(re.search(rf"^{command}:", makefile, re.MULTILINE) for command in commands)
+    project = (repo / "pyproject.toml").read_text(encoding="utf-8")
+    extras = re.findall(r"(?<=\.whl\)\[)\w+|(?<=`)\w+(?=` (?:adds copies|everything))", readme)
+    assert extras == ["torch", "torch", "all"]
+    assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
+
+
+def test_each_figure_is_in_the_table_that_its_benchmark_asserts(readme: str, repo: Path):
+    measured = (repo / "docs" / "benchmarks" / "engines.md").read_text(encoding="utf-8")
+    shares = re.findall(r"(?<![\d.])\.\d{3}\b", readme)
+    times = re.findall(r"\b([\d,]+) ms", readme)
+    assert len(shares) == 14
+    assert len(times) == 3
+    missing = [figure for figure in shares if f"0{figure}" not in measured]
+    missing += [time for time in times if not re.search(rf"^\| [a-zA-Z, ]+ \| {time} \|", measured, re.MULTILINE)]
+    assert not missing
