@@ -19,9 +19,10 @@ and more requests always wait. The bytes of each prompt are compared with its to
 It prints all rows, then fails if one misses a goal. Without options it serves a selection in minutes; `--all` serves
 every combination in hours. Other options replace values of one case: 2,000 device blocks, twice as many on the host,
 8,192 tokens, all workloads and policies. `--manager` leaves out the bytes: transfers land at once. So does `--model`,
-for models with windows or states: each cache group has as many blocks, and hits of the host are not told apart. A
-workload is left out if its trace is not in the folder that BLOCKYARD_TRACES names (../shared/traces). With
-BENCH_JSON=FILE it also adds the worst figures to the flat JSON object in FILE.
+for models with windows or states: each cache group has as many blocks, or their bytes in the first group's blocks,
+and hits of the host are not told apart. A workload is left out if its trace is not in the folder that
+BLOCKYARD_TRACES names (../shared/traces). With BENCH_JSON=FILE it also adds the worst figures to the flat JSON object
+in FILE.
 """
 
 from __future__ import annotations
@@ -61,13 +62,17 @@ WORKLOADS: dict[str, tuple[Callable[[int, int], fitting.Prompts], int]] = {
     "mooncake": (fitting.mooncake, 4),
 }
 """How to make the prompts, and how many requests run at a time."""
-FULL = CacheGroup.full_attention()
+FULL, sliding_window = CacheGroup.full_attention(), CacheGroup.sliding_window
 MODELS = {
     "full": (FULL,),
-    "gpt-oss": (FULL, CacheGroup.sliding_window(128)),
-    "gemma-3": (FULL, *[CacheGroup.sliding_window(1024)] * 5),
+    "gpt-oss": (FULL, sliding_window(128)),
+    "gemma-3": (FULL, *[sliding_window(1024)] * 5),
     "qwen3.5": (FULL, *[CacheGroup.recurrent()] * 3),
+    "gpt-oss-120b-eagle3": (FULL.with_blocks(bytes=608 << 10), sliding_window(128).with_blocks(bytes=576 << 10)),
+    "gemma-3-27b": (FULL.with_blocks(bytes=1280 << 10), sliding_window(1024).with_blocks(bytes=6656 << 10)),
+    "qwen3.5-35b": (FULL.with_blocks(bytes=320 << 10), CacheGroup.recurrent().with_blocks(bytes=62 << 20)),
 }
+"""Groups by model. Those with blocks of their own bytes share arenas, sized in blocks of the first."""
 COLUMNS = ("workload", "model", "device", "host", "policy", "tokens", "store")
 HITS = ("device hits", "host hits", "hits of one pool")
 EVERY: dict[str, tuple[Any, ...]] = {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard import BlockManager, CacheGroup, KVCache, KVLayout, PrefixCaching, Request, Scheduler
+from blockyard import Arena, BlockManager, CacheGroup, KVCache, KVLayout, PrefixCaching, Request, Scheduler
 from blockyard.events import export_keys
 from blockyard.prefix_store import Prefetch
 from blockyard.scheduler import Step
@@ -33,8 +33,8 @@ class Server:
 
     Args:
         trace: the requests.
-        device: device blocks.
-        host: host blocks.
+        device: device blocks; for groups with blocks of their own bytes, bytes in blocks of the first.
+        host: host blocks, likewise.
         policy: eviction policy.
         tokens: maximum number of tokens in a step.
         users: how many requests run at a time; others wait beside them.
@@ -64,11 +64,14 @@ class Server:
     ) -> None:
         self._has_events = host > 0 and len(groups) == 1  # the groups of a block have one key
         caching = PrefixCaching(eviction=policy, host=host > 0, max_events=64 * device if self._has_events else 0)
-        options: dict[str, Any] = {"device_blocks": device, "host_blocks": host, "prefix_caching": caching}
+        options: dict[str, Any] = {"device_blocks": device, "host_blocks": host}
+        if unit := groups[0].block_bytes:
+            options = {"arena": Arena(device_bytes=device * unit, host_bytes=host * unit)}
+        options["prefix_caching"] = caching
         self._trace, self._most = trace, users + WAITING
         self._held: dict[bytes, int] = {}  # a bit for each tier that holds the key
         self._fetches: dict[int, list[tuple[int, Prefetch]]] = {}  # of waiting requests, each with the blocks before it
-        self.used, self.bus = 0, Bus()
+        self.used, self.bus = 0, Bus(*(group.block_bytes for group in groups if group.block_bytes))
         self.cache: KVCache | None = None
         if has_bytes:
             if url is not None:

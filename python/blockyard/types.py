@@ -81,8 +81,8 @@ class ManagerStats:
         cached_blocks: for each tier, number of blocks that can be found by key.
         evicted_blocks: for each tier, number of cached blocks evicted.
         pinned_blocks: for each tier, number of pinned blocks.
-        uncopied_blocks: number of evicted device blocks that did not go to the host: it had no room for them, or
-            `host_copies_per_step` was reached. 0 without host copies.
+        uncopied_blocks: number of evicted device blocks that did not go to the host: it had no room for them,
+            `host_copies_per_step` was reached, or another page class took their extent. 0 without host copies.
         hinted_turns: for each hint, how often it was given; 0 if the eviction policy takes no hints.
         resumed_turns: for each hint, number of those turns that another turn of the conversation followed.
     """

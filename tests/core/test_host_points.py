@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from blockyard import BlockManager, CacheGroup, Pairs, PrefixCaching, StepDecision
+from blockyard import Arena, BlockManager, CacheGroup, Pairs, PrefixCaching, StepDecision
 
 SIZE, CHUNK = 4, 16
 FULL, WINDOW, STATE = CacheGroup.full_attention(), CacheGroup.sliding_window(3 * SIZE), CacheGroup.recurrent()
@@ -20,16 +20,28 @@ GROUPS = {
     "full, drafter and window": [FULL, CacheGroup.drafter(), WINDOW],
     "window": [WINDOW],
     "state": [STATE],
+    "full and state of its own bytes": [FULL.with_blocks(bytes=64), STATE.with_blocks(bytes=960)],
+    "window and full of its own bytes": [WINDOW.with_blocks(bytes=96), FULL.with_blocks(bytes=64)],
+    "four classes": [
+        WINDOW.with_blocks(tokens=2, bytes=96),
+        FULL.with_blocks(tokens=2, bytes=64),
+        STATE.with_blocks(bytes=960),
+        FULL.with_blocks(tokens=1, bytes=40),
+    ],
 }
+EXTENT = 960
 
 
 class Host:
-    """A manager, and the bytes of its blocks: who wrote each, and what."""
+    """A manager of so many blocks, or of so many extents for blocks of their own bytes."""
 
     def __init__(self, groups: Sequence[CacheGroup], device: int, host: int, **options: Any) -> None:
         caching = PrefixCaching(host=host > 0, eviction="lru", **options)
-        sizes = {"block_size": SIZE, "device_blocks": device, "host_blocks": host, "watermark": 0.0}
-        self.manager = BlockManager(**sizes, groups=groups, prefix_caching=caching)
+        sizes: dict[str, Any] = {"device_blocks": device, "host_blocks": host}
+        if groups[0].block_bytes:
+            arena = {"device_bytes": device * EXTENT, "host_bytes": host * EXTENT}
+            sizes = {"arena": Arena(extent_bytes=EXTENT, **arena)}
+        self.manager = BlockManager(block_size=SIZE, **sizes, watermark=0.0, groups=groups, prefix_caching=caching)
         self.groups = groups
 
     def step(self) -> StepDecision:
@@ -58,10 +70,12 @@ def prompts(count: int, blocks: int = 12) -> list[list[int]]:
 
 
 def at_rest(groups: Sequence[CacheGroup]) -> int:
-    """Blocks that one prompt has while nothing computes it."""
+    """Blocks that one prompt has while nothing computes it, or extents that its classes have."""
     host = Host(groups, 200, 0)
     (prompt,) = prompts(1)
     host.serve(prompt)
+    if groups[0].block_bytes:
+        return sum(host.manager.pool(page_class=at).num_extents for at in range(host.manager.num_page_classes))
     return host.manager.stats().cached_blocks["device"]
 
 
@@ -69,7 +83,8 @@ def at_rest(groups: Sequence[CacheGroup]) -> int:
 def test_a_loop_over_prompts_that_device_and_host_hold_together_hits_as_on_one_device(name: str) -> None:
     groups = GROUPS[name]
     rest, work = at_rest(groups), prompts(24)
-    host = Host(groups, 5 * rest + 12 * len(groups), 24 * rest)
+    more = 2 if groups[0].block_bytes else 12  # for what is computed, in extents or blocks
+    host = Host(groups, 5 * rest + more * len(groups), 24 * rest)
     first = [host.serve(prompt) for prompt in work]
     assert first == [0] * len(work)
     assert host.manager.stats().cached_blocks["host"] > 0

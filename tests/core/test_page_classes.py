@@ -144,12 +144,12 @@ def test_what_cannot_be_is_refused_by_name(groups: list[CacheGroup], options: di
 
 def test_what_works_with_one_class_only_is_refused_by_name() -> None:
     owner = manager()
-    with pytest.raises(InvalidArgumentError, match="page classes is 3, must be 1 for copies of cached blocks"):
+    with pytest.raises(InvalidArgumentError, match="block_tokens is 2, must be 4 in all groups for events"):
         BlockManager(
             block_size=4,
             groups=GROUPS,
-            arena=Arena.split(device_blocks=[9] * 3, host_blocks=[9] * 3),
-            prefix_caching=PrefixCaching(host=True),
+            arena=Arena.split(device_blocks=[9] * 3),
+            prefix_caching=PrefixCaching(max_events=9),
         )
     for call in (lambda: owner.defrag.resize(9), lambda: owner.defrag.run("dense", 1), owner.defrag.fragmentation):
         with pytest.raises(InvalidArgumentError, match="number of page classes is 3, must be 1 for"):

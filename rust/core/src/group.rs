@@ -389,6 +389,14 @@ impl Groups {
         self.pages[group].per_key as usize
     }
 
+    /// The key of a block of a group by its entry in the table: its index, and which of the blocks it is that the key
+    /// stands for. The one that prompts look for is 0.
+    pub(crate) fn key_of(&self, group: usize, entry: usize) -> (usize, u32) {
+        let per_key = self.per_key(group);
+        let part = if group == self.anchor { (entry + 1) % per_key } else { entry % per_key };
+        (entry / per_key, u32::try_from(part).unwrap_or(u32::MAX))
+    }
+
     /// The page class of a group's blocks.
     #[inline]
     pub(crate) fn class(&self, group: u8) -> usize {

@@ -35,8 +35,14 @@ impl Key {
     /// The key of the same tokens in a cache group. Deriving it saves hashing the tokens once per group, and makes no
     /// two keys collide: they are SHA-256 states, which differ in more than a group's number.
     #[inline]
-    pub(crate) fn of_group(mut self, group: u8) -> Self {
-        self.0[0] ^= u32::from(group).wrapping_mul(0x9E37_79B9);
+    pub(crate) fn of_group(self, group: u8) -> Self {
+        self.of_part(group, 0)
+    }
+
+    /// The key of one of several blocks that hold the same tokens in a cache group.
+    #[inline]
+    pub(crate) fn of_part(mut self, group: u8, part: u32) -> Self {
+        self.0[0] ^= (u32::from(group) + (part << 8)).wrapping_mul(0x9E37_79B9);
         self
     }
 

@@ -9,6 +9,7 @@ use crate::block::{LeaseKind, TierBlock};
 use crate::decision::Kind;
 use crate::hash::Key;
 use crate::id::{BlockId, TicketId, Tier};
+use crate::page::{MAX_CLASSES, PerClass};
 use crate::prefix::evict::Rank;
 use crate::prefix::{CachedIdentity, Departing};
 use crate::transfer::{OpenStep, PendingPublish, View};
@@ -42,8 +43,8 @@ impl View<'_> {
         keys.iter().map_while(find).collect()
     }
 
-    /// Number of device blocks that a batch takes to load host copies; a copy that several prompts want is loaded once.
-    pub(crate) fn blocks_to_load<'a>(self, found: impl Iterator<Item = &'a Found>) -> usize {
+    /// Device blocks that a batch takes to load host copies; a copy that several prompts want is loaded once.
+    pub(crate) fn blocks_to_load<'a>(self, found: impl Iterator<Item = &'a Found>) -> PerClass {
         let copies = found.filter_map(|found| match found {
             Found::Host(copy) if self.loading(*copy).is_none() => Some(*copy),
             _ => None,
@@ -51,7 +52,7 @@ impl View<'_> {
         let mut copies: Vec<BlockId> = copies.collect();
         copies.sort_unstable();
         copies.dedup();
-        copies.len()
+        copies.into_iter().map(|copy| PerClass::of(self.tiers.host().class_of(copy), 1)).sum()
     }
 
     /// Number of cached blocks that no prompt can find; see [`Tiers::num_unfindable`](crate::tiers::Tiers).
@@ -76,9 +77,11 @@ impl OpenStep<'_> {
         identity: impl Fn(usize) -> (CachedIdentity, bool),
         table: &mut Vec<BlockId>,
     ) -> u64 {
-        let mut targets = Vec::new();
-        self.take((Tier::Device, 0), self.view().blocks_to_load(tail.iter()), true, &mut targets);
-        let mut next = targets.iter();
+        let (loads, mut targets) = (self.view().blocks_to_load(tail.iter()), [const { Vec::new() }; MAX_CLASSES]);
+        for (class, targets) in targets.iter_mut().enumerate().filter(|(class, _)| loads.get(*class) > 0) {
+            self.take((Tier::Device, class), loads.get(class), true, targets);
+        }
+        let mut next = targets.each_ref().map(|targets| targets.iter());
         for found in tail {
             let at = table.len();
             match *found {
@@ -87,7 +90,7 @@ impl OpenStep<'_> {
                     if let Some(block) = self.view().loading(copy) {
                         self.tiers.share((Tier::Device, block), 1);
                         table.push(block);
-                    } else if let Some(&block) = next.next() {
+                    } else if let Some(&block) = next[self.tiers.host().class_of(copy)].next() {
                         table.push(block);
                         self.load_block(copy, block, identity(at));
                     }
@@ -95,7 +98,7 @@ impl OpenStep<'_> {
                 }
             }
         }
-        targets.len() as u64
+        loads.total() as u64
     }
 
     fn load_block(&mut self, copy: BlockId, target: BlockId, identity: (CachedIdentity, bool)) {
@@ -132,29 +135,32 @@ impl OpenStep<'_> {
         self.transfers.publish(PendingPublish { from, to, identity, is_found, demotes, rank, event });
     }
 
-    /// Evicts as many device blocks to the host as are missing to `count` empty ones.
+    /// Evicts as many device blocks of a class to the host as are missing to `count` empty ones.
     #[inline]
-    pub(crate) fn make_room(&mut self, count: usize) {
+    pub(crate) fn make_room(&mut self, class: usize, count: usize) {
         let device = self.tiers.device();
-        let empty = device.available().saturating_sub(device.evictable());
-        if empty < count && device.evictable() > 0 {
-            self.evict(count - empty, self.tiers.host_copies_left());
+        let empty = device.ready(class);
+        if empty < count && device.evictable_of(class) > 0 {
+            self.evict(Some(class), count - empty, self.tiers.host_copies_left());
         }
     }
 
     /// Offloads the next `count` device blocks to be evicted: copies those without a host copy, as far as there is room,
     /// and frees the others. Returns how many are copied.
     pub(crate) fn offload_cached(&mut self, count: usize) -> usize {
-        let count = count.min(self.tiers.host().free());
-        self.evict(count, count)
+        let host = self.tiers.host();
+        let count = count.min((0..host.num_classes()).map(|class| host.free_in(class)).sum());
+        self.evict(None, count, count)
     }
 
-    /// Takes `count` blocks out of the device's eviction order. Those without a host copy are copied, at most `most`;
-    /// the ends of chains come first, so of more than these the first are dropped. Returns how many are copied.
-    fn evict(&mut self, count: usize, most: usize) -> usize {
-        let (mut sources, mut copied) = (Vec::with_capacity(count), 0);
-        while sources.len() < count || self.tiers.device().num_going() > 0 {
-            let Some(Departing { block, rank, unit, stays }) = self.tiers.pop_ranked() else { break };
+    /// Takes `count` blocks of a class, or of any, out of the device's eviction order, with what goes with them. Those
+    /// without a host copy are copied, at most `most`; the ends of chains come first, so of more than these the first are
+    /// dropped. Returns how many are copied.
+    fn evict(&mut self, class: Option<usize>, count: usize, most: usize) -> usize {
+        let (mut sources, mut copied, mut popped) = (Vec::with_capacity(count), 0, 0);
+        while popped < count || self.tiers.device().num_going() > 0 {
+            let Some(Departing { block, rank, unit, stays }) = self.tiers.pop_ranked(class) else { break };
+            popped += usize::from(!stays && class.is_none_or(|class| class == self.tiers.device().class_of(block)));
             match (self.tiers.device().own_key(block), rank) {
                 // At once: when the rest is copied, it may have left, too.
                 (Some(key), Some(rank)) if stays && copied < most => {
@@ -181,11 +187,11 @@ impl OpenStep<'_> {
                 self.tiers.drop_popped(block, false);
             } else if self.tiers.host().find(&key).is_some() {
                 self.tiers.drop_popped(block, true);
-            } else if dropped > 0 || (unit > 0 && unit == last_dropped) || !self.tiers.has_host_room(rank) {
-                self.tiers.note_uncopied();
+            } else if dropped > 0 || (unit > 0 && unit == last_dropped) || !self.has_host_room(block, rank) {
+                self.tiers.note_uncopied(1);
                 (dropped, last_dropped) = (dropped.saturating_sub(1), unit);
                 self.tiers.drop_popped(block, false);
-            } else if let Some(to) = self.take_on_host() {
+            } else if let Some(to) = self.take_on_host(block) {
                 self.transfer_popped(block, to, rank.ring);
                 self.tiers.release((Tier::Host, to));
                 let parent = self.tiers.parent((Tier::Device, block));
@@ -201,10 +207,18 @@ impl OpenStep<'_> {
         copied
     }
 
-    /// A block of the host for a copy.
-    fn take_on_host(&mut self) -> Option<BlockId> {
-        let mut target = Vec::with_capacity(1);
-        self.take((Tier::Host, 0), 1, true, &mut target);
+    /// Whether a device block of this rank is copied to the host; see [`Tiers::has_host_room`](crate::tiers::Tiers).
+    fn has_host_room(&mut self, block: BlockId, rank: Rank) -> bool {
+        self.tiers.has_host_room(self.tiers.device().class_of(block), rank)
+    }
+
+    /// A block of the host for a copy of a device block, which has room there.
+    fn take_on_host(&mut self, block: BlockId) -> Option<BlockId> {
+        let (class, mut target) = (self.tiers.device().class_of(block), Vec::with_capacity(1));
+        if self.tiers.host().ready(class) == 0 {
+            self.prepare(Tier::Host, PerClass::of(class, 1), true);
+        }
+        self.take((Tier::Host, class), 1, true, &mut target);
         target.pop()
     }
 
@@ -216,10 +230,10 @@ impl OpenStep<'_> {
             return false;
         }
         let has_lease = self.tiers.device().block(block).lease_room(LeaseKind::OverlappableRead) > 0;
-        if !has_lease || !self.tiers.has_host_room(rank) {
+        if !has_lease || !self.has_host_room(block, rank) {
             return false;
         }
-        let Some(copy) = self.take_on_host() else { return false };
+        let Some(copy) = self.take_on_host(block) else { return false };
         let (from, to) = ((Tier::Device, block), (Tier::Host, copy));
         self.transfer_cached(Kind::SwapOut, from, to, LeaseKind::OverlappableRead);
         self.tiers.release(to);
@@ -232,13 +246,15 @@ impl OpenStep<'_> {
 
     /// Empties blocks for the next step, so that it need not wait for its copies to the host: `wanted`, and a reserve for
     /// prompts that no one can foresee.
-    pub(crate) fn offload_ahead(&mut self, wanted: usize) {
-        let (device, wanted) = (self.tiers.device(), wanted.max(self.tiers.reserve()));
-        let empty = device.available().saturating_sub(device.evictable());
-        let (missing, left) = (wanted.saturating_sub(empty), self.tiers.host_copies_left());
-        // Not a part of it: the ends of prompts would be copied, and what the next step evicts beyond the bound dropped.
-        if missing > 0 && missing <= left && device.evictable() > 0 {
-            self.evict(missing, left);
+    pub(crate) fn offload_ahead(&mut self, wanted: PerClass) {
+        for class in 0..self.tiers.device().num_classes() {
+            let (device, wanted) = (self.tiers.device(), wanted.get(class).max(self.tiers.reserve(class)));
+            let empty = device.ready(class) + device.vacant(class);
+            let (missing, left) = (wanted.saturating_sub(empty), self.tiers.host_copies_left());
+            // Not a part of it: the ends of prompts would be copied, and what the next step evicts beyond the bound dropped.
+            if missing > 0 && missing <= left && device.evictable_of(class) > 0 {
+                self.evict(Some(class), missing, left);
+            }
         }
     }
 

@@ -313,9 +313,8 @@ impl Manager {
     ///
     /// # Errors
     /// The prefix cache is off, there are no host blocks, some of them are in use, events are already recorded or copies
-    /// already kept, or there are several page classes.
+    /// already kept.
     pub fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
-        self.require_one_class("copies of cached blocks on the host")?;
         self.tiers.keep_host_copies(per_step)
     }
 

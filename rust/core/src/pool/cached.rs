@@ -22,9 +22,9 @@ impl Pool {
         // Besides what a cached block takes: rank and stamps on the host, the tag of the block before it in both tiers.
         let both = self.len.saturating_add(device.len).saturating_mul(size_of::<u32>());
         memory::require(self.len.saturating_mul(PrefixCache::BYTES + 13).saturating_add(both))?;
-        self.cache = Some(PrefixCache::of_host(self.len));
+        self.cache = Some(PrefixCache::of_host(self.len, self.classes));
         if let Some(cache) = &mut device.cache {
-            cache.extend(self.len);
+            cache.extend(self.len_of(cache.ordered()));
         }
         Ok(())
     }
@@ -47,9 +47,15 @@ impl Pool {
         }
     }
 
-    /// Removes the first device block of the eviction order, with the rank that its copy on the host will have.
-    pub(crate) fn pop_ranked(&mut self) -> Option<Departing> {
-        self.cache.as_mut()?.pop_ranked()
+    /// Removes the first device block of the eviction order, with the rank that its copy on the host will have: one of a
+    /// class, or what comes with it.
+    pub(crate) fn pop_ranked(&mut self, class: Option<usize>) -> Option<Departing> {
+        self.cache.as_mut()?.pop_ranked(class)
+    }
+
+    /// The page class of the blocks with keys.
+    pub(crate) fn keyed_class(&self) -> usize {
+        self.cache.as_ref().map_or(0, PrefixCache::ordered)
     }
 
     /// Number of blocks to be popped next that must not stay behind.
@@ -295,6 +301,9 @@ impl Pool {
             for &block in &out[first..] {
                 self.evict_bytes(block);
                 self.blocks[block.index()].take(filling);
+            }
+            while let Some(block) = self.host_order().and_then(HostOrder::take_passed) {
+                self.drop_popped(block, false);
             }
         }
     }

@@ -124,6 +124,28 @@ impl Pool {
         own + extents.obtainable(class) * extents.per_extent(class)
     }
 
+    /// Blocks of a class that can be taken without evicting any, and without extents of others.
+    pub(crate) fn ready(&self, class: usize) -> usize {
+        let sets: &ClassSets = &self.sets[class];
+        (sets.free.len() + sets.overlappable.len()).saturating_sub(self.tail.live)
+    }
+
+    /// Blocks of a class that would lie in extents that hold nothing and that it does not have.
+    pub(crate) fn vacant(&self, class: usize) -> usize {
+        self.extents.as_deref().map_or(0, |extents| extents.vacant(class) * extents.per_extent(class))
+    }
+
+    /// Blocks of a class that hold nothing: taking them evicts nothing and waits for no reader.
+    pub(crate) fn empty_of(&self, class: usize) -> usize {
+        self.sets[class].free.len().saturating_sub(self.tail.live) + self.vacant(class)
+    }
+
+    /// Blocks that a class has at the moment.
+    pub(crate) fn present(&self, class: usize) -> usize {
+        let extents = self.extents.as_deref();
+        extents.map_or_else(|| self.len_of(class), |extents| extents.owned(class) * extents.per_extent(class))
+    }
+
     /// Blocks that each class has to take, without extents of others.
     pub(super) fn available_in(&self, overlappable_too: bool) -> PerClass {
         let own = |class| {
@@ -135,7 +157,7 @@ impl Pool {
     }
 
     /// Evictable blocks of a class.
-    fn evictable_of(&self, class: usize) -> usize {
+    pub(crate) fn evictable_of(&self, class: usize) -> usize {
         self.cache.as_ref().map_or(0, |cache| cache.evictable_of(class))
     }
 

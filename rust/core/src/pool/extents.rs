@@ -28,9 +28,10 @@ pub(super) struct Extents {
     held: Vec<u32>,
     /// By extent: its blocks that can be evicted.
     cached: Vec<u32>,
-    /// By class: its extents, and those of them without held blocks.
+    /// By class: its extents, those of them without held blocks, and those that are empty.
     owned: PerClass,
     idle: PerClass,
+    vacant: PerClass,
 }
 
 impl Extents {
@@ -49,6 +50,7 @@ impl Extents {
             cached: vec![0; count],
             owned: PerClass::default(),
             idle: PerClass::default(),
+            vacant: PerClass::default(),
         }
     }
 
@@ -73,15 +75,28 @@ impl Extents {
     pub(super) fn note(&mut self, classes: &Classes, block: BlockId, from: Membership, to: Membership) {
         let class = classes.of(block);
         let extent = self.at(classes, class, block);
-        let was_idle = self.held[extent] == 0;
+        let was = self.emptiness(extent);
         self.held[extent] = self.held[extent] + u32::from(is_held(to)) - u32::from(is_held(from));
         let is_cached = |set| u32::from(set == Membership::Evictable);
         self.cached[extent] = self.cached[extent] + is_cached(to) - is_cached(from);
-        let is_idle = self.held[extent] == 0;
-        if was_idle != is_idle && self.owners[extent] == owner(class) {
-            let idle = self.idle.at(class);
-            *idle = *idle + usize::from(is_idle) - usize::from(was_idle);
+        let is = self.emptiness(extent);
+        if was != is && self.owners[extent] == owner(class) {
+            for (count, (was, is)) in [(&mut self.idle, (was[0], is[0])), (&mut self.vacant, (was[1], is[1]))] {
+                let count = count.at(class);
+                *count = *count + is - was;
+            }
         }
+    }
+
+    /// 1 if nothing of an extent is held, and 1 if it holds nothing at all.
+    fn emptiness(&self, extent: usize) -> [usize; 2] {
+        let is_idle = self.held[extent] == 0;
+        [usize::from(is_idle), usize::from(is_idle && self.cached[extent] == 0)]
+    }
+
+    /// Extents that hold nothing and that a class does not have.
+    pub(super) fn vacant(&self, class: usize) -> usize {
+        self.spare.len() + self.vacant.total() - self.vacant.get(class)
     }
 
     /// Bytes from a block of a class to the next.
@@ -164,19 +179,24 @@ impl Extents {
         if let Some(extent) = self.spare.next(0) {
             return Some((extent.index(), None));
         }
+        if self.vacant(class) == 0 {
+            return None;
+        }
         let (extent, by) = self.cheapest(class, surplus)?;
         (self.cached[extent] == 0).then_some((extent, Some(by)))
     }
 
     fn set_owner(&mut self, extent: usize, class: Option<usize>) {
-        let is_idle = usize::from(self.held[extent] == 0);
+        let [is_idle, is_vacant] = self.emptiness(extent);
         if let Some(former) = Some(self.owners[extent]).filter(|&former| former != NOBODY) {
             *self.owned.at(usize::from(former)) -= 1;
             *self.idle.at(usize::from(former)) -= is_idle;
+            *self.vacant.at(usize::from(former)) -= is_vacant;
         }
         if let Some(class) = class {
             *self.owned.at(class) += 1;
             *self.idle.at(class) += is_idle;
+            *self.vacant.at(class) += is_vacant;
             self.spare.remove(BlockId(id(extent)));
         }
         self.owners[extent] = class.map_or(NOBODY, owner);
@@ -196,37 +216,36 @@ fn id(index: usize) -> u32 {
 }
 
 impl Pool {
-    /// Gives classes the extents that they need to take `wanted` blocks, which [`Pool::lacks`] has found to be there.
-    pub(crate) fn make_room(&mut self, wanted: PerClass, overlappable_too: bool) {
+    /// Gives classes the extents that they need to take `wanted` blocks, which [`Pool::room`] has found to be there.
+    /// Returns how many cached blocks without a copy in another tier are lost with these.
+    pub(crate) fn make_room(&mut self, wanted: PerClass, overlappable_too: bool) -> usize {
         if self.extents.is_none() {
-            return;
+            return 0;
         }
-        for class in 0..self.classes.len() {
-            self.grow_class(class, wanted, overlappable_too);
-        }
+        (0..self.classes.len()).map(|class| self.grow_class(class, wanted, overlappable_too)).sum()
     }
 
     /// Gives one class extents until it can take its blocks; what it can evict itself stays, as far as others are empty.
-    fn grow_class(&mut self, class: usize, wanted: PerClass, overlappable_too: bool) {
-        let count = wanted.get(class);
+    fn grow_class(&mut self, class: usize, wanted: PerClass, overlappable_too: bool) -> usize {
+        let (count, mut lost) = (wanted.get(class), 0);
         loop {
             let available = self.available_in(overlappable_too);
             let surplus = available.saturating_sub(wanted);
-            let Some(extents) = self.extents.as_deref() else { return };
+            let Some(extents) = self.extents.as_deref() else { return lost };
             if count <= self.sets[class].free.len() + self.num_dead(class) {
-                return;
+                return lost;
             }
             let empty = extents.empty(class, surplus);
             if empty.is_none() && self.drop_dead(class) {
                 continue;
             }
             if empty.is_none() && count <= available.get(class) {
-                return;
+                return lost;
             }
-            let Some(extents) = self.extents.as_deref() else { return };
+            let Some(extents) = self.extents.as_deref() else { return lost };
             let cheapest = || extents.cheapest(class, surplus).map(|(extent, by)| (extent, Some(by)));
-            let Some((extent, from)) = empty.or_else(cheapest) else { return };
-            self.give(extent, from, class);
+            let Some((extent, from)) = empty.or_else(cheapest) else { return lost };
+            lost += self.give(extent, from, class);
         }
     }
 
@@ -247,25 +266,27 @@ impl Pool {
     }
 
     /// Takes an extent from a class, with what is cached there, and gives it to another.
-    fn give(&mut self, extent: usize, from: Option<usize>, class: usize) {
-        let Some(extents) = self.extents.as_deref() else { return };
+    fn give(&mut self, extent: usize, from: Option<usize>, class: usize) -> usize {
+        let (Some(extents), mut lost) = (self.extents.as_deref(), 0) else { return 0 };
         if let Some(from) = from {
             let gone = extents.blocks(&self.classes, from, extent);
             for block in gone.clone().map(BlockId) {
+                lost += usize::from(self.is_evictable(block) && self.block(block).tier_copy().is_none());
                 self.drop_cached(block);
             }
             self.sets[from].free.cut(gone);
         }
-        let Some(extents) = self.extents.as_deref_mut() else { return };
+        let Some(extents) = self.extents.as_deref_mut() else { return lost };
         extents.set_owner(extent, Some(class));
         let new = extents.blocks(&self.classes, class, extent);
         self.sets[class].free.extend(new, &[]);
+        lost
     }
 
     /// Checks that every extent's blocks are where its owner says, and that the extents are all of the tier.
     pub(super) fn check_extents(&self) -> Option<String> {
         let extents = self.extents.as_deref()?;
-        let (mut owned, mut idle) = (PerClass::default(), PerClass::default());
+        let [mut owned, mut idle, mut vacant] = [PerClass::default(); 3];
         for (extent, &by) in extents.owners.iter().enumerate() {
             if by == NOBODY {
                 continue;
@@ -282,16 +303,16 @@ impl Pool {
             }
             owned += PerClass::of(class, 1);
             idle += PerClass::of(class, usize::from(counted[0] == 0));
+            vacant += PerClass::of(class, usize::from(counted == [0, 0]));
         }
         let spare = extents.spare.iter().all(|extent| extents.owners[extent.index()] == NOBODY);
         let all = owned.total() + extents.spare.len() == extents.usable(self.has_null);
-        if (owned, idle, spare, all) != (extents.owned, extents.idle, true, true) {
+        let (counted, found) = ([owned, idle, vacant], [extents.owned, extents.idle, extents.vacant]);
+        if (counted, spare, all) != (found, true, true) {
             return Some(format!(
-                "{owned:?} extents, of which {idle:?} are idle, and {} spare of {}, not {:?} and {:?}",
+                "extents, those that are idle, and those that are empty, are {counted:?} and {} spare of {}, not {found:?}",
                 extents.spare.len(),
                 extents.owners.len(),
-                extents.owned,
-                extents.idle
             ));
         }
         None

@@ -18,6 +18,7 @@ pub use residency::{Histogram, RESIDENCY_SECONDS, Residency};
 
 use crate::hash::Key;
 use crate::id::BlockId;
+use crate::page::Classes;
 use evict::{Departure, Eviction, Guide, Hint, HintCount, HostOrder, Policy, Quotas, Rank};
 use index::PrefixIndex;
 use std::hint::black_box;
@@ -89,8 +90,8 @@ impl PrefixCache {
     }
 
     /// The cache of the host, whose eviction order continues the device's.
-    pub(crate) fn of_host(blocks: usize) -> Self {
-        let order = Policy::Host(Box::new(HostOrder::new(blocks)));
+    pub(crate) fn of_host(blocks: usize, classes: Classes) -> Self {
+        let order = Policy::Host(Box::new(HostOrder::new(blocks, classes)));
         Self { index: PrefixIndex::new(blocks), order, ordered: 0, points: None, removals: None, residency: None }
     }
 
@@ -125,10 +126,11 @@ impl PrefixCache {
         self.order.restore(block, ring);
     }
 
-    /// Removes the first block of the eviction order, or tells of one that the host needs besides.
-    pub(crate) fn pop_ranked(&mut self) -> Option<Departing> {
+    /// Removes the first block of the eviction order, or tells of one that the host needs besides; see
+    /// [`PrefixCache::pop_departing`].
+    pub(crate) fn pop_ranked(&mut self, class: Option<usize>) -> Option<Departing> {
         if self.points.is_some() {
-            return self.pop_departing();
+            return self.pop_departing(class);
         }
         self.order.pop_ranked().map(|(block, rank)| Departing { block, rank: Some(rank), unit: 0, stays: false })
     }
@@ -153,9 +155,17 @@ impl PrefixCache {
         self.order.len() + self.num_outside()
     }
 
-    /// Blocks of a page class that can be evicted. All blocks of the order are of one class: that of the keys.
+    /// The page class of the blocks in the device's order.
+    pub(crate) fn ordered(&self) -> usize {
+        self.ordered
+    }
+
+    /// Blocks of a page class that can be evicted. All blocks of the device's order are of one class: that of the keys.
     #[inline]
     pub(crate) fn evictable_of(&self, class: usize) -> usize {
+        if let Policy::Host(order) = &self.order {
+            return order.evictable_of(class);
+        }
         let ordered = if class == self.ordered { self.order.len() } else { 0 };
         ordered + self.num_outside_of(class)
     }
@@ -307,6 +317,8 @@ impl PrefixCache {
     pub(crate) fn pop_into(&mut self, class: usize, count: usize, out: &mut Vec<BlockId>) {
         if self.points.is_some() {
             self.pop_points(class, count, out);
+        } else if let Policy::Host(order) = &mut self.order {
+            out.extend((0..count).map_while(|_| order.pop_of(class)));
         } else {
             self.order.pop_into(count, out);
         }

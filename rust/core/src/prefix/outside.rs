@@ -7,11 +7,10 @@ use crate::page::{Classes, PerClass};
 use crate::reuse::BlockSet;
 use crate::ring::Rings;
 
-/// Ring of evictable blocks that serve nobody.
-pub(super) const DEAD: usize = 0;
-/// Ring of evictable blocks whose point has gone to the host: they follow it, first of all.
-pub(super) const LEAVING: usize = 1;
-const RINGS: usize = 2;
+/// Ring of evictable blocks whose point has gone to the host: they follow it, first of all, whatever their class.
+pub(super) const LEAVING: usize = 0;
+/// Ring of evictable blocks that serve nobody; each class has its own, from here on.
+pub(super) const DEAD: usize = 1;
 
 /// The blocks, by page class.
 #[derive(Debug, Clone)]
@@ -19,7 +18,7 @@ pub(super) struct Outside {
     classes: Classes,
     /// By class: blocks published without a key that can be evicted, together with what they hang on.
     idle: Box<[BlockSet]>,
-    /// Blocks that lead to no point; each class has its own rings.
+    /// Blocks that lead to no point.
     dead: Rings,
     /// Numbers of dead blocks.
     num_dead: PerClass,
@@ -28,7 +27,7 @@ pub(super) struct Outside {
 impl Outside {
     pub(super) fn new(blocks: usize, classes: Classes) -> Self {
         let idle = vec![BlockSet::empty(blocks); classes.len()].into();
-        Self { classes, idle, dead: Rings::new(blocks, RINGS * classes.len()), num_dead: PerClass::default() }
+        Self { classes, idle, dead: Rings::new(blocks, DEAD + classes.len()), num_dead: PerClass::default() }
     }
 
     pub(super) fn num_classes(&self) -> usize {
@@ -57,10 +56,10 @@ impl Outside {
         self.idle[class].next(0)
     }
 
-    /// Puts a block into a ring of its class.
+    /// Puts a block into a ring, of its class if each has one.
     pub(super) fn bury(&mut self, ring: usize, block: BlockId) {
         let class = self.classes.of(block);
-        self.dead.push(RINGS * class + ring, block);
+        self.dead.push(if ring == LEAVING { LEAVING } else { DEAD + class }, block);
         *self.num_dead.at(class) += 1;
     }
 
@@ -75,10 +74,17 @@ impl Outside {
         self.dead.contains(block)
     }
 
-    /// Takes the first block of one of a class's rings out.
-    pub(super) fn pop_dead(&mut self, class: usize, ring: usize) -> Option<BlockId> {
-        let block = self.dead.pop(RINGS * class + ring)?;
+    /// Takes the first block of a class out that serves nobody.
+    pub(super) fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
+        let block = self.dead.pop(DEAD + class)?;
         *self.num_dead.at(class) -= 1;
+        Some(block)
+    }
+
+    /// Takes the first block out that follows its point.
+    pub(super) fn pop_leaving(&mut self) -> Option<BlockId> {
+        let block = self.dead.pop(LEAVING)?;
+        *self.num_dead.at(self.classes.of(block)) -= 1;
         Some(block)
     }
 
@@ -139,9 +145,9 @@ impl PrefixCache {
         self.points.as_deref().map_or(0, |points| points.outside.len())
     }
 
-    /// Takes out an evictable block of a class that serves nobody.
+    /// Takes out an evictable block of a class that serves nobody, and follows no point to the host.
     pub(crate) fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
-        self.points.as_deref_mut()?.pop_dead(class)
+        self.points.as_deref_mut()?.outside.pop_dead(class)
     }
 
     /// Evictable blocks of a class that serve nobody.

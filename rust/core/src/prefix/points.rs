@@ -250,7 +250,14 @@ impl Points {
 
     /// Takes out the dead block of a class that goes first.
     pub(super) fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
-        self.outside.pop_dead(class, DEAD).or_else(|| self.outside.pop_dead(class, LEAVING))
+        while self.outside.num_dead(class) > 0 {
+            if let Some(block) = self.outside.pop_dead(class) {
+                return Some(block);
+            }
+            let next = self.outside.pop_leaving()?;
+            self.outside.bury(DEAD, next);
+        }
+        None
     }
 
     /// The anchors that a block hangs on, first to last.
@@ -663,10 +670,11 @@ impl PrefixCache {
         }
     }
 
-    /// Takes out the next block that the host may get, if there is one.
-    pub(super) fn pop_departing(&mut self) -> Option<Departing> {
+    /// Takes out the next block that the host may get, if there is one, until one of a class, or of any, is there.
+    pub(super) fn pop_departing(&mut self, class: Option<usize>) -> Option<Departing> {
         let mut both = self.both()?;
         both.sweep();
+        let classes = class.map_or(0..both.points.num_classes(), |class| class..class + 1);
         loop {
             let points = &mut *both.points;
             let of_unit =
@@ -674,10 +682,10 @@ impl PrefixCache {
             if let Some(block) = points.leaving.staying.pop() {
                 return Some(of_unit(block, true));
             }
-            if let Some(block) = points.outside.pop_dead(0, DEAD) {
+            if let Some(block) = classes.clone().find_map(|class| points.outside.pop_dead(class)) {
                 return Some(Departing { block, rank: None, unit: 0, stays: false });
             }
-            if let Some(block) = points.outside.pop_dead(0, LEAVING) {
+            if let Some(block) = points.outside.pop_leaving() {
                 points.leaving.going = points.leaving.going.saturating_sub(1);
                 return Some(of_unit(block, false));
             }
@@ -690,7 +698,7 @@ impl PrefixCache {
                 continue;
             }
             // What hangs on blocks in use goes last.
-            let first = both.points.outside.first_idle(0);
+            let first = classes.clone().find_map(|class| both.points.outside.first_idle(class));
             both.drop_owners(first?);
         }
     }
@@ -704,7 +712,7 @@ impl PrefixCache {
     pub(crate) fn stop_departing(&mut self) {
         if let Some(points) = self.points.as_deref_mut() {
             (points.leaving.going, points.leaving.staying) = (0, Vec::new());
-            while let Some(block) = points.outside.pop_dead(0, LEAVING) {
+            while let Some(block) = points.outside.pop_leaving() {
                 points.outside.bury(DEAD, block);
             }
         }

@@ -156,8 +156,7 @@ impl Sequences {
             idle.dedup();
             view.cost(Tier::Device, &idle, true)
         };
-        // Only with one class are blocks loaded.
-        Request::device(new + PerClass::of(0, loads) + found)
+        Request::device(new + loads + found)
     }
 
     /// Found blocks that nothing uses yet, ascending.

@@ -26,9 +26,12 @@ impl Sequences {
         if let Some((sequence, _)) = self.rows.iter().find(|(_, row)| stray(row)) {
             return Err(format!("sequence {sequence} is of a tenant beyond {tenants}"));
         }
-        if !self.stats.holds(self.block_size, self.groups.growing().len()) {
-            let PrefixStats { blocks, hit_blocks, tokens, hit_tokens, .. } = self.stats;
-            return Err(format!("{hit_blocks} of {blocks} blocks and {hit_tokens} of {tokens} tokens were found"));
+        let per_key = (0..self.groups.growing().len()).map(|group| self.groups.per_key(group)).sum();
+        if !self.stats.holds(self.block_size, per_key) {
+            let PrefixStats { blocks, hit_blocks, tokens, hit_tokens, loaded, .. } = self.stats;
+            return Err(format!(
+                "{hit_blocks} of {blocks} blocks and {hit_tokens} of {tokens} tokens were found, {loaded} loaded"
+            ));
         }
         self.check_rows(tiers)
     }

@@ -2,7 +2,9 @@
 
 use super::Sequences;
 use crate::error::Result;
+use crate::group::Group;
 use crate::id::SequenceId;
+use crate::page::PerClass;
 use crate::transfer::View;
 
 impl Sequences {
@@ -15,17 +17,25 @@ impl Sequences {
 
     /// Device blocks that the prompts computed in chunks will take in the next step, if their chunks are as long as in
     /// the current one.
-    pub(crate) fn blocks_of_next_chunks(&mut self) -> usize {
-        let (mut blocks, size) = (0, self.block_size);
+    pub(crate) fn blocks_of_next_chunks(&mut self) -> PerClass {
+        let (mut blocks, mut states, size) = (0, 0, self.block_size);
         let rows = &self.rows;
         self.prefilling.retain_mut(|(sequence, before)| {
             let Ok(row) = rows.get(*sequence) else { return false };
             let rest = if row.keys.is_some() { row.known.saturating_sub(row.len) } else { 0 };
             let added = row.len.saturating_sub(std::mem::replace(before, row.len));
-            blocks += added.min(rest).div_ceil(size) as usize;
+            let more = added.min(rest).div_ceil(size) as usize;
+            blocks += more;
+            states += more.min(1);
             rest > 0
         });
-        blocks * self.groups.growing().len()
+        // A state is much larger than what other groups have of a block's tokens, and a chunk keeps one.
+        let has_states = |group: u8| self.groups.get(group) == Group::Recurrent && self.groups.class_bytes().len() > 1;
+        let count = |group: u8| {
+            let blocks = if has_states(group) { states } else { blocks * self.groups.per_key(group.into()) };
+            self.groups.blocks(group, blocks)
+        };
+        (0..self.groups.num_growing()).map(count).sum()
     }
 
     /// End of a chunk of at most `budget` tokens that begins after the first of two lengths and ends at the second: at

@@ -30,7 +30,7 @@ pub struct Demand {
 impl Sequences {
     /// Whether there is one group, of full attention: each block is found by its own key, and serves by itself.
     pub(super) fn is_full_attention(&self) -> bool {
-        self.groups.is_single() && !self.groups.has_nulls() && self.groups.ahead() == 0
+        self.groups.is_single() && self.groups.is_even() && !self.groups.has_nulls() && self.groups.ahead() == 0
     }
 
     /// Whether blocks of all groups hold equally many tokens.

@@ -96,20 +96,22 @@ impl Sequences {
     pub(super) fn find_below(&self, view: View<'_>, keys: &[Key], batch: usize, alone: &Start) -> Option<Below> {
         let (device, host) = (view.tiers.device(), view.tiers.host());
         let points = device.points()?;
-        let copy = |at: usize, group: usize| {
-            let found = host.find(&keys[at].of_group(u8::try_from(group).unwrap_or(u8::MAX)));
+        let copy = |(group, entry): (usize, usize)| {
+            let found = host.find(&self.own_key(keys, group, entry));
             found.filter(|&block| host.block(block).lease_room(LeaseKind::Read) >= batch).map(Found::Host)
         };
         let number = u8::try_from(self.groups.anchor()).unwrap_or(u8::MAX);
         let on_device = |at: usize| device.find(&keys[at].of_group(number));
-        let anchor = |at: usize| on_device(at).map(Found::Device).or_else(|| copy(at, self.groups.anchor()));
-        // Only blocks of one size have copies on the host: each key stands for one block of each group.
-        let companion = |at: usize, index: usize| {
+        let anchor = |at: usize| {
+            on_device(at).map(Found::Device).or_else(|| copy((self.groups.anchor(), self.anchor_entry(at))))
+        };
+        // What hangs on the anchor of a key, or would, in this order.
+        let companion = |at: usize, (index, place): (usize, (usize, usize))| {
             let all = on_device(at).and_then(|block| points.companions(block));
-            all.map(|all| Found::Device(all[index])).or_else(|| copy(at, self.groups.companions()[index]))
+            all.map(|all| Found::Device(all[index])).or_else(|| copy(place))
         };
         let is_whole = |at: &usize| {
-            anchor(*at).is_some() && (0..self.groups.companions().len()).all(|index| companion(*at, index).is_some())
+            anchor(*at).is_some() && self.companion_places(*at).enumerate().all(|place| companion(*at, place).is_some())
         };
         let run = if self.groups.keeps_all() { (0..keys.len()).take_while(is_whole).count() } else { keys.len() };
         if alone.hits >= run {
@@ -117,31 +119,34 @@ impl Sequences {
         }
         // The device finds a tail's blocks with their point only: those of other points of this prompt serve, too.
         let mut held: HashMap<(usize, usize), BlockId> = HashMap::new();
+        let tail_places = |end: usize| {
+            self.groups.leaving().iter().flat_map(move |&group| self.tail_of(group, end).map(move |at| (group, at)))
+        };
         for end in 1..=run {
             let Some(block) = on_device(end - 1).filter(|&block| points.has_tail(block)) else { continue };
-            let places =
-                self.groups.leaving().iter().flat_map(|&group| self.tail_of(group, end).map(move |at| (at, group)));
-            held.extend(places.zip(points.tail(block).iter().copied()));
+            held.extend(tail_places(end).zip(points.tail(block).iter().copied()));
         }
         let tail = |end: usize| {
             if let Some(block) = on_device(end - 1).filter(|&block| points.has_point(block)) {
                 return Some(points.tail(block).iter().map(|&block| Found::Device(block)).collect::<Vec<_>>());
             }
             anchor(end - 1)?;
-            let needed =
-                self.groups.leaving().iter().flat_map(|&group| self.tail_of(group, end).map(move |at| (at, group)));
-            let part = |(at, group)| held.get(&(at, group)).copied().map(Found::Device).or_else(|| copy(at, group));
-            needed.map(part).collect()
+            let part = |place| held.get(&place).copied().map(Found::Device).or_else(|| copy(place));
+            tail_places(end).map(part).collect()
         };
         let (hits, tail) = (alone.hits + 1..=run).rev().find_map(|end| Some((end, tail(end)?)))?;
         let (mut tail, empty) = (tail.into_iter(), Found::Device(NULL_BLOCK));
         let mut tables = Vec::with_capacity(self.groups.growing().len());
         for group in 0..self.groups.growing().len() {
             let is_anchor = group == self.groups.anchor();
-            if let Some(index) = self.groups.companions().iter().position(|&other| other == group) {
-                tables.push((0..hits).filter_map(|at| companion(at, index)).collect());
-            } else if is_anchor && self.groups.keeps_all() {
-                tables.push((0..hits).filter_map(anchor).collect());
+            if let Some(places) = self.companions_of(group) {
+                let mut table = Vec::with_capacity(hits * self.groups.per_key(group));
+                for at in 0..hits {
+                    let own = self.companion_places(at).enumerate().skip(places.start).take(places.len());
+                    table.extend(own.filter_map(|place| companion(at, place)));
+                    table.extend(anchor(at).filter(|_| is_anchor));
+                }
+                tables.push(table);
             } else {
                 let needed = self.tail_of(group, hits);
                 let mut table = vec![empty; needed.start];
@@ -183,9 +188,15 @@ impl Sequences {
         })
     }
 
+    /// The key of a block of a group by its entry in the table.
+    pub(super) fn own_key(&self, keys: &[Key], group: usize, entry: usize) -> Key {
+        let (at, part) = self.groups.key_of(group, entry);
+        keys[at].of_part(u8::try_from(group).unwrap_or(u8::MAX), part)
+    }
+
     /// The entry of the first group with keys that has the block with the key at an index: the last of those that the key
     /// stands for.
-    fn anchor_entry(&self, at: usize) -> usize {
+    pub(super) fn anchor_entry(&self, at: usize) -> usize {
         (at + 1) * self.groups.per_key(self.groups.anchor()) - 1
     }
 
@@ -396,13 +407,13 @@ impl Sequences {
         }
         let is_junction = keys.junction > 0 && keys.junction as usize == at;
         let place = |index| self.place_in_tail(at, index);
-        let key_at = |group: u8, entry: usize| entry / self.groups.per_key(usize::from(group));
         let own_key = |index| {
-            place(index).map_or(Key::default(), |(group, entry)| keys.found_by()[key_at(group, entry)].of_group(group))
+            place(index)
+                .map_or(Key::default(), |(group, entry)| self.own_key(keys.found_by(), usize::from(group), entry))
         };
         step.tiers.add_point(anchor, (&tail, is_junction), own_key, |index| {
             let (group, entry) = place(index)?;
-            publication(keys, key_at(group, entry), tail[index], group, size)
+            publication(keys, self.groups.key_of(group.into(), entry).0, tail[index], group, size)
         });
     }
 
@@ -452,7 +463,7 @@ impl Sequences {
         let block = |&(group, entry): &(usize, usize)| self.rows.table(Self::member(sequence, group)).table[entry];
         let blocks: Vec<_> = places.iter().map(block).collect();
         let number = |index: usize| u8::try_from(places[index].0).unwrap_or(u8::MAX);
-        let own_key = |index| keys.found_by()[at].of_group(number(index));
+        let own_key = |index: usize| self.own_key(keys.found_by(), places[index].0, places[index].1);
         step.tiers.add_companions(anchor, &blocks, own_key, |index| {
             publication(keys, at, blocks[index], number(index), self.block_size)
         });

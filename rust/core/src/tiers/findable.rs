@@ -59,9 +59,9 @@ impl Tiers {
         self.chains.parents.get(tier.index()).and_then(|parents| parents.get(block.index())).copied().unwrap_or(0)
     }
 
-    /// Counts a block that the device evicted without a copy.
-    pub(crate) fn note_uncopied(&mut self) {
-        self.chains.uncopied += 1;
+    /// Counts blocks that the device evicted without a copy.
+    pub(crate) fn note_uncopied(&mut self, count: usize) {
+        self.chains.uncopied += count as u64;
     }
 
     /// Blocks that the device evicted and did not copy.

@@ -150,7 +150,10 @@ impl Tiers {
 
     /// Gives classes the extents for `wanted` blocks; see [`Pool::make_room`].
     pub(crate) fn make_room(&mut self, tier: Tier, wanted: PerClass, overlappable_too: bool) {
-        self.at(tier, |pool| pool.make_room(wanted, overlappable_too));
+        let lost = self.at(tier, |pool| pool.make_room(wanted, overlappable_too));
+        if tier == Tier::Device && self.keeps_host_copies() {
+            self.note_uncopied(lost);
+        }
         self.unlink_orphans(tier);
     }
 
@@ -467,11 +470,11 @@ impl Tiers {
     /// Starts keeping host copies of published blocks; a step copies at most `per_step` on its own.
     pub(crate) fn keep_host_copies(&mut self, per_step: u32) -> Result<()> {
         let (device, host, null) = (self.device(), self.host(), usize::from(self.null));
-        if host.len() <= null {
+        if (0..host.num_classes()).any(|class| host.most_of(class) == 0) {
             let must = format!("at least {} with PrefixCaching(host=True)", null + 1);
             return Err(invalid("host_blocks", host.len() as i128, must));
         }
-        let fits = device.is_caching() && host.free() + null == host.len();
+        let fits = device.is_caching() && host.is_idle();
         if !fits || self.events.is_some() || self.keeps_host_copies() {
             let must = "none in use, with prefix caching on, before events are recorded, and only once".to_owned();
             return Err(invalid("host blocks of a prefix cache", host.len() as i128, must));
@@ -483,12 +486,11 @@ impl Tiers {
         Ok(())
     }
 
-    /// Device blocks that steps keep empty, or are copying to the host. Emptying them early costs hits once the host is
-    /// full, so it is a small part of both tiers then.
-    pub(crate) fn reserve(&self) -> usize {
-        let (device, host) = (self.device(), self.host());
-        let part = (device.len() + host.len()) / RESERVE;
-        part.max(host.uncached()).min(device.len() / 8)
+    /// Device blocks of a class that steps keep empty, or are copying to the host. Emptying them early costs hits once the
+    /// host is full, so it is a small part of both tiers then.
+    pub(crate) fn reserve(&self, class: usize) -> usize {
+        let [device, host] = [self.device(), self.host()].map(|pool| pool.present(class));
+        ((device + host) / RESERVE).max(self.host().empty_of(class)).min(device / 8)
     }
 
     /// Whether prompts find host copies.
@@ -516,9 +518,10 @@ impl Tiers {
         true
     }
 
-    /// Removes the first device block from the eviction order, with its rank; the caller must lease or drop it.
-    pub(crate) fn pop_ranked(&mut self) -> Option<Departing> {
-        self.pools[0].pop_ranked()
+    /// Removes the first device block from the eviction order, with its rank; the caller must lease or drop it. See
+    /// [`Pool::pop_ranked`].
+    pub(crate) fn pop_ranked(&mut self, class: Option<usize>) -> Option<Departing> {
+        self.pools[0].pop_ranked(class)
     }
 
     /// The host does not get all of what is leaving: the rest serves nobody.
@@ -561,23 +564,23 @@ impl Tiers {
         self.pools[0].restore(block, ring);
     }
 
-    /// Whether a device block of this rank is copied to the host: there is an empty block, or one that would be evicted
-    /// first if both tiers were one pool.
-    pub(crate) fn has_host_room(&mut self, rank: Rank) -> bool {
+    /// Whether a device block of this class and rank is copied to the host: there is an empty block, or one that would be
+    /// evicted first if both tiers were one pool.
+    pub(crate) fn has_host_room(&mut self, class: usize, rank: Rank) -> bool {
         let host = self.host();
-        if host.free() == 0 {
+        if host.free_in(class) == 0 {
             return false;
         }
         // What is on its way to the host cannot be evicted. It may come after this block in its prompt, unless it is of a
         // later segment.
-        if host.uncached() > 0 {
+        if host.empty_of(class) > 0 {
             return true;
         }
         let arriving = self.arriving;
         self.at(Tier::Host, |host| {
             host.host_order().is_some_and(|order| {
                 let mut rings = (0u8..).zip(arriving).filter(|&(_, count)| count > 0);
-                rings.any(|(ring, _)| order.may_follow(ring, rank.ring)) || !order.is_first(rank)
+                rings.any(|(ring, _)| order.may_follow(ring, rank.ring)) || !order.is_first(rank, class)
             })
         })
     }
@@ -594,13 +597,14 @@ impl Tiers {
 
     /// Announces device blocks that prompts will take which start soon; holds for the open step.
     pub(crate) fn expect(&mut self, count: usize) {
-        let (device, host) = (self.device().len(), self.host().len());
+        let class = self.device().keyed_class();
+        let [device, host] = [self.device(), self.host()].map(|pool| pool.present(class));
         self.expected = count.min(((device + host) / EXPECTED).max(host.saturating_sub(device) / 2));
     }
 
     /// The announced blocks, once.
-    pub(crate) fn take_expected(&mut self) -> usize {
-        std::mem::take(&mut self.expected)
+    pub(crate) fn take_expected(&mut self) -> PerClass {
+        PerClass::of(self.device().keyed_class(), std::mem::take(&mut self.expected))
     }
 
     /// Counts those of the next step from 0.

@@ -37,7 +37,7 @@ impl OpenStep<'_> {
             self.jobs.give_up_writes(self.tiers, tier, count);
         }
         if tier == Tier::Device && self.tiers.keeps_host_copies() {
-            self.make_room(count);
+            self.make_room(of.1, count);
         }
         let overlapped = self.tiers.take(of, count, filling, out);
         self.transfers.note_overlap(overlapped);

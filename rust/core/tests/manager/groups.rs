@@ -47,9 +47,9 @@ pub(crate) fn groups() -> impl Strategy<Value = &'static [Group]> {
     prop_oneof![6 => Just(&[FULL][..]), 2 => single, hybrid => prop::sample::select(&HYBRID[..])]
 }
 
-/// Groups of the tested models that have several.
-pub(crate) fn hybrids() -> impl Strategy<Value = &'static [Group]> {
-    prop::sample::select(&HYBRID[..])
+/// Groups of the tested models with blocks of several sizes; most have several.
+pub(crate) fn paged() -> impl Strategy<Value = &'static [Group]> {
+    prop_oneof![1 => Just(&[FULL][..]), 1 => prop::sample::select(&SINGLE[..]), 12 => prop::sample::select(&HYBRID[..])]
 }
 
 /// Tokens of `len` that a group needs when those from `first` on are computed.

@@ -42,13 +42,13 @@ pub(crate) fn paged_setup() -> impl Strategy<Value = Setup> {
     let reuse = prop::sample::select(&ReuseOrder::ALL[..]);
     let eviction = prop::sample::select(&Eviction::NAMED[..]);
     let blocks = (4usize..24, 0usize..16, 0usize..16);
-    let made = (blocks, reuse, eviction, groups::hybrids(), pages());
-    made.prop_map(|((device, host, external), reuse, eviction, groups, pages)| Setup {
+    let made = (blocks, reuse, eviction, groups::paged(), pages(), any::<bool>());
+    made.prop_map(|((device, host, external), reuse, eviction, groups, pages, host_cache)| Setup {
         blocks: [device, host, external],
         policies: Policies { reuse, eviction },
         groups,
         pages,
-        host_cache: false,
+        host_cache: host_cache && host > 1 && !groups.contains(&Group::CrossAttention),
         store: None,
     })
 }

@@ -9,9 +9,10 @@ use super::rank::{Guide, RANKS, Rank, Rule};
 use super::segments;
 use super::{Departure, Evictor};
 use crate::id::BlockId;
+use crate::page::{Classes, PerClass};
 use crate::ring::Rings;
 
-/// Ring of the copies of blocks that the device has, too.
+/// Ring of the copies of blocks that the device has, too; each page class has its own, from here on.
 const COPIES: usize = RANKS;
 /// Bit of a rank: the block is in that ring.
 const IS_COPY: u8 = 1 << 7;
@@ -60,6 +61,11 @@ pub(crate) struct HostOrder {
     stamps: Vec<u32>,
     /// Evictable blocks in each ring; held ones do not count.
     lens: [usize; RANKS],
+    classes: Classes,
+    /// Evictable blocks of each page class.
+    evictable: PerClass,
+    /// Blocks of other classes that were popped before one of the wanted class.
+    passed: Vec<BlockId>,
     /// Number of held blocks that are in a ring.
     held: usize,
     rule: Rule,
@@ -68,12 +74,15 @@ pub(crate) struct HostOrder {
 }
 
 impl HostOrder {
-    pub(crate) fn new(blocks: usize) -> Self {
+    pub(crate) fn new(blocks: usize, classes: Classes) -> Self {
         Self {
-            rings: Rings::new(blocks, RANKS + 1),
+            rings: Rings::new(blocks, COPIES + classes.len()),
             ranks: vec![0; blocks],
             stamps: vec![0; blocks],
             lens: [0; RANKS],
+            classes,
+            evictable: PerClass::default(),
+            passed: Vec::new(),
             held: 0,
             rule: Rule::Oldest,
             evicted: Vec::new(),
@@ -127,7 +136,59 @@ impl HostOrder {
         self.take_out(block);
         self.stamps[block.index()] = 0;
         self.ranks[block.index()] |= IS_COPY;
-        self.rings.push(COPIES, block);
+        let class = self.count(block, true);
+        self.rings.push(COPIES + class, block);
+    }
+
+    /// Counts a block that has become evictable, or no longer is; returns its class.
+    fn count(&mut self, block: BlockId, is_evictable: bool) -> usize {
+        let class = self.classes.of(block);
+        let count = self.evictable.at(class);
+        *count = if is_evictable { *count + 1 } else { *count - 1 };
+        class
+    }
+
+    /// Evictable blocks of a page class.
+    pub(crate) fn evictable_of(&self, class: usize) -> usize {
+        self.evictable.get(class)
+    }
+
+    /// Takes out the first block of a class, and with it all before it in the order: these are passed.
+    pub(crate) fn pop_of(&mut self, class: usize) -> Option<BlockId> {
+        if let Some(copy) = self.pop_copy(class) {
+            return Some(copy);
+        }
+        while self.evictable_of(class) > 0 {
+            let block = self.pop_first()?;
+            if self.classes.of(block) == class {
+                return Some(block);
+            }
+            self.passed.push(block);
+        }
+        None
+    }
+
+    /// The next block that was passed, which is in no ring and serves nobody any longer.
+    pub(crate) fn take_passed(&mut self) -> Option<BlockId> {
+        self.passed.pop()
+    }
+
+    /// Takes out the first copy of a class whose block the device has.
+    fn pop_copy(&mut self, class: usize) -> Option<BlockId> {
+        let copy = self.rings.pop(COPIES + class)?;
+        self.ranks[copy.index()] &= RING;
+        self.count(copy, false);
+        Some(copy)
+    }
+
+    /// Takes out the first of the other blocks.
+    fn pop_first(&mut self) -> Option<BlockId> {
+        let ages = self.ages();
+        let ring = self.rule.first(&self.lens, &ages)?;
+        self.lens[ring] -= 1;
+        let first = self.rings.pop(ring)?;
+        self.count(first, false);
+        Some(first)
     }
 
     /// Notes that the device has, or no longer has, the bytes of an evictable copy.
@@ -142,9 +203,9 @@ impl HostOrder {
         }
     }
 
-    /// Whether a block of this rank would be evicted before every copy.
-    pub(crate) fn is_first(&mut self, rank: Rank) -> bool {
-        if rank.stamp == 0 || self.rings.age(COPIES).is_some() {
+    /// Whether a block of this rank would be evicted before every other one, copies of its class included.
+    pub(crate) fn is_first(&mut self, rank: Rank, class: usize) -> bool {
+        if rank.stamp == 0 || self.rings.age(COPIES + class).is_some() {
             return false;
         }
         let (mut lens, mut ages) = (self.lens, self.ages());
@@ -182,7 +243,11 @@ impl HostOrder {
         } else if was_in && rank & IS_COPY == 0 {
             self.lens[usize::from(rank)] -= 1;
         }
-        was_in && rank & IS_HELD == 0
+        let was_evictable = was_in && rank & IS_HELD == 0;
+        if was_evictable {
+            self.count(block, false);
+        }
+        was_evictable
     }
 }
 
@@ -200,6 +265,7 @@ impl Evictor for HostOrder {
         *rank &= RING;
         let ring = usize::from(*rank);
         self.lens[ring] += 1;
+        self.count(block, true);
         if self.rings.contains(block) {
             self.held -= 1;
             return;
@@ -218,18 +284,12 @@ impl Evictor for HostOrder {
         self.ranks[block.index()] |= IS_HELD;
         self.lens[usize::from(rank)] -= 1;
         self.held += 1;
+        self.count(block, false);
         true
     }
 
     fn pop(&mut self) -> Option<BlockId> {
-        if let Some(copy) = self.rings.pop(COPIES) {
-            self.ranks[copy.index()] &= RING;
-            return Some(copy);
-        }
-        let ages = self.ages();
-        let ring = self.rule.first(&self.lens, &ages)?;
-        self.lens[ring] -= 1;
-        self.rings.pop(ring)
+        (0..self.classes.len()).find_map(|class| self.pop_copy(class)).or_else(|| self.pop_first())
     }
 
     fn evicted(&mut self, tags: &[u32]) {
@@ -250,6 +310,7 @@ impl Evictor for HostOrder {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::collections::HashSet;
 
     const BLOCKS: u32 = 24;
 
@@ -304,21 +365,35 @@ mod tests {
             };
         }
 
-        fn pop(&mut self) {
-            let popped = self.order.pop().map(BlockId::index);
+        /// The first half of the blocks are of one class, the others of another.
+        fn pop(&mut self, class: usize) {
+            let popped = self.order.pop_of(class).map(BlockId::index);
+            let passed: Vec<usize> = std::iter::from_fn(|| self.order.take_passed()).map(BlockId::index).collect();
             let stamp = |at: usize| if let Model::Alone(stamp) = self.blocks[at] { Some((stamp, at)) } else { None };
+            let range = if class == 0 { 0..self.blocks.len() / 2 } else { self.blocks.len() / 2..self.blocks.len() };
             match popped {
-                Some(at) if self.blocks.contains(&Model::Copy) => assert_eq!(self.blocks[at], Model::Copy),
-                _ => assert_eq!(popped, (0..self.blocks.len()).filter_map(stamp).min().map(|(_, at)| at)),
+                Some(at) if self.blocks[range.clone()].contains(&Model::Copy) => {
+                    assert!(self.blocks[at] == Model::Copy && range.contains(&at) && passed.is_empty());
+                }
+                _ => {
+                    let first = range.clone().filter_map(stamp).min();
+                    assert_eq!(popped, first.map(|(_, at)| at));
+                    let is_before = |at: &usize| !range.contains(at) && stamp(*at) < first && stamp(*at).is_some();
+                    let before = (0..self.blocks.len()).filter(is_before);
+                    assert_eq!(before.collect::<HashSet<_>>(), passed.iter().copied().collect());
+                }
             }
-            if let Some(at) = popped {
+            for at in passed.into_iter().chain(popped) {
                 self.blocks[at] = Model::Unknown;
             }
         }
 
         fn check(&self) {
             let is_evictable = |model: &Model| matches!(model, Model::Alone(_) | Model::Copy);
-            assert_eq!(self.order.len(), self.blocks.iter().filter(|model| is_evictable(model)).count());
+            let halves = self.blocks.chunks(self.blocks.len() / 2);
+            let counted: Vec<_> = halves.map(|half| half.iter().filter(|model| is_evictable(model)).count()).collect();
+            assert_eq!([0, 1].map(|class| self.order.evictable_of(class)).to_vec(), counted);
+            assert_eq!(self.order.len(), counted.iter().sum::<usize>());
             for (at, model) in (0..).zip(&self.blocks) {
                 assert_eq!(self.order.contains(BlockId(at)), is_evictable(model), "block {at}: {model:?}");
             }
@@ -331,7 +406,8 @@ mod tests {
             ops in prop::collection::vec((0u8..7, 0..BLOCKS, any::<bool>()), 0..500),
         ) {
             let blocks = [Model::Unknown; BLOCKS as usize];
-            let (mut world, mut clock) = (World { order: HostOrder::new(blocks.len()), blocks }, 0);
+            let classes = Classes::new(&[blocks.len() / 2; 2]);
+            let (mut world, mut clock) = (World { order: HostOrder::new(blocks.len(), classes), blocks }, 0);
             for (op, number, flag) in ops {
                 let block = BlockId(number);
                 clock += 1;
@@ -349,7 +425,7 @@ mod tests {
                         world.order.remove(block, Departure::Gone);
                         world.blocks[block.index()] = Model::Unknown;
                     }
-                    (6, _) => world.pop(),
+                    (6, _) => world.pop(usize::from(flag)),
                     _ => {}
                 }
                 clock = world.order.report().0;

@@ -192,12 +192,12 @@ impl PrefixStats {
         self.tokens - self.hit_tokens
     }
 
-    /// Checks that the counters are consistent with whole blocks.
-    pub(super) fn holds(&self, block_size: u32, groups: usize) -> bool {
+    /// Checks that the counters are consistent with whole blocks, `per_key` of which hold the tokens of a key.
+    pub(super) fn holds(&self, block_size: u32, per_key: usize) -> bool {
         let Self { prompts, blocks, hit_blocks, tokens, hit_tokens, merged: _, loaded } = *self;
         let size = u128::from(block_size);
         hit_blocks <= blocks
-            && loaded <= hit_blocks * groups as u64
+            && loaded <= hit_blocks * per_key as u64
             && u128::from(blocks) * size <= u128::from(tokens)
             && u128::from(hit_blocks) * size == u128::from(hit_tokens)
             && (prompts > 0 || tokens == 0)
@@ -278,7 +278,8 @@ impl Match<'_> {
 
     /// First blocks of the prompt that the device has.
     fn on_device(&self) -> usize {
-        self.hits - self.tails.first().map_or(0, Vec::len)
+        // With several groups, either all or nothing.
+        self.hits.saturating_sub(self.tails.first().map_or(0, Vec::len))
     }
 }
 
@@ -286,7 +287,7 @@ impl Sequences {
     pub(crate) fn lookup(&self, view: View<'_>, prompt: &Prompt<'_>) -> Result<PrefixHit> {
         let found = self.find_prefix(view, prompt, 1)?;
         let tokens = u32::try_from(found.hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
-        Ok(PrefixHit { tokens, host_blocks: view.blocks_to_load(found.behind()) })
+        Ok(PrefixHit { tokens, host_blocks: view.blocks_to_load(found.behind()).total() })
     }
 
     pub(crate) fn allocate_chunks(
@@ -323,7 +324,8 @@ impl Sequences {
         for block in matches.iter().flat_map(Match::blocks) {
             step.tiers.claim((Tier::Device, *block));
         }
-        step.prepare(Tier::Device, new, true);
+        let loads = step.view().blocks_to_load(matches.iter().flat_map(Match::behind));
+        step.prepare(Tier::Device, new + loads, true);
         // Host copies, too: what the prompts take evicts blocks to the host, and must not evict these from there.
         for copy in matches.iter().flat_map(Match::copies) {
             step.tiers.claim((Tier::Host, copy));
@@ -615,12 +617,15 @@ impl Sequences {
         (sequence, cached)
     }
 
-    /// What a block is that is loaded from the host for a prompt with `hits` cached blocks, and whether it is found by its
-    /// key on the device.
-    fn loaded_identity(&self, keys: &RowKeys, at: usize, (group, hits): (usize, usize)) -> (CachedIdentity, bool) {
-        let (is_anchor, keeps_all) = (group == self.groups.anchor(), self.groups.keeps_all());
+    /// What a block is that is loaded from the host into an entry of a table, for a prompt with `hits` cached blocks, and
+    /// whether it is found by its key on the device.
+    fn loaded_identity(&self, keys: &RowKeys, entry: usize, (group, hits): (usize, usize)) -> (CachedIdentity, bool) {
+        let keeps_all = self.groups.keeps_all();
+        let (at, _) = self.groups.key_of(group, entry);
+        let is_anchor = group == self.groups.anchor() && entry == self.anchor_entry(at);
         let identity = Self::identity(keys, at, u8::try_from(group).unwrap_or(u8::MAX));
-        let identity = if keeps_all { identity } else { CachedIdentity { parent: 0, ..identity } };
+        let parent = if keeps_all { identity.parent } else { 0 };
+        let identity = CachedIdentity { key: self.own_key(keys.found_by(), group, entry), parent, ..identity };
         (identity, is_anchor && (keeps_all || at + 1 == hits))
     }
 

@@ -103,9 +103,11 @@ impl Sequences {
         on_device.map(|block| (Tier::Device, block)).or_else(on_host)
     }
 
-    /// Whether prompts can be loaded from a store: by way of the host, unless there is one group of full attention.
+    /// Whether prompts can be loaded from a store: by way of the host, unless there is one group of full attention. Their
+    /// blocks are of one size.
     fn loads_from_store(&self, view: View<'_>) -> bool {
-        self.is_full_attention() || (self.groups.ahead() == 0 && view.tiers.keeps_host_copies())
+        let is_even = self.class_bytes().len() == 1 && self.groups_are_even();
+        self.is_full_attention() || (self.groups.ahead() == 0 && is_even && view.tiers.keeps_host_copies())
     }
 
     /// Blocks of a prompt that neither device nor host has, at most `most`, up to the point behind its first `at`; without
