@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from tiny_models import LATENT, ROUTER, SHAPE, TINY_MODELS, VOCABULARY, WINDOW, tiny_model
 from transformers import DynamicCache
 
-from blockyard import ArenaLayout, PrefixCaching
+from blockyard import PrefixCaching
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers import hybrid
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.integrations.transformers.model import reference_generate
+from blockyard.layout import ArenaLayout
 
 BLOCK = 4
 Tokens = list[int]
@@ -129,6 +130,16 @@ def test_with_blocks_of_their_own_size_a_prompt_continues_at_any_position(name: 
     with open_generator(name, device_blocks=None, host_blocks=None, device_bytes=own_blocks(name, 600)) as generator:
         begin(generator)
         assert resume(generator) == wanted_by_position(name)
+
+
+@every_model
+def test_with_blocks_of_their_own_size_a_prompt_found_on_the_host_has_the_tokens_of_generate(name: str):
+    sizes = {"device_blocks": None, "host_blocks": None, "device_bytes": own_blocks(name, 15 * BLOCK)}
+    host = {"host_bytes": own_blocks(name, 160 * BLOCK), "prefix_caching": PrefixCaching(host=True)}
+    with open_generator(name, **sizes, **host) as generator:
+        begin(generator)
+        assert resume(generator) == wanted_by_position(name)
+        assert generator.cache.stats().swapped_in_blocks["host"] > 0
 
 
 @every_model

@@ -222,7 +222,9 @@ class RoomAhead:
     def _blocks_of(self, idle: IdleSequences) -> int:
         """Return how many blocks a prompt takes, as of when it was first looked at: a lookup takes time."""
         if idle.blocks is None:
-            idle.blocks = self._manager.can_allocate(self._hashed(idle), chunk_tokens=self._max_tokens).blocks
+            fit = self._manager.can_allocate(self._hashed(idle), chunk_tokens=self._max_tokens)
+            # Of another page class than the keys' the prompt lacks more, but has no number of blocks of theirs.
+            idle.blocks = -(-len(idle.tokens[0]) // self._manager.block_size) if fit.page_class else fit.blocks
         return idle.blocks
 
 
