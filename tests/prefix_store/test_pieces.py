@@ -178,3 +178,27 @@ def test_later_loads_make_no_staging_rows(cache: KVCache, monkeypatch: pytest.Mo
         first = len(made)
         assert first <= STAGED // PIECE
     assert len(made) == first
+
+
+def test_a_poll_looks_at_few_of_the_loads_that_wait_for_rows_and_all_end(
+    cache: KVCache, store: GatedStore, monkeypatch: pytest.MonkeyPatch
+):
+    stored(cache, BLOCKS)
+    store.is_gated = True
+    prefix_store = cache.prefix_store
+    assert prefix_store is not None
+    fetches = [prefix_store.prefetch(prompt_of(BLOCKS))]
+    others = np.random.default_rng(0).integers(1000, 9999, (300, 9 * LAYOUT.block_size))
+    fetches += [prefix_store.prefetch(prompt) for prompt in others.astype(np.uint32)]
+    looks = []
+    with monkeypatch.context() as patch:
+        advance = type(prefix_store._loads)._advance
+        patch.setattr(
+            prefix_store._loads, "_advance", lambda load: looks.append(load) or advance(prefix_store._loads, load)
+        )
+        prefix_store.poll()
+    assert prefix_store.num_open > 200, "they wait"
+    assert len(looks) < 30
+    store.open()
+    poll_until(cache, lambda: all(fetch.done for fetch in fetches))
+    assert fetches[0].tokens == BLOCKS * LAYOUT.block_size

@@ -39,6 +39,7 @@ READ_AT_ONCE: Final = 8 << 20
 """Bytes of one read: smaller ones cost more calls, larger ones are copied later."""
 _BYTES_PER_SECOND: Final = 200e6  # deadlines assume at least this rate
 _ALL: Final = 2**31 - 1
+_LOOKS_AT_ONCE: Final = 16  # how many of the loads that wait for staging rows `advance` looks at
 _POINTS: Final = 4  # maximum number of resume points that one load tries
 _NO_KEYS: Final = np.empty((0, 32), np.uint8)
 
@@ -48,17 +49,21 @@ class Read:
     """A store read: the blocks of these keys, uint8 `[n, 32]`, into staging rows.
 
     The store owns the rows until the batch has an answer, and `num_copies` transfers read them. `num_placed` of the
-    blocks have a job, or need none. Once it `is_closed`, no other block gets one.
+    blocks have a job, or need none; all do once it is closed.
     """
 
     keys: NDArray[np.uint8]
-    names: bytes  # the same keys, in which to find one fast
+    names: bytes  # the same keys
     batch: PendingBatch
     rows: NDArray[np.uint8]
     leg: TraceSpan = NO_SPAN
     num_placed: int = 0
     num_copies: int = 0
-    is_closed: bool = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no other block gets a job."""
+        return self.num_placed == len(self.keys)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +100,7 @@ class Load:
         brought: keys of the blocks that were loaded.
         waits_from: `_num_changes` when it began to wait for another load; None if it does not wait.
         ahead: keys of the blocks that this round has still to read.
+        num_rows: number of staging rows for which the round waits.
         in_round: whether a round has begun and not ended.
         reads: reads with blocks that have no job yet, in the prompt's order.
         copies: copies in flight, in the same order.
@@ -123,6 +129,7 @@ class Load:
     brought: set[bytes] = field(default_factory=set)
     waits_from: int | None = None
     ahead: NDArray[np.uint8] = field(default_factory=_NO_KEYS.copy)
+    num_rows: int = 0
     in_round: bool = False
     reads: deque[Read] = field(default_factory=deque)
     copies: deque[Copy] = field(default_factory=deque)
@@ -200,6 +207,9 @@ class Loads:
         self._has_points = [group.kind for group in manager.groups] != ["full_attention"]
         self._blocks_at_once = max(1, min(max_blocks // 4, READ_AT_ONCE // self._size))
         self._reads: dict[Read, None] = {}  # those whose rows are in use
+        self._num_rows = 0  # of these
+        self._reading: dict[bytes, None] = {}  # keys of their blocks that have no job yet
+        self._turn = 0  # which of the loads without rows `advance` looks at
         self._late_at: int | None = None  # number of the store's answers when a read passed its deadline
         self._num_changes = 0  # number of jobs that have begun, and of jobs, reads and loads that have ended
         self._is_closed = False
@@ -231,8 +241,12 @@ class Loads:
         """Advance all loads as far as possible; never waits."""
         for read in tuple(self._reads):
             self._give_back(read)
-        for load in tuple(self.open):
-            self._advance(load)
+        now, count = self._runtime.monotonic(), len(self.open)
+        for at, load in enumerate(tuple(self.open)):
+            # What waits for rows can only learn that the store lacks its block, so these take turns.
+            if (at - self._turn) % count < _LOOKS_AT_ONCE or not self._is_short(load, now):
+                self._advance(load)
+        self._turn = (self._turn + _LOOKS_AT_ONCE) % (count or 1)
 
     @property
     def are_copying(self) -> bool:
@@ -252,8 +266,10 @@ class Loads:
     def give_up_all(self, why: str) -> None:
         """Let prompts continue without the store; the manager has ended the jobs. May be called again."""
         self._reads = {read: None for read in self._reads if read.batch.answer is None}
+        self._reading.clear()
+        self._num_rows = sum(len(read.keys) for read in self._reads)
         for read in self._reads:
-            read.is_closed, read.num_copies = True, 0
+            read.num_placed, read.num_copies = len(read.keys), 0
         for load in self.open:
             load.reads.clear()
             load.copies.clear()
@@ -284,8 +300,7 @@ class Loads:
 
     def _begin_round(self, load: Load) -> bool:
         """Find the blocks to read, if the store answers in time."""
-        reads = [read for read in self._reads if not read.is_closed]
-        is_late = self._late_at is not None and (reads or self._late_at == self._store.num_answers)
+        is_late = self._late_at is not None and (self._reading or self._late_at == self._store.num_answers)
         if self._is_closed or is_late:
             return self._finish(load, "closed" if self._is_closed else "unavailable")
         return self._find_point(load) if load.point == 0 else self._find_blocks(load)
@@ -302,8 +317,10 @@ class Loads:
             return self._end(load)
         if self._store.lacks(load.keys[:1])[0]:  # what the store lacks does not wait for room below
             return self._end(load, "absent")
-        if self._staging_room() < min(len(load.keys), self._max_blocks // 4 or 1):
+        load.num_rows = min(len(load.keys), self._max_blocks // 4 or 1)
+        if self._staging_room() < load.num_rows:
             return False
+        load.num_rows = 0
         count = 0
         if has_room := self._room(load) > 0:
             count = _leading(self._store.contains(load.keys)) or _leading(~self._store.lacks(load.keys[:PROBED]))
@@ -358,6 +375,8 @@ class Loads:
         except StoreError:
             return self._fail(load, "error")
         self._reads[read] = None
+        self._num_rows += count
+        self._reading.update(dict.fromkeys(_names(read, 0, count)))
         load.reads.append(read)
         load.ahead = load.ahead[count:]
         read.leg = load.trace.begin_leg("store_read", blocks=count, bytes=rows.nbytes)
@@ -412,10 +431,9 @@ class Loads:
         """Copy rows into the blocks of a job."""
         # The job has later blocks of the prompt if another load already brought these.
         blocks, rows, landed, num_placed = _rows_of(job, read.keys[arrived], read.batch.answer.rows[arrived])  # type: ignore[union-attr]
-        read.num_placed += num_placed
+        self._place(read, read.num_placed + num_placed)
         if not len(blocks) or read.num_placed == arrived.stop:
-            load.reads.popleft()
-            read.is_closed = True
+            self._place(load.reads.popleft(), len(read.keys))
         if not len(blocks):
             self._end_job(job, landed)
             self._give_back(read)
@@ -547,17 +565,20 @@ class Loads:
 
     def _is_reading(self, key: NDArray[np.uint8]) -> bool:
         """Whether a load is reading the block of a key."""
-        name = key.tobytes()
-        return any(not read.is_closed and read.names.find(name, 32 * read.num_placed) >= 0 for read in self._reads)
+        return key.tobytes() in self._reading
+
+    def _is_short(self, load: Load, now: float) -> bool:
+        """Whether a load has to wait for staging rows."""
+        is_short = load.num_rows > self._staging_room() and now < load.until
+        return is_short and self._late_at is None and not self._is_closed
 
     def _staging_room(self) -> int:
         """Return how many more blocks can have staging rows."""
-        return self._max_blocks - sum(len(read.keys) for read in self._reads)
+        return self._max_blocks - self._num_rows
 
     def _room(self, load: Load) -> int:
         """Return how many more blocks of a prompt have a place to go."""
-        unplaced = sum(len(read.keys) - read.num_placed for read in self._reads if not read.is_closed)
-        return self._store_jobs.room(load.prompt, point=load.point) - unplaced
+        return self._store_jobs.room(load.prompt, point=load.point) - len(self._reading)
 
     def _close_read(self, load: Load) -> None:
         """Drop the first read of a load."""
@@ -565,17 +586,29 @@ class Loads:
 
     def _close(self, read: Read) -> None:
         """Give no more blocks of a read to the manager. The store keeps its rows until it has an answer."""
-        read.is_closed = True
+        self._place(read, len(read.keys))
         self._num_changes += 1
         self._give_back(read)
+
+    def _place(self, read: Read, count: int) -> None:
+        """Record that the first `count` blocks of a read have a job, or need none."""
+        for name in _names(read, read.num_placed, count):
+            self._reading.pop(name, None)
+        read.num_placed = count
 
     def _give_back(self, read: Read) -> None:
         """Return the rows of a closed read to the buffers, once neither store nor engine uses them."""
         answer = read.batch.answer
         if read.is_closed and not read.num_copies and answer is not None and read in self._reads:
             del self._reads[read]
+            self._num_rows -= len(read.keys)
             if answer.are_rows_free:
                 self._buffers.give(read.rows)
+
+
+def _names(read: Read, start: int, stop: int) -> list[bytes]:
+    """Return the keys of some blocks of a read."""
+    return [read.names[32 * at : 32 * at + 32] for at in range(start, stop)]
 
 
 def _leading(found: NDArray[np.bool_]) -> int:
