@@ -18,7 +18,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
 
 from blockyard import BlockManager, CacheGroup
-from blockyard.integrations.transformers.hybrid import _LayerGroup
+from blockyard.integrations.transformers.hybrid import _Blocks
 
 RATIOS = {"heavily_compressed_attention": 8, "compressed_sparse_attention": 4}
 WINDOW, TOKENS, LIMIT = 5, 34, 1e-6
@@ -107,7 +107,7 @@ def compressor(layer: int, name: str) -> Any:
 
 def needed(position: int, ratio: int) -> range:
     """The tokens that a group of chunks of `ratio` tokens keeps for the token at a position."""
-    return range(_LayerGroup(CacheGroup.chunked_attention(ratio), ()).first_in_blocks(position), position)
+    return range(_Blocks(CacheGroup.chunked_attention(ratio), (), (), 1)._first_in_blocks(position), position)
 
 
 def rebuilt(run: Run, position: int, *, with_open: bool = True, with_overlap: bool = True) -> DynamicCache:

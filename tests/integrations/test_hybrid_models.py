@@ -144,7 +144,7 @@ def test_with_blocks_of_their_own_size_a_prompt_found_on_the_host_has_the_tokens
 
 @every_model
 def test_with_blocks_of_their_own_size_preempted_sequences_come_back_with_their_tokens(name: str):
-    few = 13 if name in {"DeepSeek-V3", "Jamba"} else 20
+    few = {"DeepSeek-V3": 13, "Jamba": 13, "LFM2": 24}.get(name, 20)
     sizes = {"device_blocks": None, "host_blocks": None, "device_bytes": own_blocks(name, few * BLOCK)}
     drafts = {"num_lookahead_tokens": 2, "draft": Guessing(wanted(name))}
     with open_generator(

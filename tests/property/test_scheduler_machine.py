@@ -569,8 +569,8 @@ def test_a_scheduler_that_ignores_extras_after_full_blocks_is_noticed():
 class TakesWhatItFinds(Admission):
     """Counts blocks that a prompt shares as room for its other blocks if only writes hold them."""
 
-    def _blocks_with_hits(self, idle: IdleSequences, room: int) -> int:
-        return super()._blocks_with_hits(idle, 0)
+    def _bytes_with_hits(self, idle: IdleSequences, room: int) -> int:
+        return super()._bytes_with_hits(idle, 0)
 
 
 def test_a_scheduler_that_counts_what_writes_hold_wrongly_is_noticed():
@@ -652,7 +652,7 @@ class RefusesWithoutFreeing(Scheduler):
 class RefusesWhatFits(Scheduler):
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
         lack = super()._lack_of_room(state)
-        wanted, room = self._needs.to_end(state), self._needs.usable(self._device)
+        wanted, room = self._needs.to_end(state), self._needs.usable()
         return lack or (OutOfBlocksError("a block too many", "device", wanted + 1, room) if wanted == room else None)
 
 

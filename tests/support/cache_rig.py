@@ -100,9 +100,14 @@ class Config:
         """Whether blocks fall out of tables."""
         return self.groups != "full" or self.classes
 
+    @property
+    def in_arena(self) -> bool:
+        """Whether groups have blocks of their own size, which stores do not take."""
+        return self.classes and not (self.external or self.store or self.jobs)
+
     def tokens(self, group: int) -> int:
         """Tokens of a group's blocks."""
-        own = self.classes and GROUPS[self.groups][group].kind == "sliding_window"
+        own = self.in_arena and GROUPS[self.groups][group].kind == "sliding_window"
         return 1 if own else self.block_size
 
 
@@ -349,7 +354,7 @@ class Rig:
 
     def _sizes(self) -> dict[str, Any]:
         config, groups = self.config, GROUPS[self.config.groups]
-        if not config.classes:
+        if not config.in_arena:
             blocks = {"device_blocks": config.device, "max_device_blocks": config.most, "host_blocks": config.host}
             return {"layout": self.layout, "groups": groups, **blocks}
         fields = [LayerField(layer, name, (1,), "int64") for layer in range(LAYERS) for name in ("keys", "values")]
@@ -377,13 +382,13 @@ class Rig:
 
     def slots(self, group: int, slots: Any) -> Any:
         """Return a group's slots as those of its cells."""
-        return np.asarray(slots, np.int64) + (group * PAGE if self.config.classes else 0)
+        return np.asarray(slots, np.int64) + (group * PAGE if self.config.in_arena else 0)
 
     def _caching(self) -> bool | PrefixCaching:
         config = self.config
         on_host = config.prefix == "host" and config.host > 0
         options = {"eviction": config.eviction, "host": on_host, "max_pinned": config.max_pinned}
-        events = {} if config.classes else {"max_events": 50_000}  # these want equal tokens in all blocks
+        events = {} if config.in_arena else {"max_events": 50_000}  # these want equal tokens in all blocks
         return PrefixCaching(**options, **events) if config.prefix else False
 
     def _cells(self, tensor: torch.Tensor) -> Any:

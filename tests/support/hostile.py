@@ -283,6 +283,7 @@ VALID: dict[str, Any] = {
     "CacheGroup.with_blocks.tokens": 4,
     "Fit.blocks": 2,
     "Fit.free_bytes": 2,
+    "read_slab.payloads": True,
     "Prefix.set_quota.blocks": 4,
     "Prefix.sample_residency.sample_rate": 0.5,
     "Completion.rows": lambda: np.zeros((1, 8), np.uint8),

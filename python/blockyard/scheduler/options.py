@@ -211,7 +211,7 @@ class BlockNeeds:
         """Bytes of device blocks that sequences may use: all but null blocks, or their extent, and the watermark."""
         first = self._pools[0]
         kept = first.reserved + self._has_nulls * (first.per_extent or 1)
-        return self.total() - kept * (first.block_stride or first.block_bytes)
+        return (first.num_blocks - kept) * (first.block_stride or first.block_bytes)
 
     def free(self, owed: int) -> int:
         """Bytes that are available to new sequences once others take those that they are owed.
