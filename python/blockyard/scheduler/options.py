@@ -164,6 +164,9 @@ class BlockNeeds:
 
     def all(self, tokens: int) -> int:
         """Bytes of the first `tokens` tokens in all groups, if none gave any back."""
+        if len(self.sizes) == 1:  # as in most managers, and asked for each waiting request
+            ((size, num_bytes),) = self.sizes
+            return -(-tokens // size) * num_bytes
         return sum(-(-tokens // size) * num_bytes for size, num_bytes in self.sizes)
 
     def peak(self, tokens: int, chunk: int) -> int:
