@@ -401,6 +401,13 @@ class World:
             assert prefixes.wait(60.0, until=lambda: not prefixes.num_open), f"{prefixes} never ends its prefetches"
             prefixes.poll()
             assert all(fetch.done for fetch in rig.fetches), "a prefetch is not done"
+            loads = prefixes._loads
+            left = (
+                loads._num_unplaced,
+                len(loads._reading),
+                loads._num_rows - sum(map(len, (r.keys for r in loads._reads))),
+            )
+            assert left == (0, 0, 0), f"blocks are being read, and nothing loads: {left}"
         self.drain(rig)
         manager = rig.manager
         leased = manager.stats().leased_blocks

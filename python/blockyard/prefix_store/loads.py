@@ -11,7 +11,7 @@ store has, and brings those of the deepest point that they complete. If one does
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -208,7 +208,8 @@ class Loads:
         self._blocks_at_once = max(1, min(max_blocks // 4, READ_AT_ONCE // self._size))
         self._reads: dict[Read, None] = {}  # those whose rows are in use
         self._num_rows = 0  # of these
-        self._reading: dict[bytes, None] = {}  # keys of their blocks that have no job yet
+        self._reading: Counter[bytes] = Counter()  # keys of their blocks that have no job yet; two may read one
+        self._num_unplaced = 0  # of these blocks
         self._turn = 0  # which of the loads without rows `advance` looks at
         self._late_at: int | None = None  # number of the store's answers when a read passed its deadline
         self._num_changes = 0  # number of jobs that have begun, and of jobs, reads and loads that have ended
@@ -267,6 +268,7 @@ class Loads:
         """Let prompts continue without the store; the manager has ended the jobs. May be called again."""
         self._reads = {read: None for read in self._reads if read.batch.answer is None}
         self._reading.clear()
+        self._num_unplaced = 0
         self._num_rows = sum(len(read.keys) for read in self._reads)
         for read in self._reads:
             read.num_placed, read.num_copies = len(read.keys), 0
@@ -376,7 +378,8 @@ class Loads:
             return self._fail(load, "error")
         self._reads[read] = None
         self._num_rows += count
-        self._reading.update(dict.fromkeys(_names(read, 0, count)))
+        self._reading.update(_names(read, 0, count))
+        self._num_unplaced += count
         load.reads.append(read)
         load.ahead = load.ahead[count:]
         read.leg = load.trace.begin_leg("store_read", blocks=count, bytes=rows.nbytes)
@@ -578,7 +581,7 @@ class Loads:
 
     def _room(self, load: Load) -> int:
         """Return how many more blocks of a prompt have a place to go."""
-        return self._store_jobs.room(load.prompt, point=load.point) - len(self._reading)
+        return self._store_jobs.room(load.prompt, point=load.point) - self._num_unplaced
 
     def _close_read(self, load: Load) -> None:
         """Drop the first read of a load."""
@@ -593,7 +596,10 @@ class Loads:
     def _place(self, read: Read, count: int) -> None:
         """Record that the first `count` blocks of a read have a job, or need none."""
         for name in _names(read, read.num_placed, count):
-            self._reading.pop(name, None)
+            self._reading[name] -= 1
+            if not self._reading[name]:
+                del self._reading[name]
+        self._num_unplaced -= count - read.num_placed
         read.num_placed = count
 
     def _give_back(self, read: Read) -> None:
