@@ -47,6 +47,10 @@ class GatedStore(KeyedStore):
         assert gate.wait(PATIENCE)
         return super().get(keys, out)
 
+    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Look keys up at once: lookups are no reads of pieces, and may come late."""
+        return np.array([key.tobytes() in self.blocks for key in keys], np.bool_)
+
     def open(self) -> None:
         """Let all reads go on, and those to come."""
         with self.lock:
