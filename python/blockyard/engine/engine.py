@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -447,8 +447,9 @@ class CacheEngine:
         self.close()
 
     def _release(self) -> None:
-        for memory in self.memories:
-            memory.release()
+        with ExitStack() as stack:  # if one cannot be unlocked, the others are released
+            for memory in self.memories:
+                stack.callback(memory.release)
 
     def _chunk(self, memory: Memory, *, prefetch: bool = False) -> int | None:
         """Return the maximum number of blocks per piece, if longer pieces would delay others."""
