@@ -29,6 +29,8 @@ FAULTS = [
     ("window", "computation does not wait for stores"),
     ("window", "failed loads count"),
     ("window", "failed stores count"),
+    ("uneven", "failed loads count"),
+    ("packed", "computation does not wait for stores"),
     ("states", "stores begin with the next step"),
     ("states", "failed loads count"),
     ("states", "failed stores count"),
@@ -85,12 +87,12 @@ def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 7])
-@pytest.mark.parametrize("layers", ["full", "kept", "window", "states"])
+@pytest.mark.parametrize("layers", ["full", "kept", "window", "states", "uneven", "kept uneven", "packed"])
 def test_no_request_reads_wrong_bytes(layers: str, seed: int, in_flight: int):
     finished = run(layers, seed, 1500, in_flight)
     assert finished.returncode == 0, finished.stderr[-4000:]
     counts = json.loads(finished.stdout.rpartition("RESULT ")[2])
-    assert counts["is exclusive"] == (layers != "kept")
+    assert counts["is exclusive"] == (not layers.startswith("kept"))
     assert min(counts[what] for what in ("loads", "stores", "flushed", "aborts")) > 0
     if layers == "full" or in_flight == 1:  # else some request may wait for its load whenever vLLM is to reset
         assert counts["resets"] > 0
