@@ -125,7 +125,10 @@ def blocks_at_rest(spec: Any, tokens: int) -> int:
 
 def main() -> None:
     """Print a row for each model."""
-    print(f"{'':20}{'groups':>7}{'row':>12}{'unit':>10} units of a block        tokens/GiB, rows / units / exact at", *LENGTHS)
+    print(
+        f"{'':20}{'groups':>7}{'row':>12}{'unit':>10} units of a block        tokens/GiB, rows / units / exact at",
+        *LENGTHS,
+    )
     for name, (layers, layout) in MODELS.items():
         config = VllmConfig(cache_config=CacheConfig(), device_config=DeviceConfig("cpu"))
         config.cache_config.kv_cache_layout = layout

@@ -112,8 +112,7 @@ class Worker:
             tensors, pages = list(self.memory.unbind(1)), [PAGE] * rows
         caches = [CanonicalKVCacheTensor(tensor, page) for tensor, page in zip(tensors, pages, strict=True)]
         refs = [
-            [CanonicalKVCacheRef(index, page) for index, page in enumerate(pages[:count])]
-            for count in world.num_layers
+            [CanonicalKVCacheRef(index, page) for index, page in enumerate(pages[:count])] for count in world.num_layers
         ]
         side.connector_worker._init_worker(CanonicalKVCaches(caches, refs))
         copies = side.connector_worker.worker

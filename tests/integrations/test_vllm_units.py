@@ -39,12 +39,16 @@ def caches(groups: list[list[int]], *, packed: bool, blocks: int = 8, row: int =
     row = row or max(map(sum, groups))
     names = [[f"{group}.{layer}" for layer in range(len(pages))] for group, pages in enumerate(groups)]
     tensors = [
-        SimpleNamespace(layers=[name], layer_stride=page if packed else page * blocks, block_stride=row if packed else page)
+        SimpleNamespace(layers=[name], **_strides(page, row, blocks, packed=packed))
         for pages, layers in zip(groups, names, strict=True)
         for page, name in zip(pages, layers, strict=True)
     ]
     specs = [SimpleNamespace(layer_names=layers) for layers in names]
     return SimpleNamespace(kv_cache_groups=specs, kv_cache_tensors=tensors, num_blocks=blocks)
+
+
+def _strides(page: int, row: int, blocks: int, *, packed: bool) -> dict[str, int]:
+    return {"layer_stride": page if packed else page * blocks, "block_stride": row if packed else page}
 
 
 @pytest.mark.parametrize(
