@@ -72,7 +72,7 @@ def _first_line(text: str) -> dict[str, Any]:
 
 def _group(fields: Any) -> CacheGroup:
     if not isinstance(fields, dict):
-        raise ValueError(f"{fields!r:.100} is not an object")  # noqa: TRY004 (reported by its line)
+        raise ValueError(f"{fields!r:.100} is not an object")
     makers: dict[Any, Any] = {
         "full_attention": CacheGroup.full_attention,
         "drafter": CacheGroup.drafter,

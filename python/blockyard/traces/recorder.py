@@ -56,8 +56,9 @@ class TraceRecorder:
 
     A line has `timestamp` (milliseconds since the first request), `input_length`, `output_length`, `hash_ids` (a number
     for each full block of the prompt), `block_size` and, if known, `output_hash_ids` (the blocks that the answer
-    filled) and `session`; the first line has the model's `cache_groups`, if given. Blocks and sessions are numbered from 0 in order of first appearance, so tokens and keys
-    cannot be recovered from a trace. Lengths and times are exact.
+    filled) and `session`; the first line has the model's `cache_groups`, if given. Blocks and sessions are numbered
+    from 0 in order of first appearance, so tokens and keys cannot be recovered from a trace. Lengths and times are
+    exact.
 
     Lines are in order of `add`. A request is written once it and all earlier requests have ended; a killed process
     loses the others, and up to a second of lines. Recording never blocks the engine: a background thread writes, and if

@@ -282,7 +282,7 @@ class _Replay:
         self._decode_seconds: Callable[[NDArray[np.int64]], Iterator[float]]
         self._decode_seconds = getattr(step_time, "decode_seconds", partial(_one_by_one, step_time))
         caching = PrefixCaching(eviction=options.eviction, host=options.host_blocks > 0)
-        self._manager = _manager(options, caching if options.prefix_caching else False)
+        self._manager = _manager(options, caching if options.prefix_caching else None)
         sizes_of = [
             self._manager.pool("device", number).block_bytes for number in range(self._manager.num_page_classes)
         ]
@@ -572,7 +572,7 @@ class _Replay:
         self._now = self._decided_at = max(self._now, later)
 
 
-def _manager(options: EngineOptions, caching: PrefixCaching | bool) -> BlockManager:
+def _manager(options: EngineOptions, caching: PrefixCaching | None) -> BlockManager:
     blocks = options.device_blocks, options.host_blocks
     if options.hybrid is not None:
         return options.hybrid.manager(options.block_size, *blocks, options.watermark, caching)
@@ -581,7 +581,7 @@ def _manager(options: EngineOptions, caching: PrefixCaching | bool) -> BlockMana
         device_blocks=blocks[0],
         host_blocks=blocks[1],
         watermark=options.watermark,
-        prefix_caching=caching,
+        prefix_caching=caching or False,
     )
 
 

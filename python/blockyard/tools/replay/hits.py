@@ -46,7 +46,7 @@ class HybridMemory:
         sizes = [group.block_bytes for group in self.groups]
         if not sizes or (None in sizes) == bool(self.block_bytes):
             raise InvalidArgumentError(
-                f"block_bytes is {self.block_bytes} with groups of {sizes} bytes, must be 0 without bytes, else positive"
+                f"block_bytes is {self.block_bytes} with groups of {sizes} bytes, must be 0 without, else positive"
             )
 
     @classmethod
@@ -69,7 +69,7 @@ class HybridMemory:
         return cls(tuple(groups), max(1, -(-total * block_size // max(num_tokens, 1))))
 
     def manager(
-        self, block_size: int, device_blocks: int, host_blocks: int, watermark: float, caching: PrefixCaching | bool
+        self, block_size: int, device_blocks: int, host_blocks: int, watermark: float, caching: PrefixCaching | None
     ) -> BlockManager:
         """Return a manager of caches of such sizes."""
         size = self.block_bytes
@@ -77,7 +77,7 @@ class HybridMemory:
         if size:
             tiers = {"arena": Arena(device_bytes=device_blocks * size, host_bytes=host_blocks * size)}
         return BlockManager(
-            block_size=block_size, groups=self.groups, watermark=watermark, prefix_caching=caching, **tiers
+            block_size=block_size, groups=self.groups, watermark=watermark, prefix_caching=caching or False, **tiers
         )
 
 
