@@ -258,7 +258,8 @@ class BlockyardHiCache(HiCacheStorage):
 
     def clear(self) -> bool:
         """Delete all pages of this rank; return whether this also holds for later processes."""
-        return all([objects.clear() for objects in set(self._objects.values())])
+        cleared = [objects.clear() for objects in set(self._objects.values())]  # all, also after a failure
+        return all(cleared)
 
     def close(self) -> None:
         """Close the store; afterwards everything is a miss."""
@@ -295,9 +296,10 @@ class BlockyardHiCache(HiCacheStorage):
         take: Callable[[int, NDArray[np.uint8]], None],
         sizes: Sequence[int] | None = None,
     ) -> list[bool]:
-        if pool.pool not in self._objects:
+        objects = self._objects.get(pool.pool)
+        if objects is None:
             return [False] * len(keys)
-        return self._objects[pool.pool].get([pool.key(key) for key in keys], sizes or [pool.page_bytes] * len(keys), take)
+        return objects.get([pool.key(key) for key in keys], sizes or [pool.page_bytes] * len(keys), take)
 
     def _put(
         self,
@@ -306,9 +308,10 @@ class BlockyardHiCache(HiCacheStorage):
         read: Callable[[int], NDArray[np.uint8]],
         sizes: Sequence[int] | None = None,
     ) -> list[bool]:
-        if pool.pool not in self._objects:
+        objects = self._objects.get(pool.pool)
+        if objects is None:
             return [False] * len(keys)
-        return self._objects[pool.pool].put([pool.key(key) for key in keys], sizes or [pool.page_bytes] * len(keys), read)
+        return objects.put([pool.key(key) for key in keys], sizes or [pool.page_bytes] * len(keys), read)
 
     def _contains(self, pool: _HostPages | None, keys: Sequence[str]) -> list[bool]:
         if pool is None or pool.pool not in self._objects or not keys:

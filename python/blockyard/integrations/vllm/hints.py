@@ -18,7 +18,6 @@ from typing import Any, Final, Literal, NamedTuple
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
-from blockyard.integrations.vllm.units import UnitOffload
 from blockyard.offload import OffloadManager
 from blockyard.stores.adapters.options import nearest, read_choice, read_seconds
 from blockyard.workers import RateLimit, keep
@@ -97,9 +96,7 @@ class Pins:
         share: maximum share of the chunks.
     """
 
-    def __init__(
-        self, offload: OffloadManager | UnitOffload, action: Literal["pin", "retain"] = "pin", share: float = 0.5
-    ) -> None:
+    def __init__(self, offload: OffloadManager, action: Literal["pin", "retain"] = "pin", share: float = 0.5) -> None:
         self._offload, self._action, self._max_keys = offload, action, int(offload.num_chunks * share)
         self._until: dict[bytes, int] = {}
         # One entry per pinned key, with a time at or before its deadline: a renewed pin keeps its entry.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -32,7 +32,7 @@ from blockyard.integrations.vllm.hints import OUTCOMES, Pins, read_hints
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.integrations.vllm.recording import ChunkRecorder
 from blockyard.integrations.vllm.region import SharedRegion
-from blockyard.integrations.vllm.units import PreparedUnits, UnitOffload, Units
+from blockyard.integrations.vllm.units import UnitOffload, Units
 from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.base import ExternalStore
 from blockyard.workers import keep
@@ -114,7 +114,7 @@ class BlockyardManager(OffloadingManager):
     ) -> None:
         self._recorder = recorder
         offload = OffloadManager(num_chunks, eviction=policy)
-        self._offload: OffloadManager | UnitOffload = offload if units is None else UnitOffload(offload, units.counts)
+        self._offload = offload if units is None else cast(OffloadManager, UnitOffload(offload, units.counts))
         self._lookup = self._offload.lookup
         self._lock = threading.RLock()
         self._info = dict(info or {})
@@ -262,7 +262,7 @@ class BlockyardManager(OffloadingManager):
         """Allocate chunks for keys without one, evicting others; None, changing nothing, if that is impossible."""
         keys = list(keys)
         self._settle()
-        made: list[PreparedStore | PreparedUnits | None] = []
+        made: list[PreparedStore | None] = []
         prepare = partial(self._offload.prepare_store, deadline=_now() + _ms(STORE_DEADLINE_SECONDS))
         try:
             with self._lock:

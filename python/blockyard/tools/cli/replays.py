@@ -230,7 +230,7 @@ def memory_of_cache(
     if recorded - {block_tokens}:
         raise InvalidArgumentError(
             f"--block-size is {options.block_size}, must be {max(recorded)}: {path} was recorded with cache groups, "
-            "whose keys stand for as many tokens"
+            "whose keys stand for that number of tokens"
         )
     lengths = (request.input_tokens + request.output_tokens for request in requests)
     hybrid = HybridMemory.of(groups, block_tokens, lengths)
@@ -240,7 +240,7 @@ def memory_of_cache(
 def _bytes_by_kind(
     options: argparse.Namespace, hybrid: HybridMemory, tokens: int, block_tokens: int
 ) -> Mapping[Any, int]:
-    """Return what a request of so many tokens caches, by kind of layer; empty if blocks have no bytes."""
+    """Return what a request of `tokens` tokens caches, by kind of layer; empty if blocks have no bytes."""
     if options.model_config is not None:
         return _memory_of(options).bytes_by_kind(tokens)
     found: dict[str, int] = {}

@@ -66,7 +66,7 @@ class Served:
 
     def _hybrid(self) -> dict[str, Any] | None:
         hybrid = self.options.hybrid
-        return hybrid and {"groups": list(map(str, hybrid.groups)), "block_bytes": hybrid.block_bytes}
+        return None if hybrid is None else {"groups": list(map(str, hybrid.groups)), "block_bytes": hybrid.block_bytes}
 
 
 def summary(values: NDArray[np.float64]) -> dict[str, float]:
