@@ -69,15 +69,25 @@ def test_without_prefix_caching_the_host_keeps_what_is_computed(folder: Path, al
     assert found["counters"][LOADED] > 0
 
 
-def test_tokens_of_a_model_with_windows_are_those_of_vllm_alone(tmp_path: Path):
+WINDOWS = {
+    "equal groups": ["sliding_attention", "full_attention"],
+    # vLLM makes groups of two, two and one layers of it, whose blocks take two units, two and one.
+    "unequal groups": ["sliding_attention"] * 3 + ["full_attention"] * 2,
+}
+
+
+@pytest.mark.parametrize("layers", WINDOWS.values(), ids=list(WINDOWS))
+def test_tokens_of_a_model_with_windows_are_those_of_vllm_alone(tmp_path: Path, layers: list[str]):
     shape = {"model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
-    shape["layer_types"] = ["sliding_attention", "full_attention"]
+    shape |= {"layer_types": layers, "num_hidden_layers": len(layers)}
     options: dict[str, Any] = {"model": shape, "engine": {"num_gpu_blocks_override": 40}}
     alone = serve(tmp_path, **options)
     found = serve(tmp_path, extra={"host_bytes": "16MiB"}, connector=CONNECTOR, **options)
     assert found["tokens"] == alone["tokens"]
     assert found["counters"][LOADED] > 0
     assert found["cached"] > alone["cached"]
+    broken = serve(tmp_path, extra={"host_bytes": "16MiB"}, connector=CONNECTOR, sabotage="loads", **options)
+    assert broken["tokens"] != alone["tokens"]
 
 
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
