@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,6 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-
-from blockyard.integrations.vllm.units import units_of  # noqa: E402
 
 GIB, LENGTHS = 1 << 30, (4_096, 32_768, 131_072)
 Layers = dict[str, Any]
@@ -125,6 +124,7 @@ def blocks_at_rest(spec: Any, tokens: int) -> int:
 
 def main() -> None:
     """Print a row for each model."""
+    units_of = import_module("blockyard.integrations.vllm.units").units_of
     print(
         f"{'':20}{'groups':>7}{'row':>12}{'unit':>10} units of a block        tokens/GiB, rows / units / exact at",
         *LENGTHS,
