@@ -80,7 +80,8 @@ WINDOWS = {
 def test_tokens_of_a_model_with_windows_are_those_of_vllm_alone(tmp_path: Path, layers: list[str]):
     shape = {"model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
     shape |= {"layer_types": layers, "num_hidden_layers": len(layers)}
-    options: dict[str, Any] = {"model": shape, "engine": {"num_gpu_blocks_override": 40}}
+    blocks = 40 if len(layers) == 2 else 60
+    options: dict[str, Any] = {"model": shape, "engine": {"num_gpu_blocks_override": blocks}}
     alone = serve(tmp_path, **options)
     found = serve(tmp_path, extra={"host_bytes": "16MiB"}, connector=CONNECTOR, **options)
     assert found["tokens"] == alone["tokens"]
