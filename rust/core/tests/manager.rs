@@ -259,7 +259,8 @@ impl World {
                         || (before.saturating_sub(rest) <= wanted + held && (wanted <= before || chunk != u32::MAX)),
                     "{before} - {rest}, {wanted}"
                 );
-                let given_up = self.has_pages() && hit == 0; // see `Sequences::give_up_hits`
+                let has_states = self.groups.contains(&Group::Recurrent);
+                let given_up = (self.has_pages() || has_states) && hit == 0; // see `Sequences::give_up`
                 assert!(
                     (hit == cached || given_up) && (hit < tokens || tokens == 0),
                     "{hit} of {tokens} tokens, {cached} cached"
