@@ -265,6 +265,7 @@ class Fit:
         blocks: int,
         free: int,
         page_class: int = 0,
+        wanted: Iterable[int] | None = None,
         bytes: int | None = None,  # noqa: A002 (as `with_blocks`)
         free_bytes: int | None = None,
     ) -> Fit: ...
@@ -277,6 +278,8 @@ class Fit:
     def free(self) -> int: ...
     @property
     def page_class(self) -> int: ...
+    @property
+    def wanted(self) -> list[int]: ...
     @property
     def bytes(self) -> int: ...
     @property
@@ -474,7 +477,7 @@ class Pins:
 class Defrag:
     def run(
         self,
-        goal: _Goal | Literal["contiguous"] | Iterable[_Wanted],
+        goal: _Goal | Literal["contiguous", "extents"] | Iterable[_Wanted],
         number: int | None = None,
         *,
         sequences: _Handles | None = None,
@@ -482,6 +485,7 @@ class Defrag:
         max_bytes: int | None = None,
         block_bytes: int | None = None,
         cached: Literal["move", "drop", "exchange"] = "move",
+        wanted: Iterable[int] | None = None,
     ) -> DefragReport: ...
     def resize(self, blocks: int) -> ResizeProgress: ...
     def progress(self) -> ResizeProgress: ...

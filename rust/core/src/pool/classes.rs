@@ -185,7 +185,7 @@ impl Pool {
             return Room { class, free, is_enough: short.is_none() };
         };
         let pinned = extents.idle_with(&self.classes, &found);
-        let (lacking, given) = extents.balance(wanted, available, pinned);
+        let (lacking, given) = extents.balance_without(wanted, available, pinned);
         let short = wanted.saturating_sub(available);
         let class = self.largest(if short.total() > 0 { short } else { wanted });
         let others = lacking - extents.filled_by(PerClass::of(class, short.get(class))) + kept.get(0);
