@@ -42,6 +42,7 @@ _BUILT_IN = {
     **dict.fromkeys(("redis", "rediss", "unix", "redis+cluster", "rediss+cluster"), _REDIS),
     **dict.fromkeys(("valkey", "valkeys", "valkey+cluster", "valkeys+cluster"), _REDIS),
     **dict.fromkeys(("s3", "gs", "az", "local", "memory"), _OBJECTS),
+    "mooncake": ("blockyard.stores.mooncake", "open_mooncake"),
 }
 
 Keys: TypeAlias = NDArray[np.uint8] | Sequence[bytes]
