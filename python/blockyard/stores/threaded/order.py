@@ -76,11 +76,11 @@ class BatchOrder:
 
     def is_deleted_behind(self, name: Name, batch: Batch) -> bool:
         """Return whether a later batch of a key, which has not ended, deletes it."""
-        following: Batch | None = batch
-        while following := next((later for later in following.followers if name in later.names), None):
-            if following.kind == "delete":
-                return True
-        return False
+        while True:
+            following = next((later for later in batch.followers if name in later.names), None)
+            if following is None or following.kind == "delete":
+                return following is not None
+            batch = following
 
     def is_busy(self, name: Name) -> bool:
         """Return whether a slot or key has a batch that has not ended."""

@@ -352,9 +352,9 @@ class ThreadedStore(BatchStore):
         out = batch.rows if len(there) == len(batch.reasons) else None
         wanted = [keys[index] for index in there]
         stored, rows, found, seen = self._fetch_under(epoch, wanted, out)
-        if not self._epochs.counts(epoch, stored):
-            # The record was lost and replaced for the same weights, or the blocks were forgotten.
-            self._confirm()
+        # If the record came damaged, a second look tells whether it still is the same one.
+        if not self._epochs.counts(epoch, stored) and self._confirm().token != epoch.token:
+            # The record was lost and replaced for the same weights.
             return None, ["absent"] * len(keys)
         for index, reason in zip(there, found, strict=True):
             reasons[index] = reason
