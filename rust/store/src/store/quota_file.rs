@@ -44,13 +44,10 @@ impl QuotaFile {
         let work = move || {
             let _alone = writing.lock().unwrap_or_else(PoisonError::into_inner);
             let quotas = shared.lock().queue.quotas();
-            // Nobody may be waiting any more.
+            // Perhaps nobody waits for it now.
             let _ = sender.send(device.save_quotas(&options.quota_bytes(quotas)));
         };
-        thread::Builder::new()
-            .name("blockyard-quotas".to_owned())
-            .spawn(work)
-            .map_err(failed("start a thread for"))?;
+        thread::Builder::new().name("blockyard-quotas".to_owned()).spawn(work).map_err(failed("start a thread for"))?;
         let late = |_| Err(io::Error::new(io::ErrorKind::TimedOut, "the disk does not answer"));
         receiver.recv_timeout(patience).unwrap_or_else(late).map_err(failed("write the quotas of"))
     }
@@ -83,7 +80,8 @@ impl StoreOptions {
         let (bytes, sum) = bytes.split_last_chunk::<CHECKSUM>()?;
         let (head, quotas) = bytes.split_at_checked(HEAD)?;
         let count = quotas.len() / QUOTA;
-        let is_whole = quotas.len() == count * QUOTA && head == self.quota_head(count as u64) && checksum(bytes) == *sum;
+        let is_whole =
+            quotas.len() == count * QUOTA && head == self.quota_head(count as u64) && checksum(bytes) == *sum;
         let read = |quota: &[u8]| {
             let (tenant, most) = quota.split_first_chunk()?;
             Some((*tenant, u32::from_le_bytes(*most.first_chunk()?)))

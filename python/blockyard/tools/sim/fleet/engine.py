@@ -146,7 +146,7 @@ class SimulatedEngine:
         self.loop.start("killed", lambda: store.close(0.0))
 
     def _lose(self, batch: _Pending) -> None:
-        """Record that nobody collects a batch any more; what it asks for may still happen."""
+        """Record that nobody collects a batch; what it asks for may still happen."""
         for key in batch.keys if batch.kind == "delete" else ():
             self.oracle.end_removal(key, self.loop.now + _LATE_SECONDS)
 
