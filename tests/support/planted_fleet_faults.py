@@ -614,9 +614,12 @@ _FOUND_BY = {
     "a server that takes over confirms a forget": 188,
     "a server that may not write tells the epoch": 31,
     "a put is no transaction": 12,
-    "blocks of a failed write stay leased": 3,
     "prompts are hashed without their salt": 1,
-    "memory is given back while blocks use it": 1,
+    "memory is given back while blocks use it": 3,
+    "blocks count as loaded whose copy failed": 24,
+    "blocks of a failed load stay leased": 24,
+    "blocks are reused while a write reads them": 3,
+    "a failed move counts as landed": 1,
 }
 _ALL = (
     *((name, *fault, "calls", "both") for name, fault in _FAULTS.items()),
