@@ -18,12 +18,11 @@ and more requests always wait. The bytes of each prompt are compared with its to
 
 It prints all rows, then fails if one misses a goal. Without options it serves a selection in minutes. `--all` serves,
 beside it, cases in which each pair of two values occurs; all 560 combinations would take a day. Other options replace
-values of one case: 2,000 device blocks, twice as many on the host,
-8,192 tokens, all workloads and policies. `--manager` leaves out the bytes: transfers land at once. So does `--model`,
-for models with windows or states: each cache group has as many blocks, or their bytes in the first group's blocks,
-and hits of the host are not told apart. A workload is left out if its trace is not in the folder that
-BLOCKYARD_TRACES names (../shared/traces). With BENCH_JSON=FILE it also adds the worst figures to the flat JSON object
-in FILE.
+values of one case: 2,000 device blocks, twice as many on the host, 8,192 tokens, all workloads and policies.
+`--manager` leaves out the bytes: transfers land at once. So does `--model`, for models with windows or states: each
+cache group has as many blocks, or their bytes in the first group's blocks, and hits of the host are not told apart. A
+workload is left out if its trace is not in the folder that BLOCKYARD_TRACES names (../shared/traces). With
+BENCH_JSON=FILE it also adds the worst figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -195,7 +194,7 @@ def measure(case: Case) -> Row:
 
 
 def combined(values: dict[str, tuple[Any, ...]]) -> list[Case]:
-    """Return all cases of these values whose steps take at most half of the device, with their trace and no huge store."""
+    """Return all cases of these values with traces, steps of at most half of the device, and no huge store."""
     found = [Case(**dict(zip(values, each, strict=True))) for each in product(*values.values())]
     found = [case for case in found if case.tokens <= case.device * SIZE // 2 and (not case.store or case.host <= 4)]
     return [case for case in found if fitting.has_trace(case.workload)]
