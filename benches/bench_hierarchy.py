@@ -17,7 +17,7 @@ and more requests always wait. The bytes of each prompt are compared with its to
 - loads: the same for the blocks that steps load from the host. Each takes an eighth of the compute that it saves.
 
 It prints all rows, then fails if one misses a goal. Without options it serves a selection in minutes. `--all` serves,
-beside it, cases in which each pair of two values occurs; all 560 combinations would take a day. Other options replace
+beside it, cases in which each pair of two values occurs; all 450 combinations would take a day. Other options replace
 values of one case: 2,000 device blocks, twice as many on the host, 8,192 tokens, all workloads and policies.
 `--manager` leaves out the bytes: transfers land at once. So does `--model`, for models with windows or states: each
 cache group has as many blocks, or their bytes in the first group's blocks, and hits of the host are not told apart. A
@@ -48,6 +48,8 @@ from blockyard.traces import TraceRequest
 
 SLOT = 8192
 """Bytes that a file store needs for a block."""
+LARGEST_WITH_STORE = 100_000
+"""Blocks of all tiers with a file store. It holds several times as many: gigabytes."""
 GOALS = {"ratio": 0.97, "findable": 0.999, "used": 0.95}
 MOST = {"waits": 0.05}
 """Most that a figure may be: 2,000 device blocks, a host of twice as many or more, 8,192 tokens, no store."""
@@ -196,8 +198,8 @@ def measure(case: Case) -> Row:
 def combined(values: dict[str, tuple[Any, ...]]) -> list[Case]:
     """Return all cases of these values with traces, steps of at most half of the device, and no huge store."""
     found = [Case(**dict(zip(values, each, strict=True))) for each in product(*values.values())]
-    found = [case for case in found if case.tokens <= case.device * SIZE // 2 and (not case.store or case.host <= 4)]
-    return [case for case in found if fitting.has_trace(case.workload)]
+    found = [case for case in found if not case.store or case.total <= LARGEST_WITH_STORE]
+    return [case for case in found if case.tokens <= case.device * SIZE // 2 and fitting.has_trace(case.workload)]
 
 
 def add_pairs(found: list[Case], cases: list[Case]) -> None:
