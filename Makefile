@@ -99,10 +99,10 @@ bench: release
 	    BENCH_JSON="$(BENCH_JSON)" $(BIN)/python $$script || exit 1; \
 	done
 
-bench-engines: release .make/engines/.ready-$(VLLM_VERSION)
+bench-engines: release .make/engines/.ready-$(VLLM_VERSION) .make/engines/.ready-lmcache
 	@for script in benches/engines/bench_*.py; do \
-	    ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python BENCH_JSON="$(BENCH_JSON)" \
-	        $(BIN)/python $$script || exit 1; \
+	    ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python LMCACHE_PYTHON=$(CURDIR)/.make/engines/lmcache/bin/python \
+	        BENCH_JSON="$(BENCH_JSON)" $(BIN)/python $$script || exit 1; \
 	done
 
 # ---- checking ----

@@ -1,8 +1,8 @@
 """The Rust core of Blockyard.
 
-Block ids count from 0 in each tier: `"device"`, `"host"`, `"external"`. Sequence handles are opaque uint64 numbers; one
-kept past `free` is recognised. Where a call takes `sequences`, a uint64 array is quickest; a list of ints or one int
-will do. A failed call changes nothing. All classes may be used from several threads; each call is atomic.
+Block ids count from 0 in each tier: `"device"`, `"host"`, `"external"`. Sequence handles are opaque uint64 numbers; a
+handle used after `free` is rejected. Where a call takes `sequences`, a uint64 array is quickest; a list of ints or one
+int will do. A failed call changes nothing. All classes may be used from several threads; each call is atomic.
 """
 
 from collections.abc import Iterable
