@@ -146,7 +146,7 @@ class Scheduler:
         self._dropped: Step | None = None  # the step that an exception has dropped: its tokens have no effect
         self._device = manager.pool()
         self._needs = BlockNeeds(manager, self._max_num_batched_tokens)
-        self._recording = TokenRecorder(recorder, manager.block_size)
+        self._recording = TokenRecorder(recorder, manager.block_size, manager.groups)
         self._make_empty()
         options.take_over(self, manager)
         manager.prefix.store_jobs.end_lease(None)  # of a scheduler that was dropped
