@@ -16,13 +16,13 @@ and more requests always wait. The bytes of each prompt are compared with its to
   PCIe 5 (`policies/bus.py`): 25 GB/s each way, blocks of 2 MiB, 40 us a token.
 - loads: the same for the blocks that steps load from the host. Each takes an eighth of the compute that it saves.
 
-It prints all rows, then fails if one misses a goal. Without options it serves a selection in minutes; `--all` serves
-every combination in hours. Other options replace values of one case: 2,000 device blocks, twice as many on the host,
-8,192 tokens, all workloads and policies. `--manager` leaves out the bytes: transfers land at once. So does `--model`,
-for models with windows or states: each cache group has as many blocks, or their bytes in the first group's blocks,
-and hits of the host are not told apart. A workload is left out if its trace is not in the folder that
-BLOCKYARD_TRACES names (../shared/traces). With BENCH_JSON=FILE it also adds the worst figures to the flat JSON object
-in FILE.
+It prints all rows, then fails if one misses a goal. Without options it serves a selection in minutes. `--all` serves,
+beside it, cases in which each pair of two values occurs; all 450 combinations would take a day. Other options replace
+values of one case: 2,000 device blocks, twice as many on the host, 8,192 tokens, all workloads and policies.
+`--manager` leaves out the bytes: transfers land at once. So does `--model`, for models with windows or states: each
+cache group has as many blocks, or their bytes in the first group's blocks, and hits of the host are not told apart. A
+workload is left out if its trace is not in the folder that BLOCKYARD_TRACES names (../shared/traces). With
+BENCH_JSON=FILE it also adds the worst figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass, fields, replace
+from itertools import combinations, product
 from typing import Any
 
 from policies import fitting
@@ -48,6 +48,8 @@ from blockyard.traces import TraceRequest
 
 SLOT = 8192
 """Bytes that a file store needs for a block."""
+LARGEST_WITH_STORE = 100_000
+"""Blocks of all tiers with a file store. It holds several times as many: gigabytes."""
 GOALS = {"ratio": 0.97, "findable": 0.999, "used": 0.95}
 MOST = {"waits": 0.05}
 """Most that a figure may be: 2,000 device blocks, a host of twice as many or more, 8,192 tokens, no store."""
@@ -115,14 +117,23 @@ class Case:
         return round(self.device * self.host)
 
     @property
+    def total(self) -> int:
+        """Blocks of all tiers; the store has room for twice device and host."""
+        return (self.device + self.host_blocks) * (3 if self.store else 1)
+
+    @property
+    def pairs(self) -> set[tuple[tuple[str, Any], ...]]:
+        """Pairs of its values, with their names."""
+        return set(combinations([(field.name, getattr(self, field.name)) for field in fields(self)], 2))
+
+    @property
     def users(self) -> int:
         """Requests that run at a time."""
         return WORKLOADS[self.workload][1]
 
     def trace(self) -> PackedTrace:
         """Make its requests."""
-        total = (self.device + self.host_blocks) * (3 if self.store else 1)
-        prompts = WORKLOADS[self.workload][0](total, self.device * 9 // 10 // self.users - 1)
+        prompts = WORKLOADS[self.workload][0](self.total, self.device * 9 // 10 // self.users - 1)
         return PackedTrace.of([TraceRequest(0.0, len(ids) * SIZE + 1, OUTPUT, ids, SIZE) for ids in prompts])
 
 
@@ -185,15 +196,26 @@ def measure(case: Case) -> Row:
 
 
 def combined(values: dict[str, tuple[Any, ...]]) -> list[Case]:
-    """Return all cases of these values whose steps take at most half of the device, and whose store is not huge."""
+    """Return all cases of these values with traces, steps of at most half of the device, and no huge store."""
     found = [Case(**dict(zip(values, each, strict=True))) for each in product(*values.values())]
-    return [case for case in found if case.tokens <= case.device * SIZE // 2 and (not case.store or case.host <= 4)]
+    found = [case for case in found if not case.store or case.total <= LARGEST_WITH_STORE]
+    return [case for case in found if case.tokens <= case.device * SIZE // 2 and fitting.has_trace(case.workload)]
+
+
+def add_pairs(found: list[Case], cases: list[Case]) -> None:
+    """Add cases until each pair of values occurs that occurs in `cases`; one of few blocks may add fewer pairs."""
+    left = set[Any]().union(*(case.pairs for case in cases)).difference(*(case.pairs for case in found))
+    added = list[Case]()
+    while left:
+        added.append(max(cases, key=lambda case: len(case.pairs & left) ** 5 / case.total))
+        left -= added[-1].pairs
+    found += sorted(added, key=lambda case: case.total)
 
 
 def chosen_cases() -> tuple[list[Case], int | None]:
     """Read the options. Returns the cases, and how many to measure at a time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every combination")
+    parser.add_argument("--all", action="store_true", help="each pair of values, too")
     for name, values in EVERY.items():
         if name == "store":
             parser.add_argument("--store", action="store_true", help="with a file store")
@@ -206,8 +228,10 @@ def chosen_cases() -> tuple[list[Case], int | None]:
     for name in ("workload", "model", "device", "host", "policy", "tokens"):
         if text := getattr(chosen, name):
             given[name] = tuple(map(type(EVERY[name][0]), text.split(",")))
-    parts = [EVERY | given] if chosen.all else [MAIN | given] if given else [MAIN | part for part in SELECTION]
-    found = [case for part in parts for case in combined(part) if fitting.has_trace(case.workload)]
+    parts = [MAIN | given] if given else [MAIN | part for part in SELECTION]
+    found = [case for part in parts for case in combined(part)]
+    if chosen.all:
+        add_pairs(found, combined(EVERY | given))
     if chosen.manager or chosen.model:
         found = [replace(case, manager=True) for case in found if not case.store]
     return found, chosen.jobs

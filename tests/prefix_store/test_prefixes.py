@@ -380,7 +380,8 @@ def test_a_store_holds_the_beginning_of_each_prompt_and_after_close_all_of_it(wr
     medium: Medium = {}
     with checked(keyed(medium), device=32, host=host, prefix_writes=writes) as cache:
         prompts = [tokens(stream, 4 * length + 1) for stream, length in enumerate((7, 3, 9, 1, 8, 5))]
-        for prompt in prompts:
+        prompts += [prompt[:9] + tokens(9 + stream, 17) for stream, prompt in enumerate(prompts)]
+        for prompt in [*prompts, *prompts[::3]]:
             cache.serve(prompt)
             cache.prefixes.poll()
             killed = dict(medium)

@@ -85,6 +85,19 @@ def test_no_policy_is_better_than_the_optimum(rows: list[tuple[list[int], int]],
         assert hits.device.sum() <= optimal_hits(packed, blocks).sum()
 
 
+def test_the_cost_of_a_request_does_not_grow_with_the_trace(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    needed = PackedTrace.needed.fget
+    assert needed is not None
+    monkeypatch.setattr(PackedTrace, "needed", property(lambda trace: asked.append(None) or needed(trace)))
+    counts = []
+    for requests in (3, 30):
+        asked.clear()
+        assert replay_hits(PackedTrace.of(requests_of([([number], 1) for number in range(requests)])), "lru", 9)
+        counts.append(len(asked))
+    assert counts[0] == counts[1] > 0
+
+
 answered = st.lists(
     st.tuples(
         st.lists(st.integers(0, 2), max_size=4), st.integers(0, SIZE - 1), st.lists(st.integers(0, 2), max_size=3)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from blockyard import Arena, BlockManager, CacheGroup, PrefixCaching
-from blockyard.errors import InvalidArgumentError
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.scheduler import DefragPolicy, PreemptionCosts, Request, Scheduler
 
 SIZE = 16
@@ -130,6 +130,34 @@ def test_a_victims_swap_costs_what_its_groups_hold():
         scheduler.add(Request("urgent", [*range(600)], 2, priority=0))
         run(scheduler)
         assert scheduler.stats().preempted_swap_host == swapped
+
+
+@pytest.mark.parametrize(("group", "own"), [(WINDOW, 4), (STATE, 2)], ids=["window", "recurrent"])
+@pytest.mark.parametrize("caching", [False, True])
+def test_sequences_of_a_request_share_the_full_blocks_of_its_prompt(group: CacheGroup, own: int, caching: bool):
+    """Each of three has 3 of 40 full blocks for itself, and a window, or the states before and after a step."""
+    blocks, request = 37 + 3 * (3 + own), Request("a", [*range(600)], 40, n=3)
+    scheduler = Scheduler(manager_of([FULL, group], 1 + blocks, prefix_caching=caching))  # one is the null block
+    scheduler.add(request)
+    assert len(run(scheduler)) == 3
+    assert scheduler.stats().preempted_recompute == 0
+    smaller = Scheduler(manager_of([FULL, group], blocks, prefix_caching=caching))
+    with pytest.raises(OutOfBlocksError, match=f"needs up to {blocks} device blocks and 1 kept free"):
+        smaller.add(request)
+
+
+def test_sequences_of_a_preempted_request_share_blocks_again():
+    manager = manager_of([FULL, CacheGroup.sliding_window(48)], 60, prefix_caching=False)
+    scheduler = Scheduler(manager, preemption_mode="recompute")
+    scheduler.add(Request("two", [*range(600)], 40, n=2, priority=1))
+    step = scheduler.schedule()
+    scheduler.complete(step.decision.ticket)
+    scheduler.update(step, [7] * step.num_draws)
+    scheduler.add(Request("urgent", [*range(600)], 2, priority=0))
+    assert len(run(scheduler)) == 3
+    assert scheduler.stats().preempted_recompute == 1
+    # The blocks of two sequences that share nothing do not fit: one would wait until the other has ended.
+    assert scheduler.stats().steps < 2 * 40
 
 
 def test_a_group_with_cross_attention_is_refused():

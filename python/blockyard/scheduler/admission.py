@@ -163,15 +163,16 @@ class Admission:
     def _need(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int:
         """Return the bytes that a prompt takes. Sets its chunk: as long as the device could hold if it were empty."""
         needs, state, length = self.needs, head.state, len(head.tokens[0])
+        shared = needs.shared(share[1]) if share else 0
         state.chunk = needs.max_chunk
         if needs.is_full:
-            need = needs.all(length) - needs.all(share[1] if share else 0)
+            need = needs.all(length) - shared
             is_enough = taken + need <= room or not self._prefix_caching
             return need if is_enough else self._bytes_with_hits(head, room)
         most = needs.usable()
         while (need := self._bytes_with_hits(head, room)) > most and state.chunk > 1:
             state.chunk = -(-min(state.chunk, length) // 2)
-        return need
+        return need if needs.has_classes else need - shared  # else a class may lack blocks although there are bytes
 
     def _is_idle(self, batch: list[IdleSequences]) -> bool:
         """Whether nothing runs or loads, nor starts in this step: then a prompt need not ask the prefix store first."""

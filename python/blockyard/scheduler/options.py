@@ -183,6 +183,8 @@ class BlockNeeds:
         self.has_classes = len(self._pools) > 1
         strides = {pool.block_bytes: pool.block_stride or pool.block_bytes for pool in self._pools}
         self.sizes = [(group.block_tokens or self._size, strides[group.block_bytes or 1]) for group in self.groups]
+        each = zip(self.groups, self.sizes, strict=True)
+        self._kept = [size for group, size in each if group.kind == "full_attention"]
         kinds = {group.kind for group in self.groups}
         self.is_full = kinds == {"full_attention"}
         self._has_nulls = not kinds <= {"full_attention", "drafter"}
@@ -195,6 +197,10 @@ class BlockNeeds:
             ((size, num_bytes),) = self.sizes
             return -(-tokens // size) * num_bytes
         return sum(-(-tokens // size) * num_bytes for size, num_bytes in self.sizes)
+
+    def shared(self, tokens: int) -> int:
+        """Bytes of the blocks of the first `tokens` tokens that all sequences of a request use to their ends."""
+        return sum(tokens // size * num_bytes for size, num_bytes in self._kept)
 
     def peak(self, tokens: int, chunk: int) -> int:
         """Maximum bytes that a sequence of `tokens` tokens holds at once, computed in chunks from its first token."""
@@ -226,10 +232,10 @@ class BlockNeeds:
     def to_end(self, state: RequestState) -> int:
         """Bytes without which the unfinished sequences of a request cannot run to their ends at once.
 
-        With full attention they share the prompt's full blocks, else nothing. A prompt that needs more because a step
-        computes much of it is computed in smaller chunks.
+        They share the prompt's full blocks in groups with full attention; each keeps its own windows and states. A
+        prompt that needs more because a step computes much of it is computed in smaller chunks.
         """
-        shared = self.all((len(state.prompt) - 1) // self._size * self._size) if self.is_full else 0
+        shared = self.shared(len(state.prompt) - 1)
         return shared + state.left * (self.peak(state.limit, 1) - shared)
 
     def total(self) -> int:

@@ -219,28 +219,31 @@ class _RequestServer:
         Returns:
             The blocks that each one finds on the device, and on the host alone; how many requests are too long.
         """
-        trace, manager, size, scaled = self._trace, self._manager, self._size, self._scaled
+        trace, manager, size = self._trace, self._manager, self._size
         parts, starts = _parts(trace)
         named = np.maximum(trace.input_tokens, trace.num_blocks * trace.block_tokens)
-        ends = np.maximum(trace.input_tokens + trace.output_tokens - 1, named).tolist()
-        inputs, named = trace.input_tokens.tolist(), named.tolist()
-        found, host = np.zeros(len(trace), np.int64), np.zeros(len(trace), np.int64)
-        too_long = 0
+        ends = np.maximum(trace.input_tokens + trace.output_tokens - 1, named)
+        prompt_ends, named_ends, text_ends = (self._all_scaled(each) for each in (trace.input_tokens, named, ends))
+        inputs, ends = trace.input_tokens.tolist(), ends.tolist()
+        found, host, arrivals = np.zeros(len(trace), np.int64), np.zeros(len(trace), np.int64), trace.arrivals.tolist()
+        fits = (trace.needed <= manager.pool().num_blocks).tolist()
+        chunk, too_long = self._scaled(self._budget), 0
         for number in range(len(trace)):
             text = np.repeat(parts[starts[number] : starts[number + 1]], size)
-            text[scaled(named[number]) :] = ANSWER_TOKEN
-            if not self._fits(number, text[: scaled(ends[number])]):
+            if named_ends[number] < len(text):
+                text[named_ends[number] :] = ANSWER_TOKEN
+            if not (self._fits(text[: text_ends[number]]) if self._is_hybrid else fits[number]):
                 too_long += 1
                 continue
-            self._now = float(trace.arrivals[number])
-            prompt: NDArray[np.uint32] | HashedPrompt = text[: scaled(inputs[number])]
+            self._now = arrivals[number]
+            prompt: NDArray[np.uint32] | HashedPrompt = text[: prompt_ends[number]]
             if self._with_host:
-                prompt = manager.prefix.hash(text[: scaled(inputs[number])])
+                prompt = manager.prefix.hash(text[: prompt_ends[number]])
                 host[number] = manager.prefix.lookup(prompt).host_blocks
-            sequence = manager.allocate(prompt, chunk_tokens=scaled(self._budget))
+            sequence = manager.allocate(prompt, chunk_tokens=chunk)
             self._compute(sequence)
-            found[number] = sequence.cached_tokens // size
-            done = int(found[number]) * self._block_tokens + self._budget
+            found[number] = hits = sequence.cached_tokens // size
+            done = hits * self._block_tokens + self._budget
             if self._is_hybrid:
                 self._prefill_to_points(sequence)
             elif done < inputs[number]:
@@ -250,10 +253,8 @@ class _RequestServer:
             manager.free(sequence, hint=trace.hints[number])
         return found - host, host, too_long
 
-    def _fits(self, number: int, text: NDArray[np.uint32]) -> bool:
-        """Whether the device holds a request with its answer."""
-        if not self._is_hybrid:
-            return bool(self._trace.needed[number] <= self._manager.pool().num_blocks)
+    def _fits(self, text: NDArray[np.uint32]) -> bool:
+        """Whether the device holds a request of a hybrid model with its answer."""
         return self._manager.can_allocate(text, chunk_tokens=self._budget).status != AllocStatus.NEVER
 
     def _prefill(self, sequence: BlockSequence, done: int, end: int) -> None:
@@ -283,17 +284,23 @@ class _RequestServer:
 
     def _compute(self, sequence: BlockSequence, steps: int = 1) -> None:
         """Take the decisions of some steps, until one moves no block, and publish the blocks that they fill."""
+        manager = self._manager
         for _ in range(steps if self._with_host else 1):
-            decision = self._manager.take_decision(now=self._now)
-            self._manager.complete(decision.ticket)
+            decision = manager.take_decision(now=self._now)
+            manager.complete(decision.ticket)
             if not decision:
                 break
-        self._manager.mark_computed(sequence)
+        manager.mark_computed(sequence)
 
     def _scaled(self, tokens: int) -> int:
         """Convert tokens of the trace to those of the manager; a part of a block stays a part."""
         blocks, rest = divmod(tokens, self._block_tokens)
         return blocks * self._size + min(rest, self._size - 1)
+
+    def _all_scaled(self, tokens: NDArray[np.int64]) -> list[int]:
+        blocks, rest = np.divmod(tokens, self._block_tokens)
+        scaled: list[int] = (blocks * self._size + np.minimum(rest, self._size - 1)).tolist()
+        return scaled
 
 
 def _parts(trace: PackedTrace) -> tuple[NDArray[np.uint32], list[int]]:
