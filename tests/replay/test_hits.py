@@ -325,7 +325,8 @@ def found_by_the_manager(packed: PackedTrace, groups: tuple[CacheGroup, ...], po
         end = max(length + answer - 1, len(blocks) * SIZE)
         text = np.full(end, 2**31 + number, np.uint32)
         text[: len(blocks) * SIZE] = np.repeat(blocks, SIZE)
-        if manager.can_allocate(text, chunk_tokens=8).status == AllocStatus.NEVER:
+        fit = manager.can_allocate(text[:length], chunk_tokens=8, max_tokens=end - length)
+        if fit.status == AllocStatus.NEVER:
             found.append(-1)
             continue
         sequence = manager.allocate(text[:length], chunk_tokens=8)

@@ -232,7 +232,7 @@ class _RequestServer:
             text = np.repeat(parts[starts[number] : starts[number + 1]], size)
             if named_ends[number] < len(text):
                 text[named_ends[number] :] = ANSWER_TOKEN
-            if not (self._fits(text[: text_ends[number]]) if self._is_hybrid else fits[number]):
+            if not (self._fits(text, prompt_ends[number], text_ends[number]) if self._is_hybrid else fits[number]):
                 too_long += 1
                 continue
             self._now = arrivals[number]
@@ -253,9 +253,10 @@ class _RequestServer:
             manager.free(sequence, hint=trace.hints[number])
         return found - host, host, too_long
 
-    def _fits(self, text: NDArray[np.uint32]) -> bool:
+    def _fits(self, text: NDArray[np.uint32], prompt_end: int, end: int) -> bool:
         """Whether the device holds a request of a hybrid model with its answer."""
-        return self._manager.can_allocate(text, chunk_tokens=self._budget).status != AllocStatus.NEVER
+        asked = {"chunk_tokens": self._budget, "max_tokens": end - prompt_end}
+        return self._manager.can_allocate(text[:prompt_end], **asked).status != AllocStatus.NEVER
 
     def _prefill(self, sequence: BlockSequence, done: int, end: int) -> None:
         """Compute the rest of a prompt in chunks."""
