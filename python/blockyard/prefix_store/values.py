@@ -1,10 +1,10 @@
 """The values of a prefix store: blocks, or equal slices of blocks of several page classes.
 
 All values of a store have the same size. With one page class, a block is a value. With several, a block is cut into
-slices; zeros fill the last one. The first slice has the block's key, and slice `i` that key with `i` xored into its last
-four bytes. The parent of a slice is the one before it, and that of the first is the last slice of the block's parent. So
-a store that evicts what nothing follows takes a block from its end. A block is found if its first and last slices are and
-none is known to be missing; only a read of all of them proves it.
+slices; zeros fill the last one. The first slice has the block's key, and slice `i` that key with `i` xored into its
+last four bytes. The parent of a slice is the one before it, and that of the first is the last slice of the block's
+parent. So a store that evicts what nothing follows takes a block from its end. A block is found if its first and last
+slices are and none is known to be missing; only a read of all of them proves it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Values:
         return max(1, num_bytes // int(self.block_bytes[page_class]))
 
     def take(self, count: int, page_class: int) -> Rows:
-        """Return rows for blocks of a class, uint8 `[count, bytes]`, with arbitrary contents; only these methods take them."""
+        """Return rows for blocks of a class, uint8 `[count, bytes]`, for the other methods; their contents are arbitrary."""
         slices, size = int(self.num_slices[page_class]), int(self.block_bytes[page_class])
         rows = self._buffers[page_class].take(count * slices, self.size)
         return rows.reshape(count, -1)[:, :size]
