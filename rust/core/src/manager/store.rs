@@ -156,6 +156,12 @@ impl Manager {
         self.jobs.num_promised()
     }
 
+    /// Bytes of those blocks.
+    #[must_use]
+    pub fn promised_bytes(&self) -> u64 {
+        self.tiers.device().bytes_of(self.jobs.promised_blocks())
+    }
+
     /// Number of device blocks that only leases of prompts, or transfers of them, hold.
     #[must_use]
     pub fn num_leased_idle(&self) -> usize {

@@ -190,7 +190,9 @@ impl Pool {
             let free = (available + taken).get(class).saturating_sub(kept.get(class));
             return Room { class, free, is_enough: short.is_none() };
         };
-        let idle = extents.idle_without(&self.classes, held, &found);
+        // Those that are read by device work, too, keep their extents.
+        let freed: Vec<BlockId> = held.iter().filter(|&&block| !self.block(block).is_read_ahead()).copied().collect();
+        let idle = extents.idle_without(&self.classes, &freed, &found);
         let (lacking, given) = extents.balance(wanted, available, idle);
         let short = wanted.saturating_sub(available);
         let class = self.largest(if short.total() > 0 { short } else { wanted });

@@ -76,6 +76,11 @@ impl PromptLeases {
         self.leases.len()
     }
 
+    /// Keys that are promised, and the page classes of their blocks.
+    pub(crate) fn promised(&self) -> impl Iterator<Item = (&Key, usize)> {
+        self.promised.keys().map(|key| (key, usize::from(self.classes.get(key).copied().unwrap_or(0))))
+    }
+
     /// Number of distinct blocks that are promised.
     pub(crate) fn num_promised(&self) -> usize {
         self.promised.len()
@@ -143,13 +148,13 @@ impl PromptLeases {
         };
         let host = if tiers.keeps_host_copies() { rest(Tier::Host, on_host) } else { Some(0) };
         let host = if share == LeaseShare::Half { host } else { Some(host.unwrap_or(0)) };
-        let weight = |class: u8| tiers.device().weight(usize::from(class));
+        let weight = |class: usize| tiers.device().weight(class);
         let new = wanted.lacking.iter().filter(|(_, key, _)| !self.promised.contains_key(key));
-        let new: usize = new.map(|&(_, _, class)| weight(class)).sum();
+        let new: usize = new.map(|&(_, _, class)| weight(usize::from(class))).sum();
         let promised = if tiers.device().num_classes() == 1 {
             self.promised.len()
         } else {
-            self.promised.keys().map(|key| weight(self.classes.get(key).copied().unwrap_or(0))).sum()
+            self.promised().map(|(_, class)| weight(class)).sum()
         };
         // Blocks that loads are filling are promised to prompts, too.
         let promised = promised.saturating_sub(targets[0] + targets[1]);

@@ -151,6 +151,12 @@ impl StoreJobs {
         self.leases.num_promised() - self.loading.iter().filter(|key| self.leases.is_promised(key)).count()
     }
 
+    /// These blocks by page class.
+    pub(crate) fn promised_blocks(&self) -> PerClass {
+        let promised = self.leases.promised().filter(|(key, _)| !self.is_loading(key));
+        promised.map(|(_, class)| PerClass::of(class, 1)).sum()
+    }
+
     fn next(&mut self) -> JobId {
         self.last += 1;
         JobId(self.last)

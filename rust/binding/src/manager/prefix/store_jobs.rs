@@ -409,6 +409,12 @@ impl PyStoreJobs {
         self.0.lock().num_promised()
     }
 
+    /// Bytes of those blocks, in the measure of `Fit.bytes`.
+    #[getter]
+    fn promised_bytes(&self) -> u64 {
+        self.0.lock().promised_bytes()
+    }
+
     /// Number of leased device blocks that no sequence has.
     #[getter]
     fn num_leased(&self) -> usize {
