@@ -173,6 +173,7 @@ VALID: dict[str, Any] = {
     "StoreJobs.end_load.job": 2,
     "StoreJobs.end_lease.lease": None,
     "StoreJobs.lease.share": "half",
+    "StoreJobs.deepest.search": lambda store_jobs: store_jobs.search([1, 2, 3]),
     "StoreJobs.settle_lease.lease": lambda store_jobs: store_jobs.lease([1], share="any"),
     "key": KEY,
     "keys": [KEY],
