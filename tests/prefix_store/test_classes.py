@@ -16,6 +16,7 @@ from blockyard.layout.arena import _stored
 from blockyard.layout.model import ModelMemory
 from blockyard.stores import open_store
 
+
 @pytest.mark.parametrize("url", ["file://{}?size=4MiB", "local://{}?size=4MiB", "memory://bucket{}?size=4MiB"])
 @pytest.mark.parametrize("model", MODELS)
 def test_another_process_continues_a_prompt_with_the_bytes_of_all_groups(model: str, url: str, tmp_path: Path) -> None:
@@ -75,6 +76,33 @@ def test_a_block_of_which_a_slice_is_gone_is_a_miss_and_is_stored_again() -> Non
         with new_cache(medium_store(layout, medium)) as cache:
             assert serve(cache, PROMPT)[0] == 56, "the block was not stored again"
     assert sum(hit < 56 for hit in hits) == 14 + slices, f"each slice of the 15 blocks counts: {hits}"
+
+
+def test_an_earlier_point_is_loaded_if_a_slice_of_the_deepest_is_gone() -> None:
+    medium, layout = Quotas({}), layout_of(MODELS["state"])
+    with new_cache(medium_store(layout, medium)) as cache:
+        serve(cache, PROMPT[:30])
+        before = set(medium.blocks)
+        serve(cache, PROMPT)
+    states = [name for name in medium.blocks if name not in before and medium.blocks[name].nbytes > 192][-4:]
+    stored = dict(medium.blocks)
+    for name in states:
+        medium.blocks.clear()
+        medium.blocks.update({other: row for other, row in stored.items() if other != name})
+        with new_cache(medium_store(layout, medium)) as cache:
+            assert serve(cache, PROMPT)[0] == 28
+
+
+@pytest.mark.parametrize("model", ["window", "state", "window first"])
+def test_nothing_but_the_last_slices_of_tails_ends_a_chain(model: str) -> None:
+    medium, layout = Quotas({}), layout_of(MODELS[model])
+    with new_cache(medium_store(layout, medium), model) as cache:
+        serve(cache, PROMPT)
+        tails = cache.prefix_store.stats().written_blocks - 14
+    parents = medium.held(bytes(32))
+    assert len(parents.keys() - set(parents.values())) == tails > 0
+    roots = [name for name, parent in parents.items() if not any(parent)]
+    assert len(roots) == 1, "each slice but the prompt's first names the one before it"
 
 
 @pytest.mark.parametrize("writes", ["through", "back", "second_use", "never"])

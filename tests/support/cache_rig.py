@@ -371,7 +371,8 @@ class Rig:
         arena = ArenaLayout(tuple(own), config.block_size)
         size = max(arena.block_bytes)
         # With few blocks all of them would be in extent 0.
-        device, host = (count * size for count in (config.device + 8, config.host and config.host + (8 if config.store else 2)))
+        more = 8 if config.store else 2
+        device, host = (count * size for count in (config.device + 8, config.host and config.host + more))
         return {"layout": arena, "device_bytes": device, "host_bytes": host or None}
 
     def _all_cells(self) -> list[Any]:

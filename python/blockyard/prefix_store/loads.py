@@ -449,7 +449,8 @@ class Loads:
     def _copy(self, load: Load, read: Read, job: StoreJob, arrived: slice) -> bool:
         """Copy rows into the blocks of a job."""
         # The job has later blocks of the prompt if another load already brought these.
-        blocks, rows, landed, num_placed = _rows_of(job, read.keys[arrived], read.batch.answer.rows[arrived])  # type: ignore[union-attr]
+        came = read.batch.answer.rows[arrived]  # type: ignore[union-attr]
+        blocks, rows, landed, num_placed = _rows_of(job, read.keys[arrived], came)
         self._place(read, read.num_placed + num_placed)
         if not len(blocks) or read.num_placed == arrived.stop:
             self._place(load.reads.popleft(), len(read.keys))

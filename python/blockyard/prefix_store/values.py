@@ -60,7 +60,7 @@ class SlicedBatch:
 
     def _joined(self, found: Answer) -> Answer:
         count = self.num_slices
-        ok = found.ok.reshape(-1, count).all(axis=1)
+        ok = _all_of(found.ok, count)
         rows = found.rows
         if len(rows):
             rows = rows.reshape(len(ok), -1)[:, : self.size]
@@ -124,7 +124,7 @@ class Values:
         return max(1, num_bytes // int(self.block_bytes[page_class]))
 
     def take(self, count: int, page_class: int) -> Rows:
-        """Return rows for blocks of a class, uint8 `[count, bytes]`, for the other methods; their contents are arbitrary."""
+        """Return rows for blocks of a class, uint8 `[count, bytes]`, with arbitrary contents; for the other methods."""
         slices, size = int(self.num_slices[page_class]), int(self.block_bytes[page_class])
         rows = self._buffers[page_class].take(count * slices, self.size)
         return rows.reshape(count, -1)[:, :size]
@@ -195,8 +195,7 @@ class Values:
     def _has_all(self, keys: Rows, slices: int) -> NDArray[np.bool_]:
         """Return which blocks of one class the store has all slices of."""
         found = self._store.contains(keys if slices == 1 else _slices_of(keys, slices))
-        whole: NDArray[np.bool_] = found.reshape(-1, slices).all(axis=1)
-        return whole
+        return _all_of(found, slices)
 
     def _lacks_some(self, keys: Rows, counts: Ids) -> NDArray[np.bool_]:
         """Return which blocks the store is known to lack a slice of."""
@@ -221,6 +220,11 @@ def _marked(keys: Rows, numbers: Ids) -> Rows:
 def _slices_of(keys: Rows, slices: int) -> Rows:
     """Return the keys of all slices of blocks that have as many."""
     return _marked(np.repeat(keys, slices, axis=0), np.tile(np.arange(slices), len(keys)))
+
+
+def _all_of(found: NDArray[np.bool_], slices: int) -> NDArray[np.bool_]:
+    """Return whether all slices of each block are found."""
+    return np.asarray(found.reshape(-1, slices).all(axis=1), np.bool_)
 
 
 def _worst(reasons: tuple[str, ...]) -> str:

@@ -218,7 +218,7 @@ impl Pool {
             let free = if self.available() > self.free() { self.uncached() } else { self.free() };
             return self.free().saturating_sub(taken).min(free);
         }
-        if self.sets[class].overlappable.len() > 0 {
+        if !self.sets[class].overlappable.is_empty() {
             return self.sets[class].free.len();
         }
         let own = self.available_in(false).get(class).saturating_sub(taken);

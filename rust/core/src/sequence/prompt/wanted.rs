@@ -39,6 +39,7 @@ impl StoreSearch {
     }
 
     /// Page class of each block.
+    #[must_use]
     pub fn page_classes(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
         self.places.iter().map(|&(_, group)| self.class(group))
     }
