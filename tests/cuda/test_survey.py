@@ -121,6 +121,7 @@ def test_the_capture_beside_the_host_pool_runs(
     assert "pool: 300 blocks page-locked, no problem" in out
 
 
+@pytest.mark.slow
 @needs_op_library
 @pytest.mark.usefixtures("on_cpu")
 def test_the_benchmark_runs_every_direction_and_judges_the_goals(
@@ -161,6 +162,7 @@ def test_the_docs_have_the_table_of_the_cost_model(repo: Path, monkeypatch: pyte
         assert f"{name} = {constant >> 20} << 20" in header
 
 
+@pytest.mark.slow
 def test_the_probe_compiles_and_links_as_the_scripts_build_it(repo: Path, tmp_path: Path):
     try:
         tools = find_toolchain(os.environ)

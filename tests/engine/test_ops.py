@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_calls import LISTS, arranged, caches_of, ids, model, pairs_of, random_bytes, way
 
@@ -92,6 +92,7 @@ def exchanges(draw: st.DrawFn, blocks: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("size", "through"), [("small", "op"), ("large", "op"), ("small", "torch calls")])
 @pytest.mark.parametrize("name", LISTS)
+@settings(max_examples=settings().max_examples // 2)
 @given(st.data())
 def test_an_op_changes_the_mapped_blocks_alone_as_if_all_were_read_first(
     name: str, size: str, through: str, data: st.DataObject

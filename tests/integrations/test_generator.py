@@ -359,6 +359,12 @@ def test_requests_may_come_go_and_stop_early(model, work, wanted, tmp_path):
     ("prompts", "params", "error", "shown"),
     [
         ([[1], []], SamplingParams(), InvalidArgumentError, r"'generate-1' has shape \[0\]"),
+        ([[1], [1.5]], SamplingParams(), InvalidArgumentError, "of 'generate-1' are float64, must be integers"),
+        ([[1], ["a"]], SamplingParams(), InvalidArgumentError, "of 'generate-1' are <U1, must be integers"),
+        ([[1], [True]], SamplingParams(), InvalidArgumentError, "of 'generate-1' are bool, must be integers"),
+        ([[1], None], SamplingParams(), InvalidArgumentError, r"'generate-1' has shape \[\]"),
+        ([[1], [-1]], SamplingParams(), InvalidArgumentError, "of 'generate-1' go from -1 to -1, must be from 0"),
+        ("text", SamplingParams(), InvalidArgumentError, "prompts is 'text', must be a list of prompts"),
         ([[1], [259]], SamplingParams(), InvalidArgumentError, "tokens from 259 to 259, the vocabulary has 259"),
         (
             [[1], [1]],

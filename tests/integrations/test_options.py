@@ -87,6 +87,7 @@ class Spec(Adapter):
             "prefix_store": [],
             "revision": NAMES,
             "prefetch_timeout_base": [0.5, 1, 1.5, 7],
+            "prefix_writes": [],
             **dict.fromkeys(("weights_fixed", "offload_prompt_only", "self_describing_kv_events"), flags),
             # vLLM reads them, with int(): they must be what it has read, here 1 block of 16 tokens.
             "blocks_per_chunk": [1],
@@ -234,6 +235,7 @@ def test_a_misspelt_option_is_named_with_the_right_one(adapter: Any, caplog: pyt
         ({"canonical_layout": True}, "'canonical_layout'"),
         ({"prefix_store": None, "revision": "a"}, "'revision' (needs 'prefix_store')"),
         ({"prefix_store": None, "weights_fixed": True}, "'weights_fixed' (needs 'prefix_store')"),
+        ({"prefix_store": None, "prefix_writes": "second_use"}, "'prefix_writes' (needs 'prefix_store')"),
         ({"prefix_store": None, "prefetch_timeout_base": 1}, "'prefetch_timeout_base' (needs 'prefix_store')"),
     ],
 )

@@ -366,3 +366,69 @@ def test_nothing_is_left_in_shared_memory(engine: Callable[..., Engine]):
     one = engine(world=2)
     assert one.tier._region.is_complete
     assert not one.tier._region._path.exists()
+
+
+def test_second_use_writes_what_is_computed_or_found_again(engine: Callable[..., Engine]):
+    one = engine(chunks=4, prefix_writes="second_use")
+    one.compute(KEYS[:4])
+    assert one.tier.counts.written == 0
+    reader = one.context("reader")
+    one.manager.prepare_load(KEYS[:2], reader)
+    one.manager.complete_load(KEYS[:2], reader)
+    one.manager.on_request_finished(reader)
+    one.settle()
+    assert one.tier.counts.written == 2, "found on the host"
+    one.compute(KEYS[4:8])  # evicts all
+    one.compute(KEYS[2:4])
+    assert one.tier.counts.written == 4, "computed again after an eviction"
+    one.close()
+    again = engine(prefix_writes="second_use")
+    context = again.context()
+    again.lookups(KEYS[:8], context)
+    again.settle()
+    assert again.lookups(KEYS[:8], context) == ["HIT"] * 4 + ["MISS"] * 4
+    assert again.load(KEYS[:4])
+    again.manager.on_request_finished(context)
+    again.settle()
+    assert again.tier.counts.written == 0, "what came from the store is there"
+
+
+def test_a_request_does_not_use_its_own_chunks_a_second_time(engine: Callable[..., Engine]):
+    one = engine(prefix_writes="second_use")
+    context = one.context()
+    one.compute(KEYS[:4], context)
+    one.manager.prepare_load(KEYS[:4], context)  # after a preemption
+    one.manager.complete_load(KEYS[:4], context)
+    one.manager.on_request_finished(context)
+    one.settle()
+    assert one.tier.counts.written == 0
+
+
+def test_chunks_found_on_the_device_are_used_a_second_time(engine: Callable[..., Engine]):
+    one = engine(prefix_writes="second_use")
+    one.compute(KEYS[:2])
+    other = one.context("other")
+    for place, key in enumerate(KEYS[:4]):  # the device has the first two
+        other._offload_key_positions[key] = 16 * place + 16
+    one.compute(KEYS[2:4], other)
+    one.manager.on_request_finished(other)
+    one.settle()
+    assert one.tier.counts.written == 2
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_other_weights_use_nothing_a_second_time(engine: Callable[..., Engine], fixed: bool):
+    one = engine(prefix_writes="second_use", weights_fixed=fixed)
+    one.compute(KEYS[:4])
+    one.manager.reset_cache()
+    one.settle()
+    one.compute(KEYS[:4])
+    assert one.tier.counts.written == 4 * fixed
+
+
+def test_keys_used_once_are_forgotten_beyond_a_number(vllm: SimpleNamespace):
+    used = importlib.import_module("blockyard.integrations.vllm.external").UsedBefore(4)
+    assert used.again(KEYS[:4]) == []
+    assert used.again(KEYS[:1]) == KEYS[:1]
+    assert used.again(KEYS[4:6]) == []
+    assert used.again(KEYS[:4]) == [KEYS[0], KEYS[3]]

@@ -167,7 +167,11 @@ class Steps:
 @pytest.mark.parametrize("seed", range(3))
 def test_no_load_gets_bytes_of_a_store_that_a_reset_met(engine: Callable[..., Engine], seed: int):
     """Random steps and resets: each load brings its key's bytes, whatever stores of other keys were under way."""
-    rng, one = random.Random(seed), engine(chunks=5, weights_fixed=True, prefetch_timeout_base=600)
+    writes = ("through", "second_use")[seed % 2]
+    rng, one = (
+        random.Random(seed),
+        engine(chunks=5, weights_fixed=True, prefetch_timeout_base=600, prefix_writes=writes),
+    )
     steps, keys = Steps(one), KEYS[:10]
     for _ in range(300):
         if rng.random() < 0.2:

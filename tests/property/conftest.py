@@ -10,4 +10,4 @@ from hypothesis import settings
 def steps() -> int:
     """Steps of one machine: BLOCKYARD_STEPS, or 100,000 under a thorough profile, or few."""
     thorough = settings().max_examples >= 1000
-    return int(os.environ.get("BLOCKYARD_STEPS") or (100_000 if thorough else 6_000))
+    return int(os.environ.get("BLOCKYARD_STEPS") or (100_000 if thorough else 2_000))

@@ -19,7 +19,7 @@ PARTS = 10  # a test may take ten minutes
 def programs() -> int:
     """How many to run: as many as have BLOCKYARD_OPERATIONS lines, or 1,000,000 under a thorough profile, or few."""
     thorough = settings().max_examples >= 1000
-    return int(os.environ.get("BLOCKYARD_OPERATIONS") or (1_000_000 if thorough else 48_000)) // LENGTH
+    return int(os.environ.get("BLOCKYARD_OPERATIONS") or (1_000_000 if thorough else 24_000)) // LENGTH
 
 
 @pytest.mark.parametrize("part", range(PARTS))

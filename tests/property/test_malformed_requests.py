@@ -22,6 +22,7 @@ MALFORMED = [
     {"stop_token_ids": frozenset({"."})},
     {"extras": [(0, 999, b"image")]},
     {"extras": "image"},
+    *({"prompt": prompt} for prompt in (None, 5, "text", [1.5], ["a"], [True], [[1], [1, 2]], [1, None], [])),
 ]
 
 Machine = scheduler_machine(

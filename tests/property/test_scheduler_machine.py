@@ -515,11 +515,13 @@ class OvertakesHigherPriorities(Scheduler):
         self._admission._may_start = lambda head: True  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("buggy", [PreemptsNobody, LetsAllOvertake, OvertakesHigherPriorities])
-def test_a_scheduler_that_breaks_the_precedence_of_requests_is_noticed(buggy: type[Scheduler]):
+@pytest.mark.parametrize(
+    ("buggy", "first"), [(PreemptsNobody, 3), (LetsAllOvertake, 1), (OvertakesHigherPriorities, 0)]
+)
+def test_a_scheduler_that_breaks_the_precedence_of_requests_is_noticed(buggy: type[Scheduler], first: int):
     options: dict[str, Any] = {"preemption_mode": "swap", "max_num_seqs": 4, "max_overtakes": 1}
     machine = scheduler_machine(lambda manager, _: buggy(manager, **options))
-    assert_noticed(type(machine.__name__, (PrecedenceWatch, machine), {}))
+    assert_noticed(type(machine.__name__, (PrecedenceWatch, machine), {}), first=first)
 
 
 # ---- a scheduler with a bug that shows with a prefix cache alone ----
@@ -554,6 +556,7 @@ class IgnoresExtrasAfterFullBlocks(Admission):
         return super()._allocate(batch, left)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_ignores_extras_after_full_blocks_is_noticed():
     def factory(manager: BlockManager, _: Config) -> Scheduler:
         scheduler = Scheduler(manager)

@@ -72,6 +72,7 @@ def make_environment(interpreter: str, folder: Path, repo: Path) -> Path:
     return python
 
 
+@pytest.mark.slow
 def test_a_seed_is_one_run_in_every_version_of_python(repo: Path, tmp_path: Path):
     found = dict(others())
     if not found:

@@ -372,12 +372,15 @@ def _stops(request: Request) -> frozenset[int]:
 
 def _token_ids(request: Request) -> NDArray[np.uint32]:
     """Check a request and return its prompt as uint32."""
-    if len(request.prompt) < 1 or request.max_tokens < 1 or request.n < 1:
+    try:
+        tokens = np.asarray(request.prompt)
+    except ValueError as error:  # lists of unequal lengths
+        raise InvalidArgumentError(f"the prompt of request {request.request_id!r}: {error}") from None
+    if (tokens.ndim and not len(tokens)) or request.max_tokens < 1 or request.n < 1:
         raise InvalidArgumentError(
-            f"request {request.request_id!r} has {len(request.prompt)} prompt tokens, max_tokens "
+            f"request {request.request_id!r} has {tokens.size} prompt tokens, max_tokens "
             f"{request.max_tokens}, n {request.n}; each must be at least 1"
         )
-    tokens = np.asarray(request.prompt)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise InvalidArgumentError(
             f"the prompt of request {request.request_id!r} is {tokens.dtype} {list(tokens.shape)}, "

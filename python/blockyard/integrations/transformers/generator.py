@@ -33,6 +33,7 @@ from blockyard.scheduler import (
     Scheduler,
     Step,
 )
+from blockyard.scheduler.step import as_token_ids
 from blockyard.stores import ExternalStore
 from blockyard.stores.url import public_url
 from blockyard.types import ResizeProgress
@@ -223,13 +224,14 @@ class Generator:
                 model has too few positions.
             OutOfBlocksError: it could not finish even alone on the device.
         """
-        tokens = np.asarray(prompt, dtype=np.int64)
+        given = np.asarray(prompt)
         model = self.model
-        if tokens.ndim != 1 or len(tokens) == 0:
+        if given.ndim != 1 or len(given) == 0:
             raise InvalidArgumentError(
-                f"the prompt of {request_id!r} has shape {list(tokens.shape)}, must be [tokens], not empty"
+                f"the prompt of {request_id!r} has shape {list(given.shape)}, must be [tokens], not empty"
             )
-        if tokens.min() < 0 or tokens.max() >= model.vocab_size:
+        tokens = as_token_ids(given, f"token ids of the prompt of {request_id!r}")
+        if tokens.max() >= model.vocab_size:
             raise InvalidArgumentError(
                 f"the prompt of {request_id!r} has tokens from {tokens.min()} to {tokens.max()}, "
                 f"the vocabulary has {model.vocab_size}"
@@ -350,6 +352,8 @@ class Generator:
                 was added.
             OutOfBlocksError: a request does not fit on the device even alone, or no longer does.
         """
+        if isinstance(prompts, str):
+            raise InvalidArgumentError(f"prompts is {prompts!r:.60}, must be a list of prompts")
         if params is None:
             params = SamplingParams(stop_token_ids=self.model.eos_token_ids)
             params = params if max_new_tokens is None else replace(params, max_tokens=max_new_tokens)

@@ -6,12 +6,12 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +24,14 @@ from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.adapters.chunks import ChunkRows
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.base import ExternalStore
+from blockyard.stores.url import public_repr
 from blockyard.workers import keep, start_worker
 
-__all__ = ["ExternalTier"]
+__all__ = ["PREFIX_WRITES", "ExternalOptions", "ExternalTier", "UsedBefore"]
 
 _LOG = engine_log("vLLM")
 TIMEOUT_BASE_SECONDS: Final = 5.0
+PREFIX_WRITES: Final = ("through", "second_use")
 _BYTES_PER_SECOND: Final = 16_000_000  # slower storage causes misses
 _WINDOW: Final = 64  # keys of one request looked up before the first answer is known
 _JOB_BYTES: Final = 8 << 20  # of a job: one is copied while others are read, and it holds its host chunks until it ends
@@ -46,6 +48,46 @@ _NOT_FORGOTTEN: Final = (
 _NOTHING: Final[list[Any]] = []  # replaces returned chunks: assigning it cannot raise
 
 Report = Callable[[list[OffloadKey], list[OffloadKey]], None]
+
+
+class ExternalOptions(NamedTuple):
+    """Options of a store below the host, see `BlockyardSpec`."""
+
+    url: str
+    revision: str
+    timeout_base: float
+    weights_fixed: bool
+    prefix_writes: str
+
+    def __repr__(self) -> str:
+        return f"ExternalOptions({public_repr(self.url)})"
+
+
+class UsedBefore:
+    """Which chunks were computed before, also those that the host has evicted since.
+
+    Args:
+        max_keys: maximum number of keys to remember, the last ones.
+    """
+
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._seen: dict[OffloadKey, None] = {}
+
+    def again(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Remember keys that were computed; return those that were computed before."""
+        seen = self._seen
+        again = [key for key in keys if key in seen]
+        for key in keys:
+            seen.pop(key, None)
+            seen[key] = None
+        for key in list(islice(seen, max(0, len(seen) - self._max_keys))):
+            del seen[key]
+        return again
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        self._seen.clear()
 
 
 @dataclass(slots=True)
@@ -208,13 +250,20 @@ class ExternalTier:
 
     # ---- stores ----
 
-    def write(self, keys: list[OffloadKey]) -> None:
-        """Start writing chunks from host memory; those beyond the limit follow as writes end, if still there."""
+    def write(self, keys: Iterable[OffloadKey], reader: ReqContext | None = None) -> None:
+        """Start writing chunks from host memory; those beyond the limit follow as writes end, if still there.
+
+        Args:
+            keys: of the chunks.
+            reader: a request; what it has loaded from the store is not written.
+        """
         if not self._region.is_complete or not self._has_forgotten:
             return
         self._reap()
         with self._state:
-            self._unwritten.update(dict.fromkeys(keys))
+            request = None if reader is None else self._requests.get(reader.req_id)
+            loaded = () if request is None else request.loaded
+            self._unwritten.update((key, None) for key in keys if key not in loaded)
         self._write_more()
 
     def _write_more(self) -> None:
@@ -390,7 +439,7 @@ class ExternalTier:
 
     def _reap(self) -> None:
         """Remove ended jobs, and return chunks that they could not return."""
-        with self._state:
+        with self._lock, self._state:  # a thread that starts a write has submitted it by then, or has failed
             ended = [job for job in self._jobs if job.is_ended]
         for job in ended:
             self._give_back(job)

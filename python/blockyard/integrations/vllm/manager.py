@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.vllm.external import ExternalTier
+from blockyard.integrations.vllm.external import ExternalOptions, ExternalTier, UsedBefore
 from blockyard.integrations.vllm.hints import OUTCOMES, Pins, read_hints
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.integrations.vllm.recording import ChunkRecorder
@@ -40,6 +40,8 @@ __all__ = ["BlockyardManager"]
 
 STORE_DEADLINE_SECONDS: Final = 60.0
 """A key stays a pending hit for at most this long, so that a store that never ends does not block lookups."""
+_REMEMBERED: Final = 8
+"""Keys to remember for each chunk of the host, to know those that are used a second time."""
 
 _HIT: Final = LookupResult.HIT
 _RESULTS: Final = {"hit": LookupResult.HIT, "pending": LookupResult.HIT_PENDING, "miss": LookupResult.MISS}
@@ -134,6 +136,7 @@ class BlockyardManager(OffloadingManager):
         self._weights_fixed = weights_fixed
         self._url = ""  # of the external store
         self._external: ExternalTier | None = None
+        self._used: UsedBefore | None = None  # if only chunks that are used twice are written to it
         self._awaits_flush = False
         # Hits of this step, which vLLM may still load: the external store's threads must not evict them.
         self._looked_up: dict[OffloadKey, list[object]] = {}  # held keys have a chunk
@@ -165,9 +168,11 @@ class BlockyardManager(OffloadingManager):
         """Chunks that a store can get: empty ones, and those whose keys can be evicted."""
         return self._offload.num_free
 
-    def use_external(self, store: ExternalStore, region: SharedRegion, timeout_base: float, url: str) -> None:
+    def use_external(self, store: ExternalStore, region: SharedRegion, options: ExternalOptions) -> None:
         """Use a prefix store for chunks missing on the host, and write the host's chunks to it; see `ExternalTier`."""
-        self._url = url
+        self._url = options.url
+        if options.prefix_writes == "second_use":
+            self._used = UsedBefore(_REMEMBERED * self.num_chunks)
         self._external = ExternalTier(
             store,
             region,
@@ -175,7 +180,7 @@ class BlockyardManager(OffloadingManager):
             lock=self._lock,
             report=self._report_both,
             give_room=self.release_retained,
-            timeout_base=timeout_base,
+            timeout_base=options.timeout_base,
         )
 
     # ---- requests and lookups ----
@@ -205,6 +210,8 @@ class BlockyardManager(OffloadingManager):
         self._offload.touch(keys, not_used, ended=time.monotonic(), hint=hint)
         chain.is_whole = True
         if self._external is not None:
+            if self._used is not None:  # found on the device or the host: another request has used them
+                self._external.write([key for key in keys if chain.keys.get(key, True)], req_context)
             self._external.finish(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -303,7 +310,7 @@ class BlockyardManager(OffloadingManager):
             if failed and _SAYS_METADATA:
                 self._report(failed, removed=True, metadata_only=True)
             if stored and self._external is not None:
-                self._external.write(stored)
+                self._external.write(stored if self._used is None else self._used.again(stored))
             chain = _Chain.of(req_context)
             if chain.is_whole:  # what was stored last must not outlive what comes before it
                 order = chain.in_order(req_context)
@@ -417,6 +424,8 @@ class BlockyardManager(OffloadingManager):
             self._offload.reset()
             if self._external is not None:
                 self._external.reset(keep=self._weights_fixed)
+        if self._used is not None and not self._weights_fixed:
+            self._used.clear()
         with self._lock:
             for held in (self._pins, self._retained):
                 held.clear()

@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
-from blockyard.integrations.vllm.external import TIMEOUT_BASE_SECONDS
+from blockyard.integrations.vllm.external import PREFIX_WRITES, TIMEOUT_BASE_SECONDS, ExternalOptions
 from blockyard.integrations.vllm.identity import current_config, identify
 from blockyard.integrations.vllm.manager import BlockyardManager
 from blockyard.integrations.vllm.metrics import definitions
@@ -36,6 +36,7 @@ _OPTIONS: Final = (
     "prefix_store",
     "revision",
     "prefetch_timeout_base",
+    "prefix_writes",
     "weights_fixed",
 )
 _POLICIES: Final = ("lru", "adaptive", "priority")
@@ -60,6 +61,7 @@ class BlockyardSpec(OffloadingSpec):
     | `prefix_store` | URL of a prefix store below the host, see `blockyard.open_store` | none |
     | `revision` | a name for what the workers cannot see, such as LoRA adapters | empty |
     | `prefetch_timeout_base` | seconds that a request waits for the store, plus one for every 16 MB | 5 |
+    | `prefix_writes` | what is written there: `"through"`, all, or `"second_use"`, chunks used twice | `"through"` |
     | `weights_fixed` | whether the weights stay the same while the engine runs, even across sleep and reset | false |
 
     Args:
@@ -141,7 +143,7 @@ class BlockyardSpec(OffloadingSpec):
         recorder = record_from_environment(groups[0].tokens_per_block * self.blocks_per_chunk) if groups else None
         return None if recorder is None else ChunkRecorder(recorder)
 
-    def _open_external(self, manager: BlockyardManager, external: _External) -> str:
+    def _open_external(self, manager: BlockyardManager, external: ExternalOptions) -> str:
         """Open the external store for a manager; return its description."""
         region = self._region(self.config.parallel.world_size)
         try:
@@ -152,7 +154,7 @@ class BlockyardSpec(OffloadingSpec):
         except BaseException:
             region.close()
             raise
-        manager.use_external(store, region, external.timeout_base, external.url)
+        manager.use_external(store, region, external)
         return about_store(store, external.url, name)
 
     def _identity(self) -> bytes:
@@ -173,16 +175,6 @@ class BlockyardSpec(OffloadingSpec):
         world = self.config.parallel.world_size
         part = self.num_chunks * self.blocks_per_chunk * self.config.worker_kv_bytes_per_block
         return SharedRegion(self.config.engine_id, part, world, place, identity, is_one=self.replicated_layout)
-
-
-class _External(NamedTuple):
-    url: str
-    revision: str
-    timeout_base: float
-    weights_fixed: bool
-
-    def __repr__(self) -> str:
-        return f"_External({public_repr(self.url)})"
 
 
 class CheckedOptions(NamedTuple):
@@ -238,7 +230,10 @@ def _unused(options: Mapping[str, Any], config: OffloadingConfig | None) -> list
 def _why_unused(name: str, options: Mapping[str, Any], config: OffloadingConfig | None) -> str | None:
     if name in _INSTEAD:
         return f" (use {_INSTEAD[name]!r})"
-    if name in {"revision", "prefetch_timeout_base", "weights_fixed"} and "prefix_store" not in options:
+    if (
+        name in {"revision", "prefetch_timeout_base", "prefix_writes", "weights_fixed"}
+        and "prefix_store" not in options
+    ):
         return " (needs 'prefix_store')"
     if config is not None and name == "prefix_store" and not config.worker_kv_bytes_per_block:
         return " (the model has no blocks)"
@@ -249,7 +244,7 @@ def _why_unused(name: str, options: Mapping[str, Any], config: OffloadingConfig 
     return nearest(name, _OPTIONS)
 
 
-def _external(options: Mapping[str, Any]) -> _External | None:
+def _external(options: Mapping[str, Any]) -> ExternalOptions | None:
     """Read the options of the external store; None if there is none."""
     url = options.get("prefix_store")
     if url is not None and (not isinstance(url, str) or not url):
@@ -263,7 +258,8 @@ def _external(options: Mapping[str, Any]) -> _External | None:
         above_zero=True,
     )
     fixed = read_flag("weights_fixed", options.get("weights_fixed"), default=False)
-    return None if url is None else _External(url, revision, base, fixed)
+    writes = read_choice("prefix_writes", options.get("prefix_writes"), PREFIX_WRITES, PREFIX_WRITES[0])
+    return None if url is None else ExternalOptions(url, revision, base, fixed, writes)
 
 
 def _host_bytes(options: Mapping[str, Any], bytes_per_chunk: int, unused: list[str]) -> int:
