@@ -44,6 +44,9 @@ fn keys_array(py: Python<'_>, keys: &[ExportedKey]) -> PyResult<Py<PyArray2<u8>>
     rows_array(py, keys.iter().map(|key| &key.0))
 }
 
+/// Keys of missing blocks, the page class of each, and those of blocks that loads are bringing.
+type Missing = (Py<PyArray2<u8>>, Py<PyArray1<i64>>, Py<PyArray1<i64>>);
+
 /// Reads a sequence of bools.
 fn bools(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<bool>> {
     items(value, &name, |item, _| item.extract().map_err(|error: PyErr| refused(error, item, &name, "bools")))
@@ -183,7 +186,8 @@ impl PyStoreJobs {
         let search = search.map_err(to_py)?;
         let keys = keys_array(prompt.py(), search.keys())?;
         let classes: Vec<usize> = search.page_classes().collect();
-        let page_classes = memory::array(prompt.py(), &classes, |&class| class as i64)?.unbind();
+        let page_classes =
+            memory::array(prompt.py(), &classes, |&class| i64::try_from(class).unwrap_or(i64::MAX))?.unbind();
         Ok(PyStoreSearch { search, keys, page_classes })
     }
 
@@ -230,7 +234,7 @@ impl PyStoreJobs {
         #[pyo3(from_py_with = args::point)] point: Option<usize>,
         salt: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
-    ) -> PyResult<(Py<PyArray2<u8>>, Py<PyArray1<i64>>, Py<PyArray1<i64>>)> {
+    ) -> PyResult<Missing> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let most = max_blocks as usize;
         let missing = self.0.with(|manager| {
