@@ -175,15 +175,14 @@ class KVCache:
         name, block_size = _namespace(namespace, layout), _block_size(layout, groups)
         _check_writes(prefix_writes)
         if isinstance(layout, ArenaLayout):
-            given: dict[str, object] = {"device_blocks": device_blocks, "host_blocks": host_blocks}
-            given |= {"swap_store": swap_store}
+            given = {"device_blocks": device_blocks, "host_blocks": host_blocks, "swap_store": swap_store}
             _refuse_with_arena(layout, max_device_blocks, given)
             device_bytes = _arena_bytes(tensors, device_blocks, device_bytes)
         size = 1 if _has_classes(layout) else layout.bytes_per_block  # with several classes, sizes are in bytes
         device_blocks = _blocks("device", device_blocks, device_bytes, size)
         host = _blocks("host", host_blocks, host_bytes, size) or 0
         swap_store = _sized("swap_store", swap_store, swap_store_bytes, size)
-        value = layout.bytes_per_value if isinstance(layout, ArenaLayout) else size
+        value = getattr(layout, "bytes_per_value", size)
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, value)
         staging = read_bytes("max_staging", max_staging, holds=size if swap_store or prefix_store else 1)
         device_blocks, max_device_blocks = _device_sizes(tensors, device_blocks, max_device_blocks)
