@@ -128,6 +128,7 @@ VALID: dict[str, Any] = {
     "cached": "move",
     "cached_tokens": 4,
     "chunk_tokens": 8,
+    "coming": [0],
     "count": 1,
     "counts": None,
     "data": lambda: decision().to_bytes(),
