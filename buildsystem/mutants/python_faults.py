@@ -232,8 +232,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         PARTS,
         [
             (
-                "1 << (num_bytes // self.bytes_per_block - 1).bit_length()",
-                "1 << (num_bytes // self.bytes_per_block).bit_length() - 1",
+                "1 << (-(-num_bytes // self.bytes_per_block) - 1).bit_length()",
+                "1 << (-(-num_bytes // self.bytes_per_block)).bit_length() - 1",
             ),
         ],
     ),
