@@ -7,7 +7,7 @@
 #   make test-free-threaded [FREE_THREADED=python3.14t]  the Python tests without the interpreter's lock
 #   make test-gpu                  the tests that need a CUDA device, and under compute-sanitizer where it runs
 #   make test-engines              vLLM itself on a CPU, with and without ours; its environment takes 6 GB, once.
-#       make test-sglang, test-lmcache: the parts of these two that ours plugs into; 300 MB each
+#       make test-sglang, test-lmcache, test-mooncake: the parts of these that ours plugs into; 300 MB each
 #   make bench-gpu [GPU_JSON=FILE] copies between host and device, against one large copy and a loop
 #       both with GPU_PYTHON=python3: with a wheel that this Python finds, without Rust (CONTRIBUTING.md)
 #   make dev | release             the extension in place, for tests | as in wheels, for figures
@@ -64,7 +64,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev release demo test test-all test-asan test-free-threaded test-engines test-sglang test-lmcache test-gpu bench-gpu test-rust test-python fuzz lint fmt docs mutants mutants-python bench bench-engines wheel pins clean distclean
+.PHONY: setup dev release demo test test-all test-asan test-free-threaded test-engines test-sglang test-lmcache test-mooncake test-gpu bench-gpu test-rust test-python fuzz lint fmt docs mutants mutants-python bench bench-engines wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -99,10 +99,10 @@ bench: release
 	    BENCH_JSON="$(BENCH_JSON)" $(BIN)/python $$script || exit 1; \
 	done
 
-bench-engines: release .make/engines/.ready-$(VLLM_VERSION)
+bench-engines: release .make/engines/.ready-$(VLLM_VERSION) .make/engines/.ready-lmcache
 	@for script in benches/engines/bench_*.py; do \
-	    ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python BENCH_JSON="$(BENCH_JSON)" \
-	        $(BIN)/python $$script || exit 1; \
+	    ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python LMCACHE_PYTHON=$(CURDIR)/.make/engines/lmcache/bin/python \
+	        BENCH_JSON="$(BENCH_JSON)" $(BIN)/python $$script || exit 1; \
 	done
 
 # ---- checking ----
@@ -149,7 +149,7 @@ test-free-threaded: dev .make/free-threaded/.ready
 	touch $@
 
 # Neither needs all that it asks for, such as kernels: only what its storage interfaces import, over .venv's torch.
-.make/engines/.ready-sglang .make/engines/.ready-lmcache: .make/engines/.ready-%: tests/engines/%.txt | setup
+.make/engines/.ready-sglang .make/engines/.ready-lmcache .make/engines/.ready-mooncake: .make/engines/.ready-%: tests/engines/%.txt | setup
 	mkdir -p $(@D)
 	$(UV) venv --quiet --clear --python $(BIN)/python $(@D)/$*
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib')); print('$(CURDIR)/python')" > \
@@ -160,13 +160,14 @@ test-free-threaded: dev .make/free-threaded/.ready
 # The tests of `make test` over stand-ins run here over the engine itself; its imports warn.
 test-sglang: dev .make/engines/.ready-sglang
 test-lmcache: dev .make/engines/.ready-lmcache
-test-sglang test-lmcache: ENGINE = $(@:test-%=%)
-test-sglang test-lmcache:
+test-mooncake: dev .make/engines/.ready-mooncake
+test-sglang test-lmcache test-mooncake: ENGINE = $(@:test-%=%)
+test-sglang test-lmcache test-mooncake:
 	PATH=$(CURDIR)/.make/engines/$(ENGINE)/bin:$$PATH .make/engines/$(ENGINE)/bin/python -m pytest -W default \
 	    -p no:cacheprovider -k $(ENGINE) tests/integrations/test_engine_stores.py tests/integrations/test_engine_guides.py \
 	    $(wildcard tests/integrations/test_$(ENGINE)*.py tests/engines/test_$(ENGINE)*.py)
 
-test-engines: test-sglang test-lmcache
+test-engines: test-sglang test-lmcache test-mooncake
 test-engines: dev .make/engines/.ready-$(VLLM_VERSION)
 	ENGINES_PYTHON=$(CURDIR)/.make/engines/venv/bin/python $(BIN)/python -m pytest -o faulthandler_timeout=7200 tests/engines
 

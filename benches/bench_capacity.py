@@ -8,18 +8,21 @@ than the cache can hold. What counts are the tokens of prompts that a later requ
 of 16 tokens. The optimum is the arena over the bytes that one such prompt needs at least: its full blocks, one window,
 one state. The second figure is the share of that optimum, the third the share of the arena that cached blocks fill: the
 rest are null blocks, padding and part-filled extents. Between the two lie the tails of earlier resume points, which
-sessions need. `--check` stops with an error if a goal is missed. With BENCH_JSON=FILE it also adds its figures to the
-flat JSON object in FILE.
+sessions need. The fourth is what vLLM's layout would hold of the optimum, see `Plan`.
+
+`--check` stops with an error if a goal is missed: what the arena fills, or that this is not below vLLM's share. With
+BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from math import lcm
 from typing import NamedTuple
 
 import numpy as np
-from figures import keep
 
 from blockyard import Arena, BlockManager, CacheGroup, PrefixCaching
 
@@ -32,9 +35,47 @@ CHECKED, GOALS = 4096, {40: 0.98, 10: 0.95}
 """Share of the arena that cached blocks fill with prompts of this length, by GiB; others have no goal."""
 
 
+ROUNDING = 0.002
+"""Share of an arena that may be lost to null blocks, where vLLM loses nothing else."""
+
+
+class Plan(NamedTuple):
+    """The layout of vLLM 0.33 for a model, by the rules of its `kv_cache_utils.py`.
+
+    All groups have blocks of equal bytes. Each kind of layers is split into groups of as many layers as the smallest
+    kind has, or as the largest if that has less than half more; missing layers are padding. Where the layers differ in
+    bytes a token, those with fewer get more tokens a block; with states, attention gets so many that a layer's block is
+    as large as a state, and states are padded to it. A prompt can be continued after whole blocks of all groups.
+    """
+
+    tokens: int
+    """Tokens after whose multiples a prompt can be continued."""
+    block_bytes: int
+    full: tuple[int, int]
+    """Groups of full attention, and tokens in a block of one."""
+    window: tuple[int, int]
+    states: int
+
+    def blocks(self, reach: int, model: Model) -> int:
+        """Return the blocks of a cached prompt that can be continued after `reach` tokens."""
+        start = model.window_start(reach)
+        window = -(-reach // self.window[1]) - start // self.window[1] if self.window[0] else 0
+        return self.full[0] * (reach // self.full[1]) + self.window[0] * window + self.states
+
+    def share(self, model: Model, length: int, space: int) -> float:
+        """Return the share of the optimum's tokens that an arena holds; one block is the null block."""
+        reach = (length - 1) // self.tokens * self.tokens
+        if not reach:
+            return 0.0
+        prompts = (space // self.block_bytes - 1) // self.blocks(reach, model)
+        return prompts * reach / (space // model.least_bytes(length) * ((length - 1) // BLOCK * BLOCK))
+
+
 class Model(NamedTuple):
     """Bytes of a model's cache: layers by kind, bf16 except the states that engines keep in fp32."""
 
+    layers: tuple[int, int, int]
+    """Layers with full attention, with a window, and with a state."""
     full_kib: float
     """KiB of a token in the layers that keep every token."""
     window: int = 0
@@ -42,6 +83,8 @@ class Model(NamedTuple):
     """MiB of a whole window in the layers that have one."""
     state_mib: float = 0
     chunked: bool = False
+    align: int = BLOCK
+    """What the tokens of vLLM's blocks are a multiple of, for the attention kernels."""
 
     def groups(self) -> list[CacheGroup]:
         """Return the groups, each with blocks of 16 tokens and its own bytes."""
@@ -53,28 +96,51 @@ class Model(NamedTuple):
             groups.append(CacheGroup.recurrent().with_blocks(bytes=round(self.state_mib * MIB)))
         return groups
 
+    def window_start(self, length: int) -> int:
+        """Return the first token that the window needs of so many."""
+        return length - length % self.window if self.chunked else max(0, length + 1 - self.window)
+
+    def plan(self) -> Plan:
+        """Return the layout of vLLM."""
+        full, window, states = self.layers
+        least, most = min(filter(None, self.layers)), max(self.layers)
+        size = most if most < 1.5 * least else least
+        groups = [-(-count // size) for count in self.layers]
+        # Bytes of a token in one layer.
+        of_full = self.full_kib * KIB / full
+        of_window = self.window_mib * MIB / self.window / window if window else of_full
+        tokens = [BLOCK, BLOCK]
+        if states:
+            wanted = self.state_mib * MIB / states / of_full
+            tokens = [-(-int(-(-wanted // 1)) // self.align) * self.align] * 2
+        elif of_window != of_full:
+            page = BLOCK * max(of_full, of_window)
+            tokens = [round(page / of_full), round(page / of_window)]
+        step = lcm(*tokens) if window else tokens[0]
+        return Plan(step, round(size * of_full * tokens[0]), (groups[0], tokens[0]), (groups[1], tokens[1]), groups[2])
+
     def least_bytes(self, length: int) -> int:
         """Return what a cached prompt needs at least, to be continued at its last boundary."""
         boundary = (length - 1) // BLOCK * BLOCK
-        start = boundary - boundary % self.window if self.chunked else max(0, boundary + 1 - self.window)
+        start = self.window_start(boundary) if self.window else boundary
         window = -(-(boundary - start) // BLOCK) * BLOCK if self.window else 0
         of_window = window * round(self.window_mib * MIB / self.window) if window else 0
         return boundary * round(self.full_kib * KIB) + of_window + round(self.state_mib * MIB)
 
 
 MODELS = {
-    "gpt-oss-20b": Model(24, 128, 3),
-    "gpt-oss-120b": Model(36, 128, 4.5),
-    "Gemma-3-27B": Model(80, 1024, 416),
-    "Llama-4-Scout": Model(48, 8192, 1152, chunked=True),
-    "Command-A": Model(64, 4096, 768),
-    "MiMo-V2-Flash": Model(22.5, 128, 24.375),
-    "Qwen3-Next-80B": Model(24, state_mib=73.7),
-    "Qwen3.5-35B-A3B": Model(20, state_mib=61.4),
-    "Qwen3.8-27B + DFlash": Model(64, 2048, 40, 146.8),
-    "Kimi-Linear-48B": Model(7.875, state_mib=41.4),
-    "Jamba-1.5-mini": Model(16, state_mib=15.3),
-    "Falcon-H1-7B": Model(44, state_mib=66.9),
+    "gpt-oss-20b": Model((12, 12, 0), 24, 128, 3),
+    "gpt-oss-120b": Model((18, 18, 0), 36, 128, 4.5),
+    "Gemma-3-27B": Model((10, 52, 0), 80, 1024, 416),
+    "Llama-4-Scout": Model((12, 36, 0), 48, 8192, 1152, chunked=True),
+    "Command-A": Model((16, 48, 0), 64, 4096, 768),
+    "MiMo-V2-Flash": Model((9, 39, 0), 22.5, 128, 24.375),
+    "Qwen3-Next-80B": Model((12, 0, 36), 24, state_mib=73.7),
+    "Qwen3.5-35B-A3B": Model((10, 0, 30), 20, state_mib=61.4),
+    "Qwen3.8-27B + DFlash": Model((16, 5, 48), 64, 2048, 40, 146.8),
+    "Kimi-Linear-48B": Model((7, 0, 20), 7.875, state_mib=41.4, align=64),
+    "Jamba-1.5-mini": Model((4, 0, 28), 16, state_mib=15.3),
+    "Falcon-H1-7B": Model((44, 0, 44), 44, state_mib=66.9),
 }
 
 
@@ -111,6 +177,14 @@ def cached(model: Model, length: int, gib: int) -> tuple[int, float]:
     return sum(manager.prefix.lookup(prompt).tokens >= boundary for prompt in prompts), filled / (gib * GIB)
 
 
+def record(figures: dict[str, float]) -> None:
+    """Add figures to the file of BENCH_JSON, if there is one."""
+    if "BENCH_JSON" in os.environ:
+        from figures import keep  # noqa: PLC0415 (it refuses debug builds, whose counts are the same)
+
+        keep(figures)
+
+
 def main() -> None:
     """Print one row a model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -119,27 +193,33 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
     missed = []
-    print(f"{'model':24}" + "".join(f"{length:>10}{'':>16}" for length in LENGTHS))
+    print(f"{'model':24}" + "".join(f"{length:>10}{'':>24}" for length in LENGTHS))
     for name in options.models:
         row, figures = f"{name:24}", {}
         for length in LENGTHS:
             model, space = MODELS[name], options.gib * GIB
             best = space // model.least_bytes(length)
             if not best:
-                row += f"{'-':>10}{'':>16}"
+                row += f"{'-':>10}{'':>24}"
                 continue
             found, filled = cached(model, length, options.gib)
             if found > best or filled > 1:
                 raise AssertionError(f"{found} prompts of {best} are cached, {filled:.3f} of the arena")
-            row += f"{found * length // options.gib:>10}{found / best:>8.3f}{filled:>8.3f}"
+            theirs = model.plan().share(model, length, space)
+            row += f"{found * length // options.gib:>10}{found / best:>8.3f}{filled:>8.3f}{theirs:>8.3f}"
+            figures[f"capacity_{options.gib}_{name}_{length}_vllm"] = theirs
             figures[f"capacity_{options.gib}_{name}_{length}"] = found / best
             figures[f"capacity_{options.gib}_{name}_{length}_filled"] = filled
             # What is too little for one more prompt is not a loss of the layout.
             spare = model.least_bytes(length) / space
             if length == CHECKED and filled + spare < GOALS.get(options.gib, 0):
                 missed.append(f"{name} at {length}: {filled:.3f} of the arena is in use")
+            if filled + spare < theirs - ROUNDING:
+                missed.append(
+                    f"{name} at {length}: {filled:.3f} of the arena is in use, vLLM's would hold {theirs:.3f}"
+                )
         print(row, flush=True)
-        keep(figures)
+        record(figures)
     if options.check and missed:
         sys.exit("\n".join(missed))
 

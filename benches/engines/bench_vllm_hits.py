@@ -1,12 +1,13 @@
 """How many prompt tokens vLLM finds in device and host memory: with its own offloading, or with ours.
 
     make bench-engines [BENCH_JSON=FILE]
-    ENGINES_PYTHON=PYTHON python benches/engines/bench_vllm_hits.py [--workload agents] [--ratios 1 2 4]
+    ENGINES_PYTHON=PYTHON LMCACHE_PYTHON=OTHER python benches/engines/bench_vllm_hits.py [--workload agents]
 
-PYTHON has vLLM. Its real scheduler, block pool and connectors serve recorded and generated requests; only the model and
-the copies are left out: each step's tokens are computed, and its transfers have ended, when the next one begins. Eight
-requests run at a time, those of a session one after the other. Prompts have their recorded length, answers one token.
-A block stands for 256 tokens of a recorded session, for 512 of Mooncake's trace, and for 64 of a document.
+PYTHON has vLLM, OTHER has LMCache (see `lmcache_host.py`; left out without it). vLLM's real scheduler, block pool and
+connectors serve recorded and generated requests; only the model and the copies are left out: each step's tokens are
+computed, and its transfers have ended, when the next one begins. Eight requests run at a time, those of a session one
+after the other. Prompts have their recorded length, answers one token. A block stands for 256 tokens of a recorded
+session, for 512 of Mooncake's trace, and for 64 of a document.
 
 The device holds a share of all distinct blocks, the host as many blocks as the device, twice as many, and so on; all
 systems have equally many. `optimum` is what one pool of both sizes finds if it knows all requests. `moved` is the
@@ -15,8 +16,9 @@ number of blocks copied to and from the host for each block that the host adds t
 does, our `BlockyardKVConnector`; the others store what is computed. With `--layers` the model has a window of four
 blocks (`window`), of half a block (`gpt-oss`: 128 of a recorded session's tokens), or three groups of states beside
 full attention. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. It asserts that each
-system loads from the host, and with `--check` that the best of ours finds at least .99 of what each of vLLM's finds, or
-.005 less, and with agents 1.05 of it over all three sizes.
+system but LMCache's, whose host may hold only what the device has, loads from it, and with `--check` that the
+best of ours finds at least .99 of what each of vLLM's and of LMCache's finds, or .005 less, and with agents 1.05 of it
+over all three sizes.
 """
 
 from __future__ import annotations
@@ -42,7 +44,11 @@ if __name__ == "__main__" and PYTHON and sys.executable != PYTHON:
     os.execv(PYTHON, [PYTHON, *sys.argv])
 if not PYTHON:
     sys.exit("nothing measured: ENGINES_PYTHON does not name a Python with vLLM; make bench-engines does")
-sys.path[:0] = [str(ROOT / "benches")]
+sys.path[:0] = [str(ROOT / "benches"), str(ROOT / "benches" / "engines")]
+LMCACHE_PYTHON = os.environ.get("LMCACHE_PYTHON", "")
+if LMCACHE_PYTHON:  # vLLM's environment goes first: it lacks only a few of LMCache's packages
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    sys.path += [str(Path(LMCACHE_PYTHON).parent.parent / "lib" / version / "site-packages")]
 
 import torch  # noqa: E402
 from figures import keep  # noqa: E402
@@ -78,9 +84,9 @@ LOOKED_AHEAD = 64
 """Waiting requests among which one of a session without a running request is chosen."""
 DEVICE_SHARE = 0.05
 GOAL = 0.99
-"""What ours finds, over what each of vLLM's finds, ..."""
+"""What ours finds, over what each of the others finds, ..."""
 AGENTS_GOAL = 1.05
-"""What ours finds with agent sessions, over all sizes of the host, over what each of vLLM's finds."""
+"""What ours finds with agent sessions, over all sizes of the host, over what each of the others finds."""
 NOISE = 0.005
 """... but for this share of the tokens: vLLM's own figures change by more from run to run."""
 OURS = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.integrations.vllm"}
@@ -101,6 +107,13 @@ SYSTEMS = {
         "OffloadingConnector", {"spec_name": "CPUOffloadingSpec", "eviction_policy": "arc"}, "cpu_bytes_to_use"
     ),
     "vllm_lazy": System("SimpleCPUOffloadConnector", {"lazy_offload": True}, "cpu_bytes_to_use"),
+    **{
+        f"lmcache_{policy.lower()}{'_early' * early}": System(
+            "LMCacheHost", {"policy": policy, "early": early}, "host_bytes"
+        )
+        for policy in ("LRU", "ARC")
+        for early in (False, True)
+    },
     "ours_lru": System("OffloadingConnector", OURS, "host_bytes"),
     "ours_adaptive": System("OffloadingConnector", {**OURS, "policy": "adaptive"}, "host_bytes"),
     "ours_exclusive": System("BlockyardKVConnector", {}, "host_bytes"),
@@ -231,9 +244,12 @@ def start(model: Path, layers: str, blocks: int, system: System | None, host_blo
     transfer = None
     if system is not None:
         options = {**system.options, system.size: host_blocks * page}
+        module = OURS["spec_module_path"] if system.connector == "BlockyardKVConnector" else None
+        if system.connector == "LMCacheHost":
+            module, options["page_bytes"] = "lmcache_host", page
         transfer = KVTransferConfig(
             kv_connector=system.connector,
-            kv_connector_module_path=OURS["spec_module_path"] if system.connector == "BlockyardKVConnector" else None,
+            kv_connector_module_path=module,
             kv_role="kv_both",
             kv_connector_extra_config=options,
         )
@@ -267,6 +283,10 @@ def start(model: Path, layers: str, blocks: int, system: System | None, host_blo
     worker: Any = None
     if system is not None and system.connector == "SimpleCPUOffloadConnector":
         worker = LazyWorker()
+    elif system is not None and system.connector == "LMCacheHost":
+        from lmcache_host import LMCacheWorker  # noqa: PLC0415 (only some environments have it)
+
+        worker = LMCacheWorker(scheduler.connector.scheduler_adapter)
     elif system is not None:
         worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, caches).connector_worker
         worker.worker = Copies()
@@ -398,10 +418,16 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=800, help="of each workload")
     parser.add_argument("--layers", choices=("full", *WINDOWS, "states"), default="full", help="see `groups`")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="only these")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="only these; with `--layers` none of LMCache's")
     parser.add_argument("--part", type=int, choices=(0, 1), help="only this half of the recorded requests")
     parser.add_argument("--check", action="store_true", help="stop with an error if a goal is missed")
     options = parser.parse_args()
+    measured = [
+        system for system in SYSTEMS if "lmcache" not in system or (LMCACHE_PYTHON and options.layers == "full")
+    ]
+    systems = options.systems or measured
+    if not set(systems) <= set(measured):
+        parser.error(f"LMCache needs LMCACHE_PYTHON and --layers full, which is {options.layers}")
     figures = {}
     with tempfile.TemporaryDirectory() as name:
         model = write_model(Path(name))
@@ -420,7 +446,7 @@ def main() -> None:
                     best = optimum(requests, blocks + round(blocks * ratio))
                     figures[f"hits_{workload}_{ratio:g}x_optimum"] = best
                     print(f"{f'host {ratio:g} x, optimum':24}{best:8.3f}{best - alone.share:9.3f}", flush=True)
-                for system in options.systems:
+                for system in systems:
                     what = SYSTEMS[system]
                     found = serve(model, options.layers, requests, blocks, what, round(blocks * ratio))
                     print(
@@ -429,30 +455,39 @@ def main() -> None:
                         flush=True,
                     )
                     figures[f"hits_{workload}_{ratio:g}x_{system}"] = found.share
-                    assert found.loaded, f"{system} has loaded nothing"
+                    assert found.loaded or "lmcache" in system, f"{system} has loaded nothing"
     keep(figures)
-    if options.systems != list(SYSTEMS):
+    if systems != measured:
         return
-    missed = [name for name, share in figures.items() if "vllm" in name and share * GOAL - NOISE > _ours(figures, name)]
+    others = {f"{cell}_{system}": cell for cell in _cells(figures) for system in _others(measured)}
+    missed = [name for name, cell in others.items() if figures[name] * GOAL - NOISE > _ours(figures, cell)]
     if set(options.ratios) >= {1, 2, 4}:
-        missed += _behind_with_agents(figures)
+        missed += _behind_with_agents(figures, measured)
     if options.check and missed:
         sys.exit(f"bench_vllm_hits: ours finds less than {GOAL} of {', '.join(missed)}")
 
 
-def _behind_with_agents(figures: dict[str, float]) -> list[str]:
-    """Return vLLM's systems of whose sum over the hosts' sizes ours is not the goal's multiple."""
-    cells = {name: share for name, share in figures.items() if name.startswith("hits_agents")}
-    sums = {system: sum(share for name, share in cells.items() if name.endswith(system)) for system in SYSTEMS}
-    best = max(sums[system] for system in SYSTEMS if system.startswith("ours"))
-    behind = [system for system, found in sums.items() if "vllm" in system and found * AGENTS_GOAL > best]
-    return [f"agents, all sizes, {system}" for system in behind]
+def _cells(figures: dict[str, float]) -> list[str]:
+    """Return the names of workloads and sizes, which the figures' names begin with."""
+    return [name.removesuffix("_ours_lru") for name in figures if name.endswith("_ours_lru")]
 
 
-def _ours(figures: dict[str, float], name: str) -> float:
-    """Return what the better of our policies finds in the same cell."""
-    cell = name.split("_vllm", maxsplit=1)[0]
+def _others(systems: Sequence[str]) -> list[str]:
+    return [system for system in systems if not system.startswith("ours")]
+
+
+def _ours(figures: dict[str, float], cell: str) -> float:
+    """Return what the best of ours finds in a cell."""
     return max(figures[f"{cell}_{system}"] for system in SYSTEMS if system.startswith("ours"))
+
+
+def _behind_with_agents(figures: dict[str, float], systems: Sequence[str]) -> list[str]:
+    """Return the other systems of whose sum over the hosts' sizes ours is not the goal's multiple."""
+    cells = [cell for cell in _cells(figures) if cell.startswith("hits_agents")]
+    sums = {system: sum(figures[f"{cell}_{system}"] for cell in cells) for system in systems}
+    best = max(found for system, found in sums.items() if system.startswith("ours"))
+    behind = [system for system in _others(systems) if sums[system] * AGENTS_GOAL > best]
+    return [f"agents, all sizes, {system}" for system in behind]
 
 
 if __name__ == "__main__":

@@ -119,6 +119,22 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ],
     ),
     (
+        "scheduler/admission.py",
+        ("scheduler/test_hybrid.py",),
+        [
+            ("self.needs.keeps_states or self.needs.has_classes", "self.needs.keeps_states"),
+            ("return fit if fit.status == AllocStatus.LATER and", "return fit if fit.status == AllocStatus.NEVER and"),
+        ],
+    ),
+    (
+        "scheduler/scheduler.py",
+        ("scheduler/test_hybrid.py",),
+        [
+            ("            policy.plan(self.manager, fit)\n", "            pass\n"),
+            ("        options.check_defragment(manager, defragment)\n", ""),
+        ],
+    ),
+    (
         "scheduler/swapping.py",
         SCHEDULER,
         [
@@ -179,6 +195,14 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         [
             ("kept = first.reserved + self._has_nulls * (first.per_extent or 1)", "kept = first.reserved"),
             ("(tokens, chunk_tokens=min(chunk, tokens)).bytes", "(tokens).bytes"),
+        ],
+    ),
+    (
+        "scheduler/options.py",
+        ("scheduler/test_hybrid.py",),
+        [
+            ('                "extents", number, wanted=wanted,', '                "extents", number,'),
+            ("        if len(numbers) != 1 or as_int", "        if as_int"),
         ],
     ),
     (

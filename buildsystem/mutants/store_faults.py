@@ -98,7 +98,7 @@ STORE_FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            if True:\n                batch.digests",
             ),
             (
-                "        if not self._epochs.counts(epoch, stored):",
+                "        if not self._epochs.counts(epoch, stored) and self._confirm().token != epoch.token:",
                 "        if False:",
             ),
             ('["lost" if key in late else "" for key in keys]', '["" for key in keys]'),

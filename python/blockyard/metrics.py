@@ -57,9 +57,9 @@ class _Spec:
 
     name: str
     text: str
-    read: Callable[[Any], float | Mapping[str, float]]
+    read: Callable[[Any], float | Mapping[str, float] | Mapping[tuple[str, str], float]]
     label: str = ""
-    """Label of the keys that `read` returns; "" if it returns one number."""
+    """Label of the keys that `read` returns, or two with a comma; "" if it returns one number."""
 
 
 def _by_tier(name: str, text: str, attribute: str) -> _Spec:
@@ -70,17 +70,29 @@ def _one(name: str, text: str, attribute: str = "") -> _Spec:
     return _Spec(name, text, lambda stats: getattr(stats, attribute or name))
 
 
+def _by_class(name: str, text: str, attribute: str) -> _Spec:
+    def read(stats: Any) -> dict[tuple[str, str], float]:
+        by_tier = getattr(stats, attribute).items()
+        return {(tier, str(at)): count for tier, counts in by_tier for at, count in enumerate(counts)}
+
+    return _Spec(name, text, read, "tier,page_class")
+
+
 def _usage(stats: Any) -> dict[str, float]:
-    return {tier: used / max(1, stats.num_blocks[tier]) for tier, used in stats.used_blocks.items()}
+    return {tier: stats.usage(tier) for tier in stats.used_blocks}
 
 
 _MANAGER_GAUGES: Final = (
-    _Spec("kv_cache_usage_perc", "Share of a tier's blocks in use, 0 to 1.", _usage, "tier"),
+    _Spec("kv_cache_usage_perc", "Share of a tier in use, 0 to 1.", _usage, "tier"),
     _by_tier("blocks", "Blocks of a tier.", "num_blocks"),
     _by_tier("used_blocks", "Blocks in use: referenced, or leased by transfers.", "used_blocks"),
     _by_tier("leased_blocks", "Blocks leased by transfers.", "leased_blocks"),
     _by_tier("cached_blocks", "Blocks in the prefix cache.", "cached_blocks"),
     _by_tier("pinned_blocks", "Blocks kept by pins.", "pinned_blocks"),
+    _by_tier("bytes", "Bytes of a tier, without null blocks; 0 if blocks have no bytes.", "num_bytes"),
+    _by_class("class_bytes", "Bytes of the blocks that a page class has.", "class_bytes"),
+    _by_class("used_bytes", "Bytes of those in use: referenced, or leased by transfers.", "used_bytes"),
+    _by_class("cached_bytes", "Bytes of those in the prefix cache.", "cached_bytes"),
     _one("sequences", "Open sequences."),
     _Spec("open_tickets", "Steps whose transfers have not ended.", lambda stats: len(stats.open_tickets)),
 )
@@ -338,13 +350,14 @@ class Collector:
     ) -> Iterator[Metric]:
         of_store = "" not in sources
         for spec in specs:
-            names = [*self._labels, *(["store"] if of_store else []), *([spec.label] if spec.label else [])]
+            names = [*self._labels, *(["store"] if of_store else []), *(spec.label.split(",") if spec.label else [])]
             family = make(f"blockyard_{spec.name}", spec.text, labels=names)
             for store, source in sources.items():
                 value = spec.read(source)
                 own = [*self._labels.values(), *([store] if of_store else [])]
                 for key, number in value.items() if isinstance(value, Mapping) else (("", value),):
-                    family.add_metric([*own, key] if spec.label else own, number)
+                    keys = key if isinstance(key, tuple) else (key,)
+                    family.add_metric([*own, *keys] if spec.label else own, number)
             yield family
 
 

@@ -81,6 +81,11 @@ class ManagerStats:
         cached_blocks: for each tier, number of blocks that can be found by key.
         evicted_blocks: for each tier, number of cached blocks evicted.
         pinned_blocks: for each tier, number of pinned blocks.
+        num_bytes: for each tier, its bytes, without null blocks; 0 if blocks have no bytes of their own.
+        class_bytes: for each tier, bytes of the blocks of each page class, with their padding; over an arena, those of
+            the extents that the class has now. 0 if blocks have no bytes of their own, as the next two.
+        used_bytes: for each tier, bytes of each class's blocks that are referenced or leased.
+        cached_bytes: for each tier, bytes of each class's blocks that can be found.
         uncopied_blocks: number of evicted device blocks that did not go to the host: it had no room for them,
             `host_copies_per_step` was reached, or another page class took their extent. 0 without host copies.
         hinted_turns: for each hint, how often it was given; 0 if the eviction policy takes no hints.
@@ -110,9 +115,19 @@ class ManagerStats:
     cached_blocks: dict[str, int]
     evicted_blocks: dict[str, int]
     pinned_blocks: dict[str, int]
+    num_bytes: dict[str, int]
+    class_bytes: dict[str, list[int]]
+    used_bytes: dict[str, list[int]]
+    cached_bytes: dict[str, list[int]]
     uncopied_blocks: int
     hinted_turns: dict[str, int]
     resumed_turns: dict[str, int]
+
+    def usage(self, tier: str) -> float:
+        """Fraction of a tier in use, 0 to 1: of its bytes if blocks have bytes of their own, else of its blocks."""
+        if total := self.num_bytes[tier]:
+            return sum(self.used_bytes[tier]) / total
+        return _share(self.used_blocks[tier], self.num_blocks[tier])
 
     @property
     def hit_rate(self) -> float:
@@ -123,7 +138,8 @@ class ManagerStats:
         """Return all counters by name, for metrics.
 
         Returns:
-            A dict of numbers. Those of a tier are named `used_blocks_device` and so on; `open_tickets` is their number;
+            A dict of numbers. Those of a tier are named `used_blocks_device` and so on, with the number of a page class
+            `used_bytes_device_0`; `open_tickets` is their number;
             `device_cache_usage_sys` and so on are the fraction of a tier in use, 0 to 1.
         """
         found: dict[str, int | float] = {}
@@ -132,11 +148,13 @@ class ManagerStats:
                 found[name] = len(value)
             elif not isinstance(value, dict):
                 found[name] = value
-            elif name != "num_blocks":
+            elif name in {"class_bytes", "used_bytes", "cached_bytes"}:
+                found |= {f"{name}_{tier}_{at}": count for tier, all_ in value.items() for at, count in enumerate(all_)}
+            elif name not in {"num_blocks", "num_bytes"}:
                 end = "_total" if name.startswith("swapped") else ""
                 found |= {f"{name}_{tier}{end}": count for tier, count in value.items()}
-        for tier, used in self.used_blocks.items():
-            found[f"{tier}_cache_usage_sys"] = _share(used, self.num_blocks[tier])
+        for tier in self.used_blocks:
+            found[f"{tier}_cache_usage_sys"] = self.usage(tier)
         return found
 
 

@@ -51,6 +51,7 @@ _EXTRAS: Final = {
     "greenlet": "sim",
     "hypothesis": "testing",
     "lupa": "sim",
+    "mooncake": "mooncake",
     "msgspec": "events",
     "obstore": "s3",
     "opentelemetry": "otel",

@@ -1,8 +1,8 @@
 """The Rust core of Blockyard.
 
-Block ids count from 0 in each tier: `"device"`, `"host"`, `"external"`. Sequence handles are opaque uint64 numbers; one
-kept past `free` is recognised. Where a call takes `sequences`, a uint64 array is quickest; a list of ints or one int
-will do. A failed call changes nothing. All classes may be used from several threads; each call is atomic.
+Block ids count from 0 in each tier: `"device"`, `"host"`, `"external"`. Sequence handles are opaque uint64 numbers; a
+handle used after `free` is rejected. Where a call takes `sequences`, a uint64 array is quickest; a list of ints or one
+int will do. A failed call changes nothing. All classes may be used from several threads; each call is atomic.
 """
 
 from collections.abc import Iterable
@@ -265,6 +265,7 @@ class Fit:
         blocks: int,
         free: int,
         page_class: int = 0,
+        wanted: Iterable[int] | None = None,
         bytes: int | None = None,  # noqa: A002 (as `with_blocks`)
         free_bytes: int | None = None,
     ) -> Fit: ...
@@ -277,6 +278,8 @@ class Fit:
     def free(self) -> int: ...
     @property
     def page_class(self) -> int: ...
+    @property
+    def wanted(self) -> list[int]: ...
     @property
     def bytes(self) -> int: ...
     @property
@@ -489,7 +492,7 @@ class Pins:
 class Defrag:
     def run(
         self,
-        goal: _Goal | Literal["contiguous"] | Iterable[_Wanted],
+        goal: _Goal | Literal["contiguous", "extents"] | Iterable[_Wanted],
         number: int | None = None,
         *,
         sequences: _Handles | None = None,
@@ -497,6 +500,7 @@ class Defrag:
         max_bytes: int | None = None,
         block_bytes: int | None = None,
         cached: Literal["move", "drop", "exchange"] = "move",
+        wanted: Iterable[int] | None = None,
     ) -> DefragReport: ...
     def resize(self, blocks: int) -> ResizeProgress: ...
     def progress(self) -> ResizeProgress: ...

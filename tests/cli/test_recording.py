@@ -133,3 +133,71 @@ def test_ctrl_c_is_left_to_the_program(tmp_path: Path) -> None:
     with recorded(tmp_path, "trap 'exit 5' INT") as process:
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(300) == 5
+
+
+HYBRID = """
+from blockyard import Arena, BlockManager, CacheGroup, PrefixCaching, Request, Scheduler
+groups = (
+    CacheGroup.full_attention().with_blocks(bytes=32),
+    CacheGroup.sliding_window(6).with_blocks(bytes=64),
+    CacheGroup.recurrent().with_blocks(bytes=96),
+)
+manager = BlockManager(
+    block_size=4,
+    groups=groups,
+    arena=Arena(device_bytes=8192),
+    watermark=0.0,
+    prefix_caching=PrefixCaching(eviction="lru"),
+)
+scheduler = Scheduler(manager, max_num_seqs=1)
+for number in range(150):
+    scheduler.add(Request(str(number), [number * number % 61] * 30 + [number], max_tokens=5))
+    while scheduler.num_unfinished:
+        step = scheduler.schedule()
+        scheduler.complete(step.decision.ticket)
+        scheduler.update(step, [9] * step.num_draws)
+stats = manager.stats()
+print(stats.hit_tokens / (stats.hit_tokens + stats.missed_tokens), stats.hit_rate)
+"""
+
+
+def replayed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.main(["replay", *arguments, "--format", "json", "--jobs", "1", "--quiet"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)["traces"][0]
+    return found
+
+
+def test_a_hybrid_models_recording_replays_with_its_groups(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "traffic.jsonl")
+    assert record(Path(path), sys.executable, "-c", HYBRID) == 0
+    rate, block_rate = map(float, capfd.readouterr().out.splitlines()[0].split())
+    gib = str(8192 / (1 << 30))
+    sizes = ("--block-size", "4", "--device-gib", gib, "--policies", "lru")
+    found = replayed(capfd, path, *sizes, "--window", "0")
+    assert found["cache_groups"][1] == "CacheGroup.sliding_window(6).with_blocks(bytes=64)"
+    assert set(found["bytes_by_kind"]) == {"full_attention", "sliding_window", "recurrent"}
+    (point,) = found["caches"]
+    assert point["hit_rate"] == pytest.approx(rate, rel=0.1)  # GiB hold a whole number of blocks
+    assert {name for one in point["classes"] for name in one["kinds"]} == set(found["bytes_by_kind"])
+    assert 0.8 * 8192 < sum(one["device"] for one in point["classes"]) <= 8192
+    engine = replayed(capfd, path, *sizes, "--step-time", "0.01,0,0,0", "--max-num-seqs", "1")["engines"][0]
+    assert engine["hit_rate"] == pytest.approx(block_rate, rel=0.1)
+    assert engine["engine"]["hybrid"]["groups"] == found["cache_groups"]
+    assert len(engine["classes"]) == 3
+    assert cli.main(["replay", path, "--device-blocks", "50", "--jobs", "1", "--step-time", "0.01,0,0,0"]) == 2
+    assert "--block-size is 16, must be 4" in capfd.readouterr().err
+    assert cli.main(["replay", path, *sizes, "--jobs", "1"]) == 0
+    assert "of the bytes held at the end: full_attention " in capfd.readouterr().out
+
+
+def test_a_plan_for_a_hybrid_model_has_bytes_and_no_store(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "traffic.jsonl")
+    assert record(Path(path), sys.executable, "-c", HYBRID) == 0
+    shared = [path, "--block-size", "4", "--device-gib", str(8192 / (1 << 30)), "--step-time", "0.01,0,0,0"]
+    shared += ["--host-gib", "0", "--device-price", "1", "--host-price", "0", "--store-price", "0", "--jobs", "1"]
+    assert cli.main(["plan", *shared]) == 0
+    printed = capfd.readouterr().out
+    assert "KVCache(layout, device_bytes=8" in printed
+    assert "--kv-cache-memory-bytes 8" in printed
+    assert cli.main(["plan", *shared, "--store-gib", "0,5"]) == 2
+    assert "--store-gib is 0,5, must be 0 for a model with windows or states" in capfd.readouterr().err

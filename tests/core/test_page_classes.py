@@ -156,6 +156,100 @@ def test_what_works_with_one_class_only_is_refused_by_name() -> None:
             call()
 
 
+def sparse() -> tuple[BlockManager, Memory, list[int]]:
+    """A manager of six extents: two have full blocks, and two the states of the two sequences."""
+    arena = Arena(device_bytes=7 * EXTENT, extent_bytes=EXTENT)
+    owner = BlockManager(block_size=4, groups=[FULL, STATE], arena=arena, prefix_caching=False, watermark=0)
+    memory = Memory(owner, {"device": 7})
+    first, between, last = owner.allocate(counts=[40, 48, 8]).tolist()
+    memory.run(owner)
+    owner.free([between])
+    return owner, memory, [first, last]
+
+
+def test_an_extent_is_emptied_for_a_class_that_lacks_one() -> None:
+    owner, memory, sequences = sparse()
+    assert [owner.pool(page_class=at).num_extents for at in range(2)] == [2, 3]
+    view, tables = memory.views["device", 0], [owner.block_table(sequence).tolist() for sequence in sequences]
+    for table in tables:
+        view[table] = np.array(table)[:, None]
+    assert owner.can_allocate(1).wanted == [1, 1]
+    with pytest.raises(OutOfBlocksError, match="asked for 3 device blocks of page class 1, 2 of"):
+        owner.allocate(counts=[1] * 3)
+    report = owner.defrag.run("extents", wanted=[3, 3], max_moves=1)
+    assert (report.planned, report.left, report.stuck) == (1, 1, 0)
+    assert [owner.block_table(sequence).tolist() for sequence in sequences] == tables
+    assert memory.run(owner) == {0}
+    assert owner.defrag.run("extents", wanted=[3, 3]).planned == 1
+    assert owner.defrag.run("extents", wanted=[3, 3]).planned == 0, "these are on their way"
+    memory.run(owner)
+    for sequence, table in zip(sequences, tables, strict=True):
+        assert view[owner.block_table(sequence), 0].tolist() == table
+    assert len({block // 15 for sequence in sequences for block in owner.block_table(sequence).tolist()}) == 1
+    owner.allocate(counts=[1] * 3)
+    owner.check()
+
+
+def test_nothing_moves_if_the_extents_that_are_lacking_cannot_all_be_emptied() -> None:
+    owner, _, sequences = sparse()
+    assert len(owner.defrag.run("extents", wanted=[3, 4])) == 0
+    assert owner.defrag.run("extents", 3, max_bytes=127).planned == 1, "two are empty, and a third one can be"
+    assert owner.defrag.run("extents", 2).planned == 0
+    owner.append(sequences)
+    assert owner.defrag.run("extents", 4, wanted=[60, 0]).planned == 0, "a class that lacks blocks gives none"
+
+
+def test_what_the_goal_extents_cannot_be_used_with_is_refused_by_name() -> None:
+    owner, _, _ = sparse()
+    split = BlockManager(block_size=4, groups=GROUPS, arena=Arena.split(device_blocks=[9] * 3))
+    for call, message in (
+        (lambda: split.defrag.run("extents", 1), "number of page classes is 3, must be at least 2, over an arena"),
+        (lambda: owner.defrag.run("extents", wanted=[1, 2, 3]), "numbers of blocks is 3, must be at most 2"),
+        (lambda: owner.defrag.run("extents", wanted=[-1]), r"wanted\[0\]|wanted is"),
+        (lambda: owner.defrag.run("extents", cached="drop"), "without sequences, block_bytes and cached"),
+        (lambda: owner.defrag.run("dense", 1, wanted=[1]), 'with the goal "extents" only'),
+        (lambda: owner.defrag.run([("extents", 1)]), 'there is no goal "extents"'),  # type: ignore[list-item]
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            call()
+
+
+def test_stats_count_the_bytes_of_each_class() -> None:
+    owner = manager(host=2)
+    sequence = owner.allocate(list(range(9)), chunk_tokens=9)
+    owner.complete(owner.take_decision().ticket)
+    owner.mark_computed([sequence])
+    stats = owner.stats()
+    assert (stats.num_bytes, stats.class_bytes["host"]) == ({"device": 7 * 960, "host": 960, "external": 0}, [0] * 3)
+    used = [(owner.block_table(sequence, group) > 0).sum() * size for group, size in enumerate((64, 48, 960))]
+    assert stats.used_bytes["device"] == used
+    assert stats.class_bytes["device"] == [owner.pool(page_class=at).num_extents * 960 for at in range(3)]
+    assert stats.cached_bytes["device"] == [2 * 64, 3 * 48, 960]
+    assert stats.usage("device") == sum(used) / (7 * 960)
+    assert stats.as_dict()["used_bytes_device_2"] == 960
+    plain = BlockManager(block_size=4, device_blocks=8).stats()
+    assert (plain.num_bytes["device"], plain.used_bytes["device"]) == (0, [0])
+
+
+def test_a_prompt_gives_up_its_resume_points_if_there_is_no_room_for_their_states() -> None:
+    for arena in (Arena(device_bytes=3 * EXTENT, extent_bytes=EXTENT), None):
+        groups = [FULL, STATE] if arena else [CacheGroup.full_attention(), CacheGroup.recurrent()]
+        blocks = None if arena else 1 + 4 + 1
+        owner = BlockManager(
+            block_size=4, groups=groups, arena=arena, device_blocks=blocks, prefix_caching=True, watermark=0
+        )
+        prompt = list(range(13))
+        assert owner.can_allocate(13, chunk_tokens=16).status.name == "OK"
+        assert owner.can_allocate(prompt, chunk_tokens=16).status.name == "OK", "one state is enough without a point"
+        assert owner.can_allocate(prompt, chunk_tokens=12).status.name == "NEVER"
+        sequence = owner.allocate(prompt, chunk_tokens=16)
+        assert owner.num_tokens(sequence) == 13
+        owner.complete(owner.take_decision().ticket)
+        owner.mark_computed([sequence])
+        owner.free([sequence])
+        owner.check()
+
+
 def test_groups_pairs_and_arenas_show_and_pickle_their_classes() -> None:
     pairs = Pairs("device", "host", [(1, 2)], 3)
     arena = Arena(device_bytes=10, extent_bytes=5)

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from blockyard import BlockManager, KVCache, KVLayout
+from blockyard import Arena, BlockManager, CacheGroup, KVCache, KVLayout
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.metrics import Collector
 from blockyard.offload import OffloadManager
@@ -82,6 +82,17 @@ def test_the_page_lists_every_metric_and_a_new_cache_has_them_all(cache: KVCache
         "tenant_quota_blocks": {inf},
         "prefix_store_tenant_quota_bytes": {inf},
     }
+
+
+def test_bytes_are_counted_by_page_class_and_usage_is_of_bytes():
+    groups = [CacheGroup.full_attention().with_blocks(bytes=64), CacheGroup.recurrent().with_blocks(bytes=960)]
+    manager = BlockManager(block_size=4, groups=groups, arena=Arena(device_bytes=9600, extent_bytes=960), watermark=0)
+    manager.allocate(20)
+    found = scrape(manager)
+    values: Callable[..., float] = lambda name, **labels: found[name, key(tier="device", **labels)][1]  # noqa: E731
+    for name, counts in {"class_bytes": [960, 960], "used_bytes": [5 * 64, 960], "cached_bytes": [0, 0]}.items():
+        assert [values(name, page_class=str(at)) for at in range(2)] == counts
+    assert (values("bytes"), values("kv_cache_usage_perc")) == (9 * 960, (5 * 64 + 960) / (9 * 960))
 
 
 def test_every_reason_of_the_file_store_has_a_series_from_the_start(cache: KVCache):

@@ -34,12 +34,31 @@ def test_each_command_and_extra_exists(readme: str, repo: Path):
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
 
 
-def test_each_figure_is_in_the_table_that_its_benchmark_asserts(readme: str, repo: Path):
+def cells(text: str, title: str) -> list[list[str]]:
+    """The rows of the first table behind a title, its head first."""
+    lines = text[text.index(title) :].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    table = lines[first : first + next(i for i, line in enumerate(lines[first:]) if not line.startswith("|"))]
+    return [[cell.strip("* ") for cell in line.strip("|").split("|")] for line in table if not line.startswith("|--")]
+
+
+def test_each_share_is_the_best_of_its_row_in_the_table_that_its_benchmark_asserts(readme: str, repo: Path):
     measured = (repo / "docs" / "benchmarks" / "engines.md").read_text(encoding="utf-8")
-    shares = re.findall(r"(?<![\d.])\.\d{3}\b", readme)
+    head, *rows = cells(measured, "## What vLLM finds in its host memory")
+    best = {
+        system: {(row[0], row[1]): max(row[at] for at, name in enumerate(head) if begin in name) for row in rows}
+        for system, begin in (("vLLM", "vLLM"), ("LMCache", "LMCache"), ("[Blockyard]", "BlockyardKVConnector"))
+    }
+    _, *shares = cells(readme, "## What you get instead")
+    assert len(shares) == 3
+    for name, *found in shares:
+        of = next(best[system] for system in best if name.startswith(system))
+        hosts = [(workload, host) for workload in ("agent sessions", "documents") for host in ("1 x", "2 x", "4 x")]
+        assert [f"0{share}" for share in found] == [of[host] for host in hosts]
+
+
+def test_each_time_is_in_the_table_of_its_benchmark(readme: str, repo: Path):
+    measured = (repo / "docs" / "benchmarks" / "engines.md").read_text(encoding="utf-8")
     times = re.findall(r"\b([\d,]+) ms", readme)
-    assert len(shares) == 14
     assert len(times) == 3
-    missing = [figure for figure in shares if f"0{figure}" not in measured]
-    missing += [time for time in times if not re.search(rf"^\| [a-zA-Z, ]+ \| {time} \|", measured, re.MULTILINE)]
-    assert not missing
+    assert [time for time in times if not re.search(rf"^\| [a-zA-Z, ]+ \| {time} \|", measured, re.MULTILINE)] == []

@@ -116,7 +116,7 @@ BROKEN_WORDS = """
 @pytest.mark.parametrize("width", [400, 1280])
 def test_a_window_shows_the_contents_and_breaks_no_word_in_a_table(site: Path, tmp_path: Path, width: int):
     with browser_page(site / "index.html", tmp_path / "profile", width=width, ready=LOADED) as browser:
-        for name in (*PAGES, "reference/names/blockyard.BlockManager"):
+        for name in (*PAGES, "reference/names/blockyard.BlockManager", "genindex"):
             browser.open(site / f"{name}.html", dark=False, width=width, ready=LOADED)
             assert browser.evaluate("document.documentElement.scrollWidth") <= width, name
             assert browser.evaluate(BROKEN_WORDS) == [], name

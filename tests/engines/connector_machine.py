@@ -3,8 +3,10 @@
 connector_machine.py LAYERS SEED STEPS IN_FLIGHT [FAULT]      FAULT is one of `FAULTS`
 
 LAYERS is `full`, `kept` (the same, and the host keeps all that is computed), `window` (full attention, and a window of
-40 tokens) or `states` (full attention, and two groups of recurrent states); a block belongs to one group at a time, and
-all groups use the same memory.
+40 tokens), `states` (full attention, and two groups of recurrent states), `uneven` (full attention of three layers, and
+the window of two) or `packed` (full attention of three layers, side by side in a block, and a window with blocks of a
+quarter of the tokens, in one layer of more bytes); a block belongs to one group at a time, and all groups use the same
+memory. `kept uneven` is `uneven`, and the host keeps all that is computed.
 
 With IN_FLIGHT 2, vLLM's asynchronous scheduler plans a step before the last one has ended. The seed says how many
 workers there are, how many tokens are drafted, how the workers see the cache, and whether all loads fail. A token's
@@ -69,7 +71,9 @@ from blockyard.integrations.vllm.exclusive_host import sides
 
 BLOCK, PAGE, MAX_LEN = 16, 128, 1 << 12
 CHUNKS, STEP_TOKENS, SEATS, WINDOW = 40, 64, 4, 40
-BLOCKS = {"full": 48, "kept": 48, "window": 80, "states": 68}
+BLOCKS = {"full": 48, "kept": 48, "window": 80, "states": 68, "uneven": 80, "kept uneven": 80, "packed": 200}
+LAYERS = {"uneven": (3, 2), "kept uneven": (3, 2), "packed": (3, 1)}
+"""Layers of each group, if not one."""
 PIN = KvHintsEnvelope("0.1", "1", [KvHintAction("1", "blockyard.pin", "1", {"seconds": 0.05})])
 
 
@@ -98,9 +102,19 @@ class Worker:
 
     def __init__(self, world: "World", rank: int, side: Any) -> None:
         self.world, self.rank, self.side = world, rank, side
-        self.memory = torch.zeros((BLOCKS[world.layers], BLOCK), dtype=torch.int64)
-        refs = [[CanonicalKVCacheRef(0, PAGE)] for _ in world.specs]
-        side.connector_worker._init_worker(CanonicalKVCaches([CanonicalKVCacheTensor(self.memory, PAGE)], refs))
+        blocks, rows = BLOCKS[world.layers], max(world.num_layers)
+        # Of a block's layers, [blocks, rows, BLOCK]: each layer's blocks together, or each block's layers.
+        if world.is_packed:
+            self.memory = torch.zeros((blocks, rows, BLOCK), dtype=torch.int64)
+            tensors, pages = [self.memory.flatten(1)], [rows * PAGE]
+        else:
+            self.memory = torch.zeros((rows, blocks, BLOCK), dtype=torch.int64).transpose(0, 1)
+            tensors, pages = list(self.memory.unbind(1)), [PAGE] * rows
+        caches = [CanonicalKVCacheTensor(tensor, page) for tensor, page in zip(tensors, pages, strict=True)]
+        refs = [
+            [CanonicalKVCacheRef(index, page) for index, page in enumerate(pages[:count])] for count in world.num_layers
+        ]
+        side.connector_worker._init_worker(CanonicalKVCaches(caches, refs))
         copies = side.connector_worker.worker
         copies._groups = [
             worker._GroupCopies(self._late(group.store), self._late(group.load, fails=world.no_load_ends_well))
@@ -147,17 +161,21 @@ class Worker:
         """Check the bytes that the step's tokens build on, and write theirs."""
         begins = min(row.begins, len(row.tokens) - 1)
         for group, (spec, ids) in enumerate(zip(self.world.specs, row.ids, strict=True)):
-            right = self._bytes(group, (row.tokens + row.drafts)[: begins + row.count])
-            if isinstance(spec, MambaSpec):
-                self._check(row, [int(self.memory[ids[(begins - 1) // BLOCK], -1])][:begins], right[:begins][-1:])
-                self.memory[ids[(begins + row.count - 1) // BLOCK]] = int(right[-1])
-                continue
-            seen = max(0, begins - WINDOW + 1) if isinstance(spec, SlidingWindowSpec) else 0
-            held = self.memory[torch.tensor(ids)].flatten()
-            self._check(row, held[seen:begins].numpy(), right[seen:begins])
-            for place in range(begins, begins + row.count):
-                self.memory[ids[place // BLOCK], place % BLOCK] = int(right[place])
+            for layer in range(self.world.num_layers[group]):
+                self._compute_layer(row, begins, spec, ids, self.memory[:, layer], group + 8 * layer)
         self.world.counts["tokens read"] += begins
+
+    def _compute_layer(self, row: Row, begins: int, spec: Any, ids: list[int], memory: Any, layer: int) -> None:
+        size, right = spec.block_size, self._bytes(layer, (row.tokens + row.drafts)[: begins + row.count])
+        if isinstance(spec, MambaSpec):
+            self._check(row, [int(memory[ids[(begins - 1) // size], -1])][:begins], right[:begins][-1:])
+            memory[ids[(begins + row.count - 1) // size]] = int(right[-1])
+            return
+        seen = max(0, begins - WINDOW + 1) if isinstance(spec, SlidingWindowSpec) else 0
+        held = memory[torch.tensor(ids)][:, :size].flatten()
+        self._check(row, held[seen:begins].numpy(), right[seen:begins])
+        for place in range(begins, begins + row.count):
+            memory[ids[place // size], place % size] = int(right[place])
 
     @staticmethod
     def _check(row: Row, held: Any, right: Any) -> None:
@@ -178,6 +196,7 @@ class World:
     def __init__(self, layers: str, seed: int, folder: Path, in_flight: int) -> None:
         self.chance = random.Random(seed)
         self.layers, self.specs = layers, _specs(layers)
+        self.num_layers, self.is_packed = LAYERS.get(layers, (1,) * len(self.specs)), layers == "packed"
         self.weights, self.counts = 0, Counter[str]()
         self.in_flight, num_workers, self.drafts = in_flight, 1 + seed // 2 % 2, 3 * (seed % 2)
         if layers == "states":
@@ -190,10 +209,13 @@ class World:
         self.texts = [[self.chance.randrange(100) for _ in range(30 * BLOCK)] for _ in range(5)]
         config, caches = self._config(folder), self._caches(is_wrapped=seed % 3 == 0)
         init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        tokens = min(spec.block_size for spec in self.specs)  # of a key
+        self.hasher = get_request_block_hasher(tokens, sha256)
         scheduler = Scheduler if in_flight == 1 else AsyncScheduler
         planned = generate_scheduler_kv_cache_config([caches])
-        self.scheduler = scheduler(config, planned, StructuredOutputManager(config), block_size=BLOCK)
+        self.scheduler = scheduler(
+            config, planned, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=tokens
+        )
         self.order = self.scheduler.connector.connector_scheduler
         self.order.config = self.order.config._replace(num_workers=num_workers)
         self.counts["is exclusive"] = isinstance(self.order, sides.ExclusiveScheduler)
@@ -227,8 +249,8 @@ class World:
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config={
-                    "host_bytes": CHUNKS * PAGE,
-                    **({"policy": "lru"} if self.layers == "kept" else {}),
+                    "host_bytes": CHUNKS * PAGE * max(self.num_layers),
+                    **({"policy": "lru"} if self.layers.startswith("kept") else {}),
                 },
             ),
             device_config=DeviceConfig("cpu"),
@@ -245,13 +267,15 @@ class World:
         """Return the cache as workers see it: layers of different specs come as one wrapped spec."""
         specs, blocks = self.specs, BLOCKS[self.layers]
         assert {spec.page_size_bytes for spec in specs} == {PAGE}
-        names = [f"layer.{group}" for group in range(len(specs))]
+        layers = [[f"layer.{group}.{layer}" for layer in range(count)] for group, count in enumerate(self.num_layers)]
         if is_wrapped and len(specs) == 1:
-            specs = [UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={names[0]: specs[0]})]
+            specs = [UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs={layers[0][0]: specs[0]})]
+        row = PAGE * max(self.num_layers)
+        strides = (PAGE, row) if self.is_packed else (PAGE * blocks, PAGE)
         return KVCacheConfig(
             num_blocks=blocks,
-            kv_cache_tensors=[KVCacheTensor(PAGE * blocks, [name], PAGE * blocks, PAGE) for name in names],
-            kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)],
+            kv_cache_tensors=[KVCacheTensor(row * blocks, names, *strides) for names in layers],
+            kv_cache_groups=[KVCacheGroupSpec(names, spec) for names, spec in zip(layers, specs, strict=True)],
         )
 
     def add(self) -> None:
@@ -387,13 +411,11 @@ class World:
 def _specs(layers: str) -> list[Any]:
     heads: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     state: Any = MambaSpec(block_size=BLOCK, shapes=((PAGE // 4,),), dtypes=(torch.float32,), mamba_cache_mode="align")
-    more = {
-        "full": [],
-        "kept": [],
-        "window": [SlidingWindowSpec(**heads, sliding_window=WINDOW)],
-        "states": [state, state],
-    }
-    return [FullAttentionSpec(**heads), *more[layers]]
+    window = SlidingWindowSpec(**heads, sliding_window=WINDOW)
+    few: Any = SlidingWindowSpec(**{**heads, "block_size": BLOCK // 4, "head_size": 4}, sliding_window=WINDOW)
+    more: dict[str, list[Any]] = {"window": [window], "states": [state, state], "packed": [few]}
+    more |= {"uneven": [window], "kept uneven": [window]}
+    return [FullAttentionSpec(**heads), *more.get(layers, [])]
 
 
 def loads_do_not_wait(patch: Any) -> None:

@@ -29,6 +29,8 @@ FAULTS = [
     ("window", "computation does not wait for stores"),
     ("window", "failed loads count"),
     ("window", "failed stores count"),
+    ("uneven", "failed loads count"),
+    ("packed", "computation does not wait for stores"),
     ("states", "stores begin with the next step"),
     ("states", "failed loads count"),
     ("states", "failed stores count"),
@@ -67,15 +69,26 @@ def test_without_prefix_caching_the_host_keeps_what_is_computed(folder: Path, al
     assert found["counters"][LOADED] > 0
 
 
-def test_tokens_of_a_model_with_windows_are_those_of_vllm_alone(tmp_path: Path):
+WINDOWS = {
+    "equal groups": ["sliding_attention", "full_attention"],
+    # vLLM makes groups of two, two and one layers of it, whose blocks take two units, two and one.
+    "unequal groups": ["sliding_attention"] * 3 + ["full_attention"] * 2,
+}
+
+
+@pytest.mark.parametrize("layers", WINDOWS.values(), ids=list(WINDOWS))
+def test_tokens_of_a_model_with_windows_are_those_of_vllm_alone(tmp_path: Path, layers: list[str]):
     shape = {"model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
-    shape["layer_types"] = ["sliding_attention", "full_attention"]
-    options: dict[str, Any] = {"model": shape, "engine": {"num_gpu_blocks_override": 40}}
+    shape |= {"layer_types": layers, "num_hidden_layers": len(layers)}
+    blocks = 40 if len(layers) == 2 else 60
+    options: dict[str, Any] = {"model": shape, "engine": {"num_gpu_blocks_override": blocks}}
     alone = serve(tmp_path, **options)
     found = serve(tmp_path, extra={"host_bytes": "16MiB"}, connector=CONNECTOR, **options)
     assert found["tokens"] == alone["tokens"]
     assert found["counters"][LOADED] > 0
     assert found["cached"] > alone["cached"]
+    broken = serve(tmp_path, extra={"host_bytes": "16MiB"}, connector=CONNECTOR, sabotage="loads", **options)
+    assert broken["tokens"] != alone["tokens"]
 
 
 def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -85,12 +98,12 @@ def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 7])
-@pytest.mark.parametrize("layers", ["full", "kept", "window", "states"])
+@pytest.mark.parametrize("layers", ["full", "kept", "window", "states", "uneven", "kept uneven", "packed"])
 def test_no_request_reads_wrong_bytes(layers: str, seed: int, in_flight: int):
     finished = run(layers, seed, 1500, in_flight)
     assert finished.returncode == 0, finished.stderr[-4000:]
     counts = json.loads(finished.stdout.rpartition("RESULT ")[2])
-    assert counts["is exclusive"] == (layers != "kept")
+    assert counts["is exclusive"] == (not layers.startswith("kept"))
     assert min(counts[what] for what in ("loads", "stores", "flushed", "aborts")) > 0
     if layers == "full" or in_flight == 1:  # else some request may wait for its load whenever vLLM is to reset
         assert counts["resets"] > 0

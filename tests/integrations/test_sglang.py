@@ -57,21 +57,32 @@ def test_pages_of_two_pools_travel_by_one_key_and_come_back_whole(storage: Any, 
     engine.close()
 
 
-def test_a_small_pages_pool_takes_no_block_of_the_main_pools_size(storage: Any, tmp_path: Path):
-    """Pages of 256 KiB with an index of 8,640 bytes each, as of sparse attention."""
-    index = HostPool(pages=24, width=4320)
-    engine = SGLang({"root_dir": str(tmp_path), "size": "9MiB"}, main_width=128 << 10, pools={"indexer": index})
+@pytest.mark.parametrize(("place", "pages"), [("root_dir", 31), ("url", 33)])
+def test_a_small_pages_pool_takes_about_its_own_bytes(storage: Any, tmp_path: Path, place: str, pages: int):
+    """Pages of 256 KiB with an index of 8,640 bytes each, as of sparse attention: 280 KiB in files, 265 elsewhere."""
+    index = HostPool(pages=40, width=4320)
+    options = (
+        {"root_dir": str(tmp_path), "size": "9MiB"} if place == "root_dir" else {"url": "memory://small?size=9MiB"}
+    )
+    engine = SGLang(options, main_width=128 << 10, pools={"indexer": index})
     engine.pool.data[:] = torch.randn(engine.pool.data.shape).half()
-    keys = [f"{n:064x}" for n in range(24)]
-    for first in range(0, 24, 8):
-        places = range(first, first + 8)
+    index.data[:] = torch.randn(index.data.shape).half()
+    keys = [f"{n:064x}" for n in range(pages)]
+    for first in range(0, pages, 8):
+        places = range(first, min(first + 8, pages))
         both = [
             transfer(storage, [place % 16 for place in places], keys[first : first + 8], name="kv"),
             transfer(storage, list(places), keys[first : first + 8], name="indexer"),
         ]
         engine.backend.batch_set_v2(both)
-    wanted = transfer(storage, list(range(24)), keys, name="indexer")
-    assert engine.backend.batch_exists_v2(keys, [wanted]).kv_hit_pages == 24  # 17 with blocks of the longest
+    wanted = transfer(storage, list(range(pages)), keys, name="indexer")
+    assert engine.backend.batch_exists_v2(keys, [wanted]).kv_hit_pages == pages  # 24 with blocks of one length
+    before = index.data.clone()
+    index.data.zero_()
+    assert engine.backend.batch_get_v2([wanted]) == {"indexer": [True] * pages}
+    assert torch.equal(index.data[:pages], before[:pages])
+    engine.backend.clear()
+    assert engine.backend.batch_exists_v2(keys, [wanted]).kv_hit_pages == 0
     engine.close()
 
 

@@ -54,7 +54,7 @@ class HiCacheProgram(Caller):
         assert self.call(self.backend.clear) or self.backend.clear()
         assert self.leading() == 0
         assert self.store() or self.interrupt.where
-        store = self.backend._objects._store
+        store = self.backend._objects["kv"]._store
         settled(lambda: not (store.stats().pending_bytes or store._open), "the store keeps memory for a batch")
         self.call(self.backend.close)
         self.backend.close()

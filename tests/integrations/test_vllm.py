@@ -248,11 +248,13 @@ def test_evicted_keys_are_misses_unless_a_load_holds_them(vllm: SimpleNamespace,
     assert [event.keys for event in manager.take_events() if event.removed] == [KEYS[:1]]
 
 
-def test_an_exclusive_host_evicts_copies_then_what_was_never_found_again(vllm: SimpleNamespace):
-    order = import_module(f"{vllm.ours.__name__}.exclusive_host.order").HostOrder(num_chunks=5, num_blocks=5)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_an_exclusive_host_evicts_copies_then_what_was_never_found_again(vllm: SimpleNamespace, chunks: int):
+    module = import_module(f"{vllm.ours.__name__}.exclusive_host.order")
+    order = module.HostOrder(num_chunks=5 * chunks, num_keys=10, chunks_of=lambda key: chunks)
     order.find(KEYS[:6])
     order.hold(KEYS[:8])
-    assert list(order) == [*KEYS[:2], *KEYS[6:8], *KEYS[2:6]]  # those found again have four of five chunks
+    assert list(order) == [*KEYS[:2], *KEYS[6:8], *KEYS[2:6]]  # those found again have four fifths
     order.copy(KEYS[4:6])
     assert list(order) == [*KEYS[4:6], *KEYS[6:8], *KEYS[:4]]
     order.hold([KEYS[5], KEYS[6]])  # the device has dropped the first

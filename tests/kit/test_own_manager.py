@@ -8,10 +8,11 @@ from typing import Any
 
 import noticing
 import pytest
+from hypothesis import settings
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.testing import Config, SimulatedMemory
-from blockyard.testing.machines import manager_machine
+from blockyard.testing.machines import manager_machine, scheduler_machine
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_manager.py"
 example = runpy.run_path(str(EXAMPLE))
@@ -160,3 +161,103 @@ def test_a_copy_engine_that_drops_copies_is_found():
 def test_a_machine_for_own_calls_names_what_is_missing():
     with pytest.raises(InvalidArgumentError, match=r"got allocate: .* also needs free, block_table, factory"):
         manager_machine(allocate=lambda mine, length: mine.allocate(length))
+
+
+class Numbered(example["SmallManager"]):
+    """The example's manager with the calls of a scheduler: sequences are numbers, a call takes several."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config.block_size, config.device_blocks)
+
+    def allocate(self, *, counts: list[int]) -> list[int]:
+        return [int(super(Numbered, self).allocate(count)[1:]) for count in counts]
+
+    def append(self, sequence: int) -> list[int]:
+        return [super().append(f"s{sequence}")]
+
+    def free(self, sequence: int) -> None:
+        super().free(f"s{sequence}")
+
+    def block_table(self, sequence: int) -> list[int]:
+        return self.tables[f"s{sequence}"]
+
+    def num_tokens(self, sequence: int) -> int:
+        return self.lengths[f"s{sequence}"]
+
+
+class OneByOne:
+    """Runs one request at a time."""
+
+    def __init__(self, manager: Any, _: Config) -> None:
+        self.manager, self.requests = manager, dict[str, Any]()
+
+    def add(self, request: Any) -> None:
+        self.requests[request.request_id] = (request.prompt, request.max_tokens)
+
+    def step(self, simulation: Any) -> dict[str, list[int]]:
+        if not self.requests:
+            return {}
+        manager, size = self.manager, self.manager.block_size
+        name, (new, most) = next(iter(self.requests.items()))
+        (sequence,) = manager.allocate(counts=[len(new)])
+        slots = [manager.block_table(sequence)[i // size] * size + i % size for i in range(len(new))]
+        tokens: list[int] = []
+        while True:
+            table, length = manager.block_table(sequence), manager.num_tokens(sequence)
+            tokens += simulation.forward(new, slots, [table], [len(new)], [length])
+            if len(tokens) == most:
+                break
+            slots, new = manager.append(sequence), tokens[-1:]
+        manager.free(sequence)
+        del self.requests[name]
+        return {name: tokens}
+
+
+def scheduler_over(manager: type) -> type[Any]:
+    return scheduler_machine(OneByOne, add=OneByOne.add, step=OneByOne.step, manager=manager)
+
+
+def test_a_scheduler_runs_over_a_manager_of_somebody_else():
+    outcome, case = unittest.TestResult(), scheduler_over(Numbered).TestCase
+    case.settings = settings(case.settings, max_examples=25)
+    case("runTest").run(outcome)
+    assert outcome.wasSuccessful(), outcome.failures + outcome.errors
+
+
+class NumbersTheNextSlot(Numbered):
+    def append(self, sequence: int) -> list[int]:
+        return [slot + 1 for slot in super().append(sequence)]
+
+
+class KeepsBlocks(Numbered):
+    def free(self, sequence: int) -> None:
+        self.users.update((block, 2) for block in self.block_table(sequence))
+        super().free(sequence)
+
+
+@pytest.mark.parametrize(
+    ("bug", "says"),
+    [
+        (NumbersTheNextSlot, r"step \d+: (two tokens of slot_mapping share|row \d+|sequence \d+)"),
+        (KeepsBlocks, r"NoBlocks: \d+ blocks? wanted"),
+    ],
+)
+def test_a_scheduler_over_it_finds_its_bugs(bug: type, says: str):
+    outcome = unittest.TestResult()
+    scheduler_over(bug).TestCase("runTest").run(outcome)
+    ((_, said),) = outcome.failures
+    assert re.search(f"AssertionError: {says}", said), said
+
+
+@pytest.mark.parametrize(
+    ("machine_of", "says"),
+    [
+        (
+            manager_machine,
+            r"Small lacks pool, stats, can_allocate, .*: name the calls .* manager_machine\(factory, alloc",
+        ),
+        (scheduler_over, "Small lacks block_table, num_tokens: a scheduler needs block_size, allocate, append, free"),
+    ],
+)
+def test_a_machine_says_what_a_manager_lacks(machine_of: Any, says: str):
+    noticing.assert_noticed(machine_of(Small), step_count=2, match=says)

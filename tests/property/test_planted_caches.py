@@ -76,6 +76,15 @@ def gives_back_all_beyond_the_size(self: KVCache) -> None:
         self.elastic.resize(blocks)
 
 
+ARENA = {
+    "classes": True,
+    "groups": "full window",
+    "prefix": "device",
+    "host": 24,
+    "external": 0,
+    "store": "",
+    "jobs": "",
+}
 SERVING = {"groups": "full", "prefix": "host", "scheduler": True, "interrupts": 0.0}
 FAULTS: dict[str, tuple[type, str, Any, dict[str, Any]]] = {
     "copies do not wait": (CacheEngine, "submit", copies_do_not_wait, SERVING),
@@ -96,15 +105,11 @@ FAULTS: dict[str, tuple[type, str, Any, dict[str, Any]]] = {
     "extras behind full blocks are ignored": (Admission, "_allocate", ignores_extras_after_full_blocks, SERVING),
     "all copies are of the first page class": (
         *(CacheEngine, "of_class", lambda self, _page_class: self.memories[0]),
-        {
-            "classes": True,
-            "groups": "full window",
-            "prefix": "device",
-            "host": 24,
-            "external": 0,
-            "store": "",
-            "jobs": "",
-        },
+        ARENA,
+    ),
+    "blocks leave an extent when their moves begin": (
+        *(Part, "begin", partialmethod(ends_when_begun, kinds=("move",))),
+        ARENA | {"prefix": ""},
     ),
     "memory goes with the size": (KVCache, "give_back", gives_back_all_beyond_the_size, {}),
 }

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,9 @@ class Watched:
         pass
 
 
-def hits_of_an_engine(requests: list[TraceRequest], policy: str, device: int, host: int, budget: int) -> Watched:
+def hits_of_an_engine(
+    requests: list[TraceRequest], policy: str, device: int, host: int, budget: int, hybrid: HybridMemory | None = None
+) -> Watched:
     """Serve one request at a time, with copies that take no time."""
     options = EngineOptions(
         device,
@@ -189,6 +192,7 @@ def hits_of_an_engine(requests: list[TraceRequest], policy: str, device: int, ho
         watermark=0.0,
         host_bandwidth=1e30,
         host_latency=0.0,
+        hybrid=hybrid,
     )
     watched = Watched(options.block_size)
     watched.loaded = replay_times(requests, options, watched, watch=watched).loaded_blocks
@@ -346,3 +350,58 @@ def test_a_hybrid_model_finds_a_prompt_up_to_a_resume_point():
         assert replay_hits(packed, "lru", 1000, hybrid=memory).device.tolist() == found
     with pytest.raises(InvalidArgumentError, match="hybrid is given, must be None with policy 'optimal'"):
         replay_hits(packed, "optimal", 1000, hybrid=memory)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_an_engine_of_a_hybrid_model_with_one_request_at_a_time_finds_the_same_blocks(kind: str, host: float):
+    from_host = 0
+    for seed in range(2):
+        rng = random.Random(seed)
+        requests = conversations(rng, 60, SIZE)
+        packed, memory = PackedTrace.of(requests), HybridMemory(HYBRIDS[kind], 256)
+        device, budget = int(packed.needed.max()) + rng.randint(8, 40), rng.choice((SIZE, 6 * SIZE, 8192))
+        blocks = round(host * device)
+        hits = replay_hits(packed, "lru", device, host_blocks=blocks, max_num_batched_tokens=budget, hybrid=memory)
+        watched = hits_of_an_engine(requests, "lru", device, blocks, budget, hybrid=memory)
+        assert [watched.found[number] for number in range(len(requests))] == (hits.device + hits.host).tolist()
+        assert hits.device.any()
+        assert watched.loaded == hits.host.sum()
+        from_host += int(hits.host.sum())
+        kept = sum(one.device for one in hits.classes)
+        assert 0 < kept <= device * memory.block_bytes
+        assert [one.block_bytes for one in hits.classes] == list(dict.fromkeys(g.block_bytes for g in memory.groups))
+    assert (from_host > 0) == (host > 0)
+
+
+def test_copies_of_a_hybrid_model_take_the_time_of_their_own_bytes():
+    class Copies(Watched):
+        def copies(self, start: float, end: float, way: str, blocks: int) -> None:
+            sizes.append(((end - start) * 1e6, blocks))
+
+    sizes: list[tuple[float, int]] = []
+    requests = conversations(random.Random(0), 60, SIZE)
+    options = replace(OPTIONS_OF_HYBRIDS, hybrid=HybridMemory(HYBRIDS["states"], 256))
+    replay_times(requests, options, Watched(SIZE), watch=Copies(SIZE))
+    for size, blocks in sizes:  # of 64 and 192 bytes
+        states = (size - 64 * blocks) / 128
+        assert states == pytest.approx(round(states), abs=1e-3)
+        assert 0 <= round(states) <= blocks
+    assert {round(size / blocks) for size, blocks in sizes} > {64}
+
+
+OPTIONS_OF_HYBRIDS = EngineOptions(
+    device_blocks=58, host_blocks=58, block_size=SIZE, eviction="lru", watermark=0.0, host_bandwidth=1e6, host_latency=0
+)
+
+
+def test_a_store_below_a_hybrid_model_is_refused():
+    options = EngineOptions(device_blocks=9, store_blocks=3, hybrid=HybridMemory(HYBRIDS["window"], 128))
+    with pytest.raises(InvalidArgumentError, match="store_blocks is 3, must be 0 with hybrid"):
+        replay_times([TraceRequest(0.0, 5, 1)], options, Watched(SIZE))
+
+
+@pytest.mark.parametrize(("groups", "size"), [((), 0), (HYBRIDS["window"], 0), ((CacheGroup.recurrent(),), 64)])
+def test_groups_with_bytes_need_the_bytes_of_a_block(groups: tuple[CacheGroup, ...], size: int):
+    with pytest.raises(InvalidArgumentError, match=f"block_bytes is {size} with groups"):
+        HybridMemory(groups, size)

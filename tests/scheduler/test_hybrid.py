@@ -1,11 +1,13 @@
 """The scheduler over managers of hybrid models: rows, slots and tables by cache group, and prompts that are found."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from blockyard import BlockManager, CacheGroup, PrefixCaching
+from blockyard import Arena, BlockManager, CacheGroup, PrefixCaching
 from blockyard.errors import InvalidArgumentError
-from blockyard.scheduler import PreemptionCosts, Request, Scheduler
+from blockyard.scheduler import DefragPolicy, PreemptionCosts, Request, Scheduler
 
 SIZE = 16
 FULL, WINDOW, STATE = CacheGroup.full_attention(), CacheGroup.sliding_window(40), CacheGroup.recurrent()
@@ -134,3 +136,77 @@ def test_a_group_with_cross_attention_is_refused():
     manager = manager_of([FULL, CacheGroup.cross_attention()], 8, prefix_caching=False)
     with pytest.raises(InvalidArgumentError, match=r"'cross_attention'.*must be without cross_attention"):
         Scheduler(manager)
+
+
+EXTENT = 960
+OWN = [FULL.with_blocks(tokens=16, bytes=64), STATE.with_blocks(bytes=EXTENT)]
+
+
+def own_manager(extents: int, **options: object) -> BlockManager:
+    """Return a manager whose extents, besides the null extent, hold 15 full blocks of 16 tokens or a state each."""
+    arena = Arena(device_bytes=(extents + 1) * EXTENT, extent_bytes=EXTENT)
+    given = {"watermark": 0.0, "prefix_caching": False, "groups": OWN} | options
+    return BlockManager(block_size=1024, arena=arena, **given)  # type: ignore[arg-type]
+
+
+def test_prompts_whose_bytes_fit_at_once_start_as_their_blocks_of_each_class_are_there():
+    # Five extents have bytes for four of them. Three start at once, as full blocks and windows take an extent each.
+    window = WINDOW.with_blocks(tokens=16, bytes=48)
+    scheduler = Scheduler(own_manager(5, groups=[*OWN, window]))
+    for number in range(6):
+        scheduler.add(Request(f"{number}", [*range(4)], 4))
+    assert len(run(scheduler)) == 6
+
+
+def steps_until_last_starts(policy: DefragPolicy | None) -> int:
+    """Two extents hold 8 and 2 full blocks, of 15; the last prompt lacks an extent for its state.
+
+    The 8 are of a prompt whose answer begins in the other extent, in place of what has left.
+    """
+    scheduler = Scheduler(own_manager(4), defragment=policy)
+    arrivals = {
+        0: [Request("leaves", [*range(240)], 2), Request("long", [*range(126)], 18)],
+        3: [Request("short", [1, 2], 14)],
+        4: [Request("last", [1, 2], 2)],
+    }
+    for number in range(40):
+        for request in arrivals.get(number, ()):
+            scheduler.add(request)
+        step = scheduler.schedule()
+        if "last" in [step.owner(row)[0] for row in range(step.rows)]:
+            return number
+        scheduler.complete(step.decision.ticket)
+        scheduler.update(step, [7] * step.num_draws)
+        scheduler.manager.check()
+    raise AssertionError("the last prompt never starts")
+
+
+def test_extents_are_emptied_for_the_first_waiting_prompt():
+    assert steps_until_last_starts(None) > 15
+    assert steps_until_last_starts(DefragPolicy([("extents", 0)])) == 6
+
+
+@pytest.mark.parametrize(
+    ("goals", "options", "message"),
+    [
+        ([("extents", 0), ("dense", 0)], {}, r"must be \[\(\"extents\", n\)\] alone"),
+        ([("extents", 0, 1)], {}, "alone"),
+        ([("extents", -1)], {}, "n at least 0"),
+        ([("extents", 0)], {"cached": "drop"}, "without block_bytes and cached"),
+    ],
+)
+def test_a_policy_for_extents_has_no_other_goals(goals: list[Any], options: dict[str, Any], message: str):
+    with pytest.raises(InvalidArgumentError, match=message):
+        DefragPolicy(goals, **options)
+
+
+def test_a_policy_must_fit_the_page_classes():
+    extents, dense = DefragPolicy([("extents", 0)]), DefragPolicy([("dense", 0)])
+    split = BlockManager(block_size=64, groups=OWN, arena=Arena.split(device_blocks=[9, 9]), watermark=0.0)
+    for manager, policy, message in (
+        (own_manager(6), dense, "with several page classes, and only then"),
+        (manager_of([FULL], 8), extents, "with several page classes, and only then"),
+        (split, extents, "fixed split"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            Scheduler(manager, defragment=policy)

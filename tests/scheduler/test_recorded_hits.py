@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from interrupts import CountedInterrupt
 
-from blockyard import BlockManager, PrefixCaching, Request, Scheduler
+from blockyard import Arena, BlockManager, CacheGroup, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError
-from blockyard.traces import TraceRecorder, TraceRequest, read_trace
+from blockyard.tools.replay.hits import HybridMemory, replay_hits
+from blockyard.tools.replay.packed import PackedTrace
+from blockyard.traces import TraceRecorder, TraceRequest, read_groups, read_trace
 
 BLOCK, STEP_SECONDS = 4, 0.001
 FIRST_TOKEN = 3_000_000_000
@@ -38,13 +40,22 @@ class Served:
         *,
         policy: str = "lru",
         recording: Path | None = None,
+        groups: tuple[CacheGroup, ...] = (),
         **options: object,
     ) -> None:
         self.now = 0
         caching = PrefixCaching(eviction=policy)
-        manager = BlockManager(
-            block_size=BLOCK, device_blocks=40, host_blocks=10, watermark=0.0, prefix_caching=caching
-        )
+        if not groups:
+            manager = BlockManager(
+                block_size=BLOCK, device_blocks=40, host_blocks=10, watermark=0.0, prefix_caching=caching
+            )
+        elif groups[0].block_bytes is None:
+            manager = BlockManager(
+                block_size=BLOCK, device_blocks=DEVICE, groups=groups, watermark=0.0, prefix_caching=caching
+            )
+        else:
+            arena = Arena(device_bytes=DEVICE * BLOCK_BYTES)
+            manager = BlockManager(block_size=BLOCK, groups=groups, arena=arena, watermark=0.0, prefix_caching=caching)
         recorder = None
         if recording is not None:
             recorder = TraceRecorder(recording, block_size=BLOCK, clock=lambda: self.now * STEP_SECONDS)
@@ -105,6 +116,14 @@ def recreated(trace: list[TraceRequest]) -> tuple[list[tuple[int, Request]], Cal
     return arrivals, lambda name, position: texts[int(name)][position]
 
 
+DEVICE, BLOCK_BYTES = 100, 64
+"""The memory of hybrid models, in blocks of so many bytes."""
+FULL, WINDOW, STATE = CacheGroup.full_attention(), CacheGroup.sliding_window(6), CacheGroup.recurrent()
+HYBRIDS = {
+    "equal blocks": (FULL, WINDOW),
+    "an arena": (FULL.with_blocks(bytes=32), WINDOW.with_blocks(bytes=64), STATE.with_blocks(bytes=96)),
+    "short blocks": (FULL.with_blocks(bytes=48), WINDOW.with_blocks(tokens=2, bytes=16)),
+}
 OPTIONS = [
     {"max_num_seqs": 1},
     {"max_num_seqs": 8, "preemption_mode": "recompute"},
@@ -128,6 +147,31 @@ def test_the_replay_has_the_same_hits_request_by_request(tmp_path: Path, policy:
         preempted += served.scheduler.stats().preempted_recompute + served.scheduler.stats().preempted_swap_host
     assert found > 1000
     assert preempted > 0 or options["max_num_seqs"] == 1
+
+
+@pytest.mark.parametrize("groups", HYBRIDS.values(), ids=list(HYBRIDS))
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[1], {**OPTIONS[3], "max_num_seqs": 1}], ids=str)
+def test_a_hybrid_models_replay_with_the_recorded_groups_has_the_same_hits(
+    tmp_path: Path, groups: tuple[CacheGroup, ...], options: dict[str, object]
+):
+    found = 0
+    for seed in range(5):
+        path = tmp_path / f"{seed}.jsonl.gz"
+        served = Served(*conversations(seed), recording=path, groups=groups, **options)
+        recorded = read_groups(path)
+        assert recorded == groups
+        again = Served(*recreated(read_trace(path)), groups=recorded, **options)
+        assert {f"request {name}": hits for name, hits in again.hits.items()} == served.hits
+        found += sum(served.hits.values())
+        if options["max_num_seqs"] != 1:
+            continue
+        # Without step times the replay serves one request at a time, too.
+        memory = HybridMemory(recorded, BLOCK_BYTES if recorded[0].block_bytes else 0)
+        budget = int(options.get("max_num_batched_tokens", 8192))  # type: ignore[call-overload]
+        packed = PackedTrace.of(read_trace(path))
+        hits = replay_hits(packed, "lru", DEVICE, max_num_batched_tokens=budget, hybrid=memory)
+        assert (hits.device * BLOCK).tolist() == [served.hits[f"request {number}"] for number in range(len(packed))]
+    assert found > 1000
 
 
 def test_with_a_policy_that_samples_keys_the_replay_has_about_the_same_hits(tmp_path: Path):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from fake_mooncake import fake_mooncake
 from memory_stores import PATIENCE, KeyedStore
 from numpy.typing import NDArray
 from servers import Server, serving
@@ -21,6 +22,7 @@ from servers import Server, serving
 from blockyard.errors import StoreError
 from blockyard.stores import Codec, ThreadedStore, open_store
 from blockyard.stores.base import ExternalStore
+from blockyard.stores.mooncake import MooncakeStore
 from blockyard.stores.redis import RedisStore
 from blockyard.stores.threaded import known_keys
 from blockyard.stores.value import HEADER
@@ -188,7 +190,44 @@ def on_redis(folder: Path, stack: ExitStack) -> Kind:
     return Kind(lambda **options: open_store(url, bytes_per_block=WIDTH, use="prefix", **options), place)
 
 
-KINDS = {"plug-in": plug_in, "objects": objects, "Redis": on_redis}
+# ---- Mooncake, over a fake client ----
+
+
+def hook_mooncake(store: Any, hook: Callable[[bytes], bytes]) -> None:
+    read = type(store._client).read
+
+    def changed(paths: list[str], width: int) -> list[Any]:
+        found = read(store._client, paths, width)
+        is_block = [
+            isinstance(row, np.ndarray) and "/epoch/" not in path for path, row in zip(paths, found, strict=True)
+        ]
+        return [
+            np.frombuffer(hook(row.tobytes()), np.uint8) if good else row
+            for good, row in zip(is_block, found, strict=True)
+        ]
+
+    store._client.read = changed
+
+
+def on_mooncake(folder: Path, stack: ExitStack) -> Kind:
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    cluster, address = stack.enter_context(fake_mooncake(patch))
+
+    def path(store: Any, key: bytes) -> str:
+        return store._paths(np.frombuffer(name_of(store, key), np.uint8)[None])[0]
+
+    def write(store: ExternalStore, key: bytes, value: bytes) -> None:
+        if value:
+            cluster.values[path(store, key)] = value
+        else:
+            cluster.values.pop(path(store, key), None)
+
+    place = Place(lambda store, key: cluster.values.get(path(store, key), b""), write, hook_mooncake)
+    url = f"mooncake://{address}?size=8MiB"
+    return Kind(lambda **options: open_store(url, bytes_per_block=WIDTH, use="prefix", **options), place)
+
+
+KINDS = {"plug-in": plug_in, "objects": objects, "Redis": on_redis, "Mooncake": on_mooncake}
 
 
 @contextmanager
@@ -329,6 +368,7 @@ def test_what_a_server_has_lost_is_forgotten_and_stored_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(RedisStore, "_there_seconds", 0.2)
+    monkeypatch.setattr(MooncakeStore, "_there_seconds", 0.2)
     monkeypatch.setattr(ThreadedStore, "_there_seconds", 0.2)
     keys = [bytes([n]) * 32 for n in range(1, 9)]
     rows = np.random.default_rng(3).integers(0, 256, (len(keys), WIDTH), np.uint8)

@@ -114,6 +114,22 @@ def test_a_record_of_the_epoch_that_was_cut_short_is_replaced(length: int):
         assert store.wait(store.submit_get(keys_of(2))).ok.all()
 
 
+def test_an_object_of_another_size_is_no_block():
+    """A gateway answers HEAD with the size of its page; the engine would not store the block for a minute."""
+    url = "memory://another-size?"
+    with opened(url) as store:
+        put(store, 2)
+        assert isinstance(store, ObjectStore)
+        obstore.put(store._client, names_of(store, 2)[1], b"<html>The service is being maintained.</html>")
+    with opened(url) as store:
+        until = time.monotonic() + 60
+        while not store.contains(keys_of(2)).any():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert store.contains(keys_of(2)).tolist() == [True, False]
+        assert store.lacks(keys_of(2)).tolist() == [False, True]
+
+
 def test_no_damaged_value_is_a_hit():
     """Ten thousand values: a flipped bit, a cut, another namespace, another key's value, another version."""
     random, width, count = np.random.default_rng(5), 64, 500

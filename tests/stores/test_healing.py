@@ -114,6 +114,24 @@ def test_a_key_that_was_deleted_and_is_put_by_another_process_is_found():
         assert store.wait(store.submit_get(KEYS[:1])).ok.all()
 
 
+def test_a_record_that_comes_damaged_is_looked_at_again():
+    """The record of the epoch lies whole in the storage, and so do the blocks."""
+    with KeyedStore(Medium()) as store:
+        assert store.wait(store.submit_put(KEYS[:1], ROWS[:1])).ok.all()
+        read, damage = store.read_epoch, iter((True, False))
+
+        def read_epoch(key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+            record = read(key)
+            if record is not None and next(damage):
+                record = record.copy()
+                record[-1] ^= 1
+            return record
+
+        store.read_epoch = read_epoch  # type: ignore[method-assign]
+        assert store.wait(store.submit_get(KEYS[:1])).reasons == ("",)
+        assert not next(damage, False), "both looks have happened"
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_nothing_whole_is_deleted_and_all_of_it_comes_back(seed: int, monkeypatch: pytest.MonkeyPatch):
     """Stores and `objects.PrefixObjects` over one medium: puts, gets, trouble and damage in any order."""

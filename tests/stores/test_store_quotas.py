@@ -78,19 +78,43 @@ def test_a_tenants_older_prompts_are_dropped_first_and_other_tenants_keep_theirs
 
 
 @both
-def test_a_later_process_counts_the_stored_blocks(tmp_path: Path, guard: dict[str, Any]):
+def test_a_later_process_keeps_the_quota_and_counts_the_stored_blocks(tmp_path: Path, guard: dict[str, Any]):
     with opened(tmp_path, guard) as store:
         store.set_quota(TENANT, 9)
         put(store, TENANT, 0, 7)
     with opened(tmp_path, guard) as store:
-        assert store.quota(TENANT) is None
-        store.set_quota(TENANT, 9)
         assert store.quota(TENANT) == (7, 9)
         assert put(store, TENANT, 0, 12) == ("",) * 9 + ("refused",) * 3
     with opened(tmp_path, guard) as store:
         store.set_quota(TENANT, 5)
         assert store.quota(TENANT) == (5, 5)
         assert held(store, 0, 12) == [0, 1, 2, 3, 4]
+
+
+def test_quotas_are_in_a_private_file_of_their_namespace_and_damage_means_none(tmp_path: Path):
+    secret, name = tmp_path / "secret", tmp_path / "kept" / "blockyard-prefix.quotas"
+    secret.write_text("not ours")
+    with opened(name.parent, {}) as store:
+        (name.parent / f"{name.name}.new").symlink_to(secret)
+        store.set_quota(TENANT, 9)
+    assert (name.stat().st_mode & 0o777, secret.read_text()) == (0o600, "not ours")
+    with opened(name.parent, {}, namespace=b"other".ljust(32)) as store:
+        assert store.quota(TENANT) is None
+    with opened(name.parent, {}) as store:
+        assert store.quota(TENANT) == (0, 9)
+        store.set_quota(TENANT, None)
+    with opened(name.parent, {}) as store:
+        assert store.quota(TENANT) is None
+        store.set_quota(TENANT, 9)
+    name.write_bytes(name.read_bytes()[:-1])
+    with opened(name.parent, {}) as store:
+        assert store.quota(TENANT) is None
+    name.unlink()
+    name.symlink_to(secret)
+    with opened(name.parent, {}) as store:
+        assert store.quota(TENANT) is None
+        store.set_quota(TENANT, 2)
+    assert secret.read_text() == "not ours"
 
 
 @both

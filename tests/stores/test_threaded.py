@@ -427,6 +427,83 @@ def test_a_put_that_lands_late_makes_no_hit_and_a_deletion_beside_it_says_so():
         assert store.wait(store.submit_delete(names(1))).ok.all()
 
 
+def test_a_put_that_lands_while_a_deletion_runs_leaves_it_unconfirmed():
+    """The put's call is over when the deletion's returns, and yet it stored the block behind the deletion."""
+    with KeyedStore() as store:
+        put(store, 1)
+        gate, begun, deleted = threading.Event(), threading.Event(), store.delete
+
+        def hang(name: str) -> None:
+            if name == "put":
+                begun.set()
+                assert gate.wait(PATIENCE)
+
+        def delete(keys: NDArray[np.uint8]) -> None:
+            deleted(keys)
+            gate.set()
+            until = time.monotonic() + PATIENCE
+            while store.stats().pending_bytes and time.monotonic() < until:
+                time.sleep(0.001)
+
+        store.before, store.delete = hang, delete  # type: ignore[method-assign]
+        ticket = store.submit_put(names(1), rows(1))
+        assert begun.wait(PATIENCE)
+        assert store.wait(ticket, 0.0).reasons == ("timeout",)
+        assert store.wait(store.submit_delete(names(1))).reasons == ("lost",)
+        assert get(store, 1) == ("absent",), "an unconfirmed deletion hides its key"
+
+
+def test_a_read_behind_a_put_behind_a_deletion_finds_the_block():
+    """The read waits for the put when that ends: the put is not the key's last batch."""
+    with KeyedStore() as store:
+        put(store, 1)
+        gate = threading.Event()
+        store.before = lambda name: name != "delete" or gate.wait(PATIENCE)
+        tickets = [store.submit_delete(names(1)), store.submit_put(names(1), rows(1)), store.submit_get(names(1))]
+        gate.set()
+        assert [store.wait(ticket).reasons for ticket in tickets] == [("",)] * 3
+        assert get(store, 1) == ("",)
+
+
+def test_a_key_may_be_read_behind_its_deletion_though_a_read_waited_for_that():
+    medium: dict[bytes, NDArray[np.uint8]] = {}
+    with KeyedStore(medium) as store, KeyedStore(medium) as other:
+        put(store, 1)
+        gate = threading.Event()
+        store.before = lambda name: name != "delete" or gate.wait(PATIENCE)
+        tickets = [store.submit_delete(names(1)), store.submit_get(names(1))]
+        gate.set()
+        assert [store.wait(ticket).reasons for ticket in tickets] == [("",), ("absent",)]
+        put(other, 1)
+        assert get(store, 1) == ("",)
+
+
+def test_a_put_between_two_deletions_does_not_show_its_key():
+    """The second deletion has been submitted when the put ends, and is not confirmed."""
+    with KeyedStore() as store:
+        put(store, 1)
+        gate, failures = threading.Event(), iter((False, True))
+
+        def fail_second(name: str) -> None:
+            if name == "delete":
+                assert gate.wait(PATIENCE)
+                if next(failures):
+                    raise OSError("the storage refuses")
+
+        store.before = fail_second
+        tickets = [
+            store.submit_delete(names(1)),
+            store.submit_put(names(1), rows(1)),
+            store.submit_get(names(1)),
+            store.submit_delete(names(1)),
+            store.submit_get(names(1)),
+        ]
+        gate.set()
+        found = [store.wait(ticket).reasons[0] for ticket in tickets]
+        assert found == ["", "", "absent", "error", "absent"]
+        assert get(store, 1) == ("absent",), "what was put before an unconfirmed deletion"
+
+
 def test_a_put_that_has_begun_when_everything_is_forgotten_is_forgotten_too():
     with KeyedStore() as store:
         put(store, 1)

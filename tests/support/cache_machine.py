@@ -47,6 +47,16 @@ class Op(NamedTuple):
     interrupt: int = -1  # place of an interrupt; -1 for none
 
 
+def empty_extents(rig: Rig, op: Op) -> None:
+    """Empty extents of some page classes for others, as many as can be."""
+    wanted = [(op.a + at * op.d) % 7 if op.d % 3 == 0 else 0 for at in range(rig.manager.num_page_classes)]
+    with suppress(InvalidArgumentError):
+        # Nothing moves if not all of them can be emptied.
+        for number in range(12, 0, -1):
+            if rig.manager.defrag.run("extents", number, wanted=wanted, max_moves=op.c % 8):
+                break
+
+
 class Machine(World):
     """Runs operations one by one."""
 
@@ -296,9 +306,10 @@ class Machine(World):
                 rig.manager.prefix.expect(op.b % 12)
 
     def do_defragment(self, rig: Rig, op: Op) -> None:
+        tables = self.tables(rig)
+        empty_extents(rig, op)
         goal = GOALS[op.a % len(GOALS)]
         number = 1 + op.b % (4 if goal == "contiguous" else 12)
-        tables = self.tables(rig)
         cached: Any = ("move", "drop", "exchange")[op.d % 3]
         with suppress(InvalidArgumentError):
             rig.manager.defrag.run(goal, number, max_moves=op.c % 8, cached=cached)  # type: ignore[arg-type]

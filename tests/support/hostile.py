@@ -263,6 +263,7 @@ VALID: dict[str, Any] = {
     "token_ids": [1, 2, 3, 4],
     "tokens": list(range(8)),
     "transfers": [],
+    "wanted": None,
     "watermark": 0.0,
     "window": 4,
     "chunk": 4,

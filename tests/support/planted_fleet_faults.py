@@ -115,6 +115,52 @@ def _third_overtakes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(order.BatchOrder, "add", add)
 
 
+def _late_puts_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A deletion is confirmed though a put that was given up still runs, and stores the block again."""
+    give_up = batches.BatchStore._give_up
+
+    def pretend(self: Any, batch: Any, reason: str) -> None:
+        give_up(self, batch, reason)
+        self._late.clear()
+
+    patch.setattr(batches.BatchStore, "_give_up", pretend)
+
+
+def _deletes_at_first_sight(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(known_keys.KnownKeys, "doubt", lambda self, key, seen: True)
+
+
+def _pages_are_values(patch: pytest.MonkeyPatch) -> None:
+    """Two equal answers that are no value of the store, such as an error page, prove damage."""
+    patch.setattr(store, "is_whole", lambda reason: True)
+
+
+def _stays_hidden(patch: pytest.MonkeyPatch) -> None:
+    """Seed 2404 of five engines over objects."""
+    patch.setattr(ThreadedStore, "_ends_hiding", lambda self, name, batch, reason: False)
+
+
+def _damaged_records_count(patch: pytest.MonkeyPatch) -> None:
+    """A batch whose record came damaged on its way has no blocks, although they are there."""
+    fetch = ThreadedStore._get
+
+    def get(self: Any, batch: Any, keys: list[bytes]) -> Any:
+        counts, looked = self._epochs.counts, [True]
+
+        def look(epoch: Epoch, stored: Any) -> bool:
+            looked.append(counts(epoch, stored))
+            return looked[-1]
+
+        self._epochs.counts = look
+        try:
+            rows, reasons = fetch(self, batch, keys)
+        finally:
+            del self._epochs.counts
+        return (rows, reasons) if looked[-1] else (None, ["absent"] * len(keys))
+
+    patch.setattr(ThreadedStore, "_get", get)
+
+
 def _known_after_forget(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(known_keys.KnownKeys, "clear", lambda self: self._until.clear())
 
@@ -491,6 +537,11 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
     "batches of one key run in any order": (150, _no_order),
     "the third batch of a key overtakes the second": (60, _third_overtakes),
     "known keys survive forget": (20, _known_after_forget),
+    "a deletion does not look for late puts": (200, _late_puts_ignored),
+    "a put does not show the key that a deletion has hidden": (60, _stays_hidden),
+    "a block that came damaged is deleted at once": (20, _deletes_at_first_sight),
+    "a page that came twice is a damaged block": (100, _pages_are_values),
+    "a record that came damaged counts as lost": (40, _damaged_records_count),
     "rows of a batch change places": (20, _wrong_row),
     "memory of a put is not given back": (20, _leak),
     "a miss is counted twice": (20, _miscount),
@@ -501,6 +552,7 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
     "a key that failed is never read again": (100, lambda patch: patch.setattr(known_keys, "FAILED_SECONDS", 1e9)),
     "close waits for a thread that is gone": (20, _hangs_on_close),
 }
+_LONG: dict[str, Any] = {"store": "object", "seconds": 12.0}
 # Fleets that find these faults sooner than fleets with all kinds of failures.
 _FLEETS: dict[str, dict[str, Any]] = {
     "a state of another position is found": {"model": "hybrid"},
@@ -508,11 +560,18 @@ _FLEETS: dict[str, dict[str, Any]] = {
     "the record replaced whatever is there": {"kinds": ("update", "slow", "gray")},
     "a deletion uses an epoch of a second ago": {"kinds": ("record_loss", "forget"), "store": "object"},
     "a refused put is said to be stored": {"kinds": ("full",)},
-    "a put whose answer came too late is said to be stored": {"kinds": ("slow",)},
+    "a put whose answer came too late is said to be stored": {"kinds": ("partition",), "num_faults": 8, "seconds": 8.0},
     "the third batch of a key overtakes the second": {"kinds": ("slow",)},
+    # A put is late after 3 s, and a deletion begins half a second later; a key is read again after 2 s.
+    "a deletion does not look for late puts": {"kinds": ("straggle",), "num_faults": 8, **_LONG},
+    "a put does not show the key that a deletion has hidden": {"kinds": ("slow",)},
+    "a block that came damaged is deleted at once": {"kinds": ("garbled",)},
+    "a page that came twice is a damaged block": {"kinds": ("page",), "num_faults": 12, **_LONG},
+    "a record that came damaged counts as lost": {"kinds": ("garbled",)},
     "batches of one key run in any order": {"kinds": ("slow", "repeat"), "store": "object"},
     "a key that failed is never read again": {"kinds": ("partition", "lossy")},
-    "a quota waits for blocks that the server has lost": {"kinds": ("node_loss",), "num_faults": 8},
+    "a quota waits for blocks that the server has lost": {"kinds": ("node_loss",), "num_faults": 16, "seconds": 8.0},
+    "a process that was told forgets it": {"kinds": ("record_loss", "update", "forget")},
     "a failed move counts as landed": {"kinds": ("copy",)},
     "a block leaves its list before it is deleted": {"kinds": ("move",), "num_faults": 12},
     "a script runs where half of its keys are": {"kinds": ("move",), "num_faults": 12},
@@ -527,35 +586,40 @@ _FLEETS: dict[str, dict[str, Any]] = {
 }
 # The lowest seed that finds a fault, if not 0: tried first.
 _FOUND_BY = {
-    "the record replaced whatever is there": 2,
-    "a put has the epoch that counts when it lands": 24,
-    "a process that was told forgets it": 10,
-    "forget does not wait for the storage": 25,
-    "a deletion uses an epoch of a second ago": 107,
+    "a put does not show the key that a deletion has hidden": 4,
+    "batches of one key run in any order": 1,
+    "a page that came twice is a damaged block": 7,
+    "a deletion does not look for late puts": 87,
+    "a put whose answer came too late is said to be stored": 13,
+    "the record replaced whatever is there": 15,
+    "a put has the epoch that counts when it lands": 5,
+    "a process that was told forgets it": 4,
+    "forget does not wait for the storage": 20,
+    "a deletion uses an epoch of a second ago": 5,
     "damage is not looked for": 22,
     "a refused put is said to be stored": 4,
-    "a put whose answer came too late is said to be stored": 15,
     "the third batch of a key overtakes the second": 26,
     "a miss is counted twice": 1,
     "storage that was down is never asked again": 1,
-    "a key that failed is never read again": 32,
+    "a key that failed is never read again": 22,
     "a full server drops nothing": 2,
-    "a put does not look at quotas": 1,
-    "a quota waits for blocks that the server has lost": 49,
-    "blocks in no list stay": 17,
+    "a put does not look at quotas": 3,
+    "a quota waits for blocks that the server has lost": 14,
+    "blocks in no list stay": 1,
     "a block leaves its list before it is deleted": 16,
-    "a script runs where half of its keys are": 2,
+    "a script runs where half of its keys are": 4,
     "blocks on a lost node are absent": 6,
-    "a deletion is confirmed without a lost node": 4,
+    "a deletion is confirmed without a lost node": 15,
     "forget does not wait for replicas": 33,
-    "a server that takes over confirms a forget": 75,
-    "a server that may not write tells the epoch": 56,
+    "a server that takes over confirms a forget": 188,
+    "a server that may not write tells the epoch": 31,
     "a put is no transaction": 12,
-    "blocks of a failed write stay leased": 3,
-    "blocks of a failed load stay leased": 6,
-    "blocks count as loaded whose copy failed": 6,
     "prompts are hashed without their salt": 1,
-    "memory is given back while blocks use it": 1,
+    "memory is given back while blocks use it": 3,
+    "blocks count as loaded whose copy failed": 24,
+    "blocks of a failed load stay leased": 24,
+    "blocks are reused while a write reads them": 3,
+    "a failed move counts as landed": 1,
 }
 _ALL = (
     *((name, *fault, "calls", "both") for name, fault in _FAULTS.items()),

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 from cache_compute import cells_of
-from cache_machine import GOALS, HINTS, Machine, Op
+from cache_machine import GOALS, HINTS, Machine, Op, empty_extents
 from cache_rig import LAYERS, MANY, NEVER, Cells, Config, Rig, Tracked, simulated
 from cache_world import Interrupted
 from numpy.typing import NDArray
@@ -112,6 +112,7 @@ class ScheduledMachine(Machine):
         self.risky(rig, self.scheduler.poll)
 
     def do_defragment(self, rig: Rig, op: Op) -> None:
+        empty_extents(rig, op)
         with suppress(InvalidArgumentError):
             goal = GOALS[op.a % len(GOALS)]
             rig.manager.defrag.run(goal, 1 + op.b % 4, max_moves=op.c % 8)  # type: ignore[arg-type]

@@ -269,9 +269,8 @@ class PrefixStore:
     def set_quota(self, salt: bytes | None, num_bytes: int | str | None) -> None:
         """Limit one tenant's blocks in the store, as `manager.prefix.set_quota` does on the device.
 
-        Waits for the store, which counts the blocks of all processes: see `ExternalStore.set_quota`. On a server, the
-        quota outlives this process; a file's ends with it, so set it again. Blocks refused beyond it count as
-        unwritten, see `stats`.
+        Waits for the store, which counts the blocks of all processes: see `ExternalStore.set_quota`. The quota outlives
+        this process. Blocks refused beyond it count as unwritten, see `stats`.
 
         Args:
             salt: the tenant; None for prompts without a salt.

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, BlockManager, HashedPrompt
+from blockyard._core import AllocStatus, BlockManager, Fit, HashedPrompt
 from blockyard.scheduler.loading_ahead import LOOKED_AT, LoadingAhead, RoomAhead, place_of
 from blockyard.scheduler.loop import Change
 from blockyard.scheduler.options import BlockNeeds
@@ -147,7 +147,9 @@ class Admission:
             batch.append(head)
             tokens += length
             taken += need
-            if share is not None or tokens >= left or is_cut or self.needs.keeps_states:
+            # The bytes of several prompts may be there, but not their blocks of each class.
+            alone = is_cut or self.needs.keeps_states or self.needs.has_classes
+            if share is not None or tokens >= left or alone:
                 return batch, share
         return batch, None
 
@@ -213,6 +215,15 @@ class Admission:
         share = self._shared_with(idle.state, idle.tokens[0]) if is_sharing else None
         room = self._free(taken, idle)
         return taken + self._need(idle, share, taken, room) - room
+
+    def fit_without_extents(self) -> Fit | None:
+        """Why the first waiting sequences do not fit, if they lack blocks of a page class although there are bytes."""
+        head = self.first()
+        if head is None or 1 + head.forks > self._rows.seats_left:
+            return None
+        prompt = self._hashed(head) if self._prefix_caching else len(head.tokens[0])
+        fit = self._manager.can_allocate(prompt, chunk_tokens=min(head.state.chunk, self.needs.max_chunk))
+        return fit if fit.status == AllocStatus.LATER and fit.bytes <= fit.free_bytes else None
 
     def _head(self) -> IdleSequences | None:
         """Return the first whose prompt is not loading; set aside those before it."""

@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import AllocStatus, BlockManager
+from blockyard._core import AllocStatus, BlockManager, Fit
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError
 from blockyard.layout.sizes import as_float, as_int, set_ints
 from blockyard.scheduler.loop import Cache, LoopedScheduler
@@ -80,10 +80,12 @@ class DefragPolicy:
 
     Args:
         goals: most important first. `("free_tail", 0)` keeps the tail that a shrinking pool gives back free of blocks,
-            `("dense", n)` packs all blocks as low as possible; see `manager.defrag.run`.
+            `("dense", n)` packs all blocks as low as possible; see `manager.defrag.run`. Over an `Arena`, only
+            `("extents", n)`: while the first waiting prompt lacks blocks of a page class although there are enough
+            bytes, extents of other classes are emptied for it, and `n` more.
         max_moves: maximum number of blocks to move per step, at least one.
         max_bytes: maximum number of bytes to write per step; None for no limit.
-        block_bytes: bytes of a block over all layers; required with `max_bytes`.
+        block_bytes: bytes of a block over all layers; required with `max_bytes`, but for `"extents"`.
         cached: whether cached blocks in the way are moved, dropped, or swapped with the moving blocks.
 
     Raises:
@@ -96,7 +98,7 @@ class DefragPolicy:
         >>> scheduler = Scheduler(manager, defragment=DefragPolicy([("free_tail", 0), ("dense", 8)], max_moves=32))
     """
 
-    goals: Sequence[Goal]
+    goals: Sequence[Goal | tuple[Literal["extents"], int]]
     max_moves: int = 64
     max_bytes: int | None = None
     block_bytes: int | None = None
@@ -112,12 +114,37 @@ class DefragPolicy:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
-        self.plan(BlockManager(block_size=1, device_blocks=1))
+        if self.is_for_extents:
+            self._check_extents()
+        else:
+            self.plan(BlockManager(block_size=1, device_blocks=1))
 
-    def plan(self, manager: BlockManager) -> DefragReport:
-        """Decide this step's moves, as part of the manager's next decision."""
+    @property
+    def is_for_extents(self) -> bool:
+        """Whether a goal is `"extents"`."""
+        return any(goal[0] == "extents" for goal in self.goals)
+
+    def _check_extents(self) -> None:
+        ((_, *numbers),) = self.goals if len(self.goals) == 1 else [("", -1)]
+        if len(numbers) != 1 or as_int("number", numbers[0]) < 0:
+            raise InvalidArgumentError(f'goals are {self.goals}, must be [("extents", n)] alone, n at least 0')
+        if self.block_bytes is not None or self.cached != "move":
+            raise InvalidArgumentError('the goal is "extents", must be without block_bytes and cached')
+
+    def plan(self, manager: BlockManager, fit: Fit | None = None) -> DefragReport:
+        """Decide this step's moves, as part of the manager's next decision.
+
+        Args:
+            manager: the manager.
+            fit: for `"extents"`, why a prompt does not fit yet.
+        """
+        if self.is_for_extents:
+            number, wanted = as_int("number", self.goals[0][1]), None if fit is None else fit.wanted
+            return manager.defrag.run(
+                "extents", number, wanted=wanted, max_moves=self.max_moves, max_bytes=self.max_bytes
+            )
         return manager.defrag.run(
-            self.goals,
+            cast("Sequence[Goal]", self.goals),
             max_moves=self.max_moves,
             max_bytes=self.max_bytes,
             block_bytes=self.block_bytes,
@@ -335,6 +362,22 @@ def check_options(
         raise InvalidArgumentError(f"num_lookahead_tokens is {num_lookahead_tokens}, must be at least 0")
     _warn_of_unused(manager, preemption_mode)
     return max_num_seqs, max_num_batched_tokens, num_lookahead_tokens, max_overtakes
+
+
+def check_defragment(manager: BlockManager, policy: DefragPolicy | None) -> None:
+    """Check that a manager has what a policy's goals are about.
+
+    Raises:
+        InvalidArgumentError: it has not.
+    """
+    if policy is None:
+        return
+    number, has_extents = manager.num_page_classes, manager.pool().per_extent is not None
+    if number == 1 if policy.is_for_extents else number > 1:
+        must = '[("extents", n)] with several page classes, and only then'
+        raise InvalidArgumentError(f"the goals of defragment are {policy.goals}, must be {must}")
+    if policy.is_for_extents and not has_extents:
+        raise InvalidArgumentError("the manager has a fixed split, defragment needs an Arena of extents")
 
 
 def _warn_of_unused(manager: BlockManager, mode: PreemptionMode | PreemptionCosts) -> None:

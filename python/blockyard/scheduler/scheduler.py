@@ -126,6 +126,7 @@ class Scheduler:
         manager = options.manager_of(cache, executor)
         limits = (max_num_seqs, max_num_batched_tokens, num_lookahead_tokens, max_overtakes)
         limits = options.check_options(manager, preemption_mode, *limits)
+        options.check_defragment(manager, defragment)
         self._max_num_seqs, self._max_num_batched_tokens, self._num_lookahead_tokens, self._overtakes = limits
         self.manager = manager
         self._clock = runtime().monotonic
@@ -146,7 +147,7 @@ class Scheduler:
         self._dropped: Step | None = None  # the step that an exception has dropped: its tokens have no effect
         self._device = manager.pool()
         self._needs = BlockNeeds(manager, self._max_num_batched_tokens)
-        self._recording = TokenRecorder(recorder, manager.block_size)
+        self._recording = TokenRecorder(recorder, manager.block_size, manager.groups)
         self._make_empty()
         options.take_over(self, manager)
         manager.prefix.store_jobs.end_lease(None)  # of a scheduler that was dropped
@@ -348,7 +349,7 @@ class Scheduler:
         if not self._append_to_running(lookahead) and (self._waiting or self._swapping.swapped):
             self._precedence.start_idle()
         if self._defragment is not None:
-            self._defragment.plan(self.manager)
+            self._plan_moves(self._defragment)
         self._admission.room.expect()
         count_step(self._stats, self.manager, self._builder.tokens, is_away=bool(self._swapping))
         if self._loop is not None:
@@ -358,6 +359,13 @@ class Scheduler:
         step = self._in_flight = self._builder.build(decision, self._rows)
         self._swapping.begin(decision.ticket)
         return step
+
+    def _plan_moves(self, policy: DefragPolicy) -> None:
+        """Decide the step's moves."""
+        if not policy.is_for_extents:
+            policy.plan(self.manager)
+        elif (fit := self._admission.fit_without_extents()) is not None:
+            policy.plan(self.manager, fit)
 
     def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
         """End a ticket whose transfers have finished; sequences that it swapped in run in the next step.

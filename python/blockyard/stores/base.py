@@ -42,6 +42,7 @@ _BUILT_IN = {
     **dict.fromkeys(("redis", "rediss", "unix", "redis+cluster", "rediss+cluster"), _REDIS),
     **dict.fromkeys(("valkey", "valkeys", "valkey+cluster", "valkeys+cluster"), _REDIS),
     **dict.fromkeys(("s3", "gs", "az", "local", "memory"), _OBJECTS),
+    "mooncake": ("blockyard.stores.mooncake", "open_mooncake"),
 }
 
 Keys: TypeAlias = NDArray[np.uint8] | Sequence[bytes]
@@ -277,7 +278,7 @@ class ExternalStore(ABC):
         drops that tenant's blocks: those that no stored block follows in a prompt, the least recently used first. So a
         prompt longer than the quota keeps its beginning. Blocks put before the tenant had a quota may not count.
 
-        A server keeps the quota. A file store does until it is closed: set it again after opening.
+        The storage keeps the quota: it holds for later processes, too, and after `forget`.
 
         Args:
             tenant: 32 bytes, see `Owners`.

@@ -301,8 +301,8 @@ class ObjectStore(RemoteStore):
 
         def look(index: int) -> None:
             try:
-                self._ob.head(self._client, self._path(keys[index]))
-                there[index] = True
+                size = self._ob.head(self._client, self._path(keys[index]))["size"]
+                there[index] = self._format.can_be(size)  # a gateway's page has another size
             except FileNotFoundError:
                 pass
             except Exception as error:  # noqa: BLE001

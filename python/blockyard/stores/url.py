@@ -41,10 +41,12 @@ _UNITS = {"": 1, "B": 1} | {
 _SHOWN = frozenset(
     (
         *("size", "threads", "memory", "direct", "timeout_base", "drop", "ttl", "db", "ca"),
-        *("connections", "region", "default_region", "account_name"),
+        *("connections", "region", "default_region", "account_name", "protocol", "device", "local", "admin"),
     )
 )
-_URLS = frozenset(("endpoint", "metadata_endpoint", "sts_endpoint", "base_url", "authority_host", "msi_endpoint"))
+_URLS = frozenset(
+    ("endpoint", "metadata", "metadata_endpoint", "sts_endpoint", "base_url", "authority_host", "msi_endpoint")
+)
 _PLAIN = re.compile(r"-?[0-9.]{1,20} ?[A-Za-z]{0,3}|on|off|auto|true|false", re.ASCII)
 _SECRET_NAME = re.compile(
     r"secret|token|pass|pwd|credential|sas|^sig$|(?<!skip_)signature|key|private|auth(?!ority)|account$|^pin$",

@@ -5,7 +5,8 @@
 """
 
 from blockyard.traces.formats import TraceRequest
+from blockyard.traces.groups import read_groups
 from blockyard.traces.reader import read_trace
 from blockyard.traces.recorder import TraceRecorder
 
-__all__ = ["TraceRecorder", "TraceRequest", "read_trace"]
+__all__ = ["TraceRecorder", "TraceRequest", "read_groups", "read_trace"]

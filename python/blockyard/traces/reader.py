@@ -51,22 +51,13 @@ def read_trace(path: str | Path, *, first: int | None = None, hash_tokens: int |
 def iter_trace(path: Path) -> Iterator[Row]:
     """Yield the requests in the order of the file, each with its time on the trace's clock in nanoseconds.
 
+    The first line that is not blank determines the format.
+
     Raises:
         TraceError: as for `read_trace`.
     """
-    try:
-        with path.open("rb") as file:
-            compressed = file.peek(2)[:2] == b"\x1f\x8b"
-            yield from _parse(path, gzip.GzipFile(fileobj=file) if compressed else file)
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise TraceError(f"cannot read trace {path}: {reason}") from error
-
-
-def _parse(path: Path, file: BufferedIOBase) -> Iterator[Row]:
-    """Yield the requests of an open file; the first line that is not blank determines the format."""
     parse = None
-    for number, text in _lines(path, file):
+    for number, text in open_trace(path):
         try:
             if parse is None:
                 parse, has_header = parser_for(text)
@@ -75,6 +66,21 @@ def _parse(path: Path, file: BufferedIOBase) -> Iterator[Row]:
             yield from parse(text)
         except ValueError as error:
             raise TraceError(f"{path}, line {number}: {error}") from None
+
+
+def open_trace(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield `(line number, text)` of every line of a trace that is not blank.
+
+    Raises:
+        TraceError: the file cannot be read, or a line is too long or not text.
+    """
+    try:
+        with path.open("rb") as file:
+            compressed = file.peek(2)[:2] == b"\x1f\x8b"
+            yield from _lines(path, gzip.GzipFile(fileobj=file) if compressed else file)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TraceError(f"cannot read trace {path}: {reason}") from error
 
 
 def _lines(path: Path, file: BufferedIOBase) -> Iterator[tuple[int, str]]:

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import export_keys
+from blockyard._core import CacheGroup, export_keys
 from blockyard.errors import InvalidArgumentError, TraceError
 from blockyard.traces.formats import MAX_TOKENS
+from blockyard.traces.groups import GROUPS_FIELD, group_fields
 from blockyard.workers import Process, start_worker
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ class TraceRecorder:
 
     A line has `timestamp` (milliseconds since the first request), `input_length`, `output_length`, `hash_ids` (a number
     for each full block of the prompt), `block_size` and, if known, `output_hash_ids` (the blocks that the answer
-    filled) and `session`. Blocks and sessions are numbered from 0 in order of first appearance, so tokens and keys
-    cannot be recovered from a trace. Lengths and times are exact.
+    filled) and `session`; the first line has the model's `cache_groups`, if given. Blocks and sessions are numbered
+    from 0 in order of first appearance, so tokens and keys cannot be recovered from a trace. Lengths and times are
+    exact.
 
     Lines are in order of `add`. A request is written once it and all earlier requests have ended; a killed process
     loses the others, and up to a second of lines. Recording never blocks the engine: a background thread writes, and if
@@ -70,10 +72,11 @@ class TraceRecorder:
             their numbers and older ones count as new, so the trace shows all hits of caches with up to half as many
             blocks.
         clock: function that returns the time in seconds.
+        groups: the model's cache groups, for a replay; a `Scheduler` gives its own.
 
     Raises:
         TraceError: the file exists or cannot be created.
-        InvalidArgumentError: `block_size` or `max_blocks` is out of range.
+        InvalidArgumentError: `block_size` or `max_blocks` is out of range, or `groups` has something else.
 
     Example:
         >>> import tempfile
@@ -95,12 +98,17 @@ class TraceRecorder:
         block_size: int,
         max_blocks: int = 1 << 20,
         clock: Callable[[], float] = time.monotonic,
+        groups: Sequence[CacheGroup] = (),
     ) -> None:
         for name, value, least in (("block_size", block_size, 1), ("max_blocks", max_blocks, 2)):
             is_int = hasattr(value, "__index__") and not isinstance(value, bool)
             if not (is_int and least <= value <= MAX_TOKENS):
                 raise InvalidArgumentError(f"{name} is {value!r}, must be an int from {least} to {MAX_TOKENS}")
         block_size, max_blocks = int(block_size), int(max_blocks)
+        for group in groups:
+            if not isinstance(group, CacheGroup):
+                raise InvalidArgumentError(f"groups has {group!r:.100}, must have instances of CacheGroup")
+        self._groups = tuple(groups)
         self._path = Path(path)
         self._compresses = self._path.suffix == ".gz"
         self._block_size, self._clock = block_size, clock
@@ -220,6 +228,13 @@ class TraceRecorder:
                 self._held_ids -= _REQUEST_IDS + len(request.fields["hash_ids"])
             self._release()
 
+    def _name_groups(self, groups: Sequence[CacheGroup]) -> None:
+        """Note the cache groups of the engine, unless the recorder has some, or a line is written."""
+        is_plain = len(groups) == 1 and groups[0].kind == "full_attention"
+        with self._lock:
+            if not self._groups and not is_plain:
+                self._groups = tuple(groups)
+
     def close(self) -> None:
         """Write all requests and close the file. Requests that have not ended get an output length of 1. Idempotent."""
         if not self._process.is_current:
@@ -244,6 +259,8 @@ class TraceRecorder:
         while self._order and (everything or self._order[0].has_ended or self._held_ids > _HELD_IDS):
             request = self._order[0]
             fields = request.fields
+            if not self._num_requests and self._groups:
+                fields[GROUPS_FIELD] = group_fields(self._groups)
             line = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
             # One C call moves it, so an interrupt cannot come in between.
             self._lines.extend(compress((line,), starmap(self._order.popleft, ((),))))
@@ -323,12 +340,13 @@ class TokenRecorder:
     Args:
         recorder: the recorder; None means a recorder for `BLOCKYARD_RECORD`, if that is set.
         block_size: number of tokens in a block.
+        groups: the cache groups, for a replay.
 
     Raises:
         InvalidArgumentError: the recorder has ended, or another block size.
     """
 
-    def __init__(self, recorder: TraceRecorder | None, block_size: int) -> None:
+    def __init__(self, recorder: TraceRecorder | None, block_size: int, groups: Sequence[CacheGroup] = ()) -> None:
         if recorder is not None and not isinstance(recorder, TraceRecorder):
             raise InvalidArgumentError(f"recorder is {recorder!r:.100}, must be a TraceRecorder")
         if recorder is not None and not recorder.is_recording:
@@ -336,6 +354,8 @@ class TokenRecorder:
         if recorder is not None and recorder.block_size != block_size:
             raise InvalidArgumentError(f"recorder has block_size {recorder.block_size}, must have {block_size}")
         self._recorder = record_from_environment(block_size) if recorder is None else recorder
+        if self._recorder is not None:
+            self._recorder._name_groups(groups)  # noqa: SLF001 (one file, one concept)
         self._block_size = block_size
         # For each open request: its prompt, and a function that returns the keys of such tokens.
         self._open: dict[str, tuple[NDArray[np.uint32], Callable[[NDArray[np.uint32]], list[bytes]]]] = {}

@@ -1,6 +1,7 @@
 //! Whether a request for blocks fits, and fractions of a pool.
 
 use crate::error::{Error, Result};
+use crate::page::PerClass;
 
 /// Whether something fits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +26,8 @@ pub struct Fit {
     pub free: usize,
     /// Page class of these blocks: the one that has too few, or the one that the request needs most of.
     pub page_class: usize,
+    /// Blocks of each page class that the request takes.
+    pub wanted: PerClass,
     /// Bytes of the blocks of all classes that the request takes, padding included; blocks count 1 if they have no bytes.
     pub bytes: u64,
     /// Bytes available now to blocks of any class, as `free`. The request may still lack blocks of one class.

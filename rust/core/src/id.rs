@@ -67,7 +67,7 @@ impl fmt::Display for BlockId {
 }
 
 /// A sequence: the manager's number, a row of its table store and that row's generation. So a handle of another
-/// manager, or one kept past `free`, is detected and never refers to another sequence.
+/// manager, or one used after `free`, is rejected and never refers to another sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(transparent)]
 pub struct SequenceId(pub u64);

@@ -37,7 +37,7 @@ pub use group::{Group, NULL_BLOCK, PagedGroup};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, JobId, LeaseId, PinId, SequenceId, TicketId, Tier};
 pub use manager::{Config, Manager, MissingBlocks, Resize, Stats, TierUse};
-pub use page::{MAX_CLASSES, PerClass, Space, extent_bytes};
+pub use page::{ClassUse, MAX_CLASSES, PerClass, Space, extent_bytes};
 pub use pool::Policies;
 pub use prefix::evict::{Departure, Eviction, Evictor, Hint, HintCount, MAX_PRIORITY};
 pub use prefix::{Histogram, RESIDENCY_SECONDS, Residency};

@@ -31,7 +31,7 @@ pub enum Space {
 }
 
 /// One number for each page class.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct PerClass([usize; MAX_CLASSES]);
 
 impl PerClass {
@@ -54,6 +54,12 @@ impl PerClass {
     #[inline]
     pub(crate) fn at(&mut self, class: usize) -> &mut usize {
         &mut self.0[class]
+    }
+
+    /// One number for each of the first classes; at most [`MAX_CLASSES`] of them count.
+    #[must_use]
+    pub fn from_slice(counts: &[usize]) -> Self {
+        Self(std::array::from_fn(|class| counts.get(class).copied().unwrap_or(0)))
     }
 
     /// All numbers together.
@@ -95,6 +101,17 @@ impl Sum for PerClass {
     fn sum<I: Iterator<Item = Self>>(counts: I) -> Self {
         counts.fold(Self::default(), Add::add)
     }
+}
+
+/// Use of one tier by one page class, in bytes with their padding; 1 a block if blocks have no bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ClassUse {
+    /// Bytes of the blocks that the class has now, without the null block.
+    pub total: u64,
+    /// Bytes of those that are not free now: referenced, or held by a transfer.
+    pub used: u64,
+    /// Bytes of those that can be found now, used or not.
+    pub cached: u64,
 }
 
 /// Which numbers of a tier's blocks belong to which class.

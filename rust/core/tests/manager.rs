@@ -259,7 +259,8 @@ impl World {
                         || (before.saturating_sub(rest) <= wanted + held && (wanted <= before || chunk != u32::MAX)),
                     "{before} - {rest}, {wanted}"
                 );
-                let given_up = self.has_pages() && hit == 0; // see `Sequences::give_up_hits`
+                let has_states = self.groups.contains(&Group::Recurrent);
+                let given_up = (self.has_pages() || has_states) && hit == 0; // see `Sequences::give_up`
                 assert!(
                     (hit == cached || given_up) && (hit < tokens || tokens == 0),
                     "{hit} of {tokens} tokens, {cached} cached"
@@ -483,8 +484,9 @@ impl World {
             Op::Tables(op) => self.apply_tables(op),
             Op::Keep(op) => self.apply_keep(op),
             // These work with blocks of one size only.
-            Op::Moves(_) | Op::Resize(_) | Op::Store(store::Op::LoadAndShrink { .. } | store::Op::Crowded { .. })
+            Op::Resize(_) | Op::Store(store::Op::LoadAndShrink { .. } | store::Op::Crowded { .. })
                 if self.has_pages() => {}
+            Op::Moves(op) if self.has_pages() => self.apply_extents(op),
             Op::Moves(op) => self.apply_moves(op),
             Op::Store(op) => self.apply_store(op),
             Op::Free(s, n) => {

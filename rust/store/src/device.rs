@@ -52,6 +52,21 @@ pub trait BlockDevice: Send + Sync {
     /// Keeps bytes for the next opener, if it can. Called when a keyed store is closed, after a sync.
     fn save_checkpoint(&self, _bytes: &[u8]) {}
 
+    /// Returns the bytes of the last [`BlockDevice::save_quotas`], at most `limit`; `None` if there are none. They are
+    /// untrusted.
+    fn kept_quotas(&self, _limit: u64) -> Option<Vec<u8>> {
+        None
+    }
+
+    /// Keeps the quotas of a keyed store for later openers, in place of those before; returns once they would survive a
+    /// loss of power.
+    ///
+    /// # Errors
+    /// The system's.
+    fn save_quotas(&self, _bytes: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Called once, from a separate thread, when the store is closed.
     fn discard(&self) {}
 }

@@ -312,6 +312,11 @@ impl Index {
         self.quotas.quota(tenant)
     }
 
+    /// Returns the quota of each tenant that has one.
+    pub(crate) fn quotas(&self) -> Vec<([u8; 32], u32)> {
+        self.quotas.all()
+    }
+
     /// Checks the ranks, and the counts of all tenants.
     ///
     /// # Errors

@@ -54,6 +54,11 @@ impl Quotas {
         Some((u32::try_from(held).unwrap_or(u32::MAX), most))
     }
 
+    /// Returns the quota of each tenant that has one.
+    pub(crate) fn all(&self) -> Vec<([u8; 32], u32)> {
+        self.most.iter().map(|(&tenant, &most)| (tenant, most)).collect()
+    }
+
     /// Returns the owner of a slot's block.
     pub(crate) fn owner(&self, slot: u32) -> Option<Owner> {
         let share = self.share(slot)?;

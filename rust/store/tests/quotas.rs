@@ -176,7 +176,7 @@ fn the_next_life_counts_what_earlier_ones_have_stored() {
             disk.drop_checkpoint();
         }
         let store = open(&disk);
-        assert_eq!(store.quota(tenant(1)).unwrap(), None, "quotas end when the store is closed");
+        assert_eq!(store.quota(tenant(1)).unwrap(), None);
         store.set_quota(tenant(1), Some(5)).unwrap();
         assert_eq!(store.quota(tenant(1)).unwrap(), Some((4, 5)));
         assert_eq!(put_chain(&store, 1, 0..6), 5);
@@ -184,6 +184,59 @@ fn the_next_life_counts_what_earlier_ones_have_stored() {
         assert_eq!(held(&store, 0..8), [0, 1, 2, 7]);
         store.check().unwrap();
     }
+}
+
+#[test]
+fn a_quota_outlives_its_store_and_forget_and_so_does_its_end() {
+    let mut disk = disk();
+    for is_killed in [false, true] {
+        let store = open(&disk);
+        store.set_quota(tenant(1), Some(3)).unwrap();
+        store.set_quota(tenant(2), Some(0)).unwrap();
+        assert_eq!(put_chain(&store, 1, 0..5), 3);
+        if is_killed {
+            disk = disk.killed();
+        } else {
+            assert!(store.close(LONG));
+        }
+        let store = open(&disk);
+        let quota = |of| store.quota(tenant(of)).unwrap();
+        assert_eq!((quota(1), quota(2), quota(3)), (Some((3, 3)), Some((0, 0)), None));
+        assert_eq!((put_chain(&store, 1, 0..5), put_chain(&store, 2, 5..6)), (3, 0));
+        store.forget(None).unwrap();
+        store.set_quota(tenant(2), None).unwrap();
+        assert!(store.close(LONG));
+        let store = open(&disk);
+        assert_eq!((store.quota(tenant(1)).unwrap(), store.quota(tenant(2)).unwrap()), (Some((0, 3)), None));
+        store.check().unwrap();
+        assert!(store.close(LONG));
+        let other = SlabStore::open_keyed(disk.device(), StoreOptions { namespace: [9; 32], ..options() }).unwrap();
+        assert_eq!(other.quota(tenant(1)).unwrap(), None, "quotas are a namespace's own");
+    }
+}
+
+#[test]
+fn a_kept_quota_holds_for_blocks_that_its_setter_was_killed_before_wiping() {
+    let (with_quota, disk) = (disk(), disk());
+    open(&with_quota).set_quota(tenant(1), Some(2)).unwrap();
+    put_chain(&open(&disk), 1, 0..5);
+    let disk = disk.killed();
+    disk.device().save_quotas(&with_quota.device().kept_quotas(1 << 20).unwrap()).unwrap();
+    let store = open(&disk);
+    assert_eq!(store.quota(tenant(1)).unwrap(), Some((2, 2)));
+    store.check().unwrap();
+    assert_eq!(held(&open(&disk.killed()), 0..5).len(), 2);
+}
+
+#[test]
+fn a_quota_that_the_device_does_not_keep_is_an_error_and_holds_until_the_store_is_closed() {
+    let disk = disk();
+    let store = open(&disk);
+    disk.fail(Some((1, 28)));
+    assert!(matches!(store.set_quota(tenant(1), Some(1)), Err(Error::Io { .. })));
+    disk.fail(None);
+    assert_eq!(store.quota(tenant(1)).unwrap(), Some((0, 1)));
+    assert_eq!(open(&disk.killed()).quota(tenant(1)).unwrap(), None);
 }
 
 #[test]
@@ -436,14 +489,10 @@ impl Pair {
         assert_eq!(get(&self.store, ids), expected);
     }
 
-    /// Opens the store again and sets its quotas as before.
+    /// Opens the store again, which keeps its quotas.
     fn open(&mut self, with_checkpoint: bool) {
         self.store = open(&self.disk);
         self.model.age(with_checkpoint);
-        for (of, most) in self.model.most.clone() {
-            assert_eq!(self.store.quota(tenant(of)).unwrap(), None);
-            self.store.set_quota(tenant(of), Some(most)).unwrap();
-        }
     }
 
     fn apply(&mut self, action: Action) {

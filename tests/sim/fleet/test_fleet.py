@@ -20,7 +20,7 @@ from blockyard.tools.sim.fleet.campaign import shrink
 from blockyard.tools.sim.fleet.faults import OF_CLUSTER, draw_faults
 from blockyard.tools.sim.fleet.serving import ServingEngine
 
-SEEDS = 24
+SEEDS = 30
 MODELS_WITH_POINTS = ("window", "states", "hybrid")
 
 

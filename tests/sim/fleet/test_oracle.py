@@ -24,7 +24,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.loop, self.oracle = Loop(1), Oracle()
-        self.server = RedisServer(self.loop, self._see, capacity=100)
+        self.server = RedisServer(self.loop, self._see, lambda value, damaged_at: None, capacity=100)
         self.began = 0.0
         self.engines = [
             SimulatedEngine(self.loop, self.server, self.oracle, number, FleetLog(self.loop, 3), (0.0, 0.0))

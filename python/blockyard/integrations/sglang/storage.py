@@ -24,7 +24,7 @@ from blockyard.integrations.sglang.identity import current_server_args, identify
 from blockyard.integrations.sglang.pages import as_bytes, leading, refuse_own_folders, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
 from blockyard.stores.adapters.checkpoint import require_revision
-from blockyard.stores.adapters.objects import PrefixObjects, check_place, store_url
+from blockyard.stores.adapters.objects import PrefixObjects, bytes_taken, check_place, share_of, store_url
 from blockyard.stores.adapters.options import read_flag, read_kv_dtype, read_text, refuse_unknown
 
 __all__ = ["BlockyardHiCache"]
@@ -34,10 +34,15 @@ _OPTIONS: Final = ("root_dir", "url", "size", "revision", "kv_dtype", "interface
 _SGLANGS_OWN: Final = ("backend_name", "module_path", "class_name")
 _SHARDED: Final = {"mamba", "draft", "draft_swa"}
 """Pools that are sharded by rank even if the main pool is the same on all ranks."""
+_PAGE_BY_PAGE: Final = {"indexer", "draft_indexer", "deepseek_v4_c4", "deepseek_v4_c4_indexer", "deepseek_v4_c128"}
+"""Pools that have a page for each one of the main pool, and so a known share of a store's bytes."""
+_APART: Final = 0.95
+"""Share of the bytes in a common store that pools in stores of their own may take at most."""
 
 
 class _HostPages(NamedTuple):
     host: Any
+    pool: str
     name: str
     blank: torch.Tensor
 
@@ -86,7 +91,7 @@ class BlockyardHiCache(HiCacheStorage):
         refuse_own_folders(self._root, storage_config.tp_size, share_pages=storage_config.is_mla_model)
         self._identity, problem = identify(current_server_args())
         require_revision(self._revision, self._url or "", problem)
-        self._objects: PrefixObjects | None = None
+        self._objects: dict[str, PrefixObjects] = {}  # by pool; several may share one
         self._recorder: QueryRecorder | None = None
         self._main: _HostPages | None = None
         self._pools: dict[str, _HostPages] = {}
@@ -118,23 +123,50 @@ class BlockyardHiCache(HiCacheStorage):
         Raises:
             StoreError: the store cannot be opened.
         """
-        if self._objects is not None or self._main is None:
+        if self._objects or self._main is None:
             return
-        config, sizes = self._config, [pool.page_bytes for pool in self._pools.values()]
+        config = self._config
         folder = f"tp{config.tp_rank}-pp{config.pp_rank}-cp{config.attn_cp_rank}-dp{config.dp_rank}"
-        self._objects = PrefixObjects(
-            store_url(self._root, self._url, self._size, folder),
-            sizes=sizes,
-            fields={
-                "engine": "sglang",
-                "main": self._main.name,
-                "rank": self._rank(PoolName.KV),
-                "revision": self._revision,
-            },
-        )
+        url = store_url(self._root, self._url, self._size, folder)
+        stores = self._stores(url)
+        taken = [self._taken(url, names) for names in stores]
+        try:
+            for names, share in zip(stores, taken, strict=True):
+                part = folder if str(PoolName.KV) in names else f"{folder}-{names[0]}"
+                self._open(share_of(store_url(self._root, self._url, self._size, part), share / sum(taken)), names)
+        except BaseException:
+            self.close()
+            self._objects.clear()
+            raise
         ranks = [config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dcp_rank]
         self._recorder = record_queries(ranks, getattr(self._main.host, "page_size", 1) or 1)
-        _LOG.info("Blockyard: pages of %s bytes, %s", ", ".join(map(str, sizes)), self._objects.about)
+
+    def _open(self, url: str, names: Sequence[str]) -> None:
+        """Open the store of some pools."""
+        sizes = [self._pools[name].page_bytes for name in names]
+        fields: dict[str, Any] = {"engine": "sglang", "main": self._pools[names[0]].name}
+        fields |= {"rank": self._rank(PoolName.KV), "revision": self._revision}
+        objects = PrefixObjects(url, sizes=sizes, fields=fields)
+        self._objects |= dict.fromkeys(names, objects)
+        _LOG.info("Blockyard: pages of %s bytes, %s", ", ".join(map(str, sizes)), objects.about)
+
+    def _stores(self, url: str) -> list[list[str]]:
+        """Return which pools share a store, the main pool first.
+
+        A store has blocks of one length, which wastes a part of pages of other lengths. Pools whose share of the bytes
+        is known get stores of their own, if they take less then.
+        """
+        together = list(self._pools)
+        own = [name for name in together if name in _PAGE_BY_PAGE]
+        if self._root is None and url.startswith("file:"):
+            own = []  # only one store can be in a folder
+        apart = [[name for name in together if name not in own], *([name] for name in own)]
+        is_less = sum(self._taken(url, names) for names in apart) <= _APART * self._taken(url, together)
+        return apart if own and is_less else [together]
+
+    def _taken(self, url: str, names: Sequence[str]) -> int:
+        """Return the bytes of a store that a page of each pool takes."""
+        return bytes_taken(url, [self._pools[name].page_bytes for name in names])
 
     # ---- pages of the main pool ----
 
@@ -226,14 +258,15 @@ class BlockyardHiCache(HiCacheStorage):
 
     def clear(self) -> bool:
         """Delete all pages of this rank; return whether this also holds for later processes."""
-        return self._objects is None or self._objects.clear()
+        cleared = [objects.clear() for objects in set(self._objects.values())]  # all, also after a failure
+        return all(cleared)
 
     def close(self) -> None:
         """Close the store; afterwards everything is a miss."""
         if self._recorder is not None:
             self._recorder.close()
-        if self._objects is not None:
-            self._objects.close()
+        for objects in set(self._objects.values()):
+            objects.close()
 
     def _move_all(self, transfers: list[PoolTransfer], *, is_load: bool) -> dict[str, list[bool]]:
         return {
@@ -263,9 +296,10 @@ class BlockyardHiCache(HiCacheStorage):
         take: Callable[[int, NDArray[np.uint8]], None],
         sizes: Sequence[int] | None = None,
     ) -> list[bool]:
-        if self._objects is None:
+        objects = self._objects.get(pool.pool)
+        if objects is None:
             return [False] * len(keys)
-        return self._objects.get([pool.key(key) for key in keys], sizes or [pool.page_bytes] * len(keys), take)
+        return objects.get([pool.key(key) for key in keys], sizes or [pool.page_bytes] * len(keys), take)
 
     def _put(
         self,
@@ -274,14 +308,15 @@ class BlockyardHiCache(HiCacheStorage):
         read: Callable[[int], NDArray[np.uint8]],
         sizes: Sequence[int] | None = None,
     ) -> list[bool]:
-        if self._objects is None:
+        objects = self._objects.get(pool.pool)
+        if objects is None:
             return [False] * len(keys)
-        return self._objects.put([pool.key(key) for key in keys], sizes or [pool.page_bytes] * len(keys), read)
+        return objects.put([pool.key(key) for key in keys], sizes or [pool.page_bytes] * len(keys), read)
 
     def _contains(self, pool: _HostPages | None, keys: Sequence[str]) -> list[bool]:
-        if pool is None or self._objects is None or not keys:
+        if pool is None or pool.pool not in self._objects or not keys:
             return [False] * len(keys)
-        return self._objects.contains([pool.key(key) for key in keys], [pool.page_bytes] * len(keys))
+        return self._objects[pool.pool].contains([pool.key(key) for key in keys], [pool.page_bytes] * len(keys))
 
     def _pool(self, host: Any, name: Any) -> _HostPages:
         """Describe a pool: its page size, and everything that determines a page's bytes besides its key."""
@@ -301,7 +336,7 @@ class BlockyardHiCache(HiCacheStorage):
             *(config.tp_lcm_size, config.should_split_heads, config.logical_page_size),
             *self._rank(name),
         ]
-        return _HostPages(host, f"{name} {fields}", blank)
+        return _HostPages(host, str(name), f"{name} {fields}", blank)
 
     def _rank(self, name: Any) -> list[int]:
         config = self._config

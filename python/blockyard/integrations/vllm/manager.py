@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -32,6 +32,7 @@ from blockyard.integrations.vllm.hints import OUTCOMES, Pins, read_hints
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.integrations.vllm.recording import ChunkRecorder
 from blockyard.integrations.vllm.region import SharedRegion
+from blockyard.integrations.vllm.units import UnitOffload, Units
 from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.base import ExternalStore
 from blockyard.workers import keep
@@ -95,6 +96,7 @@ class BlockyardManager(OffloadingManager):
         weights_fixed: whether the weights stay the same while the engine runs, even across a cache reset.
         info: facts for `config_info`.
         recorder: records the requests to a trace; None for no recording.
+        units: if chunks are units, how many of them a block of each group takes.
 
     Attributes:
         region: memory that the workers share without an external store. Its name goes once all have mapped it.
@@ -110,9 +112,11 @@ class BlockyardManager(OffloadingManager):
         weights_fixed: bool = False,
         info: dict[str, str | int] | None = None,
         recorder: ChunkRecorder | None = None,
+        units: Units | None = None,
     ) -> None:
         self._recorder = recorder
-        self._offload = OffloadManager(num_chunks, eviction=policy)
+        offload = OffloadManager(num_chunks, eviction=policy)
+        self._offload = offload if units is None else cast(OffloadManager, UnitOffload(offload, units.counts))
         self._lookup = self._offload.lookup
         self._lock = threading.RLock()
         self._info = dict(info or {})
@@ -141,8 +145,9 @@ class BlockyardManager(OffloadingManager):
         # Hits of this step, which vLLM may still load: the external store's threads must not evict them.
         self._looked_up: dict[OffloadKey, list[object]] = {}  # held keys have a chunk
         self._let: list[object] = []
-        self._pins = Pins(self._offload)
-        self._retained = Pins(self._offload, "retain", share=1.0)
+        most = 1 if units is None else units.most  # chunks of a key
+        self._pins = Pins(self._offload, share=0.5 / most)
+        self._retained = Pins(self._offload, "retain", share=1.0 / most)
         self._hints = Counter(dict.fromkeys(OUTCOMES, 0))
         self._reported_hints = self._hints.copy()
         self.region: SharedRegion | None = None

@@ -17,6 +17,7 @@ from blockyard.integrations.vllm.metrics import definitions
 from blockyard.integrations.vllm.recording import ChunkRecorder
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.integrations.vllm.tier import namespace
+from blockyard.integrations.vllm.units import Units
 from blockyard.integrations.vllm.worker import BlockyardWorker
 from blockyard.stores import open_store
 from blockyard.stores.adapters.checkpoint import require_revision
@@ -80,15 +81,22 @@ class BlockyardSpec(OffloadingSpec):
         copies = 1 if self.replicated_layout else config.parallel.world_size
         self.bytes_per_chunk: int = config.worker_kv_bytes_per_block * copies * config.cache.blocks_per_chunk
         self._unused = _unused(options, config)
-        host_bytes = _host_bytes(options, self.bytes_per_chunk, self._unused)
+        self._host_bytes = _host_bytes(options, self.bytes_per_chunk, self._unused)
         # Without blocks there is nothing to store, and nothing to size chunks by.
-        self.num_chunks: int = host_bytes // self.bytes_per_chunk if self.bytes_per_chunk else 0
+        self.num_chunks: int = self._host_bytes // self.bytes_per_chunk if self.bytes_per_chunk else 0
+        self.units: Units | None = None
         self.policy = read_choice("policy", options.get("policy"), _POLICIES, "lru")
         self.is_exclusive = False
         self._external = _external(options)
         self._is_shared = bool(self.num_chunks) and (self._external is not None or self.replicated_layout)
         self._manager: BlockyardManager | None = None
         self._worker: BlockyardWorker | None = None
+
+    def use_units(self, units: Units) -> None:
+        """Cut host memory into units: chunks are units from then on. Before manager and worker are made."""
+        copies = 1 if self.replicated_layout else self.config.parallel.world_size
+        self.units, self.bytes_per_chunk = units, units.unit_bytes * copies
+        self.num_chunks = self._host_bytes // self.bytes_per_chunk
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
@@ -112,6 +120,7 @@ class BlockyardSpec(OffloadingSpec):
                 weights_fixed=self._external is not None and self._external.weights_fixed,
                 info=dict(zip(_INFO, facts, strict=True)),
                 recorder=self._recorder(),
+                units=self.units,
             )
             about = "no prefix store"
             if self._external is not None and self.num_chunks:
@@ -135,6 +144,7 @@ class BlockyardSpec(OffloadingSpec):
                 region=self._region(rank, self._identity()) if self._is_shared else None,
                 block_bytes=self.config.worker_kv_bytes_per_block if self._is_shared else None,
                 stores=rank == 0 or not self.replicated_layout,
+                units=self.units,
             )
         return self._worker
 
@@ -173,7 +183,8 @@ class BlockyardSpec(OffloadingSpec):
 
     def _region(self, place: int, identity: bytes = bytes(32)) -> SharedRegion:
         world = self.config.parallel.world_size
-        part = self.num_chunks * self.blocks_per_chunk * self.config.worker_kv_bytes_per_block
+        block = self.config.worker_kv_bytes_per_block if self.units is None else self.units.unit_bytes
+        part = self.num_chunks * self.blocks_per_chunk * block
         return SharedRegion(self.config.engine_id, part, world, place, identity, is_one=self.replicated_layout)
 
 

@@ -34,6 +34,7 @@ from blockyard.engine.streams import Event, StreamName, Streams, WorkerStreams, 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
 from blockyard.integrations.vllm.region import SharedRegion
+from blockyard.integrations.vllm.units import BlockPieces, Units
 from blockyard.workers import keep
 
 __all__ = ["BlockyardWorker"]
@@ -85,6 +86,7 @@ class BlockyardWorker(OffloadingWorker):
         region: memory for them shared with the scheduler; None means private memory.
         block_bytes: bytes per block in that region.
         stores: False for a worker whose stores copy nothing, since another one writes the same bytes to the region.
+        units: of which host memory has `num_chunks`, with one block a chunk; None for chunks of equal bytes.
 
     Raises:
         InvalidArgumentError: the tensors do not match one another.
@@ -100,6 +102,7 @@ class BlockyardWorker(OffloadingWorker):
         region: SharedRegion | None = None,
         block_bytes: int | None = None,
         stores: bool = True,
+        units: Units | None = None,
     ) -> None:
         device_rows = [_rows(cache.tensor, cache.page_size_bytes) for cache in kv_caches.tensors]
         if not device_rows:
@@ -109,8 +112,10 @@ class BlockyardWorker(OffloadingWorker):
         widths = [rows.shape[1] for rows in device_rows]
         starts = [sum(widths[:index]) for index in range(len(widths))]
         width = sum(widths) if block_bytes is None else block_bytes
-        if sum(widths) > width:
+        if sum(widths) > width and units is None:
             raise InvalidArgumentError(f"kv_caches have {sum(widths)} bytes per block, block_bytes is {width}")
+        self._pieces_of = None if units is None else BlockPieces(kv_caches, units)
+        width = width if units is None else units.unit_bytes
         self._region = region
         self._host = HostPool.for_device(
             num_chunks * blocks_per_chunk,
@@ -127,7 +132,11 @@ class BlockyardWorker(OffloadingWorker):
         self._groups: list[_GroupCopies] = []
         self._block_bytes: list[int] = []
         self._device_blocks = min(rows.shape[0] for rows in device_rows)
-        for refs in kv_caches.group_data_refs:
+        if self._pieces_of is not None:
+            device, host = [self._pieces_of.rows], [self._host.rows]
+            self._groups = [_GroupCopies(bind(device, host), bind(host, device))]
+            self._block_bytes = [width]
+        for refs in kv_caches.group_data_refs if units is None else ():
             # Layers of a group may share one tensor.
             pages: dict[int, int] = {}
             for ref in refs:
@@ -241,6 +250,8 @@ class BlockyardWorker(OffloadingWorker):
     ) -> list[tuple[int, Mapping]]:
         """Pair the blocks of each group with parts of its chunks; checks everything before copying."""
         blocks, sizes = np.asarray(device.block_ids, np.int64), list(device.group_sizes)
+        if self._pieces_of is not None:
+            return self._mappings_of_pieces(self._pieces_of, blocks, sizes, chunks, to)
         if len(sizes) != len(self._groups) or len(device.block_indices) != len(sizes):
             raise InvalidArgumentError(
                 f"group_sizes has {len(sizes)} groups and block_indices {len(device.block_indices)}, "
@@ -271,6 +282,35 @@ class BlockyardWorker(OffloadingWorker):
                 f"the groups use {block} and {chunk}"
             )
         return mappings
+
+    def _mappings_of_pieces(
+        self,
+        pieces: BlockPieces,
+        blocks: NDArray[np.int64],
+        sizes: list[int],
+        units: NDArray[np.int64],
+        to: Literal["small", "large"],
+    ) -> list[tuple[int, Mapping]]:
+        """Pair the pieces of all groups' blocks with units of the host: one mapping for the whole job."""
+        counts, ends = pieces.counts, np.cumsum([0, *sizes])
+        if len(sizes) != len(counts) or ends[-1] != len(blocks):
+            raise InvalidArgumentError(
+                f"group_sizes is {sizes} for {len(blocks)} device blocks, must have {len(counts)} groups and their sum"
+            )
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self._device_blocks:
+            raise InvalidArgumentError(
+                f"device blocks are {blocks.min()} to {blocks.max()}, must be 0 to {self._device_blocks - 1}"
+            )
+        found = np.concatenate([pieces.of(group, blocks[ends[group] : ends[group + 1]]) for group in range(len(sizes))])
+        if len(found) != len(units):
+            raise InvalidArgumentError(
+                f"{len(units)} host units are given for {sizes} blocks of {counts} units, must be {len(found)}"
+            )
+        if not len(found):
+            return []
+        pairs, bounds = np.stack([found, units], axis=1), (len(pieces.rows), self._num_chunks)
+        pairs, (src, dst) = (pairs, bounds) if to == "large" else (pairs[:, ::-1], bounds[::-1])
+        return [(0, Mapping(np.ascontiguousarray(pairs), src_blocks=src, dst_blocks=dst, rule="swap"))]
 
     def _pieces(self, mapping: Mapping, block_bytes: int) -> Sequence[Mapping]:
         limit = self._streams.chunk_bytes

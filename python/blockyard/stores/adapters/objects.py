@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, checksum_rows
 from blockyard.errors import InvalidArgumentError
-from blockyard.stores import ExternalStore, StoreStats, open_store
+from blockyard.stores import ExternalStore, StoreStats, open_store, parse_size
 from blockyard.stores.adapters.jobs import Steps, StoreJobs, run
 from blockyard.stores.adapters.options import read_size
 from blockyard.stores.base import check_url
@@ -37,7 +37,7 @@ from blockyard.stores.url import public_repr, public_url
 from blockyard.stores.value import is_damage
 from blockyard.workers import Buffers
 
-__all__ = ["BATCH_BYTES", "PrefixObjects", "about_store", "check_place", "store_url"]
+__all__ = ["BATCH_BYTES", "PrefixObjects", "about_store", "bytes_taken", "check_place", "share_of", "store_url"]
 
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard objects 2"
@@ -47,6 +47,8 @@ BATCH_BYTES: Final = 64 << 20
 """Bytes of one job in the store at a time, so that the store's memory for blocks in flight is never exhausted."""
 _BLOCK_COST: Final = 36 << 10
 """Bytes that a block costs in addition to its own: a file's header of 4 KiB, and a call in the time of 32 KiB."""
+_VALUE_HEADER: Final = 128
+"""Bytes of a block's header in stores other than files."""
 _MOST_PARTS: Final = 64
 """Maximum number of blocks of an object whose length decides how long blocks are."""
 _ASK_SECONDS: Final = 0.05
@@ -87,6 +89,15 @@ def check_place(root_dir: object, url: object, size: object) -> None:
 def _with_size(url: str, size: object) -> str:
     shown = public_url(url)
     return shown if "size=" in shown else f"{shown}{'&' if '?' in shown else '?'}size={size or '500GiB'}"
+
+
+def share_of(url: str, share: float) -> str:
+    """Return the URL of a store with a share of its size; the same if it has none."""
+
+    def shared(size: re.Match[str]) -> str:
+        return f"{size[1]}{int(parse_size(size[2]) * share)}"
+
+    return re.sub(r"([?&]size=)([^&]*)", shared, url)
 
 
 def store_url(root_dir: str | None, url: str | None, size: int | str | None, part: str = "") -> str:
@@ -133,8 +144,7 @@ class PrefixObjects:
     """
 
     def __init__(self, url: str, *, sizes: Sequence[int], fields: Mapping[str, Any]) -> None:
-        # A file store reads and writes whole pages in place, and keeps blocks in whole pages anyway.
-        grain = mmap.PAGESIZE if url.startswith("file:") else 1
+        grain = _grain(url)
         self._part_bytes = _part_bytes(sizes, grain)
         self._width = _width(self._part_bytes, grain)
         self._buffers = Buffers()  # fresh rows take several times as long as the disk
@@ -352,6 +362,19 @@ def _part_bytes(sizes: Sequence[int], grain: int) -> int:
 
     parts = {-(-max(1, size) // count) for size in sizes for count in range(1, _MOST_PARTS + 1)}
     return min(parts, key=lambda part: (cost(part), -part))
+
+
+def bytes_taken(url: str, sizes: Sequence[int]) -> int:
+    """Return how many bytes of its store one object of each of these lengths takes, headers included."""
+    grain = _grain(url)
+    part = _part_bytes(sizes, grain)
+    blocks = sum(max(1, -(-size // part)) for size in sizes)
+    return blocks * (_width(part, grain) + max(grain, _VALUE_HEADER))
+
+
+def _grain(url: str) -> int:
+    """A file store reads and writes whole pages in place, and keeps blocks in whole pages anyway."""
+    return mmap.PAGESIZE if url.startswith("file:") else 1
 
 
 def _fill(rows: NDArray[np.uint8], data: NDArray[np.uint8], size: int, part_bytes: int) -> None:

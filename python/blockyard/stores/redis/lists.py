@@ -261,7 +261,8 @@ redis.call('ZADD', order, 'XX', unpack(uses))
 touch_leaves(names)
 """
 
-_DROP: Final = "for i = 1, #ARGV do drop(ARGV[i]) end"
+# Everything else that drops blocks does so to make room. A simulation tells the two apart by this.
+DROP: Final = "for i = 1, #ARGV do drop(ARGV[i]) end"
 
 # ARGV: the token of a sweep, 16 bytes. `run_id` differs from that of a replica which answers in the server's place, and
 # `master_replid` changes with each failover, also back to a former server.
@@ -353,7 +354,7 @@ def _scripts(*, has_quotas: bool) -> _Scripts:
     scripts = (
         dropping + (_OWNING if has_quotas else "") + _SETTLE,
         dropping + _TOUCH,
-        dropping + _DROP,
+        dropping + DROP,
         _USE + _SWEEPER + _BEGIN_SWEEP,
         _USE + _SWEEPER + _ON_SWEEP + _SCAN,
         dropping + _SWEEPER + _ON_SWEEP + _ADOPT,

@@ -74,6 +74,14 @@ class BatchOrder:
         """Return whether this is the latest batch of a slot or key."""
         return self._last.get(name) is batch
 
+    def is_deleted_behind(self, name: Name, batch: Batch) -> bool:
+        """Return whether a later batch of a key, which has not ended, deletes it."""
+        while True:
+            following = next((later for later in batch.followers if name in later.names), None)
+            if following is None or following.kind == "delete":
+                return following is not None
+            batch = following
+
     def is_busy(self, name: Name) -> bool:
         """Return whether a slot or key has a batch that has not ended."""
         return name in self._last

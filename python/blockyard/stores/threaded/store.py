@@ -278,9 +278,9 @@ class ThreadedStore(BatchStore):
         names = self._names_of(keys, epoch.token)
         if batch.kind == "put":
             return None, self._put(batch, keys, names, epoch)
-        self.delete(names)
-        with self._lock:  # find puts that may still store a key again
+        with self._lock:  # find puts that may still store a key again; while the call runs, one may end
             late = {name for other in self._late for name in other.names}
+        self.delete(names)
         return None, ["lost" if key in late else "" for key in keys]
 
     def _confirm(self, *, seconds: float = 0.0) -> Epoch:
@@ -352,9 +352,9 @@ class ThreadedStore(BatchStore):
         out = batch.rows if len(there) == len(batch.reasons) else None
         wanted = [keys[index] for index in there]
         stored, rows, found, seen = self._fetch_under(epoch, wanted, out)
-        if not self._epochs.counts(epoch, stored):
-            # The record was lost and replaced for the same weights, or the blocks were forgotten.
-            self._confirm()
+        # If the record came damaged, a second look tells whether it still is the same one.
+        if not self._epochs.counts(epoch, stored) and self._confirm().token != epoch.token:
+            # The record was lost and replaced for the same weights.
             return None, ["absent"] * len(keys)
         for index, reason in zip(there, found, strict=True):
             reasons[index] = reason
@@ -561,9 +561,19 @@ class ThreadedStore(BatchStore):
         if batch.kind not in {"put", "get", "delete"} or batch.age < self._age:
             return
         for name, reason in zip(batch.names, batch.reasons, strict=False):
-            if isinstance(name, bytes) and self._order.is_last(name, batch):
+            if not isinstance(name, bytes):
+                continue
+            if self._order.is_last(name, batch) or self._ends_hiding(name, batch, reason):
                 self._known.note_ended(name, reason, is_delete=batch.kind == "delete")
         self._known.trim(self.num_slots)
+
+    def _ends_hiding(self, name: bytes, batch: Batch, reason: str) -> bool:
+        """Return whether a confirmed put or deletion ends the hiding of its key by an earlier deletion.
+
+        Later reads of the key may already wait for this batch, and would stay misses.
+        """
+        is_confirmed = batch.kind != "get" and not reason
+        return is_confirmed and self._known.is_hidden(name) and not self._order.is_deleted_behind(name, batch)
 
     def _count_stored(self) -> int:
         return self._known.count_there()

@@ -96,6 +96,10 @@ class ValueFormat:
         """Return the bytes of a row to store: without the zeros that pad a codec's output."""
         return (row[: HEADER + value_length(row)] if self.is_encoded(row) else row).data
 
+    def can_be(self, size: int) -> bool:
+        """Return whether a block's value can have this many bytes."""
+        return size == self.width if self.codec is None else HEADER <= size <= self.width
+
     def accepts_size(self, row: NDArray[np.uint8], value: NDArray[np.uint8]) -> bool:
         """Return whether stored bytes have a valid length for a row. Zeroes the rest of the row."""
         size = len(value)

@@ -13,6 +13,7 @@ from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.testing.interfaces import Config, ManagerLike, TierName
 from blockyard.testing.machines.own_manager import OwnManagerMachine
+from blockyard.testing.machines.partial import lacking
 from blockyard.testing.machines.record import RecordingMachine
 from blockyard.testing.machines.side_by_side import (
     MAX_OPEN,
@@ -71,7 +72,13 @@ class ManagerMachine(SideBySide, RecordingMachine):
     def start(self, config: Config, lengths: list[int]) -> None:
         """Create manager, model, memory and a few sequences."""
         self.record.note(f"manager: {config}")
-        self.manager = self.record.watch(type(self).make_manager(config))
+        made = type(self).make_manager(config)
+        if missing := lacking(made, vars(ManagerLike)):
+            raise AssertionError(
+                f"{type(made).__name__} lacks {missing}: name the calls that it has, as in "
+                f"manager_machine(factory, allocate=..., free=..., block_table=...)"
+            )
+        self.manager = self.record.watch(made)
         self.model = ReferenceManager(**config.arguments())
         self.memory = type(self).make_memory(config)
         for length in lengths:

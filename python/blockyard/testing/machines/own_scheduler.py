@@ -13,6 +13,7 @@ from blockyard._core import BlockManager
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import Request, Scheduler
 from blockyard.testing.interfaces import Config
+from blockyard.testing.machines.partial import completed
 from blockyard.testing.machines.record import show
 from blockyard.testing.machines.scheduler import (
     DRAFTS,
@@ -80,7 +81,7 @@ class OwnSchedulerMachine(SchedulerMachine):
     )
     def start(self, config: Config, first: list[Request]) -> None:
         """Create manager, scheduler and memory, and submit a few requests."""
-        real = type(self).make_manager(config)
+        real = completed(type(self).make_manager(config), config, self.record.live)
         self.memory = type(self).make_memory(config)
         self.record.manager, self.record.memory = real, self.memory
         self.manager = self.record.watch(real)
@@ -224,7 +225,7 @@ def scheduler_machine(
     add: Callable[[Any, Request], object] | None = None,
     step: Callable[[Any, Simulation], Mapping[str, Any]] | None = None,
     abort: Callable[[Any, str], object] | None = None,
-    manager: Callable[[Config], BlockManager] | None = None,
+    manager: Callable[[Config], Any] | None = None,
     resize: bool = False,
     fields: Collection[str] = (),
 ) -> type[SchedulerMachine]:
@@ -236,7 +237,8 @@ def scheduler_machine(
         step: runs one step: calls `execute` and `forward` of a `Simulation`, and returns the outputs of finished
             requests, by request id. Without `add` and `step`, the scheduler must implement `SchedulerLike`.
         abort: aborts a request by id; requests are never aborted if None.
-        manager: makes the manager; defaults to Blockyard's.
+        manager: makes the manager; defaults to Blockyard's. With `step` it can be another one whose sequences are ints,
+            with `block_size`, `allocate`, `append`, `free`, `block_table` and `num_tokens` as those of `BlockManager`.
         fields: what else to draw of a request, for a scheduler with `step`: any of "n", "priority", "salt" and
             "stop_token_ids". With "n", `step` returns a list of `n` outputs for each finished request.
         resize: whether to also shrink and grow the device, see `ResizingSchedulerMachine`; not with `step`.

@@ -277,8 +277,9 @@ def _add_simulate(commands: Any) -> None:
         "--faults",
         default="all",
         metavar="KINDS",
-        help="kinds of faults, separated by commas: all, none, or some of lossy, repeat, slow, partition, crash, "
-        "clock, forget, update, copy, gray, full, node_loss, record_loss, damage, torn, failover, server_clock",
+        help="kinds of faults, separated by commas: all, none, or some of lossy, repeat, slow, straggle, "
+        "partition, mute, garbled, page, crash, clock, forget, update, copy, gray, full, node_loss, record_loss, "
+        "damage, torn, failover, server_clock",
     )
     which.add_argument(
         "--replay",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TextIO
 
@@ -13,9 +14,9 @@ from blockyard.layout.weights import weight_bytes
 from blockyard.progress import show_progress
 from blockyard.tools.cli import pictures, replays
 from blockyard.tools.cli.result import EXIT_OK, EXIT_WRONG, Result
+from blockyard.tools.replay.engine import EngineOptions
 from blockyard.tools.replay.plan import GIB, Choice, Plan, Prices, make_plan
 from blockyard.tools.replay.sweep import open_executor
-from blockyard.traces import TraceRequest
 
 __all__ = ["plan"]
 
@@ -31,14 +32,16 @@ def plan(options: argparse.Namespace) -> Result:
         raise InvalidArgumentError("plan needs step times: give --step-time or --fit")
     requests = replays.requests_of(options.trace, options)
     policies, modes = replays.names_of(options.policies), replays.modes_of(options)
+    engine = replays.engine_of(options, options.trace, requests)
+    engine = replace(engine, device_blocks=_device_blocks(options, engine.bytes_per_block))
     with open_executor(options.jobs) as executor, show_progress("plan", quiet=options.quiet) as view:
         found = make_plan(
             requests,
-            replays.engine_of(options, _device_blocks(options, requests), requests),
+            engine,
             step_time,
             Prices(options.device_price, options.host_price, options.store_price),
             host_gib=options.host_gib,
-            store_gib=options.store_gib,
+            store_gib=_store_gib(options, engine),
             policies=policies,
             preemption_modes=modes,
             engines=options.engines or (),
@@ -56,9 +59,22 @@ def plan(options: argparse.Namespace) -> Result:
     return Result({"trace": str(options.trace)} | found.as_dict(), partial(_show, found), code, files=files)
 
 
-def _device_blocks(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> int:
+def _store_gib(options: argparse.Namespace, engine: EngineOptions) -> Sequence[float]:
+    """Return the sizes of the store to try; a hybrid model's prompts come from device and host alone.
+
+    Raises:
+        InvalidArgumentError: the command line asks for a store below a hybrid model's caches.
+    """
+    sizes: Sequence[float] = options.store_gib
+    if engine.hybrid is None or not any(sizes):
+        return sizes
+    if (shown := ",".join(f"{size:g}" for size in sizes)) != options.default_of("store_gib"):
+        raise InvalidArgumentError(f"--store-gib is {shown}, must be 0 for a model with windows or states")
+    return (0,)
+
+
+def _device_blocks(options: argparse.Namespace, size: int) -> int:
     """Return the blocks on the devices of one engine, which must fit their memory beside the weights."""
-    size = replays.bytes_per_block(options, requests)
     blocks = options.device_blocks
     if options.device_gib is not None:
         blocks = int(options.device_gib * GIB // size)

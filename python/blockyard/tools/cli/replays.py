@@ -21,7 +21,7 @@ from blockyard.tools.cli import pictures
 from blockyard.tools.cli.result import Result
 from blockyard.tools.replay.engine import EngineOptions, replay_times
 from blockyard.tools.replay.history import History
-from blockyard.tools.replay.hits import OPTIMAL, HybridMemory
+from blockyard.tools.replay.hits import OPTIMAL, ClassMemory, HybridMemory
 from blockyard.tools.replay.packed import PackedTrace
 from blockyard.tools.replay.plan import GIB
 from blockyard.tools.replay.serving import Served, serve_all
@@ -29,11 +29,12 @@ from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStep
 from blockyard.tools.replay.step_time.fit import fit_run, lower_bounds
 from blockyard.tools.replay.sweep import Point, open_executor, read_blocks, sweep
 from blockyard.tools.timeline import Timeline
-from blockyard.traces import TraceRequest, read_trace
+from blockyard.traces import TraceRequest, read_groups, read_trace
 
 __all__ = [
     "bytes_per_block",
     "engine_of",
+    "memory_of_cache",
     "modes_of",
     "names_of",
     "replay",
@@ -153,9 +154,8 @@ def _hits(
             trace = PackedTrace.of(requests)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{path}: {error}") from None
-        sizes = _sizes(options, requests, trace.num_distinct * trace.block_tokens // options.block_size)
-        size = bytes_per_block(options, requests)
-        hybrid = _hybrid_of(options, trace, size)
+        hybrid, size = memory_of_cache(options, path, requests, trace.block_tokens)
+        sizes = _sizes(options, size, trace.num_distinct * trace.block_tokens // options.block_size)
         caches = _caches(options, sizes, is_hybrid=hybrid is not None)
         points = sweep(
             trace,
@@ -171,7 +171,7 @@ def _hits(
             for point, (_, device, host) in zip(points, caches, strict=True)
         ]
         mean = int((trace.input_tokens + trace.output_tokens).mean())
-        by_kind: Mapping[Any, int] = _memory_of(options).bytes_by_kind(mean) if hybrid else {}
+        by_kind = _bytes_by_kind(options, hybrid, mean, trace.block_tokens) if hybrid else {}
         reports.append(_HitReport(path, trace, points, size, hybrid, by_kind))
 
     def show(stream: TextIO) -> None:
@@ -199,19 +199,55 @@ def _draw_hits(reports: Sequence[_HitReport], drawing: Any) -> dict[str, object]
     return figures
 
 
-def _hybrid_of(options: argparse.Namespace, trace: PackedTrace, block_bytes: int) -> HybridMemory | None:
-    """Return how the model of `--model-config` uses a cache's memory; None if it keeps all tokens.
+def memory_of_cache(
+    options: argparse.Namespace, path: Path, requests: Sequence[TraceRequest], block_tokens: int
+) -> tuple[HybridMemory | None, int]:
+    """Return how a hybrid model uses a cache's memory, and the bytes of a block of `--block-size` tokens.
 
-    What a resumed prompt needs of compressed entries is not known, so such a model counts as one that keeps all.
+    The model is that of `--model-config`, else that of the recording. What a resumed prompt needs of compressed entries
+    is not known, so such a model counts as one that keeps all tokens.
+
+    Args:
+        options: of the command.
+        path: of the trace.
+        requests: of the trace.
+        block_tokens: tokens that a key of the cache stands for.
     """
-    if options.model_config is None or options.bytes_per_token is not None:
-        return None
-    memory = _memory_of(options)
-    kinds = {layer.kind for layer in memory.layers}
-    if not kinds & {"window", "chunked", "recurrent", "conv"} or kinds & {"compressor", "cross"}:
-        return None
-    groups = ArenaLayout.from_config(memory, block_size=trace.block_tokens).cache_groups
-    return HybridMemory(groups, block_bytes * trace.block_tokens // options.block_size)
+    size = bytes_per_block(options, requests)
+    if options.bytes_per_token is not None:
+        return None, size
+    if options.model_config is not None:
+        memory = _memory_of(options)
+        kinds = {layer.kind for layer in memory.layers}
+        if not kinds & {"window", "chunked", "recurrent", "conv"} or kinds & {"compressor", "cross"}:
+            return None, size
+        groups = ArenaLayout.from_config(memory, block_size=block_tokens).cache_groups
+        return HybridMemory(groups, size * block_tokens // options.block_size), size
+    groups = read_groups(path)
+    if not groups:
+        return None, size
+    recorded = {int(request.hash_tokens) for request in requests if request.hash_tokens}
+    if recorded - {block_tokens}:
+        raise InvalidArgumentError(
+            f"--block-size is {options.block_size}, must be {max(recorded)}: {path} was recorded with cache groups, "
+            "whose keys stand for that number of tokens"
+        )
+    lengths = (request.input_tokens + request.output_tokens for request in requests)
+    hybrid = HybridMemory.of(groups, block_tokens, lengths)
+    return hybrid, max(1, hybrid.block_bytes * options.block_size // block_tokens) if hybrid.block_bytes else size
+
+
+def _bytes_by_kind(
+    options: argparse.Namespace, hybrid: HybridMemory, tokens: int, block_tokens: int
+) -> Mapping[Any, int]:
+    """Return what a request of `tokens` tokens caches, by kind of layer; empty if blocks have no bytes."""
+    if options.model_config is not None:
+        return _memory_of(options).bytes_by_kind(tokens)
+    found: dict[str, int] = {}
+    for group in hybrid.groups if hybrid.block_bytes else ():
+        blocks = group.peak_blocks(tokens, block_size=block_tokens, chunk_tokens=1)
+        found[group.kind] = found.get(group.kind, 0) + blocks * (group.block_bytes or 0)
+    return found
 
 
 def _caches(
@@ -240,7 +276,7 @@ def _refuse_given_optimal(options: argparse.Namespace, why: str) -> None:
         raise InvalidArgumentError(f"--policies is {options.policies!r}, which has {OPTIMAL}: {why}")
 
 
-def _sizes(options: argparse.Namespace, requests: Sequence[TraceRequest], distinct: int) -> list[tuple[int, int]]:
+def _sizes(options: argparse.Namespace, block_bytes: int, distinct: int) -> list[tuple[int, int]]:
     """Return every combination of device pool and host tier sizes, in blocks of the engine."""
     found = []
     for tier, least in (("device", 1), ("host", 0)):
@@ -250,15 +286,14 @@ def _sizes(options: argparse.Namespace, requests: Sequence[TraceRequest], distin
                 sizes = read_blocks(getattr(options, name), distinct, least=least)
             else:
                 name = f"{tier}_gib"
-                sizes = [_blocks_of(options, size, requests, least) for size in in_gib]
+                sizes = [_blocks_of(size, block_bytes, least) for size in in_gib]
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{_option(name)}: {error}") from None
         found.append(sizes)
     return [(device, host) for device, host in product(*found)]
 
 
-def _blocks_of(options: argparse.Namespace, gib: float, requests: Sequence[TraceRequest], least: int) -> int:
-    size = bytes_per_block(options, requests)
+def _blocks_of(gib: float, size: int, least: int) -> int:
     if (blocks := int(gib * GIB // size)) < least:
         raise InvalidArgumentError(f"{gib:g} GiB hold no block of {size} bytes")
     return blocks
@@ -289,7 +324,8 @@ def _show_hits(report: _HitReport, block_size: int, stream: TextIO) -> None:
     )
     if hybrid is not None:
         kinds = ", ".join(f"{kind} {size / _MIB:.3g}" for kind, size in by_kind.items())
-        print(f"hits end at resume points; a request of the mean length caches in MiB: {kinds}", file=stream)
+        mean = f"; a request of the mean length caches in MiB: {kinds}" if kinds else ""
+        print(f"hits end at resume points{mean}", file=stream)
     print("   device      host     tokens      GiB policy    hit rate of it host LRU to best too long", file=stream)
     hits = {(point.device_blocks, point.policy): point.hit_tokens for point in points if not point.host_blocks}
     for point in points:
@@ -299,7 +335,16 @@ def _show_hits(report: _HitReport, block_size: int, stream: TextIO) -> None:
         sizes = f"{point.device_blocks:>9} {point.host_blocks:>9} {both}"
         found = f"{sizes} {point.policy:<9} {point.hit_rate:>8.2%} {host:>10} {way:>11} {point.too_long or '':>8}"
         print(found.rstrip(), file=stream)
+        _show_classes(point.classes, stream)
     print("\n".join(filter(None, (*_HITS_LEGEND, _knee(points, block_bytes)))), file=stream)
+
+
+def _show_classes(classes: Sequence[ClassMemory], stream: TextIO) -> None:
+    """Print what each page class held at the end, if there are several."""
+    held = sum(one.device + one.host for one in classes)
+    if len(classes) > 1 and held:
+        parts = (f"{' + '.join(one.kinds)} {(one.device + one.host) / held:.1%}" for one in classes)
+        print(f"{'':20}of the bytes held at the end: {', '.join(parts)}", file=stream)
 
 
 def _knee(points: Sequence[Point], block_bytes: int) -> str:
@@ -337,7 +382,7 @@ def _times(
 ) -> Result:
     reports = []
     for path, requests in traces:
-        engines = _engines(options, requests)
+        engines = _engines(options, path, requests)
         show_done = partial(view.step, total=len(engines), note="engines")
         reports.append((path, serve_all(requests, engines, step_time, executor=executor, show=show_done)))
 
@@ -363,15 +408,16 @@ def timeline_of(
     return history.timeline
 
 
-def _engines(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> list[EngineOptions]:
-    sizes = _sizes(options, requests, _distinct(requests, options.block_size))
+def _engines(options: argparse.Namespace, path: Path, requests: Sequence[TraceRequest]) -> list[EngineOptions]:
+    engine = engine_of(options, path, requests)
+    sizes = _sizes(options, engine.bytes_per_block, _distinct(requests, options.block_size))
     modes = modes_of(options)
     policies = names_of(options.policies)
     if OPTIMAL in policies:
         _refuse_given_optimal(options, "engines do not know the future, give lru, adaptive")
         policies = [policy for policy in policies if policy != OPTIMAL]
     return [
-        replace(engine_of(options, device, requests), host_blocks=host, preemption_mode=mode, eviction=policy)
+        replace(engine, device_blocks=device, host_blocks=host, preemption_mode=mode, eviction=policy)
         for (device, host), policy, mode in product(sizes, policies, modes)
     ]
 
@@ -385,14 +431,16 @@ def modes_of(options: argparse.Namespace) -> list[PreemptionMode]:
     return cast(list[PreemptionMode], modes)
 
 
-def engine_of(options: argparse.Namespace, device_blocks: int, requests: Sequence[TraceRequest]) -> EngineOptions:
-    """Return the engine that the options describe, without tiers."""
+def engine_of(options: argparse.Namespace, path: Path, requests: Sequence[TraceRequest]) -> EngineOptions:
+    """Return the engine that the options describe, with one device block and no tiers."""
+    hybrid, size = memory_of_cache(options, path, requests, options.block_size)
     return EngineOptions(
-        device_blocks=device_blocks,
+        device_blocks=1,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        bytes_per_block=bytes_per_block(options, requests),
+        bytes_per_block=size,
+        hybrid=hybrid,
         host_bandwidth=options.host_bandwidth * 1e9,
         prefix_caching=options.prefix_caching,
         max_concurrent_sessions=options.sessions,
@@ -458,6 +506,7 @@ def _show_times(path: Path, engines: Sequence[Served], stream: TextIO) -> None:
         times = f"{_ms(ttft, 'mean'):>9} {_ms(ttft, 'p99'):>8} {_ms(tpot, 'mean', 1):>10} {_ms(latency, 'mean'):>8}"
         rates = f"{served.output_rate:>9.0f} {served.times.hit_rate:>5.1%} {served.preemptions:>10}"
         print(f"{sizes} {what} {times} {rates}", file=stream)
+        _show_classes(served.times.classes, stream)
         if served.times.refused:
             print(f"   {served.times.refused} requests need more blocks than the device has", file=stream)
     print("\n".join(_TIMES_LEGEND), file=stream)

@@ -20,6 +20,7 @@ from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
 from blockyard.scheduler.step import Step
 from blockyard.stores.base import StoreStats
 from blockyard.stores.threaded.runtime import use_runtime
+from blockyard.tools.replay.hits import ClassMemory, HybridMemory, class_memory
 from blockyard.tools.replay.link import CopyLink
 from blockyard.tools.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
 from blockyard.tools.replay.store_tier import ReplayClock, StoreTier
@@ -63,6 +64,8 @@ class EngineOptions:
             waits for up to one more step, and a freed seat stays empty for one step.
         max_concurrent_sessions: maximum number of conversations at a time; when one ends, the next begins. None for no
             limit.
+        hybrid: the cache groups of a model with windows or states, whose keys stand for `block_size` tokens; None for
+            one that keeps all tokens. Sizes in blocks then stand for its `block_bytes`. There is no store.
     """
 
     device_blocks: int
@@ -84,6 +87,7 @@ class EngineOptions:
     store_latency: float = 200e-6
     async_scheduling: bool = True
     max_concurrent_sessions: int | None = None
+    hybrid: HybridMemory | None = None
 
 
 @dataclass(eq=False)
@@ -103,6 +107,7 @@ class Times:
         busy_seconds: total time with unfinished requests: compute, and waits for copies.
         scheduler: counters of the scheduler.
         store: counters of the prefix store's storage; None without a store.
+        classes: memory of each page class at the end.
         hit_rate: share of the prompts' tokens that were cached when requests were first admitted.
         loaded_blocks: number of cached blocks loaded from the host.
     """
@@ -121,6 +126,7 @@ class Times:
     hit_rate: float
     loaded_blocks: int
     store: dict[str, int] | None
+    classes: tuple[ClassMemory, ...] = ()
 
     @property
     def ttft(self) -> NDArray[np.float64]:
@@ -268,19 +274,22 @@ class _Replay:
             raise InvalidArgumentError(
                 f"block_size is {options.block_size}, must divide the tokens of a hash id, {sorted(sizes)}"
             )
+        if options.hybrid is not None and options.store_blocks:
+            raise InvalidArgumentError(f"store_blocks is {options.store_blocks}, must be 0 with hybrid")
         self._requests, self._options, self._step_time, self._watch = requests, options, step_time, watch
         has_ids = any(len(request.hash_ids) for request in requests)
         self._trace = PackedTrace.of(requests) if has_ids and options.prefix_caching else None
         self._decode_seconds: Callable[[NDArray[np.int64]], Iterator[float]]
         self._decode_seconds = getattr(step_time, "decode_seconds", partial(_one_by_one, step_time))
         caching = PrefixCaching(eviction=options.eviction, host=options.host_blocks > 0)
-        self._manager = BlockManager(
-            block_size=options.block_size,
-            device_blocks=options.device_blocks,
-            host_blocks=options.host_blocks,
-            watermark=options.watermark,
-            prefix_caching=caching if options.prefix_caching else False,
-        )
+        self._manager = _manager(options, caching if options.prefix_caching else None)
+        sizes_of = [
+            self._manager.pool("device", number).block_bytes for number in range(self._manager.num_page_classes)
+        ]
+        has_bytes = options.hybrid is not None and options.hybrid.block_bytes > 0
+        self._block_bytes = sizes_of if has_bytes else [options.bytes_per_block]  # by page class
+        # A state follows its sequence token by token, and a window would keep what is looked ahead.
+        self._max_steps = _MAX_STEPS if options.hybrid is None else 1
         self._now = 0.0
         self._to_device = CopyLink(options.host_bandwidth, options.host_latency)
         self._to_host = CopyLink(options.host_bandwidth, options.host_latency)
@@ -291,7 +300,7 @@ class _Replay:
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 preemption_mode=self._preemption(),
-                num_lookahead_tokens=_MAX_STEPS - 1,
+                num_lookahead_tokens=self._max_steps - 1,
                 overlap_io=True,
                 prefetch=None if self._tier is None else self._tier.prefixes.prefetch,
             )
@@ -377,6 +386,7 @@ class _Replay:
             hit_rate=stats.hit_rate,
             loaded_blocks=stats.loaded_blocks,
             store=None if self._tier is None else _counts(self._tier.stats),
+            classes=class_memory(self._manager),
         )
 
     def _take_in(self) -> None:
@@ -390,7 +400,8 @@ class _Replay:
     def _add(self, number: int) -> None:
         self._is_plain = False
         row, options = self._requests[number], self._options
-        if row.input_tokens + row.output_tokens > options.device_blocks * options.block_size:
+        most = options.device_blocks * options.block_size
+        if options.hybrid is None and row.input_tokens + row.output_tokens > most:
             self._refuse(number)  # before its text takes memory
             return
         try:
@@ -443,18 +454,18 @@ class _Replay:
 
     def _copy(self, step: Step) -> float:
         """Queue a step's copies; return when its loads have arrived."""
-        loads = stores = 0
+        loads = stores = load_bytes = store_bytes = 0
         for kind, pairs in step.decision.transfers():
-            if pairs.dst == "device":
-                loads += len(pairs) if kind == "swap_in" else 0
-            else:
-                stores += len(pairs)
+            count, size = len(pairs), self._block_bytes[pairs.page_class]
+            if pairs.dst != "device":
+                stores, store_bytes = stores + count, store_bytes + count * size
+            elif kind == "swap_in":
+                loads, load_bytes = loads + count, load_bytes + count * size
         landed = loaded = self._now
-        size = self._options.bytes_per_block
         if stores:
-            landed = self._send(self._to_host, "swap_out", stores, stores * size)
+            landed = self._send(self._to_host, "swap_out", stores, store_bytes)
         if loads:
-            loaded = self._send(self._to_device, "swap_in", loads, loads * size)
+            loaded = self._send(self._to_device, "swap_in", loads, load_bytes)
         if loads or stores:
             heapq.heappush(self._open, (max(landed, loaded), step.decision.ticket))
         else:
@@ -469,7 +480,7 @@ class _Replay:
         while self._ends and self._ends[0] <= self._decoded:
             heapq.heappop(self._ends)
         fit = (until - self._now) / self._last_took + 1 if self._last_took else 1
-        return int(max(1, min(_MAX_STEPS, fit, self._ends[0] - self._decoded if self._ends else 1)))
+        return int(max(1, min(self._max_steps, fit, self._ends[0] - self._decoded if self._ends else 1)))
 
     def _send(self, link: CopyLink, way: str, blocks: int, size: int) -> float:
         start = max(self._now, link.free_at)
@@ -559,6 +570,19 @@ class _Replay:
             raise InvariantError(f"{self._scheduler.num_unfinished} requests wait, but nothing is in flight")
         self._busy += max(0.0, later - self._now)
         self._now = self._decided_at = max(self._now, later)
+
+
+def _manager(options: EngineOptions, caching: PrefixCaching | None) -> BlockManager:
+    blocks = options.device_blocks, options.host_blocks
+    if options.hybrid is not None:
+        return options.hybrid.manager(options.block_size, *blocks, options.watermark, caching)
+    return BlockManager(
+        block_size=options.block_size,
+        device_blocks=blocks[0],
+        host_blocks=blocks[1],
+        watermark=options.watermark,
+        prefix_caching=caching or False,
+    )
 
 
 def _one_by_one(step_time: StepTime, decode_context: NDArray[np.int64]) -> Iterator[float]:

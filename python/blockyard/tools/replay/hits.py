@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,10 @@ from blockyard import AllocStatus, Arena, BlockManager, CacheGroup, PrefixCachin
 from blockyard.errors import InvalidArgumentError
 from blockyard.tools.replay.optimal import optimal_hits
 from blockyard.tools.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
-from blockyard.types import HashedPrompt, Sequence
+from blockyard.types import HashedPrompt
+from blockyard.types import Sequence as BlockSequence
 
-__all__ = ["OPTIMAL", "POLICIES", "Hits", "HybridMemory", "replay_hits"]
+__all__ = ["OPTIMAL", "POLICIES", "ClassMemory", "Hits", "HybridMemory", "class_memory", "replay_hits"]
 
 POLICIES: Final = ("lru", "adaptive")
 OPTIMAL: Final = "optimal"
@@ -29,12 +31,84 @@ class HybridMemory:
     """How a hybrid model uses a cache's memory: its groups share it, as far as each needs.
 
     Attributes:
-        groups: cache groups with the bytes of a block of the trace, see `ArenaLayout.cache_groups`.
-        block_bytes: bytes of a block in the size of a cache.
+        groups: cache groups; keys stand for a block of the trace. With bytes of their blocks, see
+            `ArenaLayout.cache_groups`, they share an arena; without, all blocks are equal.
+        block_bytes: bytes of a block in the size of a cache; 0 if all blocks are equal.
+
+    Raises:
+        InvalidArgumentError: only one of both has bytes.
     """
 
     groups: tuple[CacheGroup, ...]
     block_bytes: int
+
+    def __post_init__(self) -> None:
+        sizes = [group.block_bytes for group in self.groups]
+        if not sizes or (None in sizes) == bool(self.block_bytes):
+            raise InvalidArgumentError(
+                f"block_bytes is {self.block_bytes} with groups of {sizes} bytes, must be 0 without, else positive"
+            )
+
+    @classmethod
+    def of(cls, groups: Sequence[CacheGroup], block_size: int, lengths: Iterable[int]) -> HybridMemory:
+        """Size a cache in blocks of the mean bytes that requests of such lengths take.
+
+        Args:
+            groups: cache groups.
+            block_size: tokens that a key stands for.
+            lengths: tokens of requests.
+        """
+        if any(group.block_bytes is None for group in groups):
+            return cls(tuple(groups), 0)
+        total = num_tokens = 0
+        for tokens in lengths:
+            num_tokens += tokens
+            for group in groups:
+                blocks = group.peak_blocks(tokens, block_size=block_size, chunk_tokens=1)
+                total += blocks * (group.block_bytes or 0)
+        return cls(tuple(groups), max(1, -(-total * block_size // max(num_tokens, 1))))
+
+    def manager(
+        self, block_size: int, device_blocks: int, host_blocks: int, watermark: float, caching: PrefixCaching | None
+    ) -> BlockManager:
+        """Return a manager of caches of such sizes."""
+        size = self.block_bytes
+        tiers: dict[str, Any] = {"device_blocks": device_blocks, "host_blocks": host_blocks}
+        if size:
+            tiers = {"arena": Arena(device_bytes=device_blocks * size, host_bytes=host_blocks * size)}
+        return BlockManager(
+            block_size=block_size, groups=self.groups, watermark=watermark, prefix_caching=caching or False, **tiers
+        )
+
+
+@dataclass(frozen=True)
+class ClassMemory:
+    """The memory of one page class.
+
+    Attributes:
+        kinds: kinds of the cache groups whose blocks it has.
+        block_bytes: bytes of a block; 1 if the groups have none.
+        device: bytes of device blocks that are cached or in use.
+        host: bytes of such host blocks.
+    """
+
+    kinds: tuple[str, ...]
+    block_bytes: int
+    device: int
+    host: int
+
+
+def class_memory(manager: BlockManager) -> tuple[ClassMemory, ...]:
+    """Return what the blocks of each page class take at the moment."""
+    found, kinds_of_all = [], {group.kind for group in manager.groups}
+    nulls = int(not kinds_of_all <= {"full_attention", "drafter"})  # of each class
+    for number in range(manager.num_page_classes):
+        device, host = manager.pool("device", number), manager.pool("host", number)
+        size = device.block_bytes
+        kinds = dict.fromkeys(group.kind for group in manager.groups if (group.block_bytes or 1) == size)
+        held = [int(np.count_nonzero(pool.uses())) * size for pool in (device, host)]
+        found.append(ClassMemory(tuple(kinds), size, held[0] - nulls * size, held[1]))
+    return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +122,7 @@ class Hits:
         device: number of blocks that each request found on the device, int64 `[r]`.
         host: number of blocks that each request found on the host, int64 `[r]`.
         too_long: number of requests that need more blocks than the pool has; they are left out.
+        classes: memory of each page class at the end; empty with `"optimal"`.
     """
 
     policy: str
@@ -56,6 +131,7 @@ class Hits:
     device: NDArray[np.int64]
     host: NDArray[np.int64]
     too_long: int
+    classes: tuple[ClassMemory, ...] = ()
 
 
 def replay_hits(
@@ -106,7 +182,7 @@ def replay_hits(
     manager = _manager(trace, policy, device_blocks, host_blocks, hybrid)
     server = _RequestServer(trace, manager, max_num_batched_tokens, policy, is_hybrid=hybrid is not None)
     device, host, too_long = server.serve_all()
-    return Hits(policy, device_blocks, host_blocks, device, host, too_long)
+    return Hits(policy, device_blocks, host_blocks, device, host, too_long, class_memory(manager))
 
 
 def _manager(
@@ -121,14 +197,7 @@ def _manager(
             watermark=0.0,
             prefix_caching=caching,
         )
-    size = hybrid.block_bytes
-    return BlockManager(
-        block_size=trace.block_tokens,
-        groups=hybrid.groups,
-        arena=Arena(device_bytes=device_blocks * size, host_bytes=host_blocks * size),
-        watermark=0.0,
-        prefix_caching=caching,
-    )
+    return hybrid.manager(trace.block_tokens, device_blocks, host_blocks, 0.0, caching)
 
 
 class _RequestServer:
@@ -187,7 +256,7 @@ class _RequestServer:
             return bool(self._trace.needed[number] <= self._manager.pool().num_blocks)
         return self._manager.can_allocate(text, chunk_tokens=self._budget).status != AllocStatus.NEVER
 
-    def _prefill(self, sequence: Sequence, done: int, end: int) -> None:
+    def _prefill(self, sequence: BlockSequence, done: int, end: int) -> None:
         """Compute the rest of a prompt in chunks."""
         while done < end:
             upto = min(end, done + self._budget)
@@ -196,13 +265,13 @@ class _RequestServer:
                 self._compute(sequence)
             done = upto
 
-    def _prefill_to_points(self, sequence: Sequence) -> None:
+    def _prefill_to_points(self, sequence: BlockSequence) -> None:
         """Compute the rest of a prompt in chunks that end at resume points."""
         while count := self._manager.next_chunk(sequence, self._budget):
             self._manager.append(sequence, count)
             self._compute(sequence)
 
-    def _decode(self, sequence: Sequence, done: int, end: int, text: NDArray[np.uint32]) -> None:
+    def _decode(self, sequence: BlockSequence, done: int, end: int, text: NDArray[np.uint32]) -> None:
         while done < end:
             upto = min(end, (done // self._block_tokens + 1) * self._block_tokens) if self._by_block else end
             begin, stop = self._scaled(done), self._scaled(upto)
@@ -212,7 +281,7 @@ class _RequestServer:
                 self._compute(sequence, upto - done)
             done = upto
 
-    def _compute(self, sequence: Sequence, steps: int = 1) -> None:
+    def _compute(self, sequence: BlockSequence, steps: int = 1) -> None:
         """Take the decisions of some steps, until one moves no block, and publish the blocks that they fill."""
         for _ in range(steps if self._with_host else 1):
             decision = self._manager.take_decision(now=self._now)

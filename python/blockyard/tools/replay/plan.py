@@ -224,7 +224,11 @@ class Plan:
         options = self.recommended.options
         host = options.host_blocks * options.bytes_per_block
         store = options.store_blocks * options.bytes_per_block
+        device = options.device_blocks * options.bytes_per_block
+        in_bytes = options.hybrid is not None and options.hybrid.block_bytes > 0
         lines = [f"device_blocks={options.device_blocks}", f"host_blocks={options.host_blocks}"]
+        if in_bytes:  # blocks of each group's own size
+            lines = [f"device_bytes={device}", f"host_bytes={host}"]
         if self.has_prefixes and options.prefix_caching:
             caching = f'PrefixCaching(eviction="{options.eviction}", host={options.host_blocks > 0})'
             lines.append(f"prefix_caching={caching}")
@@ -241,7 +245,10 @@ class Plan:
         limits = (("max_num_seqs", options.max_num_seqs), ("max_num_batched_tokens", options.max_num_batched_tokens))
         scheduler = ", ".join(f"{name}={value}" for name, value in limits)
         flags = [f"--{name.replace('_', '-')} {value}" for name, value in limits]
-        flags = [f"--block-size {options.block_size}", f"--num-gpu-blocks-override {options.device_blocks}", *flags]
+        memory = (
+            f"--kv-cache-memory-bytes {device}" if in_bytes else f"--num-gpu-blocks-override {options.device_blocks}"
+        )
+        flags = [f"--block-size {options.block_size}", memory, *flags]
         vllm = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         return Configuration(
             f"KVCache(layout, {', '.join(lines)})",

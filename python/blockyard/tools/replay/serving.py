@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -48,7 +48,7 @@ class Served:
         """Return a JSON-serializable dictionary; times are in seconds."""
         times = self.times
         return {
-            "engine": asdict(self.options),
+            "engine": asdict(replace(self.options, hybrid=None)) | {"hybrid": self._hybrid()},
             "requests": len(times.latency),
             "refused": times.refused,
             "seconds": times.seconds,
@@ -61,7 +61,12 @@ class Served:
             "ttft": summary(times.ttft),
             "tpot": summary(times.tpot),
             "latency": summary(times.latency),
+            "classes": [asdict(one) for one in times.classes],
         }
+
+    def _hybrid(self) -> dict[str, Any] | None:
+        hybrid = self.options.hybrid
+        return None if hybrid is None else {"groups": list(map(str, hybrid.groups)), "block_bytes": hybrid.block_bytes}
 
 
 def summary(values: NDArray[np.float64]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.tools.replay.hits import HybridMemory, replay_hits
+from blockyard.tools.replay.hits import ClassMemory, HybridMemory, replay_hits
 from blockyard.tools.replay.packed import PackedTrace
 from blockyard.workers import interrupts_blocked
 
@@ -34,6 +34,7 @@ class Point:
         host_hit_tokens: those of them that were found on the host.
         total_tokens: prompt tokens in the window.
         too_long: requests of the whole trace that do not fit the device.
+        classes: memory of each page class at the end.
     """
 
     policy: str
@@ -43,6 +44,7 @@ class Point:
     host_hit_tokens: int
     total_tokens: int
     too_long: int
+    classes: tuple[ClassMemory, ...] = ()
 
     @property
     def hit_rate(self) -> float:
@@ -115,6 +117,7 @@ def _measure(trace: PackedTrace, cache: tuple[str, int, int], *, first: int, **o
         host_hit_tokens=host,
         total_tokens=int(trace.input_tokens[first:].sum()),
         too_long=found.too_long,
+        classes=found.classes,
     )
 
 

@@ -25,6 +25,7 @@ _MODULES: Final = {
     **dict.fromkeys(("redis", "rediss", "unix", "redis+cluster", "rediss+cluster"), "servers"),
     **dict.fromkeys(("valkey", "valkeys", "valkey+cluster", "valkeys+cluster"), "servers"),
     **dict.fromkeys(("s3", "gs", "az", "local"), "buckets"),
+    "mooncake": "masters",
 }
 
 

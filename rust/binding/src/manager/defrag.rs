@@ -7,9 +7,18 @@ use crate::convert::values::made;
 use crate::manager::shared::Shared;
 use crate::observer::Goals;
 use blockyard_core::defrag::{Budget, Goal, Wanted};
-use blockyard_core::{Cached, Fragmentation, Moves, Resize, Tier};
+use blockyard_core::{self as core, Cached, Fragmentation, Moves, Resize, Tier};
 use pyo3::prelude::*;
 use pyo3::types::PyString;
+
+/// The goal that page classes of an arena have.
+const EXTENTS: &str = "extents";
+
+/// Returns what one call has decided.
+fn report(py: Python<'_>, moves: core::Result<Moves>) -> PyResult<Bound<'_, PyAny>> {
+    let Moves { planned, left, stuck, held, dropped } = moves.map_err(to_py)?;
+    made!(py, "DefragReport" { planned, left, stuck, held, dropped })
+}
 
 /// Returns the progress of a resize of the device pool.
 fn progress(py: Python<'_>, Resize { blocks, live, held, extent }: Resize) -> PyResult<Bound<'_, PyAny>> {
@@ -50,18 +59,22 @@ impl PyDefrag {
     ///         low as possible, within `number` ids. `"contiguous"`: no block table in more than `number` runs of
     ///         adjacent blocks, as far as holes allow. Or a list of `(goal, number)`, most important first: a later
     ///         goal never undoes an earlier one. With `(goal, number, slack)`, nothing moves until the goal is missed
-    ///         by more than `slack` ids or runs.
-    ///     number: see above, in blocks or runs. None with a list of goals; with `"free_tail"`, None means all free
-    ///         blocks.
+    ///         by more than `slack` ids or runs. Over an `Arena`, only `"extents"`: page classes could take the blocks
+    ///         `wanted`, and `number` more extents have no block in use. Nothing moves if that cannot be reached now.
+    ///     number: see above, in blocks, runs or extents. None with a list of goals; with `"free_tail"`, None means all free
+    ///         blocks, with `"extents"` none.
     ///     sequences: handles for `"contiguous"`, most important first, with their tables in all cache groups; None for
     ///         all on the device.
     ///     max_moves: maximum number of blocks to move in this step; an exchange counts as two.
     ///     max_bytes: maximum bytes to write in this step; None for no limit.
-    ///     block_bytes: bytes of a block in all layers; required with `max_bytes`.
+    ///     block_bytes: bytes of a block in all layers; required with `max_bytes`, except with `"extents"`: a class's
+    ///         blocks count their own bytes.
     ///     cached: how to treat cached blocks that no sequence uses. `"move"`: they move like others and keep their
     ///         place in the order of eviction. `"drop"`: they count as holes; those in the way are evicted.
     ///         `"exchange"`: as `"drop"`, but their contents move to a free block if one is out of the way; they are
-    ///         found again once the ticket completes, and count as just used.
+    ///         found again once the ticket completes, and count as just used. With `"extents"`, moves evict the first in
+    ///         the order of eviction if their class has no free block left.
+    ///     wanted: for `"extents"`: number of blocks of each page class, as in `Fit.wanted` of a request that has to wait.
     /// Returns:
     ///     `DefragReport`.
     /// Raises:
@@ -70,7 +83,7 @@ impl PyDefrag {
     ///     UnknownSequenceError: there is no such sequence.
     ///     SequenceStateError: a sequence is not on the device.
     #[pyo3(signature = (goal, number = None, *, sequences = None, max_moves = 512, max_bytes = None,
-        block_bytes = None, cached = "move"))]
+        block_bytes = None, cached = "move", wanted = None))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn run<'py>(
         &self,
@@ -82,7 +95,21 @@ impl PyDefrag {
         #[pyo3(from_py_with = args::max_bytes)] max_bytes: Option<u64>,
         #[pyo3(from_py_with = args::block_bytes)] block_bytes: Option<u64>,
         cached: &str,
+        #[pyo3(from_py_with = args::wanted)] wanted: Option<Vec<usize>>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        if goal.cast::<PyString>().is_ok_and(|goal| goal == EXTENTS) {
+            if sequences.is_some() || block_bytes.is_some() || cached != Cached::default().name() {
+                return Err(invalid(
+                    "the goal is \"extents\", must be without sequences, block_bytes and cached".to_owned(),
+                ));
+            }
+            let budget = Budget { moves: max_moves as usize, bytes: max_bytes.unwrap_or(u64::MAX), block_bytes: 0 };
+            let (wanted, kept) = (wanted.unwrap_or_default(), number.unwrap_or(0) as usize);
+            return report(py, self.0.lock().empty_extents(&wanted, kept, budget));
+        }
+        if wanted.is_some() {
+            return Err(invalid("wanted is given, must be with the goal \"extents\" only".to_owned()));
+        }
         let goals = goals(goal, number, || self.0.lock().pool(Tier::Device).free())?;
         let what = Cached::from_name(cached);
         let what =
@@ -96,9 +123,7 @@ impl PyDefrag {
         };
         let budget = Budget { moves: max_moves as usize, bytes: max_bytes.unwrap_or(u64::MAX), block_bytes };
         let sequences = sequences.map(arrays::sequences).transpose()?;
-        let Moves { planned, left, stuck, held, dropped } =
-            self.0.lock().defragment(&goals, sequences.as_deref(), budget, what).map_err(to_py)?;
-        made!(py, "DefragReport" { planned, left, stuck, held, dropped })
+        report(py, self.0.lock().defragment(&goals, sequences.as_deref(), budget, what))
     }
 
     /// Resize the device pool while sequences run.

@@ -1,6 +1,7 @@
 //! `AllocStatus` and `Fit`: whether a request for blocks fits, with the numbers that decide it.
 
-use blockyard_core as core;
+use crate::convert::errors::invalid;
+use blockyard_core::{self as core, MAX_CLASSES, PerClass};
 use pyo3::PyTypeInfo;
 use pyo3::prelude::*;
 use pyo3::types::PyType;
@@ -80,6 +81,7 @@ impl PyAllocStatus {
 ///     blocks: number of blocks that the request takes.
 ///     free: number of blocks that can be allocated.
 ///     page_class: page class of these blocks.
+///     wanted: number of blocks of each page class that the request takes; None for `blocks` of `page_class` alone.
 ///     bytes: bytes of the blocks of all page classes that the request takes; None for `blocks`.
 ///     free_bytes: bytes that can be allocated; None for `free`.
 #[pyclass(frozen, eq, hash, name = "Fit", module = "blockyard._core")]
@@ -97,6 +99,7 @@ pub(crate) struct PyFit {
     /// Page class of these blocks: the one that has too few, or else the one that the request needs most of.
     #[pyo3(get)]
     page_class: usize,
+    wanted: PerClass,
     /// Bytes of the blocks of all page classes that the request takes, with their padding in an arena; the number of blocks
     /// if they have no bytes.
     #[pyo3(get)]
@@ -107,33 +110,49 @@ pub(crate) struct PyFit {
 }
 
 impl From<core::Fit> for PyFit {
-    fn from(core::Fit { status, blocks, free, page_class, bytes, free_bytes }: core::Fit) -> Self {
-        Self { status: status.into(), blocks, free, page_class, bytes, free_bytes }
+    fn from(core::Fit { status, blocks, free, page_class, wanted, bytes, free_bytes }: core::Fit) -> Self {
+        Self { status: status.into(), blocks, free, page_class, wanted, bytes, free_bytes }
     }
 }
 
 /// The arguments of a `Fit`, for pickling.
-type Fields = (PyAllocStatus, usize, usize, usize, u64, u64);
+type Fields = (PyAllocStatus, usize, usize, usize, Vec<usize>, u64, u64);
 
 #[pymethods]
 impl PyFit {
     #[new]
-    #[pyo3(signature = (status, blocks, free, page_class = 0, bytes = None, free_bytes = None))]
+    #[pyo3(signature = (status, blocks, free, page_class = 0, wanted = None, bytes = None, free_bytes = None))]
     fn new(
         status: PyAllocStatus,
         #[pyo3(from_py_with = crate::convert::args::blocks)] blocks: usize,
         #[pyo3(from_py_with = crate::convert::args::free)] free: usize,
         #[pyo3(from_py_with = crate::convert::args::page_class)] page_class: usize,
+        #[pyo3(from_py_with = crate::convert::args::wanted)] wanted: Option<Vec<usize>>,
         #[pyo3(from_py_with = crate::convert::args::bytes)] bytes: Option<u64>,
         #[pyo3(from_py_with = crate::convert::args::free_bytes)] free_bytes: Option<u64>,
-    ) -> Self {
+    ) -> PyResult<Self> {
+        if page_class >= MAX_CLASSES {
+            return Err(invalid(format!("page_class is {page_class}, must be below {MAX_CLASSES}")));
+        }
+        if let Some(wanted) = wanted.as_ref().filter(|wanted| wanted.len() > MAX_CLASSES) {
+            return Err(invalid(format!("wanted has {} items, must have at most {MAX_CLASSES}", wanted.len())));
+        }
+        let wanted = wanted.unwrap_or_else(|| [vec![0; page_class], vec![blocks]].concat());
         let (bytes, free_bytes) = (bytes.unwrap_or(blocks as u64), free_bytes.unwrap_or(free as u64));
-        Self { status, blocks, free, page_class, bytes, free_bytes }
+        Ok(Self { status, blocks, free, page_class, wanted: PerClass::from_slice(&wanted), bytes, free_bytes })
+    }
+
+    /// Number of blocks of each page class that the request takes, a list; those of the last classes are left out if they
+    /// are 0. `manager.defrag.run("extents", wanted=...)` takes it.
+    #[getter]
+    fn wanted(&self) -> Vec<usize> {
+        let last = (0..MAX_CLASSES).rev().find(|&class| self.wanted.get(class) > 0).unwrap_or(0);
+        (0..=last).map(|class| self.wanted.get(class)).collect()
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyType>, Fields) {
-        let &Self { status, blocks, free, page_class, bytes, free_bytes } = slf.get();
-        (slf.get_type(), (status, blocks, free, page_class, bytes, free_bytes))
+        let &Self { status, blocks, free, page_class, bytes, free_bytes, .. } = slf.get();
+        (slf.get_type(), (status, blocks, free, page_class, slf.get().wanted(), bytes, free_bytes))
     }
 
     fn __bool__(&self) -> bool {

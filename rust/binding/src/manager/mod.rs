@@ -59,7 +59,8 @@ fn next_number() -> u16 {
 ///     groups: cache groups of a hybrid model, a list of `CacheGroup`. Each sequence has a block table in each group;
 ///         all groups share the pools. None: one group with full attention.
 ///     arena: the memory that the groups' page classes share, if their blocks differ in bytes, see
-///         `CacheGroup.with_blocks`. Prefix stores, defragmentation and resizing work with one page class only.
+///         `CacheGroup.with_blocks`. Prefix stores, resizing and the goals of defragmentation other than `"extents"`
+///         work with one page class only.
 ///     prefix_caching: whether prompts share the blocks of earlier prompts with the same beginning; True, False or a
 ///         `PrefixCaching` with options.
 ///     max_open_tickets: with more open tickets than this, `take_decision` warns: a `complete` is probably missing.
@@ -238,11 +239,12 @@ impl PyBlockManager {
 
     /// Return all counters: `ManagerStats`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let (stats, open) = {
+        let (stats, open, classes) = {
             let manager = self.lock();
-            (manager.stats(), manager.open_tickets().collect::<Vec<_>>())
+            let classes: Vec<_> = (0..manager.num_classes()).map(|class| manager.class_bytes(class)).collect();
+            (manager.stats(), manager.open_tickets().collect::<Vec<_>>(), classes)
         };
-        manager_stats(py, &stats, &open)
+        manager_stats(py, &stats, &open, &classes)
     }
 
     /// Recount the whole state and compare. For tests and debugging; it takes time in proportion to the pools.

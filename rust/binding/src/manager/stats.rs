@@ -1,18 +1,35 @@
 //! `ManagerStats`, `Residency` and `Fragmentation`: the counters as objects of `blockyard.types`.
 
 use crate::convert::values::made;
-use blockyard_core::{Hint, HintCount, Histogram, Kind, RESIDENCY_SECONDS, Residency, Stats, TicketId, Tier, TierUse};
+use blockyard_core::{
+    ClassUse, Hint, HintCount, Histogram, Kind, RESIDENCY_SECONDS, Residency, Stats, TicketId, Tier, TierUse,
+};
 use pyo3::prelude::*;
 use std::collections::BTreeMap;
 
-/// Returns all counters.
-pub(crate) fn manager_stats<'py>(py: Python<'py>, stats: &Stats, open: &[TicketId]) -> PyResult<Bound<'py, PyAny>> {
+/// Returns all counters; `classes` are the bytes of a block of each page class.
+pub(crate) fn manager_stats<'py>(
+    py: Python<'py>,
+    stats: &Stats,
+    open: &[TicketId],
+    classes: &[u64],
+) -> PyResult<Bound<'py, PyAny>> {
     let by_tier = |of: fn(&TierUse) -> u64| BTreeMap::from(Tier::ALL.map(|t| (t.name(), of(&stats.tiers[t.index()]))));
     let swapped = |kind| BTreeMap::from([Tier::Host, Tier::External].map(|t| (t.name(), stats.decided(kind, t))));
     let by_hint = |of: fn(&HintCount) -> u64| {
         BTreeMap::from(Hint::ALL.map(|hint| (hint.name(), of(&stats.hints[hint as usize]))))
     };
     let prefix = &stats.prefix;
+    // Blocks of a cache without page classes of their own have no bytes.
+    let unit = u64::from(classes != [1]);
+    let by_class = |of: fn(&ClassUse) -> u64| {
+        let of_tier = |tier: Tier| {
+            let found = &stats.tiers[tier.index()].classes[..classes.len()];
+            found.iter().map(|found| unit * of(found)).collect::<Vec<_>>()
+        };
+        BTreeMap::from(Tier::ALL.map(|tier| (tier.name(), of_tier(tier))))
+    };
+    let num_bytes = BTreeMap::from(Tier::ALL.map(|tier| (tier.name(), unit * stats.tiers[tier.index()].bytes)));
     made!(py, "ManagerStats" {
         sequences: stats.sequences,
         steps: stats.steps,
@@ -37,6 +54,10 @@ pub(crate) fn manager_stats<'py>(py: Python<'py>, stats: &Stats, open: &[TicketI
         cached_blocks: by_tier(|tier| tier.cached as u64),
         evicted_blocks: by_tier(|tier| tier.evicted),
         pinned_blocks: by_tier(|tier| tier.pinned as u64),
+        num_bytes,
+        class_bytes: by_class(|found| found.total),
+        used_bytes: by_class(|found| found.used),
+        cached_bytes: by_class(|found| found.cached),
         uncopied_blocks: stats.uncopied,
         hinted_turns: by_hint(|count| count.given),
         resumed_turns: by_hint(|count| count.resumed),

@@ -303,8 +303,8 @@ impl PySlabStore {
         py.detach(|| self.store.forget(revision.map(revision_name))).map_err(|error| to_py(&error))
     }
 
-    /// Limit the blocks of one tenant and drop excess ones; waits for the disk. The quota ends when this store is
-    /// closed; later stores still count these blocks. See `ExternalStore.set_quota`.
+    /// Limit the blocks of one tenant and drop excess ones; waits for the disk. Later stores of this namespace keep the
+    /// quota. See `ExternalStore.set_quota`.
     fn set_quota(
         &self,
         py: Python<'_>,

@@ -8,6 +8,7 @@
 
 mod content;
 mod contiguous;
+mod extents;
 mod facts;
 mod goal;
 mod moves;

@@ -196,13 +196,13 @@ impl Defrag {
         budget: usize,
         cached: Cached,
     ) -> Plan {
-        let (null, block_size) = (sequences.has_nulls(), sequences.block_size());
+        let null = sequences.has_nulls();
         let (open, first) = (step.transfers.open(), step.transfers.first());
         let Some((tracker, blocks)) = step.tiers.tracker_mut() else { return Plan::default() };
         let (map, blocks) = tracker.planning(blocks);
         let tables: Vec<&[BlockId]> = tables.iter().map(Vec::as_slice).collect();
-        let (rows, owners) = sequences.owners();
-        let facts = SequenceFacts { rows, owners, blocks, open, first, block_size, null, hole_use: cached.hole_use() };
+        let (rows, groups, owners) = sequences.owners();
+        let facts = SequenceFacts { rows, owners, blocks, open, first, groups, null, hole_use: cached.hole_use() };
         let budget = Budget { moves: usize::MAX, bytes: budget as u64, block_bytes: 1 };
         self.planner.plan(map, &tables, &facts, budget)
     }

@@ -7,7 +7,7 @@ use std::ops::Range;
 /// Pairs sources with holes; reuses its buffers.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pairing {
-    /// Runs of sources by length, the lowest of a length first: length, then start.
+    /// Runs sorted by length, then by start.
     runs: BinaryHeap<(u32, Reverse<u32>)>,
     free: FreeRuns,
     fitted: Vec<[u32; 2]>,

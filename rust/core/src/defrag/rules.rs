@@ -133,8 +133,8 @@ impl<'a, F: Facts> Rules<'a, F> {
         sources.extend(hot.iter().take(left));
     }
 
-    /// Adds holes of a range until `holes` has `count` that take a plain move, with some more to choose from; or enough
-    /// of all kinds after a long enough search. Returns whether it succeeded.
+    /// Collects at least `count` empty holes of a range, plus spares; falls back to any hole after a bounded search.
+    /// Returns whether it succeeded.
     pub(super) fn find_holes(&self, places: &BlockMap, range: Range<u32>, count: usize, holes: &mut HoleRuns) -> bool {
         let (mut spare, mut looked, most_spare) = (0, 0, SPARE_RUNS.min(count + FEW_RUNS));
         let most = count.saturating_mul(16).saturating_add(SPARE_HOLES);

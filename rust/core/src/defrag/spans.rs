@@ -15,7 +15,7 @@ const FOUND: usize = 4096;
 /// Runs of holes found at the start of a plan; runs used up since then are skipped.
 #[derive(Debug, Default)]
 pub(super) struct Spans {
-    /// Holes that take a plain move.
+    /// Empty holes, which take a plain move.
     blank: Vec<Range<u32>>,
     /// Holes of any kind.
     any: Vec<Range<u32>>,

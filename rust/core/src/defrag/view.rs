@@ -1,7 +1,7 @@
 //! A planner's view of the sequences: their block tables, which are running, and which blocks they write.
 
 use super::{Facts, HoleUse};
-use crate::group::NULL_BLOCK;
+use crate::group::{Groups, NULL_BLOCK};
 use crate::id::{BlockId, TicketId, Tier};
 use crate::placement::PlannerView;
 use crate::reuse::BlockSet;
@@ -16,7 +16,7 @@ pub(super) struct SequenceFacts<'a> {
     /// The current step, and the earliest one still open.
     pub(super) open: TicketId,
     pub(super) first: TicketId,
-    pub(super) block_size: u32,
+    pub(super) groups: &'a Groups,
     /// Whether tables have null blocks.
     pub(super) null: bool,
     /// How cached blocks that no sequence uses are entered.
@@ -51,7 +51,8 @@ impl Facts for SequenceFacts<'_> {
         if row.lost || row.ticket >= self.first {
             return false;
         }
-        let full = (index + 1).saturating_mul(self.block_size as usize) <= self.rows.len_of(id) as usize;
+        let size = self.groups.tokens(id.group) as usize;
+        let full = (index + 1).saturating_mul(size) <= self.rows.len_of(id) as usize;
         if written == self.open {
             return full && !self.ends_with(id, index);
         }
@@ -64,7 +65,7 @@ impl SequenceFacts<'_> {
     /// Whether a row that the current step writes may have written this entry of a table without the pool knowing.
     fn ends_with(&self, id: TableId, index: usize) -> bool {
         // Blocks of an earlier lookahead may follow the last token.
-        let last = (self.rows.len_of(id).saturating_sub(1) / self.block_size) as usize;
+        let last = (self.rows.len_of(id).saturating_sub(1) / self.groups.tokens(id.group)) as usize;
         let mut behind = self.rows.table(id).table.iter().take(last + 1).skip(index + 1);
         let next = behind.find(|&&block| !(self.null && block == NULL_BLOCK));
         next.is_none_or(|&next| self.blocks.is_dirty(next))

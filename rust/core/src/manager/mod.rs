@@ -292,6 +292,8 @@ impl Manager {
                 cached: pool.published(),
                 evicted: pool.evictions(),
                 pinned: if tier == Tier::Device { self.pins.num_blocks() } else { 0 },
+                bytes: pool.total_bytes(),
+                classes: pool.use_by_class(),
             }
         });
         Stats {

@@ -3,6 +3,7 @@
 use crate::decision::Kind;
 use crate::defrag::MoveStats;
 use crate::id::Tier;
+use crate::page::{ClassUse, MAX_CLASSES};
 use crate::prefix::evict::{Hint, HintCount};
 use crate::sequence::PrefixStats;
 
@@ -23,6 +24,10 @@ pub struct TierUse {
     pub evicted: u64,
     /// Blocks that pins hold now.
     pub pinned: usize,
+    /// Bytes of the tier without null blocks; the blocks count 1 if they have no bytes.
+    pub bytes: u64,
+    /// By page class, see [`Manager::num_classes`](crate::Manager::num_classes).
+    pub classes: [ClassUse; MAX_CLASSES],
 }
 
 /// Counters since the manager was created, and current values.

@@ -2,11 +2,12 @@
 
 use super::Manager;
 use crate::block::{BlockState, MAX_BLOCKS};
-use crate::defrag::{self, Budget, Cached, Fragmentation, Moves, Wanted};
+use crate::defrag::{self, Budget, Cached, Defrag, Fragmentation, Moves, Wanted};
 use crate::error::{Result, invalid};
 use crate::fit::{Fit, Share};
 use crate::group::Group;
 use crate::id::{BlockId, PinId, SequenceId, Tier};
+use crate::page::PerClass;
 use crate::prefix::evict::Hint;
 use crate::sequence::{Batch, Count, Counts, Demand, PrefixHit, PrefixStats, Prompt, TableId, TableRows};
 use crate::transfer::OpenStep;
@@ -523,6 +524,33 @@ impl Manager {
         self.require_one_class("defragmentation")?;
         let Self { tiers, transfers, sequences: state, defrag, jobs, .. } = self;
         defrag.request((state, &mut OpenStep { tiers, transfers, jobs }), goals, sequences, budget, cached)
+    }
+
+    /// Decides moves that empty extents, as [`Manager::defragment`] does, until page classes could take `wanted` blocks while
+    /// `kept` extents, and those of the watermark, are empty. Blocks in use move to other extents of their class, which
+    /// may evict cached blocks there. Nothing moves if the extents that are lacking cannot all be emptied now.
+    ///
+    /// # Errors
+    /// The page classes have no extents, or there is not one number for each; nothing has changed.
+    pub fn empty_extents(&mut self, wanted: &[usize], kept: usize, budget: Budget) -> Result<Moves> {
+        let classes = self.num_classes();
+        if self.tiers.device().per_extent(0).is_none() {
+            return Err(invalid(
+                "number of page classes",
+                classes as i128,
+                "at least 2, over an arena of extents".to_owned(),
+            ));
+        }
+        if wanted.len() > classes {
+            return Err(invalid(
+                "numbers of blocks",
+                wanted.len() as i128,
+                format!("at most {classes}, the page classes"),
+            ));
+        }
+        let kept = kept.saturating_add(self.tiers.device().kept(self.sequences.watermark()).get(0));
+        let (sequences, mut step) = self.parts();
+        Defrag::empty_extents((sequences, &mut step), PerClass::from_slice(wanted), kept, budget)
     }
 
     /// Measures fragmentation of the device; takes time proportional to the pool and the tables.

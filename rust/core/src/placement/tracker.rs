@@ -142,6 +142,11 @@ impl Tracker {
         (map, PlannerView { blocks, written_in, step: *step, cached })
     }
 
+    /// A planner's view of single blocks.
+    pub(crate) fn view<'a>(&'a self, blocks: &'a [Block]) -> PlannerView<'a> {
+        PlannerView { blocks, written_in: &self.written_in, step: self.step, cached: &self.cached }
+    }
+
     /// Sets what cached blocks in no table count as, until the next call.
     pub(crate) fn count_cached_as(&mut self, place: Occupancy, blocks: &[Block]) {
         if self.cached_as != place {

@@ -3,7 +3,7 @@
 use super::{Extents, Membership, Pool};
 use crate::fit::Share;
 use crate::id::BlockId;
-use crate::page::{Classes, PerClass, Shape};
+use crate::page::{ClassUse, Classes, MAX_CLASSES, PerClass, Shape};
 use crate::reuse::{BlockSet, FreeBlocks, ReuseOrder};
 
 /// The blocks of one class that are free, and those that only reads hold which later device work is ordered after.
@@ -287,6 +287,35 @@ impl Pool {
     pub(crate) fn bytes_of(&self, blocks: PerClass) -> u64 {
         let bytes = (0..self.classes.len()).map(|class| self.strides[class].saturating_mul(blocks.get(class) as u64));
         bytes.fold(0, u64::saturating_add)
+    }
+
+    /// Bytes of all blocks, or of all extents that classes can have.
+    pub(crate) fn total_bytes(&self) -> u64 {
+        match self.extents.as_deref() {
+            Some(extents) => extents.bytes_of(extents.usable(self.has_null)),
+            None => self.use_by_class().iter().map(|found| found.total).sum(),
+        }
+    }
+
+    /// The use of each class.
+    pub(crate) fn use_by_class(&self) -> [ClassUse; MAX_CLASSES] {
+        let mut found = [ClassUse::default(); MAX_CLASSES];
+        for (class, found) in found.iter_mut().enumerate().take(self.classes.len()) {
+            let is_split = self.extents.is_none() && self.has_null && self.len_of(class) > 0;
+            let total = self.present(class) - usize::from(is_split);
+            let unused = self.sets[class].free.len() + self.evictable_of(class);
+            let cached = if self.classes.len() == 1 {
+                self.published()
+            } else {
+                let range = self.classes.range(class);
+                let known = self.blocks.get(range.start as usize..self.blocks.len().min(range.end as usize));
+                known.unwrap_or_default().iter().filter(|block| block.is_published()).count()
+            };
+            let [total, used, cached] =
+                [total, total.saturating_sub(unused), cached].map(|count| self.bytes_of(PerClass::of(class, count)));
+            *found = ClassUse { total, used, cached };
+        }
+        found
     }
 
     /// Bytes of all available blocks and of extents that no class has, while `kept` stays free.

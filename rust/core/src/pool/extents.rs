@@ -148,8 +148,12 @@ impl Extents {
     /// ones, and `idle` ones of classes that can do without them.
     pub(super) fn balance(&self, wanted: PerClass, available: PerClass, idle: PerClass) -> (usize, usize) {
         let lacking = self.filled_by(wanted.saturating_sub(available));
-        let left = available.saturating_sub(wanted).with(self.per_extent, |left, per| left / per.max(1));
-        (lacking, self.spare.len() + idle.with(left, usize::min).total())
+        (lacking, self.spare.len() + idle.with(self.spared(wanted, available), usize::min).total())
+    }
+
+    /// Extents that classes with `available` blocks can do without if they take `wanted` ones.
+    fn spared(&self, wanted: PerClass, available: PerClass) -> PerClass {
+        available.saturating_sub(wanted).with(self.per_extent, |left, per| left / per.max(1))
     }
 
     /// Extents in which nothing is held, by class: with those in which only blocks that are `held` are, without those that
@@ -220,6 +224,33 @@ impl Extents {
     }
 }
 
+/// An extent of a class with blocks that are in use or leased.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BusyExtent {
+    pub(crate) class: usize,
+    pub(crate) extent: usize,
+    /// How many of its blocks these are.
+    pub(crate) held: usize,
+    /// Those that are free or can be evicted.
+    pub(crate) open: usize,
+}
+
+/// What classes have once all moves so far, and those that are being planned, have landed.
+#[derive(Clone, Debug)]
+pub(crate) struct Prospect {
+    wanted: PerClass,
+    kept: usize,
+    available: PerClass,
+    idle: PerClass,
+}
+
+impl Prospect {
+    /// Adds an extent that a class empties.
+    pub(crate) fn add_idle(&mut self, class: usize) {
+        *self.idle.at(class) += 1;
+    }
+}
+
 fn is_held(set: Membership) -> bool {
     matches!(set, Membership::Neither | Membership::Overlappable)
 }
@@ -280,6 +311,54 @@ impl Pool {
 
     fn num_dead(&self, class: usize) -> usize {
         self.cache.as_ref().map_or(0, |cache| cache.num_dead(class))
+    }
+
+    /// The extents with blocks in use.
+    pub(crate) fn busy_extents(&self) -> Vec<BusyExtent> {
+        let Some(extents) = self.extents.as_deref() else { return Vec::new() };
+        let owned =
+            extents.owners.iter().enumerate().filter(|(extent, by)| **by != NOBODY && extents.held[*extent] > 0);
+        let busy = owned.map(|(extent, &by)| {
+            let (class, held) = (usize::from(by), extents.held[extent] as usize);
+            BusyExtent { class, extent, held, open: extents.per_extent.get(class) - held }
+        });
+        busy.collect()
+    }
+
+    /// The blocks of an extent that are in use or leased.
+    pub(crate) fn held_in(&self, BusyExtent { class, extent, .. }: BusyExtent) -> impl Iterator<Item = BlockId> + '_ {
+        let blocks = self.extents.as_deref().map_or(0..0, |extents| extents.blocks(&self.classes, class, extent));
+        blocks.map(BlockId).filter(|&block| is_held(self.block(block).membership()))
+    }
+
+    /// The extent that a block lies in.
+    pub(crate) fn extent_at(&self, block: BlockId) -> usize {
+        self.extents.as_deref().map_or(0, |extents| extents.at(&self.classes, self.class_of(block), block))
+    }
+
+    /// What classes have if `wanted` blocks will be taken, `kept` extents will stay empty, and `moving` blocks leave
+    /// the extents that they are in, `leaving` of which hold no others.
+    pub(crate) fn prospect(&self, wanted: PerClass, kept: usize, moving: PerClass, leaving: PerClass) -> Prospect {
+        let idle = self.extents.as_deref().map_or_else(PerClass::default, |extents| extents.idle);
+        Prospect { wanted, kept, available: self.available_in(true) + moving, idle: idle + leaving }
+    }
+
+    /// How many extents are lacking.
+    pub(crate) fn lacking(&self, Prospect { wanted, kept, available, idle }: &Prospect) -> usize {
+        let Some(extents) = self.extents.as_deref() else { return 0 };
+        let (lacking, given) = extents.balance(*wanted, *available, *idle);
+        (lacking + kept).saturating_sub(given)
+    }
+
+    /// Whether a class could do without one more extent, if that were empty.
+    pub(crate) fn can_spare(&self, Prospect { wanted, available, idle, .. }: &Prospect, class: usize) -> bool {
+        let spared = self.extents.as_deref().map(|extents| extents.spared(*wanted, *available));
+        spared.is_some_and(|spared| spared.get(class) > idle.get(class))
+    }
+
+    /// Blocks of a class that can be taken without an extent of another class.
+    pub(crate) fn own_available(&self, class: usize) -> usize {
+        self.available_in(true).get(class)
     }
 
     /// Takes an extent from a class, with what is cached there, and gives it to another.

@@ -26,6 +26,7 @@ mod moves;
 mod resize;
 mod runs;
 pub(crate) use classes::Room;
+pub(crate) use extents::BusyExtent;
 pub(crate) use resize::Tail;
 
 /// Allocation order of a pool.

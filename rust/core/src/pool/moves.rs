@@ -1,12 +1,12 @@
 //! Blocks that move within a pool.
 
 use super::Pool;
-use crate::block::{Block, LeaseKind, TierBlock};
+use crate::block::{Block, LeaseKind, Membership, TierBlock};
 use crate::error::Result;
 use crate::group::NULL_BLOCK;
 use crate::id::BlockId;
 use crate::memory;
-use crate::placement::{BlockMap, Occupancy, Tracker};
+use crate::placement::{BlockMap, Occupancy, PlannerView, Tracker};
 
 impl Pool {
     /// Starts tracking the placement of all blocks, if not started yet; `written` are the blocks that the current step
@@ -32,6 +32,11 @@ impl Pool {
         Some((self.tracker.as_deref_mut()?, &self.blocks))
     }
 
+    /// The tracker, if tracking has started, and what a planner sees of the blocks.
+    pub(crate) fn tracked(&self) -> Option<(&Tracker, PlannerView<'_>)> {
+        self.tracker().map(|tracker| (tracker, tracker.view(&self.blocks)))
+    }
+
     /// The placement of the blocks, recomputed if it is not tracked.
     pub(crate) fn survey(&self, null: bool) -> Result<BlockMap> {
         memory::require(BlockMap::bytes(self.extent()))?;
@@ -52,6 +57,14 @@ impl Pool {
     /// Begins a move of a live or cached block into a hole.
     pub(crate) fn begin_move(&mut self, from: BlockId, to: BlockId) {
         self.take_target(to);
+        if let Some((tracker, blocks)) = self.tracker_mut() {
+            tracker.begin(from, to, blocks);
+        }
+    }
+
+    /// Like [`Pool::begin_move`], into a block that was taken to be filled.
+    pub(crate) fn begin_move_to_taken(&mut self, from: BlockId, to: BlockId) {
+        self.release(to);
         if let Some((tracker, blocks)) = self.tracker_mut() {
             tracker.begin(from, to, blocks);
         }
@@ -81,6 +94,8 @@ impl Pool {
         let class = self.classes.of(from);
         self.sets[class].free.used(from);
         self.moved(from, before);
+        // It was being filled; its source may have been left to the cache in the meantime.
+        self.note_moved(to, Membership::Neither, target.membership());
         self.refresh(to.0..to.0 + 1);
         copy
     }

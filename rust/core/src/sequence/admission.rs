@@ -34,29 +34,36 @@ impl Sequences {
         self.require_states(view, prompt.tokens.len(), chunk)?;
         let mut matches = [self.find_prefix(view, prompt, 1)?];
         let grows = (chunk, lookahead, answer);
-        self.give_up_hits(view, &[*prompt], &mut matches, grows);
+        self.give_up(view, &[*prompt], &mut matches, grows);
         Ok(self.fit_of(view, prompt, &matches, grows))
     }
 
-    /// With several page classes, gives up what a prompt found if it fits only without that: an extent with a found block
-    /// cannot go to another class, and the prompt could wait for it forever.
-    pub(super) fn give_up_hits<'a>(
+    /// Gives up what keeps a prompt from fitting, where it fits without that. With several page classes that is what it
+    /// found: an extent with a found block cannot go to another class, and the prompt could wait for it forever. With
+    /// states it is its resume points, if the device has no room for the states there besides its own.
+    pub(super) fn give_up<'a>(
         &self,
         view: View<'_>,
         prompts: &[Prompt<'_>],
         matches: &mut [Match<'a>],
         grows: (u32, u32, u32),
     ) {
-        if view.tiers.device().num_classes() == 1 {
+        let (has_classes, keeps_states) = (view.tiers.device().num_classes() > 1, self.keeps_states(view));
+        if !has_classes && !keeps_states {
             return;
         }
         for (prompt, found) in prompts.iter().zip(matches) {
-            let fits = |found: &Match<'a>| {
-                self.fit_of(view, prompt, std::slice::from_ref(found), grows).status == AllocStatus::Ok
-            };
-            if found.hits > 0 && !fits(found) {
+            let status = |found: &Match<'a>| self.fit_of(view, prompt, std::slice::from_ref(found), grows).status;
+            if has_classes && found.hits > 0 && status(found) != AllocStatus::Ok {
                 let alone = found.without_hits();
-                if fits(&alone) {
+                if status(&alone) == AllocStatus::Ok {
+                    *found = alone;
+                }
+            }
+            if keeps_states && status(found) == AllocStatus::Never {
+                let mut alone = found.without_hits();
+                alone.keeps_points = false;
+                if status(&alone) != AllocStatus::Never {
                     *found = alone;
                 }
             }
@@ -77,10 +84,8 @@ impl Sequences {
             let start = u32::try_from(hits).unwrap_or(u32::MAX).saturating_mul(self.block_size);
             Run { start, prompt: length, answer, chunk, lookahead }
         };
-        let due = |hits, run: Run| {
-            if self.keeps_states(view) { self.due_points(run.start, hits, length) } else { Vec::new() }
-        };
-        let alone = |hits: usize| self.peak(run(hits), &due(found.run, run(hits)), |_, _| 0);
+        let due = |run: Run| self.chunk_ends(view, found, run.start, length);
+        let alone = |hits: usize| self.peak(run(hits), &due(run(hits)), |_, _| 0);
         let blocks = if self.groups.leaving().is_empty() {
             let held = (0..self.groups.num_growing())
                 .map(|group| self.groups.blocks(group, found.hits * self.groups.per_key(usize::from(group))));
@@ -92,7 +97,7 @@ impl Sequences {
                 Found::Device(block) => !self.is_null(block) && !device.costs(block, true),
                 Found::Host(copy) => view.loading(copy).is_some(),
             };
-            self.peak(run(found.hits), &due(found.run, run(found.hits)), |group, first| {
+            self.peak(run(found.hits), &due(run(found.hits)), |group, first| {
                 found.table(group, first).filter(is_shared).count()
             })
         };

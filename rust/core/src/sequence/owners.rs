@@ -2,6 +2,7 @@
 
 use super::{GroupTable, Row, SequenceRows, Sequences, TableId, require_tier};
 use crate::error::Result;
+use crate::group::Groups;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::memory;
 use crate::pool::Pool;
@@ -108,16 +109,16 @@ impl Sequences {
         self.owners.get(block)
     }
 
-    /// All rows, and the owner of each device block, which readers may correct.
-    pub(crate) fn owners(&mut self) -> (&SequenceRows, &[Cell<Owner>]) {
-        (&self.rows, self.owners.cells())
+    /// All rows, the groups, and the owner of each device block, which readers may correct.
+    pub(crate) fn owners(&mut self) -> (&SequenceRows, &Groups, &[Cell<Owner>]) {
+        (&self.rows, &self.groups, self.owners.cells())
     }
 
     /// Makes the next append to a block that is about to move go through the pool.
     pub(crate) fn seal(&mut self, block: BlockId) {
-        let (owner, size) = (self.owner(block), self.block_size);
+        let owner = self.owner(block);
         let Some((id, row)) = self.rows.numbered(owner.table).filter(|(_, row)| row.len < row.writable) else { return };
-        if self.rows.table(id).table.get((row.writable / size - 1) as usize) == Some(&block) {
+        if self.rows.table(id).table.get(((row.writable - 1) / self.groups.tokens(id.group)) as usize) == Some(&block) {
             self.rows.at_mut(id.sequence).writable = 0;
         }
     }

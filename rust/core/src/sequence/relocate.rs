@@ -114,7 +114,8 @@ impl Sequences {
         };
         let pool = view.tiers.pool(to);
         let free_bytes = pool.available_bytes(PerClass::default(), false);
-        Ok(Fit { status, blocks: 0, free: pool.free(), page_class: 0, bytes: 0, free_bytes })
+        let wanted = PerClass::default();
+        Ok(Fit { status, blocks: 0, free: pool.free(), page_class: 0, wanted, bytes: 0, free_bytes })
     }
 
     /// After [`Sequences::plan`]: blocks that returning rows take for their next tokens, new ones and copies of shared

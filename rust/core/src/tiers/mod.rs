@@ -722,6 +722,11 @@ impl Tiers {
         self.pools[0].begin_move(from, to);
     }
 
+    /// Begins a move of a device block into one that was taken to be filled.
+    pub(crate) fn begin_move_to_taken(&mut self, from: BlockId, to: BlockId) {
+        self.pools[0].begin_move_to_taken(from, to);
+    }
+
     /// Cancels a move and frees its target: the source stays.
     pub(crate) fn cancel_move(&mut self, from: BlockId, to: BlockId) {
         if let Some((tracker, blocks)) = self.tracker_mut().filter(|(tracker, _)| tracker.moves_to(from, to)) {

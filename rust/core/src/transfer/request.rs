@@ -102,7 +102,15 @@ impl View<'_> {
             AllocStatus::Never
         };
         let blocks = request.blocks.get(page_class);
-        Fit { status, blocks, free, page_class, bytes: pool.bytes_of(request.blocks), free_bytes }
+        Fit {
+            status,
+            blocks,
+            free,
+            page_class,
+            wanted: request.blocks,
+            bytes: pool.bytes_of(request.blocks),
+            free_bytes,
+        }
     }
 
     /// Number of available blocks, with one page class. If it is below `wanted`, blocks held only by prefix-store writes

@@ -3,7 +3,7 @@
 use super::World;
 use super::groups::leaves;
 use blockyard_core::defrag::{Budget, Goal, Wanted, runs};
-use blockyard_core::{BlockId, Cached, Error, Kind, TableId, Tier};
+use blockyard_core::{BlockId, Cached, Error, Kind, Moves, TableId, Tier};
 use proptest::prelude::*;
 
 #[derive(Debug, Clone, Copy)]
@@ -126,6 +126,69 @@ impl World {
                 }
             }
         }
+    }
+
+    /// Empties extents; other moves work with blocks of one size only.
+    pub(crate) fn apply_extents(&mut self, op: Op) {
+        match op {
+            Op::Defragment(goals, budget, _) => {
+                let _ = self.empty_extents(goals, budget);
+            }
+            Op::Settled(goals, lost) => {
+                self.settle();
+                self.step(None);
+                let moves = self.empty_extents(goals, Budget::UNLIMITED);
+                self.step(lost);
+                self.settle();
+                let again = self.empty_extents(goals, Budget::UNLIMITED);
+                let is_done = moves.stuck == 0 && again.planned == 0;
+                assert!(is_done || moves.planned == 0 || lost.is_some(), "{moves:?}, then {again:?}");
+            }
+            Op::Decoded { pick, steps, goal } => {
+                let (decoded, others) = (self.pick(pick, 1), self.pick(pick + 1, 2));
+                let others: Vec<_> = others.into_iter().filter(|other| !decoded.contains(other)).collect();
+                self.settle();
+                for left in (0..steps).rev() {
+                    if left == 0 {
+                        self.free(&others);
+                        let goals = Goals { wanted: [Some(goal.into()), None], named: None };
+                        let _ = self.empty_extents(goals, Budget::UNLIMITED);
+                    }
+                    self.append(&decoded, (1, 0, 0), None);
+                    self.step(None);
+                    self.settle();
+                }
+            }
+            Op::Copied { .. } | Op::Exchanged { .. } => {}
+        }
+    }
+
+    /// Asks for as many extents as the first goal's number, and blocks of classes that its other numbers choose.
+    fn empty_extents(&mut self, Goals { wanted, named }: Goals, budget: Budget) -> Moves {
+        let numbers = wanted.map(|wanted| wanted.map_or(0, |wanted| wanted.goal.number() as usize));
+        let (classes, (class, more)) = (self.manager.num_classes(), named.unwrap_or_default());
+        let mut blocks = vec![0; classes];
+        (blocks[class % classes], blocks[(class + 1) % classes]) = (numbers[1], more);
+        let fewest = numbers[0] % 4;
+        let tables: Vec<_> = self.truth.keys().map(|&s| self.blocks_of(s)).collect();
+        let budget = Budget { block_bytes: 0, ..budget };
+        // Nothing moves if not all of them can be emptied.
+        let mut tries = (fewest..12).rev().map(|kept| self.manager.empty_extents(&blocks, kept, budget));
+        let is_over = |result: &Result<Moves, Error>| !matches!(result, Ok(Moves { planned: 0, .. }));
+        let result = tries.find(is_over).unwrap_or_else(|| Ok(Moves::default()));
+        let has_extents = self.manager.pool(Tier::Device).per_extent(0).is_some();
+        let Ok(moves) = result else {
+            assert!(!has_extents, "{result:?}");
+            return Moves::default();
+        };
+        assert!(has_extents && moves.planned <= budget.moves, "{moves:?}");
+        let open = self.manager.clone().take_decision();
+        let bytes = open.of(Kind::Move).map(|pairs| {
+            pairs.ids.len() as u64 * self.manager.pool(Tier::Device).stride(pairs.page_class.into()).unwrap()
+        });
+        assert!(bytes.sum::<u64>() >= moves.planned as u64 && (moves.stuck == 0 || moves.planned == 0), "{moves:?}");
+        assert!(self.truth.keys().map(|&s| self.blocks_of(s)).eq(tables), "a table changed before the bytes moved");
+        moves
     }
 
     fn exchange(&mut self, count: usize, goal: Goal, freed: Option<usize>, lost: Option<usize>, tokens: u32) {

@@ -222,6 +222,11 @@ impl Queue {
         self.index.quota(tenant)
     }
 
+    /// Returns the quota of each tenant that has one.
+    pub(crate) fn quotas(&self) -> Vec<([u8; 32], u32)> {
+        self.index.quotas()
+    }
+
     /// Checks the order of the blocks, and the counts of all tenants.
     pub(crate) fn check(&self) -> std::result::Result<(), String> {
         self.index.check()

@@ -1,4 +1,4 @@
-//! The file of a keyed store, which outlives its process, and the checkpoint in the same directory.
+//! The file of a keyed store, which outlives its process, and its checkpoint and quotas in the same directory.
 
 use super::{SlabFile, SlabOptions, available, failed, open_directory};
 use crate::buffer::Buffer;
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 pub(super) const NAME: &str = "blockyard-prefix.slab";
 const CHECKPOINT: &str = "blockyard-prefix.checkpoint";
-const UNFINISHED: &str = "blockyard-prefix.checkpoint.new";
+const QUOTAS: &str = "blockyard-prefix.quotas";
 const LOCK_WAIT: Duration = Duration::from_secs(1);
 const LOCK_PAUSE: Duration = Duration::from_millis(2);
 
@@ -124,14 +124,23 @@ pub(super) fn is_private(stat: &Stat) -> bool {
 
 /// Returns the checkpoint of the directory; its name is removed before this returns.
 pub(super) fn take_checkpoint(directory: &OwnedFd, limit: u64) -> Option<Vec<u8>> {
-    let _ = fs::unlinkat(directory, UNFINISHED, AtFlags::empty());
+    let _ = fs::unlinkat(directory, unfinished(CHECKPOINT), AtFlags::empty());
     let opened = fs::openat(directory, CHECKPOINT, OFlags::RDONLY | CAREFULLY, Mode::empty());
     match fs::unlinkat(directory, CHECKPOINT, AtFlags::empty()) {
         Ok(()) => {}
         // A checkpoint that remained would be mistaken for a later one.
         Err(_) => return None,
     }
-    let file = File::from(opened.ok()?);
+    read_private(File::from(opened.ok()?), limit)
+}
+
+/// Returns the quotas of the directory.
+pub(super) fn kept_quotas(directory: &OwnedFd, limit: u64) -> Option<Vec<u8>> {
+    let opened = fs::openat(directory, QUOTAS, OFlags::RDONLY | CAREFULLY, Mode::empty());
+    read_private(File::from(opened.ok()?), limit)
+}
+
+fn read_private(file: File, limit: u64) -> Option<Vec<u8>> {
     fs::fstat(&file).ok().filter(is_private)?;
     let mut bytes = Vec::new();
     file.take(limit).read_to_end(&mut bytes).ok()?;
@@ -146,14 +155,30 @@ pub(super) fn drop_checkpoint(slab: &Path) -> io::Result<()> {
     }
 }
 
-/// Writes the checkpoint under a temporary name first, so that its final name always has a complete file.
 pub(super) fn save_checkpoint(directory: &OwnedFd, bytes: &[u8]) -> io::Result<()> {
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | CAREFULLY;
-    let mut file = File::from(fs::openat(directory, UNFINISHED, flags, PRIVATE)?);
+    save(directory, CHECKPOINT, bytes)
+}
+
+/// Writes the quotas, and syncs their name, too.
+pub(super) fn save_quotas(directory: &OwnedFd, bytes: &[u8]) -> io::Result<()> {
+    // A killed process may have left one.
+    let _ = fs::unlinkat(directory, unfinished(QUOTAS), AtFlags::empty());
+    save(directory, QUOTAS, bytes)?;
+    Ok(fs::fsync(directory)?)
+}
+
+/// Writes a file under a temporary name first, so that its final name always has a complete file.
+fn save(directory: &OwnedFd, name: &str, bytes: &[u8]) -> io::Result<()> {
+    let (flags, new) = (OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | CAREFULLY, unfinished(name));
+    let mut file = File::from(fs::openat(directory, &new, flags, PRIVATE)?);
     let written = file.write_all(bytes).and_then(|()| file.sync_all());
     if written.is_err() {
-        let _ = fs::unlinkat(directory, UNFINISHED, AtFlags::empty());
+        let _ = fs::unlinkat(directory, &new, AtFlags::empty());
     }
     written?;
-    Ok(fs::renameat(directory, UNFINISHED, directory, CHECKPOINT)?)
+    Ok(fs::renameat(directory, &new, directory, name)?)
+}
+
+fn unfinished(name: &str) -> String {
+    format!("{name}.new")
 }

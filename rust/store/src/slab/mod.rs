@@ -244,6 +244,14 @@ impl BlockDevice for SlabFile {
         let _ = kept::save_checkpoint(&self.directory, bytes);
     }
 
+    fn kept_quotas(&self, limit: u64) -> Option<Vec<u8>> {
+        kept::kept_quotas(&self.directory, limit)
+    }
+
+    fn save_quotas(&self, bytes: &[u8]) -> io::Result<()> {
+        kept::save_quotas(&self.directory, bytes)
+    }
+
     fn discard(&self) {
         self.unlink();
     }

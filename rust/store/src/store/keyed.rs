@@ -24,7 +24,14 @@ impl SlabStore {
         let landed = options.recover(&*device).map_err(failed("recover the blocks of"))?;
         let mut queue = options.queue(landed.next_generation);
         queue.restore(&landed);
-        Self::start(device, options, queue, true)
+        let quotas = options.kept_quotas(&*device);
+        let store = Self::start(device, options, queue, true)?;
+        for (tenant, most) in quotas {
+            // Blocks beyond a quota are there only if the process that set it was killed before they were wiped. If the
+            // device refuses now, the quota holds all the same.
+            let _ = store.enforce(tenant, Some(most));
+        }
+        Ok(store)
     }
 
     /// Stores blocks under their keys: `rows` holds one payload per key, back to back. The bytes are copied before
@@ -173,17 +180,24 @@ impl SlabStore {
         self.floor.raise(revision, self.options.timeout_base, raise, write)
     }
 
-    /// Limits the blocks of one tenant until this store is closed, and drops excess blocks at once: the least
-    /// recently used of those that no stored block names as its parent. All puts obey it. `None` means no
-    /// limit.
+    /// Limits the blocks of one tenant, for this store and later openers with its namespace, and drops excess blocks at
+    /// once: the least recently used of those that no stored block names as its parent. All puts obey it. `None` means
+    /// no limit.
     ///
-    /// Waits until no later opener can find the dropped blocks.
+    /// Waits until later openers find the quota and none of the dropped blocks.
     ///
     /// # Errors
-    /// `Io` if the device did not confirm that in time; the quota still holds. `NotKeyed`, `Closed`, `Forked`: nothing
-    /// was changed.
+    /// `Io` if the device did not confirm that in time; the quota still holds in this store. `NotKeyed`, `Closed`,
+    /// `Forked`: nothing was changed.
     pub fn set_quota(&self, tenant: [u8; 32], most: Option<u32>) -> Result<()> {
         self.check_keyed()?;
+        let device = self.shared.lock().device.as_ref().map(Arc::clone).ok_or(Error::Closed)?;
+        let dropped = self.enforce(tenant, most);
+        self.quota_file.write(&self.options, &self.shared, device, self.options.timeout_base)?;
+        dropped
+    }
+
+    fn enforce(&self, tenant: [u8; 32], most: Option<u32>) -> Result<()> {
         let mut state = self.shared.lock();
         let result = state.queue.set_quota(tenant, most, Instant::now());
         self.shared.wake(&mut state);

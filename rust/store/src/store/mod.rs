@@ -22,6 +22,7 @@ mod checkpoint;
 mod floor;
 mod inspect;
 mod keyed;
+mod quota_file;
 mod recover;
 #[cfg(test)]
 mod schedules;
@@ -29,6 +30,7 @@ mod wake;
 mod worker;
 
 use floor::Floor;
+use quota_file::QuotaFile;
 use wake::Sleepers;
 use worker::Worker;
 
@@ -102,6 +104,7 @@ pub struct SlabStore {
     /// Whether blocks are addressed by key.
     keyed: bool,
     floor: Arc<Floor>,
+    quota_file: QuotaFile,
 }
 
 #[derive(Debug)]
@@ -160,7 +163,7 @@ impl SlabStore {
         let done = std::array::from_fn(|_| Condvar::new());
         let shared = Arc::new(Shared { state, work: Condvar::new(), done, left: Condvar::new() });
         let (floor, owner) = (Arc::new(Floor::new(options.revision)), std::process::id());
-        let store = Self { options, shared, owner, keyed, floor };
+        let store = Self { options, shared, owner, keyed, floor, quota_file: QuotaFile::default() };
         for _ in 0..store.options.threads {
             store.start_thread()?;
         }

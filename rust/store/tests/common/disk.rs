@@ -20,6 +20,7 @@ struct DiskState {
     /// Offset and bytes of the sectors written since, in order.
     unsynced: Vec<(usize, Vec<u8>)>,
     checkpoint: Option<Vec<u8>>,
+    quotas: Option<Vec<u8>>,
     calls: u64,
     /// If set to `(n, error)`, every `n`-th call fails with the error.
     failing: Option<(u64, i32)>,
@@ -195,5 +196,16 @@ impl BlockDevice for Disk {
 
     fn save_checkpoint(&self, bytes: &[u8]) {
         self.0.lock().unwrap().checkpoint = Some(bytes.to_vec());
+    }
+
+    fn kept_quotas(&self, _limit: u64) -> Option<Vec<u8>> {
+        self.0.lock().unwrap().quotas.clone()
+    }
+
+    fn save_quotas(&self, bytes: &[u8]) -> io::Result<()> {
+        let mut state = self.0.lock().unwrap();
+        state.call()?;
+        state.quotas = Some(bytes.to_vec());
+        Ok(())
     }
 }

@@ -8,11 +8,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.vllm.exclusive_host.sides import ExclusiveScheduler, ExclusiveWorker, LenientScheduler
 from blockyard.integrations.vllm.spec import BlockyardSpec
+from blockyard.integrations.vllm.units import Units, units_of
 
 __all__ = ["BlockyardKVConnector"]
 
@@ -22,6 +29,7 @@ if not all(hasattr(OffloadingConnectorScheduler, name) for name in _REPLACED):
         "BlockyardKVConnector needs vLLM 0.32 or 0.33: here the scheduler side of the offloading connector differs"
     )
 
+_ATTENTION: Final = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec)
 _SPEC: Final = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.integrations.vllm"}
 
 
@@ -47,6 +55,8 @@ class BlockyardKVConnector(OffloadingConnector):
         config = build_offloading_config(vllm_config, kv_cache_config)
         self._canonical_layout = config.canonical_layout
         spec = BlockyardSpec(config)
+        if (units := _units(spec, kv_cache_config)) is not None:
+            spec.use_units(units)
         is_cached = vllm_config.cache_config.enable_prefix_caching  # without, the pool has no keys to store
         spec.is_exclusive = is_exclusive = is_cached and _can_be_exclusive(spec, vllm_config, kv_cache_config)
         self.connector_scheduler = self.connector_worker = None
@@ -83,6 +93,17 @@ def _name_spec(vllm_config: Any) -> None:
             raise InvalidArgumentError(f"{name} is {options[name]!r:.100}, but BlockyardKVConnector has {value!r}")
 
 
+def _units(spec: BlockyardSpec, kv_cache_config: Any) -> Units | None:
+    """Return how the host's memory is cut where groups have blocks of unequal bytes, and only this process uses it."""
+    config = spec.config
+    if config.extra_config.get("prefix_store") is not None or not spec.num_chunks:
+        return None  # values of a store have one width
+    if config.cache.blocks_per_chunk != 1 or config.parallel.pp_size != 1:
+        return None
+    groups = [group.group_id for group in config.groups]
+    return units_of(kv_cache_config, groups, config.worker_kv_bytes_per_block)
+
+
 def _can_be_exclusive(spec: BlockyardSpec, vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether a host can hold what the device drops, block by block."""
     config, options = spec.config, spec.config.extra_config
@@ -105,4 +126,4 @@ def _holds_whole_blocks(spec: Any, tokens_per_hash: int) -> bool:
     if type(spec) is MambaSpec:
         is_whole = spec.mamba_cache_mode == "align" and spec.block_size == tokens_per_hash
         return bool(is_whole and not spec.num_speculative_blocks)
-    return type(spec) in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+    return type(spec) in _ATTENTION and bool(spec.prefix_cacheable)

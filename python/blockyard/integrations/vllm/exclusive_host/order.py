@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Final
 
 __all__ = ["HostOrder", "Recent"]
 
@@ -45,15 +45,17 @@ class HostOrder:
 
     Args:
         num_chunks: chunks of host memory.
-        num_blocks: blocks of device memory.
+        num_keys: keys that were found last and are remembered.
+        chunks_of: returns how many chunks a key takes.
     """
 
-    def __init__(self, num_chunks: int, num_blocks: int) -> None:
-        self._most_again = int(num_chunks * _AGAIN_SHARE)
+    def __init__(self, num_chunks: int, num_keys: int, chunks_of: Callable[[Any], int]) -> None:
+        self._most_again, self._chunks_of = int(num_chunks * _AGAIN_SHARE), chunks_of
+        self._num_again = 0  # chunks
         self._copies: OrderedDict[bytes, None] = OrderedDict()
         self._once: OrderedDict[bytes, None] = OrderedDict()
         self._again: OrderedDict[bytes, None] = OrderedDict()
-        self._found = Recent(num_chunks + num_blocks)
+        self._found = Recent(num_keys)
 
     def find(self, keys: Sequence[bytes]) -> None:
         """Note that a request found keys, on the device or the host; the first is remembered longest."""
@@ -63,7 +65,11 @@ class HostOrder:
         """Put keys that only the host holds from now on last; the last key is evicted last."""
         for key in keys:
             self.drop(key)
-            (self._again if key in self._found else self._once)[key] = None
+            if key in self._found:
+                self._again[key] = None
+                self._num_again += self._chunks_of(key)
+            else:
+                self._once[key] = None
 
     def copy(self, keys: Iterable[bytes]) -> None:
         """Put keys that the device has as well first."""
@@ -73,15 +79,26 @@ class HostOrder:
 
     def drop(self, key: bytes) -> None:
         """Forget the place of a key."""
-        for keys in (self._copies, self._once, self._again):
-            keys.pop(key, None)
+        self._copies.pop(key, None)
+        self._once.pop(key, None)
+        if key in self._again:
+            del self._again[key]
+            self._num_again -= self._chunks_of(key)
 
     def __iter__(self) -> Iterator[bytes]:
         """Return the keys, the first to be evicted first."""
-        over = max(0, len(self._again) - self._most_again)
-        return chain(self._copies, islice(self._again, over), self._once, islice(self._again, over, None))
+        yield from self._copies
+        over, count = self._num_again - self._most_again, 0
+        for key in self._again:
+            if over <= 0:
+                break
+            over, count = over - self._chunks_of(key), count + 1
+            yield key
+        yield from self._once
+        yield from islice(self._again, count, None)
 
     def clear(self) -> None:
         """Forget all keys."""
         for keys in (self._copies, self._once, self._again, self._found):
             keys.clear()
+        self._num_again = 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from itertools import islice, takewhile
+from itertools import accumulate, islice, takewhile
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -142,8 +142,11 @@ class ExclusiveScheduler(LenientScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         groups, limits = self.config.kv_group_configs, vllm_config.scheduler_config
         self._step_blocks: int = self._blocks(limits.max_num_batched_tokens) + limits.max_num_seqs * len(groups)
-        self._order = HostOrder(self.manager.num_chunks, kv_cache_config.num_blocks)
-        self._points = Points(groups, self.manager.num_chunks + kv_cache_config.num_blocks)
+        units = spec.units
+        self._chunks_of = {group.group_idx: 1 if units is None else units.counts[group.group_idx] for group in groups}
+        keys = self.manager.num_chunks // min(self._chunks_of.values())  # on the host, at most
+        self._order = HostOrder(self.manager.num_chunks, keys + kv_cache_config.num_blocks, self._num_chunks)
+        self._points = Points(groups, keys + kv_cache_config.num_blocks)
         self._places = {group.group_idx: place for place, group in enumerate(groups)}
         self._wanted: dict[OffloadKey, None] = {}  # of the device, by requests that wait
         self._brought: Counter[str] = Counter()  # by request, how often it has waited so
@@ -224,6 +227,10 @@ class ExclusiveScheduler(LenientScheduler):
     def _held(self, keys: list[OffloadKey]) -> list[OffloadKey]:
         """Return those of some keys that the host holds; the last is evicted first."""
         return [key for key, what in zip(keys, self.manager.find_all(keys), strict=True) if what == "hit"][::-1]
+
+    def _num_chunks(self, key: OffloadKey) -> int:
+        """Return how many chunks of the host a key takes."""
+        return self._chunks_of[get_offload_group_idx(key)]
 
     def _blocks(self, tokens: int) -> int:
         """Return how many blocks tokens take, at most."""
@@ -313,8 +320,9 @@ class ExclusiveScheduler(LenientScheduler):
         self._hold([key for (key, _), what in zip(blocks, found, strict=True) if what == "hit"])
         new = {key: at for (key, at), what in zip(blocks, found, strict=True) if what == "miss"}
         useful, others = self._points.sort(new)
-        useful = useful[max(0, len(useful) - self._make_room(len(useful))) :]
-        others = self._points.states(others)[: max(0, self.manager.num_empty - len(useful))]
+        useful = self._that_fit(useful[::-1], self._make_room(sum(map(self._num_chunks, useful))))[::-1]
+        left = self.manager.num_empty - sum(map(self._num_chunks, useful))
+        others = self._that_fit(self._points.states(others), left)
         keys = sorted(useful + others, key=self._place)
         context = ReqContext(req_id="")
         output = self.manager.prepare_store(keys, context) if keys else None
@@ -337,17 +345,33 @@ class ExclusiveScheduler(LenientScheduler):
         """Return which of the groups a key is of."""
         return self._places[get_offload_group_idx(key)]
 
+    def _that_fit(self, keys: list[OffloadKey], chunks: int) -> list[OffloadKey]:
+        """Return the first keys, as many as `chunks` have room for."""
+        taken = accumulate(map(self._num_chunks, keys))
+        return [key for key, _ in takewhile(lambda it: it[1] <= chunks, zip(keys, taken, strict=True))]
+
     def _make_room(self, chunks: int) -> int:
         """Evict keys until `chunks` are empty, or no more can be; return how many a store can get."""
         short = chunks - self.manager.num_empty
         if short > 0:
-            victims = list(islice(filter(self.manager.is_idle, self._order), short))
-            if len(victims) < short and self.manager.release_retained(short - len(victims)):
-                victims = list(islice(filter(self.manager.is_idle, self._order), short))
+            victims = self._victims(short)
+            missing = short - sum(map(self._num_chunks, victims))
+            if missing > 0 and self.manager.release_retained(missing):
+                victims = self._victims(short)
             for key in victims:
                 self._order.drop(key)
             self.manager.evict(victims)
         return self.manager.num_free
+
+    def _victims(self, chunks: int) -> list[OffloadKey]:
+        """Return the first keys to be evicted that have `chunks` together."""
+        victims: list[OffloadKey] = []
+        for key in filter(self.manager.is_idle, self._order):
+            if chunks <= 0:
+                break
+            victims.append(key)
+            chunks -= self._num_chunks(key)
+        return victims
 
     def build_connector_meta(self, scheduler_output: Any) -> ExclusiveMetadata:
         """Return the transfers of a step."""

@@ -32,7 +32,8 @@ _LATE_SECONDS: Final = 5.0  # how long an abandoned request may still arrive
 NEW_KEYS: Final = 6  # per second
 _HIDDEN: Final = 3.0  # seconds after a failure during which the store may report a key as absent
 _IN_FLIGHT: Final = 5
-_BURSTS: Final = 0.95  # up to this draw of a call, put, delete and get the same keys at once
+_BURSTS: Final = 0.95  # up to this draw of a call, several puts, deletions and gets of the same keys at once
+_OLD: Final = 0.25  # share of gets of any keys that it has put, not only of the present ones
 _READS_BACK: Final = 0.25  # share of puts that it reads as soon as it has their answer
 
 
@@ -54,6 +55,7 @@ class _Pending:
     at: float
     changed_at: float
     number: int = 0
+    reason: str = ""  # of the first key, when it has been collected
 
 
 class SimulatedEngine:
@@ -105,6 +107,7 @@ class SimulatedEngine:
         self._put_in: dict[int, int] = {}
         self._deleted: dict[int, list[_Pending]] = {}
         self._hits: dict[int, list[tuple[_Pending, Put]]] = {}
+        self._late_puts: list[list[int]] = []  # keys of puts that missed their deadline
         self._failed_at: dict[int, float] = {}  # last failed read or write of each key
         self._has_tenants = has_tenants
         self._sure_at = 0.0  # time from which its last clock jump no longer matters
@@ -122,6 +125,8 @@ class SimulatedEngine:
         while self.loop.now < until and not link.is_dead:
             if len(self._pending) >= _IN_FLIGHT or (self._pending and chance.random() < 0.4):
                 batch = self._collect(chance.randrange(len(self._pending)))
+                if (batch.kind, batch.reason) == ("put", "timeout"):
+                    self._late_puts.append(batch.keys)
                 if batch.kind == "put" and not link.is_dead and chance.random() < _READS_BACK:
                     self.get(batch.keys)
             else:
@@ -135,14 +140,21 @@ class SimulatedEngine:
         """Die at once. Requests already sent still arrive."""
         link, store = self.link, self.store
         link.is_dead = True
+        for batch in self._pending:
+            self._lose(batch)
         self._pending.clear()
         self.loop.start("killed", lambda: store.close(0.0))
+
+    def _lose(self, batch: _Pending) -> None:
+        """Record that nobody collects a batch; what it asks for may still happen."""
+        for key in batch.keys if batch.kind == "delete" else ():
+            self.oracle.end_removal(key, self.loop.now + _LATE_SECONDS)
 
     def restart(self) -> None:
         """Restart with empty memory and the same weights."""
         self.link, self._counted = self.server.connect(), Counter()
         self._ok_at, self._forgotten_at = inf, None
-        self._last_put, self._failed_at = {}, {}
+        self._last_put, self._failed_at, self._put_in, self._late_puts = {}, {}, {}, []
         self.store = self._open()
 
     def heal(self) -> None:
@@ -202,7 +214,7 @@ class SimulatedEngine:
             self.weights = revision
         self.num_operations += 1
         said, began_at, name = "ok", self.loop.now, name_of(self.weights)
-        self.oracle.unsettle(-1, inf)
+        self.oracle.begin_removal(-1)
         until = self.oracle.begin_forget(name, begins=revision is None)
         self.called_at = began_at
         try:
@@ -215,7 +227,7 @@ class SimulatedEngine:
         if said == "ok":
             self.oracle.check_forgot(name, began_at, begins=revision is None)
             self._check_known(began_at)
-        self.oracle.unsettle(-1, self.loop.now)
+        self.oracle.end_removal(-1, self.loop.now)
         self._say(f"forget {revision!r}: {said}")
         self._log.mark(self._who, "forget")
         return said == "ok"
@@ -247,7 +259,7 @@ class SimulatedEngine:
     def delete(self, keys: list[int]) -> None:
         """Submit deletions."""
         for key in keys:
-            self.oracle.unsettle(key, inf)
+            self.oracle.begin_removal(key)
         self._submit("delete", keys, [], None, lambda: self.store.submit_delete([key_of(key) for key in keys]))
 
     def _owners(self, keys: list[int]) -> Owners:
@@ -275,6 +287,10 @@ class SimulatedEngine:
         draw = chance.random()
         if draw < forgets or self.due:
             self.forget(self.due.pop(0) if self.due else chance.choice((None, *WEIGHTS)))
+        elif self._late_puts and not self.store.stats().is_down:
+            keys = self._late_puts.pop()  # they may still land: a deletion must not be confirmed before they do
+            self.delete(keys)
+            self.get(keys)
         elif self._has_tenants and chance.random() < 0.05:
             self._set_quota(chance.randrange(_TENANTS), chance.choice((None, 0, 2, 4)))
         elif draw < forgets + deletes:
@@ -282,9 +298,10 @@ class SimulatedEngine:
         elif draw < 0.5:
             self.put(keys)
         elif draw < 0.9:
-            self.get(keys)
+            is_old = self._last_put and chance.random() < _OLD
+            self.get(chance.sample(list(self._last_put), min(3, len(self._last_put))) if is_old else keys)
         elif draw < _BURSTS:  # of keys whose batches wait for each other
-            for act in (self.put, self.delete, self.get):
+            for act in chance.choices((self.put, self.delete, self.get), k=chance.randint(3, 6)):
                 act(keys)
         else:
             there = self.store.contains([key_of(key) for key in keys])
@@ -307,11 +324,13 @@ class SimulatedEngine:
         began = self.loop.now
         done = store.wait(batch.ticket)
         if link.is_dead:  # killed while it waited: the answer is lost
+            self._lose(batch)
             return batch
         if self.loop.now - began > DEADLINE + 1.0 + (CLOCK_STEP if batch.at < self._sure_at else 0.0):
             raise BrokenPromiseError(
                 f"engine {self.number}: {batch.kind} took {self.loop.now - began:.3f} s, its deadline is {DEADLINE} s"
             )
+        batch.reason = done.reasons[0]
         self.reasons.update(done.reasons)
         self._counted.update(done.reasons)
         self._say(f"{batch.ticket}: {','.join(reason or 'ok' for reason in done.reasons)}")
@@ -333,7 +352,8 @@ class SimulatedEngine:
             raise BrokenPromiseError(f"engine {self.number}: its weights were forgotten, and its {batch.kind} is ok")
         for key, reason in zip(batch.keys, done.reasons, strict=True):
             if batch.kind == "delete":
-                self.oracle.unsettle(key, self.loop.now)
+                # One that failed may still arrive.
+                self.oracle.end_removal(key, self.loop.now + (_LATE_SECONDS if reason else 0.0))
             self._judge_miss(batch, key, reason)
         for index in (index for index, is_ok in enumerate(ok) if is_ok):
             key = batch.keys[index]
@@ -349,11 +369,15 @@ class SimulatedEngine:
             self._check_order(key)
 
     def _check_order(self, key: int) -> None:
-        """Check that no read of this engine has found its own block behind its own deletion, in order of submission."""
+        """Check that no read of this engine has found its own block behind its own deletion, in order of submission.
+
+        So a put that ended late must not land behind a confirmed deletion, unless its request was given up.
+        """
         for read, put in self._hits.get(key, ()):
             begun = self._put_in.get(put.number)
             settled = max(self._sure_at, self._forgot_at, self.oracle.rolled_back_at, self.oracle.lost_at)
-            if begun is None or put.confirmed_at is None or put.submitted_at <= settled:
+            may_come = put.confirmed_at is None and key_of(key) in self.link.given_up
+            if begun is None or may_come or put.submitted_at <= settled:
                 continue
             if any(begun < deletion.number < read.number for deletion in self._deleted.get(key, ())):
                 raise BrokenPromiseError(

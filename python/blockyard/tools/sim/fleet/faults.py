@@ -7,13 +7,17 @@ from typing import Final, NamedTuple
 
 from blockyard.errors import InvalidArgumentError
 
-__all__ = ["FAULTS", "OF_CLUSTER", "OF_REDIS", "OF_SERVING", "Fault", "draw_faults", "read_faults"]
+__all__ = ["FAULTS", "OF_CLUSTER", "OF_OBJECTS", "OF_REDIS", "OF_SERVING", "Fault", "draw_faults", "read_faults"]
 
 FAULTS: Final = {
     "lossy": "an engine loses a third of its requests and answers",
     "repeat": "an engine sends each request twice, like a client that retries",
     "slow": "an engine's link to the server is 100 times slower",
+    "straggle": "a fifth of an engine's requests and answers take seconds",
     "partition": "an engine's requests do not reach the server, nor its answers the engine",
+    "mute": "an engine's requests arrive, but all answers are lost",
+    "garbled": "half of the values change on their way to an engine",
+    "page": "half of an engine's requests are answered by a gateway, with a page of status 200",
     "crash": "an engine is killed; it restarts when the fault ends",
     "clock": "an engine's clock jumps ahead, and back when the fault ends",
     "forget": "an engine calls forget",
@@ -35,6 +39,8 @@ OF_CLUSTER: Final = frozenset({"node_down", "cut_off", "move"})
 """Kinds that only affect Redis clusters."""
 OF_REDIS: Final = frozenset({"failover", "server_clock"}) | OF_CLUSTER
 """Kinds that only affect Redis servers and clusters."""
+OF_OBJECTS: Final = frozenset({"page"})
+"""Kinds that only affect object stores."""
 OF_SERVING: Final = frozenset({"copy"})
 """Kinds that only affect engines that serve prompts."""
 _ALL_ENGINES: Final = {"gray", "full", "node_loss", "record_loss", "damage", "torn", "update", *OF_REDIS}

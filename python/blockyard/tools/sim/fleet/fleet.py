@@ -21,10 +21,18 @@ from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.stores.value import HEADER
 from blockyard.tools.sim.fleet.engine import CLOCK_STEP, NEW_KEYS, NUM_KEYS, WEIGHTS, SimulatedEngine
-from blockyard.tools.sim.fleet.faults import FAULTS, OF_CLUSTER, OF_REDIS, OF_SERVING, Fault, draw_faults
+from blockyard.tools.sim.fleet.faults import (
+    FAULTS,
+    OF_CLUSTER,
+    OF_OBJECTS,
+    OF_REDIS,
+    OF_SERVING,
+    Fault,
+    draw_faults,
+)
 from blockyard.tools.sim.fleet.log import FleetLog
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError, Oracle
-from blockyard.tools.sim.fleet.servers.link import Link, Server
+from blockyard.tools.sim.fleet.servers.link import Link, Server, key_in
 from blockyard.tools.sim.fleet.servers.object_server import CAPACITY, RECORD_BYTES, ObjectServer
 from blockyard.tools.sim.fleet.servers.redis_cluster import NODES, SEGMENTS, RedisCluster
 from blockyard.tools.sim.fleet.servers.redis_server import RedisServer
@@ -41,12 +49,16 @@ _RECOVERY_SECONDS: Final = 60.0
 _SWEEP_SECONDS: Final = 70.0  # how long a killed sweeper keeps others from sweeping
 _CALL_SECONDS: Final = 15.0  # maximum duration of a blocking call of the store
 _MAX_SECONDS: Final = 300.0  # how long after the work everything must have ended
-_LEFT_OUT: Final = {"object": OF_REDIS, "redis": OF_CLUSTER, "cluster": frozenset[str]()}
+_LEFT_OUT: Final = {"object": OF_REDIS, "redis": OF_CLUSTER | OF_OBJECTS, "cluster": OF_OBJECTS}
 _OF_LINK: Final[dict[str, tuple[str, Any, Any]]] = {
     "lossy": ("loss", 1 / 3, 0.0),
     "repeat": ("repeats", 1.0, 0.0),
     "slow": ("slowness", 100.0, 1.0),
+    "straggle": ("straggling", 0.2, 0.0),
     "partition": ("is_cut", True, False),
+    "mute": ("is_mute", True, False),
+    "garbled": ("garbling", 0.5, 0.0),
+    "page": ("pages", 0.5, 0.0),
 }
 
 
@@ -240,15 +252,17 @@ class _Fleet:
     def __init__(self, loop: Loop, options: FleetOptions, report: FleetReport, log: FleetLog) -> None:
         self.loop, self.options, self.report, self.log = loop, options, report, log
         self.oracle = Oracle()
-        self.server: Server = ObjectServer(loop, self._see)
+        self.server: Server = ObjectServer(loop, self._see, self._see_deletion)
         self._has_tenants, self._texts = False, Texts(MODELS[options.model])
         if (store := options.store_of(report.seed)) != "object":
             self._has_tenants = store == "redis" and loop.random.random() < 0.3
             capacity, ttl = loop.random.choice(((CAPACITY, 0.0), (CAPACITY, 0.0), (NUM_KEYS, 0.0), (CAPACITY, 1.5)))
             self.server = (
-                RedisServer(loop, self._see, capacity=capacity, ttl=ttl)
+                RedisServer(loop, self._see, self._see_deletion, capacity=capacity, ttl=ttl)
                 if store == "redis"
-                else RedisCluster(loop, self._see, capacity=capacity * SEGMENTS, ttl=ttl)  # `capacity` in each
+                else RedisCluster(
+                    loop, self._see, self._see_deletion, capacity=capacity * SEGMENTS, ttl=ttl
+                )  # `capacity` in each
             )
             num_keys = NUM_KEYS + int(options.seconds * NEW_KEYS)  # used by all engines together
             self.oracle.may_evict = self._has_tenants or capacity < max(CAPACITY, num_keys) or ttl > 0
@@ -324,6 +338,11 @@ class _Fleet:
         if replaces is None and any(engine.was_told(sent_at) for engine in writers):
             raise BrokenPromiseError("an engine replaced the lost record, but knew that its weights were forgotten")
         self.oracle.see_record(value[HEADER:], self.loop.now, replaces=replaces)
+
+    def _see_deletion(self, value: bytes, damaged_at: float) -> None:
+        """Check a request that deletes an intact block; `damaged_at` is when the server last sent a damaged one."""
+        _, sent_at = self.server.caller or (None, 0.0)
+        self.oracle.check_deleted(int.from_bytes(key_in(value), "little"), sent_at, damaged_at)
 
     def _suffer(self, fault: Fault) -> None:
         """Begin a fault at its time, and end it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,7 @@ from blockyard.stores.threaded.epochs import Epoch
 __all__ = ["BLOCK_BYTES", "BrokenPromiseError", "Oracle", "Put"]
 
 BLOCK_BYTES: Final = 80
+_GIVEN_UP: Final = 10.0  # how long after it was asked for a deletion may still be sent, in seconds, with a margin
 _LATE: Final = 1.5  # how long an engine may keep using an epoch that has ended, in seconds, with a margin
 
 
@@ -60,6 +62,7 @@ class Oracle:
         rolled_back_at: when the server last failed over; it may have lost anything submitted before that.
         unsettled_at: when a deletion may last have removed each key; under -1, when a fault or a `forget` may last have
             removed all keys.
+        removals: number of deletions and calls of `forget` that are under way, likewise by key.
         may_evict: whether the server drops blocks to make room, or after a time.
     """
 
@@ -74,6 +77,7 @@ class Oracle:
     forgetting: dict[bytes, float] = field(default_factory=dict)
     beginning: dict[bytes, float] = field(default_factory=dict)
     unsettled_at: dict[int, float] = field(default_factory=dict)
+    removals: Counter[int] = field(default_factory=Counter)
     may_evict: bool = False
     _since: dict[tuple[bytes, ...], float] = field(default_factory=dict)
 
@@ -173,9 +177,21 @@ class Oracle:
                 f"found a block computed at {computed_at:.3f} s; all were forgotten at {changed_at:.3f} s"
             )
 
-    def unsettle(self, key: int, now: float) -> None:
-        """Record that a key may be gone from now on; -1 for all keys."""
-        self.unsettled_at[key] = now
+    def unsettle(self, key: int, until: float) -> None:
+        """Record that a key may have gone until a time; -1 for all keys."""
+        self.unsettled_at[key] = max(until, self.unsettled_at.get(key, 0.0))
+
+    def begin_removal(self, key: int) -> None:
+        """Record that an engine asks for the deletion of a key, or of all (-1)."""
+        self.removals[key] += 1
+
+    def end_removal(self, key: int, until: float) -> None:
+        """Record that such a deletion has ended; others of the key may still be under way."""
+        self.removals[key] -= 1
+        self.unsettle(key, until)
+
+    def _last_unsettled(self, key: int, otherwise: float = 0.0) -> float:
+        return inf if self.removals[key] else self.unsettled_at.get(key, otherwise)
 
     def check_absent(self, put: Put | None, key: int, asked_at: float) -> None:
         """Check that a block which an engine has put may be absent.
@@ -188,14 +204,28 @@ class Oracle:
         Raises:
             BrokenPromiseError: the put was confirmed, and nothing since then could have removed the block.
         """
-        last = max(self.unsettled_at.get(-1, 0.0), self.weights_changed_at) + _LATE
-        last = max(last, self.unsettled_at.get(key, 0.0))
+        last = max(self._last_unsettled(-1), self.weights_changed_at) + _LATE
+        last = max(last, self._last_unsettled(key))
         if self.may_evict:
             return
         if put is not None and last < put.submitted_at < asked_at and put.confirmed_at is not None:
             raise BrokenPromiseError(
                 f"key {key}: absent, though put {put.number} of {put.submitted_at:.3f} s was confirmed"
             )
+
+    def check_deleted(self, key: int, sent_at: float, damaged_at: float) -> None:
+        """Check that an engine may delete an intact block: it was asked to, or has just read a damaged one.
+
+        Args:
+            key: the block's key.
+            sent_at: when the engine sent the request.
+            damaged_at: when the server last sent a damaged block under this name; it may have been replaced since.
+
+        Raises:
+            BrokenPromiseError: what the engine has read may have been wrong, what is stored never was.
+        """
+        if max(self._last_unsettled(key, -inf), damaged_at) + _GIVEN_UP < sent_at:
+            raise BrokenPromiseError(f"key {key}: an intact block is deleted, though no engine was asked to delete it")
 
     def check_known(self, key: int, weights: str, began_at: float) -> None:
         """Check a key that an engine says to have a block, right after its `forget` was confirmed.

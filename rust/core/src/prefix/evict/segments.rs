@@ -27,8 +27,8 @@ const _: () = assert!(OVER as usize + 1 == RINGS);
 /// Rings of the blocks used once.
 const ONCE_RINGS: Range<u32> = 1..1 + CLASSES;
 
-/// Bits of a note: the block's ring (of a block in use, that of the lowest level it may go to later), whether it was the
-/// last block of its chain, and what is known of the blocks behind it. The others are its tag's.
+/// Bits of a note: the block's ring (for a block in use, the minimum level on release), whether it was the last block of
+/// its chain, and what is known of the blocks behind it. The others are its tag's.
 const RING: u32 = 15;
 const ENDS_CHAIN: u32 = 1 << 4;
 /// It has been released behind the block before it.

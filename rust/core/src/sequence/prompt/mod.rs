@@ -227,6 +227,8 @@ pub(super) struct Match<'a> {
     others: Vec<Vec<BlockId>>,
     /// By group: the found blocks after those, starting with the first that only the host has. Empty if there is none.
     pub(super) tails: Vec<Vec<Found>>,
+    /// Whether its chunks end at resume points, for the states there.
+    pub(super) keeps_points: bool,
 }
 
 fn device_block(found: &Found) -> Option<&BlockId> {
@@ -248,6 +250,7 @@ impl Match<'_> {
             found: Vec::new(),
             others: none(&self.others),
             tails: Vec::new(),
+            keeps_points: self.keeps_points,
         }
     }
 
@@ -309,12 +312,9 @@ impl Sequences {
             .map(|prompt| self.find_prefix(step.view(), prompt, prompts.len()))
             .collect::<Result<Vec<_>>>()?;
         let view = step.view();
-        self.give_up_hits(view, prompts, &mut matches, (chunk, 0, 0));
-        let new: PerClass = prompts
-            .iter()
-            .zip(&matches)
-            .map(|(prompt, found)| self.missing(view, prompt, (found.hits, found.run), chunk))
-            .sum();
+        self.give_up(view, prompts, &mut matches, (chunk, 0, 0));
+        let new: PerClass =
+            prompts.iter().zip(&matches).map(|(prompt, found)| self.missing(view, prompt, found, chunk)).sum();
         let request = Self::request_prompts(view, &matches, new);
         view.require(request, || Self::idle_blocks(view, &matches))?;
         self.require_nulls(
@@ -520,7 +520,16 @@ impl Sequences {
             run = hits;
             tails.push(tail);
         }
-        Ok(Match { keys, tenant: view.tiers.tenant_of(&prompt.spec), hits, run, found, others, tails })
+        Ok(Match {
+            keys,
+            tenant: view.tiers.tenant_of(&prompt.spec),
+            hits,
+            run,
+            found,
+            others,
+            tails,
+            keeps_points: true,
+        })
     }
 
     /// Keys of a prompt for a drafter.
@@ -530,25 +539,25 @@ impl Sequences {
         Cow::Owned(keys)
     }
 
-    /// Number of tokens in a prompt's sequence once it is opened, if its first `hits` blocks are cached.
-    fn opened(&self, view: View<'_>, prompt: &Prompt<'_>, (hits, run): (usize, usize), chunk: u32) -> (u32, u32) {
+    /// Where chunks of a prompt end besides its end: at the points for which a state is kept.
+    pub(super) fn chunk_ends(&self, view: View<'_>, found: &Match<'_>, cached: u32, length: u32) -> Vec<u32> {
+        let ends = found.keeps_points && self.keeps_states(view);
+        if ends { self.due_points(cached, found.run, length) } else { Vec::new() }
+    }
+
+    /// Number of tokens in a prompt's sequence that are cached, and of all once it is opened.
+    fn opened(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match<'_>, chunk: u32) -> (u32, u32) {
         let length = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
-        let cached = u32::try_from(hits).unwrap_or(u32::MAX) * self.block_size;
-        let due = if self.keeps_states(view) { self.due_points(cached, run, length) } else { Vec::new() };
+        let cached = u32::try_from(found.hits).unwrap_or(u32::MAX) * self.block_size;
+        let due = self.chunk_ends(view, found, cached, length);
         (cached, self.chunk_end(view, (cached, length), chunk, &due))
     }
 
-    /// Number of blocks that a prompt takes beyond the first `hits`, which were found.
-    pub(super) fn missing(
-        &self,
-        view: View<'_>,
-        prompt: &Prompt<'_>,
-        (hits, run): (usize, usize),
-        chunk: u32,
-    ) -> PerClass {
-        let (cached, length) = self.opened(view, prompt, (hits, run), chunk);
+    /// Number of blocks that a prompt takes beyond those that were found.
+    pub(super) fn missing(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match<'_>, chunk: u32) -> PerClass {
+        let (cached, length) = self.opened(view, prompt, found, chunk);
         let missing = |(number, group): (u8, &Group)| {
-            let (size, held) = (self.groups.tokens(number), hits * self.groups.per_key(usize::from(number)));
+            let (size, held) = (self.groups.tokens(number), found.hits * self.groups.per_key(usize::from(number)));
             let skipped = group.skipped(cached, length - cached, held, size);
             self.groups.blocks(number, blocks_for(u64::from(length), size) - held - skipped)
         };
@@ -557,7 +566,7 @@ impl Sequences {
 
     /// Maximum number of null entries in a prompt's tables.
     pub(super) fn passed(&self, view: View<'_>, prompt: &Prompt<'_>, found: &Match<'_>, chunk: u32) -> usize {
-        let (_, length) = self.opened(view, prompt, (found.hits, found.run), chunk);
+        let (_, length) = self.opened(view, prompt, found, chunk);
         let leaving = self.groups.leaving().iter();
         leaving.map(|&group| blocks_for(u64::from(length), self.block_size) * self.groups.per_key(group)).sum()
     }
@@ -571,10 +580,11 @@ impl Sequences {
         chunk: u32,
         count: Count,
     ) -> (SequenceId, u32) {
-        let (cached, length) = self.opened(step.view(), prompt, (found.hits, found.run), chunk);
+        let (cached, length) = self.opened(step.view(), prompt, &found, chunk);
         let on_device = found.on_device();
-        let Match { keys, tenant, hits, run, mut found, mut others, tails } = found;
-        let mut due = self.due_points(cached, run, u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX));
+        let Match { keys, tenant, hits, run, mut found, mut others, tails, keeps_points } = found;
+        let all = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
+        let mut due = if keeps_points { self.due_points(cached, run, all) } else { Vec::new() };
         if on_device < hits && self.groups.has_nulls() {
             due.insert(0, cached); // the device gets the point, too
         }

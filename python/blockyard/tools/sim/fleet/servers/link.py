@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from math import log
+from math import inf, log
 from typing import Any, Final, Protocol, TypeVar
 
 from blockyard.stores.remote import RemoteStore
+from blockyard.stores.value import HEADER
 from blockyard.tools.sim.loop import Loop, VirtualEvent
 
-__all__ = ["DEADLINE", "Link", "SentRequest", "Server", "SilentError"]
+__all__ = ["DEADLINE", "Link", "SentRequest", "Server", "SilentError", "Spoiled", "key_in"]
 
 DEADLINE: Final = 3.0  # the stores' timeout for a batch, in seconds
 
@@ -60,6 +61,41 @@ class Server(Protocol):
         """Cut a stored value short."""
 
 
+def key_in(value: bytes | memoryview) -> bytes:
+    """Return the key in a value's header; see `blockyard.stores.value`."""
+    return bytes(value[64:96])
+
+
+class Spoiled:
+    """The values that a server holds damaged, and the deletions of others: only damage, or an engine, deletes.
+
+    Args:
+        loop: provides the time.
+        watch: called with each intact value that a request deletes, and when its name last had a damaged one that the
+            server has sent.
+    """
+
+    def __init__(self, loop: Loop, watch: Callable[[bytes, float], None]) -> None:
+        self._loop, self._watch = loop, watch
+        self._values: set[bytes] = set()
+        self._sent_at: dict[str | bytes, float] = {}
+
+    def add(self, value: bytes) -> bytes:
+        """Record that a value is damaged where it lies. Returns it."""
+        self._values.add(value)
+        return value
+
+    def send(self, name: str | bytes, value: bytes) -> None:
+        """Record that the server sends the value of a name."""
+        if value in self._values:
+            self._sent_at[name] = self._loop.now
+
+    def delete(self, name: str | bytes, value: bytes) -> None:
+        """Record that a request deletes the value of a name."""
+        if value not in self._values:
+            self._watch(value, self._sent_at.get(name, -inf))
+
+
 class SilentError(Exception):
     """A step's part of the server does not answer."""
 
@@ -89,12 +125,20 @@ class Link(ABC):
         slowness: factor of this link's delays.
         loss: share of requests and answers that are lost.
         repeats: share of requests that are sent twice.
+        straggling: share of requests and answers that take seconds.
+        is_mute: whether all answers are lost.
+        garbling: share of values that change on their way to the engine.
+        pages: share of requests that a gateway answers in the server's place; only between an engine and objects.
+        given_up: keys of blocks whose put the caller has given up: the request may still arrive.
     """
 
     def __init__(self, server: Server, time_limit: float, error: type[Exception]) -> None:
         self._server, self._time_limit, self._error = server, time_limit, error
         self.is_cut = self.is_dead = False
+        self.is_mute = False
         self.slowness, self.loss, self.repeats = 1.0, 0.0, 0.0
+        self.straggling, self.garbling, self.pages = 0.0, 0.0, 0.0
+        self.given_up: set[bytes] = set()
 
     @abstractmethod
     def open(self, revision: str, bytes_per_block: int) -> RemoteStore:
@@ -124,7 +168,18 @@ class Link(ABC):
 
     def heal(self) -> None:
         """End all faults of this link."""
-        self.is_cut, self.slowness, self.loss, self.repeats = False, 1.0, 0.0, 0.0
+        self.is_cut = self.is_mute = False
+        self.slowness, self.loss, self.repeats = 1.0, 0.0, 0.0
+        self.straggling, self.garbling, self.pages = 0.0, 0.0, 0.0
+
+    def carried(self, value: bytes) -> bytes:
+        """Return a value as it arrives at the engine: perhaps with another byte."""
+        chance = self._server.loop.random
+        if not self.garbling or len(value) <= HEADER or chance.random() >= self.garbling:
+            return value
+        changed = bytearray(value)
+        changed[chance.randrange(len(value))] ^= 1 << chance.randrange(8)
+        return bytes(changed)
 
     def _arrive(self, request: SentRequest) -> None:
         if not self._is_lost() and not request.ended.is_set():  # clients do not repeat an answered request
@@ -150,12 +205,14 @@ class Link(ABC):
         server.loop.call_later(self._delay(), partial(self._answer, request, answers, error))
 
     def _answer(self, request: SentRequest, answers: list[Any], error: Exception | None) -> None:
-        if not self._is_lost() and not request.ended.is_set():
+        if not self.is_mute and not self._is_lost() and not request.ended.is_set():
             request.answers, request.error = answers, error
             request.ended.set()
 
     def _delay(self) -> float:
-        return -log(1.0 - self._server.loop.draw()) * _USUAL_SECONDS * self.slowness * self._server.slowness
+        chance = self._server.loop.random
+        late = chance.uniform(0.0, DEADLINE) if self.straggling and chance.random() < self.straggling else 0.0
+        return late - log(1.0 - self._server.loop.draw()) * _USUAL_SECONDS * self.slowness * self._server.slowness
 
     def _is_lost(self) -> bool:
         return self.is_cut or (self.loss > 0 and self._server.loop.random.random() < self.loss)

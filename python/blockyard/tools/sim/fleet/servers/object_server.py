@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final
@@ -10,7 +11,7 @@ from typing import Any, Final
 from blockyard.stores.object_store import ObjectStore, read_url
 from blockyard.stores.threaded.epochs import EPOCH_BYTES
 from blockyard.stores.value import HEADER
-from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link
+from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link, Spoiled, key_in
 from blockyard.tools.sim.loop import Loop
 
 __all__ = ["CAPACITY", "RECORD_BYTES", "ObjectLink", "ObjectServer"]
@@ -18,7 +19,7 @@ __all__ = ["CAPACITY", "RECORD_BYTES", "ObjectLink", "ObjectServer"]
 CAPACITY: Final = 32  # blocks
 RECORD_BYTES: Final = HEADER + EPOCH_BYTES  # size of the epoch's record
 
-_TIME_LIMIT: Final = 1.0
+_TIME_LIMITS: Final = (1.0, DEADLINE)  # a put whose batch has ended runs on with the longer one, which obstore gets
 
 
 class _ServerError(Exception):
@@ -55,6 +56,9 @@ class _Object:
         return self.value
 
 
+_PAGE: Final = _Object(b"<html><body>The service is being maintained.</body></html>", "page")
+
+
 class ObjectServer:
     """The objects, and the server's faults.
 
@@ -67,10 +71,14 @@ class ObjectServer:
     Args:
         loop: provides time and randomness.
         watch: called with each value that is about to be stored.
+        watch_deletion: called with each intact value that is about to be deleted; see `Spoiled`.
     """
 
-    def __init__(self, loop: Loop, watch: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, loop: Loop, watch: Callable[[bytes], None], watch_deletion: Callable[[bytes, float], None]
+    ) -> None:
         self.loop = loop
+        self._spoiled = Spoiled(loop, watch_deletion)
         self._watch = watch
         self.objects: dict[str, _Object] = {}
         self.is_full = False
@@ -95,12 +103,14 @@ class ObjectServer:
         """Return an object."""
         if path not in self.objects:
             raise FileNotFoundError(path)
+        self._spoiled.send(path, self.objects[path].value)
         return self.objects[path]
 
     def delete(self, paths: list[str]) -> None:
         """Delete objects; ignore absent ones."""
         for path in paths:
-            self.objects.pop(path, None)
+            if there := self.objects.pop(path, None):
+                self._spoiled.delete(path, there.value)
 
     def connect(self) -> ObjectLink:
         """Return a link for one engine."""
@@ -125,13 +135,13 @@ class ObjectServer:
         if path := self._any():
             value = bytearray(self.objects[path].value)
             value[self.loop.random.randrange(len(value))] ^= 1 << self.loop.random.randrange(8)
-            self.objects[path] = _Object(bytes(value), self.objects[path].tag)
+            self.objects[path] = _Object(self._spoiled.add(bytes(value)), self.objects[path].tag)
 
     def tear(self) -> None:
         """Cut an object short."""
         if path := self._any():
-            value = self.objects[path].value
-            self.objects[path] = _Object(value[: self.loop.random.randrange(HEADER)], self.objects[path].tag)
+            value = self.objects[path].value[: self.loop.random.randrange(HEADER)]
+            self.objects[path] = _Object(self._spoiled.add(value), self.objects[path].tag)
 
     def _any(self) -> str:
         """Draw the path of an object that is not torn, often the record; "" if there is none."""
@@ -148,7 +158,7 @@ class ObjectLink(Link):
     exceptions = _exceptions
 
     def __init__(self, server: ObjectServer) -> None:
-        super().__init__(server, _TIME_LIMIT, _ServerError)
+        super().__init__(server, server.loop.random.choice(_TIME_LIMITS), _ServerError)
         self.server = server
 
     def open(self, revision: str, bytes_per_block: int) -> ObjectStore:
@@ -164,8 +174,9 @@ class ObjectLink(Link):
         )
 
     def get(self, _client: object, path: str) -> _Object:
-        """Return an object."""
-        return self.call(lambda: self.server.get(path))[0]
+        """Return an object, or a gateway's page."""
+        found = self.call(lambda: self.server.get(path))[0]
+        return _Object(self.carried(found.value), found.tag)
 
     def head(self, _client: object, path: str) -> dict[str, Any]:
         """Return an object's metadata."""
@@ -174,8 +185,28 @@ class ObjectLink(Link):
     def put(self, _client: object, path: str, value: memoryview, *, mode: Any = "overwrite", **_: Any) -> None:
         """Store an object."""
         copied = bytes(value)
-        self.call(lambda: self.server.put(path, copied, mode))
+        try:
+            self._require_answer(self.call(lambda: self.server.put(path, copied, mode)))
+        except _ServerError as error:
+            if type(error) is _ServerError:
+                self.given_up.add(key_in(copied))
+            raise
 
     def delete(self, _client: object, paths: str | list[str]) -> None:
         """Delete objects."""
-        self.call(lambda: self.server.delete([paths] if isinstance(paths, str) else list(paths)))
+        chosen = [paths] if isinstance(paths, str) else list(paths)
+        self._require_answer(self.call(lambda: self.server.delete(chosen)))
+
+    def call(self, *steps: Callable[[], Any]) -> list[Any]:
+        """Run steps on the server. A page may come without the request, or in place of the server's answer."""
+        chance = self.server.loop.random
+        if not self.pages or self.is_dead or chance.random() >= self.pages:
+            return super().call(*steps)
+        if chance.random() < 0.5:
+            with suppress(_ServerError, FileNotFoundError):
+                super().call(*steps)
+        return [_PAGE]
+
+    def _require_answer(self, answers: list[Any]) -> None:
+        if answers[0] is _PAGE:
+            raise _ServerError("the answer is no answer of a storage")

@@ -116,12 +116,21 @@ class RedisCluster(RedisServer):
     Args:
         loop: provides time and randomness.
         watch: called with each value that is about to be stored.
+        watch_deletion: called with each intact value that is about to be deleted; see `Spoiled`.
         capacity: maximum number of blocks.
         ttl: seconds after which it drops a block; 0 for never.
     """
 
-    def __init__(self, loop: Loop, watch: Callable[[bytes], None], *, capacity: int, ttl: float = 0.0) -> None:
-        super().__init__(loop, watch, capacity=capacity, ttl=ttl)
+    def __init__(
+        self,
+        loop: Loop,
+        watch: Callable[[bytes], None],
+        watch_deletion: Callable[[bytes, float], None],
+        *,
+        capacity: int,
+        ttl: float = 0.0,
+    ) -> None:
+        super().__init__(loop, watch, watch_deletion, capacity=capacity, ttl=ttl)
         self._watch = watch
         needs_replica = loop.random.random() < 0.5
         self.nodes: list[RedisData] = [_Node(self, address, watch) for address in range(NODES)]

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
 from blockyard.stores.redis import RedisStore, read_url
+from blockyard.stores.redis.lists import DROP
 from blockyard.stores.value import HEADER
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError
-from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link
+from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link, SentRequest, Spoiled, key_in
 from blockyard.tools.sim.fleet.servers.object_server import RECORD_BYTES
 from blockyard.tools.sim.fleet.servers.redis_data import RedisData
 from blockyard.tools.sim.loop import Loop
@@ -39,12 +40,22 @@ class RedisServer:
     Args:
         loop: provides time and randomness.
         watch: called with each value that is about to be stored.
+        watch_deletion: called with each intact value that is about to be deleted; see `Spoiled`.
         capacity: maximum number of blocks.
         ttl: seconds after which it drops a block; 0 for never.
     """
 
-    def __init__(self, loop: Loop, watch: Callable[[bytes], None], *, capacity: int, ttl: float = 0.0) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        watch: Callable[[bytes], None],
+        watch_deletion: Callable[[bytes, float], None],
+        *,
+        capacity: int,
+        ttl: float = 0.0,
+    ) -> None:
         self.loop = loop
+        self._spoiled = Spoiled(loop, watch_deletion)
         self.nodes = [RedisData(self.time, watch)]
         self.slowness = 1.0
         self.caller: tuple[Link, float] | None = None
@@ -84,6 +95,7 @@ class RedisServer:
 
         Several commands are a transaction: if the first is refused for lack of memory, none runs.
         """
+        self._note_values(node, unit[0])
         first = _try(node, unit[0])
         if isinstance(first, StoreError):
             return [first] * len(unit)
@@ -91,6 +103,20 @@ class RedisServer:
         if unit[-1][0] == b"EVAL":
             self._check_bounds()
         return answers
+
+    def _note_values(self, node: RedisData, command: list[bytes]) -> None:
+        """Record which values a command reads or deletes, not to make room. Neither shares a step with others."""
+        if command[0] == b"GET":
+            names = command[1:]
+            act = self._spoiled.send
+        elif command[0] == b"EVAL" and command[1].endswith(DROP.encode()):
+            names = [command[3].removesuffix(b"order") + name for name in command[4:]]
+            act = self._spoiled.delete
+        else:
+            return
+        for name in names:
+            if isinstance(value := node.values.get(name), bytes):
+                act(name, value)
 
     def lose(self, share: float) -> None:
         """Lose keys, including lists, like a server that evicts on its own."""
@@ -111,13 +137,13 @@ class RedisServer:
             node, name = found
             value = bytearray(node.values[name])
             value[self.loop.random.randrange(len(value))] ^= 1 << self.loop.random.randrange(8)
-            node.values[name] = bytes(value)
+            node.values[name] = self._spoiled.add(bytes(value))
 
     def tear(self) -> None:
         """Cut a value short."""
         if found := self._any():
             node, name = found
-            node.values[name] = node.values[name][: self.loop.random.randrange(HEADER)]
+            node.values[name] = self._spoiled.add(node.values[name][: self.loop.random.randrange(HEADER)])
 
     def _any(self) -> tuple[RedisData, bytes] | None:
         """Draw the node and key of a value that is not torn, often the record; None if there is none."""
@@ -228,7 +254,13 @@ class RedisLink(Link):
         sets = [[b"SET", name, row.tobytes(), *ttl] for name, row in zip(names, rows, strict=True)]
         ends = list(accumulate(sizes))
         units = [[*sets[end - size : end], command] for size, end, command in zip(sizes, ends, last, strict=True)]
-        done, why = self._request(units)
+        try:
+            done, why = self._request(units)
+        except StoreError:
+            self.given_up.update(key_in(row.data) for row in rows)
+            raise
+        if why is not None:
+            self.given_up.update(key_in(row.data) for row in rows)
         stored = [answer == b"OK" for answers in done for answer in answers[:-1]]
         return np.array(stored, np.bool_), [answers[-1] for answers in done], why
 
@@ -262,6 +294,16 @@ class RedisLink(Link):
         if any(command[0] == b"WAIT" for command in commands):
             self.server.loop.sleep(_WAIT_SECONDS)
         return [answer for (answer,) in done], why
+
+    def receive(self, request: SentRequest, seconds: float) -> list[Any]:
+        """Wait for a request's answers."""
+        answers = super().receive(request, seconds)
+        return self._carried(answers) if self.garbling else answers
+
+    def _carried(self, answer: Any) -> Any:
+        if type(answer) is list:
+            return [self._carried(each) for each in answer]
+        return self.carried(answer) if isinstance(answer, bytes) else answer
 
     def close(self) -> None:
         """Do nothing: there is no connection to close."""
