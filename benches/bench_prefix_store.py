@@ -184,7 +184,7 @@ class FromFile:
         assert self.cache.prefix_store is not None
         self.prefixes = self.cache.prefix_store
         prompt = self.cache.manager.prefix.hash(self.tokens)
-        self.keys, _ = self.cache.manager.prefix.store_jobs.missing(prompt, self.most)
+        self.keys, *_ = self.cache.manager.prefix.store_jobs.missing(prompt, self.most)
         assert len(self.keys) == self.most
         self.rows = aligned(self.most, WIDE.bytes_per_block)
         self.blocks = np.random.default_rng(0).integers(0, 256, (self.most, WIDE.bytes_per_block), dtype=np.uint8)

@@ -256,8 +256,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         PARTS,
         [
             (
-                "1 << (num_bytes // self.bytes_per_block - 1).bit_length()",
-                "1 << (num_bytes // self.bytes_per_block).bit_length() - 1",
+                "1 << (-(-num_bytes // self.bytes_per_block) - 1).bit_length()",
+                "1 << (-(-num_bytes // self.bytes_per_block)).bit_length() - 1",
             ),
         ],
     ),
@@ -336,7 +336,10 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         PREFIXES,
         [
             ("        count = _leading(answer.ok)\n", "        count = int(answer.ok.sum())\n"),
-            (" or _leading(~self._store.lacks(load.keys[:PROBED]))", " or len(load.keys[:PROBED])"),
+            (
+                "count or _leading(~self._values.lacks(load.keys[:PROBED], load.page_classes[:PROBED]))",
+                "count or len(load.keys[:PROBED])",
+            ),
             ("        load.tokens += found * self._manager.block_size", "        load.tokens += found"),
             (
                 "        found = self._end_job(copy.job, copy.landed & has_landed)",
@@ -349,16 +352,27 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         PREFIXES,
         [
             (
-                "        self._count(write.num_blocks - unwritten)",
-                "        self._count(write.num_blocks)",
+                "        self._count(write, write.num_blocks - unwritten)",
+                "        self._count(write, write.num_blocks)",
             ),
             (
                 "        if not unwritten or answer.are_rows_free:\n            self._give_back(write)\n",
                 "        self._give_back(write)\n",
             ),
-            ("        is_new = ~self._store.contains(keys)", "        is_new = self._store.contains(keys)"),
             ("if not is_whole or rows is None or", "if rows is None or"),
             ("            self._num_answers = answers\n", "            self._num_answers = answers + 1\n"),
+        ],
+    ),
+    (
+        "prefix_store/values.py",
+        ("prefix_store/test_classes.py", "prefix_store/test_prefixes.py"),
+        [
+            ("        is_new = ~self._has_all(keys, slices)", "        is_new = self._has_all(keys, slices)"),
+            ('    marked.view("<u4")[:, -1] ^= numbers', '    marked.view("<u4")[:, -1] ^= 1 & numbers'),
+            (" & ~self._lacks_some(keys[several], counts[several])", ""),
+            ("np.full(has_parent.sum(), self._last_of_parent)", "np.full(has_parent.sum(), 0)"),
+            ("        ok = _all_of(found.ok, count)", "        ok = found.ok[::count]"),
+            ("rows.reshape(len(ok), -1)[:, : self.size]", "rows.reshape(len(ok), -1)[:, -self.size :]"),
         ],
     ),
     (

@@ -30,6 +30,7 @@ from blockyard.layout.kv import check_layout
 from blockyard.layout.sizes import as_int
 from blockyard.prefix_store import PrefixStore
 from blockyard.prefix_store.unused import Unused
+from blockyard.prefix_store.values import bytes_per_value
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.base import Use
 from blockyard.stores.checked_store import check_store
@@ -74,8 +75,8 @@ class KVCache:
     reports all open tickets as lost. No byte is wrong after that, and no block is leaked.
 
     Args:
-        layout: layout of the device's tensors. With an `ArenaLayout` of several page classes, `swap_store`,
-            `prefix_store` and `resize` are not supported.
+        layout: layout of the device's tensors. With an `ArenaLayout` of several page classes, `swap_store` and `resize`
+            are not supported.
         tensors: existing tensors, as accepted by `layout.views`, that no other open cache has, or the arena of an
             `ArenaLayout`, one tensor uint8 `[bytes]`; None means to allocate them.
         device: device to allocate the tensors on, such as `"cuda:0"`.
@@ -174,15 +175,15 @@ class KVCache:
         name, block_size = _namespace(namespace, layout), _block_size(layout, groups)
         _check_writes(prefix_writes)
         if isinstance(layout, ArenaLayout):
-            given: dict[str, object] = {"device_blocks": device_blocks, "host_blocks": host_blocks}
-            given |= {"swap_store": swap_store, "prefix_store": prefix_store}
+            given = {"device_blocks": device_blocks, "host_blocks": host_blocks, "swap_store": swap_store}
             _refuse_with_arena(layout, max_device_blocks, given)
             device_bytes = _arena_bytes(tensors, device_blocks, device_bytes)
         size = 1 if _has_classes(layout) else layout.bytes_per_block  # with several classes, sizes are in bytes
         device_blocks = _blocks("device", device_blocks, device_bytes, size)
         host = _blocks("host", host_blocks, host_bytes, size) or 0
         swap_store = _sized("swap_store", swap_store, swap_store_bytes, size)
-        prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, size)
+        value = getattr(layout, "bytes_per_value", size)
+        prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, value)
         staging = read_bytes("max_staging", max_staging, holds=size if swap_store or prefix_store else 1)
         device_blocks, max_device_blocks = _device_sizes(tensors, device_blocks, max_device_blocks)
         prefix_caching = _with_store(prefix_store, given=prefix_caching, host=host)
@@ -458,7 +459,7 @@ class KVCache:
             raise InvalidArgumentError(
                 "namespace is b'', must name the model and the revision of its weights for a prefix store"
             )
-        size = self.layout.bytes_per_block
+        size = bytes_per_value(self.engine)
         opened = _open(store, size, _namespace(namespace, self.layout), "prefix")
         try:
             connected = PrefixStore(

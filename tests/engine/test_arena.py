@@ -155,7 +155,6 @@ def test_a_cache_says_which_of_its_arguments_needs_equal_blocks():
         "host_blocks": 8,
         "max_device_blocks": 8,
         "swap_store": "file:///x?size=1MiB",
-        "prefix_store": "file:///x?size=1MiB",
     }.items():
         given = {"device_bytes": 4096} if name != "device_blocks" else {}
         with pytest.raises(InvalidArgumentError, match=rf"{name} is .*, must be None for blocks of \[128, 64\] bytes"):

@@ -255,7 +255,9 @@ def test_a_refused_call_submits_nothing(engine: CacheEngine, case: str):
     fixed = content(0, 1)
     fixed.flags.writeable = False
     for into in ([0], content(0, 2), content(0, 1).repeat(2, axis=1)[:, ::2], fixed, content(0, 1).view(np.int8)):
-        with pytest.raises(LayoutError, match=r"rows is .*, must be uint8 \[1, \d+\], C-contiguous and writable"):
+        with pytest.raises(
+            LayoutError, match=r"rows is .*, must be uint8 \[1, \d+\], writable, and each row contiguous"
+        ):
             engine.submit_read("host", np.array([1]), into)
     assert engine.transfers.open() == ()
     assert_rows(engine, rows)

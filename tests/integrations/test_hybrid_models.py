@@ -190,6 +190,22 @@ def test_a_prompt_found_in_a_store_after_a_restart_has_the_tokens_of_generate(na
 
 
 @every_model
+def test_with_blocks_of_their_own_size_a_prompt_found_in_a_store_after_a_restart_has_the_tokens_of_generate(
+    name: str, tmp_path: Path
+):
+    store = {"prefix_store": f"file://{tmp_path}?size=8MiB", "namespace": b"weights", "prefetch_timeout_base": 60.0}
+    sizes = {"device_blocks": None, "host_blocks": None, "device_bytes": own_blocks(name, 600)}
+    sizes |= {"host_bytes": own_blocks(name, 120 * BLOCK)}
+    with open_generator(name, **sizes, **store) as generator:
+        begin(generator)
+    with open_generator(name, **sizes, **store) as generator:
+        assert resume(generator) == wanted_by_position(name)
+        assert generator.cache.prefix_store is not None
+        assert generator.cache.prefix_store.stats().hit_blocks > 0
+        generator.manager.check()
+
+
+@every_model
 @pytest.mark.parametrize("tier", ["host", "external"])
 def test_preempted_sequences_come_back_with_their_tokens(name: str, tier: str, tmp_path: Path):
     tiers: dict[str, Any] = {"host": {"host_blocks": 40}, "external": {"swap_store": f"file://{tmp_path}?size=4MiB"}}

@@ -368,7 +368,7 @@ def test_with_write_back_blocks_are_written_before_they_are_evicted_and_come_aga
 def found(medium: Medium, prompt: list[int]) -> list[bool]:
     """Return which blocks of a prompt a store holds."""
     with checked(keyed(medium), prefix_writes="never") as cache:
-        keys, _ = cache.manager.prefix.store_jobs.missing(prompt, 100)
+        keys, *_ = cache.manager.prefix.store_jobs.missing(prompt, 100)
         assert len(keys) == len(prompt) // 4
         store = cache.prefixes.store
         return list(store.wait(store.submit_get(keys)).ok.tolist())

@@ -405,7 +405,7 @@ class Machine(World):
 
     def do_store_quota(self, rig: Rig, op: Op) -> None:
         if rig.prefixes is not None:
-            size, prefixes, salt = rig.layout.bytes_per_block, rig.prefixes, SALTS[op.a % len(SALTS)]
+            size, prefixes, salt = rig.prefixes.store.bytes_per_block, rig.prefixes, SALTS[op.a % len(SALTS)]
             num_bytes = op.b % 12 * size + op.c % size if op.b % 3 else None
             with suppress(StoreError):
                 self.risky(rig, lambda: prefixes.set_quota(salt, num_bytes))

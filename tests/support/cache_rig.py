@@ -102,12 +102,12 @@ class Config:
 
     @property
     def in_arena(self) -> bool:
-        """Whether groups have blocks of their own size, which stores do not take."""
-        return self.classes and not (self.external or self.store or self.jobs)
+        """Whether groups have blocks of their own size, which swap stores do not take."""
+        return self.classes and not (self.external or self.jobs)
 
     def tokens(self, group: int) -> int:
         """Tokens of a group's blocks."""
-        own = self.in_arena and GROUPS[self.groups][group].kind == "sliding_window"
+        own = self.in_arena and not self.store and GROUPS[self.groups][group].kind == "sliding_window"
         return 1 if own else self.block_size
 
 
@@ -119,7 +119,7 @@ def random_config(random: Random) -> Config:
     host = random.choice((0, random.randint(2, 8), random.randint(8, 24), 24)) if random.random() < 0.99 else MANY
     by_host = prefix == "host" and host > 0 and not any(group.kind == "drafter" for group in GROUPS[groups])
     classes = groups != "full" and random.random() < 0.5
-    stored = prefix and not classes and (groups == "full" or by_host) and random.random() < 0.6
+    stored = prefix and (groups == "full" or by_host) and random.random() < 0.6
     writes = random.choice(("through", "through", "back", "second_use", "never")) if stored else ""
     itself = groups == "full" and random.random() < 0.4
     return Config(
@@ -291,7 +291,8 @@ class Rig:
         self.config = config
         self.weights = weights  # of the model that it serves
         layout = KVLayout("kv_first", LAYERS, config.block_size, 1, config.head_size, "int64")
-        self.layout, size = layout, layout.bytes_per_block
+        self.layout, size, sizes = layout, layout.bytes_per_block, self._sizes(layout)
+        arena = sizes["layout"] if config.in_arena else None
         self.streams: SimulatedStreams | RealStreams
         if config.real:
             self.streams, streams = RealStreams(random, torch.device(config.real)), None
@@ -303,7 +304,7 @@ class Rig:
         )
         hastes = config.threads and config.faulty_stores
         self.store = make(config.external, size, random) if config.external else None
-        self.kept = make(32, size, random, medium) if config.store else None
+        self.kept = make(32, arena.bytes_per_value if arena else size, random, medium) if config.store else None
         for store in self.stores() if hastes else ():
             store.timeout_base = 0.2  # type: ignore[union-attr]
         device = config.real or "cpu"
@@ -319,7 +320,7 @@ class Rig:
             mock.patch.object(cache_module, "StepExecutor", partial(StepExecutor, chunk_bytes=config.chunk * size)),
         ):
             self.cache = KVCache(
-                **self._sizes(),
+                **sizes,
                 device=device,
                 swap_store=self.store,
                 prefix_caching=self._caching(),
@@ -328,7 +329,7 @@ class Rig:
                 watermark=0.0,
                 reuse_order=config.reuse,
                 namespace=b"a model",
-                max_staging=config.staging * size,
+                max_staging=config.staging * (max(arena.block_bytes) if arena else size),
             )
         self.manager = self.cache.manager
         if config.jobs:
@@ -352,11 +353,11 @@ class Rig:
         self.scrapes = Scrapes(self.cache) if config.scraped else None
         self.prompts = self.hits = 0  # sequences admitted with token ids, and their numbers of cached tokens
 
-    def _sizes(self) -> dict[str, Any]:
+    def _sizes(self, layout: KVLayout) -> dict[str, Any]:
         config, groups = self.config, GROUPS[self.config.groups]
         if not config.in_arena:
             blocks = {"device_blocks": config.device, "max_device_blocks": config.most, "host_blocks": config.host}
-            return {"layout": self.layout, "groups": groups, **blocks}
+            return {"layout": layout, "groups": groups, **blocks}
         fields = [LayerField(layer, name, (1,), "int64") for layer in range(LAYERS) for name in ("keys", "values")]
         own = [
             (
@@ -367,11 +368,12 @@ class Rig:
             )
             for number, group in enumerate(groups)
         ]
-        layout = ArenaLayout(tuple(own), config.block_size)
-        size = max(layout.block_bytes)
+        arena = ArenaLayout(tuple(own), config.block_size)
+        size = max(arena.block_bytes)
         # With few blocks all of them would be in extent 0.
-        device, host = (count * size for count in (config.device + 8, config.host and config.host + 2))
-        return {"layout": layout, "device_bytes": device, "host_bytes": host or None}
+        more = 8 if config.store else 2
+        device, host = (count * size for count in (config.device + 8, config.host and config.host + more))
+        return {"layout": arena, "device_bytes": device, "host_bytes": host or None}
 
     def _all_cells(self) -> list[Any]:
         tensors, layout = self.cache.engine.tensors, self.cache.layout
@@ -439,8 +441,8 @@ def _watch(loads: Loads) -> None:
 
     def checked(load: Load, miss: str = "") -> bool:
         if miss in {"", "absent"}:
-            _, num_loading = loads._manager.prefix.store_jobs.missing(load.prompt, 1 << 20)
-            assert not num_loading, f"a load is done ({miss!r}), and others are bringing {num_loading} of its blocks"
+            *_, loading = loads._manager.prefix.store_jobs.missing(load.prompt, 1 << 20)
+            assert not len(loading), f"a load is done ({miss!r}), and others are bringing {len(loading)} of its blocks"
         return finish(load, miss)
 
     loads._finish = checked  # type: ignore[method-assign]

@@ -34,6 +34,7 @@ FILES = (
     "stores/checked_store.py",
     "prefix_store/loads.py",
     "prefix_store/store.py",
+    "prefix_store/values.py",
     "prefix_store/writes.py",
     "engine/transfers.py",
     "scheduler/acceptance.py",
@@ -403,9 +404,9 @@ class World:
             assert all(fetch.done for fetch in rig.fetches), "a prefetch is not done"
             loads = prefixes._loads
             left = (
-                loads._num_unplaced,
+                sum(loads._num_unplaced),
                 len(loads._reading),
-                loads._num_rows - sum(map(len, (r.keys for r in loads._reads))),
+                loads._num_rows - sum(map(loads._rows_of, loads._reads)),
             )
             assert left == (0, 0, 0), f"blocks are being read, and nothing loads: {left}"
         self.drain(rig)

@@ -245,7 +245,7 @@ class LateStore(ExternalStore):
         assert batch.copy is not None
         tenants, parents = map(_names, owners)
         blocks = zip(tenants, batch.names, parents, batch.copy, strict=True)
-        return np.array([self._quotas.put(*block) for block in blocks])
+        return np.array([self._quotas.put(*block) for block in blocks], np.bool_)
 
     def _write_lossy(self, batch: _Batch, blocks: dict[Any, Rows]) -> None:
         """Write some blocks. Report every lost swap block; blocks with keys may be lost silently."""

@@ -273,9 +273,9 @@ class CacheEngine:
         Args:
             tier: `"device"` or `"host"`; see `submit` for this and the other arguments.
             blocks: ids, ints `[n]`; they may repeat. They are copied.
-            rows: destination, uint8 `[n, bytes_per_block]`, C-contiguous and writable, page-locked if host memory is;
-                must not be used by others until the transfer ends. None means fresh rows, which cost ten times as much
-                on a CPU.
+            rows: destination, uint8 `[n, bytes_per_block]`, writable, each row contiguous, page-locked if host memory
+                is; must not be used by others until the transfer ends. None means fresh rows, which cost ten times as
+                much on a CPU.
             page_class: page class of the blocks.
             after: transfers that must end first.
             after_compute: a point in compute that must be reached first.

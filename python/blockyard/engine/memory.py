@@ -286,7 +286,7 @@ class Memory:
 
     def _staging_of(self, num_bytes: int) -> Rows:
         """Make staging rows in few sizes, so that most can be reused."""
-        num_rows = 1 << (num_bytes // self.bytes_per_block - 1).bit_length()
+        num_rows = 1 << (-(-num_bytes // self.bytes_per_block) - 1).bit_length()
         rows: Rows = self.staging(num_rows).numpy()
         self._made = {address: made for address, made in self._made.items() if made() is not None}
         self._made[rows.ctypes.data] = weakref.ref(rows)

@@ -118,13 +118,19 @@ def writing(
 def _read_rows(memory: Memory, rows: Rows, count: int) -> Tensor:
     """View rows as the destination of a read; raises LayoutError."""
     wanted = (count, memory.bytes_per_block)
-    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != wanted or not rows.flags.carray:
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.uint8 or rows.shape != wanted or not _is_writable(rows):
         found = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, np.ndarray) else f"a {type(rows).__name__}"
-        raise LayoutError(f"rows is {found}, must be uint8 {list(wanted)}, C-contiguous and writable")
+        raise LayoutError(f"rows is {found}, must be uint8 {list(wanted)}, writable, and each row contiguous")
     tensor = torch.from_numpy(rows)
     if memory.pin_memory and count and not tensor.is_pinned():
         raise LayoutError("rows is pageable memory, must be page-locked as the engine's own staging rows are")
     return tensor
+
+
+def _is_writable(rows: Rows) -> bool:
+    """Return whether rows can be written; they may lie apart."""
+    flags, (stride, step) = rows.flags, rows.strides
+    return flags.carray or (flags.writeable and step == 1 and stride >= rows.shape[1])
 
 
 def _naming_tier(

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ArenaLayout", "LayerField", "PageLayout"]
 
+PAGE: Final = 4096
+"""A file store reads and writes whole pages."""
+_MAX_CUTS: Final = 64
 ALIGNMENT: Final = 16
 """Fields of a block begin at multiples of this many bytes."""
 
@@ -233,6 +236,15 @@ class ArenaLayout:
             raise LayoutError(f"blocks of the groups have {list(self.block_bytes)} bytes, must be equal")
         return self.pages[0].bytes_per_block
 
+    @cached_property
+    def bytes_per_value(self) -> int:
+        """Bytes of the values in which a prefix store keeps blocks: of each block, or of slices if they differ in size.
+
+        Open such a store with this as its `bytes_per_block`.
+        """
+        sizes = sorted({page.bytes_per_block for page in self.pages})
+        return sizes[0] if len(sizes) == 1 else min(_slice_sizes(sizes), key=lambda size: (_stored(sizes, size), -size))
+
     def by_group(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Split tensors in the order of `fields` into a list for each group. Raises LayoutError if not as many."""
         counts = [len(fields) for _, fields in self.groups]
@@ -268,6 +280,19 @@ def _fields_of(number: int, layer: LayerCache, dtype: str) -> Iterator[LayerFiel
         yield LayerField(number, "latent", (layer.entry_bytes // ITEM_SIZES[dtype],), dtype)
     else:
         yield LayerField(number, "entry", (layer.entry_bytes,), "uint8")
+
+
+def _slice_sizes(sizes: Sequence[int]) -> set[int]:
+    """Return sizes to consider for slices of blocks of these sizes."""
+    unit = PAGE if sizes[0] >= 16 * PAGE else ALIGNMENT
+    cuts = {-(-size // count) for size in sizes for count in range(1, _MAX_CUTS)}
+    return {-(-cut // unit) * unit for cut in cuts if cut <= sizes[0]} or {sizes[0]}
+
+
+def _stored(sizes: Sequence[int], cut: int) -> float:
+    """Return the bytes that a store takes for a byte of a block, on average over blocks of these sizes."""
+    header = min(PAGE, sizes[0] // 16)  # that of a file's slot is a page
+    return sum(-(-size // cut) * (cut + header) / size for size in sizes)
 
 
 def _group(kind: str, window: int) -> CacheGroup:

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager, HashedPrompt, StoreJob, StoreSearch
 from blockyard.errors import BlockyardError, StoreError
 from blockyard.prefix_store.stats import PrefixStoreStats
-from blockyard.stores.checked_store import Answer, CheckedStore, PendingBatch
+from blockyard.prefix_store.values import Batch, Values
+from blockyard.stores.checked_store import Answer, CheckedStore
 from blockyard.stores.log_lines import MissLog
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.tracing import NO_SPAN, Trace, TraceSpan
@@ -42,6 +43,7 @@ _ALL: Final = 2**31 - 1
 _LOOKS_AT_ONCE: Final = 16  # how many of the loads that wait for staging rows `advance` looks at
 _POINTS: Final = 4  # maximum number of resume points that one load tries
 _NO_KEYS: Final = np.empty((0, 32), np.uint8)
+_NO_CLASSES: Final = np.empty(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,8 +56,9 @@ class Read:
 
     keys: NDArray[np.uint8]
     names: bytes  # the same keys
-    batch: PendingBatch
+    batch: Batch
     rows: NDArray[np.uint8]
+    page_class: int = 0
     leg: TraceSpan = NO_SPAN
     num_placed: int = 0
     num_copies: int = 0
@@ -85,13 +88,15 @@ class Load:
         prompt: the prompt with its keys.
         began: start time, on the monotonic clock.
         keys: keys of the blocks that no tier has and no load is bringing, as last found, uint8 `[n, 32]`.
-        num_loading: number of blocks of the prompt that loads were bringing then.
+        page_classes: their page classes, int64 `[n]`.
+        loading: page classes of the blocks of the prompt that loads were bringing then, int64 `[m]`.
         found_at: `_num_changes` of the loads then.
         until: deadline.
-        allowed: number of blocks that the deadline allows for.
+        allowed: number of bytes that the deadline allows for.
         found: number of tokens that device and host had before, in models with resume points.
         tokens: number of tokens loaded.
         landed: number of blocks loaded.
+        landed_bytes: their bytes.
         search: what the store could complete; None unless its keys are being looked up.
         has: which of its keys the store has, bool `[n]`.
         lacks: which of its keys the store lacks, bool `[n]`.
@@ -100,7 +105,8 @@ class Load:
         brought: keys of the blocks that were loaded.
         waits_from: `_num_changes` when it began to wait for another load; None if it does not wait.
         ahead: keys of the blocks that this round has still to read.
-        num_rows: number of staging rows for which the round waits.
+        ahead_classes: their page classes.
+        num_rows: number of values for whose rows the round waits.
         in_round: whether a round has begun and not ended.
         reads: reads with blocks that have no job yet, in the prompt's order.
         copies: copies in flight, in the same order.
@@ -114,13 +120,15 @@ class Load:
     prompt: HashedPrompt
     began: float
     keys: NDArray[np.uint8] = field(default_factory=_NO_KEYS.copy)
-    num_loading: int = 0
+    page_classes: NDArray[np.int64] = field(default_factory=_NO_CLASSES.copy)
+    loading: NDArray[np.int64] = field(default_factory=_NO_CLASSES.copy)
     found_at: int = 0
     until: float = 0.0
     allowed: int = 0
     found: int = 0
     tokens: int = 0
     landed: int = 0
+    landed_bytes: int = 0
     search: StoreSearch | None = None
     has: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     lacks: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
@@ -129,6 +137,7 @@ class Load:
     brought: set[bytes] = field(default_factory=set)
     waits_from: int | None = None
     ahead: NDArray[np.uint8] = field(default_factory=_NO_KEYS.copy)
+    ahead_classes: NDArray[np.int64] = field(default_factory=_NO_CLASSES.copy)
     num_rows: int = 0
     in_round: bool = False
     reads: deque[Read] = field(default_factory=deque)
@@ -181,9 +190,9 @@ class Loads:
         manager: the manager of the blocks.
         engine: copies them.
         store: the store.
+        values: reads its blocks.
         stats: counters to update.
         log: logs the store's misses.
-        max_blocks: maximum number of blocks in flight.
 
     Attributes:
         open: unfinished loads.
@@ -194,22 +203,22 @@ class Loads:
         manager: BlockManager,
         engine: CacheEngine,
         store: CheckedStore,
+        values: Values,
         stats: PrefixStoreStats,
         log: MissLog,
-        max_blocks: int,
     ) -> None:
         self._manager, self._engine, self._store, self._stats, self._log = manager, engine, store, stats, log
         self._runtime = runtime()
-        self._size = engine.layout.bytes_per_block
-        self._max_blocks = max_blocks
-        self._buffers = engine.memory.buffers
+        self._values = values
+        self._sizes = values.block_bytes.tolist()
         self._store_jobs = manager.prefix.store_jobs
         self._has_points = [group.kind for group in manager.groups] != ["full_attention"]
-        self._blocks_at_once = max(1, min(max_blocks // 4, READ_AT_ONCE // self._size))
+        at_once = min(values.most // 4 * values.size, READ_AT_ONCE)
+        self._blocks_at_once = [values.blocks_in(at_once, page_class) for page_class in range(len(self._sizes))]
         self._reads: dict[Read, None] = {}  # those whose rows are in use
-        self._num_rows = 0  # of these
+        self._num_rows = 0  # of these, in values
         self._reading: Counter[bytes] = Counter()  # keys of their blocks that have no job yet; two may read one
-        self._num_unplaced = 0  # of these blocks
+        self._num_unplaced = [0] * len(self._sizes)  # of these blocks, by page class
         self._turn = 0  # which of the loads without rows `advance` looks at
         self._late_at: int | None = None  # number of the store's answers when a read passed its deadline
         self._num_changes = 0  # number of jobs that have begun, and of jobs, reads and loads that have ended
@@ -225,14 +234,15 @@ class Loads:
         """
         load = Load(prompt, self._runtime.monotonic())
         self._find_missing(load)
-        if not len(load.keys) and not load.num_loading:
+        if not len(load.keys) and not len(load.loading):
             load.done = True
             return load
         if self._has_points:
-            load.point, load.found, load.keys = 0, self._manager.prefix.lookup(prompt).tokens, _NO_KEYS
+            load.point, load.found = 0, self._manager.prefix.lookup(prompt).tokens
+            load.keys, load.page_classes = _NO_KEYS, _NO_CLASSES
         self._stats.prefetches += 1
         load.until = load.began + timeout_base
-        self._allow(load, len(load.keys) + load.num_loading)
+        self._allow_all(load)
         self.open.append(load)
         load.trace.begin("prefetch", prompt_tokens=len(prompt), missing_blocks=len(load.keys))
         self._advance(load)
@@ -268,8 +278,8 @@ class Loads:
         """Let prompts continue without the store; the manager has ended the jobs. May be called again."""
         self._reads = {read: None for read in self._reads if read.batch.answer is None}
         self._reading.clear()
-        self._num_unplaced = 0
-        self._num_rows = sum(len(read.keys) for read in self._reads)
+        self._num_unplaced = [0] * len(self._sizes)
+        self._num_rows = sum(self._rows_of(read) for read in self._reads)
         for read in self._reads:
             read.num_placed, read.num_copies = len(read.keys), 0
         for load in self.open:
@@ -284,7 +294,8 @@ class Loads:
     # ---- one load ----
 
     def _find_missing(self, load: Load) -> None:
-        load.keys, load.num_loading = self._store_jobs.missing(load.prompt, _ALL, point=load.point)
+        missing = self._store_jobs.missing(load.prompt, _ALL, point=load.point)
+        load.keys, load.page_classes, load.loading = missing
         load.found_at, load.waits_from = self._num_changes, None
 
     def _advance(self, load: Load) -> None:
@@ -317,16 +328,19 @@ class Loads:
             return False
         if load.miss or not len(load.keys):
             return self._end(load)
-        if self._store.lacks(load.keys[:1])[0]:  # what the store lacks does not wait for room below
+        # What the store lacks does not wait for room below.
+        if self._values.lacks(load.keys[:1], load.page_classes[:1])[0]:
             return self._end(load, "absent")
-        load.num_rows = min(len(load.keys), self._max_blocks // 4 or 1)
+        values, first = self._values.num_slices[load.page_classes], int(load.page_classes[0])
+        load.num_rows = min(int(values.sum()), max(self._values.most // 4, int(values[0])))
         if self._staging_room() < load.num_rows:
             return False
         load.num_rows = 0
         count = 0
-        if has_room := self._room(load) > 0:
-            count = _leading(self._store.contains(load.keys)) or _leading(~self._store.lacks(load.keys[:PROBED]))
-        load.ahead, load.in_round = load.keys[:count], count > 0
+        if has_room := self._room(load, first) > 0:
+            count = _leading(self._values.contains(load.keys, load.page_classes))
+            count = count or _leading(~self._values.lacks(load.keys[:PROBED], load.page_classes[:PROBED]))
+        load.ahead, load.ahead_classes, load.in_round = load.keys[:count], load.page_classes[:count], count > 0
         return load.in_round or self._end(load, "absent" if has_room else "no_room")
 
     def _find_point(self, load: Load) -> bool:
@@ -336,17 +350,17 @@ class Loads:
             load.has, load.lacks = np.zeros((2, len(load.search.keys)), np.bool_)
         # A store may forget what it has told, so answers are kept.
         if len(unknown := np.flatnonzero(~(load.has | load.lacks))):
-            keys = load.search.keys[unknown]
-            load.has[unknown], load.lacks[unknown] = self._store.contains(keys), self._store.lacks(keys)
+            asked = load.search.keys[unknown], load.search.page_classes[unknown]
+            load.has[unknown], load.lacks[unknown] = self._values.contains(*asked), self._values.lacks(*asked)
         if self._store.looks_up_later and not (load.has | load.lacks).all():
             return False
         search, load.search = load.search, None
-        load.point = search.deepest(load.has, max(0, self._room(load)))
+        load.point = self._store_jobs.deepest(search, load.has, self._num_unplaced)
         if not load.point:
             return self._end(load, "no_room" if search.deepest(load.has, _ALL) else "absent")
         load.points += 1
         self._find_missing(load)
-        self._allow(load, len(load.keys) + load.num_loading)
+        self._allow_all(load)
         return True
 
     def _try_another_point(self, load: Load) -> bool:
@@ -361,27 +375,29 @@ class Loads:
         # If the store was late, one piece at a time shows whether it still is.
         if not len(load.ahead) or (self._late_at is not None and load.reads):
             return False
-        count = min(len(load.ahead), self._blocks_at_once, self._staging_room())
+        page_class = int(load.ahead_classes[0])
+        slices, count = int(self._values.num_slices[page_class]), _leading(load.ahead_classes == page_class)
+        count = min(count, self._blocks_at_once[page_class], self._staging_room() // slices)
         if count <= 0:
             return False
         if self._is_reading(load.ahead[0]):
-            load.ahead = _NO_KEYS  # another load is faster
+            load.ahead, load.ahead_classes = _NO_KEYS, _NO_CLASSES  # another load is faster
             return False
         # What the store sends without a place to go would be read again.
-        count = min(count, self._room(load))
+        count = min(count, self._room(load, page_class))
         if count <= 0:
             return False
-        keys, rows = np.ascontiguousarray(load.ahead[:count]), self._buffers.take(count, self._size)
+        keys, rows = np.ascontiguousarray(load.ahead[:count]), self._values.take(count, page_class)
         try:
-            read = Read(keys, keys.tobytes(), self._store.get(keys, rows), rows)
+            read = Read(keys, keys.tobytes(), self._values.get(keys, rows, page_class), rows, page_class)
         except StoreError:
             return self._fail(load, "error")
         self._reads[read] = None
-        self._num_rows += count
+        self._num_rows += self._rows_of(read)
         self._reading.update(_names(read, 0, count))
-        self._num_unplaced += count
+        self._num_unplaced[page_class] += count
         load.reads.append(read)
-        load.ahead = load.ahead[count:]
+        load.ahead, load.ahead_classes = load.ahead[count:], load.ahead_classes[count:]
         read.leg = load.trace.begin_leg("store_read", blocks=count, bytes=rows.nbytes)
         return True
 
@@ -393,7 +409,7 @@ class Loads:
         self._late_at = None
         count = _leading(answer.ok)
         num_rows = count - read.num_placed
-        if num_rows and not self._engine.transfers.has_room(num_rows * self._size, "in", "host"):
+        if num_rows and not self._engine.transfers.has_room(num_rows * self._sizes[read.page_class], "in", "host"):
             return False  # the step's own transfers go first
         if count < len(answer.ok):
             self._stop_round(load, answer, count)
@@ -409,7 +425,7 @@ class Loads:
 
     def _stop_round(self, load: Load, answer: Answer, count: int) -> None:
         """Drop the reads after one of which only `count` blocks arrived: what follows is useless without the next."""
-        load.ahead = _NO_KEYS
+        load.ahead, load.ahead_classes = _NO_KEYS, _NO_CLASSES
         while len(load.reads) > 1:
             self._close(load.reads.pop())
         why = _reason(answer, count)
@@ -433,7 +449,8 @@ class Loads:
     def _copy(self, load: Load, read: Read, job: StoreJob, arrived: slice) -> bool:
         """Copy rows into the blocks of a job."""
         # The job has later blocks of the prompt if another load already brought these.
-        blocks, rows, landed, num_placed = _rows_of(job, read.keys[arrived], read.batch.answer.rows[arrived])  # type: ignore[union-attr]
+        came = read.batch.answer.rows[arrived]  # type: ignore[union-attr]
+        blocks, rows, landed, num_placed = _rows_of(job, read.keys[arrived], came)
         self._place(read, read.num_placed + num_placed)
         if not len(blocks) or read.num_placed == arrived.stop:
             self._place(load.reads.popleft(), len(read.keys))
@@ -443,7 +460,12 @@ class Loads:
             return True
         try:
             transfer = self._engine.submit_write(
-                job.tier, blocks, rows, after_compute=self._engine.fence(), on_full="refuse"
+                job.tier,
+                blocks,
+                rows,
+                page_class=job.page_class,
+                after_compute=self._engine.fence(),
+                on_full="refuse",
             )
         except BlockyardError:
             self._end_job(job, [False] * len(job))
@@ -469,13 +491,15 @@ class Loads:
         if not has_landed:
             return self._fail(load, "copy_failed")
         self._stats.hit_blocks += found
-        self._stats.hit_bytes += found * self._size
+        self._stats.hit_bytes += found * self._sizes[copy.job.page_class]
         load.landed += found
+        load.landed_bytes += found * self._sizes[copy.job.page_class]
         if load.point is None:
             load.tokens += found * self._manager.block_size
         load.brought.update(key.tobytes() for key in copy.job.keys[copy.landed])
-        left = sum(len(read.keys) - read.num_placed for read in load.reads) + sum(len(copy.job) for copy in load.copies)
-        self._allow(load, left + len(load.ahead))
+        left = sum((len(read.keys) - read.num_placed) * self._sizes[read.page_class] for read in load.reads)
+        left += sum(len(copy.job) * self._sizes[copy.job.page_class] for copy in load.copies)
+        self._allow(load, left + self._bytes_of(load.ahead_classes))
         return True
 
     def _end_round(self, load: Load) -> bool:
@@ -486,29 +510,39 @@ class Loads:
             return self._finish(load, load.failure)
         if not load.in_round:
             return self._begin_round(load)
-        load.ahead, load.in_round = _NO_KEYS, False
+        load.ahead, load.ahead_classes, load.in_round = _NO_KEYS, _NO_CLASSES, False
         self._find_missing(load)
         if load.miss or not len(load.keys):
             return self._try_another_point(load) or self._end(load)
         if load.keys[0].tobytes() in load.brought:  # evicted in the meantime, for this prompt or another
             return self._finish(load, "no_room")
-        self._allow(load, len(load.keys) + load.num_loading)
+        self._allow_all(load)
         return True
 
     def _end(self, load: Load, miss: str = "") -> bool:
         """End a load that brings no more blocks, once no other is bringing blocks of its prompt."""
         if load.found_at != self._num_changes:
             self._find_missing(load)
-        if not load.num_loading:
+        if not len(load.loading):
             return self._finish(load, miss)
         load.waits_from = self._num_changes
         return False
 
+    def _allow_all(self, load: Load) -> None:
+        """Extend the deadline by the time for all blocks that are not there yet."""
+        self._allow(load, self._bytes_of(load.page_classes) + self._bytes_of(load.loading))
+
     def _allow(self, load: Load, num_left: int) -> None:
-        """Extend the deadline by the time for blocks that it does not allow for yet: as many as can be in flight."""
-        num_blocks = load.landed + min(num_left, self._max_blocks)
-        load.until += max(0, num_blocks - load.allowed) * self._size / _BYTES_PER_SECOND
-        load.allowed = max(num_blocks, load.allowed)
+        """Extend the deadline by the time for bytes that it does not allow for yet: as many as can be in flight."""
+        num_bytes = load.landed_bytes + min(num_left, self._values.most * self._values.size)
+        load.until += max(0, num_bytes - load.allowed) / _BYTES_PER_SECOND
+        load.allowed = max(num_bytes, load.allowed)
+
+    def _bytes_of(self, page_classes: NDArray[np.int64]) -> int:
+        """Return the bytes of a block of each of some page classes together."""
+        if len(self._sizes) == 1:
+            return len(page_classes) * int(self._sizes[0])
+        return int(self._values.block_bytes[page_classes].sum())
 
     def _give_up(self, load: Load) -> None:
         """End a load whose deadline has passed: its prompt continues without the store.
@@ -522,7 +556,7 @@ class Loads:
 
     def _fail(self, load: Load, why: str) -> bool:
         """Read no more: the load ends once its copies have. Returns True: it has made progress."""
-        load.failure, load.ahead = why, _NO_KEYS
+        load.failure, load.ahead, load.ahead_classes = why, _NO_KEYS, _NO_CLASSES
         while load.reads:
             self._close_read(load)
         return True
@@ -547,7 +581,7 @@ class Loads:
         load.trace.end(
             hit_tokens=load.tokens,
             hit_blocks=load.landed,
-            hit_bytes=load.landed * self._size,
+            hit_bytes=load.landed_bytes,
             tier=load.tier,
             miss_reason=miss or load.miss,
         )
@@ -576,12 +610,13 @@ class Loads:
         return is_short and self._late_at is None and not self._is_closed
 
     def _staging_room(self) -> int:
-        """Return how many more blocks can have staging rows."""
-        return self._max_blocks - self._num_rows
+        """Return how many more values can have staging rows."""
+        return self._values.most - self._num_rows
 
-    def _room(self, load: Load) -> int:
-        """Return how many more blocks of a prompt have a place to go."""
-        return self._store_jobs.room(load.prompt, point=load.point) - self._num_unplaced
+    def _room(self, load: Load, page_class: int) -> int:
+        """Return how many more blocks of a prompt and of a page class have a place to go."""
+        room = self._store_jobs.room(load.prompt, point=load.point, page_class=page_class)
+        return room - self._num_unplaced[page_class]
 
     def _close_read(self, load: Load) -> None:
         """Drop the first read of a load."""
@@ -599,7 +634,7 @@ class Loads:
             self._reading[name] -= 1
             if not self._reading[name]:
                 del self._reading[name]
-        self._num_unplaced -= count - read.num_placed
+        self._num_unplaced[read.page_class] -= count - read.num_placed
         read.num_placed = count
 
     def _give_back(self, read: Read) -> None:
@@ -607,9 +642,13 @@ class Loads:
         answer = read.batch.answer
         if read.is_closed and not read.num_copies and answer is not None and read in self._reads:
             del self._reads[read]
-            self._num_rows -= len(read.keys)
+            self._num_rows -= self._rows_of(read)
             if answer.are_rows_free:
-                self._buffers.give(read.rows)
+                self._values.give(read.rows, read.page_class)
+
+    def _rows_of(self, read: Read) -> int:
+        """Return the number of values that a read has rows for."""
+        return len(read.keys) * int(self._values.num_slices[read.page_class])
 
 
 def _names(read: Read, start: int, stop: int) -> list[bytes]:

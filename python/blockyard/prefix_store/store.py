@@ -19,6 +19,7 @@ from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.layout.sizes import as_float
 from blockyard.prefix_store.loads import Loads, Prefetch
 from blockyard.prefix_store.stats import PrefixStoreStats
+from blockyard.prefix_store.values import Values, bytes_per_value
 from blockyard.prefix_store.writes import Writes
 from blockyard.stores.base import ExternalStore
 from blockyard.stores.checked_store import CheckedStore
@@ -110,12 +111,11 @@ class PrefixStore:
         engine.num_blocks("device")  # raises if it is closed
         if _managers.user(manager) is not None:
             raise InvalidArgumentError(f"manager is {manager!r:.100}, which has a prefix store, must have none yet")
-        size = engine.layout.bytes_per_block
-        max_blocks = read_bytes("max_staging", max_staging, holds=size) // size
+        size = bytes_per_value(engine)
+        max_bytes = read_bytes("max_staging", max_staging, holds=size)
         checked = CheckedStore(store, size, "prefix")
-        if checked.max_blocks_in_flight is not None:
-            max_blocks = min(max_blocks, max(1, checked.max_blocks_in_flight // 2))
         try:
+            values = Values(engine, checked, max_bytes)
             manager.prefix.store_jobs.start(writes)
         except BaseException:
             checked.disconnect()
@@ -127,8 +127,8 @@ class PrefixStore:
         self._manager, self._engine, self._checked, self._size = manager, engine, checked, size
         self._timeout_base = prefetch_timeout_base
         log = MissLog(store, self._runtime.monotonic)
-        self._loads = Loads(manager, engine, checked, self._stats, log, max_blocks)
-        self._writes = Writes(manager, engine, checked, self._stats, log, max_blocks)
+        self._loads = Loads(manager, engine, checked, values, self._stats, log)
+        self._writes = Writes(manager, engine, checked, values, self._stats, log)
         if writes == "never":
             self._writes.close()
         self.has_prefetched = False

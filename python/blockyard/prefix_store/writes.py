@@ -12,8 +12,9 @@ from blockyard._core import BlockManager, StoreJob
 from blockyard.errors import BlockyardError, StoreError
 from blockyard.prefix_store.pressure import HIGH_SECONDS, WritePressure
 from blockyard.prefix_store.stats import PrefixStoreStats
+from blockyard.prefix_store.values import Batch, Values
 from blockyard.stores.base import Owners
-from blockyard.stores.checked_store import Answer, CheckedStore, PendingBatch
+from blockyard.stores.checked_store import Answer, CheckedStore
 from blockyard.stores.log_lines import MissLog
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.tracing import Trace
@@ -35,7 +36,7 @@ class Write:
     num_blocks: int
     rows: NDArray[np.uint8] | None
     transfer: Transfer
-    batch: PendingBatch | None = None
+    batch: Batch | None = None
     trace: Trace = field(default_factory=Trace)
 
 
@@ -46,9 +47,9 @@ class Writes:
         manager: the manager of the blocks.
         engine: reads them.
         store: the store.
+        values: writes blocks to it.
         stats: counters to update.
         log: logs the blocks that the store did not write.
-        max_blocks: maximum number of blocks in flight.
 
     Attributes:
         num_blocks: number of blocks in flight.
@@ -59,16 +60,17 @@ class Writes:
         manager: BlockManager,
         engine: CacheEngine,
         store: CheckedStore,
+        values: Values,
         stats: PrefixStoreStats,
         log: MissLog,
-        max_blocks: int,
     ) -> None:
         self._engine, self._store, self._stats, self._log = engine, store, stats, log
         self._store_jobs = manager.prefix.store_jobs
-        self._size = engine.layout.bytes_per_block
-        self._buffers = engine.memory.buffers
-        self._max_blocks = max_blocks
-        self._blocks_at_once = max(1, min(self._max_blocks, WRITTEN_AT_ONCE // self._size))
+        self._values = values
+        self._sizes = values.block_bytes.tolist()
+        self._widest = int(values.num_slices.max())
+        self._blocks_at_once = max(1, min(values.most, WRITTEN_AT_ONCE // max(self._sizes)))
+        self._bytes_at_once = self._blocks_at_once * max(self._sizes)
         self._is_closed = False
         self._reading: list[Write] = []  # being read by the engine
         self._putting: list[Write] = []  # being put by the store
@@ -76,6 +78,7 @@ class Writes:
         self._num_answers = 0  # the store's answers processed so far
         self._clock, self._pressure = runtime().monotonic, WritePressure()
         self.num_blocks = 0
+        self._num_values = 0  # of these blocks
 
     def __len__(self) -> int:
         """Return the number of writes in flight."""
@@ -110,18 +113,22 @@ class Writes:
         self._waits_for_engine = False
         while not self._is_closed and (room := self._room()) > 0:
             # The step's own transfers go first.
-            if not self._engine.transfers.has_room(self._blocks_at_once * self._size, "out", "host"):
+            if not self._engine.transfers.has_room(self._bytes_at_once, "out", "host"):
                 self._waits_for_engine = True
                 return
-            job = self._store_jobs.begin_write(min(room, self._blocks_at_once))
+            most = room if len(self._sizes) > 1 else min(room, self._blocks_at_once)
+            max_bytes = min(room * self._values.size, self._bytes_at_once)
+            job = self._store_jobs.begin_write(most, max_bytes=max_bytes)
             num_blocks = len(job)
             if not num_blocks:
                 # The next one may be on its way to the host.
                 self._waits_for_engine = bool(self._store_jobs.num_waiting and self._engine.transfers.open())
                 return
             try:
-                rows, fence = self._buffers.take(num_blocks, self._size), self._engine.fence()
-                transfer = self._engine.submit_read(job.tier, job.blocks, rows, after_compute=fence, on_full="refuse")
+                rows, fence = self._values.take(num_blocks, job.page_class), self._engine.fence()
+                transfer = self._engine.submit_read(
+                    job.tier, job.blocks, rows, page_class=job.page_class, after_compute=fence, on_full="refuse"
+                )
             except BlockyardError as error:
                 self._store_jobs.end_write(job.job)
                 self._stats.unwritten_blocks += num_blocks
@@ -130,16 +137,21 @@ class Writes:
             write = Write(job, num_blocks, rows, transfer)
             self._reading.append(write)
             self._begin_trace(write.trace, job, num_blocks)
-            self.num_blocks += num_blocks
+            self._note_in_flight(write, 1)
             if transfer.done and len(self._reading) == 1:
                 self._hand_over(write)
                 del self._reading[0]
 
     def _room(self) -> int:
-        """Return how many more blocks may be in flight: while the store is slow, those of one write."""
+        """Return how many more values may be in flight: while the store is slow, those of one write."""
         if self.num_blocks and (self._pressure.is_high or self._is_overdue()):
             return 0
-        return self._max_blocks - self.num_blocks
+        room = self._values.most - self._num_values
+        return room if room >= self._widest else 0
+
+    def _note_in_flight(self, write: Write, sign: int) -> None:
+        self.num_blocks += sign * write.num_blocks
+        self._num_values += sign * write.num_blocks * int(self._values.num_slices[write.job.page_class])
 
     def _is_overdue(self) -> bool:
         """Whether the oldest write in flight alone takes as long as a slow store's average."""
@@ -164,22 +176,24 @@ class Writes:
             write.trace.end(written_blocks=0, miss_reason=why)
         self._reading = []
         self._num_answers = -1  # look at each write that the store has received
-        self.num_blocks = sum(write.num_blocks for write in self._putting)
+        self.num_blocks = self._num_values = 0
+        for write in self._putting:
+            self._note_in_flight(write, 1)
 
     def _hand_over(self, write: Write) -> bool:
         """Hand blocks that the engine has read over to the store. Returns True: the engine is done with them."""
         is_whole = self._store_jobs.end_write(write.job.job)
         rows, write.transfer.rows = write.transfer.rows, None
         if not is_whole or rows is None or write.transfer.error is not None or not self._put(write, rows):
-            self.num_blocks -= write.num_blocks
+            self._note_in_flight(write, -1)
             self._stats.unwritten_blocks += write.num_blocks
             why = "error" if is_whole else "taken"
             write.trace.end(write.transfer.error, written_blocks=0, miss_reason=why)
         elif write.batch is not None:
             self._putting.append(write)
         else:  # the store already has all of them
-            self.num_blocks -= write.num_blocks
-            self._count(write.num_blocks)
+            self._note_in_flight(write, -1)
+            self._count(write, write.num_blocks)
             write.trace.end(written_blocks=write.num_blocks)
             self._give_back(write)
         return True
@@ -190,8 +204,8 @@ class Writes:
             self._pressure.note(self._clock() - write.batch.since)
             self._stats.write_pauses = self._pressure.times
         unwritten, why = len(answer.ok) - int(np.count_nonzero(answer.ok)), ""
-        self.num_blocks -= write.num_blocks
-        self._count(write.num_blocks - unwritten)
+        self._note_in_flight(write, -1)
+        self._count(write, write.num_blocks - unwritten)
         if unwritten:
             self._stats.unwritten_blocks += unwritten
             self._log.note(answer.reasons)
@@ -202,30 +216,23 @@ class Writes:
         return True
 
     def _begin_trace(self, trace: Trace, job: StoreJob, num_blocks: int) -> Trace:
-        trace.begin("store", tier=job.tier, blocks=num_blocks, bytes=num_blocks * self._size)
+        trace.begin("store", tier=job.tier, blocks=num_blocks, bytes=num_blocks * self._sizes[job.page_class])
         return trace
 
     def _give_back(self, write: Write) -> None:
         """Return the rows of a write to the buffers: neither engine nor store uses them."""
         rows, write.rows = write.rows, None
-        self._buffers.give(rows)
+        self._values.give(rows, write.job.page_class)
 
     def _put(self, write: Write, rows: NDArray[np.uint8]) -> bool:
         """Put the blocks that the store lacks; False if it refuses them."""
         job = write.job
-        keys, owners = job.keys, Owners(job.tenants, job.parents)
-        is_new = ~self._store.contains(keys)
-        num_new = np.count_nonzero(is_new)
-        if not num_new:
-            return True
-        if num_new < write.num_blocks:
-            keys, rows, owners = keys[is_new], rows[is_new], Owners(*(of[is_new] for of in owners))
         try:
-            write.batch = self._store.put(keys, rows, owners)
+            write.batch = self._values.put(job.keys, rows, Owners(job.tenants, job.parents), job.page_class)
         except StoreError:
             return False
         return True
 
-    def _count(self, num_blocks: int) -> None:
+    def _count(self, write: Write, num_blocks: int) -> None:
         self._stats.written_blocks += num_blocks
-        self._stats.written_bytes += num_blocks * self._size
+        self._stats.written_bytes += num_blocks * self._sizes[write.job.page_class]

@@ -65,7 +65,7 @@ class Admission:
         self._stats = stats
         self.needs = needs
         self._prefix_caching = manager.prefix.enabled
-        self._block_bytes = needs.sizes[0][1]  # of the only page class there is with a prefix store
+        self._block_bytes = needs.sizes[0][1]  # on the device, loads are for the only page class there is
         most, in_order = rows.seats_left + LOOKED_AT, not max_overtakes
         self.ahead = LoadingAhead(manager, waiting, self._hashed, prefetch, change, most=most, in_order=in_order)
         self.room = RoomAhead(manager, rows, waiting, self._hashed, builder.left)
@@ -248,7 +248,7 @@ class Admission:
         head = self._head()
         if head is None:
             return 0
-        return self._free(owed, head) - self.ahead.num_promised(self._aside) * self._block_bytes
+        return self._free(owed, head) - self.ahead.promised_bytes(self._aside)
 
     def _free(self, taken: int, idle: IdleSequences) -> int:
         return self.needs.free(taken + self.needs.all(len(idle.tokens[0])))

@@ -167,12 +167,12 @@ class LoadingAhead:
         """Whether sequences have asked the store, or lack nothing that it could have."""
         if self._prefetch is None or idle.lease is not None:
             return True
-        keys, num_loading = self._jobs.missing(self._hashed(idle), 1)
-        return not len(keys) and not num_loading
+        keys, _, loading = self._jobs.missing(self._hashed(idle), 1)
+        return not len(keys) and not len(loading)
 
-    def num_promised(self, ahead: list[IdleSequences]) -> int:
-        """Number of blocks that loads will take for any of these sequences."""
-        return self._jobs.num_promised if self.loading and any(idle in self.loading for idle in ahead) else 0
+    def promised_bytes(self, ahead: list[IdleSequences]) -> int:
+        """Bytes of blocks that loads will take for any of these sequences."""
+        return self._jobs.promised_bytes if self.loading and any(idle in self.loading for idle in ahead) else 0
 
 
 def place_of(idle: IdleSequences) -> tuple[float, ...]:

@@ -36,7 +36,7 @@ pub use fit::{AllocStatus, Fit};
 pub use group::{Group, NULL_BLOCK, PagedGroup};
 pub use hash::{ExportedKey, Extra, Key, KeySpec};
 pub use id::{BlockId, JobId, LeaseId, PinId, SequenceId, TicketId, Tier};
-pub use manager::{Config, Manager, Resize, Stats, TierUse};
+pub use manager::{Config, Manager, MissingBlocks, Resize, Stats, TierUse};
 pub use page::{ClassUse, MAX_CLASSES, PerClass, Space, extent_bytes};
 pub use pool::Policies;
 pub use prefix::evict::{Departure, Eviction, Evictor, Hint, HintCount, MAX_PRIORITY};

@@ -59,7 +59,8 @@ fn a_loaded_block_is_found_only_once_its_bytes_have_landed() {
         assert_eq!((job.tier, job.blocks.len()), (if host > 0 { Tier::Host } else { Tier::Device }, 3));
         assert_eq!(hit(&manager, &asked), 0);
         assert_eq!(load(&mut manager, &asked).blocks.len(), 0, "nobody loads a block twice");
-        assert_eq!(manager.missing_blocks(&prompt(&asked), 9, None), Ok((vec![], 3)));
+        let missing = manager.missing_blocks(&prompt(&asked), 9, None).unwrap();
+        assert_eq!((missing.keys.len(), missing.loading.len()), (0, 3));
         assert_eq!(manager.end_load(job.job, &[true, true, false]), Ok(2));
         assert_eq!(hit(&manager, &asked), 8, "the prefix ends before a missing block");
         manager.check().unwrap();
@@ -162,14 +163,14 @@ fn a_wrong_number_of_results_changes_nothing() {
 #[test]
 fn loads_leave_half_of_the_host_and_then_take_what_is_free_on_the_device() {
     let (mut manager, asked) = (manager(8, StoreWrites::Through), tokens(1, 90));
-    assert_eq!(manager.room_to_load(&prompt(&asked), None), Ok(16));
+    assert_eq!(manager.room_to_load(&prompt(&asked), None, 0), Ok(16));
     let job = load(&mut manager, &asked);
     assert_eq!((job.tier, job.blocks.len()), (Tier::Host, 4));
-    let (missing, num_loading) = manager.missing_blocks(&prompt(&asked), 9, None).unwrap();
-    assert_eq!((missing.len(), num_loading), (9, 4));
+    let missing = manager.missing_blocks(&prompt(&asked), 9, None).unwrap();
+    assert_eq!((missing.keys.len(), missing.loading.len()), (9, 4));
     let rest = load(&mut manager, &asked);
     assert_eq!((rest.tier, rest.blocks.len()), (Tier::Device, 12));
-    assert_eq!(manager.room_to_load(&prompt(&asked), None), Ok(0));
+    assert_eq!(manager.room_to_load(&prompt(&asked), None, 0), Ok(0));
     assert_eq!(load(&mut manager, &asked).blocks.len(), 0);
     manager.end_load(rest.job, &[true; 12]).unwrap();
     manager.end_load(job.job, &[true; 4]).unwrap();
@@ -179,7 +180,7 @@ fn loads_leave_half_of_the_host_and_then_take_what_is_free_on_the_device() {
 #[test]
 fn with_write_through_each_computed_block_is_written_once_under_its_exported_key() {
     let (mut manager, asked) = (manager(8, StoreWrites::Through), tokens(1, 13));
-    let (wanted, _) = manager.missing_blocks(&prompt(&asked), 100, None).unwrap();
+    let wanted = manager.missing_blocks(&prompt(&asked), 100, None).unwrap().keys;
     let (sequence, _) = admit(&mut manager, &asked);
     compute(&mut manager, sequence);
     let job = manager.begin_write(2);
@@ -199,7 +200,7 @@ fn with_write_through_each_computed_block_is_written_once_under_its_exported_key
 #[test]
 fn with_write_back_prompts_are_written_from_their_beginning_before_they_can_be_evicted() {
     let (mut manager, asked) = (manager(0, StoreWrites::Back), tokens(1, 17));
-    let (keys, _) = manager.missing_blocks(&prompt(&asked), 9, None).unwrap();
+    let keys = manager.missing_blocks(&prompt(&asked), 9, None).unwrap().keys;
     let (sequence, _) = admit(&mut manager, &asked);
     compute(&mut manager, sequence);
     assert!(manager.begin_write(9).blocks.is_empty(), "eight blocks are free");
@@ -268,7 +269,7 @@ fn jobs_name_the_tenants_and_the_parents_of_their_blocks() {
         let (mut manager, asked) = (manager(0, writes), tokens(1, 21));
         let spec = KeySpec::new(Some(b"a tenant"), 0);
         let mine = Prompt { spec, ..prompt(&asked) };
-        let (keys, _) = manager.missing_blocks(&mine, 9, None).unwrap();
+        let keys = manager.missing_blocks(&mine, 9, None).unwrap().keys;
         let parents = [&[ExportedKey([0; 32])], &keys[..4]].concat();
         let job = manager.begin_load(&mine, 2, None).unwrap();
         assert_eq!(

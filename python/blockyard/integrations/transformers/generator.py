@@ -89,7 +89,7 @@ class Generator:
         device_blocks: number of device blocks; None means as many as fit.
         device_bytes: size of the device cache in bytes, instead of `device_blocks`: an int or text such as `"2GiB"`. If
             a model's layers differ, each cache group then has blocks of its own size, see `ArenaLayout`; such a cache
-            cannot have stores.
+            cannot have a swap store.
         host_blocks: number of host blocks, 0 for none; None means as many as fit, or none with `device_bytes`.
         host_bytes: size of the host cache in bytes, instead of `host_blocks`.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.

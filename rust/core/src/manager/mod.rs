@@ -29,6 +29,7 @@ use crate::transfer::{OpenStep, StoreJobs, Transfers, View};
 use std::time::Duration;
 
 pub use stats::{Stats, TierUse};
+pub use store::MissingBlocks;
 pub use verbs::Resize;
 
 /// Largest block size, in tokens.

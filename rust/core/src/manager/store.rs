@@ -5,21 +5,33 @@ use crate::error::{Result, invalid};
 use crate::group::Group;
 use crate::hash::ExportedKey;
 use crate::id::{JobId, LeaseId, Tier};
+use crate::page::PerClass;
 use crate::sequence::{Prompt, StoreSearch};
 use crate::tiers::{StoreWriteQueue, StoreWrites};
 use crate::transfer::{LeaseShare, Missing, StoreJob, Wanted};
+
+/// Blocks of a prompt that neither device nor host have.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MissingBlocks {
+    /// Keys in the store of those that no load is bringing.
+    pub keys: Vec<ExportedKey>,
+    /// The page class of each.
+    pub page_classes: Vec<u8>,
+    /// Page classes of those that loads are bringing.
+    pub loading: Vec<u8>,
+}
 
 impl Manager {
     /// Starts recording which blocks to write to a prefix store.
     ///
     /// # Errors
-    /// The prefix cache is off, something is cached already, a group is a drafter's or an encoder's, or several groups,
-    /// or null blocks, keep no copies on the host.
+    /// The prefix cache is off, something is cached already, a group is a drafter's or an encoder's, blocks of some group
+    /// hold fewer tokens than others, or several groups, or null blocks, keep no copies on the host.
     pub fn use_store(&mut self, writes: StoreWrites) -> Result<()> {
         if !self.is_caching() {
             return Err(invalid("prefix_caching", 0, "1 for a prefix store".to_owned()));
         }
-        self.require_one_class("a prefix store")?;
+        self.require_even("a prefix store")?;
         for (what, group) in [("drafter's groups", Group::Drafter), ("cross attention groups", Group::CrossAttention)] {
             let count = self.groups().iter().filter(|&&other| other == group).count();
             if count > 0 {
@@ -47,30 +59,51 @@ impl Manager {
         self.sequences.search_store(self.view(), prompt)
     }
 
-    /// Keys of a prompt's blocks that are neither on device or host nor being loaded, in order, at most `most`; and the
-    /// number of its blocks before the end of these that are being loaded. With `point`, those that a resume point after
-    /// that many blocks needs; else those up to the prompt's last boundary.
+    /// A prompt's blocks that are neither on device or host nor being loaded, in order, at most `most`; and those before
+    /// the end of these that are being loaded. With `point`, those that a resume point after that many blocks needs; else
+    /// those up to the prompt's last boundary.
     ///
     /// # Errors
     /// A token has the reserved id.
-    pub fn missing_blocks(
-        &self,
-        prompt: &Prompt<'_>,
-        most: usize,
-        point: Option<usize>,
-    ) -> Result<(Vec<ExportedKey>, usize)> {
-        let wanted = self.sequences.missing_blocks(self.view(), prompt, most, point)?;
-        Ok((wanted.missing.iter().map(Missing::exported).collect(), wanted.lacking.len() - wanted.missing.len()))
+    pub fn missing_blocks(&self, prompt: &Prompt<'_>, most: usize, point: Option<usize>) -> Result<MissingBlocks> {
+        let Wanted { missing, loading, .. } = self.sequences.missing_blocks(self.view(), prompt, most, point)?;
+        let page_classes = missing.iter().map(|missing| missing.page_class).collect();
+        Ok(MissingBlocks { keys: missing.iter().map(Missing::exported).collect(), page_classes, loading })
     }
 
-    /// Number of blocks that the next loads of a prompt may take, one on the host and one on the device; `point` as for
-    /// [`Manager::missing_blocks`].
+    /// Number of blocks of a page class that the next loads of a prompt may take, one on the host and one on the device;
+    /// `point` as for [`Manager::missing_blocks`].
     ///
     /// # Errors
-    /// A token has the reserved id.
-    pub fn room_to_load(&self, prompt: &Prompt<'_>, point: Option<usize>) -> Result<usize> {
+    /// A token has the reserved id, or there is no such class.
+    pub fn room_to_load(&self, prompt: &Prompt<'_>, point: Option<usize>, class: usize) -> Result<usize> {
+        if class >= self.num_classes() {
+            return Err(invalid("page_class", class as i128, format!("below {}", self.num_classes())));
+        }
         let wanted = self.sequences.missing_blocks(self.view(), prompt, usize::MAX, point)?;
-        Ok(self.jobs.room(&self.tiers, &wanted, self.watermark_blocks()).iter().map(|(_, room)| room).sum())
+        Ok(self.jobs.room(&self.tiers, &wanted, class, self.watermark_blocks()).iter().map(|(_, room)| room).sum())
+    }
+
+    /// [`StoreSearch::deepest`] of a search for whose blocks the host has room besides `coming` ones of each page class,
+    /// which have no block yet.
+    ///
+    /// # Errors
+    /// There is not one entry per key, or per page class.
+    pub fn deepest_with_room(&self, search: &StoreSearch, has: &[bool], coming: &[usize]) -> Result<usize> {
+        if coming.len() != self.num_classes() {
+            let must = format!("{}, the page classes", self.num_classes());
+            return Err(invalid("number of entries", coming.len() as i128, must));
+        }
+        let coming: PerClass = (0..).zip(coming).map(|(class, &count)| PerClass::of(class, count)).sum();
+        let (wanted, tiers) = (Wanted { by_host: true, ..Wanted::default() }, &self.tiers);
+        let rooms: PerClass = (0..self.num_classes())
+            .map(|class| PerClass::of(class, self.jobs.room(tiers, &wanted, class, 0)[0].1))
+            .sum();
+        let share = self.jobs.host_share(tiers);
+        search.deepest_that(has, |loads| {
+            let all = loads + coming;
+            all.saturating_sub(rooms).total() == 0 && tiers.host().weigh(all) <= share
+        })
     }
 
     /// Leases the blocks of a prompt that waits: those that device and host have, and those that loads bring. Until
@@ -123,14 +156,20 @@ impl Manager {
         self.jobs.num_promised()
     }
 
+    /// Bytes of those blocks.
+    #[must_use]
+    pub fn promised_bytes(&self) -> u64 {
+        self.tiers.device().bytes_of(self.jobs.promised_blocks())
+    }
+
     /// Number of device blocks that only leases of prompts, or transfers of them, hold.
     #[must_use]
     pub fn num_leased_idle(&self) -> usize {
         self.jobs.prompt_leases().num_idle(&self.tiers, Tier::Device)
     }
 
-    /// Begins to load the first of those blocks, at most `most` and as room permits, to the host, or to the device if
-    /// the host keeps no copies or has no room. They cannot be found before [`Manager::end_load`]. A job without blocks
+    /// Begins to load the first of those blocks, at most `most` of one page class and as room permits, to the host, or to
+    /// the device if the host keeps no copies or has no room. They cannot be found before [`Manager::end_load`]. A job without blocks
     /// has already ended. With several groups, windows or states, they go to the host only.
     ///
     /// # Errors
@@ -165,10 +204,17 @@ impl Manager {
         self.tiers.write_queue().map_or(0, StoreWriteQueue::waiting)
     }
 
-    /// Begins to read blocks for the store, at most `most`, all of one tier. A job without blocks has already ended.
+    /// Begins to read blocks for the store, at most `most`, all of one tier and page class. A job without blocks has
+    /// already ended.
     pub fn begin_write(&mut self, most: usize) -> StoreJob {
+        self.begin_write_of(most, usize::MAX)
+    }
+
+    /// Like [`Manager::begin_write`], at most `most_bytes` or one block; with one page class there is no such bound.
+    pub fn begin_write_of(&mut self, most: usize, most_bytes: usize) -> StoreJob {
+        let most_weight = if self.num_classes() == 1 { usize::MAX } else { most_bytes };
         let Self { jobs, tiers, transfers, .. } = self;
-        jobs.begin_write(tiers, most, |key| transfers.promised().any(|(tag, _)| tag == key.tag()))
+        jobs.begin_write(tiers, (most, most_weight), |key| transfers.promised().any(|(tag, _)| tag == key.tag()))
     }
 
     /// Ends reading blocks for the store. Returns false if a call took some of them in the meantime; then the bytes

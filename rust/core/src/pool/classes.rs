@@ -1,6 +1,6 @@
 //! A pool's page classes: the free blocks of each, and how many blocks of each a call could take.
 
-use super::{Membership, Pool};
+use super::{Extents, Membership, Pool};
 use crate::fit::Share;
 use crate::id::BlockId;
 use crate::page::{ClassUse, Classes, MAX_CLASSES, PerClass, Shape};
@@ -171,12 +171,18 @@ impl Pool {
     }
 
     /// Whether `wanted` blocks of each class can be taken, next to `found` unused ones with contents that stay, while
-    /// `kept` ones stay free. With extents, `kept` is a number of those.
-    pub(crate) fn room(&self, wanted: PerClass, found: &[BlockId], kept: PerClass, overlappable_too: bool) -> Room {
+    /// `kept` ones stay free. With extents, `kept` is a number of those. Blocks that are `held` count as unused.
+    pub(crate) fn room(
+        &self,
+        wanted: PerClass,
+        (found, held): (&[BlockId], &[BlockId]),
+        kept: PerClass,
+        overlappable_too: bool,
+    ) -> Room {
         let costs = |&&block: &&BlockId| self.costs(block, overlappable_too);
         let found: Vec<BlockId> = found.iter().filter(costs).copied().collect();
-        let taken: PerClass = found.iter().map(|&block| PerClass::of(self.class_of(block), 1)).sum();
-        let available = self.available_in(overlappable_too).saturating_sub(taken);
+        let taken = self.count(&found);
+        let available = (self.available_in(overlappable_too) + self.count(held)).saturating_sub(taken);
         let Some(extents) = self.extents.as_deref() else {
             let lacks = |class: &usize| wanted.get(*class) + kept.get(*class) > available.get(*class);
             let short = (0..self.classes.len()).find(lacks);
@@ -184,8 +190,10 @@ impl Pool {
             let free = (available + taken).get(class).saturating_sub(kept.get(class));
             return Room { class, free, is_enough: short.is_none() };
         };
-        let pinned = extents.idle_with(&self.classes, &found);
-        let (lacking, given) = extents.balance_without(wanted, available, pinned);
+        // Those that are read by device work, too, keep their extents.
+        let freed: Vec<BlockId> = held.iter().filter(|&&block| !self.block(block).is_read_ahead()).copied().collect();
+        let idle = extents.idle_without(&self.classes, &freed, &found);
+        let (lacking, given) = extents.balance(wanted, available, idle);
         let short = wanted.saturating_sub(available);
         let class = self.largest(if short.total() > 0 { short } else { wanted });
         let others = lacking - extents.filled_by(PerClass::of(class, short.get(class))) + kept.get(0);
@@ -194,6 +202,71 @@ impl Pool {
         let per_extent = extents.per_extent(class);
         let free = ((available + taken).get(class) + more * per_extent).saturating_sub(fewer * per_extent);
         Room { class, free, is_enough: lacking + kept.get(0) <= given }
+    }
+
+    /// Numbers of some blocks, by class.
+    fn count(&self, blocks: &[BlockId]) -> PerClass {
+        blocks.iter().map(|&block| PerClass::of(self.class_of(block), 1)).sum()
+    }
+
+    /// Blocks of a class that can be taken next to `found` unused ones with contents that stay, if nobody still reads them
+    /// and other classes need none.
+    pub(crate) fn unread_in(&self, class: usize, found: &[BlockId]) -> usize {
+        let found: Vec<BlockId> = found.iter().filter(|&&block| self.costs(block, false)).copied().collect();
+        let taken = self.count(&found).get(class);
+        if self.classes.len() == 1 {
+            let free = if self.available() > self.free() { self.uncached() } else { self.free() };
+            return self.free().saturating_sub(taken).min(free);
+        }
+        if !self.sets[class].overlappable.is_empty() {
+            return self.sets[class].free.len();
+        }
+        let own = self.available_in(false).get(class).saturating_sub(taken);
+        let Some(extents) = self.extents.as_deref() else { return own };
+        let idle = extents.idle_without(&self.classes, &[], &found);
+        own + extents.obtainable_of(class, idle) * extents.per_extent(class)
+    }
+
+    /// The measure of a block in sums over classes: its bytes, or 1 if there is one class.
+    #[inline]
+    pub(crate) fn weight(&self, class: usize) -> usize {
+        if self.classes.len() == 1 { 1 } else { usize::try_from(self.strides[class]).unwrap_or(usize::MAX) }
+    }
+
+    /// The sum of the weights of some blocks.
+    pub(crate) fn weigh(&self, blocks: PerClass) -> usize {
+        let weights = (0..self.classes.len()).map(|class| self.weight(class).saturating_mul(blocks.get(class)));
+        weights.fold(0, usize::saturating_add)
+    }
+
+    /// The weight of all blocks that could be taken, as [`Pool::free`].
+    pub(crate) fn free_weight(&self) -> usize {
+        if self.classes.len() == 1 {
+            return self.free();
+        }
+        usize::try_from(self.available_bytes(PerClass::default(), false)).unwrap_or(usize::MAX)
+    }
+
+    /// The weight of free blocks that are not cached, and of extents that no class has.
+    pub(crate) fn uncached_weight(&self) -> usize {
+        if self.classes.len() == 1 {
+            return self.uncached();
+        }
+        let own = (0..self.classes.len()).map(|class| PerClass::of(class, self.sets[class].free.len())).sum();
+        let spare = self.extents.as_deref().map_or(0, Extents::spare_bytes);
+        self.weigh(own).saturating_add(usize::try_from(spare).unwrap_or(usize::MAX))
+    }
+
+    /// The weight of the whole tier.
+    pub(crate) fn whole_weight(&self) -> usize {
+        match self.extents.as_deref() {
+            _ if self.classes.len() == 1 => self.len,
+            Some(extents) => {
+                let bytes = extents.bytes_of(extents.usable(self.has_null));
+                usize::try_from(bytes).unwrap_or(usize::MAX)
+            }
+            None => self.weigh((0..self.classes.len()).map(|class| PerClass::of(class, self.len_of(class))).sum()),
+        }
     }
 
     /// The class with the largest part of its blocks.

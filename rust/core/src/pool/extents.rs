@@ -126,7 +126,7 @@ impl Extents {
 
     /// Extents that a class could have besides its own, if the others need none.
     pub(super) fn obtainable(&self, class: usize) -> usize {
-        self.spare.len() + self.idle.total() - self.idle.get(class)
+        self.obtainable_of(class, self.idle)
     }
 
     /// Extents that classes have, and blocks in them.
@@ -146,14 +146,9 @@ impl Extents {
 
     /// Extents that classes lack for `wanted` blocks if they have `available` ones, and those that they can get: spare
     /// ones, and `idle` ones of classes that can do without them.
-    fn balance(&self, wanted: PerClass, available: PerClass, idle: PerClass) -> (usize, usize) {
+    pub(super) fn balance(&self, wanted: PerClass, available: PerClass, idle: PerClass) -> (usize, usize) {
         let lacking = self.filled_by(wanted.saturating_sub(available));
         (lacking, self.spare.len() + idle.with(self.spared(wanted, available), usize::min).total())
-    }
-
-    /// Like [`Extents::balance`], now; `pinned` are idle extents that must stay.
-    pub(super) fn balance_without(&self, wanted: PerClass, available: PerClass, pinned: PerClass) -> (usize, usize) {
-        self.balance(wanted, available, self.idle.saturating_sub(pinned))
     }
 
     /// Extents that classes with `available` blocks can do without if they take `wanted` ones.
@@ -161,14 +156,32 @@ impl Extents {
         available.saturating_sub(wanted).with(self.per_extent, |left, per| left / per.max(1))
     }
 
-    /// Idle extents that have one of some blocks, by class.
-    pub(super) fn idle_with(&self, classes: &Classes, blocks: &[BlockId]) -> PerClass {
-        let place = |&block: &BlockId| (classes.of(block), self.at(classes, classes.of(block), block));
-        let mut places: Vec<_> =
-            blocks.iter().map(place).filter(|(_, extent)| self.held.get(*extent) == Some(&0)).collect();
-        places.sort_unstable();
-        places.dedup();
-        places.into_iter().map(|(class, _)| PerClass::of(class, 1)).sum()
+    /// Extents in which nothing is held, by class: with those in which only blocks that are `held` are, without those that
+    /// have one that is `found`.
+    pub(super) fn idle_without(&self, classes: &Classes, held: &[BlockId], found: &[BlockId]) -> PerClass {
+        let place = |&block: &BlockId| (self.at(classes, classes.of(block), block), classes.of(block));
+        let places = |blocks: &[BlockId]| {
+            let mut places: Vec<_> = blocks.iter().map(place).collect();
+            places.sort_unstable();
+            places
+        };
+        let (freed, mut pinned) = (places(held), places(found));
+        let is_idle = |extent: usize| {
+            let freed = freed.iter().filter(|(at, _)| *at == extent).count();
+            self.held.get(extent).is_some_and(|&held| held as usize == freed)
+        };
+        pinned.dedup();
+        pinned.retain(|(extent, _)| is_idle(*extent));
+        let mut more: Vec<_> = freed.iter().copied().filter(|(extent, _)| is_idle(*extent)).collect();
+        more.dedup();
+        let count =
+            |places: &[(usize, usize)]| places.iter().map(|&(_, class)| PerClass::of(class, 1)).sum::<PerClass>();
+        (self.idle + count(&more)).saturating_sub(count(&pinned))
+    }
+
+    /// Extents that a class could have besides its own, if `idle` ones are and the others need none.
+    pub(super) fn obtainable_of(&self, class: usize, idle: PerClass) -> usize {
+        self.spare.len() + idle.total() - idle.get(class)
     }
 
     /// The extent that another class gives up first: the one with the smallest part of cached blocks. Classes give up

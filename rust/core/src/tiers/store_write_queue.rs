@@ -11,6 +11,7 @@ use crate::event::Publication;
 use crate::group::Groups;
 use crate::hash::{Chain, ExportedKey, Key};
 use crate::id::BlockId;
+use crate::page::PerClass;
 use std::collections::{HashMap, VecDeque};
 
 /// Records examined for each new one, once there are too many.
@@ -101,6 +102,8 @@ pub(crate) struct StoreWriteQueue {
     order: VecDeque<Key>,
     /// Keys to write, oldest first; those without a record are skipped.
     queue: VecDeque<Key>,
+    /// Recorded keys that are queued, by page class.
+    queued: PerClass,
     /// Whether all queued blocks are written now.
     is_flushing: bool,
 }
@@ -109,7 +112,8 @@ impl StoreWriteQueue {
     /// An empty queue for pools of `blocks` blocks in total.
     pub(crate) fn new(writes: StoreWrites, groups: Groups, blocks: usize) -> Self {
         let (notes, order, queue) = (HashMap::new(), VecDeque::new(), VecDeque::new());
-        Self { writes, groups, capacity: blocks.saturating_mul(2).max(64), notes, order, queue, is_flushing: false }
+        let (capacity, queued) = (blocks.saturating_mul(2).max(64), PerClass::default());
+        Self { writes, groups, capacity, notes, order, queue, queued, is_flushing: false }
     }
 
     /// Key of a published block in its group.
@@ -134,13 +138,14 @@ impl StoreWriteQueue {
         self.is_flushing = true;
     }
 
-    /// Number of queued blocks that may be written now, while `free` blocks are free and `reserve` of them may be taken
-    /// at once.
-    pub(crate) fn due(&self, free: usize, reserve: usize) -> usize {
+    /// The weight of queued blocks that may be written now, while `free` is free and `reserve` of that may be taken at once.
+    pub(crate) fn due(&self, weigh: impl Fn(PerClass) -> usize, free: usize, reserve: usize) -> usize {
+        let is_single = self.groups.class_bytes().len() == 1;
+        let queued = if is_single { PerClass::of(0, self.queue.len()) } else { self.queued };
         match self.writes {
             StoreWrites::Never => 0,
-            StoreWrites::Back if !self.is_flushing => (self.queue.len() + reserve).saturating_sub(free),
-            StoreWrites::Through | StoreWrites::SecondUse | StoreWrites::Back => self.queue.len(),
+            StoreWrites::Back if !self.is_flushing => weigh(queued).saturating_add(reserve).saturating_sub(free),
+            StoreWrites::Through | StoreWrites::SecondUse | StoreWrites::Back => usize::MAX,
         }
     }
 
@@ -254,10 +259,11 @@ impl StoreWriteQueue {
             let Some(oldest) = self.order.pop_front() else { break };
             if self.notes.get(&oldest).is_some_and(|note| is_cached(&oldest, note.block)) {
                 self.order.push_back(oldest);
-            } else {
-                self.notes.remove(&oldest);
+            } else if let Some(note) = self.notes.remove(&oldest) {
+                self.count(&note, false);
             }
         }
+        self.count(&note, true);
         self.notes.insert(key, note);
         self.order.push_back(key);
     }
@@ -280,12 +286,22 @@ impl StoreWriteQueue {
     }
 
     fn set(&mut self, key: Key, state: WriteState) {
-        if let Some(note) = self.notes.get_mut(&key) {
-            note.state = state;
+        let Some(note) = self.notes.get_mut(&key) else { return };
+        let before = std::mem::replace(note, Note { state, ..*note });
+        let now = *note;
+        self.count(&before, false);
+        self.count(&now, true);
+    }
+
+    /// Counts a record in or out, if it is queued.
+    fn count(&mut self, note: &Note, is_new: bool) {
+        if note.state == WriteState::Queued {
+            let count = self.queued.at(self.groups.class(note.group));
+            *count = if is_new { *count + 1 } else { *count - 1 };
         }
     }
 
-    /// Checks that each recorded key is in the order once.
+    /// Checks that each recorded key is in the order once, and the numbers of queued ones.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.order.len() != self.notes.len() || self.order.iter().any(|key| !self.notes.contains_key(key)) {
             return Err(format!(
@@ -293,6 +309,11 @@ impl StoreWriteQueue {
                 self.notes.len(),
                 self.order.len()
             ));
+        }
+        let queued = self.notes.values().filter(|note| note.state == WriteState::Queued);
+        let counted: PerClass = queued.map(|note| PerClass::of(self.groups.class(note.group), 1)).sum();
+        if counted != self.queued {
+            return Err(format!("queued for the store are {counted:?}, counted {:?}", self.queued));
         }
         Ok(())
     }
@@ -368,11 +389,12 @@ mod tests {
     #[test]
     fn writing_back_keeps_as_many_blocks_unwritten_as_are_free() {
         let mut write_queue = queue(StoreWrites::Back, 40);
+        let one = |queued: PerClass| queued.get(0);
         (0..10).for_each(|token| write_queue.note_computed(&published(token), |_, _| true));
-        assert_eq!([20, 13, 12, 5, 0].map(|free| write_queue.due(free, 3)), [0, 0, 1, 8, 13]);
+        assert_eq!([20, 13, 12, 5, 0].map(|free| write_queue.due(one, free, 3)), [0, 0, 1, 8, 13]);
         write_queue.flush();
-        assert_eq!(write_queue.due(20, 3), 10);
-        assert_eq!(queue(StoreWrites::Never, 40).due(0, 3), 0);
+        assert_eq!(write_queue.due(one, 20, 3), usize::MAX);
+        assert_eq!(queue(StoreWrites::Never, 40).due(one, 0, 3), 0);
     }
 
     #[test]

@@ -34,7 +34,7 @@ impl OpenStep<'_> {
     pub(crate) fn take(&mut self, of: (Tier, usize), count: usize, filling: bool, out: &mut Vec<BlockId>) {
         let tier = of.0;
         if self.jobs.are_writing() {
-            self.jobs.give_up_writes(self.tiers, tier, count);
+            self.jobs.give_up_writes(self.tiers, tier, PerClass::of(of.1, count), true);
         }
         if tier == Tier::Device && self.tiers.keeps_host_copies() {
             self.make_room(of.1, count);
@@ -47,6 +47,9 @@ impl OpenStep<'_> {
     /// found that there are enough, and found ones that are shared have been claimed.
     pub(crate) fn prepare(&mut self, tier: Tier, wanted: PerClass, overlappable_too: bool) {
         if self.tiers.pool(tier).num_classes() > 1 {
+            if self.jobs.are_writing() {
+                self.jobs.give_up_writes(self.tiers, tier, wanted, overlappable_too);
+            }
             self.tiers.make_room(tier, wanted, overlappable_too);
         }
     }

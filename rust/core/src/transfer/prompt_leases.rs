@@ -7,7 +7,8 @@ use super::{Lease, Wanted};
 use crate::block::{LeaseKind, TierBlock};
 use crate::error::{Error, Result};
 use crate::hash::Key;
-use crate::id::{LeaseId, Tier};
+use crate::id::{BlockId, LeaseId, Tier};
+use crate::pool::Pool;
 use crate::tiers::Tiers;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -65,12 +66,19 @@ pub(crate) struct PromptLeases {
     blocks: HashMap<TierBlock, usize>,
     /// Prompts that are promised each key.
     promised: HashMap<Key, usize>,
+    /// Page classes of these keys, where there are several.
+    classes: HashMap<Key, u8>,
 }
 
 impl PromptLeases {
     /// Number of leases.
     pub(crate) fn len(&self) -> usize {
         self.leases.len()
+    }
+
+    /// Keys that are promised, and the page classes of their blocks.
+    pub(crate) fn promised(&self) -> impl Iterator<Item = (&Key, usize)> {
+        self.promised.keys().map(|key| (key, usize::from(self.classes.get(key).copied().unwrap_or(0))))
     }
 
     /// Number of distinct blocks that are promised.
@@ -83,14 +91,25 @@ impl PromptLeases {
         self.promised.contains_key(key)
     }
 
+    /// Leased blocks of a tier that no table has.
+    fn idle<'a>(&'a self, pool: &'a Pool) -> impl Iterator<Item = BlockId> + 'a {
+        let blocks = self.blocks.keys().filter(|(of, block)| *of == pool.tier() && pool.refs(*block) == 0);
+        blocks.map(|(_, block)| *block)
+    }
+
     /// Number of leased blocks of a tier that no table has.
     pub(crate) fn num_idle(&self, tiers: &Tiers, tier: Tier) -> usize {
+        self.idle(tiers.pool(tier)).count()
+    }
+
+    /// The weight of those.
+    pub(crate) fn idle_weight(&self, tiers: &Tiers, tier: Tier) -> usize {
         let pool = tiers.pool(tier);
-        self.blocks.keys().filter(|(of, block)| *of == tier && pool.refs(*block) == 0).count()
+        self.idle(pool).map(|block| pool.weight(pool.class_of(block))).sum()
     }
 
     /// Leases the blocks of a prompt that the tiers have, and promises it the missing ones, unless that is more than
-    /// its share. `targets` are the blocks of device and host that loads are filling, `kept_free` stay free.
+    /// its share. `targets` weigh the blocks of device and host that loads are filling, `kept_free` what stays free.
     pub(crate) fn lease(
         &mut self,
         tiers: &mut Tiers,
@@ -104,31 +123,41 @@ impl PromptLeases {
         }
         self.last += 1;
         let id = LeaseId(self.last);
-        let promised = wanted.lacking.iter().rev().copied().collect();
+        let promised = wanted.lacking.iter().rev().map(|&(place, key, _)| (place, key)).collect();
         let mut lease = PromptLease { blocks: Vec::new(), promised, by_host: wanted.by_host };
         for &(place, block) in &wanted.found {
             self.take(tiers, &mut lease.blocks, place, block);
         }
         lease.promised.iter().for_each(|(_, key)| *self.promised.entry(*key).or_default() += 1);
+        if tiers.device().num_classes() > 1 {
+            self.classes.extend(wanted.lacking.iter().map(|&(_, key, class)| (key, class)));
+        }
         self.leases.insert(id, lease);
         Some(id)
     }
 
     fn fits(&self, tiers: &Tiers, wanted: &Wanted, share: LeaseShare, targets: [usize; 2], kept_free: usize) -> bool {
-        let [on_device, on_host] = wanted.num_evictable(tiers);
+        let [on_device, on_host] = wanted.evictable(tiers);
         let rest = |tier: Tier, found: usize| {
-            let (free, held) = (tiers.pool(tier).free(), self.num_idle(tiers, tier) + targets[tier.index()]);
+            let (free, held) = (tiers.pool(tier).free_weight(), self.idle_weight(tiers, tier) + targets[tier.index()]);
             usize::midpoint(free, held).checked_sub(held + found)
         };
         let device = match share {
             LeaseShare::Half => rest(Tier::Device, on_device),
-            LeaseShare::Free | LeaseShare::Any => tiers.device().free().checked_sub(on_device + kept_free),
+            LeaseShare::Free | LeaseShare::Any => tiers.device().free_weight().checked_sub(on_device + kept_free),
         };
         let host = if tiers.keeps_host_copies() { rest(Tier::Host, on_host) } else { Some(0) };
         let host = if share == LeaseShare::Half { host } else { Some(host.unwrap_or(0)) };
-        let new = wanted.lacking.iter().filter(|(_, key)| !self.promised.contains_key(key)).count();
+        let weight = |class: usize| tiers.device().weight(class);
+        let new = wanted.lacking.iter().filter(|(_, key, _)| !self.promised.contains_key(key));
+        let new: usize = new.map(|&(_, _, class)| weight(usize::from(class))).sum();
+        let promised = if tiers.device().num_classes() == 1 {
+            self.promised.len()
+        } else {
+            self.promised().map(|(_, class)| weight(class)).sum()
+        };
         // Blocks that loads are filling are promised to prompts, too.
-        let promised = self.promised.len().saturating_sub(targets[0] + targets[1]);
+        let promised = promised.saturating_sub(targets[0] + targets[1]);
         let to_device = |device: usize| if wanted.by_host { 0 } else { device };
         matches!((device, host), (Some(device), Some(host)) if new + promised <= to_device(device) + host)
     }
@@ -163,7 +192,7 @@ impl PromptLeases {
                 break;
             };
             let place = *place;
-            drop_one(&mut self.promised, key);
+            self.unpromise(key);
             lease.promised.pop();
             if !lease.by_host || block.0 == Tier::Host {
                 self.take(tiers, &mut lease.blocks, place, block);
@@ -179,7 +208,7 @@ impl PromptLeases {
     pub(crate) fn settle(&mut self, tiers: &mut Tiers, id: LeaseId, found: &[(u32, TierBlock)]) -> Result<()> {
         self.require(id)?;
         let Some(lease) = self.leases.remove(&id) else { return Ok(()) };
-        lease.promised.iter().for_each(|(_, key)| _ = drop_one(&mut self.promised, key));
+        lease.promised.iter().for_each(|(_, key)| self.unpromise(key));
         let (held, mut blocks) = (lease.blocks, Vec::with_capacity(found.len()));
         for &(place, block) in found {
             self.take(tiers, &mut blocks, place, block);
@@ -197,7 +226,7 @@ impl PromptLeases {
         self.require(id)?;
         let Some(lease) = self.leases.remove(&id) else { return Ok(()) };
         for (_, key) in &lease.promised {
-            drop_one(&mut self.promised, key);
+            self.unpromise(key);
         }
         self.let_go(tiers, lease.blocks);
         Ok(())
@@ -217,6 +246,13 @@ impl PromptLeases {
     pub(crate) fn end_all(&mut self, tiers: &mut Tiers) {
         while let Some(id) = self.leases.last_key_value().map(|(id, _)| *id) {
             _ = self.end(tiers, id);
+        }
+    }
+
+    /// A prompt is promised a key no longer.
+    fn unpromise(&mut self, key: &Key) {
+        if drop_one(&mut self.promised, key) {
+            self.classes.remove(key);
         }
     }
 

@@ -68,9 +68,17 @@ impl View<'_> {
     }
 
     fn room_of_each(self, request: Request, kept: PerClass, found: impl FnOnce() -> Vec<BlockId>) -> Room {
-        let (pool, found) = (self.tiers.pool(request.tier), found());
+        let (pool, mut found) = (self.tiers.pool(request.tier), found());
         let wanted = request.blocks.saturating_sub(self.cost(request.tier, &found, request.overlappable));
-        pool.room(wanted, &found, kept, request.overlappable)
+        let room = |held: &[BlockId]| pool.room(wanted, (&found, held), kept, request.overlappable);
+        let now = room(&[]);
+        if now.is_enough || !self.jobs.are_writing() {
+            return now;
+        }
+        // Writes to a prefix store can be cancelled.
+        found.sort_unstable();
+        let held = self.jobs.held(pool, request.overlappable, &found);
+        pool.room(wanted, (&found, &held), kept, request.overlappable)
     }
 
     /// Whether a request can be met while `kept` stays free; see [`Pool::kept`](crate::Pool::kept).
@@ -115,6 +123,6 @@ impl View<'_> {
         }
         let mut kept = found();
         kept.sort_unstable();
-        pool.free_with(0, request.overlappable, self.jobs.num_held(pool, request.overlappable, &kept))
+        pool.free_with(0, request.overlappable, self.jobs.held(pool, request.overlappable, &kept).len())
     }
 }

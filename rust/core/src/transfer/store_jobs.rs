@@ -12,6 +12,7 @@ use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
 use crate::hash::{Chain, ExportedKey, GroupMark, Key};
 use crate::id::{BlockId, JobId, LeaseId, Tier};
+use crate::page::PerClass;
 use crate::pool::Pool;
 use crate::prefix::CachedIdentity;
 use crate::tiers::{StoreWriteQueue, Tiers};
@@ -24,9 +25,11 @@ pub struct StoreJob {
     pub job: JobId,
     /// Tier of the blocks.
     pub tier: Tier,
+    /// Page class of the blocks.
+    pub page_class: usize,
     /// Keys in the store.
     pub keys: Vec<ExportedKey>,
-    /// The blocks.
+    /// The blocks, by their ids in the class.
     pub blocks: Vec<BlockId>,
     /// Salt of each block's tenant.
     pub tenants: Vec<[u8; 32]>,
@@ -35,9 +38,9 @@ pub struct StoreJob {
 }
 
 impl StoreJob {
-    fn empty(job: JobId, tier: Tier) -> Self {
+    fn empty(job: JobId, tier: Tier, page_class: usize) -> Self {
         let (keys, blocks, tenants, parents) = Default::default();
-        Self { job, tier, keys, blocks, tenants, parents }
+        Self { job, tier, page_class, keys, blocks, tenants, parents }
     }
 }
 
@@ -50,6 +53,7 @@ pub(crate) struct Missing {
     /// The anchor's block without which it is worth nothing, see [`Groups::hangs_on`](crate::group::Groups::hangs_on).
     pub(crate) hangs_on: Option<Chain>,
     pub(crate) group: u8,
+    pub(crate) page_class: u8,
     pub(crate) anchor: u8,
     pub(crate) mark: Option<GroupMark>,
     pub(crate) depth: u32,
@@ -85,17 +89,23 @@ pub(crate) struct Wanted {
     /// All blocks that device and host have, and their places in the prompt.
     pub(crate) found: Vec<(u32, TierBlock)>,
     pub(crate) missing: Vec<Missing>,
-    /// Keys of the blocks that neither tier has: missing ones, and those that a load is bringing.
-    pub(crate) lacking: Vec<(u32, Key)>,
+    /// Keys and page classes of the blocks that neither tier has: missing ones, and those that a load is bringing.
+    pub(crate) lacking: Vec<(u32, Key, u8)>,
+    /// Page classes of those that a load is bringing.
+    pub(crate) loading: Vec<u8>,
     /// Loads go to the host only: on the device, blocks of several groups are found together.
     pub(crate) by_host: bool,
 }
 
 impl Wanted {
-    /// Number of the prompt's blocks on device and host that could be evicted.
-    pub(crate) fn num_evictable(&self, tiers: &Tiers) -> [usize; 2] {
-        let on_device = self.on_device.iter().filter(|(_, block)| tiers.device().costs(*block, false)).count();
-        [on_device, self.on_host.iter().filter(|&&block| tiers.host().costs(block, false)).count()]
+    /// The weights of the prompt's blocks on device and host that could be evicted.
+    pub(crate) fn evictable(&self, tiers: &Tiers) -> [usize; 2] {
+        let weigh = |pool: &Pool, blocks: &mut dyn Iterator<Item = BlockId>| {
+            let blocks = blocks.filter(|&block| pool.costs(block, false));
+            blocks.map(|block| pool.weight(pool.class_of(block))).sum()
+        };
+        let on_device = weigh(tiers.device(), &mut self.on_device.iter().map(|(_, block)| *block));
+        [on_device, weigh(tiers.host(), &mut self.on_host.iter().copied())]
     }
 }
 
@@ -141,6 +151,12 @@ impl StoreJobs {
         self.leases.num_promised() - self.loading.iter().filter(|key| self.leases.is_promised(key)).count()
     }
 
+    /// These blocks by page class.
+    pub(crate) fn promised_blocks(&self) -> PerClass {
+        let promised = self.leases.promised().filter(|(key, _)| !self.is_loading(key));
+        promised.map(|(_, class)| PerClass::of(class, 1)).sum()
+    }
+
     fn next(&mut self) -> JobId {
         self.last += 1;
         JobId(self.last)
@@ -164,39 +180,48 @@ impl StoreJobs {
         share: LeaseShare,
         kept_free: usize,
     ) -> Option<LeaseId> {
-        let targets = [Tier::Device, Tier::Host].map(|tier| self.num_targets(tier));
+        let targets = [Tier::Device, Tier::Host].map(|tier| self.targets(tiers.pool(tier)));
         self.leases.lease(tiers, wanted, share, targets, kept_free)
     }
 
-    /// Number of blocks that loads are filling.
-    fn num_targets(&self, tier: Tier) -> usize {
-        self.loads.values().filter(|load| load.tier == tier).map(|load| load.targets.len()).sum()
+    /// The weight of the blocks that loads are filling in a tier.
+    fn targets(&self, pool: &Pool) -> usize {
+        let loads = self.loads.values().filter(|load| load.tier == pool.tier());
+        loads.flat_map(|load| &load.targets).map(|(_, missing)| pool.weight(usize::from(missing.page_class))).sum()
     }
 
-    /// Number of blocks that a prompt's next loads may take on host and device: neither the prompt's own blocks nor those
-    /// that a transfer still reads. On the host, loads and leases of prompts that wait hold at most half of the blocks
-    /// that no table has. On the device, `kept_free` stay free.
-    pub(crate) fn room(&self, tiers: &Tiers, wanted: &Wanted, kept_free: usize) -> [(Tier, usize); 2] {
-        let room = |pool: &Pool, own: usize| {
-            let free = if pool.available() > pool.free() { pool.uncached() } else { pool.free() };
-            pool.free().saturating_sub(own).min(free)
-        };
-        let ([own, copies], host) = (wanted.num_evictable(tiers), tiers.host());
-        let on_host = if tiers.keeps_host_copies() {
-            let held = self.leases.num_idle(tiers, Tier::Host) + self.num_targets(Tier::Host);
-            room(host, copies).min(usize::midpoint(host.free(), held).saturating_sub(held))
-        } else {
-            0
-        };
-        let on_device = if wanted.by_host { 0 } else { room(tiers.device(), own).saturating_sub(kept_free) };
-        [(Tier::Host, on_host), (Tier::Device, on_device)]
+    /// The weight of what loads may still take on the host: they and leases of prompts that wait hold at most half of the
+    /// blocks that no table has.
+    pub(crate) fn host_share(&self, tiers: &Tiers) -> usize {
+        if !tiers.keeps_host_copies() {
+            return 0;
+        }
+        let held = self.leases.idle_weight(tiers, Tier::Host) + self.targets(tiers.host());
+        usize::midpoint(tiers.host().free_weight(), held).saturating_sub(held)
     }
 
-    /// Begins to load missing blocks, as room permits.
+    /// Number of blocks of a page class that a prompt's next loads may take on host and device: neither the prompt's own
+    /// blocks nor those that a transfer still reads. On the host, no more than their share; on the device, `kept_free`
+    /// stay free.
+    pub(crate) fn room(&self, tiers: &Tiers, wanted: &Wanted, class: usize, kept_free: usize) -> [(Tier, usize); 2] {
+        let (host, device) = (tiers.host(), tiers.device());
+        let share = self.host_share(tiers) / host.weight(class).max(1);
+        let on_host = if share == 0 { 0 } else { host.unread_in(class, &wanted.on_host).min(share) };
+        if wanted.by_host {
+            return [(Tier::Host, on_host), (Tier::Device, 0)];
+        }
+        let own: Vec<BlockId> = wanted.on_device.iter().map(|(_, block)| *block).collect();
+        [(Tier::Host, on_host), (Tier::Device, device.unread_in(class, &own).saturating_sub(kept_free))]
+    }
+
+    /// Begins to load missing blocks of the first one's page class, as room permits.
     pub(crate) fn begin_load(&mut self, tiers: &mut Tiers, wanted: Wanted, kept_free: usize) -> StoreJob {
-        let [host, device] = self.room(tiers, &wanted, kept_free);
+        let class = wanted.missing.first().map_or(0, |missing| usize::from(missing.page_class));
+        let [host, device] = self.room(tiers, &wanted, class, kept_free);
         let (tier, room) = if host.1 > 0 { host } else { device };
         let Wanted { on_device, on_host: mut kept, mut missing, .. } = wanted;
+        let others = missing.iter().position(|missing| usize::from(missing.page_class) != class);
+        missing.truncate(others.unwrap_or(missing.len()));
         kept.retain(|&block| !missing.is_empty() && tiers.host().block(block).lease_room(LeaseKind::Read) > 0);
         for &block in &kept {
             tiers.lease_cached((Tier::Host, block), LeaseKind::Read);
@@ -205,7 +230,10 @@ impl StoreJobs {
         let spared = lease_unused(tiers, &on_device);
         missing.truncate(room);
         let (mut blocks, job) = (Vec::with_capacity(missing.len()), self.next());
-        tiers.take((tier, 0), missing.len(), true, &mut blocks);
+        if tiers.pool(tier).num_classes() > 1 {
+            tiers.make_room(tier, PerClass::of(class, missing.len()), false);
+        }
+        tiers.take((tier, class), missing.len(), true, &mut blocks);
         for &block in &blocks {
             tiers.release((tier, block));
         }
@@ -216,12 +244,13 @@ impl StoreJobs {
         let parent = |missing: &Missing| missing.hangs_on.map_or(ExportedKey([0; 32]), |chain| chain.export());
         let parents = missing.iter().map(parent).collect();
         let load = Load { tier, targets: blocks.iter().copied().zip(missing).collect(), kept, on_device };
+        let blocks = local(tiers.pool(tier), &blocks);
         if load.targets.is_empty() {
             end_leases(tiers, Tier::Host, &load.kept, LeaseKind::Read);
         } else {
             self.loads.insert(job, load);
         }
-        StoreJob { job, tier, keys, blocks, tenants, parents }
+        StoreJob { job, tier, page_class: class, keys, blocks, tenants, parents }
     }
 
     /// Ends a load; `landed` tells which blocks have their bytes; those can now be found.
@@ -256,19 +285,31 @@ impl StoreJobs {
         Ok(published)
     }
 
-    /// Begins to write at most `most` queued blocks, as many as are due. A block follows its parent. Writes hold at most a
-    /// quarter of the device's blocks. A block for which `is_coming` is true, because it is on its way to the host, and
-    /// those after it wait.
-    pub(crate) fn begin_write(&mut self, tiers: &mut Tiers, most: usize, is_coming: impl Fn(&Key) -> bool) -> StoreJob {
-        let reading: usize = self.writes.values().map(|(_, blocks)| blocks.len()).sum();
-        let quarter = tiers.device().len().div_ceil(4);
-        let host = if tiers.keeps_host_copies() { tiers.host().uncached() } else { 0 };
-        let free = tiers.device().uncached() + host;
-        let due = tiers.write_queue().map_or(0, |write_queue| write_queue.due(free, quarter));
-        let most = most.min(due).min(quarter.saturating_sub(reading));
-        let (tier, mut found) = queued(tiers, most, is_coming);
+    /// Begins to write at most `most` queued blocks of one page class, of `most_weight` together, as many as are due. A
+    /// block follows its parent. Writes hold at most a quarter of the device. A block for which `is_coming` is true,
+    /// because it is on its way to the host, and those after it wait.
+    pub(crate) fn begin_write(
+        &mut self,
+        tiers: &mut Tiers,
+        (most, most_weight): (usize, usize),
+        is_coming: impl Fn(&Key) -> bool,
+    ) -> StoreJob {
+        let weight = |(tier, blocks): &(Tier, Vec<BlockId>)| -> usize {
+            let pool = tiers.pool(*tier);
+            blocks.iter().map(|&block| pool.weight(pool.class_of(block))).sum()
+        };
+        let reading: usize = self.writes.values().map(weight).sum();
+        let quarter = tiers.device().whole_weight().div_ceil(4);
+        let host = if tiers.keeps_host_copies() { tiers.host().uncached_weight() } else { 0 };
+        let free = tiers.device().uncached_weight() + host;
+        let weigh = |queued| tiers.device().weigh(queued);
+        let due = tiers.write_queue().map_or(0, |write_queue| write_queue.due(weigh, free, quarter));
+        // A block that is larger than all of that is written alone.
+        let room = most_weight.min(quarter).saturating_sub(reading);
+        let (at, mut found) = queued(tiers, (most, due, room, self.writes.is_empty()), is_coming);
+        let (tier, class) = at;
         found.sort_by_key(|(key, _)| tiers.write_queue().map(|write_queue| write_queue.place(key)));
-        let mut job = StoreJob::empty(self.next(), tier);
+        let mut job = StoreJob::empty(self.next(), tier, class);
         for (key, block) in found {
             let exported = tiers.write_queue().and_then(|write_queue| write_queue.export(&key));
             if let Some(exported) = exported.filter(|_| tiers.block((tier, block)).lease_room(LeaseKind::Read) > 0) {
@@ -282,7 +323,8 @@ impl StoreJobs {
             }
         }
         if !job.blocks.is_empty() {
-            self.writes.insert(job.job, (tier, job.blocks.clone()));
+            let blocks = local(tiers.pool(tier), &job.blocks);
+            self.writes.insert(job.job, (tier, std::mem::replace(&mut job.blocks, blocks)));
         }
         job
     }
@@ -293,9 +335,8 @@ impl StoreJobs {
         !self.writes.is_empty()
     }
 
-    /// Number of blocks of a tier that would be available without the writes, except `kept`, which is in ascending
-    /// order.
-    pub(crate) fn num_held(&self, pool: &Pool, overlappable_too: bool, kept: &[BlockId]) -> usize {
+    /// Blocks of a tier that would be available without the writes, except `kept`, which is in ascending order.
+    pub(crate) fn held(&self, pool: &Pool, overlappable_too: bool, kept: &[BlockId]) -> Vec<BlockId> {
         let mut reads: HashMap<BlockId, usize> = HashMap::new();
         let writes = self.writes.values().filter(|(tier, _)| *tier == pool.tier());
         writes.flat_map(|(_, blocks)| blocks).for_each(|&block| *reads.entry(block).or_default() += 1);
@@ -304,13 +345,19 @@ impl StoreJobs {
                 && pool.block(**block).is_only_read_by(**reads, overlappable_too)
                 && kept.binary_search(block).is_err()
         };
-        reads.iter().filter(is_held).count()
+        reads.iter().filter(is_held).map(|(&block, _)| block).collect()
     }
 
     /// Cancels writes of a tier, last one first, until `wanted` blocks are available. The store has not received their
     /// blocks.
-    pub(crate) fn give_up_writes(&mut self, tiers: &mut Tiers, tier: Tier, wanted: usize) {
-        while tiers.pool(tier).available() < wanted {
+    pub(crate) fn give_up_writes(&mut self, tiers: &mut Tiers, tier: Tier, wanted: PerClass, overlappable_too: bool) {
+        let lacks = |pool: &Pool| {
+            if pool.num_classes() == 1 {
+                return pool.available() < wanted.get(0);
+            }
+            !pool.room(wanted, (&[], &[]), PerClass::default(), overlappable_too).is_enough
+        };
+        while lacks(tiers.pool(tier)) {
             let last = self.writes.iter().rev().find(|(_, (of, _))| *of == tier).map(|(job, _)| *job);
             let Some(job) = last else { return };
             self.cancel_write(tiers, job);
@@ -403,17 +450,26 @@ fn end_leases(tiers: &mut Tiers, tier: Tier, blocks: &[BlockId], kind: LeaseKind
     }
 }
 
-/// The next queued blocks, up to the first that is coming or that another tier has: so no block is written before its
-/// parent.
-fn queued(tiers: &mut Tiers, most: usize, is_coming: impl Fn(&Key) -> bool) -> (Tier, Vec<(Key, BlockId)>) {
-    let (mut tier, mut found) = (Tier::Device, Vec::new());
-    while found.len() < most {
+/// The next queued blocks, up to the first that is coming, or that another tier has, or that is of another page class: so no
+/// block is written before its parent. At most `most` ones, until their weight is `due`, and within `room`; the first may
+/// be larger if it goes `alone`.
+fn queued(
+    tiers: &mut Tiers,
+    (most, due, room, alone): (usize, usize, usize, bool),
+    is_coming: impl Fn(&Key) -> bool,
+) -> ((Tier, usize), Vec<(Key, BlockId)>) {
+    let (mut place, mut found, mut sum) = ((Tier::Device, 0), Vec::new(), 0);
+    while found.len() < most && sum < due.min(room.max(usize::from(alone))) {
         let Some(key) = tiers.write_queue_mut().and_then(StoreWriteQueue::pop) else { break };
         let at = tiers.find_queued(&key);
+        let of = at.map(|(tier, block)| ((tier, tiers.pool(tier).class_of(block)), block));
+        let weight = of.map_or(0, |((_, class), _)| tiers.device().weight(class));
+        let fits = sum + weight <= room || (alone && found.is_empty());
         let Some(write_queue) = tiers.write_queue_mut() else { break };
-        match at {
-            Some((of, block)) if found.is_empty() || of == tier => {
-                tier = of;
+        match of {
+            Some((of, block)) if fits && (found.is_empty() || of == place) => {
+                place = of;
+                sum += weight;
                 found.push((key, block));
             }
             None if !is_coming(&key) => write_queue.lose(key),
@@ -423,5 +479,10 @@ fn queued(tiers: &mut Tiers, most: usize, is_coming: impl Fn(&Key) -> bool) -> (
             }
         }
     }
-    (tier, found)
+    (place, found)
+}
+
+/// The ids of blocks in their page class.
+fn local(pool: &Pool, blocks: &[BlockId]) -> Vec<BlockId> {
+    blocks.iter().map(|&block| BlockId(pool.local(block).1)).collect()
 }

@@ -43,6 +43,11 @@ impl Pages {
             .collect()
     }
 
+    /// Whether the blocks of all groups hold as many tokens as a key stands for.
+    pub(crate) fn are_even(self, groups: &[Group]) -> bool {
+        self.groups(groups).iter().all(|group| group.block_tokens == BLOCK)
+    }
+
     /// As many blocks of each class, or extents for all.
     pub(crate) fn space(self, groups: &[Group], blocks: [usize; 3]) -> Space {
         if self.has_extents {

@@ -42,14 +42,18 @@ pub(crate) fn paged_setup() -> impl Strategy<Value = Setup> {
     let reuse = prop::sample::select(&ReuseOrder::ALL[..]);
     let eviction = prop::sample::select(&Eviction::NAMED[..]);
     let blocks = (4usize..24, 0usize..16, 0usize..16);
-    let made = (blocks, reuse, eviction, groups::paged(), pages(), any::<bool>());
-    made.prop_map(|((device, host, external), reuse, eviction, groups, pages, host_cache)| Setup {
-        blocks: [device, host, external],
-        policies: Policies { reuse, eviction },
-        groups,
-        pages,
-        host_cache: host_cache && host > 1 && !groups.contains(&Group::CrossAttention),
-        store: None,
+    let made = (blocks, reuse, eviction, groups::paged(), pages(), any::<bool>(), store::writes());
+    made.prop_map(|((device, host, external), reuse, eviction, groups, pages, host_cache, store)| {
+        let host_cache = host_cache && host > 1 && !groups.contains(&Group::CrossAttention);
+        let keeps_points = host_cache && !groups.contains(&Group::Drafter) && pages.are_even(groups);
+        Setup {
+            blocks: [device, host, external],
+            policies: Policies { reuse, eviction },
+            groups,
+            pages,
+            host_cache,
+            store: store.filter(|_| keeps_points),
+        }
     })
 }
 

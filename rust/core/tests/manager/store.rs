@@ -3,7 +3,9 @@
 
 use super::{BLOCK, Bytes, GARBAGE, World, keep, values};
 use blockyard_core::hash::Chain;
-use blockyard_core::{BlockState, Error, Group, JobId, LeaseId, LeaseShare, Prompt, StoreJob, StoreWrites, Tier};
+use blockyard_core::{
+    BlockId, BlockState, Error, Group, JobId, LeaseId, LeaseShare, Prompt, StoreJob, StoreWrites, Tier,
+};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -187,12 +189,15 @@ impl World {
         let prompt = Prompt { tokens: ids, spec: keep::spec(ids), extras: &[], hashed: None };
         let has_points = self.groups != [Group::Full];
         let point = has_points.then(|| self.point(&prompt));
-        let (missing, _) = self.manager.missing_blocks(&prompt, most, point).unwrap();
+        let missing = self.manager.missing_blocks(&prompt, most, point).unwrap();
         let job = self.manager.begin_load(&prompt, most, point).unwrap();
-        assert!(job.keys.len() == job.blocks.len() && missing.starts_with(&job.keys));
+        assert!(job.keys.len() == job.blocks.len() && missing.keys.starts_with(&job.keys));
+        let classes = missing.page_classes.iter().take(job.keys.len());
+        assert!(classes.into_iter().all(|&class| usize::from(class) == job.page_class), "{missing:?} as {job:?}");
         assert!(!has_points || job.blocks.is_empty() || job.tier == Tier::Host);
         let pool = self.manager.pool(job.tier);
-        assert!(job.blocks.iter().all(|block| block.index() < pool.len() && pool.refs(*block) == 0));
+        let number = |block: &BlockId| pool.global(job.page_class, block.0).unwrap();
+        assert!(job.blocks.iter().map(number).all(|block| block.index() < pool.len() && pool.refs(block) == 0));
         // Only what was written has points; full blocks may come from other processes.
         let contents = if has_points { self.jobs.stored.clone() } else { contents(&prompt) };
         let right: Vec<Bytes> = job.keys.iter().map(|key| contents[&key.0]).collect();
@@ -211,21 +216,24 @@ impl World {
         let search = self.manager.search_store(prompt).unwrap();
         let has: Vec<bool> = search.keys().iter().map(|key| self.jobs.stored.contains_key(&key.0)).collect();
         let point = search.deepest(&has, usize::MAX).unwrap();
-        let (missing, loading) = self.manager.missing_blocks(prompt, usize::MAX, Some(point)).unwrap();
-        assert!(missing.iter().all(|key| self.jobs.stored.contains_key(&key.0)), "a point that is not whole");
-        assert!(point == 0 || search.deepest(&has, missing.len() + loading).unwrap() == point);
-        point
+        let missing = self.manager.missing_blocks(prompt, usize::MAX, Some(point)).unwrap();
+        assert!(missing.keys.iter().all(|key| self.jobs.stored.contains_key(&key.0)), "a point that is not whole");
+        assert!(point == 0 || search.deepest(&has, missing.keys.len() + missing.loading.len()).unwrap() == point);
+        let coming = vec![0; self.manager.num_classes()];
+        let with_room = self.manager.deepest_with_room(&search, &has, &coming).unwrap();
+        assert!(with_room <= point);
+        if self.has_pages() { with_room } else { point }
     }
 
     fn end_load(&mut self, n: usize, lost: Option<usize>) {
-        let (StoreJob { job, tier, blocks, .. }, right) = self.jobs.loads.swap_remove(n);
+        let (StoreJob { job, tier, page_class, blocks, .. }, right) = self.jobs.loads.swap_remove(n);
         let landed: Vec<bool> = (0..blocks.len()).map(|i| Some(i) != lost).collect();
         for ((block, bytes), landed) in blocks.iter().zip(right).zip(&landed) {
-            self.put((tier, 0, block.0), if *landed { bytes } else { GARBAGE });
+            self.put((tier, page_class, block.0), if *landed { bytes } else { GARBAGE });
         }
         let found = self.manager.end_load(job, &landed).unwrap();
         // No block beyond the current end is found, wherever the end was when the load began.
-        let end = self.manager.pool(tier).len();
+        let end = self.manager.pool(tier).len_of(page_class);
         assert!(found <= blocks.iter().zip(&landed).filter(|&(block, landed)| *landed && block.index() < end).count());
         self.assert_ended(job);
     }
@@ -233,15 +241,16 @@ impl World {
     fn begin_write(&mut self, most: usize) {
         let job = self.manager.begin_write(most);
         assert!(job.keys.len() == job.blocks.len() && job.blocks.len() <= most);
-        let held: Vec<Bytes> = job.blocks.iter().map(|block| self.memory.get((job.tier, 0, block.0))).collect();
+        let at = |block: &BlockId| (job.tier, job.page_class, block.0);
+        let held: Vec<Bytes> = job.blocks.iter().map(|block| self.memory.get(at(block))).collect();
         if !held.is_empty() {
             self.jobs.writes.push((job, held));
         }
     }
 
     fn end_write(&mut self, n: usize) {
-        let (StoreJob { job, tier, keys, blocks, .. }, held) = self.jobs.writes.swap_remove(n);
-        let read: Vec<Bytes> = blocks.iter().map(|block| self.memory.get((tier, 0, block.0))).collect();
+        let (StoreJob { job, tier, page_class, keys, blocks, .. }, held) = self.jobs.writes.swap_remove(n);
+        let read: Vec<Bytes> = blocks.iter().map(|block| self.memory.get((tier, page_class, block.0))).collect();
         // If a call has taken the blocks, the bytes read are not stored.
         if self.manager.end_write(job).unwrap() {
             assert_eq!(read, held, "blocks were written while the store read them");

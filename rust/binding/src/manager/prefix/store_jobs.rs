@@ -6,7 +6,7 @@ use crate::convert::memory;
 use crate::convert::values::{TierName, picklable};
 use crate::manager::prompts::{self, Extras, KeySpecs, TokenIds};
 use crate::manager::shared::Shared;
-use blockyard_core::{ExportedKey, JobId, LeaseId, LeaseShare, StoreJob, StoreSearch, StoreWrites};
+use blockyard_core::{ExportedKey, JobId, LeaseId, LeaseShare, MissingBlocks, StoreJob, StoreSearch, StoreWrites};
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -18,6 +18,8 @@ pub(crate) struct PyStoreJob {
     job: u64,
     /// Tier of the blocks, `"device"` or `"host"`.
     tier: TierName,
+    /// Page class of the blocks.
+    page_class: usize,
     /// Keys in the store, uint8 `[n, 32]`.
     keys: Py<PyArray2<u8>>,
     /// The blocks, int64 `[n]`.
@@ -42,6 +44,19 @@ fn keys_array(py: Python<'_>, keys: &[ExportedKey]) -> PyResult<Py<PyArray2<u8>>
     rows_array(py, keys.iter().map(|key| &key.0))
 }
 
+/// Keys of missing blocks, the page class of each, and those of blocks that loads are bringing.
+type Missing = (Py<PyArray2<u8>>, Py<PyArray1<i64>>, Py<PyArray1<i64>>);
+
+/// Reads a sequence of bools.
+fn bools(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<bool>> {
+    items(value, &name, |item, _| item.extract().map_err(|error: PyErr| refused(error, item, &name, "bools")))
+}
+
+/// Reads a sequence of numbers of blocks.
+fn counts(value: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<usize>> {
+    items(value, &name, |item, _| item.extract().map_err(|error: PyErr| refused(error, item, &name, "ints from 0 on")))
+}
+
 impl PyStoreJob {
     fn new(py: Python<'_>, job: &StoreJob) -> PyResult<Self> {
         static NONE: PyOnceLock<PyStoreJob> = PyOnceLock::new();
@@ -51,15 +66,16 @@ impl PyStoreJob {
         // Most jobs that begin have no blocks, and arrays would cost more than the rest of the call.
         let none = NONE.get_or_try_init(py, || Self::with_arrays(py, job))?;
         let [keys, tenants, parents] = [&none.keys, &none.tenants, &none.parents].map(|rows| rows.clone_ref(py));
-        Ok(Self { job: job.job.0, tier: job.tier.into(), keys, blocks: none.blocks.clone_ref(py), tenants, parents })
+        let (tier, blocks) = (job.tier.into(), none.blocks.clone_ref(py));
+        Ok(Self { job: job.job.0, tier, page_class: job.page_class, keys, blocks, tenants, parents })
     }
 
     fn with_arrays(py: Python<'_>, job: &StoreJob) -> PyResult<Self> {
-        let StoreJob { job, tier, keys, blocks, tenants, parents } = job;
+        let StoreJob { job, tier, page_class, keys, blocks, tenants, parents } = job;
         let blocks = memory::array(py, blocks, |block| i64::from(block.0))?.unbind();
         let (keys, parents) = (keys_array(py, keys)?, keys_array(py, parents)?);
         let tenants = rows_array(py, tenants.iter())?;
-        Ok(Self { job: job.0, tier: (*tier).into(), keys, blocks, tenants, parents })
+        Ok(Self { job: job.0, tier: (*tier).into(), page_class: *page_class, keys, blocks, tenants, parents })
     }
 }
 
@@ -74,7 +90,7 @@ impl PyStoreJob {
     }
 }
 
-picklable!(PyStoreJob { job, tier, keys, blocks, tenants, parents });
+picklable!(PyStoreJob { job, tier, page_class, keys, blocks, tenants, parents });
 
 /// The blocks that device and host lack of a prompt, in models where prompts continue only at resume points.
 ///
@@ -85,6 +101,9 @@ pub(crate) struct PyStoreSearch {
     /// Keys in the store, uint8 `[n, 32]`.
     #[pyo3(get)]
     keys: Py<PyArray2<u8>>,
+    /// The page class of each block, int64 `[n]`.
+    #[pyo3(get)]
+    page_classes: Py<PyArray1<i64>>,
 }
 
 #[pymethods]
@@ -103,9 +122,7 @@ impl PyStoreSearch {
         has: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32,
     ) -> PyResult<usize> {
-        let has: Vec<bool> =
-            items(has, &"has", |item, _| item.extract().map_err(|error: PyErr| refused(error, item, &"has", "bools")))?;
-        self.search.deepest(&has, max_blocks as usize).map_err(to_py)
+        self.search.deepest(&bools(has, "has")?, max_blocks as usize).map_err(to_py)
     }
 
     fn __repr__(&self) -> String {
@@ -168,10 +185,33 @@ impl PyStoreJobs {
         })?;
         let search = search.map_err(to_py)?;
         let keys = keys_array(prompt.py(), search.keys())?;
-        Ok(PyStoreSearch { search, keys })
+        let classes: Vec<usize> = search.page_classes().collect();
+        let page_classes =
+            memory::array(prompt.py(), &classes, |&class| i64::try_from(class).unwrap_or(i64::MAX))?.unbind();
+        Ok(PyStoreSearch { search, keys, page_classes })
     }
 
-    /// Return the keys of a prompt's blocks that no tier has and no load is bringing, and how many are being loaded.
+    /// Return the number of blocks up to the deepest point that the store completes and that the host has room for.
+    ///
+    /// Args:
+    ///     search: a search of a prompt.
+    ///     has: whether the store has the block of each key, bool `[n]` or a list.
+    ///     coming: by page class, number of other blocks on their way to the host that have no place there yet.
+    /// Returns:
+    ///     As `StoreSearch.deepest`.
+    /// Raises:
+    ///     InvalidArgumentError: `has` does not have one entry per key, or `coming` one per page class.
+    fn deepest(
+        &self,
+        search: &Bound<'_, PyStoreSearch>,
+        has: &Bound<'_, PyAny>,
+        coming: &Bound<'_, PyAny>,
+    ) -> PyResult<usize> {
+        let (has, coming) = (bools(has, "has")?, counts(coming, "coming")?);
+        self.0.lock().deepest_with_room(&search.get().search, &has, &coming).map_err(to_py)
+    }
+
+    /// Return the keys of a prompt's blocks that no tier has and no load is bringing, and what is being loaded.
     ///
     /// Args:
     ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
@@ -181,8 +221,9 @@ impl PyStoreJobs {
     ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
     /// Returns:
-    ///     `(keys, num_loading)`: the keys in the prompt's order, uint8 `[n, 32]`, and the number of its blocks that
-    ///     loads are bringing. If `n` is `max_blocks`, blocks beyond the last key may be left out of the number.
+    ///     `(keys, page_classes, loading)`: the keys in the prompt's order, uint8 `[n, 32]`; the page class of each, int64
+    ///     `[n]`; and that of each of its blocks that loads are bringing, int64 `[m]`. If `n` is `max_blocks`, blocks
+    ///     beyond the last key may be left out of the latter.
     /// Raises:
     ///     InvalidArgumentError: a token id is out of range.
     #[pyo3(signature = (prompt, max_blocks, *, point = None, salt = None, lora_id = 0))]
@@ -193,7 +234,7 @@ impl PyStoreJobs {
         #[pyo3(from_py_with = args::point)] point: Option<usize>,
         salt: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
-    ) -> PyResult<(Py<PyArray2<u8>>, usize)> {
+    ) -> PyResult<Missing> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let most = max_blocks as usize;
         let missing = self.0.with(|manager| {
@@ -201,11 +242,12 @@ impl PyStoreJobs {
                 manager.missing_blocks(&prompts[0], most, point)
             })
         })?;
-        let (keys, num_loading) = missing.map_err(to_py)?;
-        Ok((keys_array(prompt.py(), &keys)?, num_loading))
+        let MissingBlocks { keys, page_classes, loading } = missing.map_err(to_py)?;
+        let classes = |of: &[u8]| Ok::<_, PyErr>(memory::array(prompt.py(), of, |&class| i64::from(class))?.unbind());
+        Ok((keys_array(prompt.py(), &keys)?, classes(&page_classes)?, classes(&loading)?))
     }
 
-    /// Begin to load the first of those blocks, as many as fit.
+    /// Begin to load the first of those blocks, as many of one page class as fit.
     ///
     /// They go to the host until loads hold half of what no sequence has there; else to the device, which keeps its
     /// watermark free. With several groups, windows or states they go to the host only. See `room`.
@@ -248,10 +290,7 @@ impl PyStoreJobs {
     ///     UnknownTicketError: there is no such load, or it has ended.
     ///     InvalidArgumentError: `landed` does not have one entry per block.
     fn end_load(&self, #[pyo3(from_py_with = args::job)] job: u64, landed: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let landed: Vec<bool> = items(landed, &"landed", |item, _| {
-            item.extract().map_err(|error: PyErr| refused(error, item, &"landed", "bools"))
-        })?;
-        self.0.lock().end_load(JobId(job), &landed).map_err(to_py)
+        self.0.lock().end_load(JobId(job), &bools(landed, "landed")?).map_err(to_py)
     }
 
     /// With `"back"`: let all blocks be written now, because the process is about to end.
@@ -264,21 +303,25 @@ impl PyStoreJobs {
     /// Args:
     ///     prompt: as for `missing`.
     ///     point: as for `missing`.
+    ///     page_class: page class of the blocks.
     ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
     /// Raises:
-    ///     InvalidArgumentError: a token id is out of range.
-    #[pyo3(signature = (prompt, *, point = None, salt = None, lora_id = 0))]
+    ///     InvalidArgumentError: a token id is out of range, or there is no such page class.
+    #[pyo3(signature = (prompt, *, point = None, page_class = 0, salt = None, lora_id = 0))]
     fn room(
         &self,
         prompt: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = args::point)] point: Option<usize>,
+        #[pyo3(from_py_with = args::page_class)] page_class: usize,
         salt: Option<&Bound<'_, PyAny>>,
         #[pyo3(from_py_with = args::lora_id)] lora_id: u64,
     ) -> PyResult<usize> {
         let (tokens, specs) = ([TokenIds::new(prompt, &"prompt")?], KeySpecs::one(salt, lora_id)?);
         let room = self.0.with(|manager| {
-            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| manager.room_to_load(&prompts[0], point))
+            prompts::lend(&tokens, &specs, &Extras::default(), |prompts| {
+                manager.room_to_load(&prompts[0], point, page_class)
+            })
         })?;
         room.map_err(to_py)
     }
@@ -370,6 +413,12 @@ impl PyStoreJobs {
         self.0.lock().num_promised()
     }
 
+    /// Bytes of those blocks, in the measure of `Fit.bytes`.
+    #[getter]
+    fn promised_bytes(&self) -> u64 {
+        self.0.lock().promised_bytes()
+    }
+
     /// Number of leased device blocks that no sequence has.
     #[getter]
     fn num_leased(&self) -> usize {
@@ -382,21 +431,24 @@ impl PyStoreJobs {
         self.0.lock().waiting_for_store()
     }
 
-    /// Begin to read blocks for the store, all from one tier.
+    /// Begin to read blocks for the store, all from one tier and of one page class.
     ///
     /// Writes together hold at most a quarter of the device's blocks. A call that needs one of these blocks takes it,
     /// and `end_write` then returns False.
     ///
     /// Args:
     ///     max_blocks: maximum number of blocks.
+    ///     max_bytes: maximum number of bytes, if the manager has several page classes; a larger block is alone.
     /// Returns:
     ///     `StoreJob`. End it with `end_write` once its blocks have been read, unless it has no blocks.
+    #[pyo3(signature = (max_blocks, *, max_bytes = None))]
     fn begin_write(
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = args::max_blocks)] max_blocks: u32,
+        #[pyo3(from_py_with = args::max_bytes)] max_bytes: Option<usize>,
     ) -> PyResult<PyStoreJob> {
-        let job = self.0.lock().begin_write(max_blocks as usize);
+        let job = self.0.lock().begin_write_of(max_blocks as usize, max_bytes.unwrap_or(usize::MAX));
         PyStoreJob::new(py, &job)
     }
 

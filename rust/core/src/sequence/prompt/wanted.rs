@@ -8,6 +8,7 @@ use crate::group::Groups;
 use crate::hash::{ExportedKey, Key};
 use crate::host_cache::Found;
 use crate::id::Tier;
+use crate::page::PerClass;
 use crate::sequence::Sequences;
 use crate::sequence::table::RowKeys;
 use crate::transfer::{Missing, View, Wanted};
@@ -37,22 +38,40 @@ impl StoreSearch {
         &self.keys
     }
 
+    /// Page class of each block.
+    #[must_use]
+    pub fn page_classes(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
+        self.places.iter().map(|&(_, group)| self.class(group))
+    }
+
+    fn class(&self, group: usize) -> usize {
+        self.groups.class(u8::try_from(group).unwrap_or(u8::MAX))
+    }
+
     /// First blocks of the prompt up to the deepest point that is whole with those of the blocks that the store `has`,
     /// if at most `most` of them have to be loaded for it. 0 if no point is deeper than what device and host serve.
     ///
     /// # Errors
     /// There is not one entry per key.
     pub fn deepest(&self, has: &[bool], most: usize) -> Result<usize> {
+        self.deepest_that(has, |loads| loads.total() <= most)
+    }
+
+    /// Like [`StoreSearch::deepest`], if the numbers of blocks of each page class that have to be loaded fit.
+    ///
+    /// # Errors
+    /// There is not one entry per key.
+    pub fn deepest_that(&self, has: &[bool], have_room: impl Fn(PerClass) -> bool) -> Result<usize> {
         if has.len() != self.keys.len() {
             let wanted = format!("{}, the keys", self.keys.len());
             return Err(invalid("number of entries", has.len() as i128, wanted));
         }
         let (mut absent, mut to_load, mut run) = (HashSet::new(), HashSet::new(), self.limit);
         // By place: blocks to load of the groups that keep every block, up to it.
-        let mut loads_before = vec![0; self.limit + 1];
+        let mut loads_before = vec![PerClass::default(); self.limit + 1];
         for (&(at, group), &has) in self.places.iter().zip(has) {
             if !self.groups.leaving().contains(&group) {
-                loads_before[at + 1] += 1;
+                loads_before[at + 1] += PerClass::of(self.class(group), 1);
                 run = if has { run } else { run.min(at) };
             } else if has {
                 to_load.insert((at, group));
@@ -61,16 +80,17 @@ impl StoreSearch {
             }
         }
         for at in 0..self.limit {
-            loads_before[at + 1] += loads_before[at];
+            let before = loads_before[at];
+            loads_before[at + 1] += before;
         }
         let fits = |end: &usize| {
             let mut loads = loads_before[*end];
             let mut point = self.groups.point(*end, self.block_size);
             let is_whole = point.all(|part| {
-                loads += usize::from(to_load.contains(&part));
+                loads += PerClass::of(self.class(part.1), usize::from(to_load.contains(&part)));
                 !absent.contains(&part)
             });
-            is_whole && loads <= most
+            is_whole && have_room(loads)
         };
         Ok((self.hits + 1..=run).rev().find(fits).unwrap_or(0))
     }
@@ -104,9 +124,9 @@ impl Sequences {
     }
 
     /// Whether prompts can be loaded from a store: by way of the host, unless there is one group of full attention. Their
-    /// blocks are of one size.
+    /// blocks hold equally many tokens.
     fn loads_from_store(&self, view: View<'_>) -> bool {
-        let is_even = self.class_bytes().len() == 1 && self.groups_are_even();
+        let is_even = self.groups_are_even();
         self.is_full_attention() || (self.groups.ahead() == 0 && is_even && view.tiers.keeps_host_copies())
     }
 
@@ -136,11 +156,15 @@ impl Sequences {
                         _ => wanted.on_host.push(block.1),
                     }
                 }
-                None if view.jobs.is_loading(&key) => wanted.lacking.push((place, key)),
+                None if view.jobs.is_loading(&key) => {
+                    let class = self.class_of(part.1);
+                    wanted.lacking.push((place, key, class));
+                    wanted.loading.push(class);
+                }
                 None if wanted.missing.len() == most => break,
                 None => {
                     let Some(missing) = self.missing_part(&keys, part, tenant) else { break };
-                    wanted.lacking.push((place, key));
+                    wanted.lacking.push((place, key, missing.page_class));
                     wanted.missing.push(missing);
                 }
             }
@@ -167,6 +191,11 @@ impl Sequences {
         Ok(found)
     }
 
+    fn class_of(&self, group: usize) -> u8 {
+        let class = self.groups.class(u8::try_from(group).unwrap_or(u8::MAX));
+        u8::try_from(class).unwrap_or(u8::MAX)
+    }
+
     /// The groups, for the queue of blocks to write to a store.
     pub(crate) fn store_groups(&self) -> Groups {
         self.groups.clone()
@@ -180,6 +209,7 @@ impl Sequences {
             chain,
             before,
             hangs_on: self.groups.hangs_on(group, chain, before),
+            page_class: self.class_of(usize::from(group)),
             group,
             anchor: u8::try_from(self.groups.anchor()).ok()?,
             mark: self.groups.mark(group),

@@ -1,0 +1,233 @@
+"""The values of a prefix store: blocks, or equal slices of blocks of several page classes.
+
+All values of a store have the same size. With one page class, a block is a value. With several, a block is cut into
+slices; zeros fill the last one. The first slice has the block's key, and slice `i` that key with `i` xored into its
+last four bytes. The parent of a slice is the one before it, and that of the first is the last slice of the block's
+parent. So a store that evicts what nothing follows takes a block from its end. A block is found if its first and last
+slices are and none is known to be missing; only a read of all of them proves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.errors import InvalidArgumentError
+from blockyard.layout import ArenaLayout
+from blockyard.stores.base import Owners
+from blockyard.stores.checked_store import NOTHING_READ, Answer, CheckedStore, PendingBatch
+
+if TYPE_CHECKING:
+    from blockyard.engine.engine import CacheEngine
+
+__all__ = ["Batch", "Values", "bytes_per_value"]
+
+Rows: TypeAlias = NDArray[np.uint8]
+Ids: TypeAlias = NDArray[np.int64]
+
+_KEEPING = frozenset(("full_attention", "drafter"))  # groups that keep every block, on the first of which others hang
+
+
+def bytes_per_value(engine: CacheEngine) -> int:
+    """Return the size of the values in which an engine's blocks are stored."""
+    layout = engine.layout
+    return layout.bytes_per_value if isinstance(layout, ArenaLayout) else layout.bytes_per_block
+
+
+@dataclass(slots=True, eq=False)
+class SlicedBatch:
+    """A batch of blocks whose slices are those of another batch; see `PendingBatch`."""
+
+    slices: PendingBatch
+    num_slices: int
+    size: int
+    _answer: Answer | None = None
+
+    @property
+    def since(self) -> float:
+        """When it was submitted."""
+        return self.slices.since
+
+    @property
+    def answer(self) -> Answer | None:
+        """The outcome for whole blocks, once it has ended."""
+        if self._answer is None and (found := self.slices.answer) is not None:
+            self._answer = self._joined(found)
+        return self._answer
+
+    def _joined(self, found: Answer) -> Answer:
+        count = self.num_slices
+        ok = _all_of(found.ok, count)
+        rows = found.rows
+        if len(rows):
+            rows = rows.reshape(len(ok), -1)[:, : self.size]
+        elif self.slices.out is not None:
+            rows = np.empty((0, self.size), np.uint8)
+        reasons = found.reasons
+        if reasons:
+            parts = (found.reasons[at : at + count] for at in range(0, len(reasons), count))
+            reasons = tuple(map(_worst, parts))
+        return Answer(ok, rows, found.error, reasons)
+
+
+Batch: TypeAlias = PendingBatch | SlicedBatch
+
+
+class Values:
+    """Reads and writes blocks as values.
+
+    Args:
+        engine: owner of the blocks, and of the rows between them and the store.
+        store: the store; its blocks are the values.
+        max_bytes: maximum bytes in flight in each direction.
+
+    Attributes:
+        size: bytes of a value.
+        block_bytes: bytes of a block of each page class.
+        num_slices: number of values that a block of each page class takes.
+        most: maximum number of values in flight in each direction.
+
+    Raises:
+        InvalidArgumentError: a block's values cannot be in flight together.
+    """
+
+    def __init__(self, engine: CacheEngine, store: CheckedStore, max_bytes: int) -> None:
+        self.size = bytes_per_value(engine)
+        self.block_bytes = np.array([memory.bytes_per_block for memory in engine.memories], np.int64)
+        self.num_slices = -(-self.block_bytes // self.size)
+        self.most = max_bytes // self.size
+        if store.max_blocks_in_flight is not None:
+            self.most = min(self.most, max(1, store.max_blocks_in_flight // 2))
+        if self.most < (widest := int(self.num_slices.max())):
+            raise InvalidArgumentError(
+                f"max_staging is {max_bytes}, and the store takes {store.max_blocks_in_flight} values at once: "
+                f"{self.most} values of {self.size} bytes can be in flight, must be at least {widest}, those of a block"
+            )
+        self._store = store
+        self._buffers = [memory.buffers for memory in engine.memories]
+        self._is_cut = [
+            count > 1 or size != self.size for count, size in zip(self.num_slices, self.block_bytes, strict=True)
+        ]
+        self._is_whole = not any(self._is_cut)
+        self._last_of_parent = 0  # the number of a parent's last slice
+        layout = engine.layout
+        if isinstance(layout, ArenaLayout):
+            keeping = (at for at, (group, _) in enumerate(layout.groups) if group.kind in _KEEPING)
+            if (anchor := next(keeping, None)) is not None:
+                self._last_of_parent = int(self.num_slices[layout.page_class(anchor)]) - 1
+
+    def blocks_in(self, num_bytes: int, page_class: int) -> int:
+        """Return how many blocks of a class have at most these bytes, at least 1."""
+        return max(1, num_bytes // int(self.block_bytes[page_class]))
+
+    def take(self, count: int, page_class: int) -> Rows:
+        """Return rows for blocks of a class, uint8 `[count, bytes]`, with arbitrary contents; for the other methods."""
+        slices, size = int(self.num_slices[page_class]), int(self.block_bytes[page_class])
+        rows = self._buffers[page_class].take(count * slices, self.size)
+        return rows.reshape(count, -1)[:, :size]
+
+    def give(self, rows: Rows | None, page_class: int) -> None:
+        """Return rows, which nobody uses any longer."""
+        self._buffers[page_class].give(rows)
+
+    def get(self, keys: Rows, rows: Rows, page_class: int) -> Batch:
+        """Start to read blocks of a class, by key, uint8 `[n, 32]`; see `CheckedStore.get`."""
+        if not self._is_cut[page_class]:
+            return self._store.get(keys, rows)
+        slices = int(self.num_slices[page_class])
+        batch = self._store.get(_slices_of(keys, slices), self._whole(rows, slices))
+        return SlicedBatch(batch, slices, rows.shape[1])
+
+    def put(self, keys: Rows, rows: Rows, owners: Owners, page_class: int) -> Batch | None:
+        """Start to store the blocks of a class that the store lacks; None if it lacks none. See `CheckedStore.put`."""
+        slices = int(self.num_slices[page_class])
+        is_new = ~self._has_all(keys, slices)
+        num_new = np.count_nonzero(is_new)
+        if not num_new:
+            return None
+        size, is_cut = rows.shape[1], self._is_cut[page_class]
+        if is_cut:
+            rows = self._whole(rows, slices).reshape(len(keys), -1)
+            rows[:, size:] = 0
+        if num_new < len(keys):
+            keys, rows, owners = keys[is_new], rows[is_new], Owners(*(of[is_new] for of in owners))
+        if self._is_whole:
+            return self._store.put(keys, rows, owners)
+        parents = np.ascontiguousarray(owners.parents)
+        has_parent = parents.any(axis=1)
+        parents[has_parent] = _marked(parents[has_parent], np.full(has_parent.sum(), self._last_of_parent))
+        if not is_cut:
+            return self._store.put(keys, rows, Owners(owners.tenants, parents))
+        names = _slices_of(keys, slices)
+        before = np.concatenate((parents[:, None], names.reshape(-1, slices, 32)[:, :-1]), axis=1).reshape(-1, 32)
+        owned = Owners(np.repeat(owners.tenants, slices, axis=0), before)
+        return SlicedBatch(self._store.put(names, rows.reshape(-1, self.size), owned), slices, size)
+
+    def contains(self, keys: Rows, page_classes: Ids) -> NDArray[np.bool_]:
+        """Return which blocks the store seems to have, bool `[n]`."""
+        if self._is_whole:
+            return self._store.contains(keys)
+        counts = self.num_slices[page_classes]
+        found = self._store.contains(_marked(keys, counts - 1))
+        several = np.flatnonzero(found & (counts > 1))
+        if len(several):
+            found[several] = self._store.contains(keys[several]) & ~self._lacks_some(keys[several], counts[several])
+        return found
+
+    def lacks(self, keys: Rows, page_classes: Ids) -> NDArray[np.bool_]:
+        """Return which blocks the store is known to lack, bool `[n]`."""
+        if self._is_whole:
+            return self._store.lacks(keys)
+        counts = self.num_slices[page_classes]
+        lacking = self._store.lacks(_marked(keys, counts - 1))
+        several = np.flatnonzero(~lacking & (counts > 1))
+        if len(several):
+            lacking[several] = self._store.lacks(keys[several])
+            # Most places of a prompt have no state: do not look at all slices of these.
+            there = several[self._store.contains(_marked(keys[several], counts[several] - 1))]
+            if len(there):
+                lacking[there] |= self._lacks_some(keys[there], counts[there])
+        return lacking
+
+    def _has_all(self, keys: Rows, slices: int) -> NDArray[np.bool_]:
+        """Return which blocks of one class the store has all slices of."""
+        found = self._store.contains(keys if slices == 1 else _slices_of(keys, slices))
+        return _all_of(found, slices)
+
+    def _lacks_some(self, keys: Rows, counts: Ids) -> NDArray[np.bool_]:
+        """Return which blocks the store is known to lack a slice of."""
+        ends = np.cumsum(counts)
+        numbers = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+        lacking = self._store.lacks(_marked(np.repeat(keys, counts, axis=0), numbers))
+        some: NDArray[np.bool_] = np.logical_or.reduceat(lacking, ends - counts)
+        return some
+
+    def _whole(self, rows: Rows, slices: int) -> Rows:
+        """Return the values, uint8 `[n, size]`, whose memory `take` has returned as rows."""
+        return np.lib.stride_tricks.as_strided(rows, (len(rows) * slices, self.size), (self.size, 1))
+
+
+def _marked(keys: Rows, numbers: Ids) -> Rows:
+    """Return the keys of slices."""
+    marked = np.array(keys, order="C")
+    marked.view("<u4")[:, -1] ^= numbers.astype(np.uint32)
+    return marked
+
+
+def _slices_of(keys: Rows, slices: int) -> Rows:
+    """Return the keys of all slices of blocks that have as many."""
+    return _marked(np.repeat(keys, slices, axis=0), np.tile(np.arange(slices), len(keys)))
+
+
+def _all_of(found: NDArray[np.bool_], slices: int) -> NDArray[np.bool_]:
+    """Return whether all slices of each block are found."""
+    return np.asarray(found.reshape(-1, slices).all(axis=1), np.bool_)
+
+
+def _worst(reasons: tuple[str, ...]) -> str:
+    """Return why a block is a miss: of several reasons, one for which the store may still use its rows."""
+    found = [reason for reason in reasons if reason]
+    return next((reason for reason in found if reason not in NOTHING_READ), found[0] if found else "")
