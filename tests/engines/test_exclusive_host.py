@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from vllm_engine import CONNECTOR, HERE, PYTHON, SPEC, environment, serve
 
+from blockyard.traces import read_groups
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON, reason="ENGINES_PYTHON does not name a Python with vLLM; make test-engines does"),
@@ -75,18 +77,31 @@ WINDOWS = {
     "unequal groups": ["sliding_attention"] * 3 + ["full_attention"] * 2,
 }
 
+GROUPS = {
+    2: [("full_attention", None), ("sliding_window", 64)],
+    5: [("full_attention", None), ("sliding_window", 64), ("sliding_window", 64)],
+}
+"""Kinds and windows of the groups that a recording names, by the number of layers."""
+
 
 @pytest.mark.parametrize("layers", WINDOWS.values(), ids=list(WINDOWS))
-def test_tokens_of_a_model_with_windows_are_those_of_vllm_alone(tmp_path: Path, layers: list[str]):
+def test_tokens_of_a_model_with_windows_are_those_of_vllm_alone(
+    tmp_path: Path, layers: list[str], monkeypatch: pytest.MonkeyPatch
+):
     shape = {"model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
     shape |= {"layer_types": layers, "num_hidden_layers": len(layers)}
     blocks = 40 if len(layers) == 2 else 60
     options: dict[str, Any] = {"model": shape, "engine": {"num_gpu_blocks_override": blocks}}
     alone = serve(tmp_path, **options)
+    monkeypatch.setenv("BLOCKYARD_RECORD", str(tmp_path / "trace.jsonl"))
     found = serve(tmp_path, extra={"host_bytes": "16MiB"}, connector=CONNECTOR, **options)
+    monkeypatch.delenv("BLOCKYARD_RECORD")
     assert found["tokens"] == alone["tokens"]
     assert found["counters"][LOADED] > 0
     assert found["cached"] > alone["cached"]
+    groups = read_groups(tmp_path / "trace.jsonl")
+    assert sorted((group.kind, group.window) for group in groups) == GROUPS[len(layers)]
+    assert len({group.block_bytes for group in groups}) == (1 if len(layers) == 2 else 2)
     broken = serve(tmp_path, extra={"host_bytes": "16MiB"}, connector=CONNECTOR, sabotage="loads", **options)
     assert broken["tokens"] != alone["tokens"]
 

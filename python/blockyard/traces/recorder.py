@@ -428,7 +428,7 @@ def numbered_path(path: Path, number: int) -> Path:
     return path if number == 1 else path.with_name(f"{stem}-{number}{dot}{rest}")
 
 
-def record_from_environment(block_size: int) -> TraceRecorder | None:
+def record_from_environment(block_size: int, groups: Sequence[CacheGroup] = ()) -> TraceRecorder | None:
     """Record to the file that `BLOCKYARD_RECORD` names; None without that variable, or if it cannot be created.
 
     If the file exists, for instance because another engine records to it, a number is added to the name.
@@ -438,7 +438,7 @@ def record_from_environment(block_size: int) -> TraceRecorder | None:
         return None
     for number in count(1):
         try:
-            return TraceRecorder(numbered_path(Path(path), number), block_size=block_size)
+            return TraceRecorder(numbered_path(Path(path), number), block_size=block_size, groups=groups)
         except TraceError as error:  # noqa: PERF203 (engines that start together try the same names)
             if not isinstance(error.__cause__, FileExistsError) or number == _MAX_FILES:
                 _log.warning("nothing is recorded: %s", error)

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from blockyard._core import CacheGroup
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
 from blockyard.integrations.vllm.external import PREFIX_WRITES, TIMEOUT_BASE_SECONDS, ExternalOptions
@@ -85,6 +86,7 @@ class BlockyardSpec(OffloadingSpec):
         # Without blocks there is nothing to store, and nothing to size chunks by.
         self.num_chunks: int = self._host_bytes // self.bytes_per_chunk if self.bytes_per_chunk else 0
         self.units: Units | None = None
+        self.cache_groups: tuple[CacheGroup, ...] = ()  # named in recordings; a spec is not told them
         self.policy = read_choice("policy", options.get("policy"), _POLICIES, "lru")
         self.is_exclusive = False
         self._external = _external(options)
@@ -150,7 +152,9 @@ class BlockyardSpec(OffloadingSpec):
 
     def _recorder(self) -> ChunkRecorder | None:
         groups = self.config.groups
-        recorder = record_from_environment(groups[0].tokens_per_block * self.blocks_per_chunk) if groups else None
+        if not groups:
+            return None
+        recorder = record_from_environment(groups[0].tokens_per_block * self.blocks_per_chunk, self.cache_groups)
         return None if recorder is None else ChunkRecorder(recorder)
 
     def _open_external(self, manager: BlockyardManager, external: ExternalOptions) -> str:

@@ -21,7 +21,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.offload import OffloadManager
 from blockyard.workers import keep
 
-__all__ = ["BlockPieces", "PreparedUnits", "UnitOffload", "Units", "units_of"]
+__all__ = ["BlockPieces", "PreparedUnits", "UnitOffload", "Units", "pages_of", "units_of"]
 
 _MOST_UNITS: Final = 64
 """Maximum number of units in a block of the widest group: each is an entry of the manager and a piece of a copy."""
@@ -56,7 +56,7 @@ def units_of(kv_cache_config: Any, groups: Iterable[int], row_bytes: int) -> Uni
         groups: vLLM's numbers of the groups that are offloaded.
         row_bytes: bytes of a block of the widest group, with padding.
     """
-    pages = {index: _pages(kv_cache_config, index) for index in groups}
+    pages = {index: pages_of(kv_cache_config, index) for index in groups}
     if len(pages) < 2 or not row_bytes or not all(pages.values()):
         return None
     sizes = {index: sum(found) for index, found in pages.items()}
@@ -77,7 +77,7 @@ def units_of(kv_cache_config: Any, groups: Iterable[int], row_bytes: int) -> Uni
     return Units(best, {index: -(-size // best) for index, size in sizes.items()})
 
 
-def _pages(kv_cache_config: Any, index: int) -> list[int]:
+def pages_of(kv_cache_config: Any, index: int) -> list[int]:
     """Return the bytes of a block of a group in each of its layers; empty if vLLM does not say where they lie."""
     layers = set(kv_cache_config.kv_cache_groups[index].layer_names)
     found = []

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -16,10 +17,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from blockyard._core import CacheGroup
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.vllm.exclusive_host.sides import ExclusiveScheduler, ExclusiveWorker, LenientScheduler
 from blockyard.integrations.vllm.spec import BlockyardSpec
-from blockyard.integrations.vllm.units import Units, units_of
+from blockyard.integrations.vllm.units import Units, pages_of, units_of
 
 __all__ = ["BlockyardKVConnector"]
 
@@ -57,6 +59,7 @@ class BlockyardKVConnector(OffloadingConnector):
         spec = BlockyardSpec(config)
         if (units := _units(spec, kv_cache_config)) is not None:
             spec.use_units(units)
+        spec.cache_groups = _cache_groups(kv_cache_config)
         is_cached = vllm_config.cache_config.enable_prefix_caching  # without, the pool has no keys to store
         spec.is_exclusive = is_exclusive = is_cached and _can_be_exclusive(spec, vllm_config, kv_cache_config)
         self.connector_scheduler = self.connector_worker = None
@@ -102,6 +105,26 @@ def _units(spec: BlockyardSpec, kv_cache_config: Any) -> Units | None:
         return None
     groups = [group.group_id for group in config.groups]
     return units_of(kv_cache_config, groups, config.worker_kv_bytes_per_block)
+
+
+def _cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
+    """Return the model's cache groups; empty if it has one that keeps all tokens, or one of another kind."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    sizes = [sum(pages_of(kv_cache_config, index)) for index in range(len(specs))]
+    found = []
+    for spec, size in zip(specs, sizes, strict=True):
+        if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
+            group = CacheGroup.full_attention()
+        elif type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
+            group = CacheGroup.sliding_window(spec.sliding_window)
+        elif type(spec) is ChunkedLocalAttentionSpec:
+            group = CacheGroup.chunked_attention(spec.attention_chunk_size)
+        elif type(spec) is MambaSpec:
+            group = CacheGroup.recurrent()
+        else:
+            return ()
+        found.append(group.with_blocks(tokens=spec.block_size, bytes=size) if all(sizes) else group)
+    return tuple(found) if len(found) > 1 or found[0].kind != "full_attention" else ()
 
 
 def _can_be_exclusive(spec: BlockyardSpec, vllm_config: Any, kv_cache_config: Any) -> bool:
