@@ -255,8 +255,9 @@ class _RequestServer:
 
     def _fits(self, text: NDArray[np.uint32], prompt_end: int, end: int) -> bool:
         """Whether the device holds a request of a hybrid model with its answer."""
-        asked = {"chunk_tokens": self._budget, "max_tokens": end - prompt_end}
-        return self._manager.can_allocate(text[:prompt_end], **asked).status != AllocStatus.NEVER
+        prompt, answer = text[:prompt_end], end - prompt_end
+        fit = self._manager.can_allocate(prompt, chunk_tokens=self._budget, max_tokens=answer)
+        return fit.status != AllocStatus.NEVER
 
     def _prefill(self, sequence: BlockSequence, done: int, end: int) -> None:
         """Compute the rest of a prompt in chunks."""
