@@ -364,7 +364,7 @@ class SimulatedEngine:
             elif batch.kind == "put":
                 batch.puts[index].confirmed_at = self.loop.now
             else:
-                self.oracle.confirm_deletion(key, batch.at, self.loop.now)
+                self.oracle.confirm_deletion(key, batch.weights, batch.at, self.loop.now)
                 self._deleted.setdefault(key, []).append(batch)
             self._check_order(key)
 

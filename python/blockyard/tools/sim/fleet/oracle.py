@@ -56,7 +56,8 @@ class Oracle:
         records: the records that the server stored, each with its time.
         forgetting: until when an engine may be beginning or joining an epoch, by name of its weights.
         beginning: the same, only for engines that may not join another engine's epoch.
-        deletions: the confirmed deletions of each key: when each was submitted and confirmed.
+        deletions: the confirmed deletions of each key by engines with the same weights: when each was submitted and
+            confirmed. One by an engine that has not heard of the weights of today deletes none of their blocks.
         undone: places in `records` of those that failovers have undone.
         forgets: for each confirmed `forget`, the places in `records` of the epochs that it may have begun or joined.
         rolled_back_at: when the server last failed over; it may have lost anything submitted before that.
@@ -69,7 +70,7 @@ class Oracle:
     puts: list[Put] = field(default_factory=list)
     weights_changed_at: float = 0.0
     lost_at: float = 0.0
-    deletions: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    deletions: dict[tuple[int, str], list[tuple[float, float]]] = field(default_factory=dict)
     rolled_back_at: float = -1.0
     records: list[tuple[float, Epoch]] = field(default_factory=list)
     undone: set[int] = field(default_factory=set)
@@ -118,8 +119,8 @@ class Oracle:
         """
         self.unsettle(-1, now)
         self.rolled_back_at = now
-        for key, found in self.deletions.items():
-            self.deletions[key] = [(began, ended) for began, ended in found if ended < to]
+        for name, found in self.deletions.items():
+            self.deletions[name] = [(began, ended) for began, ended in found if ended < to]
         epoch = None if record is None else Epoch.read(record)
         self.weights_changed_at = 0.0
         if epoch is not None:
@@ -156,10 +157,10 @@ class Oracle:
         """Return whether weights of this name have counted again: a record was lost and then written again."""
         return any(at >= since and epoch.name == name for at, epoch in self.records)
 
-    def confirm_deletion(self, key: int, submitted_at: float, now: float) -> None:
+    def confirm_deletion(self, key: int, weights: str, submitted_at: float, now: float) -> None:
         """Record that a deletion was confirmed, unless a failover may have undone it before its answer arrived."""
         if submitted_at > self.rolled_back_at:
-            self.deletions.setdefault(key, []).append((submitted_at, now))
+            self.deletions.setdefault((key, weights), []).append((submitted_at, now))
 
     def check_changed(self, computed_at: float, asked_at: float, changed_at: float) -> None:
         """Check that a block was computed after all were forgotten; a failover may undo a `forget`.
@@ -264,7 +265,7 @@ class Oracle:
         if put.weights != weights:
             raise BrokenPromiseError(f"key {key}: an engine with weights {weights!r} found a block of {put.weights!r}")
         self.check_changed(put.submitted_at, asked_at, changed_at)
-        for submitted_at, confirmed_at in self.deletions.get(key, ()):
+        for submitted_at, confirmed_at in self.deletions.get((key, weights), ()):
             is_before = put.confirmed_at is not None and put.confirmed_at < submitted_at
             if is_before and confirmed_at < asked_at:
                 raise BrokenPromiseError(
