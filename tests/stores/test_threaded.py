@@ -550,7 +550,7 @@ def test_a_registered_class_is_opened_by_its_scheme(schemes: None):
         assert (store.url, store.bytes_per_block, store.num_slots) == ("mine://x?a=1", SIZE, 32)
     with pytest.raises(StoreFullError, match="the store has 32 slots, must have at least 33"):
         open_store("mine://", bytes_per_block=SIZE, num_slots=33)
-    with pytest.raises(StoreURLError, match="local, memory, mine, redis"):
+    with pytest.raises(StoreURLError, match="local, memory, mine, mooncake, redis"):
         open_store("mammary://", bytes_per_block=SIZE)
 
 

@@ -72,7 +72,8 @@ class _TimedEngine:
     ) -> None:
         self._rows = np.empty((0, bytes_per_block), np.uint8)
         self.layout = SimpleNamespace(bytes_per_block=bytes_per_block)
-        self.memory = SimpleNamespace(buffers=self)
+        self.memory = SimpleNamespace(buffers=self, bytes_per_block=bytes_per_block)
+        self.memories = [self.memory]
         self.transfers = SimpleNamespace(has_room=lambda *_: True, open=list)
         (self._to_device, self._to_host), self._clock, (self._loads, self._writes) = links, clock, alarms
 
