@@ -9,6 +9,7 @@ use crate::observer::Goals;
 use blockyard_core::defrag::{Budget, Goal, Wanted};
 use blockyard_core::{self as core, Cached, Fragmentation, Moves, Resize, Tier};
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use pyo3::types::PyString;
 
 /// The goal that page classes of an arena have.
@@ -16,8 +17,14 @@ const EXTENTS: &str = "extents";
 
 /// Returns what one call has decided.
 fn report(py: Python<'_>, moves: core::Result<Moves>) -> PyResult<Bound<'_, PyAny>> {
-    let Moves { planned, left, stuck, held, dropped } = moves.map_err(to_py)?;
-    made!(py, "DefragReport" { planned, left, stuck, held, dropped })
+    static NOTHING: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let moves = moves.map_err(to_py)?;
+    let made = |Moves { planned, left, stuck, held, dropped }| made!(py, "DefragReport" { planned, left, stuck, held, dropped });
+    if moves != Moves::default() {
+        return made(moves);
+    }
+    // Most steps move nothing, and making a report would take longer than finding that out.
+    Ok(NOTHING.get_or_try_init(py, || made(moves).map(Bound::unbind))?.bind(py).clone())
 }
 
 /// Returns the progress of a resize of the device pool.
