@@ -97,7 +97,7 @@ class Model(NamedTuple):
         return groups
 
     def window_start(self, length: int) -> int:
-        """Return the first token that the window needs of so many."""
+        """Return the first of `length` tokens that the window needs."""
         return length - length % self.window if self.chunked else max(0, length + 1 - self.window)
 
     def plan(self) -> Plan:

@@ -428,7 +428,15 @@ def test_other_weights_use_nothing_a_second_time(engine: Callable[..., Engine], 
 
 def test_keys_used_once_are_forgotten_beyond_a_number(vllm: SimpleNamespace):
     used = importlib.import_module("blockyard.integrations.vllm.external").UsedBefore(4)
-    assert used.again(KEYS[:4]) == []
-    assert used.again(KEYS[:1]) == KEYS[:1]
-    assert used.again(KEYS[4:6]) == []
-    assert used.again(KEYS[:4]) == [KEYS[0], KEYS[3]]
+    assert used.computed(KEYS[:4]) == []
+    assert used.computed(KEYS[:1]) == KEYS[:1]
+    assert used.computed(KEYS[4:6]) == []
+    assert used.computed(KEYS[:4]) == [KEYS[0], KEYS[3]]
+
+
+def test_a_chunk_that_is_found_often_is_written_once(vllm: SimpleNamespace):
+    used = importlib.import_module("blockyard.integrations.vllm.external").UsedBefore(4)
+    assert used.found(KEYS[:2]) == KEYS[:2]
+    assert used.found(KEYS[:3]) == KEYS[2:3]
+    assert used.computed(KEYS[:2]) == KEYS[:2], "the host had lost them, and the store did not bring them"
+    assert used.found(KEYS[:2]) == []

@@ -117,7 +117,7 @@ def recreated(trace: list[TraceRequest]) -> tuple[list[tuple[int, Request]], Cal
 
 
 DEVICE, BLOCK_BYTES = 100, 64
-"""The memory of hybrid models, in blocks of so many bytes."""
+"""The memory of hybrid models, in blocks, and the bytes of a block."""
 FULL, WINDOW, STATE = CacheGroup.full_attention(), CacheGroup.sliding_window(6), CacheGroup.recurrent()
 HYBRIDS = {
     "equal blocks": (FULL, WINDOW),

@@ -64,7 +64,7 @@ class ExternalOptions(NamedTuple):
 
 
 class UsedBefore:
-    """Which chunks were computed before, also those that the host has evicted since.
+    """Which chunks were used before, also those that the host has evicted since.
 
     Args:
         max_keys: maximum number of keys to remember, the last ones.
@@ -72,22 +72,27 @@ class UsedBefore:
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
-        self._seen: dict[OffloadKey, None] = {}
+        self._is_written: dict[OffloadKey, bool] = {}  # by key, in order of its last use
 
-    def again(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """Remember keys that were computed; return those that were computed before."""
-        seen = self._seen
-        again = [key for key in keys if key in seen]
-        for key in keys:
-            seen.pop(key, None)
-            seen[key] = None
-        for key in list(islice(seen, max(0, len(seen) - self._max_keys))):
-            del seen[key]
-        return again
+    def computed(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Return those of some computed keys that were used before. They must be written."""
+        return self._use(keys, lambda key: key in self._is_written)
+
+    def found(self, keys: list[OffloadKey]) -> list[OffloadKey]:
+        """Return those of some found keys that were not returned yet. They must be written."""
+        return self._use(keys, lambda key: not self._is_written.get(key))
+
+    def _use(self, keys: list[OffloadKey], is_due: Callable[[OffloadKey], bool]) -> list[OffloadKey]:
+        due = list(filter(is_due, keys))
+        used = self._is_written
+        used |= {key: used.pop(key, False) for key in keys} | dict.fromkeys(due, True)
+        for key in list(islice(used, max(0, len(used) - self._max_keys))):
+            del used[key]
+        return due
 
     def clear(self) -> None:
         """Forget all keys."""
-        self._seen.clear()
+        self._is_written.clear()
 
 
 @dataclass(slots=True)

@@ -216,7 +216,8 @@ class BlockyardManager(OffloadingManager):
         chain.is_whole = True
         if self._external is not None:
             if self._used is not None:  # found on the device or the host: another request has used them
-                self._external.write([key for key in keys if chain.keys.get(key, True)], req_context)
+                found = self._used.found([key for key in keys if chain.keys.get(key, True)])
+                self._external.write(found, req_context)
             self._external.finish(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -315,7 +316,7 @@ class BlockyardManager(OffloadingManager):
             if failed and _SAYS_METADATA:
                 self._report(failed, removed=True, metadata_only=True)
             if stored and self._external is not None:
-                self._external.write(stored if self._used is None else self._used.again(stored))
+                self._external.write(stored if self._used is None else self._used.computed(stored))
             chain = _Chain.of(req_context)
             if chain.is_whole:  # what was stored last must not outlive what comes before it
                 order = chain.in_order(req_context)

@@ -355,8 +355,9 @@ class ExclusiveScheduler(LenientScheduler):
         short = chunks - self.manager.num_empty
         if short > 0:
             victims = self._victims(short)
-            missing = short - sum(map(self._num_chunks, victims))
-            if missing > 0 and self.manager.release_retained(missing):
+            while (missing := short - sum(map(self._num_chunks, victims))) > 0:
+                if not self.manager.release_retained(-(-missing // max(self._chunks_of.values()))):
+                    break
                 victims = self._victims(short)
             for key in victims:
                 self._order.drop(key)
