@@ -16,11 +16,10 @@ from blockyard.stores import Completion, Owners
 from blockyard.stores.remote import RemoteStore
 from blockyard.stores.threaded.epochs import name_of
 from blockyard.stores.threaded.runtime import use_runtime
-from blockyard.tools.sim.fleet.clock import EngineRuntime
 from blockyard.tools.sim.fleet.log import FleetLog
 from blockyard.tools.sim.fleet.oracle import BLOCK_BYTES, BrokenPromiseError, Oracle, Put
 from blockyard.tools.sim.fleet.servers.link import DEADLINE, Server
-from blockyard.tools.sim.loop import Loop
+from blockyard.tools.sim.loop import EngineRuntime, Loop
 
 __all__ = ["CLOCK_STEP", "NEW_KEYS", "NUM_KEYS", "WEIGHTS", "SimulatedEngine", "key_of"]
 

@@ -26,7 +26,6 @@ from blockyard.prefix_store import PrefixStore
 from blockyard.scheduler import Finished, Step
 from blockyard.stores.threaded.epochs import name_of
 from blockyard.stores.threaded.runtime import use_runtime
-from blockyard.tools.sim.fleet.clock import EngineRuntime
 from blockyard.tools.sim.fleet.engine import WEIGHTS
 from blockyard.tools.sim.fleet.log import FleetLog
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError, Oracle
@@ -35,7 +34,7 @@ from blockyard.tools.sim.fleet.streams import SimulatedStreams
 from blockyard.tools.sim.fleet.texts import BLOCK_SIZE, CELL_BYTES, MODELS, Stamp, Texts
 from blockyard.tools.sim.fleet.upkeep import DEVICE_BLOCKS, MAX_DEVICE_BLOCKS, MAX_PINNED, Upkeep, draw_defragmentation
 from blockyard.tools.sim.fleet.watched_store import WatchedStore
-from blockyard.tools.sim.loop import Loop
+from blockyard.tools.sim.loop import EngineRuntime, Loop
 
 __all__ = ["ServingEngine"]
 
