@@ -103,7 +103,7 @@ class Admission:
             if not batch:
                 break
             self._start(batch, siblings)
-        for idle in self._aside:
+        for idle in reversed(self._aside):  # so that each becomes the head
             self._waiting.push(idle)
         self._aside.clear()
         self._passed.clear()
