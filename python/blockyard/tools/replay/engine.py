@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count as counting
-from math import inf
+from math import inf, isnan
 from typing import Final, Protocol
 
 import numpy as np
@@ -34,6 +34,8 @@ _MAX_STEPS: Final = 64
 The results are the same, except that the blocks they fill are published together, and cached blocks may be evicted in
 another order, since their last use is counted in decided steps.
 """
+_UNKNOWN: Final = np.full(1 << 12, ANSWER_TOKEN, np.uint32)
+"""Tokens of answers that no trace names."""
 _IDLE_SECONDS: Final = 0.01
 """Time between polls of loads while there is nothing to compute, as in engines."""
 
@@ -388,9 +390,10 @@ class _Replay:
 
     def _take_in(self) -> None:
         """Give arrived requests to the scheduler, as long as the engine knows of free seats."""
-        taken = self._clients.take(self._decided_at)
-        self._queued[taken] = self._decided_at
-        self._arrived.extend(taken)
+        if self._clients.due.next_at <= self._decided_at:
+            taken = self._clients.take(self._decided_at)
+            self._queued[taken] = self._decided_at
+            self._arrived.extend(taken)
         while self._arrived and (not self._options.async_scheduling or self._seats < self._options.max_num_seqs):
             self._add(self._arrived.popleft())
 
@@ -444,9 +447,10 @@ class _Replay:
     def _land(self) -> None:
         if self._tier is not None:
             self._tier.prefixes.poll()
-        for _, ticket in self._open.take(self._time.now):
+        if self._open.next_at <= self._time.now:
             self._is_plain = False
-            self._scheduler.complete(ticket)
+            for _, ticket in self._open.take(self._time.now):
+                self._scheduler.complete(ticket)
 
     def _copy(self, step: Step) -> float:
         """Queue a step's copies; return when its loads have arrived."""
@@ -486,7 +490,8 @@ class _Replay:
         return end
 
     def _compute(self, step: Step, loaded: float) -> None:
-        decodes, decided_at, waits_from = step.decodes, self._decided_at, self._time.now
+        decodes, rows = step.decodes, step.rows
+        decided_at, waits_from = self._decided_at, self._time.now
         begin = max(self._time.now, loaded)
         count, start, self._time.now = self._model_steps(step, begin)
         self._decided_at = start if self._options.async_scheduling else self._time.now
@@ -498,14 +503,14 @@ class _Replay:
         self._busy += self._time.now - waits_from
         self._last_took = (self._time.now - begin) / count
         self._decoded += count
-        for row in range(decodes, step.rows):
+        for row in range(decodes, rows):
             number = int(step.owner(row)[0])
-            if np.isnan(self._scheduled[number]):
+            if isnan(self._scheduled[number]):
                 self._scheduled[number] = decided_at
             if row >= step.samples:
                 continue
             heapq.heappush(self._ends, self._decoded + self._requests[number].output_tokens - 1)
-            if np.isnan(self._first[number]):
+            if isnan(self._first[number]):
                 self._first[number] = self._time.now
         self._land()
         ended = self._scheduler.update(step, sampled)
@@ -517,16 +522,17 @@ class _Replay:
         if self._options.async_scheduling:  # the next step is decided before this one's ends are known
             self._seats, self._ended = self._seats - self._ended, len(ended)
         # A step that preempts admits nothing, so the next step may.
-        self._is_plain = decodes == step.rows == self._last_rows and not ended
-        self._last_rows = step.rows
+        self._is_plain = decodes == rows == self._last_rows and not ended
+        self._last_rows = rows
 
     def _sample(self, step: Step, count: int) -> NDArray[np.uint32]:
         """Return the tokens that `count` steps generate: the trace's answers where it has them."""
-        decodes, unknown = step.decodes, np.full(count, ANSWER_TOKEN, np.uint32)
+        decodes, unknown = step.decodes, _UNKNOWN[:count]
         if not self._answers:
             if step.num_draft_tokens != decodes * (count - 1):
                 step.set_draft_token_ids([unknown[1:]] * decodes)
-            return np.full(step.num_draws, ANSWER_TOKEN, np.uint32)
+            draws = step.num_draws
+            return _UNKNOWN[:draws] if draws <= len(_UNKNOWN) else np.full(draws, ANSWER_TOKEN, np.uint32)
         parts = [unknown[:0]]  # a step may sample nothing
         for row, (start, length) in enumerate(zip(step.start.tolist(), step.lengths.tolist(), strict=True)):
             text = self._answers.get(int(step.owner(row)[0]))
@@ -539,12 +545,13 @@ class _Replay:
 
     def _model_steps(self, step: Step, begin: float) -> tuple[int, float, float]:
         """Return how many model steps a decided step stands for, and when the last one begins and ends."""
-        decodes, start, lengths = step.decodes, step.start, step.lengths
+        decodes, start = step.decodes, step.start
         context = start[:decodes] + 1
         if decodes < step.rows:
-            prefill = list(zip(start[decodes:].tolist(), lengths[decodes:].tolist(), strict=True))
+            prefill = list(zip(start[decodes:].tolist(), step.lengths[decodes:].tolist(), strict=True))
             return 1, begin, begin + self._step_time.seconds(prefill, context)
-        max_steps, until = int(lengths.min()), self._next_change()
+        max_steps = int(step.lengths.min()) if step.num_draft_tokens else 1
+        until = self._next_change()
         written = inf if self._tier is None else self._tier.next_write
         count, last, now = 0, begin, begin
         for seconds in self._decode_seconds(context):
