@@ -97,7 +97,7 @@ class LoadingAhead:
             at, count = len(near), 2 * count
 
     def _load(self, idle: IdleSequences, share: Share) -> bool:
-        """Lease a prompt's blocks and start its load, what has not been done of it. Returns False if it does not fit."""
+        """Lease a prompt's blocks and start its load, unless both are done. Returns False if it does not fit."""
         if idle.lease is None and not self._lease(idle, share):
             return False
         if idle.fetch is None and self._prefetch is not None:
