@@ -14,7 +14,7 @@ from blockyard import KVCache, KVLayout, PrefixCaching
 from blockyard.errors import InvalidArgumentError
 from blockyard.tools.cli import main
 from blockyard.tools.replay.engine import EngineOptions
-from blockyard.tools.replay.plan import GIB, Plan, Prices, make_plan
+from blockyard.tools.replay.plan import GIB, Plan, Prices, _marked, _recommend, make_plan
 from blockyard.tools.replay.step_time import LinearStepTime
 from blockyard.tools.replay.traffic import part_of, redraw_arrivals, spread_by_prefix
 from blockyard.traces import TraceRequest
@@ -185,6 +185,23 @@ def test_the_scheduler_to_paste_is_the_one_that_was_replayed():
     assert paste.vllm == f"vllm serve MODEL --kv-cache-dtype fp8 {flags}"
 
 
+def test_refused_requests_come_first_and_choices_that_refuse_more_are_not_recommended():
+    long = [TraceRequest(0.0, 400, 2, tuple(range(1000 + at, 1100 + at)), 4.0) for at in range(0, 300, 100)]
+    options: Any = {"host_gib": (0,), "preemption_modes": ("swap",)}
+    found = make_plan([*ROWS, *long], ENGINE, STEP, PRICES, **options)
+    assert found.sentence().startswith("3 of 363 requests need more blocks than the device has; ")
+    assert "Take no host memory" in found.sentence()
+    assert plan(**options).sentence().startswith("Take no host memory")
+    slow = make_plan([*ROWS, *long], ENGINE, STEP, PRICES, max_ttft=1e-6, **options)
+    assert slow.sentence().startswith("3 of 363 requests need more blocks")
+    (most,), (all_served,) = found.choices, plan(host_gib=(8,), preemption_modes=("swap",)).choices
+    assert _recommend([most, all_served], float("inf")) is all_served  # though it is dearer
+    marked, chosen = _marked([most, all_served], all_served)
+    assert most.per_million_tokens < all_served.per_million_tokens
+    assert [choice.is_best for choice in marked] == [False, True]
+    assert chosen is marked[1]
+
+
 def test_host_memory_beyond_the_knee_is_called_superfluous():
     assert (
         "Host memory beyond 2 GiB saves less than 5 % of the time"
@@ -192,12 +209,12 @@ def test_host_memory_beyond_the_knee_is_called_superfluous():
     )
 
 
-def write(folder: Path) -> Path:
+def write(folder: Path, rows: list[TraceRequest] = ROWS) -> Path:
     path = folder / "rows.jsonl"
     lines = [
-        {"timestamp": row.arrival * 1e3, "input_length": 25, "output_length": 2, "hash_ids": list(row.hash_ids)}
-        | {"block_size": 4}
-        for row in ROWS
+        {"timestamp": row.arrival * 1e3, "input_length": row.input_tokens, "output_length": 2}
+        | {"hash_ids": list(row.hash_ids), "block_size": 4}
+        for row in rows
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
@@ -218,6 +235,18 @@ def test_the_command_prints_choices_recommendation_and_configuration(
     found = json.loads(outputs[1])
     assert found["recommended"]["kv_transfer_config"]["kv_connector"] == "OffloadingConnector"
     assert main([*command, "--max-ttft", "1e-6", "-q"]) == 1
+
+
+def test_the_command_shows_refused_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [*ROWS, replace(ROWS[-1], input_tokens=400, hash_ids=tuple(range(100)))]
+    options = "--device-blocks 60 --block-size 4 --host-gib 0 --store-gib 0 --jobs 1 --step-time 0.01,1e-3,0,0"
+    page = tmp_path / "page.html"
+    assert main(["plan", str(write(tmp_path, rows)), *options.split(), "--html", str(page)]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[2].split()[-1] == "refused"
+    assert text.splitlines()[3].split()[-2:] == ["1", "*"]
+    assert "1 of 361 requests need more blocks than the device has" in text
+    assert "1 of 361 requests need more blocks than the device has" in page.read_text()
 
 
 def test_weights_and_cache_must_fit_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -134,6 +134,7 @@ _LEGEND: Final = (
     "engines: engines that share the trace; host, store: GiB of each engine; preempt: how a sequence is preempted",
     "hits: share of the prompts' tokens that were cached; TTFT: 90 % of first tokens are within it; TPOT: per token",
     "hour: price of all engines; million: cost of a million generated tokens; *: no other choice is cheaper and faster",
+    "refused: requests that need more blocks than the device has; the other columns leave them out",
 )
 
 
@@ -143,7 +144,7 @@ def _show(found: Plan, stream: TextIO) -> None:
     tokens = device.device_blocks * device.block_size
     print(
         f"device of an engine: {device.device_blocks} blocks of {device.block_size} tokens = {tokens} tokens = "
-        f"{size:.3g} GiB\n\nengines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million",
+        f"{size:.3g} GiB\n\nengines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million refused",
         file=stream,
     )
     for choice in found.choices:
@@ -155,7 +156,8 @@ def _show(found: Plan, stream: TextIO) -> None:
         )
         times = f"{served.times.hit_rate:>6.1%} {choice.ttft:>10.3f} {tpot.mean() * 1e3 if len(tpot) else 0:>8.1f}"
         mark = " *" if choice.is_best else ""
-        print(f"{sizes} {times} {choice.per_hour:>8.3f} {choice.per_million_tokens:>10.4f}{mark}", file=stream)
+        costs = f"{choice.per_hour:>8.3f} {choice.per_million_tokens:>10.4f}"
+        print(f"{sizes} {times} {costs} {choice.refused or '':>7}{mark}".rstrip(), file=stream)
     print("\n".join(("", *_LEGEND, "", found.sentence())), file=stream)
     if found.recommended is not None:
         paste = found.configuration()

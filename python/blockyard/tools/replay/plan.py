@@ -75,6 +75,11 @@ class Choice:
         return Served(self.options, self.runs[0])
 
     @property
+    def refused(self) -> int:
+        """Requests that need more blocks than the device has. All times and costs leave them out."""
+        return max(run.refused for run in self.runs)
+
+    @property
     def costs(self) -> tuple[float, ...]:
         """Cost of a million generated tokens for each seed of arrivals."""
         return tuple(map(self._cost, self.runs))
@@ -146,8 +151,9 @@ class Plan:
 
     Attributes:
         choices: the choices, in the order of their cost per token, and of their time to first token where it is equal.
-        recommended: the cheapest choice whose time to first token is within the limit for every seed. Of choices that
-            are not dearer for every seed, the fastest; None if none is within the limit.
+        recommended: the cheapest choice whose time to first token is within the limit for every seed, of those that
+            refuse the fewest requests. Of choices that are not dearer for every seed, the fastest; None if none is
+            within the limit.
         max_ttft: that limit in seconds; infinite without one.
         has_prefixes: whether the trace says which prompts share a beginning. If not, it says nothing about caches.
         arguments: more arguments of `vllm serve`.
@@ -161,9 +167,9 @@ class Plan:
 
     def sentence(self) -> str:
         """Return sentences that recommend a choice, and say why and what more memory would bring."""
-        about = "" if self.has_prefixes else _NO_PREFIXES
+        about = self._refusals() + ("" if self.has_prefixes else _NO_PREFIXES)
         if self.recommended is None:
-            quickest = min(self.choices, key=lambda choice: choice.ttft)
+            quickest = min(_least_refusing(self.choices), key=lambda choice: choice.ttft)
             return about + (
                 f"No choice gives 90 % of first tokens within {self.max_ttft:g} s; the fastest gives them within "
                 f"{quickest.ttft:.3g} s: {self._words(quickest)}."
@@ -175,6 +181,16 @@ class Plan:
             f"Take {self._words(choice)}: {choice.per_million_tokens:.3g}{_spread(choice.costs)} per million generated "
             f"tokens, and 90 % of first tokens within {choice.ttft:.3g}{_spread(choice.ttfts)} s. It is {why}; the "
             f"most expensive costs {highest:.3g}.{self._ties()}{self._knee()}"
+        )
+
+    def _refusals(self) -> str:
+        """Say how many requests even the best choices refuse."""
+        best = _least_refusing(self.choices)[0]
+        if not best.refused:
+            return ""
+        return (
+            f"{best.refused} of {len(best.runs[0].arrival)} requests need more blocks than the device has; "
+            "the times and costs are those of the others. "
         )
 
     def _words(self, choice: Choice) -> str:
@@ -376,16 +392,21 @@ def _kinds(
 def _marked(choices: Sequence[Choice], recommended: Choice | None) -> tuple[list[Choice], Choice | None]:
     """Return the choices in order of cost, then of time to first token, with the front marked; and the recommended."""
     marked, quickest, chosen = [], float("inf"), None
+    comparable = _least_refusing(choices)
     for choice in sorted(choices, key=lambda one: (float(f"{one.per_million_tokens:.6g}"), one.ttft)):
-        marked.append(replace(choice, is_best=choice.ttft < quickest))
-        quickest = min(quickest, choice.ttft)
+        is_best = choice in comparable and choice.ttft < quickest
+        marked.append(replace(choice, is_best=is_best))
+        quickest = choice.ttft if is_best else quickest
         chosen = marked[-1] if choice is recommended else chosen
     return marked, chosen
 
 
 def _recommend(choices: Sequence[Choice], max_ttft: float) -> Choice | None:
-    """Return the cheapest choice; where arrivals decide which that is, the fastest, and then the first."""
-    fitting = [choice for choice in choices if max(choice.ttfts) <= max_ttft]
+    """Return the cheapest choice; where arrivals decide which that is, the fastest, and then the first.
+
+    A choice that refuses more requests than another one does is never recommended.
+    """
+    fitting = [choice for choice in _least_refusing(choices) if max(choice.ttfts) <= max_ttft]
     if not fitting:
         return None
     cheapest = min(fitting, key=lambda choice: choice.per_million_tokens)
@@ -393,6 +414,12 @@ def _recommend(choices: Sequence[Choice], max_ttft: float) -> Choice | None:
     fastest = min(equal, key=lambda choice: choice.ttft)
     pairs = ((choice, zip(choice.ttfts, fastest.ttfts, strict=True)) for choice in equal)
     return next(choice for choice, seeds in pairs if any(mine <= its * (1 + _SAME) for mine, its in seeds))
+
+
+def _least_refusing(choices: Sequence[Choice]) -> list[Choice]:
+    """Return the choices that refuse the fewest requests."""
+    fewest = min(choice.refused for choice in choices)
+    return [choice for choice in choices if choice.refused == fewest]
 
 
 def _is_more(choice: Choice, other: Choice) -> bool:
