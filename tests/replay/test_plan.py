@@ -203,10 +203,34 @@ def test_refused_requests_come_first_and_choices_that_refuse_more_are_not_recomm
 
 
 def test_host_memory_beyond_the_knee_is_called_superfluous():
-    assert (
-        "Host memory beyond 2 GiB saves less than 5 % of the time"
-        in plan(host_gib=(0, 2, 2.01), preemption_modes=("swap",)).sentence()
+    found = plan(host_gib=(0, 2, 2.01), preemption_modes=("swap",))
+    assert found.sentence().endswith(
+        " Host memory beyond 2 GiB saves less than 5 % of the engines' busy time."
+        " Host memory beyond 2 GiB saves less than 5 % of the time to first token (90 %)."
     )
+
+
+def test_first_tokens_may_need_more_host_memory_than_the_busy_time():
+    choices = []
+    for choice in plan(host_gib=(0, 1, 2), preemption_modes=("swap",)).choices:
+        (run,) = choice.runs
+        wait = {0: 3.0, 1: 2.0, 2: 1.0}[round(choice.host_gib)]
+        choices.append(replace(choice, runs=(replace(run, busy_seconds=9.0, first_token=run.arrival + wait),)))
+    found = Plan(choices, choices[0], float("inf"))
+    assert found.sentence().endswith(
+        " Host memory saves less than 5 % of the engines' busy time."
+        " Host memory up to 2 GiB, the most tried, still saves 5 % of the time to first token (90 %)."
+    )
+
+
+def test_sizes_are_rounded_in_text_and_configuration():
+    (choice,) = plan(host_gib=(1.999,), store_gib=(127.999,), preemption_modes=("swap",)).choices
+    found = Plan([choice], choice, float("inf"))
+    assert choice.host_gib != 2
+    assert "Take 1.99 GiB of host memory, a store of 128 GiB" in found.sentence()
+    vllm = found.configuration().kv_transfer_config
+    assert vllm is not None
+    assert vllm["kv_connector_extra_config"]["host_bytes"] == "1.99GiB"
 
 
 def write(folder: Path, rows: list[TraceRequest] = ROWS) -> Path:

@@ -15,7 +15,7 @@ from blockyard.progress import show_progress
 from blockyard.tools.cli import pictures, replays
 from blockyard.tools.cli.result import EXIT_OK, EXIT_WRONG, Result
 from blockyard.tools.replay.engine import EngineOptions
-from blockyard.tools.replay.plan import GIB, Choice, Plan, Prices, make_plan
+from blockyard.tools.replay.plan import GIB, Choice, Plan, Prices, gib_text, make_plan
 from blockyard.tools.replay.sweep import open_executor
 
 __all__ = ["plan"]
@@ -126,7 +126,7 @@ def _name(choice: Choice, found: Plan) -> str:
 
 
 def _parts(choice: Choice) -> tuple[str, ...]:
-    sizes = (f"{choice.engines} engines", f"{choice.host_gib:g} GiB host", f"{choice.store_gib:g} GiB store")
+    sizes = (f"{choice.engines} engines", f"{gib_text(choice.host_gib)} GiB host", f"{gib_text(choice.store_gib)} GiB store")
     return (*sizes, choice.options.eviction, choice.options.preemption_mode)
 
 
@@ -151,8 +151,9 @@ def _show(found: Plan, stream: TextIO) -> None:
         served, options = choice.served, choice.options
         tpot = served.times.tpot
         policy = options.eviction if found.has_prefixes else "-"
+        host, store = gib_text(choice.host_gib), gib_text(choice.store_gib)
         sizes = (
-            f"{choice.engines:>7} {choice.host_gib:>5g} {choice.store_gib:>5g} {policy:<8} {options.preemption_mode:<9}"
+            f"{choice.engines:>7} {host:>5} {store:>5} {policy:<8} {options.preemption_mode:<9}"
         )
         times = f"{served.times.hit_rate:>6.1%} {choice.ttft:>10.3f} {tpot.mean() * 1e3 if len(tpot) else 0:>8.1f}"
         mark = " *" if choice.is_best else ""

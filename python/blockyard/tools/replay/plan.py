@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -197,8 +197,8 @@ class Plan:
         options = choice.options
         engines = f"{choice.engines} engines, each with " if choice.engines > 1 else ""
         device = options.device_blocks * options.bytes_per_block / GIB
-        host = f"{choice.host_gib:g} GiB of host memory" if options.host_blocks else "no host memory"
-        store = f", a store of {choice.store_gib:g} GiB" if options.store_blocks else ""
+        host = f"{gib_text(choice.host_gib)} GiB of host memory" if options.host_blocks else "no host memory"
+        store = f", a store of {gib_text(choice.store_gib)} GiB" if options.store_blocks else ""
         policy = f", {options.eviction} eviction" if self.has_prefixes else ""
         rest = f"and {options.preemption_mode} preemption, beside {device:.3g} GiB on the device"
         return f"{engines}{host}{store}{policy} {rest}"
@@ -214,20 +214,30 @@ class Plan:
         return f" {count} as much, as far as the arrivals tell." if same else ""
 
     def _knee(self) -> str:
-        """Say from which host size on more of it saves little."""
+        """Say from which host size on more of it saves little of the busy time, and of the time to first token."""
         if (chosen := self.recommended) is None or not self.has_prefixes:
             return ""
         fixed = replace(chosen.options, host_blocks=0)
-        alike = {
-            one.host_gib: one.served.times.busy_seconds
-            for one in self.choices
+        alike = [
+            one
+            for one in _least_refusing(self.choices)
             if one.engines == chosen.engines and replace(one.options, host_blocks=0) == fixed
+        ]
+        most = max(one.host_gib for one in alike)
+        knees = {
+            "the engines' busy time": _knee_of({one.host_gib: one.served.times.busy_seconds for one in alike}),
+            "the time to first token (90 %)": _knee_of({one.host_gib: one.ttft for one in alike}),
         }
-        least = min(alike.values())
-        knee = min(size for size, busy in alike.items() if busy <= least * (1 + _KNEE))
-        if len(alike) < 2 or knee == max(alike):
+        if all(knee == most for knee in knees.values()):
             return ""
-        return f" Host memory{f' beyond {knee:g} GiB' if knee else ''} saves less than {100 * _KNEE:g} % of the time."
+        share, found = f"{100 * _KNEE:g} %", ""
+        for time, knee in knees.items():
+            if knee == most:
+                found += f" Host memory up to {gib_text(most)} GiB, the most tried, still saves {share} of {time}."
+            else:
+                beyond = f" beyond {gib_text(knee)} GiB" if knee else ""
+                found += f" Host memory{beyond} saves less than {share} of {time}."
+        return found
 
     def configuration(self) -> Configuration:
         """Return what to paste for the recommended engines.
@@ -251,11 +261,11 @@ class Plan:
         extra: dict[str, Any] = {
             "spec_module_path": "blockyard.integrations.vllm",
             "spec_name": "BlockyardSpec",
-            "host_bytes": f"{host / GIB:g}GiB",
+            "host_bytes": f"{gib_text(host / GIB)}GiB",
             "policy": options.eviction,
         }
         if store:
-            url = f"file:///var/cache/blockyard?size={store / GIB:g}GiB"
+            url = f"file:///var/cache/blockyard?size={gib_text(store / GIB)}GiB"
             lines.append(f'prefix_store="{url}", prefix_writes="{options.store_writes}", namespace=b"MODEL@REVISION"')
             extra["prefix_store"] = url
         limits = (("max_num_seqs", options.max_num_seqs), ("max_num_batched_tokens", options.max_num_batched_tokens))
@@ -425,6 +435,16 @@ def _least_refusing(choices: Sequence[Choice]) -> list[Choice]:
 def _is_more(choice: Choice, other: Choice) -> bool:
     """Whether a choice costs more than another one for every seed of arrivals."""
     return all(mine > its * (1 + _SAME) for mine, its in zip(choice.costs, other.costs, strict=True))
+
+
+def _knee_of(seconds: Mapping[float, float]) -> float:
+    """Return the least size whose time is nearly the shortest one."""
+    return min(size for size, time in seconds.items() if time <= min(seconds.values()) * (1 + _KNEE))
+
+
+def gib_text(size: float) -> str:
+    """Return a size in GiB to three significant digits, or to a whole number: blocks do not fill a size exactly."""
+    return f"{size:.0f}" if size >= 100 else f"{size:.3g}"
 
 
 def _spread(values: Sequence[float]) -> str:
