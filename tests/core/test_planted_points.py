@@ -42,14 +42,14 @@ FAULTS = {
     ),
     "one block inside the last window is gone (SGLang #35515)": (
         "prefix/points.rs",
-        "if *owners == 0 && self.outside.remove_idle(block) {",
-        "*owners == 0 && self.outside.remove_idle(block)",
+        "if self.owners[block.index()] == 0 && self.outside.remove_idle(block) {",
+        "self.owners[block.index()] == 0 && self.outside.remove_idle(block)",
         "self.outside.remove_idle(block)",
     ),
     "a point survives a lost block": (
         "prefix/points.rs",
-        "if self.points.is_owned(block) {\n            self.drop_owners(block);",
-        "self.points.is_owned(block)",
+        "if points.is_owned(block) {\n                self.drop_owners(block);",
+        "points.is_owned(block)",
         "false",
     ),
     "half a point is left": (
