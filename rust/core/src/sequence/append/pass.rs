@@ -35,6 +35,8 @@ pub(in crate::sequence) struct Work {
     pub(in crate::sequence) ended: Vec<bool>,
     /// By group: how many new blocks these rows need.
     pub(in crate::sequence) new: Vec<usize>,
+    /// Whether they keep the tails of points that may be marked as computed after this append.
+    pub(in crate::sequence) keeps_tails: bool,
     /// How many blocks these rows leave behind for others.
     pub(in crate::sequence) freed: PerClass,
     /// Tables of a moving batch whose blocks nothing else uses.
