@@ -71,7 +71,7 @@ FAULTS = {
         "0",
     ),
     "a lost anchor cuts off nothing": (
-        "prefix/points.rs",
+        "prefix/points/sweep.rs",
         "if !std::mem::take(&mut self.points.is_broken) ||",
         "!std::mem::take(&mut self.points.is_broken)",
         "std::mem::take(&mut self.points.is_broken)",
@@ -96,9 +96,9 @@ FAULTS = {
     ),
     "dead blocks wait for their turn": (
         "prefix/points.rs",
-        "Some(points) if !points.keyless.contains(block) && points.is_live(block)",
-        "points.is_live(block)",
-        "true",
+        "if points.keyless.contains(block) || !points.is_live(block) {",
+        "!points.is_live(block)",
+        "false",
     ),
     "a point survives its anchor": (
         "prefix/points.rs",

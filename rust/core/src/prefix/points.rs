@@ -17,10 +17,11 @@ use crate::id::BlockId;
 use crate::page::Classes;
 use crate::reuse::{BlockSet, indices, runs};
 use rustc_hash::FxHashMap;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 mod check;
+mod sweep;
 
 /// Bit of an anchor's reasons: it has a point itself. The others count the next anchors that lead to one.
 const POINT: u32 = 1 << 31;
@@ -121,6 +122,17 @@ impl Points {
 
     pub(super) fn is_owned(&self, block: BlockId) -> bool {
         self.owners.get(block.index()).is_some_and(|&owners| owners > 0)
+    }
+
+    /// Makes a block evictable that no point is found by.
+    fn set_aside(&mut self, block: BlockId) {
+        if self.is_owned(block) {
+            self.outside.insert_idle(block);
+        } else {
+            // Its point may be on the host: only what was never on the way there serves nobody.
+            let grave = if self.followers.contains(block) { Grave::Leaving } else { Grave::Dead };
+            self.outside.bury(grave, block);
+        }
     }
 
     /// Whether an anchor leads to a point.
@@ -473,93 +485,6 @@ impl Both<'_> {
         points.drop_companions(block);
         points.parents[block.index()] = 0;
     }
-
-    /// Buries what cannot be found because an anchor before it is gone.
-    fn sweep(&mut self) {
-        if !std::mem::take(&mut self.points.is_broken) || self.points.is_dense {
-            return;
-        }
-        for anchor in self.unfindable() {
-            let points = &mut *self.points;
-            points.reasons[anchor.index()] = 0;
-            points.drop_tail(anchor);
-            if self.order.remove(anchor, Departure::Gone) {
-                self.bury(anchor);
-            }
-        }
-        // An anchor before them that is still there has lost a reason; counting all again is simplest.
-        self.recount();
-    }
-
-    /// Live anchors that no prompt can reach, by number.
-    fn unfindable(&self) -> Vec<BlockId> {
-        let mut reached: HashMap<BlockId, bool> = HashMap::new();
-        let mut lost = Vec::new();
-        for block in (0..).map(BlockId).take(self.points.reasons.len()) {
-            if self.points.reasons(block) == 0 {
-                continue;
-            }
-            let (mut path, mut at) = (Vec::new(), block);
-            let is_reached = loop {
-                if let Some(&known) = reached.get(&at) {
-                    break known;
-                }
-                path.push(at);
-                // Tags may coincide, and so lead in a circle.
-                if path.len() > self.points.reasons.len() || self.points.companions(at).is_none() {
-                    break false;
-                }
-                match self.parent(at) {
-                    Ok(Some(parent)) => at = parent,
-                    Ok(None) => break true,
-                    Err(()) => break false,
-                }
-            };
-            reached.extend(path.into_iter().map(|at| (at, is_reached)));
-            if !is_reached {
-                lost.push(block);
-            }
-        }
-        lost
-    }
-
-    /// Counts the reasons of all anchors again.
-    fn recount(&mut self) {
-        let counted = self.counted();
-        let all = (0..).map(BlockId).take(self.points.reasons.len());
-        for block in all {
-            let (now, before) = (counted.get(&block).copied().unwrap_or(0), self.points.reasons(block));
-            self.points.reasons[block.index()] = now;
-            if now == 0 && before > 0 && self.order.remove(block, Departure::Gone) {
-                self.bury(block);
-            } else if now > 0 && self.points.outside.unbury(block) {
-                self.order.insert(block);
-            }
-        }
-    }
-
-    /// The reasons of all live anchors, counted from their points.
-    fn counted(&self) -> HashMap<BlockId, u32> {
-        let mut counted = HashMap::new();
-        for anchor in (0..).map(BlockId).take(self.points.reasons.len()) {
-            if self.points.reasons(anchor) & POINT == 0 {
-                continue;
-            }
-            let reasons: &mut u32 = counted.entry(anchor).or_default();
-            let was_live = *reasons > 0;
-            *reasons |= POINT;
-            let mut at = anchor;
-            let mut is_new = !was_live;
-            while is_new {
-                let Ok(Some(parent)) = self.parent(at) else { break };
-                let reasons: &mut u32 = counted.entry(parent).or_default();
-                is_new = *reasons == 0;
-                *reasons += 1;
-                at = parent;
-            }
-        }
-        counted
-    }
 }
 
 /// The order of a cache with points. Without points, each is one call of the policy.
@@ -668,16 +593,13 @@ impl PrefixCache {
     /// Makes a block evictable.
     #[inline]
     pub(super) fn enqueue(&mut self, block: BlockId) {
-        match self.points.as_deref_mut() {
-            None => self.order.insert(block),
-            Some(points) if !points.keyless.contains(block) && points.is_live(block) => self.order.insert(block),
-            Some(points) if points.is_owned(block) => points.outside.insert_idle(block),
-            Some(points) => {
-                // Its point may be on the host: only what was never on the way there serves nobody.
-                let grave = if points.followers.contains(block) { Grave::Leaving } else { Grave::Dead };
-                points.outside.bury(grave, block);
+        if let Some(points) = self.points.as_deref_mut() {
+            if points.keyless.contains(block) || !points.is_live(block) {
+                points.set_aside(block);
+                return;
             }
         }
+        self.order.insert(block);
     }
 
     /// A block can no longer be evicted: it is used again.
