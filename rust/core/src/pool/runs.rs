@@ -126,7 +126,9 @@ impl Pool {
     /// Takes a reference to each of some blocks, like [`Pool::claim`].
     pub(crate) fn claim_all(&mut self, mut blocks: &[BlockId]) {
         if self.points().is_none() {
-            blocks.iter().for_each(|&block| self.claim(block));
+            for &block in blocks {
+                self.claim(block);
+            }
             return;
         }
         while let Some((&last, rest)) = blocks.split_last() {

@@ -427,7 +427,9 @@ impl Tiers {
     fn assign_to_tenant(&mut self, anchor: BlockId, blocks: &[BlockId]) {
         if self.num_tenants() > 0 {
             let tenant = self.device().tenant(anchor);
-            blocks.iter().for_each(|&block| self.pools[0].assign(block, tenant));
+            for &block in blocks {
+                self.pools[0].assign(block, tenant);
+            }
         }
     }
 

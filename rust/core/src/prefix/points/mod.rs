@@ -232,7 +232,9 @@ impl Points {
         }
         for run in runs(blocks) {
             let owners = &mut self.owners[indices(&run)];
-            owners.iter_mut().for_each(|owners| *owners -= 1);
+            for owners in owners.iter_mut() {
+                *owners -= 1;
+            }
             let are_free = owners.iter().all(|&owners| owners == 0);
             if are_free && self.goes_to == Grave::Dead && self.outside.remove_idle_run(run.clone()) {
                 self.outside.bury_run(run);
