@@ -567,7 +567,7 @@ def _encoder_layers(fields: _Fields, count: int) -> list[LayerCache]:
 
 
 def _mtp_layers(fields: _Fields, names: Sequence[str]) -> list[LayerCache]:
-    """The layers that predict tokens after the next one: of the type of the model's last full layer, if none is given."""
+    """The layers that draft tokens: of the type of the model's last full layer, if none is given."""
     count = fields.first(*_MTP_COUNTS, default=0)
     if not count:
         raise InvalidArgumentError(f"mtp is True, but config has no MTP layers: none of {', '.join(_MTP_COUNTS)}")
@@ -575,7 +575,8 @@ def _mtp_layers(fields: _Fields, names: Sequence[str]) -> list[LayerCache]:
     types = [_ALIASES.get(one, one) for one in (_LETTERS.get(one, one) for one in pattern)]
     types = types or [name for name in names if name in {"full_attention", "indexed_attention"}][-1:]
     if unknown := [name for name in types if name not in _LAYERS]:
-        raise InvalidArgumentError(f"config has an MTP layer of type {unknown[0]!r}, must be one of {', '.join(_LAYERS)}")
+        known = ", ".join(_LAYERS)
+        raise InvalidArgumentError(f"config has an MTP layer of type {unknown[0]!r}, must be one of {known}")
     found = [replace(cache, is_draft=True) for name in types for cache in _LAYERS[name](fields)]
     kinds = {cache.kind for cache in found}
     if not kinds or not kinds <= {"full", "mla", "indexer"} or fields.get("model_type") in _MTP_WINDOWS:

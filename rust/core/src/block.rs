@@ -232,7 +232,7 @@ impl Block {
         (self.refs ^ other.refs) | u32::from(leases) | (self.tier_copy ^ other.tier_copy) | (self.tag ^ other.tag) == 0
     }
 
-    /// Whether the block has so many references and the tag, and nothing else: no lease, no copy.
+    /// Whether the block has `refs` references and the tag, and nothing else: no lease, no copy.
     #[inline]
     pub(crate) fn is_only(self, refs: u32, tag: u32) -> bool {
         (self.refs ^ refs) | u32::from(self.reads | self.overlap) | self.tier_copy | (self.tag ^ tag) == 0

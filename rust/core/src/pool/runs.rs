@@ -106,7 +106,7 @@ impl Pool {
         self.moved_run(run, before);
     }
 
-    /// Whether neighbours that are alike have so many references each, are found with others, and nothing else holds them.
+    /// Whether neighbours that are alike have `refs` references each, are found with others, and nothing else holds them.
     fn hang(&self, run: &Range<u32>, refs: u32) -> bool {
         self.block(BlockId(run.start)).is_only(refs, NO_KEY)
             && self.beyond(run) == 0
