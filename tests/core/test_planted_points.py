@@ -96,7 +96,7 @@ FAULTS = {
     ),
     "dead blocks wait for their turn": (
         "prefix/points/mod.rs",
-        "if points.keyless.contains(block) || !points.is_live(block) {",
+        "points.filter(|points| points.keyless.contains(block) || !points.is_live(block))",
         "!points.is_live(block)",
         "false",
     ),
