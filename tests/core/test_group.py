@@ -118,6 +118,35 @@ def test_a_prompt_continues_where_the_next_token_needs_no_earlier_block(group: C
         manager.check()
 
 
+@pytest.mark.parametrize(("blocks", "found"), [(16, 36), (15, 0)])
+def test_a_point_that_is_marked_one_append_late_is_made_if_there_is_room_for_its_tail(blocks: int, found: int) -> None:
+    groups = [FULL, CacheGroup.sliding_window(9)]
+    manager = BlockManager(block_size=4, device_blocks=blocks, watermark=0.0, groups=groups, prefix_caching=True)
+    prompt = list(range(40))
+    sequence = manager.allocate(prompt, chunk_tokens=4)
+    for tokens in [4] * 7 + [8]:
+        settle(manager)
+        manager.mark_computed(sequence)
+        manager.append(sequence, tokens)
+    settle(manager)
+    manager.append(sequence)  # decided before it is known that the prompt is computed
+    settle(manager)
+    manager.mark_computed(sequence, num_computed=40)
+    manager.check()
+    assert manager.prefix.lookup(prompt).tokens == found
+
+
+def test_a_window_keeps_no_tail_for_a_scheduler_that_marks_nothing() -> None:
+    groups = [FULL, CacheGroup.sliding_window(9)]
+    manager = BlockManager(block_size=4, device_blocks=200, watermark=0.0, groups=groups, prefix_caching=True)
+    sequence = manager.allocate(list(range(40)))
+    for _ in range(40):
+        settle(manager)
+        manager.append(sequence)
+        assert np.count_nonzero(manager.block_table(sequence, group=1)) <= 10 + 1
+    assert np.count_nonzero(manager.block_table(sequence, group=1)) <= 9 // 4 + 2
+
+
 def test_append_gives_each_group_its_slots() -> None:
     manager = BlockManager(block_size=4, device_blocks=64, groups=[FULL, CacheGroup.sliding_window(6), STATE])
     sequences = manager.allocate(counts=[5, 9])

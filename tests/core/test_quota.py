@@ -6,7 +6,7 @@ import pytest
 from managers import make_manager
 from prompts import allocate_prompts
 
-from blockyard import BlockManager
+from blockyard import BlockManager, CacheGroup
 from blockyard.errors import InvalidArgumentError
 
 SIZE = 4
@@ -84,3 +84,39 @@ def test_a_quota_out_of_range_is_refused_with_the_numbers() -> None:
     with pytest.raises(InvalidArgumentError, match="with prefix caching"):
         BlockManager(block_size=SIZE, device_blocks=8).prefix.set_quota(None, 1)
     assert manager.prefix.quota(None) is None
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_windows_and_states_count_like_blocks_with_keys_and_go_with_them(eviction: str) -> None:
+    groups = [CacheGroup.full_attention(), CacheGroup.sliding_window(16), CacheGroup.full_attention()]
+    manager = new_manager(80, eviction=eviction, groups=groups)
+    manager.prefix.set_quota(A, 21)
+    leave(manager, prompt(9, 8), B)
+    leave(manager, prompt(1, 8), A)
+    assert manager.prefix.quota(A) == (20, 21), "eight blocks in two groups, and the last window"
+    leave(manager, prompt(2, 8), A)
+    assert manager.prefix.quota(A) == (20, 21)
+    found = [manager.prefix.lookup(prompt(first, 8), salt=salt).tokens for first, salt in ((1, A), (2, A), (9, B))]
+    assert found == [0, 32, 32]
+    manager.prefix.set_quota(A, 0)
+    assert manager.prefix.quota(A) == (0, 0)
+    assert manager.prefix.lookup(prompt(2, 8), salt=A).tokens == 0
+    manager.check()
+
+
+def test_moved_windows_still_count() -> None:
+    groups = [CacheGroup.full_attention(), CacheGroup.sliding_window(16)]
+    manager = new_manager(80, groups=groups)
+    manager.prefix.set_quota(A, 20)
+    first = run(manager, prompt(9, 8), B)
+    leave(manager, prompt(1, 8), A)
+    manager.free([first])
+    manager.prefix.set_quota(B, 0)
+    assert manager.prefix.quota(A) == (12, 20)
+    moved = manager.defrag.run("max_id", 16).planned
+    manager.complete(manager.take_decision().ticket)
+    manager.check()
+    assert moved > 0
+    assert manager.prefix.quota(A) == (12, 20)
+    manager.prefix.set_quota(A, 0)
+    assert manager.prefix.quota(A) == (0, 0)

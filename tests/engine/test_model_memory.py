@@ -17,6 +17,7 @@ from model_configs import (
     LONG,
     MIB,
     MIMO,
+    NEMOTRON,
     SLIDING,
     TABLE,
     V32,
@@ -28,6 +29,7 @@ from model_configs import (
 
 from blockyard import BlockManager, CacheGroup, KVCache, KVLayout
 from blockyard.errors import InvalidArgumentError, LayoutError
+from blockyard.layout import ArenaLayout
 from blockyard.layout.model import ModelMemory
 
 
@@ -232,3 +234,58 @@ def test_a_prefix_store_says_which_groups_need_a_host(groups: tuple[CacheGroup, 
         KVCache(KVLayout.from_config(LLAMA), device_blocks=4, groups=groups, **options)
     with KVCache(KVLayout.from_config(LLAMA), device_blocks=4, host_blocks=8, groups=groups, **options) as cache:
         assert cache.prefix_store is not None
+
+
+MTP = {
+    "DeepSeek-V3": (LATENT | {"num_hidden_layers": 61, "num_nextn_predict_layers": 1}, 62 * 1152),
+    "DeepSeek-V3.2": (V32 | {"num_nextn_predict_layers": 1}, 62 * (1152 + 132)),
+    "GLM-4.5": (
+        attention(92, 8, 128, model_type="glm4_moe", num_nextn_predict_layers=1),
+        93 * 8 * 128 * 2 * 2,
+    ),
+    "Qwen3.5": (gdn(10, 30, 2, 32) | {"mtp_num_hidden_layers": 1}, 11 * 2 * 256 * 2 * 2),
+    "Nemotron-H": (
+        NEMOTRON | {"num_nextn_predict_layers": 2, "mtp_hybrid_override_pattern": "*E"},
+        6 * 8 * 128 * 2 * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MTP)
+def test_mtp_layers_cache_like_the_models_full_layers(name: str):
+    config, growing = MTP[name]
+    with_drafter, without = ModelMemory.from_config(config, mtp=True), ModelMemory.from_config(config)
+    assert with_drafter.bytes_per_token == growing
+    assert [layer for layer in with_drafter.layers if not layer.is_draft] == list(without.layers)
+
+
+def test_mtp_layers_share_the_group_of_full_attention_which_becomes_a_drafters():
+    config, _ = MTP["DeepSeek-V3"]
+    layout = KVLayout.from_config(config, mtp=True)
+    assert (layout.num_layers, layout.cache_groups) == (62, (CacheGroup.drafter(),))
+    assert KVLayout.from_config(config).cache_groups == (CacheGroup.full_attention(),)
+    hybrid = ArenaLayout.from_config(MTP["Qwen3.5"][0], mtp=True)
+    assert [group.kind for group in hybrid.cache_groups] == ["drafter", "recurrent"]
+    assert hybrid.block_bytes[0] == 16 * 11 * 2048
+    manager = BlockManager(block_size=16, device_blocks=64, groups=layout.cache_groups, prefix_caching=True)
+    for expected in (0, 32):
+        sequence = manager.allocate(list(range(40)))
+        assert sequence.cached_tokens == expected
+        manager.complete(manager.take_decision().ticket)
+        manager.mark_computed(sequence)
+        manager.free(sequence)
+    assert manager.prefix.lookup([*range(32), 7]).tokens == 16, "the drafter's last entry depends on the next token"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LLAMA, "mtp is True, but config has no MTP layers: none of num_nextn_predict_layers"),
+        (MIMO | {"num_nextn_predict_layers": 3}, "MTP layers of types .* must have full attention"),
+        (NEMOTRON | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "?"}, "an MTP layer of type '\\?'"),
+        (NEMOTRON | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "E"}, "must have full attention"),
+    ],
+)
+def test_mtp_layers_that_no_group_describes_are_refused_by_name(config: dict[str, Any], message: str):
+    with pytest.raises(InvalidArgumentError, match=message):
+        ModelMemory.from_config(config, mtp=True)

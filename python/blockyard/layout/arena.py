@@ -161,6 +161,7 @@ class ArenaLayout:
         block_size: int = 16,
         dtype: str | None = None,
         state_dtype: str | None = None,
+        mtp: bool = False,
         equal_blocks: bool = False,
     ) -> ArenaLayout:
         """Describe the cache that a model needs, from its Hugging Face configuration.
@@ -175,6 +176,7 @@ class ArenaLayout:
             block_size: number of tokens in a block.
             dtype: dtype of keys and values, see `ModelMemory.from_config`.
             state_dtype: dtype of recurrent states, see there.
+            mtp: also the model's MTP layers. They share the group of full attention, which becomes a drafter's.
             equal_blocks: as in the attributes.
 
         Raises:
@@ -183,7 +185,7 @@ class ArenaLayout:
         """
         memory = config
         if not isinstance(memory, ModelMemory):
-            memory = ModelMemory.from_config(config, dtype=dtype, state_dtype=state_dtype)
+            memory = ModelMemory.from_config(config, dtype=dtype, state_dtype=state_dtype, mtp=mtp)
         found: dict[tuple[str, int], list[LayerField]] = {}
         for number, layer in enumerate(memory.layers):
             if layer.kind == "compressor":
@@ -193,7 +195,12 @@ class ArenaLayout:
             found.setdefault(key, []).extend(_fields_of(number, layer, memory.dtype))
         order = tuple(_LIFECYCLES.values())
         groups = sorted(found.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1]))
-        lifecycles = ((_group(kind, window), tuple(fields)) for (kind, window), fields in groups)
+        # Both keep every block; only the last entry of one tells a drafter's layers from others.
+        full = "drafter" if any(layer.is_draft for layer in memory.layers) else "full_attention"
+        lifecycles = (
+            (_group(full if kind == "full_attention" else kind, window), tuple(fields))
+            for (kind, window), fields in groups
+        )
         return cls(tuple(lifecycles), block_size, equal_blocks)
 
     @cached_property

@@ -225,7 +225,12 @@ class KVLayout:
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any] | str | Path | Any, *, block_size: int = 16, dtype: str | None = None
+        cls,
+        config: Mapping[str, Any] | str | Path | Any,
+        *,
+        block_size: int = 16,
+        dtype: str | None = None,
+        mtp: bool = False,
     ) -> KVLayout:
         """Describe the cache that a model needs, from its Hugging Face configuration.
 
@@ -236,6 +241,7 @@ class KVLayout:
             config: a dictionary, the path of a `config.json` or its folder, or a configuration object of transformers.
             block_size: number of tokens in a block.
             dtype: dtype of keys and values, such as `"float8_e4m3fn"` or `"fp8"`; None for the configuration's.
+            mtp: also the model's MTP layers. They share the group of full attention, which becomes a drafter's.
 
         Returns:
             A layout of kind `"kv_first"`, or `"blocks tokens dim"` with latent attention, and its `cache_groups`.
@@ -253,7 +259,7 @@ class KVLayout:
             >>> layout.num_layers, layout.bytes_per_block, layout.cache_groups
             (2, 16384, (CacheGroup.full_attention(), CacheGroup.sliding_window(128)))
         """
-        memory = ModelMemory.from_config(config, dtype=dtype)
+        memory = ModelMemory.from_config(config, dtype=dtype, mtp=mtp)
         first, width = memory.layers[0] if memory.layers else None, _group_width(memory.layers)
         if first is None or memory.dtype not in ITEM_SIZES:
             raise LayoutError(f"config caches {len(memory.layers)} layers of {memory.dtype}, which no layout describes")
@@ -500,8 +506,10 @@ def _group_width(layers: Sequence[LayerCache]) -> int:
 
 def _groups_of(layers: Sequence[LayerCache], width: int) -> tuple[CacheGroup, ...]:
     groups: list[CacheGroup] = []
+    # Both keep every block; only the last entry of one tells a drafter's layers from others.
+    full = CacheGroup.drafter() if any(layer.is_draft for layer in layers) else CacheGroup.full_attention()
     for (_, window), count in _lifecycles(layers).items():
-        group = CacheGroup.full_attention() if window is None else CacheGroup.sliding_window(window)
+        group = full if window is None else CacheGroup.sliding_window(window)
         groups += [group] * (count // width)
     return tuple(groups)
 

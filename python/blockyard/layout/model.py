@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -69,6 +69,7 @@ class LayerCache:
         ratio: tokens per entry.
         heads: number of K heads, and of V heads; 0 if the entry is not keys and values of heads.
         head_size: elements of a head; 0 if those of keys and values differ.
+        is_draft: whether it belongs to the model's MTP layers, which draft tokens.
     """
 
     kind: LayerKind
@@ -77,6 +78,7 @@ class LayerCache:
     ratio: int = 1
     heads: int = 0
     head_size: int = 0
+    is_draft: bool = False
 
     def bytes(self, tokens: int) -> int:
         """Return the bytes of a sequence of `tokens` tokens; a state or an encoder's entries do not depend on them."""
@@ -108,7 +110,12 @@ class ModelMemory:
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any] | str | Path | Any, *, dtype: str | None = None, state_dtype: str | None = None
+        cls,
+        config: Mapping[str, Any] | str | Path | Any,
+        *,
+        dtype: str | None = None,
+        state_dtype: str | None = None,
+        mtp: bool = False,
     ) -> ModelMemory:
         """Read a model's layers from its configuration.
 
@@ -118,9 +125,11 @@ class ModelMemory:
             dtype: dtype of keys and values, such as `"fp8"`; None for the configuration's. `"fp8_ds_mla"` is
                 DeepSeek's packed form of latent entries.
             state_dtype: dtype of recurrent states; None for the configuration's, or the layer kind's usual one.
+            mtp: also read the model's MTP layers, which an engine runs to draft tokens.
 
         Raises:
             InvalidArgumentError: a field is missing, or one that changes the cache is unknown; the message names it.
+                Or `mtp` is true, and the model has no MTP layers, or such without full attention.
         """
         given = read_config(config)
         fields = _Fields(given)
@@ -136,6 +145,7 @@ class ModelMemory:
                 raise InvalidArgumentError(f"config has a layer of type {name!r}, must be one of {', '.join(_LAYERS)}")
             layers += _LAYERS[name](fields.layer(index))
         layers += _encoder_layers(fields, len(names))
+        layers += _mtp_layers(fields, names) if mtp else []
         fields.refuse_unread()
         return cls(tuple(layers), "float8_e4m3fn" if fields.cache_dtype == "fp8" else fields.cache_dtype)
 
@@ -555,6 +565,27 @@ def _encoder_layers(fields: _Fields, count: int) -> list[LayerCache]:
     tokens = fields.first("max_source_positions", "max_position_embeddings", "n_positions")
     return _cross(fields, tokens) * count
 
+
+def _mtp_layers(fields: _Fields, names: Sequence[str]) -> list[LayerCache]:
+    """The layers that draft tokens: of the type of the model's last full layer, if none is given."""
+    count = fields.first(*_MTP_COUNTS, default=0)
+    if not count:
+        raise InvalidArgumentError(f"mtp is True, but config has no MTP layers: none of {', '.join(_MTP_COUNTS)}")
+    pattern = fields.get("mtp_layers_block_type") or fields.get("mtp_hybrid_override_pattern") or ()
+    types = [_ALIASES.get(one, one) for one in (_LETTERS.get(one, one) for one in pattern)]
+    types = types or [name for name in names if name in {"full_attention", "indexed_attention"}][-1:]
+    if unknown := [name for name in types if name not in _LAYERS]:
+        known = ", ".join(_LAYERS)
+        raise InvalidArgumentError(f"config has an MTP layer of type {unknown[0]!r}, must be one of {known}")
+    found = [replace(cache, is_draft=True) for name in types for cache in _LAYERS[name](fields)]
+    kinds = {cache.kind for cache in found}
+    if not kinds or not kinds <= {"full", "mla", "indexer"} or fields.get("model_type") in _MTP_WINDOWS:
+        raise InvalidArgumentError(f"config has MTP layers of types {types}, must have full attention")
+    return found * count
+
+
+_MTP_COUNTS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+_MTP_WINDOWS: Final = ("mimo_v2_flash",)
 
 _LAYERS: Final[dict[str, Callable[[_Fields], list[LayerCache]]]] = {
     "full_attention": _full,

@@ -225,6 +225,19 @@ impl Block {
         (self.refs ^ 1) | u32::from(self.reads | self.overlap) | self.tier_copy | self.tag == 0
     }
 
+    /// Whether two blocks differ in their generations only.
+    #[inline]
+    pub(crate) fn is_like(self, other: Self) -> bool {
+        let leases = (self.reads ^ other.reads) | (self.overlap ^ other.overlap);
+        (self.refs ^ other.refs) | u32::from(leases) | (self.tier_copy ^ other.tier_copy) | (self.tag ^ other.tag) == 0
+    }
+
+    /// Whether the block has `refs` references and the tag, and nothing else: no lease, no copy.
+    #[inline]
+    pub(crate) fn is_only(self, refs: u32, tag: u32) -> bool {
+        (self.refs ^ refs) | u32::from(self.reads | self.overlap) | self.tier_copy | (self.tag ^ tag) == 0
+    }
+
     /// The generation of the bytes that the block holds. In a leased block it may have ended already, with the last
     /// reference.
     pub(crate) fn version(self) -> u32 {
@@ -274,6 +287,12 @@ impl Block {
     #[inline]
     pub(crate) fn add_refs(&mut self, count: u32) {
         self.refs += count;
+    }
+
+    /// Drops references, but not the last one.
+    pub(crate) fn drop_refs(&mut self, count: u32) {
+        debug_assert!(self.refs > count, "releasing a block more often than it is referenced");
+        self.refs -= count;
     }
 
     /// Drops one reference; returns whether it was the last one.
@@ -366,6 +385,22 @@ impl Block {
         let overlap = if filling { FILLING } else { 0 };
         for block in blocks {
             (block.refs, block.overlap) = (1, overlap);
+        }
+    }
+
+    /// Adds a reference to blocks.
+    #[inline]
+    pub(crate) fn share_run(blocks: &mut [Self]) {
+        for block in blocks {
+            block.refs += 1;
+        }
+    }
+
+    /// Notes a tag in blocks.
+    #[inline]
+    pub(crate) fn set_tags(blocks: &mut [Self], tag: u32) {
+        for block in blocks {
+            block.tag = tag;
         }
     }
 

@@ -393,6 +393,9 @@ impl Groups {
     /// stands for. The one that prompts look for is 0.
     pub(crate) fn key_of(&self, group: usize, entry: usize) -> (usize, u32) {
         let per_key = self.per_key(group);
+        if per_key == 1 {
+            return (entry, 0);
+        }
         let part = if group == self.anchor { (entry + 1) % per_key } else { entry % per_key };
         (entry / per_key, u32::try_from(part).unwrap_or(u32::MAX))
     }

@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::group::NULL_BLOCK;
 use crate::id::BlockId;
 use crate::memory;
-use crate::reuse::BlockSet;
+use crate::reuse::{BlockSet, runs};
 use std::ops::Range;
 
 /// The state that moves need of a pool. Calls that follow its blocks take them as an argument.
@@ -71,11 +71,6 @@ fn is_idle(block: Block) -> bool {
 
 fn id(index: usize) -> u32 {
     u32::try_from(index).unwrap_or(u32::MAX)
-}
-
-/// The neighbours among some blocks, run by run.
-fn runs(blocks: &[BlockId]) -> impl Iterator<Item = Range<u32>> {
-    blocks.chunk_by(|a, b| a.0 + 1 == b.0).map(|run| run[0].0..run[run.len() - 1].0 + 1)
 }
 
 impl Tracker {

@@ -14,7 +14,7 @@ use std::time::Duration;
 const LOOK_AHEAD: usize = 128;
 
 /// The tag of blocks that are published without a key.
-const NO_KEY: u32 = 1;
+pub(super) const NO_KEY: u32 = 1;
 
 impl Pool {
     /// Turns caching on in the host's pool, whose eviction order continues that of the device.
@@ -294,14 +294,12 @@ impl Pool {
             let (mut tags, mut keyed, have_keys) = ([0; LOOK_AHEAD], 0, cache.points().is_none());
             for &block in &out[first..] {
                 tags[keyed] = self.blocks[block.index()].tag();
-                keyed += usize::from(have_keys || !cache.is_keyless(block));
+                keyed += usize::from(have_keys || tags[keyed] != NO_KEY || !cache.is_keyless(block));
             }
             cache.begin_eviction(&tags[..keyed]);
             self.note_all(&out[first..], Membership::Evictable, Membership::Neither);
-            for &block in &out[first..] {
-                self.evict_bytes(block);
-                self.blocks[block.index()].take(filling);
-            }
+            self.evict_all(&out[first..]);
+            self.open(&out[first..], filling);
             while let Some(block) = self.host_order().and_then(HostOrder::take_passed) {
                 self.drop_popped(block, false);
             }

@@ -259,8 +259,13 @@ impl Pool {
     /// Takes a reference to a block that is referenced or cached.
     #[inline]
     pub(crate) fn claim(&mut self, block: BlockId) {
-        debug_assert!(!self.block(block).is_empty(), "claiming a block that holds nothing");
-        if let (Some(cache), false) = (&mut self.cache, self.blocks[block.index()].is_used()) {
+        let now = &mut self.blocks[block.index()];
+        debug_assert!(!now.is_empty(), "claiming a block that holds nothing");
+        if now.is_used() {
+            now.add_refs(1);
+            return;
+        }
+        if let Some(cache) = &mut self.cache {
             cache.note_use(block, true);
         }
         self.change(block, |block| block.add_refs(1));
@@ -285,6 +290,11 @@ impl Pool {
             cache.note_use(id, false);
         }
         self.moved(id, before);
+    }
+
+    /// Drops references to a block that keeps others.
+    pub(crate) fn unshare(&mut self, block: BlockId, count: u32) {
+        self.blocks[block.index()].drop_refs(count);
     }
 
     /// Fails unless a block has room for this many more leases of a kind.

@@ -4,8 +4,11 @@
 //! without a check per block; other runs go block by block.
 
 use super::Pool;
+use super::cached::NO_KEY;
 use crate::block::{Block, LeaseKind, Membership};
 use crate::id::BlockId;
+use crate::page::PerClass;
+use crate::reuse::indices;
 use std::hint::black_box;
 use std::ops::Range;
 
@@ -19,10 +22,6 @@ fn as_run(blocks: &[BlockId]) -> Option<Range<u32>> {
     rising.then_some(blocks.first()?.0..blocks.last()?.0 + 1)
 }
 
-fn indices(run: &Range<u32>) -> Range<usize> {
-    run.start as usize..run.end as usize
-}
-
 impl Pool {
     /// Whether each block has one reference, and no lease, key or copy in another tier.
     pub(crate) fn are_private(&self, blocks: &[BlockId]) -> bool {
@@ -33,14 +32,17 @@ impl Pool {
     pub(crate) fn release_all(&mut self, blocks: &[BlockId]) {
         for blocks in blocks.rchunks(LOOK_AHEAD) {
             let beyond = self.tail().live > 0 && blocks.iter().any(|&block| self.is_beyond(block));
-            if beyond || !self.are_private(blocks) {
-                self.look_at(blocks);
+            if beyond {
                 blocks.iter().rev().for_each(|&block| self.release(block));
+            } else if !self.are_private(blocks) {
+                if self.points().is_some() {
+                    self.release_runs(blocks);
+                } else {
+                    self.look_at(blocks);
+                    blocks.iter().rev().for_each(|&block| self.release(block));
+                }
             } else if let Some(run) = as_run(blocks) {
-                let before = self.blocks[run.start as usize];
-                Block::release_run(&mut self.blocks[indices(&run)]);
-                self.sets[self.classes.of(blocks[0])].free.used_run(run.clone());
-                self.moved_run(run, before);
+                self.release_private(run);
             } else {
                 for &block in blocks.iter().rev() {
                     Block::release_run(std::slice::from_mut(&mut self.blocks[block.index()]));
@@ -54,6 +56,148 @@ impl Pool {
                 }
             }
         }
+    }
+
+    /// Drops one reference to each block, run by run of blocks that are alike, last one first.
+    fn release_runs(&mut self, mut blocks: &[BlockId]) {
+        while let Some((&last, rest)) = blocks.split_last() {
+            if self.has_key(last) {
+                self.release(last);
+                blocks = rest;
+                continue;
+            }
+            let run = self.last_run(blocks);
+            blocks = &blocks[..blocks.len() - run.len()];
+            if self.block(last).is_private() {
+                self.release_private(run);
+            } else if self.hang(&run, 1) {
+                self.release_hanging(run);
+            } else {
+                run.map(BlockId).rev().for_each(|block| self.release(block));
+            }
+        }
+    }
+
+    /// Whether a block is published under a key, which no other block has.
+    #[inline]
+    fn has_key(&self, block: BlockId) -> bool {
+        self.blocks[block.index()].tag() > NO_KEY
+    }
+
+    /// The neighbours at the end of some blocks that are alike.
+    #[inline]
+    fn last_run(&self, blocks: &[BlockId]) -> Range<u32> {
+        let Some((&BlockId(last), rest)) = blocks.split_last() else { return 0..0 };
+        let (mut first, state) = (last, self.blocks[last as usize]);
+        for block in rest.iter().rev() {
+            if block.0.wrapping_add(1) != first || !self.blocks[block.index()].is_like(state) {
+                break;
+            }
+            first = block.0;
+        }
+        first..last + 1
+    }
+
+    /// Frees neighbours that have one reference and nothing else.
+    fn release_private(&mut self, run: Range<u32>) {
+        let before = self.blocks[run.start as usize];
+        Block::release_run(&mut self.blocks[indices(&run)]);
+        self.sets[self.classes.of(BlockId(run.start))].free.used_run(run.clone());
+        self.moved_run(run, before);
+    }
+
+    /// Whether neighbours that are alike have `refs` references each, are found with others, and nothing else holds them.
+    fn hang(&self, run: &Range<u32>, refs: u32) -> bool {
+        self.block(BlockId(run.start)).is_only(refs, NO_KEY)
+            && self.beyond(run) == 0
+            && self.cache.as_ref().is_some_and(|cache| cache.hang(run.clone()))
+    }
+
+    /// Drops the one reference to each of such neighbours.
+    fn release_hanging(&mut self, run: Range<u32>) {
+        Block::release_run(&mut self.blocks[indices(&run)]);
+        self.sets[self.classes.of(BlockId(run.start))].free.used_run(run.clone());
+        if let Some(cache) = &mut self.cache {
+            cache.park_run(run.clone());
+        }
+        self.note_run(&run, Membership::Neither, Membership::Evictable);
+    }
+
+    /// Takes a reference to each of some blocks, like [`Pool::claim`].
+    pub(crate) fn claim_all(&mut self, mut blocks: &[BlockId]) {
+        if self.points().is_none() {
+            for &block in blocks {
+                self.claim(block);
+            }
+            return;
+        }
+        while let Some((&last, rest)) = blocks.split_last() {
+            if self.has_key(last) {
+                self.claim(last);
+                blocks = rest;
+                continue;
+            }
+            let run = self.last_run(blocks);
+            blocks = &blocks[..blocks.len() - run.len()];
+            let is_parked = self.hang(&run, 0);
+            if self.block(last).is_used() {
+                Block::share_run(&mut self.blocks[indices(&run)]);
+            } else if is_parked && self.cache.as_mut().is_some_and(|cache| cache.unpark_run(run.clone())) {
+                Block::share_run(&mut self.blocks[indices(&run)]);
+                self.note_run(&run, Membership::Evictable, Membership::Neither);
+            } else {
+                run.map(BlockId).rev().for_each(|block| self.claim(block));
+            }
+        }
+    }
+
+    /// Publishes blocks in use that are found with others, without keys.
+    pub(crate) fn add_keyless_all(&mut self, mut blocks: &[BlockId]) {
+        while !blocks.is_empty() {
+            let run = self.last_run(blocks);
+            blocks = &blocks[..blocks.len() - run.len()];
+            let first = BlockId(run.start);
+            if let (false, false, Some(cache)) =
+                (self.block(first).is_published(), self.is_stranded(first), &mut self.cache)
+            {
+                Block::set_tags(&mut self.blocks[indices(&run)], NO_KEY);
+                cache.add_keyless_run(run);
+            }
+        }
+    }
+
+    /// Forgets the contents of popped blocks that are being reallocated.
+    pub(super) fn evict_all(&mut self, mut blocks: &[BlockId]) {
+        while !blocks.is_empty() {
+            let run = self.last_run(blocks);
+            blocks = &blocks[..blocks.len() - run.len()];
+            let is_plain = self.block(BlockId(run.start)).is_only(0, NO_KEY);
+            if is_plain && self.cache.as_mut().is_some_and(|cache| cache.remove_evicted_run(run.clone())) {
+                Block::set_tags(&mut self.blocks[indices(&run)], 0);
+                self.evictions += run.len() as u64;
+            } else {
+                run.map(BlockId).rev().for_each(|block| self.evict_bytes(block));
+            }
+        }
+    }
+
+    /// How many of some blocks of one class are currently available.
+    pub(crate) fn cost(&self, mut blocks: &[BlockId], overlappable_too: bool) -> PerClass {
+        let (mut count, mut class) = (0, 0);
+        while let Some((&last, rest)) = blocks.split_last() {
+            let alike = if self.has_key(last) { 1 } else { self.last_run(blocks).len() };
+            blocks = &rest[..rest.len() + 1 - alike];
+            if self.costs(last, overlappable_too) {
+                (count, class) = (count + alike, self.classes.of(last));
+            }
+        }
+        PerClass::of(class, count)
+    }
+
+    /// Follows neighbours of one class from a set to another.
+    fn note_run(&mut self, run: &Range<u32>, from: Membership, to: Membership) {
+        run.clone().map(BlockId).for_each(|block| self.note_moved(block, from, to));
+        self.refresh(run.clone());
     }
 
     /// Gives free blocks their first reference, and a write lease if they will be filled.

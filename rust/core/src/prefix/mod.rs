@@ -22,6 +22,7 @@ use crate::page::Classes;
 use evict::{Departure, Eviction, Guide, Hint, HintCount, HostOrder, Policy, Quotas, Rank};
 use index::PrefixIndex;
 use std::hint::black_box;
+use std::ops::Range;
 
 /// The key of a cached block, and the tenant that owns it.
 #[derive(Debug, Clone, Copy)]
@@ -263,6 +264,49 @@ impl PrefixCache {
         }
     }
 
+    /// Whether unused neighbours of one class are found with others, and can be evicted, or would be.
+    #[inline]
+    pub(crate) fn hang(&self, run: Range<u32>) -> bool {
+        self.points.as_deref().is_some_and(|points| points.hang(run))
+    }
+
+    /// Makes neighbours evictable that are found with others.
+    pub(crate) fn park_run(&mut self, run: Range<u32>) {
+        self.note_run(&run, false);
+        if let Some(points) = self.points.as_deref_mut() {
+            points.outside.insert_idle_run(run);
+        }
+    }
+
+    /// Notes that such neighbours are used again; returns false, and does nothing, if one is about to leave.
+    pub(crate) fn unpark_run(&mut self, run: Range<u32>) -> bool {
+        let are_parked = self.points.as_deref_mut().is_some_and(|points| points.outside.remove_idle_run(run.clone()));
+        if are_parked {
+            self.note_run(&run, true);
+        }
+        are_parked
+    }
+
+    fn note_run(&mut self, run: &Range<u32>, again: bool) {
+        if self.residency.is_some() {
+            run.clone().map(BlockId).for_each(|block| self.note_use(block, again));
+        }
+    }
+
+    /// Publishes neighbours in use that are found with others, and have no keys.
+    pub(crate) fn add_keyless_run(&mut self, run: Range<u32>) {
+        if let Some(points) = self.points.as_deref_mut() {
+            points.add_keyless_run(run);
+        }
+    }
+
+    /// Forgets popped neighbours that are being reallocated, if they were found with others and nobody records it;
+    /// returns whether it did.
+    pub(crate) fn remove_evicted_run(&mut self, run: Range<u32>) -> bool {
+        let is_recorded = self.removals.is_some() || self.residency.is_some();
+        !is_recorded && self.points.as_deref_mut().is_some_and(|points| points.forget_run(run))
+    }
+
     /// Prefetches the memory needed to reallocate popped blocks with these tags, and informs the policy.
     #[inline]
     pub(crate) fn begin_eviction(&mut self, tags: &[u32]) {
@@ -392,13 +436,14 @@ impl PrefixCache {
 
     /// Evictable blocks of a tenant.
     pub(crate) fn held_by(&self, tenant: u16) -> usize {
-        self.order.quotas().map_or(0, |quotas| quotas.held(tenant))
+        self.order.quotas().map_or(0, |quotas| quotas.held(tenant) + self.idle_of(tenant))
     }
 
     /// Assigns a newly published block to a tenant.
     pub(crate) fn assign(&mut self, block: BlockId, tenant: u16) {
         if let Some(quotas) = self.order.quotas_mut() {
             quotas.assign(block, tenant);
+            self.assign_outside(block, tenant);
         }
     }
 
@@ -409,6 +454,7 @@ impl PrefixCache {
 
     /// Removes a block of a tenant over its quota from the eviction order.
     pub(crate) fn pop_over_quota(&mut self) -> Option<BlockId> {
+        self.note_idle();
         let block = self.order.quotas_mut().and_then(Quotas::pop_over)?;
         self.pass_popped(block);
         Some(block)
@@ -416,7 +462,7 @@ impl PrefixCache {
 
     /// Checks the quotas.
     pub(crate) fn check_quotas(&self) -> Option<String> {
-        self.order.quotas().and_then(Quotas::check)
+        self.order.quotas().and_then(Quotas::check).or_else(|| self.check_idle())
     }
 
     /// Notes that a published block is no longer used, or that it is used `again`.

@@ -6,11 +6,16 @@ use crate::id::BlockId;
 use crate::page::{Classes, PerClass};
 use crate::reuse::BlockSet;
 use crate::ring::Rings;
+use std::ops::Range;
 
-/// Ring of evictable blocks whose point has gone to the host: they follow it, first of all, whatever their class.
-pub(super) const LEAVING: usize = 0;
-/// Ring of evictable blocks that serve nobody; each class has its own, from here on.
-pub(super) const DEAD: usize = 1;
+/// Where blocks go that have lost what they hang on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Grave {
+    /// Their point has gone to the host: they follow it, first of all, whatever their class.
+    Leaving,
+    /// They serve nobody.
+    Dead,
+}
 
 /// The blocks, by page class.
 #[derive(Debug, Clone)]
@@ -18,16 +23,49 @@ pub(super) struct Outside {
     classes: Classes,
     /// By class: blocks published without a key that can be evicted, together with what they hang on.
     idle: Box<[BlockSet]>,
-    /// Blocks that lead to no point.
-    dead: Rings,
-    /// Numbers of dead blocks.
-    num_dead: PerClass,
+    /// By class: blocks that serve nobody.
+    dead: Box<[BlockSet]>,
+    /// Blocks that follow their points to the host.
+    leaving: Rings,
+    num_leaving: PerClass,
+    owners: Owners,
+}
+
+/// Under quotas: whose the idle blocks are. Tenants are numbered from 1; 0 means no quota.
+#[derive(Debug, Clone, Default)]
+struct Owners {
+    /// By block.
+    tenants: Vec<u16>,
+    /// By tenant: its idle blocks.
+    idle: Vec<usize>,
+    /// Tenants whose numbers have changed since these were last taken.
+    changed: Vec<u16>,
+}
+
+impl Owners {
+    #[inline]
+    fn count(&mut self, block: BlockId, more: bool) {
+        let Some(tenant @ 1..) = self.tenants.get(block.index()).copied() else { return };
+        let idle = &mut self.idle[usize::from(tenant) - 1];
+        *idle = if more { *idle + 1 } else { *idle - 1 };
+        if self.changed.last() != Some(&tenant) {
+            self.changed.push(tenant);
+        }
+    }
+
+    #[inline]
+    fn count_run(&mut self, run: Range<u32>, more: bool) {
+        if !self.tenants.is_empty() {
+            run.map(BlockId).for_each(|block| self.count(block, more));
+        }
+    }
 }
 
 impl Outside {
     pub(super) fn new(blocks: usize, classes: Classes) -> Self {
-        let idle = vec![BlockSet::empty(blocks); classes.len()].into();
-        Self { classes, idle, dead: Rings::new(blocks, DEAD + classes.len()), num_dead: PerClass::default() }
+        let idle: Box<[BlockSet]> = vec![BlockSet::empty(blocks); classes.len()].into();
+        let (dead, leaving) = (idle.clone(), Rings::new(blocks, 1));
+        Self { classes, idle, dead, leaving, num_leaving: PerClass::default(), owners: Owners::default() }
     }
 
     pub(super) fn num_classes(&self) -> usize {
@@ -39,12 +77,48 @@ impl Outside {
     }
 
     pub(super) fn insert_idle(&mut self, block: BlockId) {
-        self.set_of(block).insert(block);
+        if self.set_of(block).insert(block) {
+            self.owners.count(block, true);
+        }
     }
 
     /// Takes an idle block out; returns whether it was one.
     pub(super) fn remove_idle(&mut self, block: BlockId) -> bool {
-        self.set_of(block).remove(block)
+        let was_idle = self.set_of(block).remove(block);
+        if was_idle {
+            self.owners.count(block, false);
+        }
+        was_idle
+    }
+
+    /// Assigns a block that is not idle to a tenant.
+    pub(super) fn assign(&mut self, block: BlockId, tenant: u16) {
+        debug_assert!(!self.is_idle(block), "an idle block changes its owner");
+        let Owners { tenants, idle, .. } = &mut self.owners;
+        tenants.resize(tenants.len().max(block.index() + 1), 0);
+        idle.resize(idle.len().max(usize::from(tenant)), 0);
+        tenants[block.index()] = tenant;
+    }
+
+    /// Idle blocks of a tenant.
+    pub(super) fn idle_of(&self, tenant: u16) -> usize {
+        usize::from(tenant).checked_sub(1).and_then(|at| self.owners.idle.get(at)).copied().unwrap_or(0)
+    }
+
+    /// Tenants whose numbers of idle blocks have changed since the last call.
+    pub(super) fn take_changed(&mut self) -> Vec<u16> {
+        std::mem::take(&mut self.owners.changed)
+    }
+
+    /// Checks the owners' numbers.
+    pub(super) fn check_owners(&self) -> Option<String> {
+        let owner = |block: BlockId| self.owners.tenants.get(block.index()).copied();
+        let of =
+            |tenant| self.idle.iter().flat_map(BlockSet::iter).filter(|&block| owner(block) == Some(tenant)).count();
+        (1u16..).zip(&self.owners.idle).find_map(|(tenant, &counted)| {
+            let found = of(tenant);
+            (found != counted).then(|| format!("tenant {tenant} has {found} idle blocks, counted {counted}"))
+        })
     }
 
     pub(super) fn is_idle(&self, block: BlockId) -> bool {
@@ -56,36 +130,68 @@ impl Outside {
         self.idle[class].next(0)
     }
 
-    /// Puts a block into a ring, of its class if each has one.
-    pub(super) fn bury(&mut self, ring: usize, block: BlockId) {
+    /// Puts a block that is in no set where it goes first of all.
+    pub(super) fn bury(&mut self, grave: Grave, block: BlockId) {
         let class = self.classes.of(block);
-        self.dead.push(if ring == LEAVING { LEAVING } else { DEAD + class }, block);
-        *self.num_dead.at(class) += 1;
+        if grave == Grave::Leaving {
+            self.leaving.push(0, block);
+            *self.num_leaving.at(class) += 1;
+        } else {
+            self.dead[class].insert(block);
+        }
     }
 
     /// Takes a dead block out; returns whether it was one.
     pub(super) fn unbury(&mut self, block: BlockId) -> bool {
-        let was_dead = self.dead.remove(block);
-        *self.num_dead.at(self.classes.of(block)) -= usize::from(was_dead);
-        was_dead
+        let class = self.classes.of(block);
+        let was_leaving = self.leaving.len() > 0 && self.leaving.remove(block);
+        *self.num_leaving.at(class) -= usize::from(was_leaving);
+        was_leaving || self.dead[class].remove(block)
     }
 
     pub(super) fn is_dead(&self, block: BlockId) -> bool {
-        self.dead.contains(block)
+        self.dead[self.classes.of(block)].contains(block) || self.leaving.contains(block)
     }
 
-    /// Takes the first block of a class out that serves nobody.
-    pub(super) fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
-        let block = self.dead.pop(DEAD + class)?;
-        *self.num_dead.at(class) -= 1;
+    /// Takes the lowest block of a class out that serves nobody.
+    pub(super) fn take_dead(&mut self, class: usize) -> Option<BlockId> {
+        let block = self.dead[class].next(0)?;
+        self.dead[class].remove(block);
         Some(block)
+    }
+
+    /// Takes blocks of a class out that serve nobody, at most `count`, the lowest first.
+    pub(super) fn pop_dead(&mut self, class: usize, count: usize, out: &mut Vec<BlockId>) {
+        self.dead[class].take_runs(count, |run| out.extend(run.map(BlockId)));
     }
 
     /// Takes the first block out that follows its point.
     pub(super) fn pop_leaving(&mut self) -> Option<BlockId> {
-        let block = self.dead.pop(LEAVING)?;
-        *self.num_dead.at(self.classes.of(block)) -= 1;
+        let block = self.leaving.pop(0)?;
+        *self.num_leaving.at(self.classes.of(block)) -= 1;
         Some(block)
+    }
+
+    /// Makes neighbours of one class idle.
+    pub(super) fn insert_idle_run(&mut self, run: Range<u32>) {
+        self.idle[self.classes.of(BlockId(run.start))].insert_run(run.clone());
+        self.owners.count_run(run, true);
+    }
+
+    /// Takes idle neighbours of one class out; returns false, and does nothing, if one is not idle.
+    pub(super) fn remove_idle_run(&mut self, run: Range<u32>) -> bool {
+        let idle = &mut self.idle[self.classes.of(BlockId(run.start))];
+        let are_idle = idle.contains_run(run.clone());
+        if are_idle {
+            idle.remove_run(run.clone());
+            self.owners.count_run(run, false);
+        }
+        are_idle
+    }
+
+    /// Puts neighbours of one class, which are in no set, where they go first of all.
+    pub(super) fn bury_run(&mut self, run: Range<u32>) {
+        self.dead[self.classes.of(BlockId(run.start))].insert_run(run);
     }
 
     pub(super) fn contains(&self, block: BlockId) -> bool {
@@ -99,13 +205,13 @@ impl Outside {
 
     /// Number of dead blocks of a class.
     pub(super) fn num_dead(&self, class: usize) -> usize {
-        self.num_dead.get(class)
+        self.dead[class].len() + self.num_leaving.get(class)
     }
 
     /// Number of blocks of a class.
     #[inline]
     pub(super) fn len_of(&self, class: usize) -> usize {
-        self.idle[class].len() + self.num_dead.get(class)
+        self.idle[class].len() + self.num_dead(class)
     }
 
     /// Number of blocks of all classes.
@@ -116,22 +222,47 @@ impl Outside {
 
     /// Replaces a block by another of its class.
     pub(super) fn rename(&mut self, from: BlockId, to: BlockId) {
-        if self.remove_idle(from) {
+        let was_idle = self.remove_idle(from);
+        if let Some(owner) = self.owners.tenants.get_mut(from.index()).map(std::mem::take) {
+            self.assign(to, owner);
+        }
+        if was_idle {
             self.insert_idle(to);
         }
-        self.dead.rename(from, to);
+        let dead = &mut self.dead[self.classes.of(from)];
+        if dead.remove(from) {
+            dead.insert(to);
+        }
+        self.leaving.rename(from, to);
     }
 
     /// Makes room for ids below `blocks`.
     pub(super) fn grow(&mut self, blocks: usize) {
-        self.idle.iter_mut().for_each(|idle| idle.grow(blocks));
-        self.dead.make_room(blocks);
+        self.idle.iter_mut().chain(&mut self.dead).for_each(|set| set.grow(blocks));
+        self.leaving.make_room(blocks);
         self.classes.resize(blocks);
     }
 }
 
 /// What of the cache is outside the policy's order.
 impl PrefixCache {
+    /// Evictable blocks of a tenant that are not in the policy's order.
+    pub(super) fn idle_of(&self, tenant: u16) -> usize {
+        self.points().map_or(0, |points| points.outside.idle_of(tenant))
+    }
+
+    /// Assigns a newly published block to a tenant, for when it is not in the policy's order.
+    pub(super) fn assign_outside(&mut self, block: BlockId, tenant: u16) {
+        if let Some(points) = self.points.as_deref_mut() {
+            points.outside.assign(block, tenant);
+        }
+    }
+
+    /// Checks how many blocks of each tenant are not in the policy's order.
+    pub(super) fn check_idle(&self) -> Option<String> {
+        self.points().and_then(|points| points.outside.check_owners())
+    }
+
     /// Takes a block out that is evictable, and not in the policy's order.
     pub(super) fn take_outside(&mut self, block: BlockId) {
         if let Some(points) = self.points.as_deref_mut() {
@@ -147,7 +278,7 @@ impl PrefixCache {
 
     /// Takes out an evictable block of a class that serves nobody, and follows no point to the host.
     pub(crate) fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
-        self.points.as_deref_mut()?.outside.pop_dead(class)
+        self.points.as_deref_mut()?.outside.take_dead(class)
     }
 
     /// Evictable blocks of a class that serve nobody.

@@ -9,6 +9,18 @@ mod scan;
 mod set;
 pub use set::BlockSet;
 
+/// The blocks of a run, in a list by block.
+#[inline]
+pub(crate) fn indices(run: &Range<u32>) -> Range<usize> {
+    run.start as usize..run.end as usize
+}
+
+/// Runs of ascending neighbours.
+#[inline]
+pub(crate) fn runs(blocks: &[BlockId]) -> impl DoubleEndedIterator<Item = Range<u32>> {
+    blocks.chunk_by(|a, b| a.0.wrapping_add(1) == b.0).map(|run| run[0].0..run[run.len() - 1].0 + 1)
+}
+
 /// Orders in which free blocks are taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ReuseOrder {

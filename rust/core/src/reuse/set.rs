@@ -74,6 +74,12 @@ impl BlockSet {
         i < self.capacity && self.levels[0][i / 64] >> (i % 64) & 1 == 1
     }
 
+    /// Whether all of some neighbours are members.
+    #[inline]
+    pub(crate) fn contains_run(&self, run: Range<u32>) -> bool {
+        words(run).all(|(index, mask)| self.levels[0].get(index).is_some_and(|word| word & mask == mask))
+    }
+
     /// Adds a block; returns whether it was absent.
     pub fn insert(&mut self, block: BlockId) -> bool {
         let i = block.index();

@@ -155,7 +155,8 @@ impl Sequences {
     pub(super) fn request_prompts(view: View<'_>, matches: &[Match<'_>], new: PerClass) -> Request {
         let loads = view.blocks_to_load(matches.iter().flat_map(Match::behind));
         let found = if let [one] = matches {
-            view.cost(Tier::Device, one.blocks(), true)
+            let tables = one.tables().map(|table| view.tiers.device().cost(table, true)).sum::<PerClass>();
+            tables + view.cost(Tier::Device, one.blocks_behind(), true)
         } else {
             let mut idle = Self::idle_blocks(view, matches);
             idle.dedup();

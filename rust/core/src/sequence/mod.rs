@@ -34,7 +34,7 @@ pub(crate) use table::{GroupTable, Row, SequenceRows};
 use crate::block::TierBlock;
 use crate::error::{Error, Result, invalid};
 use crate::fit::Share;
-use crate::group::{Group, Groups};
+use crate::group::{Group, Groups, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::page::PerClass;
 use crate::prefix::evict::Hint;
@@ -250,8 +250,12 @@ impl Sequences {
             self.end_turn(step, id, hint);
             self.begin_release(step, id);
             // Release the last block first, so that a cached chain is evicted from its end.
-            let table = self.rows.table_mut(id).table.take();
-            step.tiers.release_all(tier, &table);
+            let table = self.rows.table_mut(id);
+            let (nulls, blocks) = (table.null_prefix, table.table.take());
+            step.tiers.release_all(tier, &blocks[nulls as usize..]);
+            if nulls > 0 {
+                step.tiers.unshare((tier, NULL_BLOCK), nulls);
+            }
             step.tiers.end_chain();
         }
         for &sequence in sequences {

@@ -1,8 +1,8 @@
 //! Resume points of models whose groups do not all keep every block: where prompts continue, and where sequences make
 //! points for later ones. See [`crate::prefix`] for how they are kept.
 
-use super::Sequences;
 use super::table::{RowKeys, TableId};
+use super::{Sequences, blocks_for};
 use crate::block::LeaseKind;
 use crate::error::{Result, invalid};
 use crate::event::Publication;
@@ -34,8 +34,8 @@ pub(super) struct Below {
 }
 
 impl Sequences {
-    /// The deepest point of a prompt that all groups can serve, at most `keys.len()` blocks into it.
-    pub(super) fn find_groups(&self, view: View<'_>, keys: &[Key]) -> Start {
+    /// The deepest point of a prompt of `length` tokens that all groups can serve, at most `keys.len()` blocks into it.
+    pub(super) fn find_groups(&self, view: View<'_>, keys: &[Key], length: usize) -> Start {
         let (device, anchor) = (view.tiers.device(), self.groups.anchor());
         let Some(points) = device.points() else { return self.nothing() };
         let number = u8::try_from(anchor).unwrap_or(u8::MAX);
@@ -69,8 +69,8 @@ impl Sequences {
         };
         let (mut tail, mut tables) = (points.tail(last), Vec::with_capacity(self.groups.growing().len()));
         for group in 0..self.groups.growing().len() {
+            let mut table = Vec::with_capacity(blocks_for(length as u64, self.size_of(group)) + 1);
             if let Some(places) = self.companions_of(group) {
-                let mut table = Vec::with_capacity(hits * self.groups.per_key(group));
                 for block in &run[..hits] {
                     table.extend_from_slice(&points.companions(*block).unwrap_or_default()[places.clone()]);
                     table.extend((group == anchor).then_some(*block));
@@ -80,7 +80,7 @@ impl Sequences {
                 let needed = self.tail_of(group, hits);
                 let (own, rest) = tail.split_at(needed.len());
                 tail = rest;
-                let mut table = vec![NULL_BLOCK; needed.start];
+                table.resize(needed.start, NULL_BLOCK);
                 table.extend_from_slice(own);
                 if group == anchor {
                     table.push(if self.needs_last(group, hits) { last } else { NULL_BLOCK });
@@ -119,12 +119,9 @@ impl Sequences {
         }
         // The device finds a tail's blocks with their point only: those of other points of this prompt serve, too.
         let mut held: HashMap<(usize, usize), BlockId> = HashMap::new();
-        let tail_places = |end: usize| {
-            self.groups.leaving().iter().flat_map(move |&group| self.tail_of(group, end).map(move |at| (group, at)))
-        };
         for end in 1..=run {
             let Some(block) = on_device(end - 1).filter(|&block| points.has_tail(block)) else { continue };
-            held.extend(tail_places(end).zip(points.tail(block).iter().copied()));
+            held.extend(self.tail_places(end).zip(points.tail(block).iter().copied()));
         }
         let tail = |end: usize| {
             if let Some(block) = on_device(end - 1).filter(|&block| points.has_point(block)) {
@@ -132,7 +129,7 @@ impl Sequences {
             }
             anchor(end - 1)?;
             let part = |place| held.get(&place).copied().map(Found::Device).or_else(|| copy(place));
-            tail_places(end).map(part).collect()
+            self.tail_places(end).map(part).collect()
         };
         let (hits, tail) = (alone.hits + 1..=run).rev().find_map(|end| Some((end, tail(end)?)))?;
         let (mut tail, empty) = (tail.into_iter(), Found::Device(NULL_BLOCK));
@@ -406,14 +403,17 @@ impl Sequences {
             }
         }
         let is_junction = keys.junction > 0 && keys.junction as usize == at;
-        let place = |index| self.place_in_tail(at, index);
-        let own_key = |index| {
-            place(index)
-                .map_or(Key::default(), |(group, entry)| self.own_key(keys.found_by(), usize::from(group), entry))
-        };
+        let places: Vec<_> = if step.tiers.names_keyless() { self.tail_places(at).collect() } else { Vec::new() };
+        let own_key = |index: usize| self.own_key(keys.found_by(), places[index].0, places[index].1);
         step.tiers.add_point(anchor, (&tail, is_junction), own_key, |index| {
-            let (group, entry) = place(index)?;
-            publication(keys, self.groups.key_of(group.into(), entry).0, tail[index], group, size)
+            let (group, entry) = places[index];
+            publication(
+                keys,
+                self.groups.key_of(group, entry).0,
+                tail[index],
+                u8::try_from(group).unwrap_or(u8::MAX),
+                size,
+            )
         });
     }
 
@@ -435,16 +435,9 @@ impl Sequences {
         Some(tail)
     }
 
-    /// Group and index in its table of a block in the tail of a point behind `at` blocks.
-    fn place_in_tail(&self, at: usize, mut index: usize) -> Option<(u8, usize)> {
-        for &group in self.groups.leaving() {
-            let needed = self.tail_of(group, at);
-            if index < needed.len() {
-                return Some((u8::try_from(group).ok()?, needed.start + index));
-            }
-            index -= needed.len();
-        }
-        None
+    /// Group and index in its table of each block in the tail of a point behind `at` blocks.
+    fn tail_places(&self, at: usize) -> impl Iterator<Item = (usize, usize)> {
+        self.groups.leaving().iter().flat_map(move |&group| self.tail_of(group, at).map(move |entry| (group, entry)))
     }
 
     /// Hangs the blocks of the other groups that keep every block on a published one that lacks them.

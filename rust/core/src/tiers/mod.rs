@@ -163,6 +163,16 @@ impl Tiers {
         self.pools[tier.index()].share(block, count);
     }
 
+    /// Takes a reference to each of some blocks.
+    pub(crate) fn claim_all(&mut self, tier: Tier, blocks: &[BlockId]) {
+        self.at(tier, |pool| pool.claim_all(blocks));
+    }
+
+    /// Drops references to a block that keeps others.
+    pub(crate) fn unshare(&mut self, (tier, block): TierBlock, count: u32) {
+        self.pools[tier.index()].unshare(block, count);
+    }
+
     /// Takes a reference to a block that is in use or cached.
     #[inline]
     pub(crate) fn claim(&mut self, (tier, block): TierBlock) {
@@ -368,7 +378,7 @@ impl Tiers {
             if tier == Tier::Device {
                 self.pools[0].set_parent(block, identity.parent);
             }
-            if tier == Tier::Device && identity.tenant != 0 {
+            if tier == Tier::Device && self.num_tenants() > 0 {
                 self.pools[0].assign(block, identity.tenant);
             }
             if self.keeps_host_copies() {
@@ -390,14 +400,35 @@ impl Tiers {
         key: impl Fn(usize) -> Key,
         publication: impl Fn(usize) -> Option<Publication>,
     ) {
+        if !self.names_keyless() {
+            self.pools[0].add_keyless_all(blocks);
+            self.assign_to_tenant(anchor, blocks);
+            return;
+        }
         let before = self.device().block(anchor).tag();
         for (at, &block) in blocks.iter().enumerate() {
             let is_new = self.pools[0].add_keyless(block, key(at));
-            if self.device().is_keyless(block) {
+            if self.keeps_host_copies() && self.device().is_keyless(block) {
                 self.chains.set(Tier::Device, block, before);
             }
             if is_new && (self.events.is_some() || self.write_queue.is_some()) {
                 self.note_keyless(key(at), publication(at));
+            }
+        }
+        self.assign_to_tenant(anchor, blocks);
+    }
+
+    /// Whether anything asks for the keys of blocks that are found with others: host, store or events.
+    pub(crate) fn names_keyless(&self) -> bool {
+        self.keeps_host_copies() || self.write_queue.is_some() || self.events.is_some()
+    }
+
+    /// Assigns blocks to the tenant of the one that they hang on.
+    fn assign_to_tenant(&mut self, anchor: BlockId, blocks: &[BlockId]) {
+        if self.num_tenants() > 0 {
+            let tenant = self.device().tenant(anchor);
+            for &block in blocks {
+                self.pools[0].assign(block, tenant);
             }
         }
     }
@@ -474,7 +505,8 @@ impl Tiers {
             let must = format!("at least {} with PrefixCaching(host=True)", null + 1);
             return Err(invalid("host_blocks", host.len() as i128, must));
         }
-        let fits = device.is_caching() && host.is_idle();
+        // Blocks that are found with others have no keys until there are host copies.
+        let fits = device.is_caching() && host.is_idle() && (device.points().is_none() || device.published() == 0);
         if !fits || self.events.is_some() || self.keeps_host_copies() {
             let must = "none in use, with prefix caching on, before events are recorded, and only once".to_owned();
             return Err(invalid("host blocks of a prefix cache", host.len() as i128, must));

@@ -1,6 +1,6 @@
 //! Quotas: how many cached blocks a tenant may leave on the device. A tenant is identified by its salt.
 //!
-//! Blocks in use never count. Blocks beyond a quota are freed when sequences are freed, tickets end and decisions are
+//! Windows, states and blocks of other groups count like those with keys, and go with them. Blocks in use never count. Blocks beyond a quota are freed when sequences are freed, tickets end and decisions are
 //! taken, the tenant's least recently used block first. If room is needed in between, they are evicted before all other
 //! blocks.
 
@@ -49,8 +49,8 @@ impl Tiers {
             return Err(invalid("number of tenants with quotas", limit as i128 + 1, format!("at most {limit}")));
         }
         if tenants.quotas.is_empty() {
-            // The owner of each block, and its position among its tenant's blocks.
-            memory::require_items::<(u16, u32)>(self.pools[0].extent())?;
+            // The owner of each block, twice, and its position among its tenant's blocks.
+            memory::require_items::<(u16, u16, u32)>(self.pools[0].extent())?;
         }
         let next = u16::try_from(tenants.quotas.len() + 1).unwrap_or(u16::MAX);
         let number = *tenants.numbers.entry(salt).or_insert(next);

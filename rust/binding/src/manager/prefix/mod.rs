@@ -299,7 +299,8 @@ impl PyPrefix {
         self.0.lock().set_priority(&sequences, priority).map_err(to_py)
     }
 
-    /// Limit a tenant's cached device blocks: published, and used by no sequence.
+    /// Limit a tenant's cached device blocks: published, and used by no sequence. Windows, states and blocks of other
+    /// groups count too: they go with the block that they hang on.
     ///
     /// The tenant's least recently used blocks beyond the quota are freed whenever sequences are freed, tickets end or
     /// decisions are taken. If room is needed earlier, they are evicted before the blocks of other tenants. Blocks that

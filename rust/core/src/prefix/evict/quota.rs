@@ -10,7 +10,17 @@ use std::collections::BTreeSet;
 struct Tenant {
     /// Maximum number of blocks.
     quota: usize,
+    /// Those in the order.
     held: usize,
+    /// Those that hang on others, such as windows and states: they go with these.
+    idle: usize,
+}
+
+impl Tenant {
+    /// Whether blocks of the order have to go.
+    fn is_over(self) -> bool {
+        self.held > 0 && self.held + self.idle > self.quota
+    }
 }
 
 /// Another policy, and the tenants that own its blocks. Tenants are numbered from 1; 0 means no quota.
@@ -36,7 +46,7 @@ impl Quotas {
     pub(super) fn set(&mut self, tenant: u16, quota: usize) {
         let index = usize::from(tenant).saturating_sub(1);
         if index >= self.tenants.len() {
-            self.tenants.resize(index + 1, Tenant { quota: usize::MAX, held: 0 });
+            self.tenants.resize(index + 1, Tenant { quota: usize::MAX, held: 0, idle: 0 });
             self.rings.grow(index + 1);
         }
         self.tenants[index].quota = quota;
@@ -48,7 +58,15 @@ impl Quotas {
         self.tenants.iter().map(|tenant| tenant.quota).collect()
     }
 
-    /// A tenant's evictable blocks.
+    /// Notes the number of a tenant's evictable blocks that are not in the order.
+    pub(crate) fn set_idle(&mut self, tenant: u16, idle: usize) {
+        if let Some(known) = usize::from(tenant).checked_sub(1).and_then(|at| self.tenants.get_mut(at)) {
+            known.idle = idle;
+            self.note(tenant);
+        }
+    }
+
+    /// A tenant's evictable blocks in the order.
     pub(crate) fn held(&self, tenant: u16) -> usize {
         usize::from(tenant).checked_sub(1).and_then(|i| self.tenants.get(i)).map_or(0, |tenant| tenant.held)
     }
@@ -92,8 +110,7 @@ impl Quotas {
     }
 
     fn note(&mut self, tenant: u16) {
-        let Tenant { quota, held } = self.tenants[usize::from(tenant) - 1];
-        if held > quota {
+        if self.tenants[usize::from(tenant) - 1].is_over() {
             self.over.insert(tenant);
         } else {
             self.over.remove(&tenant);
@@ -112,7 +129,7 @@ impl Quotas {
         (1u16..).zip(&self.tenants).find_map(|(number, tenant)| {
             let blocks: Vec<_> = self.rings.iter(usize::from(number) - 1).collect();
             let strange = blocks.iter().any(|&block| self.owner(block) != number || !self.inner.contains(block));
-            let over = self.over.contains(&number) != (tenant.held > tenant.quota);
+            let over = self.over.contains(&number) != tenant.is_over();
             (strange || over || blocks.len() != tenant.held)
                 .then(|| format!("tenant {number} has {} evictable blocks, counted {}", tenant.held, blocks.len()))
         })

@@ -10,7 +10,7 @@ use super::{Sequences, TableId, blocks_for, is_loaded_now, refuse_lost, require_
 use crate::block::LeaseKind;
 use crate::decision::Kind;
 use crate::error::{Error, Result, invalid};
-use crate::fit::Fit;
+use crate::fit::{AllocStatus, Fit};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::page::PerClass;
 use crate::transfer::{OpenStep, Request, View};
@@ -96,14 +96,29 @@ impl Sequences {
         Ok(self.request_append(view, sequences, counts, lookahead)?.blocks.total())
     }
 
-    /// The device blocks that an append takes. Next to the new blocks, at least the current ones of one sequence must
-    /// fit, unless its window may free them.
+    /// The device blocks that an append takes, which keeps tails of points only if there is room.
     fn request_append(
         &mut self,
         view: View<'_>,
         sequences: &[SequenceId],
         counts: Counts<'_>,
         lookahead: u32,
+    ) -> Result<Request> {
+        let keeps_tails = self.groups.has_nulls();
+        let request = self.request_with(view, (sequences, counts, lookahead), keeps_tails)?;
+        if !keeps_tails || view.fit(request, PerClass::default(), Vec::new).status == AllocStatus::Ok {
+            return Ok(request);
+        }
+        self.request_with(view, (sequences, counts, lookahead), false)
+    }
+
+    /// The device blocks that an append takes. Next to the new blocks, at least the current ones of one sequence must
+    /// fit, unless its window may free them.
+    fn request_with(
+        &mut self,
+        view: View<'_>,
+        (sequences, counts, lookahead): (&[SequenceId], Counts<'_>, u32),
+        keeps_tails: bool,
     ) -> Result<Request> {
         counts.total(sequences.len())?;
         self.rows.begin_batch();
@@ -123,7 +138,7 @@ impl Sequences {
                     Ok(need) => {
                         let class = self.groups.class(id.group);
                         *new.at(class) += need.blocks;
-                        *freed.at(class) += self.freed(view, id, need);
+                        *freed.at(class) += self.freed(view, id, need, keeps_tails);
                         *held.at(class) = held.get(class).max(self.rows.table(id).table.len());
                     }
                     Err(error) => result = Err(error),
@@ -226,10 +241,13 @@ impl Sequences {
     #[inline(never)]
     fn append_slow(&mut self, step: &mut OpenStep<'_>, batch: &mut Batch<'_>, work: &mut Work) -> Result<()> {
         let mut blocks = std::mem::take(&mut self.scratch);
-        blocks.clear();
-        let result = self.slow_needs(step.view(), batch, work, &mut blocks).and_then(|new| {
-            let copies = if blocks.is_empty() { PerClass::default() } else { copies(step.view(), &mut blocks)? };
-            step.view().require(Request::device((new + copies).saturating_sub(work.freed)), Vec::new)?;
+        work.keeps_tails = self.groups.has_nulls();
+        let mut wanted = self.require_slow(step.view(), batch, work, &mut blocks);
+        if work.keeps_tails && matches!(wanted, Err(Error::OutOfBlocks { .. })) {
+            work.keeps_tails = false;
+            wanted = self.require_slow(step.view(), batch, work, &mut blocks);
+        }
+        let result = wanted.map(|wanted| {
             // From here on nothing fails: every check is above, so the call succeeds whole or changes nothing.
             if self.groups.has_states() {
                 work.slow.iter().for_each(|slow| self.drop_drafts(step, batch.sequences[slow.index]));
@@ -239,19 +257,50 @@ impl Sequences {
                     let row = self.rows.at(id.sequence);
                     // Tokens that this step has yet to compute keep the blocks they need.
                     if row.written != step.transfers.open() {
-                        self.leave_window(step, id, row.len);
+                        self.leave_window(step, id, self.left_to(id.sequence, work.keeps_tails));
                     }
                     if self.is_recurrent(id) {
                         self.pass(step, id, batch.counts.at(index) - batch.counts.drafts_at(index));
                     }
                 }
+                for Slow { index, .. } in &work.slow {
+                    let row = self.rows.at_mut(batch.sequences[*index]);
+                    let is_new = row.written != step.transfers.open();
+                    if let (Some(keys), true) = (&mut row.keys, is_new) {
+                        keys.appended = row.len;
+                    }
+                }
             }
-            step.prepare(Tier::Device, new + copies, true);
+            step.prepare(Tier::Device, wanted, true);
             self.append_checked(step, batch, work, &mut blocks);
-            Ok(())
         });
         self.scratch = blocks;
         result
+    }
+
+    /// Fails unless the deferred rows can be served; returns the blocks that they take. `shared` becomes the shared blocks
+    /// that they would write.
+    fn require_slow(
+        &self,
+        view: View<'_>,
+        batch: &Batch<'_>,
+        work: &mut Work,
+        shared: &mut Vec<BlockId>,
+    ) -> Result<PerClass> {
+        shared.clear();
+        let new = self.slow_needs(view, batch, work, shared)?;
+        let copies = if shared.is_empty() { PerClass::default() } else { copies(view, shared)? };
+        view.require(Request::device((new + copies).saturating_sub(work.freed)), Vec::new)?;
+        Ok(new + copies)
+    }
+
+    /// How many tokens of a row count as computed for the blocks that it leaves behind. Its first point that is due since
+    /// its last append `keeps` its tail: a scheduler that runs ahead marks it as computed only after this append.
+    fn left_to(&self, sequence: SequenceId, keeps: bool) -> u32 {
+        let row = self.rows.at(sequence);
+        let keys = row.keys.as_ref().filter(|_| keeps);
+        let due = keys.and_then(|keys| keys.due.iter().find(|&&at| at > keys.appended));
+        due.map_or(row.len, |&at| at.min(row.len))
     }
 
     /// Number of new blocks that the deferred rows need; appends the shared blocks that they would write to `shared`.
@@ -263,7 +312,8 @@ impl Sequences {
         shared: &mut Vec<BlockId>,
     ) -> Result<PerClass> {
         let (mut new, mut passed, mut freed) = (PerClass::default(), 0, PerClass::default());
-        let Work { slow, ended, new: by_group, .. } = work;
+        let Work { slow, ended, new: by_group, keeps_tails, .. } = work;
+        let keeps_tails = *keeps_tails;
         ended.clear();
         ended.resize(slow.len(), false);
         by_group.clear();
@@ -290,7 +340,7 @@ impl Sequences {
                 }
                 of_group += need.blocks;
                 if leaves {
-                    *freed.at(class) += self.freed(view, id, need);
+                    *freed.at(class) += self.freed(view, id, need, keeps_tails);
                 }
                 passed += need.skipped;
             }
@@ -437,13 +487,14 @@ impl Sequences {
     }
 
     /// Blocks that become available once a row that takes new ones leaves behind what no new token needs.
-    fn freed(&self, view: View<'_>, id: TableId, need: Need) -> usize {
+    fn freed(&self, view: View<'_>, id: TableId, need: Need, keeps_tails: bool) -> usize {
         if need.blocks == 0 {
             return 0;
         }
         let (row, own) = (self.rows.at(id.sequence), self.rows.table(id));
         let is_left = row.written != view.transfers.open() && view.transfers.is_settled(row.ticket);
-        let end = self.groups.get(id.group).needs(row.len, self.groups.tokens(id.group)).start.min(own.table.len());
+        let len = self.left_to(id.sequence, keeps_tails);
+        let end = self.groups.get(id.group).needs(len, self.groups.tokens(id.group)).start.min(own.table.len());
         let left = own.null_prefix as usize..end;
         let blocks = if is_left { own.table.get(left).unwrap_or_default() } else { &[] };
         let blocks = blocks.iter().chain(self.states_behind(id));

@@ -35,6 +35,8 @@ pub(in crate::sequence) struct Work {
     pub(in crate::sequence) ended: Vec<bool>,
     /// By group: how many new blocks these rows need.
     pub(in crate::sequence) new: Vec<usize>,
+    /// Whether they keep the tails of points that may be marked as computed after this append.
+    pub(in crate::sequence) keeps_tails: bool,
     /// How many blocks these rows leave behind for others.
     pub(in crate::sequence) freed: PerClass,
     /// Tables of a moving batch whose blocks nothing else uses.
@@ -142,7 +144,7 @@ impl First<'_> {
         Passed { rows: index, before }
     }
 
-    /// One token per row of several groups.
+    /// One token per row of several groups. The slots of a row that turns out to be slow are written again later.
     #[inline(never)]
     fn one_in_each<const TABLES: bool>(self, sequences: &[SequenceId], slots: &mut [i64]) -> Passed {
         let Self { entries: Entries { rows, others, per_row, epoch }, groups, open, slow } = self;
@@ -155,12 +157,15 @@ impl First<'_> {
                         return Passed { rows: index, before };
                     }
                     row.stamp = epoch;
-                    let synced = is_synced::<TABLES>(&row.first) && others.iter().all(is_synced::<TABLES>);
+                    let (len, mut to) = (i64::from(row.len), index);
+                    let mut synced = is_synced::<TABLES>(&row.first);
+                    slots[to] = row.first.slot_base.wrapping_add(len);
+                    for table in others {
+                        to = to.wrapping_add(count);
+                        synced &= is_synced::<TABLES>(table);
+                        slots[to] = table.slot_base.wrapping_add(len);
+                    }
                     if synced && row.len < row.writable && joins(row, &mut before) {
-                        let slots = slots.iter_mut().skip(index).step_by(count);
-                        for (slot, table) in slots.zip(std::iter::once(&row.first).chain(others)) {
-                            *slot = table.slot_base.wrapping_add(i64::from(row.len));
-                        }
                         row.written = open;
                         row.len = row.len.wrapping_add(1);
                     } else {

@@ -124,6 +124,7 @@ fn new_keys(prompt: &Prompt<'_>, block_size: u32, keys: Vec<Key>) -> RowKeys {
         due: Vec::new(),
         junction: 0,
         resumed: 0,
+        appended: 0,
         computed: 0,
     }
 }
@@ -275,8 +276,18 @@ impl Match<'_> {
         table[first.min(table.len())..].iter().copied().map(Found::Device).chain(rest)
     }
 
+    /// By group: the first blocks, which the device has.
+    pub(super) fn tables(&self) -> impl Iterator<Item = &[BlockId]> {
+        std::iter::once(&self.found).chain(&self.others).map(Vec::as_slice)
+    }
+
+    /// Those of the blocks behind that the device has.
+    pub(super) fn blocks_behind(&self) -> impl Iterator<Item = &BlockId> {
+        self.behind().filter_map(device_block)
+    }
+
     pub(super) fn blocks(&self) -> impl Iterator<Item = &BlockId> {
-        self.found.iter().chain(self.others.iter().flatten()).chain(self.behind().filter_map(device_block))
+        self.tables().flatten().chain(self.blocks_behind())
     }
 
     /// First blocks of the prompt that the device has.
@@ -321,8 +332,9 @@ impl Sequences {
             step.view(),
             prompts.iter().zip(&matches).map(|(prompt, found)| self.passed(step.view(), prompt, found, chunk)),
         )?;
-        for block in matches.iter().flat_map(Match::blocks) {
-            step.tiers.claim((Tier::Device, *block));
+        for found in &matches {
+            found.tables().for_each(|table| step.tiers.claim_all(Tier::Device, table));
+            found.blocks_behind().for_each(|&block| step.tiers.claim((Tier::Device, block)));
         }
         let loads = step.view().blocks_to_load(matches.iter().flat_map(Match::behind));
         step.prepare(Tier::Device, new + loads, true);
@@ -479,11 +491,12 @@ impl Sequences {
 
     /// Finds the start of a prompt on the device, and with `host` on the host, too.
     fn find_in<'a>(&self, view: View<'_>, prompt: &Prompt<'a>, batch: usize, host: bool) -> Result<Match<'a>> {
-        // `found` becomes the table, so reserve room for all of it.
-        let mut found = Vec::with_capacity(blocks_for(prompt.tokens.len() as u64, self.groups.tokens(0)) + 1);
         let is_caching = view.tiers.device().is_caching();
         let limit = if is_caching { prompt.tokens.len().saturating_sub(1) / self.block_size as usize } else { 0 };
         let alone = self.is_full_attention();
+        // `found` becomes the table, so reserve room for all of it.
+        let room = if alone { blocks_for(prompt.tokens.len() as u64, self.groups.tokens(0)) + 1 } else { 0 };
+        let mut found = Vec::with_capacity(room);
         let keys = match self.own_keys(prompt)? {
             Some(keys) => Cow::Borrowed(keys),
             None if !is_caching && prompt.extras.is_empty() => Cow::Owned(placeholders(prompt, self.block_size)?),
@@ -503,14 +516,14 @@ impl Sequences {
             found.extend(keys.keys[rest].iter().map_while(|key| view.tiers.device().find(key)));
             (found.len(), found.len(), Vec::new(), Vec::new())
         } else {
-            let start = self.find_groups(view, &keys.found_by()[..limit]);
+            let start = self.find_groups(view, &keys.found_by()[..limit], prompt.tokens.len());
             let below = if host { self.find_below(view, &keys.found_by()[..limit], batch, &start) } else { None };
             if let Some(Below { hits, run, tables }) = below {
                 (hits, run, vec![Vec::new(); tables.len() - 1], tables)
             } else {
                 let Start { hits, run, mut tables } = start;
                 let others = tables.split_off(1);
-                found.extend(tables.into_iter().flatten());
+                found = tables.pop().unwrap_or_default();
                 (hits, run, others, Vec::new())
             }
         };

@@ -278,6 +278,8 @@ pub(crate) struct RowKeys {
     pub(crate) junction: u32,
     /// Blocks up to the point where the prompt continues.
     pub(crate) resumed: u32,
+    /// Tokens of the sequence when it was last given blocks in another step.
+    pub(crate) appended: u32,
     /// Full blocks that are known to be computed, with resume points.
     pub(crate) computed: u32,
 }

@@ -10,13 +10,18 @@
 
 use super::evict::{Departure, Policy, Rank};
 use super::index::{PrefixIndex, grown};
-use super::outside::{DEAD, LEAVING, Outside};
+use super::outside::{Grave, Outside};
 use super::{Departing, PrefixCache};
 use crate::hash::Key;
 use crate::id::BlockId;
 use crate::page::Classes;
-use crate::reuse::BlockSet;
-use std::collections::{BTreeSet, HashMap, HashSet};
+use crate::reuse::{BlockSet, indices, runs};
+use rustc_hash::FxHashMap;
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+mod check;
+mod sweep;
 
 /// Bit of an anchor's reasons: it has a point itself. The others count the next anchors that lead to one.
 const POINT: u32 = 1 << 31;
@@ -29,8 +34,6 @@ struct Bundle {
     tail: Option<Box<[BlockId]>>,
     /// Prompts part behind the point.
     is_junction: bool,
-    /// The tail is on its way to the host: prompts find it as long as its blocks are here.
-    is_leaving: bool,
 }
 
 impl Bundle {
@@ -64,15 +67,17 @@ pub(crate) struct Points {
     reasons: Vec<u32>,
     /// By block: the points and anchors that it hangs on.
     owners: Vec<u32>,
-    bundles: HashMap<BlockId, Bundle>,
+    bundles: FxHashMap<BlockId, Bundle>,
     /// Blocks that are published without a key.
     keyless: BlockSet,
     /// Evictable blocks that the policy's order does not have.
     pub(super) outside: Outside,
-    /// The ring for blocks that lose their point now.
-    goes_to: usize,
+    /// Where blocks go that lose their point now.
+    goes_to: Grave,
     /// What is leaving for the host together: a point with all that only led to it.
     leaving: Unit,
+    /// Anchors whose tails are on their way to the host: prompts find these as long as their blocks are here.
+    departing: BlockSet,
     /// Blocks that have followed a point to the host, or were about to.
     followers: BlockSet,
     /// An anchor that others depend on is gone, since the last sweep.
@@ -90,11 +95,12 @@ impl Points {
             parents: Vec::new(),
             reasons: Vec::new(),
             owners: Vec::new(),
-            bundles: HashMap::new(),
+            bundles: FxHashMap::default(),
             keyless: BlockSet::empty(blocks),
             outside: Outside::new(blocks, classes),
-            goes_to: DEAD,
+            goes_to: Grave::Dead,
             leaving: Unit::default(),
+            departing: BlockSet::empty(blocks),
             followers: BlockSet::empty(blocks),
             is_broken: false,
             hangs_on: None,
@@ -109,6 +115,7 @@ impl Points {
     /// Memory of one block.
     pub(crate) const BYTES: usize = 4 * size_of::<u32>() + 8;
 
+    #[inline]
     fn reasons(&self, block: BlockId) -> u32 {
         self.reasons.get(block.index()).copied().unwrap_or(0)
     }
@@ -118,14 +125,15 @@ impl Points {
     }
 
     /// Whether an anchor leads to a point.
+    #[inline]
     fn is_live(&self, anchor: BlockId) -> bool {
         self.is_dense || self.reasons(anchor) > 0
     }
 
     /// Whether a prompt can continue behind an anchor.
+    #[inline]
     pub(crate) fn has_point(&self, anchor: BlockId) -> bool {
-        let is_leaving = || self.bundles.get(&anchor).is_some_and(|bundle| bundle.is_leaving);
-        self.is_dense || self.reasons(anchor) & POINT != 0 || is_leaving()
+        self.is_dense || self.reasons(anchor) & POINT != 0 || self.departing.contains(anchor)
     }
 
     /// The blocks of a point, group by group.
@@ -134,6 +142,7 @@ impl Points {
     }
 
     /// Whether the point of an anchor, if it has one, takes blocks of its own.
+    #[inline]
     pub(crate) fn has_tail(&self, anchor: BlockId) -> bool {
         self.has_point(anchor) && self.bundles.get(&anchor).is_some_and(|bundle| bundle.tail.is_some())
     }
@@ -149,6 +158,7 @@ impl Points {
     }
 
     /// The blocks of the other groups that keep every block; `None` if they are not all there.
+    #[inline]
     pub(crate) fn companions(&self, anchor: BlockId) -> Option<&[BlockId]> {
         if self.companions == 0 {
             return Some(&[]);
@@ -167,9 +177,9 @@ impl Points {
     }
 
     fn own(&mut self, anchor: BlockId, blocks: &[BlockId]) {
-        for &block in blocks {
-            self.know(block);
-            self.owners[block.index()] += 1;
+        for run in runs(blocks) {
+            self.know(BlockId(run.end - 1));
+            self.owners[indices(&run)].iter_mut().for_each(|owners| *owners += 1);
         }
         if let Some(all) = &mut self.hangs_on {
             all.extend(blocks.iter().map(|&block| (block, anchor)));
@@ -178,11 +188,11 @@ impl Points {
 
     /// The tail of an anchor sets out for the host.
     fn send_tail(&mut self, anchor: BlockId) {
-        let Some(bundle) = self.bundles.get_mut(&anchor) else { return };
-        bundle.is_leaving = bundle.tail.is_some();
-        for &block in bundle.tail.iter().flatten() {
+        let Some(tail) = self.bundles.get(&anchor).and_then(|bundle| bundle.tail.as_deref()) else { return };
+        self.departing.insert(anchor);
+        for &block in tail {
             if self.owners[block.index()] == 1 && self.outside.remove_idle(block) {
-                self.outside.bury(LEAVING, block);
+                self.outside.bury(Grave::Leaving, block);
                 self.leaving.going += 1;
             } else {
                 self.leaving.staying.push(block);
@@ -193,7 +203,7 @@ impl Points {
     /// Nothing can be found behind an anchor any longer.
     fn drop_tail(&mut self, anchor: BlockId) {
         let Some(bundle) = self.bundles.get_mut(&anchor) else { return };
-        bundle.is_leaving = false;
+        self.departing.remove(anchor);
         if let Some(tail) = bundle.tail.take() {
             self.disown(anchor, &tail);
         }
@@ -204,14 +214,25 @@ impl Points {
 
     /// Releases blocks; those that hang on nothing else go first of all from now on.
     fn disown(&mut self, anchor: BlockId, blocks: &[BlockId]) {
-        for &block in blocks {
-            let owners = &mut self.owners[block.index()];
-            *owners -= 1;
-            if *owners == 0 && self.outside.remove_idle(block) {
-                self.outside.bury(self.goes_to, block);
-            }
-            if let Some(all) = &mut self.hangs_on {
+        if let Some(all) = &mut self.hangs_on {
+            for &block in blocks {
                 all.remove(&(block, anchor));
+            }
+        }
+        for run in runs(blocks) {
+            let owners = &mut self.owners[indices(&run)];
+            for owners in owners.iter_mut() {
+                *owners -= 1;
+            }
+            let are_free = owners.iter().all(|&owners| owners == 0);
+            if are_free && self.goes_to == Grave::Dead && self.outside.remove_idle_run(run.clone()) {
+                self.outside.bury_run(run);
+                continue;
+            }
+            for block in run.map(BlockId) {
+                if self.owners[block.index()] == 0 && self.outside.remove_idle(block) {
+                    self.outside.bury(self.goes_to, block);
+                }
             }
         }
     }
@@ -248,16 +269,39 @@ impl Points {
         self.disown(anchor, &dropped);
     }
 
-    /// Takes out the dead block of a class that goes first.
-    pub(super) fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
-        while self.outside.num_dead(class) > 0 {
-            if let Some(block) = self.outside.pop_dead(class) {
-                return Some(block);
+    /// Takes out dead blocks of a class, at most `count`; returns whether there were any.
+    fn pop_dead(&mut self, class: usize, count: usize, out: &mut Vec<BlockId>) -> bool {
+        let first = out.len();
+        while out.len() == first && self.outside.num_dead(class) > 0 {
+            self.outside.pop_dead(class, count, out);
+            if out.len() == first {
+                let Some(next) = self.outside.pop_leaving() else { break };
+                self.outside.bury(Grave::Dead, next);
             }
-            let next = self.outside.pop_leaving()?;
-            self.outside.bury(DEAD, next);
         }
-        None
+        out.len() > first
+    }
+
+    /// Whether neighbours are all found with others.
+    pub(super) fn hang(&self, run: Range<u32>) -> bool {
+        let owners = self.owners.get(indices(&run)).unwrap_or_default();
+        !owners.is_empty() && owners.iter().all(|&owners| owners > 0) && self.keyless.contains_run(run)
+    }
+
+    /// Publishes neighbours in use without keys.
+    pub(super) fn add_keyless_run(&mut self, run: Range<u32>) {
+        self.keyless.insert_run(run);
+    }
+
+    /// Forgets popped neighbours if they were found with others, and nothing else; returns whether it did.
+    pub(super) fn forget_run(&mut self, run: Range<u32>) -> bool {
+        let are_left = self.owners.get(indices(&run)).is_some_and(|owners| owners.iter().all(|&owners| owners == 0));
+        let are_keyless = are_left && self.keyless.contains_run(run.clone());
+        if are_keyless {
+            self.keyless.remove_run(run.clone());
+            self.followers.remove_run(run);
+        }
+        are_keyless
     }
 
     /// The anchors that a block hangs on, first to last.
@@ -282,6 +326,15 @@ impl Both<'_> {
         match self.points.parents[anchor.index()] {
             0 => Ok(None),
             tag => self.index.find_tag(tag).map(Some).ok_or(()),
+        }
+    }
+
+    /// Tells the quotas how many blocks hang on those in the order.
+    fn note_idle(&mut self) {
+        if let Some(quotas) = self.order.quotas_mut() {
+            for tenant in self.points.outside.take_changed() {
+                quotas.set_idle(tenant, self.points.outside.idle_of(tenant));
+            }
         }
     }
 
@@ -338,7 +391,7 @@ impl Both<'_> {
         }
         points.bring_companions(anchor, true);
         points.outside.bury(points.goes_to, anchor);
-        if points.goes_to == LEAVING {
+        if points.goes_to == Grave::Leaving {
             points.followers.insert(anchor);
         }
     }
@@ -350,7 +403,7 @@ impl Both<'_> {
         if had_point {
             points.reasons[anchor.index()] &= !POINT;
         }
-        if had_point && points.goes_to == LEAVING {
+        if had_point && points.goes_to == Grave::Leaving {
             points.send_tail(anchor);
         } else {
             points.drop_tail(anchor);
@@ -397,9 +450,15 @@ impl Both<'_> {
     /// The bytes of a block are gone.
     fn forget(&mut self, block: BlockId) {
         let points = &mut *self.points;
-        points.keyless.remove(block);
         points.outside.remove(block);
         points.followers.remove(block);
+        if points.keyless.remove(block) {
+            // Nothing hangs on it.
+            if points.is_owned(block) {
+                self.drop_owners(block);
+            }
+            return;
+        }
         if block.index() >= points.owners.len() {
             return;
         }
@@ -416,93 +475,6 @@ impl Both<'_> {
         let points = &mut *self.points;
         points.drop_companions(block);
         points.parents[block.index()] = 0;
-    }
-
-    /// Buries what cannot be found because an anchor before it is gone.
-    fn sweep(&mut self) {
-        if !std::mem::take(&mut self.points.is_broken) || self.points.is_dense {
-            return;
-        }
-        for anchor in self.unfindable() {
-            let points = &mut *self.points;
-            points.reasons[anchor.index()] = 0;
-            points.drop_tail(anchor);
-            if self.order.remove(anchor, Departure::Gone) {
-                self.bury(anchor);
-            }
-        }
-        // An anchor before them that is still there has lost a reason; counting all again is simplest.
-        self.recount();
-    }
-
-    /// Live anchors that no prompt can reach, by number.
-    fn unfindable(&self) -> Vec<BlockId> {
-        let mut reached: HashMap<BlockId, bool> = HashMap::new();
-        let mut lost = Vec::new();
-        for block in (0..).map(BlockId).take(self.points.reasons.len()) {
-            if self.points.reasons(block) == 0 {
-                continue;
-            }
-            let (mut path, mut at) = (Vec::new(), block);
-            let is_reached = loop {
-                if let Some(&known) = reached.get(&at) {
-                    break known;
-                }
-                path.push(at);
-                // Tags may coincide, and so lead in a circle.
-                if path.len() > self.points.reasons.len() || self.points.companions(at).is_none() {
-                    break false;
-                }
-                match self.parent(at) {
-                    Ok(Some(parent)) => at = parent,
-                    Ok(None) => break true,
-                    Err(()) => break false,
-                }
-            };
-            reached.extend(path.into_iter().map(|at| (at, is_reached)));
-            if !is_reached {
-                lost.push(block);
-            }
-        }
-        lost
-    }
-
-    /// Counts the reasons of all anchors again.
-    fn recount(&mut self) {
-        let counted = self.counted();
-        let all = (0..).map(BlockId).take(self.points.reasons.len());
-        for block in all {
-            let (now, before) = (counted.get(&block).copied().unwrap_or(0), self.points.reasons(block));
-            self.points.reasons[block.index()] = now;
-            if now == 0 && before > 0 && self.order.remove(block, Departure::Gone) {
-                self.bury(block);
-            } else if now > 0 && self.points.outside.unbury(block) {
-                self.order.insert(block);
-            }
-        }
-    }
-
-    /// The reasons of all live anchors, counted from their points.
-    fn counted(&self) -> HashMap<BlockId, u32> {
-        let mut counted = HashMap::new();
-        for anchor in (0..).map(BlockId).take(self.points.reasons.len()) {
-            if self.points.reasons(anchor) & POINT == 0 {
-                continue;
-            }
-            let reasons: &mut u32 = counted.entry(anchor).or_default();
-            let was_live = *reasons > 0;
-            *reasons |= POINT;
-            let mut at = anchor;
-            let mut is_new = !was_live;
-            while is_new {
-                let Ok(Some(parent)) = self.parent(at) else { break };
-                let reasons: &mut u32 = counted.entry(parent).or_default();
-                is_new = *reasons == 0;
-                *reasons += 1;
-                at = parent;
-            }
-        }
-        counted
     }
 }
 
@@ -523,6 +495,13 @@ impl PrefixCache {
     fn both(&mut self) -> Option<Both<'_>> {
         let Self { index, order, points, .. } = self;
         Some(Both { points: points.as_deref_mut()?, index, order })
+    }
+
+    /// See [`Both::note_idle`].
+    pub(super) fn note_idle(&mut self) {
+        if let Some(mut both) = self.both() {
+            both.note_idle();
+        }
     }
 
     /// Notes the tag of the key of the block before a published one, 0 for the first.
@@ -611,8 +590,8 @@ impl PrefixCache {
             Some(points) if points.is_owned(block) => points.outside.insert_idle(block),
             Some(points) => {
                 // Its point may be on the host: only what was never on the way there serves nobody.
-                let ring = if points.followers.contains(block) { LEAVING } else { DEAD };
-                points.outside.bury(ring, block);
+                let grave = if points.followers.contains(block) { Grave::Leaving } else { Grave::Dead };
+                points.outside.bury(grave, block);
             }
         }
     }
@@ -653,10 +632,10 @@ impl PrefixCache {
         let Some(mut both) = self.both() else { return };
         both.sweep();
         while out.len() < end {
-            if let Some(block) = both.points.pop_dead(class) {
-                out.push(block);
+            if both.points.pop_dead(class, end - out.len(), out) {
                 continue;
             }
+            both.note_idle();
             let mut next = Vec::with_capacity(1);
             both.order.pop_into(1, &mut next);
             if let Some(&anchor) = next.first() {
@@ -682,19 +661,20 @@ impl PrefixCache {
             if let Some(block) = points.leaving.staying.pop() {
                 return Some(of_unit(block, true));
             }
-            if let Some(block) = classes.clone().find_map(|class| points.outside.pop_dead(class)) {
+            if let Some(block) = classes.clone().find_map(|class| points.outside.take_dead(class)) {
                 return Some(Departing { block, rank: None, unit: 0, stays: false });
             }
             if let Some(block) = points.outside.pop_leaving() {
                 points.leaving.going = points.leaving.going.saturating_sub(1);
                 return Some(of_unit(block, false));
             }
+            both.note_idle();
             if let Some((anchor, rank)) = both.order.pop_ranked() {
                 let number = both.points.leaving.number + 1;
                 both.points.leaving = Unit { number, rank: Some(rank), staying: Vec::new(), going: 0 };
-                both.points.goes_to = LEAVING;
+                both.points.goes_to = Grave::Leaving;
                 both.pass(anchor);
-                both.points.goes_to = DEAD;
+                both.points.goes_to = Grave::Dead;
                 continue;
             }
             // What hangs on blocks in use goes last.
@@ -713,7 +693,7 @@ impl PrefixCache {
         if let Some(points) = self.points.as_deref_mut() {
             (points.leaving.going, points.leaving.staying) = (0, Vec::new());
             while let Some(block) = points.outside.pop_leaving() {
-                points.outside.bury(DEAD, block);
+                points.outside.bury(Grave::Dead, block);
             }
         }
     }
@@ -756,7 +736,7 @@ impl PrefixCache {
             list[to_at] = std::mem::take(&mut list[from_at]);
         }
         points.leaving.staying.iter_mut().filter(|block| **block == from).for_each(|block| *block = to);
-        for set in [&mut points.keyless, &mut points.followers] {
+        for set in [&mut points.keyless, &mut points.departing, &mut points.followers] {
             if set.remove(from) {
                 set.insert(to);
             }
@@ -768,77 +748,10 @@ impl PrefixCache {
     pub(super) fn resize_points(&mut self, blocks: usize) {
         if let Some(points) = self.points.as_deref_mut() {
             points.keyless.grow(blocks);
+            points.departing.grow(blocks);
             points.followers.grow(blocks);
             points.outside.grow(blocks);
         }
-    }
-
-    /// Describes a contradiction among the points; `None` if there is none.
-    pub(crate) fn check_points(&mut self) -> Option<String> {
-        let both = self.both()?;
-        let points = &*both.points;
-        let mut owners: HashMap<BlockId, u32> = HashMap::new();
-        points.bundles.values().flat_map(Bundle::blocks).for_each(|block| *owners.entry(block).or_default() += 1);
-        for block in (0..).map(BlockId).take(points.owners.len()) {
-            let found = owners.get(&block).copied().unwrap_or(0);
-            if points.owners[block.index()] != found {
-                return Some(format!(
-                    "block {block} hangs on {} points, counted {found}",
-                    points.owners[block.index()]
-                ));
-            }
-        }
-        if let Some(block) = owners.keys().find(|block| !points.keyless.contains(**block) && !both.has_key(**block)) {
-            return Some(format!("block {block} hangs on a point and is not published"));
-        }
-        let hung = |(&anchor, bundle): (&BlockId, &Bundle)| bundle.blocks().map(|block| (block, anchor)).collect();
-        let hung = || points.bundles.iter().flat_map::<Vec<_>, _>(hung).collect::<BTreeSet<_>>();
-        if points.hangs_on.as_ref().is_some_and(|all| *all != hung()) {
-            return Some("what blocks hang on is not what the points say".to_owned());
-        }
-        let hangs_on_dead = |(anchor, bundle): (&BlockId, &Bundle)| {
-            let is_kept = points.is_live(*anchor) && !points.outside.is_dead(*anchor);
-            let companions = bundle.companions.iter().filter(|_| is_kept);
-            let tail = bundle.tail.iter().flatten().filter(|_| !bundle.is_leaving);
-            companions.chain(tail).find(|block| points.outside.is_dead(**block)).copied()
-        };
-        if let Some(block) = points.bundles.iter().find_map(hangs_on_dead) {
-            return Some(format!("block {block} hangs on a point, and is to go before it"));
-        }
-        if points.is_dense {
-            return None;
-        }
-        let anchors: HashSet<_> = both.order.order().into_iter().collect();
-        if let Some(anchor) = anchors.iter().find(|anchor| points.reasons(**anchor) == 0) {
-            return Some(format!("block {anchor} leads to no point, and is not the next to go"));
-        }
-        if points.is_broken {
-            return None; // the next eviction sweeps
-        }
-        if let Some(anchor) = both.unfindable().first() {
-            return Some(format!("block {anchor} has a point behind it that no prompt can find"));
-        }
-        // Of two anchors with one tag, one may count what is behind the other: that costs hits, in large caches only.
-        let mut tags = HashSet::new();
-        let keyed = (0..).map(BlockId).take(points.reasons.len()).filter(|block| both.has_key(*block));
-        if !keyed.filter_map(|block| both.index.key(block)).all(|key: &Key| tags.insert(key.tag())) {
-            return None;
-        }
-        let counted = both.counted();
-        let wrong = (0..)
-            .map(BlockId)
-            .take(points.reasons.len())
-            .find(|block| points.reasons(*block) != counted.get(block).copied().unwrap_or(0));
-        wrong.map(|block| {
-            format!("block {block} has reasons {:#x}, counted {:?}", points.reasons(block), counted.get(&block))
-        })
-    }
-}
-
-impl Both<'_> {
-    fn has_key(&self, block: BlockId) -> bool {
-        let key: Option<&Key> = self.index.key(block);
-        key.and_then(|key| self.index.find(key)) == Some(block)
     }
 }
 
