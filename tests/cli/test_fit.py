@@ -35,7 +35,7 @@ def fitted(run: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[i
 
 def test_a_fit_without_the_runs_number_of_blocks_is_refused(run: Path, capsys: pytest.CaptureFixture[str]):
     code, error = fitted(run, capsys)
-    assert (code, "no meta.json beside it with num_gpu_blocks" in error) == (2, True)
+    assert (code, error.startswith("blockyard: --fit needs --fit-blocks: ")) == (2, True)
     assert fitted(run, capsys, "--fit-blocks", "40")[0] == 0
 
 
@@ -58,5 +58,8 @@ def test_the_hardware_bounds_a_fit(run: Path, capsys: pytest.CaptureFixture[str]
         assert fitted(run, capsys, *config, "--tensor-parallel-size", str(gpus)) == (2, "blockyard: enough\n")
         weights = 2 * (10 * 7 * 1000 * 1000 + 1000 * 10000)  # bytes: 10 layers, and the output embedding
         assert bounds[-1] == pytest.approx((weights / 1e9 / gpus, 0, 0, 2 * 2 * 10 * 1000 / 1e9 / gpus))
+    (run.parent / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"bits": 4}}), "utf-8")
+    code, error = fitted(run, capsys, *config)
+    assert (code, "--device-bandwidth has no use with this model: config has quantization_config" in error) == (2, True)
     code, error = fitted(run, capsys, *config[:4])
     assert (code, "--device-bandwidth needs --model-config" in error) == (2, True)

@@ -285,6 +285,17 @@ def test_weights_and_cache_must_fit_the_machine(tmp_path: Path, capsys: pytest.C
     assert "a block takes room, too" in capsys.readouterr().err
 
 
+def test_a_model_whose_weights_are_not_known_needs_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = tmp_path / "config.json"
+    shape = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 9}
+    config.write_text(json.dumps(shape | {"quantization_config": {"bits": 4}}), "utf-8")
+    options = f"--step-time 0.01,1e-3,0,0 --host-gib 0 --memory-gib 2 --model-config {config}"
+    assert main(["plan", str(write(tmp_path)), *options.split()]) == 2
+    assert capsys.readouterr().err.startswith(
+        "blockyard: --memory-gib needs --weights-gib with this model: config has quantization_config, whose weights"
+    )
+
+
 def test_memory_that_one_owns_costs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = "--device-blocks 60 --block-size 4 --bytes-per-token 2684354 --host-gib 2 --jobs 1 --host-price 0"
     command = ["plan", str(write(tmp_path)), *options.split(), "--step-time", "0.01,1e-3,0,0", "--format", "json"]

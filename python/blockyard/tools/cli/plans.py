@@ -85,7 +85,10 @@ def _device_blocks(options: argparse.Namespace, size: int) -> int:
     if options.model_config is None and options.weights_gib is None:
         raise InvalidArgumentError("--memory-gib needs --model-config or --weights-gib: what do the weights take?")
     weights = options.weights_gib
-    weights = weight_bytes(options.model_config) if weights is None else weights * GIB
+    try:
+        weights = weight_bytes(options.model_config) if weights is None else weights * GIB
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--memory-gib needs --weights-gib with this model: {error}") from None
     room = options.memory_gib * GIB * options.memory_utilization * options.tensor_parallel_size - weights
     fit = int(room // size)
     if fit < 1 or (blocks or 0) > fit:

@@ -89,20 +89,27 @@ def step_time_of(options: argparse.Namespace) -> StepTime | None:
 
 def _fit(options: argparse.Namespace) -> LinearStepTime:
     """Fit step times to a run of an engine, whose limits are in the `meta.json` beside it."""
-    limits = EngineLimits.of_run(
-        options.fit,
-        num_blocks=options.fit_blocks,
-        block_size=options.block_size,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-    )
+    try:
+        limits = EngineLimits.of_run(
+            options.fit,
+            num_blocks=options.fit_blocks,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--fit needs --fit-blocks: {error}") from None
     bounds = (0.0, 0.0, 0.0, 0.0)
     if options.device_bandwidth is not None:
         if options.model_config is None:
             raise InvalidArgumentError("--device-bandwidth needs --model-config, a model's config.json")
         token = _memory_of(options).bytes_per_token
         bandwidth = options.device_bandwidth * 1e9 * options.tensor_parallel_size
-        bounds = lower_bounds(weight_bytes(options.model_config, active=True), token, bandwidth)
+        try:
+            weights = weight_bytes(options.model_config, active=True)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"--device-bandwidth has no use with this model: {error}") from None
+        bounds = lower_bounds(weights, token, bandwidth)
     fit = fit_run(EngineRun.read(options.fit), limits, LinearStepTime, at_least=bounds)
     return LinearStepTime(*fit.numbers)
 
