@@ -1,12 +1,14 @@
 """`--fit`: the run's own limits, and bounds from the hardware."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.tools import cli
+from blockyard.tools.replay.step_time import EngineLimits, LinearStepTime
 
 STEP = {"arrival_time": 0.0, "queued_ts": 1.0, "scheduled_ts": 1.0, "first_token_ts": 1.1, "last_token_ts": 2.0}
 CONFIG = {
@@ -37,6 +39,20 @@ def test_a_fit_without_the_runs_number_of_blocks_is_refused(run: Path, capsys: p
     code, error = fitted(run, capsys)
     assert (code, error.startswith("blockyard: --fit needs --fit-blocks: ")) == (2, True)
     assert fitted(run, capsys, "--fit-blocks", "40")[0] == 0
+
+
+@pytest.mark.parametrize("command", ["replay", "plan"])
+def test_a_fit_is_printed(command: str, run: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = [command, str(run), "--fit", str(run), "--fit-blocks", "40", "--device-blocks", "40", "--jobs", "1"]
+    assert cli.main(arguments) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step time: "))
+    assert cli.main([*arguments, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["step_time"]
+    fitted = LinearStepTime.fit_requests(run, EngineLimits(40))
+    condition = found.pop("condition")
+    assert found == asdict(fitted)
+    assert line == f"step time: {fitted}; fitted, condition {condition:.3g}"
+    assert condition > 1
 
 
 def test_a_fit_takes_the_number_of_blocks_from_the_file_beside_the_run(run: Path, capsys: pytest.CaptureFixture[str]):

@@ -267,10 +267,31 @@ def test_the_command_shows_refused_requests(tmp_path: Path, capsys: pytest.Captu
     page = tmp_path / "page.html"
     assert main(["plan", str(write(tmp_path, rows)), *options.split(), "--html", str(page)]) == 0
     text = capsys.readouterr().out
-    assert text.splitlines()[2].split()[-1] == "refused"
-    assert text.splitlines()[3].split()[-2:] == ["1", "*"]
+    assert text.splitlines()[3].split()[-1] == "refused"
+    assert text.splitlines()[4].split()[-2:] == ["1", "*"]
     assert "1 of 361 requests need more blocks than the device has" in text
     assert "1 of 361 requests need more blocks than the device has" in page.read_text()
+
+
+def test_the_reports_say_how_many_sessions_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    trace = write(tmp_path)
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    trace.write_text("\n".join(json.dumps(row | {"session": at // 20 % 18}) for at, row in enumerate(rows)))
+    options = [str(trace), *"--first 80 --device-blocks 60 --block-size 4 --jobs 1".split()]
+    step_time = ["--step-time", "0.01,1e-3,0,0", "--sessions"]
+    for command, count in (("plan", "9"), ("replay", "5")):
+        more = ["--host-gib", "0", "--store-gib", "0"] if command == "plan" else []
+        assert main([command, *options, *more, *step_time, count]) == 0
+        assert capsys.readouterr().out.startswith("rows.jsonl: 80 requests of 4 sessions")
+        assert caplog.messages == [f"--sessions is {count}, but {trace} has 4 sessions: all run at once"]
+        caplog.clear()
+        assert main([command, *options, *more, *step_time, "4"]) == 0
+        assert not caplog.messages
+        capsys.readouterr()
+    assert main(["replay", *options]) == 0
+    assert capsys.readouterr().out.startswith("rows.jsonl: 80 requests of 4 sessions, ")
 
 
 def test_weights_and_cache_must_fit_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -314,7 +335,7 @@ def test_replay_serves_engines_where_a_step_has_a_time(tmp_path: Path, capsys: p
     command = ["replay", str(write(tmp_path)), *options.split(), "0.01,1e-3,0,0"]
     assert main([*command, "--html", str(page), "--trace-events", str(events)]) == 0
     text = capsys.readouterr().out
-    assert "rows.jsonl: times in milliseconds" in text
+    assert text.startswith("rows.jsonl: 360 requests; times in milliseconds\n")
     assert len(text.splitlines()) == 4 + 3  # title, columns, two engines, and the legend
     for column in text.splitlines()[1].split():
         assert column in {"mean", "p99"} or column in "\n".join(text.splitlines()[4:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final, TextIO
 
@@ -53,10 +53,14 @@ def plan(options: argparse.Namespace) -> Result:
         )
     shown = found.recommended or min(found.choices, key=lambda choice: choice.ttft)
     timeline = replays.timeline_of(options, requests, shown.options, step_time)
-    facts = {"trace": options.trace.name, "step time": str(step_time), "recommendation": found.sentence()}
+    facts = {"trace": f"{options.trace.name}, {replays.count_of(requests)}", "step time": str(step_time), "recommendation": found.sentence()}
     files = pictures.files_of(options, f"Plan for {options.trace.name}", timeline, facts, partial(_draw, found))
     code = EXIT_WRONG if found.recommended is None else EXIT_OK
-    return Result({"trace": str(options.trace)} | found.as_dict(), partial(_show, found), code, files=files)
+    data = {"trace": str(options.trace), "step_time": asdict(step_time)} | found.as_dict()
+    heads = [f"{options.trace.name}: {replays.count_of(requests)}"]
+    if isinstance(step_time, replays.FittedStepTime):
+        heads.append(f"step time: {step_time}")
+    return Result(data, partial(_show, found, heads), code, files=files)
 
 
 def _store_gib(options: argparse.Namespace, engine: EngineOptions) -> Sequence[float]:
@@ -141,7 +145,8 @@ _LEGEND: Final = (
 )
 
 
-def _show(found: Plan, stream: TextIO) -> None:
+def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
+    print("\n".join(heads), file=stream)
     device = found.choices[0].options
     size = device.device_blocks * device.bytes_per_block / GIB
     tokens = device.device_blocks * device.block_size
