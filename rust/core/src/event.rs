@@ -5,7 +5,7 @@
 //! enabled.
 
 use crate::error::{Error, Result};
-use crate::hash::{Chain, ExportedKey};
+use crate::hash::{AheadKeys, Chain, ExportedKey};
 use crate::id::{BlockId, Tier};
 use crate::memory;
 use crate::pool::Pool;
@@ -107,6 +107,8 @@ pub(crate) struct Publication {
     pub(crate) salt: [u8; 32],
     pub(crate) lora_id: u64,
     pub(crate) group: u8,
+    /// With a drafter.
+    pub(crate) ahead: Option<AheadKeys>,
 }
 
 /// The queued events, and the data needed to name removed blocks.
@@ -142,7 +144,7 @@ impl Events {
 
     pub(crate) fn stored(&mut self, pools: &mut [Pool; 3], tier: Tier, publication: Publication) {
         self.gather(pools);
-        let Publication { block, key, parent, tokens, salt: _, lora_id, group } = publication;
+        let Publication { block, key, parent, tokens, lora_id, group, .. } = publication;
         let last = self.last;
         let known = |parent: &Chain| last.and_then(|(chain, key)| (chain == *parent).then_some(key));
         let parent = parent.map(|parent| known(&parent).unwrap_or_else(|| parent.export()));
