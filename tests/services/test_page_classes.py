@@ -7,6 +7,7 @@ import pytest
 from paged_cache import MODELS, PROMPT, new_cache, serve
 from servers import serving_store
 
+
 @pytest.fixture(params=["valkey", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     with serving_store(request.param, tmp_path) as url:
