@@ -513,7 +513,7 @@ impl Sequences {
     /// What events and a store's queue need to know of a block that a row publishes.
     fn publication(&self, keys: &RowKeys, at: usize, block: BlockId, group: u8) -> Option<Publication> {
         let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, self.block_size));
-        let (key, ahead) = (keys.chain_at(at, self.block_size)?, self.ahead_keys(keys, at, group));
+        let (key, ahead) = (keys.chain_at(at, self.block_size)?, self.ahead_keys(keys, at, group).map(Box::new));
         let (tokens, salt, lora_id) = (self.block_size, keys.salt, keys.lora_id);
         Some(Publication { block, key, parent, tokens, salt, lora_id, group, ahead })
     }

@@ -120,7 +120,8 @@ impl StoreWriteQueue {
 
     /// Key of a published block in its group.
     fn own_key(publication: &Publication) -> Key {
-        publication.ahead.map_or_else(|| publication.key.key().of_group(publication.group), |ahead| ahead.own.0)
+        let Publication { key, group, ahead, .. } = publication;
+        ahead.as_deref().map_or_else(|| key.key().of_group(*group), |ahead| ahead.own.0)
     }
 
     fn anchor(&self) -> u8 {
@@ -128,11 +129,11 @@ impl StoreWriteQueue {
     }
 
     fn note(&self, publication: &Publication, state: WriteState) -> Note {
-        let Publication { block, key, parent, salt, group, ahead, .. } = *publication;
+        let Publication { block, key, parent, salt, group, .. } = *publication;
         let parent = self.groups.hangs_on(group, key, parent);
         let own = |parent: Chain| (parent.key().of_group(self.anchor()), parent.frames());
         let (mut parent, parent_frames) = parent.map_or((Key::default(), 0), own);
-        let exported = ahead.map(|AheadKeys { own, hangs_on }| {
+        let exported = publication.ahead.as_deref().map(|&AheadKeys { own, hangs_on }| {
             let (key, of_parent) = hangs_on.unwrap_or((Key::default(), ExportedKey([0; 32])));
             parent = key;
             Box::new([own.1, of_parent])

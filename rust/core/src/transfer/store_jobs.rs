@@ -272,14 +272,15 @@ impl StoreJobs {
         let Some(Load { tier, targets, kept, on_device }) = self.loads.remove(&job) else { return Ok(0) };
         let mut published = 0;
         for (&(block, missing), &landed) in targets.iter().zip(landed) {
-            let Missing { chain, before, group, ahead, depth, tenant, salt, lora_id, .. } = missing;
+            let Missing { chain, before, group, depth, tenant, salt, lora_id, .. } = missing;
+            let ahead = missing.ahead.map(Box::new);
             let key = missing.key();
             self.loading.remove(&key);
             if landed {
                 let identity = CachedIdentity { key, depth, parent: missing.parent(), tenant };
                 let publication =
                     Publication { block, key: chain, parent: before, tokens, salt, lora_id, group, ahead };
-                published += usize::from(tiers.publish_loaded((tier, block), identity, publication));
+                published += usize::from(tiers.publish_loaded((tier, block), identity, &publication));
             }
         }
         // In reverse, so that a chain is evicted from its end.
