@@ -117,17 +117,6 @@ impl Points {
         self.owners.get(block.index()).is_some_and(|&owners| owners > 0)
     }
 
-    /// Makes a block evictable that no point is found by.
-    fn set_aside(&mut self, block: BlockId) {
-        if self.is_owned(block) {
-            self.outside.insert_idle(block);
-        } else {
-            // Its point may be on the host: only what was never on the way there serves nobody.
-            let ring = if self.followers.contains(block) { LEAVING } else { DEAD };
-            self.outside.bury(ring, block);
-        }
-    }
-
     /// Whether an anchor leads to a point.
     fn is_live(&self, anchor: BlockId) -> bool {
         self.is_dense || self.reasons(anchor) > 0
@@ -616,13 +605,16 @@ impl PrefixCache {
     /// Makes a block evictable.
     #[inline]
     pub(super) fn enqueue(&mut self, block: BlockId) {
-        if let Some(points) = self.points.as_deref_mut() {
-            if points.keyless.contains(block) || !points.is_live(block) {
-                points.set_aside(block);
-                return;
+        let points = self.points.as_deref_mut();
+        match points.filter(|points| points.keyless.contains(block) || !points.is_live(block)) {
+            None => self.order.insert(block),
+            Some(points) if points.is_owned(block) => points.outside.insert_idle(block),
+            Some(points) => {
+                // Its point may be on the host: only what was never on the way there serves nobody.
+                let ring = if points.followers.contains(block) { LEAVING } else { DEAD };
+                points.outside.bury(ring, block);
             }
         }
-        self.order.insert(block);
     }
 
     /// A block can no longer be evicted: it is used again.
