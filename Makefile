@@ -15,6 +15,7 @@
 #   make docs                      the site: docs/_build/html
 #   make fuzz [FUZZ_SECONDS=180]   random operations, forged decisions and slabs, grown by libFuzzer; the
 #       targets share the time
+#   make fuzz-caches [OPERATIONS=1000000]  random programs over whole caches, every byte compared
 #   make mutants [N=200 SEED=0]    how many of N small changes to the Rust core and store their tests catch
 #   make mutants-python [N=200 SEED=0]  how many of N faults planted in the Python sources their tests catch
 #   make bench [BENCH_JSON=FILE]   the benchmarks; FILE gets one flat JSON object
@@ -30,6 +31,7 @@ FREE_THREADED ?= python3.14t
 GPU_PYTHON ?=
 GPU_JSON ?=
 FUZZ_SECONDS ?= 180
+OPERATIONS ?= 1000000
 N ?= 200
 SEED ?= 0
 FUZZ_TARGETS := manager decision slab
@@ -64,7 +66,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(HOME)/.cargo/bin
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 
 .DEFAULT_GOAL := test
-.PHONY: setup dev release demo test test-all test-asan test-free-threaded test-engines test-sglang test-lmcache test-mooncake test-gpu bench-gpu test-rust test-python fuzz lint fmt docs mutants mutants-python bench bench-engines wheel pins clean distclean
+.PHONY: setup dev release demo test test-all test-asan test-free-threaded test-engines test-sglang test-lmcache test-mooncake test-gpu bench-gpu test-rust test-python fuzz fuzz-caches lint fmt docs mutants mutants-python bench bench-engines wheel pins clean distclean
 
 # ---- set-up ----
 
@@ -192,6 +194,10 @@ fuzz: $(CARGO_FUZZ)/bin/cargo-fuzz
 	    RUSTC_BOOTSTRAP=1 $< run --fuzz-dir rust/core/fuzz --sanitizer none $$target -- -max_len=256 -len_control=0 \
 	        -max_total_time=$$(($(FUZZ_SECONDS) / $(words $(FUZZ_TARGETS)))) -print_final_stats=1 || exit 1; \
 	done
+
+fuzz-caches: dev
+	BLOCKYARD_OPERATIONS=$(OPERATIONS) $(BIN)/python -m pytest --numprocesses logical --dist worksteal \
+	    tests/property/test_cache_machine.py
 
 $(CARGO_MUTANTS)/bin/cargo-mutants:
 	cargo install --quiet --locked --debug --root $(CARGO_MUTANTS) cargo-mutants@$(CARGO_MUTANTS_VERSION)

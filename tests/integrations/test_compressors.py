@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
 
-from blockyard import BlockManager, CacheGroup
+from blockyard import Arena, BlockManager, CacheGroup
 from blockyard.integrations.transformers.hybrid import _Blocks
 
 RATIOS = {"heavily_compressed_attention": 8, "compressed_sparse_attention": 4}
@@ -174,3 +174,26 @@ def test_a_resume_point_at_a_multiple_of_the_ratio_keeps_no_block_of_the_compres
     manager.free(sequence)
     assert manager.prefix.lookup(list(range(position + 1))).tokens == position
     assert manager.stats().cached_blocks["device"] == position // 4 + tail
+
+
+@pytest.mark.parametrize(("block_size", "position", "still_open"), [(256, 4096, 0), (64, 4096, 0), (64, 4160, 64)])
+def test_a_resume_point_of_deepseek_v4_keeps_its_window_the_overlap_and_what_is_open(
+    block_size: int, position: int, still_open: int
+):
+    """Bytes of DeepSeek-V4-Flash in FP8: entries, window, and the projections of CSA (ratio 4) and HCA (ratio 128)."""
+    entries, window, csa, hca = 3915 * block_size, 1_609_920, 870_912, 656_640
+    groups = [
+        CacheGroup.full_attention().with_blocks(bytes=entries),
+        CacheGroup.sliding_window(128).with_blocks(tokens=64, bytes=window),
+        CacheGroup.sliding_window(2 * 4).with_blocks(tokens=4, bytes=csa),
+        CacheGroup.chunked_attention(128).with_blocks(tokens=8, bytes=hca),
+    ]
+    arena = Arena(device_bytes=2 << 30)
+    manager = BlockManager(block_size=block_size, groups=groups, arena=arena, prefix_caching=True, watermark=0.0)
+    sequence = manager.allocate(list(range(position + 1)))
+    manager.complete(manager.take_decision().ticket)
+    manager.mark_computed(sequence)
+    manager.free(sequence)
+    assert manager.prefix.lookup(list(range(position + 1))).tokens == position
+    is_cached = [manager.pool(page_class=number).uses() == 1 for number in range(len(groups))]
+    assert [int(cached.sum()) for cached in is_cached] == [position // block_size, 2, 2, still_open // 8]

@@ -5,6 +5,7 @@ transformers 5.23. All models compute in float64, so no prompt is left out for t
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import transformers
 from numpy.typing import NDArray
+from servers import serving_store
 from tiny_models import LATENT, ROUTER, SHAPE, TINY_MODELS, VOCABULARY, WINDOW, tiny_model
 from transformers import DynamicCache
 
@@ -36,6 +38,8 @@ GROUPS = {
     "Gemma 3n": {"sliding_window", "full_attention"},
     "Falcon-H1": {"recurrent", "full_attention"},
 }
+
+STATES = [name for name, kinds in GROUPS.items() if "recurrent" in kinds]
 
 every_model = pytest.mark.parametrize("name", GROUPS)
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -177,25 +181,27 @@ def test_a_prompt_found_on_the_host_has_the_tokens_of_generate(name: str):
         assert generator.cache.stats().swapped_in_blocks["host"] > 0
 
 
-@every_model
-def test_a_prompt_found_in_a_store_after_a_restart_has_the_tokens_of_generate(name: str, tmp_path: Path):
-    store = {"prefix_store": f"file://{tmp_path}?size=8MiB", "namespace": b"weights", "prefetch_timeout_base": 60.0}
-    sizes = {"device_blocks": 200, "host_blocks": 60}
-    with open_generator(name, **sizes, **store) as generator:
-        begin(generator)
-    with open_generator(name, **sizes, **store) as generator:
-        assert resume(generator) == wanted_by_position(name)
-        assert generator.cache.prefix_store is not None
-        assert generator.cache.prefix_store.stats().hit_blocks > 0
+@pytest.fixture(scope="module")
+def store_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """URLs of stores on a Valkey and an S3 server, which run until the last of these tests."""
+    with ExitStack() as stack:
+        yield functools.cache(lambda kind: stack.enter_context(serving_store(kind, tmp_path_factory.mktemp(kind))))
 
 
-@every_model
-def test_with_blocks_of_their_own_size_a_prompt_found_in_a_store_after_a_restart_has_the_tokens_of_generate(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize("own_size", [False, True], ids=["equal blocks", "blocks of their own size"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "file") for name in GROUPS), *((name, kind) for kind in ("valkey", "s3") for name in STATES)],
+)
+def test_a_prompt_found_in_a_store_after_a_restart_has_the_tokens_of_generate(
+    name: str, kind: str, own_size: bool, store_of: Callable[[str], str], tmp_path: Path
 ):
-    store = {"prefix_store": f"file://{tmp_path}?size=8MiB", "namespace": b"weights", "prefetch_timeout_base": 60.0}
-    sizes = {"device_blocks": None, "host_blocks": None, "device_bytes": own_blocks(name, 600)}
-    sizes |= {"host_bytes": own_blocks(name, 120 * BLOCK)}
+    sizes: dict[str, Any] = {"device_blocks": 200, "host_blocks": 60}
+    if own_size:
+        memory = {"device_bytes": own_blocks(name, 600), "host_bytes": own_blocks(name, 120 * BLOCK)}
+        sizes = {"device_blocks": None, "host_blocks": None, **memory}
+    url = f"file://{tmp_path}?size=8MiB" if kind == "file" else store_of(kind)
+    store = {"prefix_store": url, "namespace": f"{name}, {own_size}".encode(), "prefetch_timeout_base": 60.0}
     with open_generator(name, **sizes, **store) as generator:
         begin(generator)
     with open_generator(name, **sizes, **store) as generator:
@@ -287,9 +293,6 @@ def keep_late_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(hybrid._Blocks, "write", write_late)
     monkeypatch.setattr(hybrid.HybridModel, "_pieces", token_by_token)
-
-
-STATES = [name for name, kinds in GROUPS.items() if "recurrent" in kinds]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from blockyard.stores import ExternalStore, open_store
 from blockyard.testing.faults import FailingStore
 
 FULL, WINDOW, STATE = CacheGroup.full_attention(), CacheGroup.sliding_window(20), CacheGroup.recurrent()
+DRAFTER = CacheGroup.drafter()
 SIZE = 4
 MODELS = {
     "window": [WINDOW],
@@ -23,6 +24,9 @@ MODELS = {
     "state": [STATE],
     "full state": [FULL, STATE],
     "two full and all": [FULL, WINDOW, STATE, FULL],
+    "full drafter": [FULL, DRAFTER],
+    "drafter": [DRAFTER],
+    "drafter, state, full": [DRAFTER, STATE, FULL],
 }
 PROMPTS = [[100 * number + at for at in range(58)] for number in range(1, 5)]
 
@@ -91,6 +95,36 @@ def test_a_point_of_which_a_block_is_gone_is_a_miss_and_another_one_is_loaded(mo
         assert points - {0}
 
 
+DRAFTING = [name for name, groups in MODELS.items() if DRAFTER in groups]
+
+
+@pytest.mark.parametrize("model", DRAFTING)
+def test_with_a_drafter_a_block_is_in_the_store_before_its_next_token_only(model: str, tmp_path: Path) -> None:
+    prompt = PROMPTS[0]
+    other = [*prompt[:52], 1, *prompt[53:]]
+    with new_cache(tmp_path, MODELS[model]) as cache:
+        assert serve(cache, [prompt]) == [0]
+    with new_cache(tmp_path, MODELS[model]) as cache:
+        assert serve(cache, [other])[0] <= 48
+    with new_cache(tmp_path, MODELS[model]) as cache:
+        assert serve(cache, [prompt, other]) == [56, 56]
+
+
+@pytest.mark.parametrize("model", DRAFTING)
+def test_an_image_after_a_block_is_part_of_its_keys_with_a_drafter(model: str, tmp_path: Path) -> None:
+    prompt = PROMPTS[0][:57]
+    with new_cache(tmp_path, MODELS[model]) as cache:
+        prefix = cache.manager.prefix
+        texts = [prompt, [*prompt[:56], 1], prompt, prompt]
+        extras = [(), (), [(56, 1, b"cat")], [(56, 1, b"dog")]]
+        hashed = [prefix.hash(text, extras=of) for text, of in zip(texts, extras, strict=True)]
+        keys = [{key.tobytes() for key in prefix.store_jobs.search(one).keys} for one in hashed]
+    in_common = set.intersection(*keys)
+    assert len(in_common) == 13 * len(MODELS[model])
+    own = [some - in_common for some in keys]
+    assert len(set.union(*own)) == sum(map(len, own)) == 4 * len(MODELS[model])
+
+
 class ForgetfulStore(KeyedStore):
     """It knows of few keys at once."""
 
@@ -122,10 +156,9 @@ def test_a_store_that_does_not_know_all_absent_keys_at_once_is_searched(kind: st
             assert serve(cache, [prompt]) == [cached]
 
 
-def test_a_model_with_points_loads_by_way_of_the_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [WINDOW, DRAFTER], ids=["window", "drafter"])
+def test_a_model_with_points_loads_by_way_of_the_host(beside: CacheGroup, tmp_path: Path) -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"host blocks of the prefix cache is 0, must be at least 1 for a prefix store"
     ):
-        new_cache(tmp_path, [FULL, WINDOW], host_blocks=0)
-    with pytest.raises(InvalidArgumentError, match="drafter's groups is 1, must be 0 for a prefix store"):
-        new_cache(tmp_path, [FULL, CacheGroup.drafter()])
+        new_cache(tmp_path, [FULL, beside], host_blocks=0)

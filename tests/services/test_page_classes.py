@@ -5,21 +5,13 @@ from pathlib import Path
 
 import pytest
 from paged_cache import MODELS, PROMPT, new_cache, serve
-from servers import serving, serving_objects
-
-SECRET = "secret"
+from servers import serving_store
 
 
 @pytest.fixture(params=["valkey", "s3"])
-def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "valkey":
-        with serving("valkey-server", tmp_path) as server:
-            yield f"redis://127.0.0.1:{server.port}?size=4MiB"
-        return
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "tester")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    with serving_objects(tmp_path, SECRET) as server:
-        yield f"{server.url(f'bucket/{tmp_path.name}')}size=4MiB"
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    with serving_store(request.param, tmp_path) as url:
+        yield url
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -118,8 +118,8 @@ def random_config(random: Random) -> Config:
     groups = random.choice(("full", "full", "full", "full", *GROUPS))
     prefix = random.choice(("", "device", "device", "host", "host"))
     host = random.choice((0, random.randint(2, 8), random.randint(8, 24), 24)) if random.random() < 0.99 else MANY
-    by_host = prefix == "host" and host > 0 and not any(group.kind == "drafter" for group in GROUPS[groups])
     classes = groups != "full" and random.random() < 0.5
+    by_host = prefix == "host" and host > 0
     stored = prefix and (groups == "full" or by_host) and random.random() < 0.6
     writes = random.choice(("through", "through", "back", "second_use", "never")) if stored else ""
     itself = groups == "full" and random.random() < 0.4

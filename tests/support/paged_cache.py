@@ -12,12 +12,13 @@ from blockyard.stores import ExternalStore
 SIZE = 4
 PROMPT = list(range(58))
 FULL, WINDOW, STATE = CacheGroup.full_attention(), CacheGroup.sliding_window(10), CacheGroup.recurrent()
-WIDTHS = {"full_attention": 64, "sliding_window": 12, "recurrent": 1200}  # bytes of a token, or of a state
+WIDTHS = {"full_attention": 64, "sliding_window": 12, "recurrent": 1200, "drafter": 8}  # bytes
 MODELS = {
     "window": [FULL, WINDOW],
     "state": [FULL, STATE],
     "window first": [WINDOW, FULL, STATE],
     "states alone": [WINDOW, STATE],
+    "drafter": [FULL, STATE, CacheGroup.drafter()],
 }
 
 

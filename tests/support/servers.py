@@ -328,6 +328,19 @@ def serving_objects(
 
 
 @contextmanager
+def serving_store(kind: str, folder: Path) -> Iterator[str]:
+    """Run a server, "valkey" or "s3", with its files in `folder`. Yields the URL of a store of 8 MiB on it."""
+    if kind == "valkey":
+        with serving("valkey-server", folder) as server:
+            yield f"redis://127.0.0.1:{server.port}?size=8MiB"
+    else:
+        with serving_objects(folder, "secret") as server, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("AWS_ACCESS_KEY_ID", "tester")
+            patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+            yield f"{server.url(f'bucket/{folder.name}')}size=8MiB"
+
+
+@contextmanager
 def _weed(folder: Path, options: list[str]) -> Iterator["subprocess.Popen[bytes]"]:
     """Run a process of SeaweedFS."""
     weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -181,7 +181,7 @@ class ArenaLayout:
 
         Raises:
             InvalidArgumentError: the configuration lacks a field, or has one that is not known; or a layer has
-                compressed entries: what a prompt that resumes needs of an entry that is still open is not known.
+                compressed entries, of several tokens each, which are no field of a token.
         """
         memory = config
         if not isinstance(memory, ModelMemory):

@@ -51,7 +51,7 @@ class PrefixStore:
 
     Args:
         manager: the manager of the blocks, with prefix caching; with `PrefixCaching(host=True)` unless it has one cache
-            group, of full attention. Drafters' groups and cross attention are refused.
+            group, of full attention.
         engine: owner of the device and host blocks.
         store: a store opened with `use="prefix"`. Only this object may use it; `close` closes it.
         writes: which blocks are written to the store, each prompt from its beginning. `"through"`: each block once it
@@ -63,8 +63,8 @@ class PrefixStore:
 
     Raises:
         InvalidArgumentError: an argument is out of range; the store has another block size, is closed, has no keys or
-            is in use elsewhere; or the manager has cached blocks, a prefix store, no prefix caching, a group that is
-            refused, or no host copies that it needs.
+            is in use elsewhere; or the manager has cached blocks, a prefix store, no prefix caching, or no host copies
+            that it needs.
         BlockyardError: the engine is closed.
 
     Attributes:

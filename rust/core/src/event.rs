@@ -5,7 +5,7 @@
 //! enabled.
 
 use crate::error::{Error, Result};
-use crate::hash::{Chain, ExportedKey};
+use crate::hash::{AheadKeys, Chain, ExportedKey};
 use crate::id::{BlockId, Tier};
 use crate::memory;
 use crate::pool::Pool;
@@ -98,7 +98,7 @@ pub struct EventBatch {
 }
 
 /// A published block, and the data of its event.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Publication {
     pub(crate) block: BlockId,
     pub(crate) key: Chain,
@@ -107,6 +107,8 @@ pub(crate) struct Publication {
     pub(crate) salt: [u8; 32],
     pub(crate) lora_id: u64,
     pub(crate) group: u8,
+    /// With a drafter.
+    pub(crate) ahead: Option<Box<AheadKeys>>,
 }
 
 /// The queued events, and the data needed to name removed blocks.
@@ -140,9 +142,9 @@ impl Events {
         Ok(Self { ring: Ring::new(capacity), taken: 0, keys, last: None })
     }
 
-    pub(crate) fn stored(&mut self, pools: &mut [Pool; 3], tier: Tier, publication: Publication) {
+    pub(crate) fn stored(&mut self, pools: &mut [Pool; 3], tier: Tier, publication: &Publication) {
         self.gather(pools);
-        let Publication { block, key, parent, tokens, salt: _, lora_id, group } = publication;
+        let Publication { block, key, parent, tokens, lora_id, group, .. } = *publication;
         let last = self.last;
         let known = |parent: &Chain| last.and_then(|(chain, key)| (chain == *parent).then_some(key));
         let parent = parent.map(|parent| known(&parent).unwrap_or_else(|| parent.export()));

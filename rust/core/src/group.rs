@@ -4,7 +4,7 @@
 //! Entries dropped from a table become the null block, which is block 0 of every tier and never allocated.
 
 use crate::error::{Error, Result, invalid};
-use crate::hash::{Chain, GroupMark};
+use crate::hash::GroupMark;
 use crate::id::BlockId;
 use crate::page::{MAX_CLASSES, PerClass};
 use std::ops::Range;
@@ -311,17 +311,18 @@ impl Groups {
         self.leaving.len() < self.growing
     }
 
-    /// A group's mark in exported keys; none for the anchor's of a model with a group that keeps every block.
+    /// A group's mark in exported keys; none for the anchor's of a model with a group that keeps every block, and no
+    /// drafter.
     pub(crate) fn mark(&self, group: u8) -> Option<GroupMark> {
         let number = usize::from(group);
         let [kind, parameter] = self.all[number].mark();
-        (number != self.anchor || !self.keeps_all()).then_some([u32::from(group), kind, parameter])
+        (number != self.anchor || !self.keeps_all() || self.ahead > 0).then_some([u32::from(group), kind, parameter])
     }
 
-    /// The chain up to the anchor's block without which a group's block behind `chain` is worth nothing: the one before
-    /// the anchor's own, `before`, or for another group the one at the same place. None where only points have blocks.
-    pub(crate) fn hangs_on(&self, group: u8, chain: Chain, before: Option<Chain>) -> Option<Chain> {
-        if usize::from(group) == self.anchor { before } else { Some(chain) }.filter(|_| self.keeps_all())
+    /// Which anchor's block a group's block is worth nothing without: the one before the anchor's own, `before`, or for
+    /// another group the one at the same place, `here`. None where only points have blocks.
+    pub(crate) fn hangs_on<T>(&self, group: u8, here: T, before: Option<T>) -> Option<T> {
+        if usize::from(group) == self.anchor { before } else { Some(here) }.filter(|_| self.keeps_all())
     }
 
     /// Indices of a group's blocks in the tail of a point behind `at` blocks.

@@ -92,6 +92,15 @@ impl Key {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ExportedKey(pub [u8; 32]);
 
+/// Keys of a block in a model with a drafter, which depend on the token after it: the one under which device and host
+/// find it, and the one for other processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct AheadKeys {
+    pub(crate) own: (Key, ExportedKey),
+    /// Those of the block that it hangs on, see [`Groups::hangs_on`](crate::group::Groups::hangs_on).
+    pub(crate) hangs_on: Option<(Key, ExportedKey)>,
+}
+
 /// Names a cache group in exported keys: its number, its kind, and the kind's parameter.
 pub(crate) type GroupMark = [u32; 3];
 
@@ -225,14 +234,26 @@ impl Chain {
     /// The mark's frame is followed by one of padding alone, in which no stream of tokens ends: each has a token there.
     pub(crate) fn export_of(mut self, mark: Option<GroupMark>) -> ExportedKey {
         if let Some(mark) = mark {
-            let mut frame = [0xFF; 64];
-            for (bytes, word) in frame[4..].chunks_exact_mut(4).zip(mark) {
-                bytes.copy_from_slice(&word.to_le_bytes());
-            }
-            self.absorb(&frame);
-            self.absorb(&[0xFF; 64]);
+            self.absorb_mark(mark.into_iter(), Vec::new());
         }
         self.export()
+    }
+
+    /// As [`Chain::export_of`], in a model with a drafter: the next token, and the frames of its extras, belong to the
+    /// mark.
+    pub(crate) fn export_before(mut self, mark: GroupMark, next: u32, frames: Vec<u8>) -> ExportedKey {
+        self.absorb_mark(mark.into_iter().chain([next]), frames);
+        self.export()
+    }
+
+    fn absorb_mark(&mut self, words: impl Iterator<Item = u32>, frames: Vec<u8>) {
+        let mut frame = [0xFF; 64];
+        for (bytes, word) in frame[4..].chunks_exact_mut(4).zip(words) {
+            bytes.copy_from_slice(&word.to_le_bytes());
+        }
+        self.absorb(&frame);
+        self.absorb_stream(frames, &[]);
+        self.absorb(&[0xFF; 64]);
     }
 
     #[inline]
@@ -356,16 +377,35 @@ mod tests {
         let mut chain = Chain::new(&KeySpec::default(), 4, 0);
         chain.block(&[1, 2, 3, 4], &[]).unwrap();
         let marks = [None, Some([0, 2, 6]), Some([1, 2, 6]), Some([1, 2, 7]), Some([1, 4, 6])];
-        let keys: std::collections::HashSet<_> = marks.iter().map(|mark| chain.export_of(*mark)).collect();
+        let mut keys: std::collections::HashSet<_> = marks.iter().map(|mark| chain.export_of(*mark)).collect();
         assert_eq!((keys.len(), chain.export_of(None)), (marks.len(), chain.export()));
+        let images = [&b""[..], b"cat", b"dog"].map(|bytes| match bytes {
+            b"" => Vec::new(),
+            bytes => frames_of_extras(&[Extra { kind: 1, bytes }]).unwrap(),
+        });
+        keys.extend(
+            [0, 6]
+                .into_iter()
+                .flat_map(|next| images.clone().map(|frames| (next, frames)))
+                .map(|(next, frames)| chain.export_before([1, 2, 6], next, frames)),
+        );
+        assert_eq!(keys.len(), marks.len() + 6);
         let mut stream = stream_of_header(&KeySpec::default(), 4, 0);
         for word in [1, 2, 3, 4].into_iter().chain([u32::MAX; 12]) {
             stream.extend(word.to_le_bytes());
         }
-        for word in [u32::MAX, 1, 2, 6].into_iter().chain([u32::MAX; 28]) {
-            stream.extend(word.to_le_bytes());
-        }
-        assert_eq!(chain.export_of(Some([1, 2, 6])).0.to_vec(), Sha256::digest(&stream).to_vec());
+        let marked = |words: &[u32], frames: &[u8]| {
+            let mut stream = stream.clone();
+            stream.extend(words.iter().flat_map(|word| word.to_le_bytes()));
+            for bytes in [frames, &[0xFF; 64]] {
+                stream.resize(stream.len().next_multiple_of(64), 0xFF);
+                stream.extend(bytes);
+            }
+            Sha256::digest(&stream).to_vec()
+        };
+        assert_eq!(chain.export_of(Some([1, 2, 6])).0.to_vec(), marked(&[u32::MAX, 1, 2, 6], b""));
+        let before = chain.export_before([1, 2, 6], 9, images[1].clone());
+        assert_eq!(before.0.to_vec(), marked(&[u32::MAX, 1, 2, 6, 9], &images[1]));
     }
 
     #[test]

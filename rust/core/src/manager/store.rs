@@ -25,22 +25,16 @@ impl Manager {
     /// Starts recording which blocks to write to a prefix store.
     ///
     /// # Errors
-    /// The prefix cache is off, something is cached already, a group is a drafter's or an encoder's, blocks of some group
-    /// hold fewer tokens than others, or several groups, or null blocks, keep no copies on the host.
+    /// The prefix cache is off, something is cached already, blocks of some group hold fewer tokens than others, or the
+    /// host keeps no copies although there are several groups, null blocks or a drafter.
     pub fn use_store(&mut self, writes: StoreWrites) -> Result<()> {
         if !self.is_caching() {
             return Err(invalid("prefix_caching", 0, "1 for a prefix store".to_owned()));
         }
         self.require_even("a prefix store")?;
-        for (what, group) in [("drafter's groups", Group::Drafter), ("cross attention groups", Group::CrossAttention)] {
-            let count = self.groups().iter().filter(|&&other| other == group).count();
-            if count > 0 {
-                return Err(invalid(what, count as i128, "0 for a prefix store".to_owned()));
-            }
-        }
         if *self.groups() != [Group::Full] && !self.tiers.keeps_host_copies() {
-            let must = "at least 1 for a prefix store of several groups, windows or states: their blocks are loaded by way \
-                        of the host, with PrefixCaching(host=True)";
+            let must = "at least 1 for a prefix store of several groups, windows, states or drafters: their blocks are \
+                        loaded by way of the host, with PrefixCaching(host=True)";
             return Err(invalid("host blocks of the prefix cache", 0, must.to_owned()));
         }
         let cached = self.tiers.device().published();

@@ -175,8 +175,10 @@ impl Sequences {
         /// Allocator overhead of a row's allocations, plus a handle.
         const OVERHEAD: usize = 64;
         let keys = self.rows.at(sequence).keys.as_ref();
-        let keys = keys
-            .map_or(0, |keys| size_of::<RowKeys>() + size_of_val(&*keys.keys) + size_of_val(&*keys.ahead) + OVERHEAD);
+        let keys = keys.map_or(0, |keys| {
+            let ahead = size_of_val(&*keys.ahead) + size_of_val(&*keys.following);
+            size_of::<RowKeys>() + size_of_val(&*keys.keys) + ahead + OVERHEAD
+        });
         let (mut bytes, mut nulls) = (keys, 0);
         for GroupTable { table, .. } in self.rows.tables_of(sequence) {
             bytes += size_of_val(&**table) + OVERHEAD;

@@ -7,7 +7,7 @@ use crate::block::LeaseKind;
 use crate::error::{Result, invalid};
 use crate::event::Publication;
 use crate::group::{Group, NULL_BLOCK};
-use crate::hash::Key;
+use crate::hash::{AheadKeys, Key};
 use crate::host_cache::Found;
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::prefix::{CachedIdentity, Points, Published};
@@ -327,7 +327,7 @@ impl Sequences {
             if step.tiers.device().block(block).is_filling() {
                 break;
             }
-            let publication = || publication(keys, at, block, group, self.block_size);
+            let publication = || self.publication(keys, at, block, group);
             match step.tiers.publish((Tier::Device, block), Self::identity(keys, at, group), publication) {
                 Published::Now | Published::Before if !alone => {
                     self.publish_companions(step, sequence, (keys, at), block);
@@ -371,7 +371,7 @@ impl Sequences {
 
     /// Makes a point behind the first `at` blocks of a sequence, if it still has what a token there needs.
     fn make_point(&mut self, step: &mut OpenStep<'_>, sequence: SequenceId, keys: &RowKeys, at: usize) {
-        let (size, anchor_group) = (self.block_size, self.groups.anchor());
+        let anchor_group = self.groups.anchor();
         let anchor_row = Self::member(sequence, anchor_group);
         let entry = self.anchor_entry(at - 1);
         let Some((&key, &block)) = keys.found_by().get(at - 1).zip(self.rows.table(anchor_row).table.get(entry)) else {
@@ -392,7 +392,7 @@ impl Sequences {
             // Only points have keys here, so there is no chain to follow.
             let identity = CachedIdentity { key, depth, parent: 0, tenant: keys.tenant };
             let group = u8::try_from(anchor_group).unwrap_or(u8::MAX);
-            let publication = || publication(keys, at - 1, block, group, size);
+            let publication = || self.publication(keys, at - 1, block, group);
             match step.tiers.publish((Tier::Device, block), identity, publication) {
                 Published::Beyond => return,
                 Published::As(canonical) => {
@@ -407,13 +407,8 @@ impl Sequences {
         let own_key = |index: usize| self.own_key(keys.found_by(), places[index].0, places[index].1);
         step.tiers.add_point(anchor, (&tail, is_junction), own_key, |index| {
             let (group, entry) = places[index];
-            publication(
-                keys,
-                self.groups.key_of(group, entry).0,
-                tail[index],
-                u8::try_from(group).unwrap_or(u8::MAX),
-                size,
-            )
+            let member = u8::try_from(group).unwrap_or(u8::MAX);
+            self.publication(keys, self.groups.key_of(group, entry).0, tail[index], member)
         });
     }
 
@@ -457,9 +452,8 @@ impl Sequences {
         let blocks: Vec<_> = places.iter().map(block).collect();
         let number = |index: usize| u8::try_from(places[index].0).unwrap_or(u8::MAX);
         let own_key = |index: usize| self.own_key(keys.found_by(), places[index].0, places[index].1);
-        step.tiers.add_companions(anchor, &blocks, own_key, |index| {
-            publication(keys, at, blocks[index], number(index), self.block_size)
-        });
+        step.tiers
+            .add_companions(anchor, &blocks, own_key, |index| self.publication(keys, at, blocks[index], number(index)));
     }
 
     /// Replaces the blocks of the other groups by those that hang on the one that was published first.
@@ -503,18 +497,29 @@ impl Sequences {
         let parent = at.checked_sub(1).map_or(0, |before| found_by[before].of_group(group).tag());
         CachedIdentity { key: found_by[at].of_group(group), depth, parent, tenant: keys.tenant }
     }
+
+    /// What events and a store's queue need to know of a block that a row publishes.
+    fn publication(&self, keys: &RowKeys, at: usize, block: BlockId, group: u8) -> Option<Publication> {
+        let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, self.block_size));
+        let (key, ahead) = (keys.chain_at(at, self.block_size)?, self.ahead_keys(keys, at, group).map(Box::new));
+        let (tokens, salt, lora_id) = (self.block_size, keys.salt, keys.lora_id);
+        Some(Publication { block, key, parent, tokens, salt, lora_id, group, ahead })
+    }
+
+    /// Keys of a group's block in a model with a drafter.
+    pub(super) fn ahead_keys(&self, keys: &RowKeys, at: usize, group: u8) -> Option<AheadKeys> {
+        let both = |at: usize, group: u8| {
+            let own = keys.ahead.get(at)?.of_group(group);
+            Some((own, keys.export(at, self.groups.mark(group), self.block_size)?))
+        };
+        let anchor = u8::try_from(self.groups.anchor()).ok()?;
+        let hangs_on = self.groups.hangs_on(group, at, at.checked_sub(1));
+        Some(AheadKeys { own: both(at, group)?, hangs_on: hangs_on.and_then(|at| both(at, anchor)) })
+    }
 }
 
 /// Blocks that lie at least between two points, if the later one is `back` blocks before the end: in agents' sessions,
 /// points at square distances had the most hits for their tails (`docs/benchmarks/hybrid.md`).
 fn least_gap(interval: usize, back: usize) -> usize {
     interval.max((4 * interval * back).isqrt())
-}
-
-/// The event data of a block that a row publishes.
-fn publication(keys: &RowKeys, at: usize, block: BlockId, group: u8, block_size: u32) -> Option<Publication> {
-    let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, block_size));
-    let key = keys.chain_at(at, block_size)?;
-    let (salt, lora_id) = (keys.salt, keys.lora_id);
-    Some(Publication { block, key, parent, tokens: block_size, salt, lora_id, group })
 }

@@ -294,7 +294,7 @@ impl Tiers {
         if published == Published::Now {
             if self.events.is_some() || self.write_queue.is_some() {
                 if let Some(publication) = publication() {
-                    self.note_published(at.0, publication);
+                    self.note_published(at.0, &publication);
                 }
             }
         } else if let (Published::As(_), Some(write_queue)) = (published, &mut self.write_queue) {
@@ -303,10 +303,10 @@ impl Tiers {
         published
     }
 
-    fn note_published(&mut self, tier: Tier, publication: Publication) {
+    fn note_published(&mut self, tier: Tier, publication: &Publication) {
         if let Some(write_queue) = &mut self.write_queue {
             let pools = &self.pools;
-            write_queue.note_computed(&publication, |key, block| find_cached(pools, key, block).is_some());
+            write_queue.note_computed(publication, |key, block| find_cached(pools, key, block).is_some());
         }
         if let Some(events) = &mut self.events {
             events.stored(&mut self.pools, tier, publication);
@@ -314,12 +314,17 @@ impl Tiers {
     }
 
     /// Publishes a block that came from a prefix store; returns whether it did. Quotas do not apply on the host.
-    pub(crate) fn publish_loaded(&mut self, at: TierBlock, identity: CachedIdentity, publication: Publication) -> bool {
+    pub(crate) fn publish_loaded(
+        &mut self,
+        at: TierBlock,
+        identity: CachedIdentity,
+        publication: &Publication,
+    ) -> bool {
         let tenant = if at.0 == Tier::Device { identity.tenant } else { 0 };
         let is_published = self.publish_silently(at, CachedIdentity { tenant, ..identity }) == Published::Now;
         if let Some(write_queue) = &mut self.write_queue {
             let pools = &self.pools;
-            write_queue.note_loaded(&publication, |key, block| find_cached(pools, key, block).is_some());
+            write_queue.note_loaded(publication, |key, block| find_cached(pools, key, block).is_some());
         }
         if let (true, Some(events)) = (is_published, &mut self.events) {
             events.stored(&mut self.pools, at.0, publication);
@@ -441,10 +446,10 @@ impl Tiers {
             write_queue.note_moved(key, publication.block);
             write_queue.note_hit(key);
             if let Some(events) = &mut self.events {
-                events.stored(&mut self.pools, Tier::Device, publication);
+                events.stored(&mut self.pools, Tier::Device, &publication);
             }
         } else {
-            self.note_published(Tier::Device, publication);
+            self.note_published(Tier::Device, &publication);
         }
     }
 

@@ -9,7 +9,7 @@
 
 use crate::event::Publication;
 use crate::group::Groups;
-use crate::hash::{Chain, ExportedKey, Key};
+use crate::hash::{AheadKeys, Chain, ExportedKey, Key};
 use crate::id::BlockId;
 use crate::page::PerClass;
 use std::collections::{HashMap, VecDeque};
@@ -63,7 +63,7 @@ enum WriteState {
     Lost,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Note {
     /// Frames hashed up to its end, which the exported key depends on.
     frames: u32,
@@ -76,6 +76,8 @@ struct Note {
     block: BlockId,
     salt: [u8; 32],
     state: WriteState,
+    /// With a drafter, whose keys do not tell those for other processes: these, its own and its parent's.
+    exported: Option<Box<[ExportedKey; 2]>>,
 }
 
 /// A recorded block, with keys for other processes.
@@ -118,7 +120,8 @@ impl StoreWriteQueue {
 
     /// Key of a published block in its group.
     fn own_key(publication: &Publication) -> Key {
-        publication.key.key().of_group(publication.group)
+        let Publication { key, group, ahead, .. } = publication;
+        ahead.as_deref().map_or_else(|| key.key().of_group(*group), |ahead| ahead.own.0)
     }
 
     fn anchor(&self) -> u8 {
@@ -129,8 +132,13 @@ impl StoreWriteQueue {
         let Publication { block, key, parent, salt, group, .. } = *publication;
         let parent = self.groups.hangs_on(group, key, parent);
         let own = |parent: Chain| (parent.key().of_group(self.anchor()), parent.frames());
-        let (parent, parent_frames) = parent.map_or((Key::default(), 0), own);
-        Note { frames: key.frames(), parent_frames, parent, group, block, salt, state }
+        let (mut parent, parent_frames) = parent.map_or((Key::default(), 0), own);
+        let exported = publication.ahead.as_deref().map(|&AheadKeys { own, hangs_on }| {
+            let (key, of_parent) = hangs_on.unwrap_or((Key::default(), ExportedKey([0; 32])));
+            parent = key;
+            Box::new([own.1, of_parent])
+        });
+        Note { frames: key.frames(), parent_frames, parent, group, block, salt, state, exported }
     }
 
     /// Lets all queued blocks be written now, whatever room there is.
@@ -233,6 +241,9 @@ impl StoreWriteQueue {
     /// A recorded block, with keys for other processes.
     pub(crate) fn export(&self, key: &Key) -> Option<Exported> {
         self.notes.get(key).map(|note| {
+            if let Some([key, parent]) = note.exported.as_deref().copied() {
+                return Exported { key, parent, salt: note.salt };
+            }
             // Marking a key with its group twice takes the mark away.
             let parent = Chain::resume(note.parent.of_group(self.anchor()), note.parent_frames);
             let parent = if note.parent_frames == 0 { ExportedKey([0; 32]) } else { parent.export() };
@@ -260,10 +271,10 @@ impl StoreWriteQueue {
             if self.notes.get(&oldest).is_some_and(|note| is_cached(&oldest, note.block)) {
                 self.order.push_back(oldest);
             } else if let Some(note) = self.notes.remove(&oldest) {
-                self.count(&note, false);
+                self.count(note.group, note.state, false);
             }
         }
-        self.count(&note, true);
+        self.count(note.group, note.state, true);
         self.notes.insert(key, note);
         self.order.push_back(key);
     }
@@ -287,16 +298,15 @@ impl StoreWriteQueue {
 
     fn set(&mut self, key: Key, state: WriteState) {
         let Some(note) = self.notes.get_mut(&key) else { return };
-        let before = std::mem::replace(note, Note { state, ..*note });
-        let now = *note;
-        self.count(&before, false);
-        self.count(&now, true);
+        let (group, before) = (note.group, std::mem::replace(&mut note.state, state));
+        self.count(group, before, false);
+        self.count(group, state, true);
     }
 
     /// Counts a record in or out, if it is queued.
-    fn count(&mut self, note: &Note, is_new: bool) {
-        if note.state == WriteState::Queued {
-            let count = self.queued.at(self.groups.class(note.group));
+    fn count(&mut self, group: u8, state: WriteState, is_new: bool) {
+        if state == WriteState::Queued {
+            let count = self.queued.at(self.groups.class(group));
             *count = if is_new { *count + 1 } else { *count - 1 };
         }
     }
@@ -338,7 +348,7 @@ mod tests {
 
     fn published(token: u32) -> Publication {
         let (block, key, salt) = (BlockId(0), chain(token), [7; 32]);
-        Publication { block, key, parent: None, tokens: 1, salt, lora_id: 0, group: 0 }
+        Publication { block, key, parent: None, tokens: 1, salt, lora_id: 0, group: 0, ahead: None }
     }
 
     fn taken(write_queue: &mut StoreWriteQueue) -> Vec<Key> {

@@ -10,7 +10,7 @@ use super::{Lease, LeaseShare, PromptLeases};
 use crate::block::{LeaseKind, TierBlock};
 use crate::error::{Error, Result, invalid};
 use crate::event::Publication;
-use crate::hash::{Chain, ExportedKey, GroupMark, Key};
+use crate::hash::{AheadKeys, Chain, ExportedKey, GroupMark, Key};
 use crate::id::{BlockId, JobId, LeaseId, Tier};
 use crate::page::PerClass;
 use crate::pool::Pool;
@@ -56,6 +56,8 @@ pub(crate) struct Missing {
     pub(crate) page_class: u8,
     pub(crate) anchor: u8,
     pub(crate) mark: Option<GroupMark>,
+    /// With a drafter.
+    pub(crate) ahead: Option<AheadKeys>,
     pub(crate) depth: u32,
     pub(crate) tenant: u16,
     pub(crate) salt: [u8; 32],
@@ -65,17 +67,25 @@ pub(crate) struct Missing {
 impl Missing {
     /// Key under which it is found once it is loaded.
     fn key(&self) -> Key {
-        self.chain.key().of_group(self.group)
+        self.ahead.map_or_else(|| self.chain.key().of_group(self.group), |ahead| ahead.own.0)
     }
 
     /// Key in the store.
     pub(crate) fn exported(&self) -> ExportedKey {
-        self.chain.export_of(self.mark)
+        self.ahead.map_or_else(|| self.chain.export_of(self.mark), |ahead| ahead.own.1)
     }
 
     /// Tag of the key of the block that it hangs on, 0 for none.
     fn parent(&self) -> u32 {
-        self.hangs_on.map_or(0, |chain| chain.key().of_group(self.anchor).tag())
+        let own = || self.hangs_on.map(|chain| chain.key().of_group(self.anchor));
+        let ahead = self.ahead.map(|ahead| ahead.hangs_on.map(|(key, _)| key));
+        ahead.unwrap_or_else(own).map_or(0, |key| key.tag())
+    }
+
+    /// Key of that block in the store, zeros for none.
+    fn exported_parent(&self) -> ExportedKey {
+        let ahead = self.ahead.map(|ahead| ahead.hangs_on.map(|(_, key)| key));
+        ahead.unwrap_or_else(|| self.hangs_on.map(|chain| chain.export())).unwrap_or(ExportedKey([0; 32]))
     }
 }
 
@@ -241,8 +251,7 @@ impl StoreJobs {
         self.loading.extend(missing.iter().map(Missing::key));
         let keys = missing.iter().map(Missing::exported).collect();
         let tenants = missing.iter().map(|missing| missing.salt).collect();
-        let parent = |missing: &Missing| missing.hangs_on.map_or(ExportedKey([0; 32]), |chain| chain.export());
-        let parents = missing.iter().map(parent).collect();
+        let parents = missing.iter().map(Missing::exported_parent).collect();
         let load = Load { tier, targets: blocks.iter().copied().zip(missing).collect(), kept, on_device };
         let blocks = local(tiers.pool(tier), &blocks);
         if load.targets.is_empty() {
@@ -264,12 +273,14 @@ impl StoreJobs {
         let mut published = 0;
         for (&(block, missing), &landed) in targets.iter().zip(landed) {
             let Missing { chain, before, group, depth, tenant, salt, lora_id, .. } = missing;
+            let ahead = missing.ahead.map(Box::new);
             let key = missing.key();
             self.loading.remove(&key);
             if landed {
                 let identity = CachedIdentity { key, depth, parent: missing.parent(), tenant };
-                let publication = Publication { block, key: chain, parent: before, tokens, salt, lora_id, group };
-                published += usize::from(tiers.publish_loaded((tier, block), identity, publication));
+                let publication =
+                    Publication { block, key: chain, parent: before, tokens, salt, lora_id, group, ahead };
+                published += usize::from(tiers.publish_loaded((tier, block), identity, &publication));
             }
         }
         // In reverse, so that a chain is evicted from its end.

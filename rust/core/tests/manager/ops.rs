@@ -25,14 +25,13 @@ pub(crate) fn setup() -> impl Strategy<Value = Setup> {
     let made = (blocks, reuse, eviction, groups::groups(), any::<bool>(), store::writes());
     made.prop_map(|((device, host, external), reuse, eviction, groups, host_cache, store)| {
         let host_cache = host_cache && host > 1 && !groups.contains(&Group::CrossAttention);
-        let keeps_points = host_cache && !groups.contains(&Group::Drafter);
         Setup {
             blocks: [device, host, external],
             policies: Policies { reuse, eviction },
             groups,
             pages: Pages::EQUAL,
             host_cache,
-            store: store.filter(|_| groups == [Group::Full] || keeps_points),
+            store: store.filter(|_| groups == [Group::Full] || host_cache),
         }
     })
 }
@@ -45,14 +44,13 @@ pub(crate) fn paged_setup() -> impl Strategy<Value = Setup> {
     let made = (blocks, reuse, eviction, groups::paged(), pages(), any::<bool>(), store::writes());
     made.prop_map(|((device, host, external), reuse, eviction, groups, pages, host_cache, store)| {
         let host_cache = host_cache && host > 1 && !groups.contains(&Group::CrossAttention);
-        let keeps_points = host_cache && !groups.contains(&Group::Drafter) && pages.are_even(groups);
         Setup {
             blocks: [device, host, external],
             policies: Policies { reuse, eviction },
             groups,
             pages,
             host_cache,
-            store: store.filter(|_| keeps_points),
+            store: store.filter(|_| host_cache && pages.are_even(groups)),
         }
     })
 }

@@ -154,9 +154,8 @@ impl PyStoreJobs {
     ///         that are not written yet outnumber the free ones, or after `flush`. `"second_use"`: blocks that are
     ///         computed or hit a second time. `"never"`: none.
     /// Raises:
-    ///     InvalidArgumentError: the name is unknown, blocks are cached already, the manager has no prefix caching, a
-    ///         drafter's group or an encoder's, or it has several groups, a window or states without
-    ///         `PrefixCaching(host=True)`.
+    ///     InvalidArgumentError: the name is unknown, blocks are cached already, the manager has no prefix caching, or it
+    ///         has several groups, a window, states or a drafter without `PrefixCaching(host=True)`.
     fn start(&self, writes: &str) -> PyResult<()> {
         let names = StoreWrites::ALL.map(StoreWrites::name).join(", ");
         let writes = StoreWrites::from_name(writes)

@@ -115,6 +115,7 @@ fn new_keys(prompt: &Prompt<'_>, block_size: u32, keys: Vec<Key>) -> RowKeys {
         chain,
         keys,
         ahead: Vec::new(),
+        following: Vec::new(),
         lora_id,
         salt,
         tenant: 0,
@@ -445,10 +446,11 @@ impl Sequences {
 
     /// The keys of a prompt's full blocks.
     pub(super) fn keys_of<'a>(&self, prompt: &Prompt<'a>) -> Result<Cow<'a, RowKeys>> {
-        match self.own_keys(prompt)? {
-            Some(keys) => Ok(Cow::Borrowed(keys)),
-            None => HashedPrompt::new(prompt, self.block_size).map(|hashed| Cow::Owned(hashed.keys)),
-        }
+        let keys = match self.own_keys(prompt)? {
+            Some(keys) => Cow::Borrowed(keys),
+            None => Cow::Owned(HashedPrompt::new(prompt, self.block_size)?.keys),
+        };
+        Ok(if self.groups.ahead() > 0 { self.look_ahead(prompt, keys) } else { keys })
     }
 
     /// The keys that a hashed prompt has.
@@ -508,7 +510,7 @@ impl Sequences {
                 }
             })?),
         };
-        let keys = if self.groups.ahead() > 0 { self.look_ahead(prompt, keys.into_owned()) } else { keys };
+        let keys = if self.groups.ahead() > 0 { self.look_ahead(prompt, keys) } else { keys };
         let (mut hits, mut run, others, mut tails) = if alone {
             // Hashing already looked up each block except the last, up to the first missing one.
             let end = if prompt.hashed.is_some() || found.len() + 1 == limit { limit } else { found.len() };
@@ -547,7 +549,8 @@ impl Sequences {
 
     /// Keys of a prompt for a drafter.
     #[cold]
-    fn look_ahead<'a>(&self, prompt: &Prompt<'a>, mut keys: RowKeys) -> Cow<'a, RowKeys> {
+    fn look_ahead<'a>(&self, prompt: &Prompt<'a>, keys: Cow<'a, RowKeys>) -> Cow<'a, RowKeys> {
+        let mut keys = keys.into_owned();
         keys.look_ahead(prompt.tokens, self.block_size);
         Cow::Owned(keys)
     }

@@ -105,7 +105,7 @@ impl Sequences {
 
     /// Key by which a block of a group is found.
     fn key_of(keys: &RowKeys, (at, group): (usize, usize)) -> Key {
-        keys.keys[at].of_group(u8::try_from(group).unwrap_or(u8::MAX))
+        keys.found_by()[at].of_group(u8::try_from(group).unwrap_or(u8::MAX))
     }
 
     /// Where device or host have a block of a prompt. On the device, the blocks of points are found with these only.
@@ -126,8 +126,7 @@ impl Sequences {
     /// Whether prompts can be loaded from a store: by way of the host, unless there is one group of full attention. Their
     /// blocks hold equally many tokens.
     fn loads_from_store(&self, view: View<'_>) -> bool {
-        let is_even = self.groups_are_even();
-        self.is_full_attention() || (self.groups.ahead() == 0 && is_even && view.tiers.keeps_host_copies())
+        self.is_full_attention() || (self.groups_are_even() && view.tiers.keeps_host_copies())
     }
 
     /// Blocks of a prompt that neither device nor host has, at most `most`, up to the point behind its first `at`; without
@@ -213,6 +212,7 @@ impl Sequences {
             group,
             anchor: u8::try_from(self.groups.anchor()).ok()?,
             mark: self.groups.mark(group),
+            ahead: self.ahead_keys(keys, at, group),
             depth: u32::try_from(at).unwrap_or(u32::MAX),
             tenant,
             salt: keys.salt,
@@ -233,8 +233,7 @@ impl Sequences {
         let mut places: Vec<_> = kept.chain(tails).collect();
         places.retain(|&part| self.find_part(view, &keys, part).is_none());
         let export = |&(at, group): &(usize, usize)| {
-            let mark = self.groups.mark(u8::try_from(group).unwrap_or(u8::MAX));
-            keys.chain_at(at, self.block_size).map(|chain| chain.export_of(mark))
+            keys.export(at, self.groups.mark(u8::try_from(group).unwrap_or(u8::MAX)), self.block_size)
         };
         let exported = places.iter().filter_map(export).collect();
         Ok(StoreSearch {

@@ -6,7 +6,7 @@ use super::extras::Extras;
 use crate::error::fault;
 use crate::error::{Error, Result};
 use crate::group::Group;
-use crate::hash::{Chain, Key, RESERVED_TOKEN};
+use crate::hash::{Chain, ExportedKey, GroupMark, Key, RESERVED_TOKEN};
 use crate::id::{BlockId, SequenceId, TicketId, Tier};
 use crate::memory;
 use std::ops::Deref;
@@ -260,6 +260,8 @@ pub(crate) struct RowKeys {
     pub(crate) keys: Vec<Key>,
     /// With a drafter, the keys by which the blocks are found: each is that of a block and the token after it.
     pub(crate) ahead: Vec<Key>,
+    /// And these tokens.
+    pub(crate) following: Vec<u32>,
     /// Adapter that the sequence runs with.
     pub(crate) lora_id: u64,
     /// Salt of the sequence's tenant.
@@ -320,13 +322,19 @@ impl RowKeys {
     pub(crate) fn push_ahead(&mut self, next: u32, block_size: u32) {
         let at = self.ahead.len();
         // An image has the same ids as another one.
-        let frames = self.extras.frames((at + 1) * block_size as usize, 1);
+        let frames = self.frames_after(at, block_size);
         let key = match self.chain_at(at, block_size) {
             // With blocks of one token, this is also the next block's key, which no token makes of this one.
             Some(mut chain) if !frames.is_empty() => chain.framed_block(frames, &[next]).before(RESERVED_TOKEN),
             _ => self.keys[at].before(next),
         };
         self.ahead.push(key);
+        self.following.push(next);
+    }
+
+    /// The frames of the extras of the token after a block.
+    fn frames_after(&self, at: usize, block_size: u32) -> Vec<u8> {
+        self.extras.frames((at + 1) * block_size as usize, 1)
     }
 
     /// Makes the keys by which a prompt's blocks are found with a drafter; the last is still open if no token follows.
@@ -346,6 +354,7 @@ impl RowKeys {
         self.keys.pop();
         let full = self.keys.len();
         self.ahead.truncate(full);
+        self.following.truncate(full);
         self.surplus.truncate(self.surplus.partition_point(|&(block, _)| (block as usize) < full));
         true
     }
@@ -356,6 +365,15 @@ impl RowKeys {
         let surplus = after.checked_sub(1).map_or(0, |last| self.surplus[last].1);
         let frames = frames_before_extras(index + 1, block_size).saturating_add(surplus);
         Some(Chain::resume(*self.keys.get(index)?, frames))
+    }
+
+    /// Key for other processes of what a group with this mark has of one of the full blocks.
+    pub(crate) fn export(&self, index: usize, mark: Option<GroupMark>, block_size: u32) -> Option<ExportedKey> {
+        let chain = self.chain_at(index, block_size)?;
+        Some(match (mark, self.following.get(index)) {
+            (Some(mark), Some(&next)) => chain.export_before(mark, next, self.frames_after(index, block_size)),
+            _ => chain.export_of(mark),
+        })
     }
 }
 
