@@ -279,7 +279,7 @@ def test_the_reports_say_how_many_sessions_there_are(
     trace = write(tmp_path)
     rows = [json.loads(line) for line in trace.read_text().splitlines()]
     trace.write_text("\n".join(json.dumps(row | {"session": at // 20 % 18}) for at, row in enumerate(rows)))
-    options = [str(trace), *"--first 80 --device-blocks 60 --block-size 4 --jobs 1".split()]
+    options = [str(trace), "--first", "80", "--device-blocks", "60", "--block-size", "4", "--jobs", "1"]
     step_time = ["--step-time", "0.01,1e-3,0,0", "--sessions"]
     for command, count in (("plan", "9"), ("replay", "5")):
         more = ["--host-gib", "0", "--store-gib", "0"] if command == "plan" else []

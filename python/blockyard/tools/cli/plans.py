@@ -53,13 +53,12 @@ def plan(options: argparse.Namespace) -> Result:
         )
     shown = found.recommended or min(found.choices, key=lambda choice: choice.ttft)
     timeline = replays.timeline_of(options, requests, shown.options, step_time)
-    facts = {"trace": f"{options.trace.name}, {replays.count_of(requests)}", "step time": str(step_time), "recommendation": found.sentence()}
+    trace = f"{options.trace.name}: {replays.count_of(requests)}"
+    facts = {"trace": trace, "step time": str(step_time), "recommendation": found.sentence()}
     files = pictures.files_of(options, f"Plan for {options.trace.name}", timeline, facts, partial(_draw, found))
     code = EXIT_WRONG if found.recommended is None else EXIT_OK
     data = {"trace": str(options.trace), "step_time": asdict(step_time)} | found.as_dict()
-    heads = [f"{options.trace.name}: {replays.count_of(requests)}"]
-    if isinstance(step_time, replays.FittedStepTime):
-        heads.append(f"step time: {step_time}")
+    heads = [trace] + [f"step time: {step_time}"] * isinstance(step_time, replays.FittedStepTime)
     return Result(data, partial(_show, found, heads), code, files=files)
 
 
@@ -133,8 +132,8 @@ def _name(choice: Choice, found: Plan) -> str:
 
 
 def _parts(choice: Choice) -> tuple[str, ...]:
-    sizes = (f"{choice.engines} engines", f"{gib_text(choice.host_gib)} GiB host", f"{gib_text(choice.store_gib)} GiB store")
-    return (*sizes, choice.options.eviction, choice.options.preemption_mode)
+    sizes = (f"{gib_text(choice.host_gib)} GiB host", f"{gib_text(choice.store_gib)} GiB store")
+    return (f"{choice.engines} engines", *sizes, choice.options.eviction, choice.options.preemption_mode)
 
 
 _LEGEND: Final = (
@@ -152,7 +151,8 @@ def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
     tokens = device.device_blocks * device.block_size
     print(
         f"device of an engine: {device.device_blocks} blocks of {device.block_size} tokens = {tokens} tokens = "
-        f"{size:.3g} GiB\n\nengines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million refused",
+        f"{size:.3g} GiB\n\nengines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million "
+        "refused",
         file=stream,
     )
     for choice in found.choices:
@@ -160,9 +160,7 @@ def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
         tpot = served.times.tpot
         policy = options.eviction if found.has_prefixes else "-"
         host, store = gib_text(choice.host_gib), gib_text(choice.store_gib)
-        sizes = (
-            f"{choice.engines:>7} {host:>5} {store:>5} {policy:<8} {options.preemption_mode:<9}"
-        )
+        sizes = f"{choice.engines:>7} {host:>5} {store:>5} {policy:<8} {options.preemption_mode:<9}"
         times = f"{served.times.hit_rate:>6.1%} {choice.ttft:>10.3f} {tpot.mean() * 1e3 if len(tpot) else 0:>8.1f}"
         mark = " *" if choice.is_best else ""
         costs = f"{choice.per_hour:>8.3f} {choice.per_million_tokens:>10.4f}"

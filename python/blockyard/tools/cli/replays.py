@@ -99,7 +99,7 @@ def requests_of(path: Path, options: argparse.Namespace, *, hints: bool = False)
 
 
 def count_of(requests: Sequence[TraceRequest]) -> str:
-    """Say how many requests there are, and of how many sessions if the trace knows them."""
+    """Return the number of requests, and of sessions if the trace knows them, in words."""
     sessions = {request.session for request in requests} - {None}
     return f"{len(requests)} requests" + (f" of {len(sessions)} sessions" if sessions else "")
 

@@ -184,7 +184,7 @@ class Plan:
         )
 
     def _refusals(self) -> str:
-        """Say how many requests even the best choices refuse."""
+        """Return a sentence on the requests that even the best choices refuse."""
         best = _least_refusing(self.choices)[0]
         if not best.refused:
             return ""
