@@ -135,7 +135,7 @@ def _fit(options: argparse.Namespace) -> FittedStepTime:
             raise InvalidArgumentError(f"--device-bandwidth has no use with this model: {error}") from None
         bounds = lower_bounds(weights, token, bandwidth)
     fit = fit_run(EngineRun.read(options.fit), limits, LinearStepTime, at_least=bounds)
-    return FittedStepTime(*fit.numbers, condition=fit.condition)
+    return FittedStepTime(*(*fit.numbers, fit.condition))
 
 
 # ---- hits ----
@@ -145,14 +145,14 @@ class _HitReport(NamedTuple):
     """What caches of many sizes and policies find of a trace.
 
     Attributes:
-        count: how many requests and sessions there are, in words.
+        requests: how many requests and sessions there are, in words.
         block_bytes: bytes of a block of the cache.
         hybrid: of a model with windows or states.
         bytes_by_kind: what a request of the trace's mean length caches, by kind of layer; of such a model.
     """
 
     path: Path
-    count: str
+    requests: str
     trace: PackedTrace
     points: list[Point]
     block_bytes: int
