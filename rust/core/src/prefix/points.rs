@@ -58,8 +58,8 @@ pub(crate) struct Points {
     companions: usize,
     /// Every anchor is a point without a tail: no group leaves blocks behind.
     is_dense: bool,
-    /// By anchor: the tag of the key of the one before it, 0 for the first.
-    parents: Vec<u32>,
+    /// By anchor: the link to the one before it, 0 for the first.
+    parents: Vec<u64>,
     /// By anchor: why it is kept.
     reasons: Vec<u32>,
     /// By block: the points and anchors that it hangs on.
@@ -107,7 +107,7 @@ impl Points {
     }
 
     /// Memory of one block.
-    pub(crate) const BYTES: usize = 4 * size_of::<u32>() + 8;
+    pub(crate) const BYTES: usize = 5 * size_of::<u32>() + 8;
 
     fn reasons(&self, block: BlockId) -> u32 {
         self.reasons.get(block.index()).copied().unwrap_or(0)
@@ -281,7 +281,7 @@ impl Both<'_> {
     fn parent(&self, anchor: BlockId) -> Result<Option<BlockId>, ()> {
         match self.points.parents[anchor.index()] {
             0 => Ok(None),
-            tag => self.index.find_tag(tag).map(Some).ok_or(()),
+            link => self.index.find_link(link).map(Some).ok_or(()),
         }
     }
 
@@ -449,8 +449,7 @@ impl Both<'_> {
                     break known;
                 }
                 path.push(at);
-                // Tags may coincide, and so lead in a circle.
-                if path.len() > self.points.reasons.len() || self.points.companions(at).is_none() {
+                if self.points.companions(at).is_none() {
                     break false;
                 }
                 match self.parent(at) {
@@ -525,17 +524,17 @@ impl PrefixCache {
         Some(Both { points: points.as_deref_mut()?, index, order })
     }
 
-    /// Notes the tag of the key of the block before a published one, 0 for the first.
+    /// Notes the link to the block before a published one, 0 for the first.
     #[inline]
-    pub(crate) fn set_parent(&mut self, anchor: BlockId, parent: u32) {
+    pub(crate) fn set_parent(&mut self, anchor: BlockId, parent: u64) {
         if let Some(points) = self.points.as_deref_mut() {
             points.know(anchor);
             points.parents[anchor.index()] = parent;
         }
     }
 
-    /// The tag of the key of the block before one; 0 for the first, and without points.
-    pub(crate) fn parent(&self, anchor: BlockId) -> u32 {
+    /// Link to the block before one; 0 for the first, and without points.
+    pub(crate) fn parent(&self, anchor: BlockId) -> u64 {
         self.points().and_then(|points| points.parents.get(anchor.index())).copied().unwrap_or(0)
     }
 
@@ -752,9 +751,10 @@ impl PrefixCache {
             }
             points.bundles.insert(to, bundle);
         }
-        for list in [&mut points.parents, &mut points.reasons, &mut points.owners] {
+        for list in [&mut points.reasons, &mut points.owners] {
             list[to_at] = std::mem::take(&mut list[from_at]);
         }
+        points.parents[to_at] = std::mem::take(&mut points.parents[from_at]);
         points.leaving.staying.iter_mut().filter(|block| **block == from).for_each(|block| *block = to);
         for set in [&mut points.keyless, &mut points.followers] {
             if set.remove(from) {
@@ -818,12 +818,6 @@ impl PrefixCache {
         if let Some(anchor) = both.unfindable().first() {
             return Some(format!("block {anchor} has a point behind it that no prompt can find"));
         }
-        // Of two anchors with one tag, one may count what is behind the other: that costs hits, in large caches only.
-        let mut tags = HashSet::new();
-        let keyed = (0..).map(BlockId).take(points.reasons.len()).filter(|block| both.has_key(*block));
-        if !keyed.filter_map(|block| both.index.key(block)).all(|key: &Key| tags.insert(key.tag())) {
-            return None;
-        }
         let counted = both.counted();
         let wrong = (0..)
             .map(BlockId)
@@ -863,7 +857,7 @@ mod tests {
                 cache.add_companions(block, &[companion]);
                 cache.enqueue(block);
                 cache.enqueue(companion);
-                parent = key.tag();
+                parent = key.link();
             }
         }
         cache

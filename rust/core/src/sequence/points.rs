@@ -507,7 +507,7 @@ impl Sequences {
     pub(super) fn identity(keys: &RowKeys, at: usize, group: u8) -> CachedIdentity {
         let depth = u32::try_from(at).unwrap_or(u32::MAX);
         let found_by = keys.found_by();
-        let parent = at.checked_sub(1).map_or(0, |before| found_by[before].of_group(group).tag());
+        let parent = at.checked_sub(1).map_or(0, |before| found_by[before].of_group(group).link());
         CachedIdentity { key: found_by[at].of_group(group), depth, parent, tenant: keys.tenant }
     }
 }

@@ -73,9 +73,9 @@ impl Missing {
         self.chain.export_of(self.mark)
     }
 
-    /// Tag of the key of the block that it hangs on, 0 for none.
-    fn parent(&self) -> u32 {
-        self.hangs_on.map_or(0, |chain| chain.key().of_group(self.anchor).tag())
+    /// Link to the block that it hangs on, 0 for none.
+    fn parent(&self) -> u64 {
+        self.hangs_on.map_or(0, |chain| chain.key().of_group(self.anchor).link())
     }
 }
 
@@ -139,10 +139,10 @@ impl StoreJobs {
         self.loading.contains(key)
     }
 
-    /// Tags of the keys that loads are bringing, and of those before them.
-    pub(crate) fn promised(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+    /// Links to the blocks that loads are bringing, and to those before them.
+    pub(crate) fn promised(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let missing = self.loads.values().flat_map(|load| load.targets.iter().map(|(_, missing)| missing));
-        missing.map(|missing| (missing.key().tag(), missing.parent()))
+        missing.map(|missing| (missing.key().link(), missing.parent()))
     }
 
     /// Number of blocks promised to waiting prompts that no load has taken yet.
