@@ -268,11 +268,16 @@ impl Sequences {
         let route = self.route(sequences, to, away)?;
         let Plan { request, new, found } = self.plan(step.view(), sequences, route)?;
         step.view().require(request, || found.clone())?;
+        let mut wanted = new;
+        if to == Tier::Device && step.tiers.device().num_classes() > 1 {
+            // The extents of the next tokens, too: what is taken now must not lie in the last one that could be theirs.
+            wanted += self.next_tokens(step.view(), sequences, route, 0).map_or_else(|_| PerClass::default(), |[new, _]| new);
+        }
         // Making room must not evict blocks that the rows will share.
         for &copy in &found {
             step.tiers.claim((route.to, copy));
         }
-        step.prepare(route.to, new, route.takes_overlappable);
+        step.prepare(route.to, wanted, route.takes_overlappable);
         let mut targets = [const { Vec::new() }; MAX_CLASSES];
         for (class, targets) in targets.iter_mut().enumerate().filter(|(class, _)| new.get(*class) > 0) {
             targets.reserve_exact(new.get(class));
