@@ -8,7 +8,7 @@ tokens, of which 1,024 are shared by 50 prompts, 16 live at a time, in microseco
 error if a goal is missed. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 
 `classes_2`: decode steps of a full and a window group whose blocks differ in bytes. `extent_us`: microseconds for a
-page class to take an extent that another has left empty, in an arena of 640 extents.
+page class to take an extent that another has left empty, in an arena of 18,000 extents, as Llama 4 has in 40 GiB.
 
 All group counts take turns within a repeat, so that they see the same load.
 """
@@ -38,6 +38,8 @@ GOAL_RATIO = 1.2
 """W-prefix with 2 groups, over one group."""
 GOAL_US = 20.0
 """W-prefix with 6 groups."""
+EXTENTS = 18_000
+GOALS_OF_CLASSES = {"classes_2_append_ns": 7.0, "extent_us": 5.0}
 
 
 def groups_of(windows: tuple[int | None, ...]) -> list[CacheGroup]:
@@ -91,11 +93,11 @@ def decode(groups: list[CacheGroup], bytes_of: tuple[int, ...] = ()) -> tuple[fl
 def extent_change() -> float:
     """Microseconds for a class to take an extent that another has left empty, and the block in it."""
     full, state = CacheGroup.full_attention().with_blocks(bytes=1 << 14), CacheGroup.recurrent()
-    arena = Arena(device_bytes=640 << 20, extent_bytes=1 << 20)
+    arena = Arena(device_bytes=EXTENTS << 20, extent_bytes=1 << 20)
     groups = [full, state.with_blocks(bytes=1 << 20)]
     manager = BlockManager(block_size=BLOCK_SIZE, groups=groups, arena=arena, watermark=0)
     states = np.ones(512, np.uint32)
-    manager.free([manager.allocate(BLOCK_SIZE * 64 * 630)])
+    manager.free([manager.allocate(BLOCK_SIZE * 64 * (EXTENTS - 10))])
     before = manager.pool(page_class=1).num_extents
     start = time.thread_time_ns()
     manager.allocate(counts=states)
@@ -153,6 +155,7 @@ def figures(repeats: int) -> dict[str, float]:
 def missed(found: dict[str, float]) -> list[str]:
     """Return the goals that the figures miss, in words."""
     limits = {f"groups_{count}_append_ns": goal for count, goal in GOALS_NS.items()}
+    limits |= GOALS_OF_CLASSES
     limits["groups_2_prefix_us"] = GOAL_RATIO * found["groups_1_prefix_us"]
     limits["groups_6_prefix_us"] = GOAL_US
     return [
