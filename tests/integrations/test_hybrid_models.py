@@ -206,8 +206,9 @@ def test_with_blocks_of_their_own_size_a_prompt_found_in_a_store_after_a_restart
 
 
 @every_model
+@pytest.mark.parametrize("own", [False, True], ids=["equal blocks", "own blocks"])
 @pytest.mark.parametrize("tier", ["host", "external"])
-def test_preempted_sequences_come_back_with_their_tokens(name: str, tier: str, tmp_path: Path):
+def test_preempted_sequences_come_back_with_their_tokens(name: str, tier: str, own: bool, tmp_path: Path):  # noqa: FBT001
     tiers: dict[str, Any] = {"host": {"host_blocks": 40}, "external": {"swap_store": f"file://{tmp_path}?size=4MiB"}}
     with open_generator(name, device_blocks=few_blocks(name), preemption_mode="swap", **tiers[tier]) as generator:
         assert serve(generator, *work()) == wanted(name)
