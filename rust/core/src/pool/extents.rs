@@ -289,10 +289,13 @@ impl Pool {
             let available = self.available_in(overlappable_too);
             let surplus = available.saturating_sub(wanted);
             let Some(extents) = self.extents.as_deref() else { return lost };
-            if count <= self.sets[class].free.len() + self.num_dead(class) {
+            let unused = |class| PerClass::of(class, self.sets[class].free.len() + self.num_dead(class));
+            let unused: PerClass = (0..self.classes.len()).map(unused).sum();
+            if count <= unused.get(class) {
                 return lost;
             }
-            let empty = extents.empty(class, surplus);
+            // An empty extent that another class needs, too, is not better than what this one has cached.
+            let empty = extents.empty(class, unused.saturating_sub(wanted));
             if empty.is_none() && self.drop_dead(class) {
                 continue;
             }

@@ -587,8 +587,7 @@ impl Sequences {
         let (cached, length) = self.opened(step.view(), prompt, &found, chunk);
         let on_device = found.on_device();
         let all = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
-        let mut due =
-            if found.keeps_points { self.due_points(step.view(), &found, cached, all) } else { Vec::new() };
+        let mut due = if found.keeps_points { self.due_points(step.view(), &found, cached, all) } else { Vec::new() };
         if found.parts {
             self.note_parting(step.view());
         }
