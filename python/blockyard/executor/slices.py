@@ -32,7 +32,7 @@ def bytes_per_value(engine: CacheEngine) -> int:
 
 
 def slots_per_extent(layout: ArenaLayout, per_extent: list[int]) -> int:
-    """Return how many values an extent takes, whichever class has it; `per_extent` are the blocks of each class in it."""
+    """Return how many values an extent takes, whichever class has it; `per_extent` are each class's blocks in it."""
     sizes = (page.bytes_per_block for page in layout.pages)
     return max(blocks * -(-size // layout.bytes_per_value) for blocks, size in zip(per_extent, sizes, strict=True))
 
@@ -141,7 +141,8 @@ class Slots(Slices):
         limit, widest = store.max_blocks_in_flight, int(self.num_slices.max())
         if limit is not None and limit < widest:
             raise InvalidArgumentError(
-                f"store can have {limit} values of {self.size} bytes in flight, must be at least {widest}, those of a block"
+                f"store can have {limit} values of {self.size} bytes in flight, must be at least {widest}: those of a "
+                "block"
             )
         self._per_extent = [memory.per_extent for memory in engine.memories]
         self._extent = 1
