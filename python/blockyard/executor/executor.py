@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -562,11 +563,8 @@ class StepExecutor(Executor):
             if self._slots is None:
                 raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, but there is none")
             for tier, ids in ((pairs.src, pairs.ids[:, 0]), (pairs.dst, pairs.ids[:, 1])):
-                page_class = pairs.page_class
-                is_external = tier == "external"
-                num_slots = (
-                    self._slots.num_blocks(page_class) if is_external else self.engine.num_blocks(tier, page_class)
-                )
+                blocks_of = self._slots.num_blocks if tier == "external" else partial(self.engine.num_blocks, tier)
+                num_slots = blocks_of(pairs.page_class)
                 if len(ids) and ids.max() >= num_slots:
                     owner = "the store" if tier == "external" else "the engine"
                     raise MappingError(

@@ -178,7 +178,8 @@ class Slots(Slices):
         extents, within = np.divmod(blocks, self._per_extent[page_class])
         slices = int(self.num_slices[page_class])
         first = extents * self._extent + within * slices
-        return (first[:, None] + np.arange(slices)).reshape(-1)
+        slots: Ids = (first[:, None] + np.arange(slices)).reshape(-1)
+        return slots
 
 
 def all_of(found: NDArray[np.bool_], slices: int) -> NDArray[np.bool_]:
