@@ -211,6 +211,7 @@ lint: dev
 	$(BIN)/ruff format --check
 	$(BIN)/python buildsystem/prose.py
 	$(BIN)/mypy python buildsystem
+	$(BIN)/mypy --config-file buildsystem/benches.toml benches
 	$(BIN)/python -m mypy.stubtest blockyard._core --mypy-config-file buildsystem/stubtest.toml
 	$(BIN)/lint-imports
 	$(if $(wildcard $(NATIVE)),$(BIN)/clang-format --dry-run -Werror $(wildcard $(NATIVE)))

@@ -51,7 +51,7 @@ class CountingServer(ObjectServer):
     """Counts the requests that arrive."""
 
     def __init__(self, loop: Loop) -> None:
-        super().__init__(loop, bytes)  # not observed
+        super().__init__(loop, bytes, lambda *_: None)  # not observed
         self.reads: Counter[str] = Counter()
         self.num_writes = 0
 

@@ -59,8 +59,8 @@ def main() -> None:
             fake.fake_register(rows.data_ptr(), end, 0)
             fake.fake_map(device[0].data_ptr(), device[0].data_ptr() + rows.numel())
             fake.fake_strategy(direction, STRATEGIES.get(name, 0), 4)
-            sides = (host, device) if direction == TO_DEVICE else (device, host)
-            taken.append(best(partial(swap, *sides, direction), moved, repeat))
+            src, dst = (host, device) if direction == TO_DEVICE else (device, host)
+            taken.append(best(partial(swap, src, dst, direction), moved, repeat))
             calls = fake.fake_calls().decode()
             assert ("F" in calls) == (name != "batch"), calls[:100]
         figures[f"submit_{moved}x160_{name}_us" if name else f"submit_{moved}x160_us"] = 1e6 * max(taken)

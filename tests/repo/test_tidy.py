@@ -2,6 +2,8 @@
 
 import ast
 import re
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -473,3 +475,13 @@ def test_make_targets_named_in_documents_exist():
     for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         named = set(re.findall(r"`make ([a-z][a-z-]*)", document.read_text(encoding="utf-8")))
         assert named <= targets, f"{name(document)} names {sorted(named - targets)}"
+
+
+def test_git_holds_text_and_pictures_only():
+    """What a run leaves behind, such as a store's file, is not committed by chance."""
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run([git, "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    files = [ROOT / name for name in listed.split("\0") if name and not name.endswith(".png")]
+    assert not [file for file in files if file.is_file() and b"\0" in file.read_bytes()]

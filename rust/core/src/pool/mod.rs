@@ -345,25 +345,24 @@ impl Pool {
                 if let Some(extents) = &mut self.extents {
                     extents.note(&self.classes, id, from, to);
                 }
-                let sets = &mut self.sets[self.classes.of(id)];
                 match (from, &mut self.cache) {
                     (Membership::Free, _) => {
-                        let was_free = sets.free.remove(id);
+                        let was_free = self.sets[self.classes.of(id)].free.remove(id);
                         debug_assert!(was_free, "taking a block that is not free");
                     }
                     (Membership::Evictable, Some(cache)) if now.is_published() => {
                         cache.unpark(id);
                     }
                     (Membership::Overlappable, _) => {
-                        sets.overlappable.remove(id);
+                        self.sets[self.classes.of(id)].overlappable.remove(id);
                     }
                     _ => {}
                 }
                 match (to, &mut self.cache) {
-                    (Membership::Free, _) => sets.free.insert(id),
+                    (Membership::Free, _) => self.sets[self.classes.of(id)].free.insert(id),
                     (Membership::Evictable, Some(cache)) => cache.park_with(id, now.copy_on_device().is_some()),
                     (Membership::Overlappable, _) => {
-                        sets.overlappable.insert(id);
+                        self.sets[self.classes.of(id)].overlappable.insert(id);
                     }
                     _ => {}
                 }

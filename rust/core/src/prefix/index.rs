@@ -59,6 +59,7 @@ impl PrefixIndex {
     }
 
     /// Sets the key of a block that is not found by it.
+    #[inline]
     pub(crate) fn set_key(&mut self, block: BlockId, key: Key) {
         if block.index() >= self.keys.len() {
             self.keys.resize(grown(block, self.keys.capacity()), Key::default());

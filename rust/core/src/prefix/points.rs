@@ -604,9 +604,9 @@ impl PrefixCache {
     /// Makes a block evictable.
     #[inline]
     pub(super) fn enqueue(&mut self, block: BlockId) {
-        match self.points.as_deref_mut() {
+        let points = self.points.as_deref_mut();
+        match points.filter(|points| points.keyless.contains(block) || !points.is_live(block)) {
             None => self.order.insert(block),
-            Some(points) if !points.keyless.contains(block) && points.is_live(block) => self.order.insert(block),
             Some(points) if points.is_owned(block) => points.outside.insert_idle(block),
             Some(points) => {
                 // Its point may be on the host: only what was never on the way there serves nobody.

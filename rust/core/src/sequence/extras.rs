@@ -59,6 +59,11 @@ impl Extras {
         Ok(Self(spans.into()))
     }
 
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// The frames of the extras that touch a block; empty if none does.
     #[inline]
     pub(crate) fn frames(&self, index: usize, block_size: u32) -> Vec<u8> {

@@ -35,6 +35,7 @@ impl Chains {
     }
 
     /// Notes the block before a published one.
+    #[inline]
     pub(super) fn set(&mut self, tier: Tier, block: BlockId, parent: u64) {
         if self.are_followed {
             let parents = &mut self.parents[tier.index()];

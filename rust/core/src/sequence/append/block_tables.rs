@@ -70,6 +70,7 @@ impl<'a> TableRows<'a> {
     }
 
     /// The row of a sequence in a group, once all have theirs.
+    #[inline]
     pub(in crate::sequence) fn row(&mut self, group: usize, index: usize) -> &mut [i32] {
         let index = group * self.share + index;
         &mut self.rows[index * self.width..(index + 1) * self.width]

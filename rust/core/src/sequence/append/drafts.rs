@@ -105,8 +105,9 @@ impl Sequences {
         &table[table.len() - self.num_behind(id)..]
     }
 
+    #[inline]
     fn num_behind(&self, id: TableId) -> usize {
-        let is_drafted = self.num_drafts(id.sequence) > 0 && self.is_recurrent(id);
+        let is_drafted = self.groups.has_states() && self.num_drafts(id.sequence) > 0 && self.is_recurrent(id);
         if is_drafted { self.drafted(id.sequence).behind() } else { 0 }
     }
 

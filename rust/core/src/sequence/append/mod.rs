@@ -267,6 +267,9 @@ impl Sequences {
         ended.clear();
         ended.resize(slow.len(), false);
         by_group.clear();
+        let (is_even, leaves) = (self.groups.is_even(), self.groups.has_nulls());
+        // A drafter's entry before the token is written too: the block that has it must be the row's own.
+        let may_end = batch.lookahead == 0 && self.groups.ahead() == 0;
         for group in 0..self.groups.num_growing() {
             let (mut of_group, class) = (0, self.groups.class(group));
             for (&Slow { index, .. }, ends) in slow.iter().zip(&mut *ended) {
@@ -274,11 +277,7 @@ impl Sequences {
                 let id = TableId { sequence, group };
                 if group == 0 {
                     let row = self.rows.get(sequence)?;
-                    // A drafter's entry before the token is written too: the block that has it must be the row's own.
-                    *ends = count == 1
-                        && batch.lookahead == 0
-                        && self.groups.ahead() == 0
-                        && ends_block(row, self.block_size, self.groups.is_even());
+                    *ends = may_end && count == 1 && ends_block(row, self.block_size, is_even);
                 }
                 let need = if *ends {
                     Need { blocks: 1, entries: 1, skipped: 0 }
@@ -286,11 +285,13 @@ impl Sequences {
                     self.need(view, id, (count, batch.counts.drafts_at(index)), batch.lookahead, shared)?
                 };
                 // All tables with blocks of a size have the same length.
-                if let (Some(tables), true) = (&batch.tables, group == 0 || !self.groups.is_even()) {
+                if let (Some(tables), true) = (&batch.tables, group == 0 || !is_even) {
                     tables.require_width(sequence, self.entries(id).len() + need.entries)?;
                 }
                 of_group += need.blocks;
-                *freed.at(class) += self.freed(view, id, need);
+                if leaves {
+                    *freed.at(class) += self.freed(view, id, need);
+                }
                 passed += need.skipped;
             }
             by_group.push(of_group);
@@ -437,7 +438,7 @@ impl Sequences {
 
     /// Blocks that become available once a row that takes new ones leaves behind what no new token needs.
     fn freed(&self, view: View<'_>, id: TableId, need: Need) -> usize {
-        if !self.groups.has_nulls() || need.blocks == 0 {
+        if need.blocks == 0 {
             return 0;
         }
         let (row, own) = (self.rows.at(id.sequence), self.rows.table(id));

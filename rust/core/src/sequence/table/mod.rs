@@ -286,11 +286,21 @@ impl RowKeys {
     /// Hashes one more full block.
     #[inline]
     pub(crate) fn push_block(&mut self, tokens: &[u32], block_size: u32) {
-        let (index, before) = (self.keys.len(), self.chain);
+        let before = self.chain;
+        if self.extras.is_empty() {
+            self.keys.push(self.chain.plain_block(tokens));
+        } else {
+            self.push_with_extras(tokens, block_size);
+        }
+        self.before_last = Some(before);
+    }
+
+    #[inline(never)]
+    fn push_with_extras(&mut self, tokens: &[u32], block_size: u32) {
+        let index = self.keys.len();
         let frames = self.extras.frames(index, block_size);
         let has_extras = !frames.is_empty();
         self.keys.push(self.chain.framed_block(frames, tokens));
-        self.before_last = Some(before);
         if has_extras {
             let regular = frames_before_extras(index + 1, block_size);
             let surplus = self.chain.frames().saturating_sub(regular);
