@@ -96,7 +96,7 @@ FAULTS = {
     ),
     "dead blocks wait for their turn": (
         "prefix/points.rs",
-        "Some(points) if !points.keyless.contains(block) && points.is_live(block)",
+        "points.keyless.contains(block) || !points.is_live(block)",
         "points.is_live(block)",
         "true",
     ),
