@@ -488,7 +488,7 @@ class CacheStep:
     Attributes:
         decision: the step's transfers.
         lost: sequences known to have lost bytes, uint64 `[n]`: do not compute them. They can only be freed and started
-            again. The `StepEnd` of the step's ticket names them too.
+            again. The end of the step adds those that lost bytes since; the `StepEnd` of a ticket names them too.
         ended: tickets, of this step or older ones, that had ended when the step ended.
     """
 

@@ -18,6 +18,7 @@ from blockyard._core import (
     Prefix,
     PrefixHit,
     Sequence,
+    StoreJobs,
 )
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "ResizeProgress",
     "Sequence",
     "SlabContents",
+    "StoreJobs",
     "StoreStats",
 ]
 

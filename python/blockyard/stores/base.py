@@ -497,7 +497,7 @@ def _check_namespace(namespace: object) -> None:
     if not isinstance(namespace, bytes | bytearray):
         raise InvalidArgumentError(f"namespace is {namespace!r:.100}, must be 32 bytes")
     if len(namespace) != 32:
-        raise InvalidArgumentError(f"namespace has {len(namespace)} bytes, must have 32")
+        raise InvalidArgumentError(f"namespace has {len(namespace)} bytes, must have 32: see store_namespace")
 
 
 def _checked(store: ExternalStore, url: str, size: int, wanted: int, use: Use) -> ExternalStore:
