@@ -175,8 +175,7 @@ class KVCache:
         name, block_size = _namespace(namespace, layout), _block_size(layout, groups)
         _check_writes(prefix_writes)
         if isinstance(layout, ArenaLayout):
-            given = {"device_blocks": device_blocks, "host_blocks": host_blocks}
-            _refuse_with_arena(layout, max_device_blocks, given)
+            _refuse_with_arena(layout, max_device_blocks, {"device_blocks": device_blocks, "host_blocks": host_blocks})
             device_bytes = _arena_bytes(tensors, device_blocks, device_bytes)
         size = 1 if _has_classes(layout) else layout.bytes_per_block  # with several classes, sizes are in bytes
         device_blocks = _blocks("device", device_blocks, device_bytes, size)

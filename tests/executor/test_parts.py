@@ -16,7 +16,7 @@ from blockyard.engine.streams import Event, StreamName, WorkerStreams
 from blockyard.errors import MappingError
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.parts import Part, Tiers, cut, engine_tier, written
-from blockyard.executor.slices import Slots
+from blockyard.executor.slices import StoreSlots
 from blockyard.layout.kv import KVLayout
 from blockyard.stores.checked_store import Answer, CheckedStore
 
@@ -28,11 +28,11 @@ def pairs(src: str, dst: str, *ids: tuple[int, int]) -> Pairs:
     return Pairs(src, dst, np.array(ids, np.int64).reshape(-1, 2))
 
 
-def rig() -> tuple[CacheEngine, Slots]:
+def rig() -> tuple[CacheEngine, StoreSlots]:
     store = SimulatedStore(4, SIZE, seed=0)
     store._eagerness = 1.0 - 1e-9
     engine = CacheEngine(LAYOUT, device_blocks=4, host_blocks=4)
-    return engine, Slots(engine, CheckedStore(store, SIZE))
+    return engine, StoreSlots(engine, CheckedStore(store, SIZE))
 
 
 def test_only_device_and_host_are_in_the_copy_engine():

@@ -34,7 +34,7 @@ from blockyard.errors import (
     UnknownTicketError,
 )
 from blockyard.executor.parts import Part, Tiers, all_written, cut
-from blockyard.executor.slices import Slots, bytes_per_value
+from blockyard.executor.slices import StoreSlots, bytes_per_value
 from blockyard.layout.sizes import as_int
 from blockyard.stores.base import ExternalStore
 from blockyard.stores.checked_store import CheckedStore
@@ -578,9 +578,9 @@ class StepExecutor(Executor):
         return cut(self._tiers, decision, named, fence, self._chunk_bytes, by_layer=by_layer)
 
 
-def _slots(engine: CacheEngine, store: CheckedStore) -> Slots:
+def _slots(engine: CacheEngine, store: CheckedStore) -> StoreSlots:
     try:
-        return Slots(engine, store)
+        return StoreSlots(engine, store)
     except BaseException:
         store.disconnect()
         raise

@@ -20,7 +20,7 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.engine.streams import Event
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
-from blockyard.executor.slices import Batch, Slots
+from blockyard.executor.slices import Batch, StoreSlots
 from blockyard.stores.checked_store import Answer
 from blockyard.stores.log_lines import MissLog
 from blockyard.tracing import Trace
@@ -44,12 +44,12 @@ class Tiers:
     """
 
     engine: CacheEngine
-    external: Slots | None = None
+    external: StoreSlots | None = None
     log: MissLog | None = None
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     @property
-    def store(self) -> Slots:
+    def store(self) -> StoreSlots:
         """The slots of the external store. Raises MappingError."""
         if self.external is None:
             raise MappingError("a transfer names the external tier, but there is none")

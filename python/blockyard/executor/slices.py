@@ -19,7 +19,7 @@ from blockyard.stores.checked_store import NOTHING_READ, Answer, CheckedStore, P
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine
 
-__all__ = ["Batch", "SlicedBatch", "Slices", "Slots", "all_of", "bytes_per_value", "slots_per_extent"]
+__all__ = ["Batch", "SlicedBatch", "Slices", "StoreSlots", "all_of", "bytes_per_value", "slots_per_extent"]
 
 Rows: TypeAlias = NDArray[np.uint8]
 Ids: TypeAlias = NDArray[np.int64]
@@ -126,7 +126,7 @@ class Slices:
         return values
 
 
-class Slots(Slices):
+class StoreSlots(Slices):
     """Reads and writes blocks in the slots of a swap store.
 
     With one page class, a block's id is its slot. With several, the slots are cut into extents as the manager's

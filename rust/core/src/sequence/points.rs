@@ -2,7 +2,6 @@
 //! points for later ones. See [`crate::prefix`] for how they are kept.
 
 use super::Sequences;
-use super::prompt::Match;
 use super::table::{RowKeys, TableId};
 use crate::block::LeaseKind;
 use crate::error::{Result, invalid};
@@ -245,14 +244,14 @@ impl Sequences {
 
     /// Where a prompt of `length` tokens makes points, if the first `cached` are found: at its last boundary, where a
     /// longer run than its point was found, and, if prompts part there, at intervals before it.
-    pub(super) fn due_points(&self, view: View<'_>, found: &Match<'_>, cached: u32, length: u32) -> Vec<u32> {
+    pub(super) fn due_points(&self, view: View<'_>, (run, parts): (usize, bool), cached: u32, length: u32) -> Vec<u32> {
         if !self.groups.has_nulls() {
             return Vec::new();
         }
         let device = view.tiers.device();
         let is_recent = |at: u64| device.evictions().saturating_sub(at) <= TURNOVERS * device.published() as u64;
-        let is_of_use = found.parts || self.parted.is_some_and(is_recent);
-        let (size, run) = (self.block_size, found.run);
+        let is_of_use = parts || self.parted.is_some_and(is_recent);
+        let size = self.block_size;
         let interval = if is_of_use { self.groups.interval() } else { 0 };
         let tokens = |blocks: usize| u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(size);
         let end = (length.saturating_sub(1) / size) as usize;

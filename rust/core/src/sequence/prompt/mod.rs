@@ -546,7 +546,7 @@ impl Sequences {
     /// Where chunks of a prompt end besides its end: at the points for which a state is kept.
     pub(super) fn chunk_ends(&self, view: View<'_>, found: &Match<'_>, cached: u32, length: u32) -> Vec<u32> {
         let ends = found.keeps_points && self.keeps_states(view);
-        if ends { self.due_points(view, found, cached, length) } else { Vec::new() }
+        if ends { self.due_points(view, (found.run, found.parts), cached, length) } else { Vec::new() }
     }
 
     /// Number of tokens in a prompt's sequence that are cached, and of all once it is opened.
@@ -587,7 +587,11 @@ impl Sequences {
         let (cached, length) = self.opened(step.view(), prompt, &found, chunk);
         let on_device = found.on_device();
         let all = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
-        let mut due = if found.keeps_points { self.due_points(step.view(), &found, cached, all) } else { Vec::new() };
+        let mut due = if found.keeps_points {
+            self.due_points(step.view(), (found.run, found.parts), cached, all)
+        } else {
+            Vec::new()
+        };
         if found.parts {
             self.note_parting(step.view());
         }
