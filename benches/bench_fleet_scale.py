@@ -37,9 +37,8 @@ from blockyard.stores.object_store import ObjectStore, read_url
 from blockyard.stores.threaded.epochs import EPOCH_BYTES
 from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.stores.value import HEADER
-from blockyard.tools.sim.fleet.clock import EngineRuntime
 from blockyard.tools.sim.fleet.servers.object_server import ObjectServer
-from blockyard.tools.sim.loop import Loop
+from blockyard.tools.sim.loop import EngineRuntime, Loop
 
 BLOCK_BYTES = 256
 DOCUMENTS, DOCUMENT_BLOCKS, QUESTION_BLOCKS = 300, 6, 2

@@ -54,7 +54,7 @@ class Retaining(engine._Replay):  # noqa: SLF001 (what no engine offers)
                 self.refused += 1
 
     def _land(self) -> None:
-        while self._pins and self._pins[0][0] <= self._now:
+        while self._pins and self._pins[0][0] <= self._time.now:
             self._manager.pins.unpin(heapq.heappop(self._pins)[1])
         super()._land()
 

@@ -101,7 +101,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "        if head.forks > self._rows.seats_left:",
             ),
             ("            self._rows.seats_left -= 1 + head.forks\n", "            self._rows.seats_left -= 1\n"),
-            ("        for idle in self._aside:\n            self._waiting.push(idle)\n", ""),
+            ("        for idle in reversed(self._aside):\n            self._waiting.push(idle)\n", ""),
             (
                 "            longest = min(len(others), len(tokens) - 1)",
                 "            longest = min(len(others), len(tokens))",

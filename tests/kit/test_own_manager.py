@@ -148,6 +148,11 @@ def test_a_bug_is_found_and_named(bug: type, says: str):
     noticing.assert_noticed(machine(bug), step_count=50, match=says)
 
 
+def test_a_crash_shows_the_lines_of_the_manager():
+    with pytest.raises(AssertionError, match=r"Raised at:\n(?s:.*)test_own_manager\.py:\d+ in allocate"):
+        machine(RaisesSomethingElse).TestCase().runTest()
+
+
 def test_a_copy_engine_that_drops_copies_is_found():
     class Drops(SimulatedMemory):
         def store(self, kind: str, pairs: object, rows: object) -> None:

@@ -189,6 +189,7 @@ def test_a_scheduler_with_all_fields_passes_and_the_run_says_what_it_covered(cap
         "aborts",
         "tokens hit",
         "hits due",
+        "due hit",
         "tokens drafted",
         "fork",
     ):

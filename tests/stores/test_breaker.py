@@ -1,17 +1,10 @@
 """Storage that does not answer is probed less and less often; one answer brings it back."""
 
 from blockyard.stores.threaded.breaker import Breaker
+from blockyard.tools.virtual_time import VirtualTime
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def until_due(breaker: Breaker, clock: Clock) -> float:
+def until_due(breaker: Breaker, clock: VirtualTime) -> float:
     began = clock.now
     while not breaker.is_probe_due(clock.now):
         clock.now += 0.125
@@ -19,8 +12,8 @@ def until_due(breaker: Breaker, clock: Clock) -> float:
 
 
 def test_probes_are_twice_as_far_apart_each_time_up_to_eight_seconds():
-    clock = Clock()
-    breaker = Breaker(clock)
+    clock = VirtualTime(100.0)
+    breaker = Breaker(clock.monotonic)
     assert not breaker.is_probe_due(clock.now)
     assert breaker.trip()
     pauses = []
@@ -32,8 +25,8 @@ def test_probes_are_twice_as_far_apart_each_time_up_to_eight_seconds():
 
 
 def test_an_answer_ends_it_and_the_next_time_begins_anew():
-    clock = Clock()
-    breaker = Breaker(clock)
+    clock = VirtualTime(100.0)
+    breaker = Breaker(clock.monotonic)
     breaker.trip()
     for _ in range(4):
         until_due(breaker, clock)
@@ -48,8 +41,8 @@ def test_an_answer_ends_it_and_the_next_time_begins_anew():
 
 
 def test_a_call_that_hangs_while_the_store_is_down_delays_the_probe_and_is_not_reported():
-    clock = Clock()
-    breaker = Breaker(clock)
+    clock = VirtualTime(100.0)
+    breaker = Breaker(clock.monotonic)
     breaker.trip()
     clock.now += 0.25
     assert not breaker.trip()

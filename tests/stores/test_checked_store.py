@@ -18,8 +18,9 @@ from blockyard.errors import InvalidArgumentError, MappingError, StoreError, Unk
 from blockyard.executor.executor import StepDone, StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import Completion, StoreStats, checked_store
-from blockyard.stores.threaded.runtime import MACHINE, Runtime, use_runtime
+from blockyard.stores.threaded.runtime import MACHINE, use_runtime
 from blockyard.testing.faults import UnrulyStore
+from blockyard.tools.virtual_time import VirtualTime
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 SIZE = LAYOUT.bytes_per_block
@@ -27,15 +28,12 @@ BLOCKS = 8
 TIERS = ("device", "host", "external")
 
 
-class SecondsByCall(Runtime):
+class SecondsByCall(VirtualTime):
     """Time that passes by being asked for, so that a batch that the store forgets is soon overdue."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
     def monotonic(self) -> float:
-        self.seconds += 20.0
-        return self.seconds
+        self.now += 20.0
+        return self.now
 
 
 @pytest.fixture(autouse=True)

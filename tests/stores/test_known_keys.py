@@ -3,26 +3,19 @@
 import pytest
 
 from blockyard.stores.threaded.known_keys import ABSENT_SECONDS, FAILED_SECONDS, KnownKeys
+from blockyard.tools.virtual_time import VirtualTime
 
 KEY = bytes(32)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> VirtualTime:
+    return VirtualTime(100.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def known(clock: Clock) -> KnownKeys:
-    return KnownKeys(clock)
+def known(clock: VirtualTime) -> KnownKeys:
+    return KnownKeys(clock.monotonic)
 
 
 def ended(known: KnownKeys, reason: str = "", *, is_delete: bool = False) -> None:
@@ -42,7 +35,7 @@ def test_an_unknown_key_is_looked_up_once(known: KnownKeys):
     assert known.look_up([KEY]) == ([True], False)
 
 
-def test_an_absent_key_is_looked_up_again_after_a_second(known: KnownKeys, clock: Clock):
+def test_an_absent_key_is_looked_up_again_after_a_second(known: KnownKeys, clock: VirtualTime):
     ended(known, "absent")
     assert state(known) == (False, True, False)
     assert not known.look_up([KEY])[1]
@@ -51,7 +44,7 @@ def test_an_absent_key_is_looked_up_again_after_a_second(known: KnownKeys, clock
     assert known.look_up([KEY])[1]
 
 
-def test_a_read_that_failed_hides_its_key_for_two_seconds(known: KnownKeys, clock: Clock):
+def test_a_read_that_failed_hides_its_key_for_two_seconds(known: KnownKeys, clock: VirtualTime):
     ended(known)
     ended(known, "error")
     assert state(known) == (False, True, True)
@@ -59,7 +52,7 @@ def test_a_read_that_failed_hides_its_key_for_two_seconds(known: KnownKeys, cloc
     assert state(known) == (False, False, False)
 
 
-def test_a_deleted_key_is_hidden_until_it_is_put(known: KnownKeys, clock: Clock):
+def test_a_deleted_key_is_hidden_until_it_is_put(known: KnownKeys, clock: VirtualTime):
     known.note_deleted([KEY])
     clock.now += 1e6
     assert state(known) == (False, True, True)
@@ -71,7 +64,7 @@ def test_a_deleted_key_is_hidden_until_it_is_put(known: KnownKeys, clock: Clock)
     assert state(known) == (True, False, False)
 
 
-def test_a_deletion_that_was_confirmed_lets_the_key_be_read(known: KnownKeys, clock: Clock):
+def test_a_deletion_that_was_confirmed_lets_the_key_be_read(known: KnownKeys, clock: VirtualTime):
     known.note_deleted([KEY])
     ended(known, is_delete=True)
     assert state(known) == (False, True, False)
@@ -96,8 +89,8 @@ def test_the_oldest_entries_are_forgotten_first(known: KnownKeys):
     assert known.count_there() == 1024
 
 
-def test_a_key_that_is_there_is_looked_up_again_and_unknown_after_its_time(clock: Clock):
-    known = KnownKeys(clock, 4.0)
+def test_a_key_that_is_there_is_looked_up_again_and_unknown_after_its_time(clock: VirtualTime):
+    known = KnownKeys(clock.monotonic, 4.0)
     ended(known)
     assert known.look_up([KEY]) == ([True], False)
     clock.now += 2.1
@@ -117,7 +110,7 @@ def test_what_is_there_is_unknown_after_a_lost_connection(known: KnownKeys):
     assert known.count_there() == 0
 
 
-def test_a_damaged_key_is_read_again_after_two_seconds_and_not_looked_up(known: KnownKeys, clock: Clock):
+def test_a_damaged_key_is_read_again_after_two_seconds_and_not_looked_up(known: KnownKeys, clock: VirtualTime):
     ended(known)
     assert not known.doubt(KEY, b"one")
     ended(known, "payload_checksum")

@@ -278,6 +278,15 @@ class GrowsWithoutBound(KeyedDictStore):
         self.medium[name] = row.copy()
 
 
+class DeletesOnlyTheFirst(KeyedDictStore):
+    """Wrong: the other keys of a batch stay."""
+
+    def submit_delete(self, keys: object) -> int:
+        names = self.names(keys)
+        self.medium.pop(names[0], None)
+        return self.finish([True] * len(names), np.zeros((0, self.bytes_per_block), np.uint8))
+
+
 @pytest.mark.parametrize(
     ("store", "test"),
     [
@@ -286,6 +295,7 @@ class GrowsWithoutBound(KeyedDictStore):
         (ForgetsForAWhile, "test_forgotten_keys_stay_forgotten"),
         (SaysHit, "test_only_a_block_that_has_landed_is_contained"),
         (GrowsWithoutBound, "test_a_full_store_takes_more_and_gives_no_wrong_block"),
+        (DeletesOnlyTheFirst, "test_a_deleted_key_stays_deleted"),
     ],
 )
 def test_a_wrong_prefix_store_is_noticed(store: type[KeyedDictStore], test: str):

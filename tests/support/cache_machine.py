@@ -63,7 +63,7 @@ class Machine(World):
     def run(self, op: Op) -> None:
         """Run one operation, and check the invariants."""
         self.random.seed(op.seed)
-        self.clock.seconds += 0.003
+        self.clock.now += 0.003
         rig = self.rigs[op.seed % len(self.rigs)]
         self.interrupt = None
         if op.interrupt >= 0:
@@ -445,7 +445,7 @@ class Machine(World):
             store.mood = mood
 
     def do_time(self, rig: Rig, op: Op) -> None:
-        self.clock.seconds += (0.05, 0.3, 0.6, 11.0)[op.a % 4] if op.b % 16 else 700.0
+        self.clock.now += (0.05, 0.3, 0.6, 11.0)[op.a % 4] if op.b % 16 else 700.0
         if self.config.threads:  # including the time of transfers in flight
             rig.disturbed = True
 

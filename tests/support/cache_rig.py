@@ -30,8 +30,9 @@ from blockyard.executor.executor import StepExecutor
 from blockyard.layout import ArenaLayout, LayerField
 from blockyard.prefix_store import Prefetch
 from blockyard.prefix_store.loads import Load, Loads
-from blockyard.stores.threaded.runtime import Runtime, use_runtime
+from blockyard.stores.threaded.runtime import MACHINE, use_runtime
 from blockyard.testing.prefix_model import Extra
+from blockyard.tools.virtual_time import VirtualTime
 
 LAYERS = 2
 MASK = (1 << 55) - 1
@@ -153,22 +154,19 @@ def random_config(random: Random) -> Config:
     )
 
 
-class Clock(Runtime):
+class Clock(VirtualTime):
     """A clock that advances when the program says so, and slightly with each reading."""
 
     def __init__(self) -> None:
-        self.seconds = 1000.0
+        super().__init__(1000.0)
 
     def monotonic(self) -> float:
-        self.seconds += 1e-5
-        return self.seconds
-
-    def sleep(self, seconds: float) -> None:
-        self.seconds += seconds
+        self.now += 1e-5
+        return self.now
 
     def wait_readable(self, descriptor: int, seconds: float) -> None:
-        super().wait_readable(descriptor, seconds)
-        self.seconds += seconds
+        MACHINE.wait_readable(descriptor, seconds)  # of a store with threads
+        self.sleep(seconds)
 
 
 class GarbageMemory:

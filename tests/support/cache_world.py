@@ -442,7 +442,7 @@ class World:
                 self.weights += 1
                 rig.weights = self.weights
                 return
-            self.clock.seconds += 1.0
+            self.clock.now += 1.0
             time.sleep(0.01)
         raise AssertionError("a store that works again never forgets")
 

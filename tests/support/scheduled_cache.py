@@ -355,7 +355,7 @@ class ScheduledMachine(Machine):
             for store in rig.stores():
                 store.release()
             while self.requests or rig.open or rig.cache.executor.num_in_flight:
-                self.clock.seconds += 0.01
+                self.clock.now += 0.01
                 self.schedule(rig, CALM)
             self.scheduler.drain()
         # The scheduler takes the decisions; `KVCache` is not involved in these.

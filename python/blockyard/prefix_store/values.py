@@ -124,8 +124,9 @@ class Values(Slices):
 
     def _has_all(self, keys: Rows, slices: int) -> NDArray[np.bool_]:
         """Return which blocks of one class the store has all slices of."""
-        found = self._store.contains(keys if slices == 1 else _slices_of(keys, slices))
-        return all_of(found, slices)
+        if slices == 1:
+            return self._store.contains(keys)
+        return all_of(self._store.contains(_slices_of(keys, slices)), slices)
 
     def _lacks_some(self, keys: Rows, counts: Ids) -> NDArray[np.bool_]:
         """Return which blocks the store is known to lack a slice of."""

@@ -112,7 +112,7 @@ class Writes:
                 ]
             self._num_answers = answers
         self._waits_for_engine = False
-        while not self._is_closed and (room := self._room()) > 0:
+        while not self._is_closed and self._store_jobs.num_waiting and (room := self._room()) > 0:
             # The step's own transfers go first.
             if not self._engine.transfers.has_room(self._bytes_at_once, "out", "host"):
                 self._waits_for_engine = True

@@ -128,10 +128,10 @@ class Acceptance:
         count = np.ones(samples, np.int64)
         count[:decodes] = _count_accepted(step, sampled)
         ended = self._cut_at_stops(sampled, first, count)
-        void = np.zeros(step.rows, np.bool_) if step.void is None else step.void
-        ended &= ~void[:samples]
         self._count_drafts(step, count[:decodes])
-        count[void[:samples]] = 0
+        if step.void is not None:
+            ended &= ~step.void[:samples]
+            count[step.void[:samples]] = 0
         length = rows.fields[LENGTH, :samples]
         at = ragged(rows.fields[BASE, :samples] + length, count)
         tokens = sampled[ragged(first, count)]
@@ -142,7 +142,7 @@ class Acceptance:
         ended |= (length >= rows.fields[LIMIT, :samples]) & (count > 0)
         self._take_back(step, first[:decodes], count[:decodes], slots)
         if self._marks:
-            self._publish_accepted(step, count[:decodes], void)
+            self._publish_accepted(step, count[:decodes])
         return ended
 
     def _cut_at_stops(
@@ -171,19 +171,21 @@ class Acceptance:
         """Truncate sequences to their accepted tokens, and give the token ids to the manager."""
         manager = self._manager
         handles = step.handles[: step.decodes]
-        kept = self._rows.fields[LENGTH, : step.decodes] - 1
-        cut = (count <= slots) & (count > 0)
-        deque(map(manager.truncate, handles[cut].tolist(), kept[cut].tolist()), maxlen=0)
-        named = count > 0
-        if self._prefix_caching and named.any():
-            computed = step.token_ids[ragged(first, count)]
-            manager.prefix.note_tokens(handles[named], computed, count[named].astype(np.uint32))
+        computed = step.token_ids[: step.query_start_loc[step.decodes]]
+        if len(computed) != count.sum() or (count <= slots).any():  # else all are accepted
+            kept = self._rows.fields[LENGTH, : step.decodes] - 1
+            cut = (count <= slots) & (count > 0)
+            deque(map(manager.truncate, handles[cut].tolist(), kept[cut].tolist()), maxlen=0)
+            computed, named = step.token_ids[ragged(first, count)], count > 0
+            handles, count = handles[named], count[named]
+        if self._prefix_caching and len(handles):
+            manager.prefix.note_tokens(handles, computed, count.astype(np.uint32))
 
-    def _publish_accepted(self, step: Step, count: NDArray[np.int64], void: NDArray[np.bool_]) -> None:
+    def _publish_accepted(self, step: Step, count: NDArray[np.int64]) -> None:
         """Publish the blocks that the step filled with accepted tokens."""
         size = self._manager.block_size
         computed = self._rows.fields[LENGTH, : step.decodes] - 1
-        due = ~void
+        due = np.ones(step.rows, np.bool_) if step.void is None else ~step.void
         due[: step.decodes] &= computed // size > (computed - count) // size
         if due.any():
             self._manager.mark_computed(step.handles[due])

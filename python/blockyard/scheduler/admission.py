@@ -103,7 +103,8 @@ class Admission:
             if not batch:
                 break
             self._start(batch, siblings)
-        for idle in self._aside:
+        # Each becomes the head.
+        for idle in reversed(self._aside):
             self._waiting.push(idle)
         self._aside.clear()
         self._passed.clear()

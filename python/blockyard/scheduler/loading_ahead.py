@@ -89,13 +89,15 @@ class LoadingAhead:
             near = self._waiting.first(min(count, self._most))
             goes_on = len(near) == count
             for place, idle in enumerate(near[at:], at):
+                if idle.lease is not None and idle.fetch is not None:
+                    continue
                 share: Share = "half" if place else "any" if is_idle else "free"
                 if not self._load(idle, share) and self._in_order:
                     return
             at, count = len(near), 2 * count
 
     def _load(self, idle: IdleSequences, share: Share) -> bool:
-        """Lease a prompt's blocks and start its load, unless that has been done. Returns False if it does not fit."""
+        """Lease a prompt's blocks and start its load, unless both are done. Returns False if it does not fit."""
         if idle.lease is None and not self._lease(idle, share):
             return False
         if idle.fetch is None and self._prefetch is not None:
@@ -106,7 +108,10 @@ class LoadingAhead:
         return True
 
     def _lease(self, idle: IdleSequences, share: Share) -> bool:
-        self._end_from(next((at for at, other in enumerate(self._leased) if place_of(other) > place_of(idle)), None))
+        place, first = place_of(idle), len(self._leased)
+        while first and place_of(self._leased[first - 1]) > place:
+            first -= 1
+        self._end_from(first)
         free = [pool.num_free for pool in self._pools]
         *last, then = self._refused or (None, share, free)
         if last == [idle, share] and free[0] <= then[0] and free[1] <= then[1]:
@@ -127,9 +132,9 @@ class LoadingAhead:
         self.loading.pop(idle, None)
         self._refused = None
 
-    def _end_from(self, at: int | None) -> None:
+    def _end_from(self, at: int) -> None:
         """End the leases of the sequences from a place on, the last first."""
-        for idle in reversed(self._leased[at:] if at is not None else []):
+        for idle in reversed(self._leased[at:]):
             self.end(idle)
             self._leased.pop()
 

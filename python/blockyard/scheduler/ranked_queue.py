@@ -1,8 +1,8 @@
-"""A priority queue whose cost does not grow with its length."""
+"""A priority queue whose head is found at once, however long it is."""
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect
 
 from blockyard.scheduler.request import IdleSequences, Rank, SequenceStatus
 
@@ -12,7 +12,9 @@ MIN_SWEPT = 64
 
 
 class RankedQueue:
-    """Idle sequences, lowest rank first. Entries removed from the middle stay in the heap until they surface.
+    """Idle sequences, lowest rank first. Entries removed from the middle stay in the list until they surface.
+
+    The list is sorted: most sequences come last, those that were set aside or preempted come near the head.
 
     Args:
         status: the status of sequences in this queue.
@@ -20,7 +22,8 @@ class RankedQueue:
 
     def __init__(self, status: SequenceStatus) -> None:
         self._status = status
-        self._heap: list[tuple[Rank, int, int, IdleSequences]] = []
+        self._sorted: list[tuple[Rank, int, int, IdleSequences]] = []  # from `_begin` on
+        self._begin = 0
         self._entries = 0
         self._live = 0
 
@@ -33,41 +36,52 @@ class RankedQueue:
         idle.state.idle.append(idle)
         self._entries += 1
         self._live += 1
-        heapq.heappush(self._heap, (idle.rank, idle.indices[0], self._entries, idle))
+        entry = (idle.rank, idle.indices[0], self._entries, idle)
+        place = bisect(self._sorted, entry, self._begin)
+        if place > self._begin or not place:
+            self._sorted.insert(place, entry)
+        else:  # where one before it was
+            self._begin -= 1
+            self._sorted[self._begin] = entry
 
     def head(self) -> IdleSequences | None:
         """Return the first without removing it."""
-        while self._heap:
-            idle = self._heap[0][3]
+        while self._begin < len(self._sorted):
+            idle = self._sorted[self._begin][3]
             if idle.status is self._status:
                 return idle
-            heapq.heappop(self._heap)
+            self._begin += 1
+        self._sorted.clear()
+        self._begin = 0
         return None
 
     def first(self, count: int) -> list[IdleSequences]:
         """Return the first few, in order, without removing them. The cost does not grow with the queue's length."""
-        heap, found = self._heap, list[IdleSequences]()
-        near = [(heap[0], 0)] if heap else []
-        while near and len(found) < count:
-            entry, at = heapq.heappop(near)
-            if entry[3].status is self._status:
-                found.append(entry[3])
-            for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
-                heapq.heappush(near, (heap[child], child))
+        found = list[IdleSequences]()
+        for at in range(self._begin, len(self._sorted)):
+            if len(found) == count:
+                break
+            if (idle := self._sorted[at][3]).status is self._status:
+                found.append(idle)
         return found
 
     def pop(self) -> IdleSequences:
         """Remove the sequences that `head` returned."""
-        idle = heapq.heappop(self._heap)[3]
+        idle = self._sorted[self._begin][3]
+        self._begin += 1
+        self._sweep()
         self._take(idle)
         return idle
 
     def discard(self, idle: IdleSequences) -> None:
-        """Remove sequences from the middle in constant time, except for a sweep once half of the heap is dead."""
+        """Remove sequences from the middle in constant time, except for a sweep once half of the list is dead."""
         self._take(idle)
-        if len(self._heap) > MIN_SWEPT and self._live * 2 < len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[3].status is self._status]
-            heapq.heapify(self._heap)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        if len(self._sorted) > MIN_SWEPT and self._live * 2 < len(self._sorted):
+            self._sorted = [entry for entry in self._sorted[self._begin :] if entry[3].status is self._status]
+            self._begin = 0
 
     def _take(self, idle: IdleSequences) -> None:
         idle.status = SequenceStatus.RUNNING

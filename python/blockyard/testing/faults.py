@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion, SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
-from blockyard.stores.base import ExternalStore, Keys, Owners, Use
-from blockyard.types import StoreStats
+from blockyard.stores.base import ExternalStore, Keys, Owners
+from blockyard.testing.wrapped_store import WrappedStore
 
 __all__ = ["PARTS", "FailingStore", "UnrulyStore", "corrupt_slots", "flip_bytes"]
 
@@ -125,7 +125,7 @@ _ERRORS: tuple[Exception, ...] = (
 )
 
 
-class UnrulyStore(ExternalStore):
+class UnrulyStore(WrappedStore):
     """Violates the `ExternalStore` contract in some calls, of any kind, and forwards the others.
 
     It raises exceptions of all kinds, before or after the call takes effect; returns wrong types and shapes; and
@@ -141,36 +141,11 @@ class UnrulyStore(ExternalStore):
     """
 
     def __init__(self, inner: ExternalStore, *, seed: int, share: float = 0.2) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._random = random.Random(seed)
         self._share = share
         self._last: Any = 1
         self.broken = 0
-
-    @property
-    def num_slots(self) -> int:
-        """Number of slots, numbered from 0."""
-        return self._inner.num_slots
-
-    @property
-    def uses(self) -> tuple[Use, ...]:
-        """What the inner store can be used for."""
-        return self._inner.uses
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the inner store is closed."""
-        return self._inner.is_closed
-
-    @property
-    def max_blocks_in_flight(self) -> int | None:
-        """Maximum number of blocks in flight and in uncollected results, None for no limit."""
-        return self._inner.max_blocks_in_flight
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes per slot."""
-        return self._inner.bytes_per_block
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
         """Start writing blocks, or misbehave."""
@@ -179,11 +154,6 @@ class UnrulyStore(ExternalStore):
     def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
         """Start reading blocks, or misbehave."""
         return self._ticket(lambda: self._inner.submit_read(slots, rows))
-
-    @property
-    def keeps_quotas(self) -> bool:  # type: ignore[override]
-        """Whether the inner store keeps quotas."""
-        return self._inner.keeps_quotas
 
     def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
         """Start storing blocks by key, or misbehave."""
@@ -221,14 +191,6 @@ class UnrulyStore(ExternalStore):
         """Collect a ticket, or misbehave."""
         return cast("Completion", self._break(lambda: self._inner.wait(ticket, timeout), _misshapen))
 
-    def stats(self) -> StoreStats:
-        """Return the counters of the inner store."""
-        return self._inner.stats()
-
-    def close(self, timeout: float = 5.0) -> bool:
-        """Close the inner store."""
-        return self._inner.close(timeout)
-
     def _ticket(self, call: Callable[[], int]) -> int:
         self._last = self._break(call, lambda found: [None, str(found), 0.5, self._last, found + (1 << 40)])
         return cast("int", self._last)
@@ -245,7 +207,7 @@ class UnrulyStore(ExternalStore):
         return self._random.choice(others(found)) if how else found
 
 
-class FailingStore(ExternalStore):
+class FailingStore(WrappedStore):
     """A prefix store that fails like real storage. Its users may lose hits, but never tokens, and never wait long.
 
     Args:
@@ -270,36 +232,12 @@ class FailingStore(ExternalStore):
     """
 
     def __init__(self, inner: ExternalStore, *, timeout: float = 2.0) -> None:
-        self._inner, self._timeout = inner, timeout
+        super().__init__(inner)
+        self._timeout = timeout
         self._late: dict[int, float] = {}
         self._ended: list[int] = []  # reported by the inner store, not yet due here
         self.fault: Literal["", "lose", "refuse", "hang"] = ""
         self.faults = 0
-
-    @property
-    def num_slots(self) -> int:
-        """Number of blocks that the store can hold."""
-        return self._inner.num_slots
-
-    @property
-    def uses(self) -> tuple[Use, ...]:
-        """What the inner store can be used for."""
-        return self._inner.uses
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the inner store is closed."""
-        return self._inner.is_closed
-
-    @property
-    def max_blocks_in_flight(self) -> int | None:
-        """Maximum number of blocks in flight and in uncollected results, None for no limit."""
-        return self._inner.max_blocks_in_flight
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes per block."""
-        return self._inner.bytes_per_block
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
         """Start writing blocks to slots."""
@@ -308,11 +246,6 @@ class FailingStore(ExternalStore):
     def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
         """Start reading blocks from slots."""
         return self._submit(lambda: self._inner.submit_read(slots, rows))
-
-    @property
-    def keeps_quotas(self) -> bool:  # type: ignore[override]
-        """Whether the inner store keeps quotas."""
-        return self._inner.keeps_quotas
 
     def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
         """Start storing blocks under keys."""
@@ -375,14 +308,6 @@ class FailingStore(ExternalStore):
         answer = self._inner.wait(ticket, timeout)
         missed = np.zeros_like(answer.ok)
         return Completion(ticket, missed, np.zeros_like(answer.rows), ("timeout",) * len(missed))
-
-    def stats(self) -> StoreStats:
-        """Return the counters of the inner store."""
-        return self._inner.stats()
-
-    def close(self, timeout: float = 5.0) -> bool:
-        """Close the inner store."""
-        return self._inner.close(timeout)
 
     def _require_answer(self) -> None:
         if self.fault in {"refuse", "hang"}:

@@ -312,12 +312,12 @@ class PrefixStoreSuite(ABC):
 
     def test_a_deleted_key_stays_deleted(self) -> None:
         with self.open_store() as store:
-            self.put(store, 1, 2)
-            done = store.wait(store.submit_delete(self.keys(1, 9)), PATIENCE)
-            _equal(done.ok.tolist(), [True, True], "deletions")
-            self.check(store, [2], [1])
+            self.put(store, 1, 2, 3)
+            done = store.wait(store.submit_delete(self.keys(1, 9, 3)), PATIENCE)
+            _equal(done.ok.tolist(), [True, True, True], "deletions")
+            self.check(store, [2], [1, 3])
         with self.open_store() as store:
-            self.check(store, [2], [1])
+            self.check(store, [2], [1, 3])
 
     def test_forgotten_keys_stay_forgotten(self) -> None:
         with self.open_store() as store:

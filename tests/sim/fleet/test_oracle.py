@@ -12,7 +12,7 @@ from blockyard.tools.sim import FleetOptions, read_faults, simulate_fleet
 from blockyard.tools.sim.fleet.engine import SimulatedEngine
 from blockyard.tools.sim.fleet.log import FleetLog
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError, Oracle
-from blockyard.tools.sim.fleet.servers.object_server import RECORD_BYTES
+from blockyard.tools.sim.fleet.servers.link import is_record
 from blockyard.tools.sim.fleet.servers.redis_server import RedisServer
 from blockyard.tools.sim.loop import Loop
 
@@ -63,7 +63,7 @@ class Scene:
             engine.close()
 
     def _see(self, value: bytes) -> None:
-        if len(value) == RECORD_BYTES:
+        if is_record(value):
             there = self.server.record()
             self.oracle.see_record(value[HEADER:], self.loop.now, replaces=there and there[HEADER:])
 

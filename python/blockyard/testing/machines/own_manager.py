@@ -180,10 +180,10 @@ class OwnManagerMachine(RecordingMachine):
             return FULL
         except Exception as error:
             self.record.note(f"{name}({shown}) raised {type(error).__name__}")
-            raise AssertionError(
-                f"step {self.record.step}: {name}({shown}) raised {type(error).__name__}: {error}; when blocks run out "
-                f"it must raise {' or '.join(kind.__name__ for kind in self.full)}, see `full`"
-            ) from error
+            kinds = " or ".join(kind.__name__ for kind in self.full)
+            hint = f"; when blocks run out it must raise {kinds}, see `full`" if blocks else ""
+            text = f"step {self.record.step}: {name}({shown}) raised {type(error).__name__}: {error}{hint}"
+            raise AssertionError(text) from error
         self.record.counts[name] += name != "copies"
         self.record.note(f"{name}({shown})" + ("" if result is None else f" -> {show(result)}"))
         if result is None and name in ("allocate", "fork"):

@@ -114,7 +114,9 @@ class OwnSchedulerMachine(SchedulerMachine):
         if "salt" in self.fields:
             self.record.salts[name] = request.salt
         self.record.counts["requests"] += 1
-        self.record.counts["hits due"] += self.is_due(request)
+        if self.is_due(request):
+            self.record.counts["hits due"] += 1
+            self.record.due.add(tuple(prompt))
         type(self).add_request(self.scheduler, request)
         self.manager.check()
 

@@ -235,7 +235,8 @@ def _failure(machine: type[RecordingMachine], error: Exception, *, calls: bool) 
 def _own_frames(error: BaseException) -> Iterable[str]:
     """Yield the lines of the code under test in the error's traceback."""
     apart = (Path(hypothesis.__file__).parent, Path(__file__).parents[1])
-    for frame in traceback.extract_tb(error.__traceback__):
+    cause: BaseException = error.__cause__ or error  # what the code under test raised, if a rule says it in its words
+    for frame in traceback.extract_tb(cause.__traceback__):
         if not any(folder in Path(frame.filename).parents for folder in apart):
             yield f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
 

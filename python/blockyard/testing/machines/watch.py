@@ -176,6 +176,7 @@ class SequenceWatch(TicketWatch):
         self.sequences: dict[int, Followed] = {}
         self.texts: dict[tuple[str, int], list[int]] = {}
         self.salts: dict[str, bytes | None] = {}
+        self.due: set[tuple[int | None, ...]] = set()  # prompts that should hit when they are first allocated
         self.writers: dict[int, str] = {}
 
     # ---- calls of the manager ----
@@ -238,7 +239,13 @@ class SequenceWatch(TicketWatch):
         for handle, text, salt in zip(opened, texts, salts, strict=True):
             self.sequences[handle] = Followed(self.step, text, [f"allocate in step {self.step}"] * len(text), salt)
         results = result if isinstance(result, tuple) else (result,)
-        self.counts["tokens hit"] += sum(getattr(sequence, "cached_tokens", 0) for sequence in results)
+        for sequence, text in zip(results, texts, strict=False):
+            hit = getattr(sequence, "cached_tokens", 0)
+            self.counts["tokens hit"] += hit
+            if tuple(text) in self.due:
+                self.due.remove(tuple(text))
+                self.counts["due allocated"] += 1
+                self.counts["due hit"] += hit > 0
 
     def _after_fork(self, arguments: dict[str, Any], result: Any) -> None:
         parent, shared = self.sequences[int(arguments["sequence"])], arguments.get("shared_tokens")

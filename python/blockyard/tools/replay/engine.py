@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count as counting
-from math import inf
+from math import inf, isnan
 from typing import Final, Protocol
 
 import numpy as np
@@ -21,9 +21,9 @@ from blockyard.scheduler.step import Step
 from blockyard.stores.base import StoreStats
 from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.tools.replay.hits import ClassMemory, HybridMemory, class_memory
-from blockyard.tools.replay.link import CopyLink
 from blockyard.tools.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
-from blockyard.tools.replay.store_tier import ReplayClock, StoreTier
+from blockyard.tools.replay.store_tier import StoreTier
+from blockyard.tools.virtual_time import Agenda, CopyLink, VirtualTime
 from blockyard.traces import TraceRequest
 
 __all__ = ["EngineOptions", "ReplayWatch", "StepTime", "Times", "replay_times"]
@@ -34,6 +34,8 @@ _MAX_STEPS: Final = 64
 The results are the same, except that the blocks they fill are published together, and cached blocks may be evicted in
 another order, since their last use is counted in decided steps.
 """
+_UNKNOWN: Final = np.full(1 << 12, ANSWER_TOKEN, np.uint32)
+"""Tokens of answers that no trace names."""
 _IDLE_SECONDS: Final = 0.01
 """Time between polls of loads while there is nothing to compute, as in engines."""
 
@@ -184,7 +186,7 @@ class _Clients:
 
     requests: Sequence[TraceRequest]
     limit: int | None
-    due: list[tuple[float, int]] = field(default_factory=list)
+    due: Agenda[int] = field(default_factory=Agenda)
     arrival: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
     def __post_init__(self) -> None:
@@ -203,26 +205,23 @@ class _Clients:
                 continue
             if self.limit is None or len(running) < self.limit or session in running:
                 running.add(session)
-                self.due.append((request.arrival, number))
+                self.due.add(request.arrival, number)
             else:
                 self._held.setdefault(session, []).append(number)
-        heapq.heapify(self.due)
 
     def take(self, now: float) -> list[int]:
         """Remove and return the requests that have arrived by now."""
-        taken = []
-        while self.due and self.due[0][0] <= now:
-            when, number = heapq.heappop(self.due)
+        taken = self.due.take(now)
+        for when, number in taken:
             self.arrival[number] = when
-            taken.append(number)
-        return taken
+        return [number for _, number in taken]
 
     def answer(self, number: int, now: float) -> None:
         """Record the answer to a request; requests that waited for it become due."""
         for follower in self._followers[number]:
             self._waits[follower] -= 1
             if not self._waits[follower]:
-                heapq.heappush(self.due, (now + self.requests[follower].delay, follower))
+                self.due.add(now + self.requests[follower].delay, follower)
         request = self.requests[number]
         session = number if request.session is None else request.session
         self._left[session] -= 1
@@ -230,7 +229,7 @@ class _Clients:
             held = self._held.pop(next(iter(self._held)))
             begin = self.requests[held[0]].arrival
             for other in held:
-                heapq.heappush(self.due, (now + self.requests[other].arrival - begin, other))
+                self.due.add(now + self.requests[other].arrival - begin, other)
 
 
 def replay_times(
@@ -290,11 +289,11 @@ class _Replay:
         self._block_bytes = sizes_of if has_bytes else [options.bytes_per_block]  # by page class
         # A state follows its sequence token by token, and a window would keep what is looked ahead.
         self._max_steps = _MAX_STEPS if options.hybrid is None else 1
-        self._now = 0.0
+        self._time = VirtualTime()
         self._to_device = CopyLink(options.host_bandwidth, options.host_latency)
         self._to_host = CopyLink(options.host_bandwidth, options.host_latency)
         self._tier = self._open_store() if options.store_blocks else None
-        with use_runtime(ReplayClock(lambda: self._now)):
+        with use_runtime(self._time):
             self._scheduler = Scheduler(
                 self._manager,
                 max_num_seqs=options.max_num_seqs,
@@ -304,7 +303,7 @@ class _Replay:
                 overlap_io=True,
                 prefetch=None if self._tier is None else self._tier.prefixes.prefetch,
             )
-        self._open: list[tuple[float, int]] = []  # heap of (when a ticket's copies have landed, ticket)
+        self._open: Agenda[int] = Agenda()  # tickets, by the time at which their copies have landed
         self._clients = _Clients(requests, options.max_concurrent_sessions)
         self._queued = np.full(len(requests), np.nan)
         self._scheduled = np.full(len(requests), np.nan)
@@ -342,7 +341,7 @@ class _Replay:
                 CopyLink(options.store_write_bandwidth, options.store_latency),
             ),
             copies=(self._to_device, self._to_host),
-            clock=lambda: self._now,
+            time=self._time,
         )
 
     def run(self) -> Times:
@@ -351,15 +350,15 @@ class _Replay:
             self._take_in()
             self._land()
             if not scheduler.num_unfinished:
-                if self._decided_at < self._now or self._arrived:
-                    self._decided_at, self._seats, self._ended = self._now, 0, 0
+                if self._decided_at < self._time.now or self._arrived:
+                    self._decided_at, self._seats, self._ended = self._time.now, 0, 0
                     continue
                 if self._watch is not None:
-                    self._watch.idle(self._now, scheduler)
+                    self._watch.idle(self._time.now, scheduler)
                 later = self._next_event()
                 if later == inf:
                     break
-                self._now = self._decided_at = max(self._now, later)
+                self._time.now = self._decided_at = max(self._time.now, later)
                 continue
             step = scheduler.schedule(num_lookahead_tokens=self._plain_steps() - 1)
             loaded = self._copy(step)
@@ -368,7 +367,7 @@ class _Replay:
             else:
                 scheduler.update(step, ())
                 self._skip()
-        for _, ticket in sorted(self._open):
+        for _, ticket in self._open.take(inf):
             scheduler.complete(ticket)
         stats = self._manager.stats()
         return Times(
@@ -379,7 +378,7 @@ class _Replay:
             last_token=self._last,
             output_tokens=np.array([request.output_tokens for request in self._requests], np.int64),
             refused=self._refused,
-            seconds=self._now,
+            seconds=self._time.now,
             steps=self._steps,
             busy_seconds=self._busy,
             scheduler=scheduler.stats(),
@@ -391,9 +390,10 @@ class _Replay:
 
     def _take_in(self) -> None:
         """Give arrived requests to the scheduler, as long as the engine knows of free seats."""
-        taken = self._clients.take(self._decided_at)
-        self._queued[taken] = self._decided_at
-        self._arrived.extend(taken)
+        if self._clients.due.next_at <= self._decided_at:
+            taken = self._clients.take(self._decided_at)
+            self._queued[taken] = self._decided_at
+            self._arrived.extend(taken)
         while self._arrived and (not self._options.async_scheduling or self._seats < self._options.max_num_seqs):
             self._add(self._arrived.popleft())
 
@@ -408,7 +408,7 @@ class _Replay:
             text = self._text(number)
             prompt = text[: row.input_tokens]
             self._scheduler.add(
-                Request(str(number), prompt, max_tokens=row.output_tokens, arrival=self._now, hint=row.hint)
+                Request(str(number), prompt, max_tokens=row.output_tokens, arrival=self._time.now, hint=row.hint)
             )
             self._seats += 1
             if row.output_hash_ids:
@@ -429,7 +429,7 @@ class _Replay:
 
     def _refuse(self, number: int) -> None:
         self._refused += 1
-        self._clients.answer(number, self._now)
+        self._clients.answer(number, self._time.now)
 
     def _next_event(self) -> float:
         """Return the time of the next event that no step decides; infinite if nothing is in flight."""
@@ -437,8 +437,7 @@ class _Replay:
 
     def _next_change(self) -> float:
         """Return the time of the next event that a step's decision may depend on."""
-        copies = self._open[0][0] if self._open else inf
-        requests = self._clients.due[0][0] if self._clients.due else inf
+        copies, requests = self._open.next_at, self._clients.due.next_at
         if self._tier is None:
             return min(copies, requests)
         if self._tier.prefixes.num_open:  # a prompt that loads waits for room, answers, or its deadline
@@ -448,9 +447,10 @@ class _Replay:
     def _land(self) -> None:
         if self._tier is not None:
             self._tier.prefixes.poll()
-        while self._open and self._open[0][0] <= self._now:
+        if self._open.next_at <= self._time.now:
             self._is_plain = False
-            self._scheduler.complete(heapq.heappop(self._open)[1])
+            for _, ticket in self._open.take(self._time.now):
+                self._scheduler.complete(ticket)
 
     def _copy(self, step: Step) -> float:
         """Queue a step's copies; return when its loads have arrived."""
@@ -461,13 +461,13 @@ class _Replay:
                 stores, store_bytes = stores + count, store_bytes + count * size
             elif kind == "swap_in":
                 loads, load_bytes = loads + count, load_bytes + count * size
-        landed = loaded = self._now
+        landed = loaded = self._time.now
         if stores:
             landed = self._send(self._to_host, "swap_out", stores, store_bytes)
         if loads:
             loaded = self._send(self._to_device, "swap_in", loads, load_bytes)
         if loads or stores:
-            heapq.heappush(self._open, (max(landed, loaded), step.decision.ticket))
+            self._open.add(max(landed, loaded), step.decision.ticket)
         else:
             self._scheduler.complete(step.decision.ticket)
         return loaded
@@ -479,58 +479,60 @@ class _Replay:
         until = self._next_change()
         while self._ends and self._ends[0] <= self._decoded:
             heapq.heappop(self._ends)
-        fit = (until - self._now) / self._last_took + 1 if self._last_took else 1
+        fit = (until - self._time.now) / self._last_took + 1 if self._last_took else 1
         return int(max(1, min(self._max_steps, fit, self._ends[0] - self._decoded if self._ends else 1)))
 
     def _send(self, link: CopyLink, way: str, blocks: int, size: int) -> float:
-        start = max(self._now, link.free_at)
-        end = link.send(self._now, size)
+        start = max(self._time.now, link.free_at)
+        end = link.send(self._time.now, size)
         if self._watch is not None:
             self._watch.copies(start, end, way, blocks)
         return end
 
     def _compute(self, step: Step, loaded: float) -> None:
-        decodes, decided_at, waits_from = step.decodes, self._decided_at, self._now
-        begin = max(self._now, loaded)
-        count, start, self._now = self._model_steps(step, begin)
-        self._decided_at = start if self._options.async_scheduling else self._now
+        decodes, rows = step.decodes, step.rows
+        decided_at, waits_from = self._decided_at, self._time.now
+        begin = max(self._time.now, loaded)
+        count, start, self._time.now = self._model_steps(step, begin)
+        self._decided_at = start if self._options.async_scheduling else self._time.now
         sampled = self._sample(step, count)
         if self._watch is not None:
             stored = 0 if self._tier is None else self._tier.stats.cached_blocks
-            self._watch.step(begin, self._now, step, self._scheduler, stored)
+            self._watch.step(begin, self._time.now, step, self._scheduler, stored)
         self._steps += count
-        self._busy += self._now - waits_from
-        self._last_took = (self._now - begin) / count
+        self._busy += self._time.now - waits_from
+        self._last_took = (self._time.now - begin) / count
         self._decoded += count
-        for row in range(decodes, step.rows):
+        for row in range(decodes, rows):
             number = int(step.owner(row)[0])
-            if np.isnan(self._scheduled[number]):
+            if isnan(self._scheduled[number]):
                 self._scheduled[number] = decided_at
             if row >= step.samples:
                 continue
             heapq.heappush(self._ends, self._decoded + self._requests[number].output_tokens - 1)
-            if np.isnan(self._first[number]):
-                self._first[number] = self._now
+            if isnan(self._first[number]):
+                self._first[number] = self._time.now
         self._land()
         ended = self._scheduler.update(step, sampled)
         for finished in ended:
             number = int(finished.request.request_id)
-            self._last[number] = self._now
+            self._last[number] = self._time.now
             self._answers.pop(number, None)
-            self._clients.answer(number, self._now)
+            self._clients.answer(number, self._time.now)
         if self._options.async_scheduling:  # the next step is decided before this one's ends are known
             self._seats, self._ended = self._seats - self._ended, len(ended)
         # A step that preempts admits nothing, so the next step may.
-        self._is_plain = decodes == step.rows == self._last_rows and not ended
-        self._last_rows = step.rows
+        self._is_plain = decodes == rows == self._last_rows and not ended
+        self._last_rows = rows
 
     def _sample(self, step: Step, count: int) -> NDArray[np.uint32]:
         """Return the tokens that `count` steps generate: the trace's answers where it has them."""
-        decodes, unknown = step.decodes, np.full(count, ANSWER_TOKEN, np.uint32)
+        decodes, unknown = step.decodes, _UNKNOWN[:count]
         if not self._answers:
             if step.num_draft_tokens != decodes * (count - 1):
                 step.set_draft_token_ids([unknown[1:]] * decodes)
-            return np.full(step.num_draws, ANSWER_TOKEN, np.uint32)
+            draws = step.num_draws
+            return _UNKNOWN[:draws] if draws <= len(_UNKNOWN) else np.full(draws, ANSWER_TOKEN, np.uint32)
         parts = [unknown[:0]]  # a step may sample nothing
         for row, (start, length) in enumerate(zip(step.start.tolist(), step.lengths.tolist(), strict=True)):
             text = self._answers.get(int(step.owner(row)[0]))
@@ -543,12 +545,13 @@ class _Replay:
 
     def _model_steps(self, step: Step, begin: float) -> tuple[int, float, float]:
         """Return how many model steps a decided step stands for, and when the last one begins and ends."""
-        decodes, start, lengths = step.decodes, step.start, step.lengths
+        decodes, start = step.decodes, step.start
         context = start[:decodes] + 1
         if decodes < step.rows:
-            prefill = list(zip(start[decodes:].tolist(), lengths[decodes:].tolist(), strict=True))
+            prefill = list(zip(start[decodes:].tolist(), step.lengths[decodes:].tolist(), strict=True))
             return 1, begin, begin + self._step_time.seconds(prefill, context)
-        max_steps, until = int(lengths.min()), self._next_change()
+        max_steps = int(step.lengths.min()) if step.num_draft_tokens else 1
+        until = self._next_change()
         written = inf if self._tier is None else self._tier.next_write
         count, last, now = 0, begin, begin
         for seconds in self._decode_seconds(context):
@@ -556,7 +559,7 @@ class _Replay:
             if count == max_steps or now >= until:
                 break
             if now >= written and self._tier is not None:
-                self._now = now
+                self._time.now = now
                 self._tier.prefixes.poll()
                 written = self._tier.next_write
         return count, last, now
@@ -565,11 +568,11 @@ class _Replay:
         """Advance the clock to the next event, since there is nothing to compute."""
         later = self._next_event()
         if self._tier is not None and self._tier.prefixes.num_open:
-            later = min(later, self._now + _IDLE_SECONDS)  # a load may pass its deadline
+            later = min(later, self._time.now + _IDLE_SECONDS)  # a load may pass its deadline
         if later == inf:
             raise InvariantError(f"{self._scheduler.num_unfinished} requests wait, but nothing is in flight")
-        self._busy += max(0.0, later - self._now)
-        self._now = self._decided_at = max(self._now, later)
+        self._busy += max(0.0, later - self._time.now)
+        self._time.now = self._decided_at = max(self._time.now, later)
 
 
 def _manager(options: EngineOptions, caching: PrefixCaching | None) -> BlockManager:

@@ -5,11 +5,8 @@ Block contents are never touched: rows are virtual memory without physical pages
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -19,37 +16,39 @@ from numpy.typing import NDArray
 from blockyard import BlockManager
 from blockyard.prefix_store import PrefixStore
 from blockyard.stores.base import Completion, ExternalStore, Keys, Owners, StoreStats
-from blockyard.stores.threaded.runtime import Runtime, use_runtime
-from blockyard.tools.replay.link import CopyLink
+from blockyard.stores.threaded.runtime import use_runtime
+from blockyard.tools.virtual_time import Agenda, CopyLink, VirtualTime
 
 __all__ = ["StoreTier"]
 
 _KEY: Final = np.dtype("V32")
 
 
-class Alarms:
-    """End times of the transfers in one direction."""
+@dataclass
+class _Way:
+    """One direction, and when the batches that it carries for the store arrive."""
 
-    def __init__(self) -> None:
-        self._times: list[float] = []
+    time: VirtualTime
+    link: CopyLink
+    ends: Agenda[int]
 
-    def add(self, time: float) -> float:
-        """Record a time, and return it."""
-        heapq.heappush(self._times, time)
-        return time
+    def send(self, size: int) -> float:
+        """Queue a batch; return when it arrives."""
+        due = self.link.send(self.time.now, size)
+        self.ends.add(due, 0)
+        return due
 
-    def next_after(self, now: float) -> float:
-        """Return the first time after `now`; infinite if there is none."""
-        while self._times and self._times[0] <= now:
-            heapq.heappop(self._times)
-        return self._times[0] if self._times else inf
+    def next_end(self) -> float:
+        """Return when the next batch arrives; infinite if none is under way."""
+        self.ends.take(self.time.now)
+        return self.ends.next_at
 
 
 @dataclass(slots=True, eq=False)
 class _TimedCopy:
     """A copy between rows and blocks; it lands at `due`."""
 
-    clock: Callable[[], float]
+    time: VirtualTime
     due: float
     rows: NDArray[np.uint8] | None
     error: None = None
@@ -57,25 +56,19 @@ class _TimedCopy:
     @property
     def done(self) -> bool:
         """Whether it has landed."""
-        return self.clock() >= self.due
+        return self.time.now >= self.due
 
 
 class _TimedEngine:
     """Copies between blocks and rows, as `CacheEngine` does."""
 
-    def __init__(
-        self,
-        bytes_per_block: int,
-        links: tuple[CopyLink, CopyLink],
-        clock: Callable[[], float],
-        alarms: tuple[Alarms, Alarms],
-    ) -> None:
+    def __init__(self, bytes_per_block: int, to_device: _Way, to_host: _Way) -> None:
         self._rows = np.empty((0, bytes_per_block), np.uint8)
         self.layout = SimpleNamespace(bytes_per_block=bytes_per_block)
         self.memory = SimpleNamespace(buffers=self, bytes_per_block=bytes_per_block)
         self.memories = [self.memory]
         self.transfers = SimpleNamespace(has_room=lambda *_: True, open=list)
-        (self._to_device, self._to_host), self._clock, (self._loads, self._writes) = links, clock, alarms
+        self._to_device, self._to_host = to_device, to_host
 
     def num_blocks(self, _tier: str) -> int:
         """Return no blocks: the manager knows how many it has."""
@@ -98,36 +91,27 @@ class _TimedEngine:
 
     def submit_write(self, tier: str, _blocks: object, rows: NDArray[np.uint8], **_: object) -> _TimedCopy:
         """Start copying rows to blocks."""
-        return self._copy(self._to_device, self._loads, tier, rows)
+        return self._copy(self._to_device, tier, rows)
 
     def submit_read(self, tier: str, _blocks: object, rows: NDArray[np.uint8], **_: object) -> _TimedCopy:
         """Start copying blocks to rows."""
-        return self._copy(self._to_host, self._writes, tier, rows)
+        return self._copy(self._to_host, tier, rows)
 
-    def _copy(self, link: CopyLink, alarms: Alarms, tier: str, rows: NDArray[np.uint8]) -> _TimedCopy:
-        due = self._clock()
-        if tier == "device":
-            due = alarms.add(link.send(due, rows.nbytes))
-        return _TimedCopy(self._clock, due, rows)
+    @staticmethod
+    def _copy(way: _Way, tier: str, rows: NDArray[np.uint8]) -> _TimedCopy:
+        return _TimedCopy(way.time, way.send(rows.nbytes) if tier == "device" else way.time.now, rows)
 
 
 class _Store(ExternalStore):
     """Storage with limited size, bandwidth and latency; evicts the least recently used block."""
 
-    def __init__(
-        self,
-        num_blocks: int,
-        bytes_per_block: int,
-        links: tuple[CopyLink, CopyLink],
-        clock: Callable[[], float],
-        alarms: tuple[Alarms, Alarms],
-    ) -> None:
+    def __init__(self, num_blocks: int, bytes_per_block: int, read: _Way, write: _Way) -> None:
         self._num_blocks, self._bytes_per_block = num_blocks, bytes_per_block
-        (self._read, self._write), self._clock, (self._loads, self._writes) = links, clock, alarms
+        self._read, self._write = read, write
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._all = np.ones(0, np.bool_)
         self._named: tuple[Keys, list[bytes]] = ([], [])  # the last keys, which are asked for and then put, as names
-        self._open: list[tuple[float, int]] = []
+        self._open: Agenda[int] = Agenda()
         self._answers: dict[int, Completion] = {}
         self._tickets = 0
         self.read_blocks = self.written_blocks = self.evicted_blocks = 0
@@ -155,7 +139,7 @@ class _Store(ExternalStore):
             blocks[key] = None
         count = len(names)
         self.written_blocks += count
-        due = self._writes.add(self._write.send(self._clock(), count * self._bytes_per_block))
+        due = self._write.send(count * self._bytes_per_block)
         if count > len(self._all):
             self._all = np.ones(count, np.bool_)
         return self._answer(due, self._all[:count], rows[:0], [""] * count)
@@ -170,7 +154,7 @@ class _Store(ExternalStore):
         num_found = int(found.sum())
         self.read_blocks += num_found
         rows = np.empty((len(names), self._bytes_per_block), np.uint8) if rows is None else rows
-        due = self._loads.add(self._read.send(self._clock(), num_found * self._bytes_per_block))
+        due = self._read.send(num_found * self._bytes_per_block)
         return self._answer(due, found, rows, ["" if there else "absent" for there in found.tolist()])
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
@@ -194,10 +178,7 @@ class _Store(ExternalStore):
 
     def poll(self) -> list[int]:
         """Return the tickets of the batches that have ended."""
-        ended = []
-        while self._open and self._open[0][0] <= self._clock():
-            ended.append(heapq.heappop(self._open)[1])
-        return ended
+        return [ticket for _, ticket in self._open.take(self._read.time.now)]
 
     def wait(self, ticket: int, timeout: float | None = None) -> Completion:  # noqa: ARG002 (they have ended)
         """Return a batch's answer."""
@@ -218,7 +199,7 @@ class _Store(ExternalStore):
 
     def _answer(self, due: float, found: NDArray[np.bool_], rows: NDArray[np.uint8], reasons: list[str]) -> int:
         self._tickets += 1
-        heapq.heappush(self._open, (due, self._tickets))
+        self._open.add(due, self._tickets)
         self._answers[self._tickets] = Completion(self._tickets, found, rows, reasons)
         return self._tickets
 
@@ -227,13 +208,6 @@ class _Store(ExternalStore):
             names = keys.view(_KEY)[:, 0].tolist() if isinstance(keys, np.ndarray) else list(keys)
             self._named = (keys, names)
         return self._named[1]
-
-
-class ReplayClock(Runtime):
-    """The replay's clock."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.monotonic = clock  # type: ignore[method-assign]
 
 
 class StoreTier:
@@ -246,7 +220,7 @@ class StoreTier:
         writes: which blocks are written, as for `PrefixStore`.
         storage: the links from and to the storage.
         copies: the links to and from the device, shared with swaps.
-        clock: returns the time.
+        time: the clock.
 
     Attributes:
         prefixes: the `PrefixStore`.
@@ -261,13 +235,13 @@ class StoreTier:
         *,
         storage: tuple[CopyLink, CopyLink],
         copies: tuple[CopyLink, CopyLink],
-        clock: Callable[[], float],
+        time: VirtualTime,
     ) -> None:
-        self._clock, self._loads, self._writes = clock, Alarms(), Alarms()
-        alarms = (self._loads, self._writes)
-        self._store = _Store(num_blocks, bytes_per_block, storage, clock, alarms)
-        engine: Any = _TimedEngine(bytes_per_block, copies, clock, alarms)
-        with use_runtime(ReplayClock(clock)):
+        up, down = Agenda[int](), Agenda[int]()
+        self._read, self._write = _Way(time, storage[0], up), _Way(time, storage[1], down)
+        self._store = _Store(num_blocks, bytes_per_block, self._read, self._write)
+        engine: Any = _TimedEngine(bytes_per_block, _Way(time, copies[0], up), _Way(time, copies[1], down))
+        with use_runtime(time):
             self.prefixes = PrefixStore(
                 manager, engine, self._store, writes=writes, max_staging=max(256 << 20, 4 * bytes_per_block)
             )
@@ -275,12 +249,12 @@ class StoreTier:
     @property
     def next_load(self) -> float:
         """End time of the next copy or batch of a load; infinite if none is in flight."""
-        return self._loads.next_after(self._clock())
+        return self._read.next_end()
 
     @property
     def next_write(self) -> float:
         """The same for writes. While no prompt loads, a write affects only the store and which blocks follow."""
-        return self._writes.next_after(self._clock())
+        return self._write.next_end()
 
     @property
     def stats(self) -> StoreStats:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from heapq import heappop, heappush
 from math import inf
 from typing import Any, Final
 
 from blockyard.errors import BlockyardError
 from blockyard.stores.threaded.runtime import Runtime
+from blockyard.tools.virtual_time import Agenda, VirtualTime
 from blockyard.workers import missing
 
 try:
@@ -25,10 +25,10 @@ try:
 except ModuleNotFoundError as error:
     raise missing("blockyard.tools.sim", error) from None
 
-__all__ = ["Loop", "StuckError", "Task", "VirtualCondition", "VirtualEvent", "VirtualLock"]
-
+__all__ = ["EngineRuntime", "Loop", "StuckError", "Task", "VirtualCondition", "VirtualEvent", "VirtualLock"]
 
 _ASIDE: Final = 0.25  # probability that another ready task runs before a lock is taken
+_OF_LOOP: Final = ["sleep", "wait_readable", "random_bytes", "lock", "rlock", "condition", "event", "start_worker"]
 
 
 class StuckError(BlockyardError):
@@ -72,7 +72,7 @@ class Task:
             self._ended.set()
 
 
-class Loop(Runtime):
+class Loop(VirtualTime):
     """Runs tasks one at a time, each until it waits. It is the `Runtime` of the simulated code.
 
     Args:
@@ -88,36 +88,30 @@ class Loop(Runtime):
     """
 
     def __init__(self, seed: int) -> None:
-        self.now = 0.0
+        super().__init__()
         self.random = random.Random(seed)
         self.draw = self.random.random
         self.tasks: dict[Task, None] = {}
         self.ready: list[Task] = []
         self.current: Task | None = None
         self.home = getcurrent()
-        # Heap of (time, number, function to call or task to wake, the task's `waits` when it began to wait).
-        self._timers: list[tuple[float, int, Callable[[], object] | Task, int]] = []
+        # Number, function to call or task to wake, and the task's `waits` when it began to wait.
+        self._timers: Agenda[tuple[int, Callable[[], object] | Task, int]] = Agenda()
         self._num_timers = 0
         self._failure: BaseException | None = None
         self._starting: Task | None = None  # its greenlet has not started yet
 
     # ---- the runtime ----
 
-    def monotonic(self) -> float:
-        """Return virtual time."""
-        return self.now
-
     def random_bytes(self, count: int) -> bytes:
         """Return random bytes of the seed."""
         return self.random.randbytes(count)
 
     def lock(self) -> VirtualLock:
-        """Return a lock."""
+        """Return a lock, which its holder may take again."""
         return VirtualLock(self)
 
-    def rlock(self) -> VirtualLock:
-        """Return a lock that its holder may take again."""
-        return VirtualLock(self)
+    rlock = lock
 
     def condition(self, lock: VirtualLock) -> VirtualCondition:
         """Return a condition."""
@@ -126,6 +120,10 @@ class Loop(Runtime):
     def event(self) -> VirtualEvent:
         """Return a flag."""
         return VirtualEvent(self)
+
+    def start_worker(self, name: str, run: Callable[[], None], *_: object) -> Task:
+        """Start a task in place of a thread."""
+        return self.start(name, run)
 
     # ---- tasks ----
 
@@ -147,7 +145,7 @@ class Loop(Runtime):
     def call_later(self, seconds: float, call: Callable[[], object]) -> None:
         """Call a function after some seconds. It must not wait or take a lock; an exception in it ends the run."""
         self._num_timers = number = self._num_timers + 1
-        heappush(self._timers, (self.now + seconds, number, call, -1))
+        self._timers.add(self.now + seconds, (number, call, -1))
 
     def run(self) -> None:
         """Run tasks until none is left.
@@ -183,7 +181,7 @@ class Loop(Runtime):
         task.was_woken = False
         if timeout is not None and timeout < inf:
             self._num_timers = number = self._num_timers + 1
-            heappush(self._timers, (self.now + timeout if timeout > 0.0 else self.now, number, task, waits))
+            self._timers.add(self.now + timeout if timeout > 0.0 else self.now, (number, task, waits))
         self._leave(task)
         return task.was_woken
 
@@ -214,7 +212,7 @@ class Loop(Runtime):
         while not ready:
             if not timers:
                 return None
-            at, _, what, waits = heappop(timers)
+            at, (_, what, waits) = timers.pop()
             if not isinstance(what, Task):
                 self.now, self.current = at, None
                 what()
@@ -226,6 +224,28 @@ class Loop(Runtime):
             place = int(self.draw() * len(ready))
             ready[place], ready[-1] = ready[-1], ready[place]
         return ready.pop()
+
+
+class EngineRuntime(Runtime):
+    """The loop's runtime with one engine's own clock, which starts at a random time and can jump.
+
+    Args:
+        loop: does everything else.
+
+    Attributes:
+        ahead: seconds by which the clock has jumped ahead.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.ahead = 0.0
+        self._loop = loop
+        self._start = loop.random.uniform(1e3, 1e6)
+        for name in _OF_LOOP:
+            setattr(self, name, getattr(loop, name))
+
+    def monotonic(self) -> float:
+        """Return the engine's time."""
+        return self._start + self._loop.now + self.ahead
 
 
 class VirtualLock:

@@ -1,7 +1,8 @@
-"""`SimulatedEngine`: one engine of a fleet, making random calls to a real store over a faulty link."""
+"""`FleetEngine`: what the engines of a fleet share. `SimulatedEngine`: one that makes random calls to a real store."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +17,12 @@ from blockyard.stores import Completion, Owners
 from blockyard.stores.remote import RemoteStore
 from blockyard.stores.threaded.epochs import name_of
 from blockyard.stores.threaded.runtime import use_runtime
-from blockyard.tools.sim.fleet.clock import EngineRuntime
 from blockyard.tools.sim.fleet.log import FleetLog
 from blockyard.tools.sim.fleet.oracle import BLOCK_BYTES, BrokenPromiseError, Oracle, Put
-from blockyard.tools.sim.fleet.servers.link import DEADLINE, Server
-from blockyard.tools.sim.loop import Loop
+from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link, Server
+from blockyard.tools.sim.loop import EngineRuntime, Loop
 
-__all__ = ["CLOCK_STEP", "NEW_KEYS", "NUM_KEYS", "WEIGHTS", "SimulatedEngine", "key_of"]
+__all__ = ["CLOCK_STEP", "NEW_KEYS", "NUM_KEYS", "WEIGHTS", "FleetEngine", "SimulatedEngine", "key_of"]
 
 NUM_KEYS: Final = 8
 WEIGHTS: Final = ("", "step-1", "step-2")
@@ -58,24 +58,125 @@ class _Pending:
     reason: str = ""  # of the first key, when it has been collected
 
 
-class SimulatedEngine:
-    """Puts, gets, deletes and forgets blocks until its time is up.
+class FleetEngine(ABC):
+    """One engine of a fleet.
 
     Args:
         loop: provides time, tasks and randomness.
         server: shared by all engines.
         oracle: records what all engines do.
         number: number of this engine.
-        log: gets each call and answer.
-        shares: shares of its calls that are deletions, and `forget`.
-        has_tenants: whether blocks have tenants, whose quotas change.
+        log: gets each event.
+        has_tenants: whether tenants have quotas, which change.
 
     Attributes:
+        link: the link to the server.
         weights: name of the weights that it computes with.
         due: revisions for which it must call `forget` as soon as it can.
         called_at: start of the blocking store call in progress; None if there is none.
-        num_operations: number of calls so far.
+        num_operations: number of requests and of store calls.
         reasons: the reasons of all blocks read or written, "" for success.
+        runtime: its own clock, and the loop.
+    """
+
+    link: Link
+
+    def __init__(
+        self, loop: Loop, server: Server, oracle: Oracle, number: int, log: FleetLog, *, has_tenants: bool
+    ) -> None:
+        self.loop, self.server, self.oracle, self.number = loop, server, oracle, number
+        self.weights = ""
+        self.due: list[str | None] = []
+        self.called_at: float | None = None
+        self.num_operations = 0
+        self.reasons: Counter[str] = Counter()
+        self._log, self._who, self._has_tenants = log, f"engine {number}", has_tenants
+        self.runtime = EngineRuntime(loop)
+
+    @abstractmethod
+    def run(self, until: float) -> None:
+        """Work until a time, then finish what is in flight."""
+
+    @abstractmethod
+    def crash(self) -> None:
+        """Die at once. Requests already sent still arrive."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Restart with empty memory and the same weights."""
+
+    @abstractmethod
+    def collect_all(self) -> None:
+        """Finish everything in flight."""
+
+    @abstractmethod
+    def forget(self, revision: str | None) -> bool:
+        """Forget all blocks. Returns whether the store confirmed it."""
+
+    @abstractmethod
+    def lift_quotas(self) -> bool:
+        """Remove all quotas. Returns whether the store confirmed it."""
+
+    @abstractmethod
+    def works(self) -> bool:
+        """Store blocks and read them; return whether all are found."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the store, and check that no bytes are in flight and its counters match the answers."""
+
+    def heal(self) -> None:
+        """End all faults of its link."""
+        self.link.heal()
+
+    def turn_clock(self, ahead: float) -> None:
+        """Set how far the engine's clock is ahead."""
+        self.runtime.ahead = ahead
+
+    def read_again(self) -> None:  # noqa: B027 (prompts repeat anyway)
+        """Read every block that it has stored, unless its work does."""
+
+    def was_told(self, at: float) -> bool:  # noqa: ARG002 (only `SimulatedEngine` knows)
+        """Return whether it is known to have known at time `at` that its weights had been forgotten."""
+        return False
+
+    def _call(self, call: Callable[[], object]) -> str:
+        """Call the store. Returns "ok", or the error."""
+        said, self.called_at = "ok", self.loop.now
+        try:
+            call()
+        except StoreError as error:
+            said = str(error)
+        self.called_at = None
+        return said
+
+    def _call_forget(self, revision: str | None, call: Callable[[], object]) -> str:
+        """Call the store's `forget` for the weights of today. Returns "ok", or the error."""
+        self.num_operations += 1
+        began_at, name, begins = self.loop.now, name_of(self.weights), revision is None
+        until = self.oracle.begin_forget(name, begins=begins)
+        said = self._call(call)
+        until(self.loop.now + _LATE_SECONDS)
+        if said == "ok":
+            self.oracle.check_forgot(name, began_at, begins=begins)
+        return said
+
+    def _note_call(self, what: str, text: str, said: str) -> bool:
+        """Log what a call of the store has returned. Returns whether it is confirmed."""
+        self._say(f"{text}: {said}")
+        self._log.mark(self._who, what)
+        return said == "ok"
+
+    def _say(self, text: str) -> None:
+        self._log.say(self._who, text)
+
+
+class SimulatedEngine(FleetEngine):
+    """Puts, gets, deletes and forgets blocks until its time is up.
+
+    Args:
+        loop: as for `FleetEngine`, like those not listed here.
+        shares: shares of its calls that are deletions, and `forget`.
     """
 
     def __init__(
@@ -89,13 +190,8 @@ class SimulatedEngine:
         *,
         has_tenants: bool = False,
     ) -> None:
-        self.loop, self.server, self.oracle, self.number = loop, server, oracle, number
-        self.weights = ""
-        self.due: list[str | None] = []
-        self.called_at: float | None = None
-        self.num_operations = 0
-        self.reasons: Counter[str] = Counter()
-        self._log, self._who, self._shares = log, f"engine {number}", shares
+        super().__init__(loop, server, oracle, number, log, has_tenants=has_tenants)
+        self._shares = shares
         self._pending: list[_Pending] = []
         self._counted: Counter[str] = Counter()
         self._ok_at = inf  # first success since it opened the store or forgot; from then on it has an epoch
@@ -109,9 +205,7 @@ class SimulatedEngine:
         self._hits: dict[int, list[tuple[_Pending, Put]]] = {}
         self._late_puts: list[list[int]] = []  # keys of puts that missed their deadline
         self._failed_at: dict[int, float] = {}  # last failed read or write of each key
-        self._has_tenants = has_tenants
         self._sure_at = 0.0  # time from which its last clock jump no longer matters
-        self.runtime = EngineRuntime(loop)
         self.link = server.connect()
         self.store = self._open()
 
@@ -157,13 +251,9 @@ class SimulatedEngine:
         self._last_put, self._failed_at, self._put_in, self._late_puts = {}, {}, {}, []
         self.store = self._open()
 
-    def heal(self) -> None:
-        """End all faults of its link."""
-        self.link.heal()
-
     def turn_clock(self, ahead: float) -> None:
         """Set how far the engine's clock is ahead."""
-        self.runtime.ahead = ahead
+        super().turn_clock(ahead)
         self._sure_at = self.loop.now + 2 * CLOCK_STEP
 
     def collect_all(self) -> None:
@@ -212,25 +302,14 @@ class SimulatedEngine:
         self._ok_at, self._forgotten_at = inf, None
         if revision is not None:
             self.weights = revision
-        self.num_operations += 1
-        said, began_at, name = "ok", self.loop.now, name_of(self.weights)
+        began_at = self.loop.now
         self.oracle.begin_removal(-1)
-        until = self.oracle.begin_forget(name, begins=revision is None)
-        self.called_at = began_at
-        try:
-            self.store.forget(revision)
-        except StoreError as error:
-            said = str(error)
-        self.called_at = None
+        said = self._call_forget(revision, lambda: self.store.forget(revision))
         self._forgot_at = self.loop.now
-        until(self.loop.now + _LATE_SECONDS)
         if said == "ok":
-            self.oracle.check_forgot(name, began_at, begins=revision is None)
             self._check_known(began_at)
         self.oracle.end_removal(-1, self.loop.now)
-        self._say(f"forget {revision!r}: {said}")
-        self._log.mark(self._who, "forget")
-        return said == "ok"
+        return self._note_call("forget", f"forget {revision!r}", said)
 
     def _check_known(self, began_at: float) -> None:
         """Check that the store, which has just forgotten all blocks, knows of none that is older."""
@@ -269,15 +348,8 @@ class SimulatedEngine:
         return Owners(*(np.frombuffer(b"".join(of), np.uint8).reshape(-1, 32) for of in (tenants, parents)))
 
     def _set_quota(self, tenant: int, most: int | None) -> bool:
-        said, self.called_at = "ok", self.loop.now
-        try:
-            self.store.set_quota(tenant.to_bytes(32, "little"), most)
-        except StoreError as error:
-            said = str(error)
-        self.called_at = None
-        self._say(f"quota {tenant} {most}: {said}")
-        self._log.mark(self._who, "quota")
-        return said == "ok"
+        said = self._call(lambda: self.store.set_quota(tenant.to_bytes(32, "little"), most))
+        return self._note_call("quota", f"quota {tenant} {most}", said)
 
     def _act(self) -> None:
         chance = self.loop.random
@@ -396,6 +468,3 @@ class SimulatedEngine:
             self.oracle.check_absent(put, key, batch.at)
         else:
             self._failed_at[key] = self.loop.now
-
-    def _say(self, text: str) -> None:
-        self._log.say(self._who, text)

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.stores.value import HEADER
-from blockyard.tools.sim.fleet.engine import CLOCK_STEP, NEW_KEYS, NUM_KEYS, WEIGHTS, SimulatedEngine
+from blockyard.tools.sim.fleet.engine import CLOCK_STEP, NEW_KEYS, NUM_KEYS, WEIGHTS, FleetEngine, SimulatedEngine
 from blockyard.tools.sim.fleet.faults import (
     FAULTS,
     OF_CLUSTER,
@@ -32,8 +32,8 @@ from blockyard.tools.sim.fleet.faults import (
 )
 from blockyard.tools.sim.fleet.log import FleetLog
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError, Oracle
-from blockyard.tools.sim.fleet.servers.link import Link, Server, key_in
-from blockyard.tools.sim.fleet.servers.object_server import CAPACITY, RECORD_BYTES, ObjectServer
+from blockyard.tools.sim.fleet.servers.link import Server, is_record, key_in
+from blockyard.tools.sim.fleet.servers.object_server import CAPACITY, ObjectServer
 from blockyard.tools.sim.fleet.servers.redis_cluster import NODES, SEGMENTS, RedisCluster
 from blockyard.tools.sim.fleet.servers.redis_server import RedisServer
 from blockyard.tools.sim.fleet.texts import MODELS, Texts
@@ -196,56 +196,6 @@ def _logged(lines: list[str]) -> Iterator[None]:
         logger.propagate = before
 
 
-class Engine(Protocol):
-    """An engine of a fleet; see `SimulatedEngine`."""
-
-    number: int
-    due: list[str | None]
-    called_at: float | None
-    num_operations: int
-    reasons: Counter[str]
-
-    @property
-    def link(self) -> Link:
-        """The link to the server."""
-
-    def run(self, until: float) -> None:
-        """Work until a time."""
-
-    def crash(self) -> None:
-        """Die at once."""
-
-    def restart(self) -> None:
-        """Start again."""
-
-    def heal(self) -> None:
-        """End all faults of its link and its copies."""
-
-    def turn_clock(self, ahead: float) -> None:
-        """Set how far the engine's clock is ahead."""
-
-    def collect_all(self) -> None:
-        """Finish everything in flight."""
-
-    def read_again(self) -> None:
-        """Read every block that it has stored."""
-
-    def forget(self, revision: str | None) -> bool:
-        """Forget all blocks."""
-
-    def lift_quotas(self) -> bool:
-        """Remove all quotas."""
-
-    def was_told(self, at: float) -> bool:
-        """Return whether it knew at time `at` that its weights had been forgotten."""
-
-    def works(self) -> bool:
-        """Return whether blocks can be stored and found."""
-
-    def close(self) -> None:
-        """Close the store, and check that no bytes are in flight."""
-
-
 class _Fleet:
     """One run."""
 
@@ -266,7 +216,7 @@ class _Fleet:
             )
             num_keys = NUM_KEYS + int(options.seconds * NEW_KEYS)  # used by all engines together
             self.oracle.may_evict = self._has_tenants or capacity < max(CAPACITY, num_keys) or ttl > 0
-        self.engines: list[Engine] = []
+        self.engines: list[FleetEngine] = []
         self._has_ended = False
         self._records: set[bytes] = set()  # records that the server has stored; any other is damaged
 
@@ -315,20 +265,20 @@ class _Fleet:
             engine.close()
         self._has_ended = True
 
-    def _engine(self, number: int, shares: tuple[float, float]) -> Engine:
+    def _engine(self, number: int, shares: tuple[float, float]) -> FleetEngine:
         loop, server, oracle = self.loop, self.server, self.oracle
         log, tenants = self.log, self._has_tenants
         if self.options.work_of(self.report.seed) == "calls":
             return SimulatedEngine(loop, server, oracle, number, log, shares, has_tenants=tenants)
         serving = importlib.import_module("blockyard.tools.sim.fleet.serving")  # it needs torch
-        made: Engine = serving.ServingEngine(
+        made: FleetEngine = serving.ServingEngine(
             loop, server, oracle, self._texts, number, log, forgets=shares[1], has_tenants=tenants
         )
         return made
 
     def _see(self, value: bytes) -> None:
         """Check a value that is about to be stored, if it is the epoch's record."""
-        if len(value) != RECORD_BYTES:
+        if not is_record(value):
             return
         there = self.server.record()
         replaces = there[HEADER:] if there is not None and there in self._records else None
@@ -360,7 +310,7 @@ class _Fleet:
             return
         self.log.end_fault(begun)
 
-    def _afflict(self, fault: Fault, engine: Engine | None) -> None:
+    def _afflict(self, fault: Fault, engine: FleetEngine | None) -> None:
         """Let a fault other than a crash begin and end."""
         loop, server = self.loop, self.server
         if fault.kind in {"node_loss", "record_loss", "damage", "torn", "server_clock"}:
@@ -422,7 +372,7 @@ class _Fleet:
         whole = record[HEADER:] if record is not None and record in self._records else None
         self.oracle.roll_back(whole, began, self.loop.now)
 
-    def _disturb(self, fault: Fault, engine: Engine | None) -> None:
+    def _disturb(self, fault: Fault, engine: FleetEngine | None) -> None:
         """Change one attribute for the duration of a fault."""
         target, name, value, usual = self._target(fault, engine)
         if target is None:
@@ -447,7 +397,7 @@ class _Fleet:
         elif isinstance(server, RedisServer):
             server.clock_step += 3600.0
 
-    def _target(self, fault: Fault, engine: Engine | None) -> tuple[Any, str, Any, Any]:
+    def _target(self, fault: Fault, engine: FleetEngine | None) -> tuple[Any, str, Any, Any]:
         """Return the object and attribute that a fault changes, and the values with and without the fault."""
         if fault.kind == "gray":
             return self.server, "slowness", 300.0, 1.0

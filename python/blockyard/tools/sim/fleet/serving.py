@@ -6,7 +6,6 @@ compared with them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
@@ -19,15 +18,12 @@ from numpy.typing import NDArray
 from blockyard import BlockManager, CacheGroup, KVLayout, PrefixCaching, Request, Scheduler
 from blockyard._core import StepOwner
 from blockyard.engine import CacheEngine
-from blockyard.errors import StoreError
 from blockyard.executor import Executor, StepExecutor
 from blockyard.executor.loop import StepLoop
 from blockyard.prefix_store import PrefixStore
 from blockyard.scheduler import Finished, Step
-from blockyard.stores.threaded.epochs import name_of
 from blockyard.stores.threaded.runtime import use_runtime
-from blockyard.tools.sim.fleet.clock import EngineRuntime
-from blockyard.tools.sim.fleet.engine import WEIGHTS
+from blockyard.tools.sim.fleet.engine import WEIGHTS, FleetEngine
 from blockyard.tools.sim.fleet.log import FleetLog
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.tools.sim.fleet.servers.link import Link, Server
@@ -45,7 +41,6 @@ _MAX_OPEN: Final = 4  # requests
 _STEP_SECONDS: Final = 0.03
 _PATIENCE: Final = 12.0  # seconds within which a request must end, whatever fails
 _MAX_READS: Final = 8  # reads of one key per request
-_LATE_SECONDS: Final = 5.0  # how long an abandoned `forget` may still arrive
 _SALTS: Final = (None, b"a tenant")
 _LAYOUT: Final = KVLayout("kv_first", 1, BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="int64")
 
@@ -115,25 +110,13 @@ class _Life:
         self.upkeep.give_back()
 
 
-class ServingEngine:
+class ServingEngine(FleetEngine):
     """Serves random prompts until its time is up.
 
     Args:
-        loop: provides time, tasks and randomness.
-        server: shared by all engines.
-        oracle: records what all engines do.
-        texts: what their models compute.
-        number: number of this engine.
-        log: gets each event.
+        loop: as for `FleetEngine`, like those not listed here.
+        texts: what the models of all engines compute.
         forgets: how often it calls `forget`.
-        has_tenants: whether tenants have quotas, which change.
-
-    Attributes:
-        weights: name of the weights that it computes with.
-        due: revisions for which it must call `forget` as soon as it can.
-        called_at: start of the blocking store call in progress; None if there is none.
-        num_operations: number of requests and of store calls.
-        reasons: the reasons of all blocks read or written, "" for success.
     """
 
     def __init__(
@@ -148,21 +131,14 @@ class ServingEngine:
         forgets: float,
         has_tenants: bool,
     ) -> None:
-        self.loop, self.server, self.oracle, self.number = loop, server, oracle, number
-        self.weights = ""
-        self.due: list[str | None] = []
-        self.called_at: float | None = None
-        self.num_operations = 0
-        self.reasons: Counter[str] = Counter()
-        self._texts, self._log, self._who = texts, log, f"engine {number}"
-        self._forgets, self._has_tenants = forgets, has_tenants
         self._writes = loop.random.choice(("through", "through", "back", "second_use"))
+        super().__init__(loop, server, oracle, number, log, has_tenants=has_tenants)
+        self._texts, self._forgets = texts, forgets
         self._lives = 0
-        self.runtime = EngineRuntime(loop)
         self.life = self._begin()
 
     @property
-    def link(self) -> Link:
+    def link(self) -> Link:  # type: ignore[override]
         """The link to the server."""
         return self.life.link
 
@@ -210,19 +186,12 @@ class ServingEngine:
 
     def heal(self) -> None:
         """End all faults of its link and its copies."""
-        self.link.heal()
+        super().heal()
         self.streams.loss = 0.0
-
-    def turn_clock(self, ahead: float) -> None:
-        """Set how far the engine's clock is ahead."""
-        self.runtime.ahead = ahead
 
     def collect_all(self) -> None:
         """Serve the open requests."""
         self._be_idle(self.life)
-
-    def read_again(self) -> None:
-        """Do nothing: prompts repeat anyway."""
 
     def forget(self, revision: str | None) -> bool:
         """Forget all blocks. Returns whether the store confirmed it."""
@@ -232,10 +201,6 @@ class ServingEngine:
     def lift_quotas(self) -> bool:
         """Remove all quotas. Returns whether the store confirmed it."""
         return not self._has_tenants or self._set_quota(self.life, None)
-
-    def was_told(self, at: float) -> bool:  # noqa: ARG002
-        """Return False: `SimulatedEngine` checks this."""
-        return False
 
     def works(self) -> bool:
         """Serve a prompt; return whether its blocks then come from the store."""
@@ -428,43 +393,29 @@ class ServingEngine:
     def _forget(self, life: _Life, revision: str | None) -> bool:
         if life.link.is_dead:
             return True
-        weights = self.weights if revision is None else revision
-        self.num_operations += 1
-        said, began_at, name = "ok", self.loop.now, name_of(weights)
-        until = self.oracle.begin_forget(name, begins=revision is None)
-        self.called_at = began_at
-        life.store.is_forgotten = False
-        self.weights = life.store.weights = weights
+        if revision is not None:
+            self.weights = revision
+        life.store.is_forgotten, life.store.weights = False, self.weights
         forgot_at = self.loop.now if revision is None else life.confirmed_at
         life.forgot_at = max(life.forgot_at, forgot_at)
-        try:
+
+        def forget() -> None:
             if not life.prefix_store.forget(revision):
                 raise BrokenPromiseError(f"engine {self.number}: cannot forget, though it is idle")
-        except StoreError as error:
-            said = str(error)
-        self.called_at = None
-        until(self.loop.now + _LATE_SECONDS)
+
+        said = self._call_forget(revision, forget)
         if said == "ok":
             life.forgot_at = life.confirmed_at = forgot_at
-            self.oracle.check_forgot(name, began_at, begins=revision is None)
-        self._say(f"forget {revision!r}: {said}")
-        self._log.mark(self._who, "forget")
-        return said == "ok"
+        return self._note_call("forget", f"forget {revision!r}", said)
 
     def _set_quota(self, life: _Life, num_blocks: int | None) -> bool:
-        said, size, self.called_at = "ok", BLOCK_SIZE * CELL_BYTES, self.loop.now
-        try:
-            for salt in _SALTS:
-                life.prefix_store.set_quota(salt, None if num_blocks is None else num_blocks * size)
-        except StoreError as error:
-            said = str(error)
-        self.called_at = None
-        self._say(f"quotas of {num_blocks} blocks: {said}")
-        self._log.mark(self._who, "quota")
-        return said == "ok"
+        size = None if num_blocks is None else num_blocks * BLOCK_SIZE * CELL_BYTES
 
-    def _say(self, text: str) -> None:
-        self._log.say(self._who, text)
+        def set_all() -> None:
+            for salt in _SALTS:
+                life.prefix_store.set_quota(salt, size)
+
+        return self._note_call("quota", f"quotas of {num_blocks} blocks", self._call(set_all))
 
 
 def _read(life: _Life, row: int, first: int, right: list[int], table: NDArray[np.int32]) -> _RowRead:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard.stores import Completion, ExternalStore, Owners, StoreStats
+from blockyard.stores import Completion, Owners
 from blockyard.stores.arguments import checked_keys
-from blockyard.stores.base import Keys, Use
+from blockyard.stores.base import Keys
 from blockyard.stores.remote import RemoteStore
+from blockyard.testing.wrapped_store import WrappedStore
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.tools.sim.fleet.texts import Texts
 from blockyard.tools.sim.loop import Loop
@@ -28,7 +29,7 @@ class _WatchedBatch:
     changed_at: float
 
 
-class WatchedStore(ExternalStore):
+class WatchedStore(WrappedStore):
     """Passes all calls on to a store.
 
     Args:
@@ -49,6 +50,7 @@ class WatchedStore(ExternalStore):
     """
 
     def __init__(self, store: RemoteStore, loop: Loop, oracle: Oracle, texts: Texts, weights: str) -> None:
+        super().__init__(store)
         self.store, self.weights = store, weights
         self.reasons: Counter[str] = Counter()
         self.hits = self.stored = 0
@@ -60,36 +62,6 @@ class WatchedStore(ExternalStore):
 
     def __repr__(self) -> str:
         return repr(self.store)
-
-    @property
-    def num_slots(self) -> int:
-        """Number of blocks that the store can hold."""
-        return self.store.num_slots
-
-    @property
-    def uses(self) -> tuple[Use, ...]:
-        """What the wrapped store can be used for."""
-        return self.store.uses
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the wrapped store is closed."""
-        return self.store.is_closed
-
-    @property
-    def max_blocks_in_flight(self) -> int | None:
-        """Maximum number of blocks in flight and in uncollected results, None for no limit."""
-        return self.store.max_blocks_in_flight
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Bytes of one block."""
-        return self.store.bytes_per_block
-
-    @property
-    def keeps_quotas(self) -> bool:  # type: ignore[override]
-        """Whether the store keeps quotas."""
-        return self.store.keeps_quotas
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
         """Refuse: a prefix store has no slots."""
@@ -156,14 +128,6 @@ class WatchedStore(ExternalStore):
         for index in np.flatnonzero(done.ok):
             self._check(done.rows[index], batch.keys[index], batch.weights, batch)
         return done
-
-    def stats(self) -> StoreStats:
-        """Return the store's counters."""
-        return self.store.stats()
-
-    def close(self, timeout: float = 5.0) -> bool:
-        """Close the store."""
-        return self.store.close(timeout)
 
     def _check(self, row: NDArray[np.uint8], key: bytes, weights: str, found_by: _WatchedBatch | None = None) -> None:
         try:

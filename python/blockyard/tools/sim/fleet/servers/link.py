@@ -12,53 +12,95 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, log
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from blockyard.stores.remote import RemoteStore
+from blockyard.stores.threaded.epochs import EPOCH_BYTES
 from blockyard.stores.value import HEADER
 from blockyard.tools.sim.loop import Loop, VirtualEvent
 
-__all__ = ["DEADLINE", "Link", "SentRequest", "Server", "SilentError", "Spoiled", "key_in"]
+__all__ = ["DEADLINE", "Link", "SentRequest", "Server", "SilentError", "is_record", "key_in"]
 
 DEADLINE: Final = 3.0  # the stores' timeout for a batch, in seconds
 
 T = TypeVar("T")
+_RECORD_BYTES: Final = HEADER + EPOCH_BYTES  # size of the epoch's record
 _USUAL_SECONDS: Final = 0.002
 _ASIDE: Final = 0.25  # probability that other requests may run between two steps
 
 
-class Server(Protocol):
+class Server(ABC):
     """A modelled server, and its faults.
 
-    Attributes:
+    Args:
         loop: provides time and randomness.
+        watch_deletion: called with each intact value that is about to be deleted; see `Spoiled`.
+
+    Attributes:
+        loop: as given.
         slowness: factor of all delays.
         is_full: whether it refuses writes.
         caller: the link whose request is being served, and when that request was sent.
     """
 
-    caller: tuple[Link, float] | None
-    loop: Loop
-    slowness: float
     is_full: bool
 
+    def __init__(self, loop: Loop, watch_deletion: Callable[[bytes, float], None]) -> None:
+        self.loop = loop
+        self.slowness = 1.0
+        self.caller: tuple[Link, float] | None = None
+        self._spoiled = Spoiled(loop, watch_deletion)
+
+    @abstractmethod
     def connect(self) -> Link:
         """Return a link for one engine."""
 
-    def record(self) -> bytes | None:
-        """Return the epoch's record, even if it is damaged."""
-
+    @abstractmethod
     def lose(self, share: float) -> None:
         """Lose that share of the stored data."""
 
+    @abstractmethod
+    def _values(self) -> list[tuple[Any, bytes]]:
+        """Return the places of all values, and the values."""
+
+    @abstractmethod
+    def _replace(self, place: Any, value: bytes | None) -> None:
+        """Store another value at a place; None for none."""
+
+    def record(self) -> bytes | None:
+        """Return the epoch's record, even if it is damaged."""
+        return next((value for _, value in self._values() if is_record(value)), None)
+
     def lose_record(self) -> None:
         """Lose the epoch's record."""
+        for place, value in self._values():
+            if is_record(value):
+                self._replace(place, None)
 
     def damage(self) -> None:
-        """Change a byte of a stored value."""
+        """Change a byte of a value."""
+        if found := self._any():
+            place, value = found[0], bytearray(found[1])
+            value[self.loop.random.randrange(len(value))] ^= 1 << self.loop.random.randrange(8)
+            self._replace(place, self._spoiled.add(bytes(value)))
 
     def tear(self) -> None:
-        """Cut a stored value short."""
+        """Cut a value short."""
+        if found := self._any():
+            self._replace(found[0], self._spoiled.add(found[1][: self.loop.random.randrange(HEADER)]))
+
+    def _any(self) -> tuple[Any, bytes] | None:
+        """Draw a value that is not torn, with its place, often the record; None if there is none."""
+        values = [(place, value) for place, value in self._values() if len(value) > HEADER]
+        records = [(place, value) for place, value in values if is_record(value)]
+        if not values:
+            return None
+        return self.loop.random.choice(records if records and self.loop.random.random() < 0.25 else values)
+
+
+def is_record(value: object) -> bool:
+    """Return whether a value is the epoch's record."""
+    return isinstance(value, bytes) and len(value) == _RECORD_BYTES
 
 
 def key_in(value: bytes | memoryview) -> bytes:

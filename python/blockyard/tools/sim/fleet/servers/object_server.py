@@ -9,16 +9,12 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from blockyard.stores.object_store import ObjectStore, read_url
-from blockyard.stores.threaded.epochs import EPOCH_BYTES
-from blockyard.stores.value import HEADER
-from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link, Spoiled, key_in
+from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link, Server, key_in
 from blockyard.tools.sim.loop import Loop
 
-__all__ = ["CAPACITY", "RECORD_BYTES", "ObjectLink", "ObjectServer"]
+__all__ = ["CAPACITY", "ObjectLink", "ObjectServer"]
 
 CAPACITY: Final = 32  # blocks
-RECORD_BYTES: Final = HEADER + EPOCH_BYTES  # size of the epoch's record
-
 _TIME_LIMITS: Final = (1.0, DEADLINE)  # a put whose batch has ended runs on with the longer one, which obstore gets
 
 
@@ -59,13 +55,11 @@ class _Object:
 _PAGE: Final = _Object(b"<html><body>The service is being maintained.</body></html>", "page")
 
 
-class ObjectServer:
+class ObjectServer(Server):
     """The objects, and the server's faults.
 
     Attributes:
         objects: objects by path.
-        is_full: whether it refuses writes.
-        slowness: factor of all delays.
         num_changes: number of writes, to number the objects' tags.
 
     Args:
@@ -77,13 +71,10 @@ class ObjectServer:
     def __init__(
         self, loop: Loop, watch: Callable[[bytes], None], watch_deletion: Callable[[bytes, float], None]
     ) -> None:
-        self.loop = loop
-        self._spoiled = Spoiled(loop, watch_deletion)
+        super().__init__(loop, watch_deletion)
         self._watch = watch
         self.objects: dict[str, _Object] = {}
         self.is_full = False
-        self.slowness = 1.0
-        self.caller: tuple[Link, float] | None = None
         self.num_changes = 0
 
     def put(self, path: str, value: bytes, mode: Any) -> None:
@@ -116,40 +107,19 @@ class ObjectServer:
         """Return a link for one engine."""
         return ObjectLink(self)
 
-    def record(self) -> bytes | None:
-        """Return the epoch's record, even if it is damaged."""
-        return next((there.value for there in self.objects.values() if len(there.value) == RECORD_BYTES), None)
-
-    def lose_record(self) -> None:
-        """Lose the epoch's record."""
-        for path in [path for path, there in self.objects.items() if len(there.value) == RECORD_BYTES]:
-            del self.objects[path]
-
     def lose(self, share: float) -> None:
         """Lose a share of the objects, as with a lost node."""
         for path in [path for path in self.objects if self.loop.random.random() < share]:
             del self.objects[path]
 
-    def damage(self) -> None:
-        """Change a byte of an object."""
-        if path := self._any():
-            value = bytearray(self.objects[path].value)
-            value[self.loop.random.randrange(len(value))] ^= 1 << self.loop.random.randrange(8)
-            self.objects[path] = _Object(self._spoiled.add(bytes(value)), self.objects[path].tag)
+    def _values(self) -> list[tuple[str, bytes]]:
+        return [(path, there.value) for path, there in self.objects.items()]
 
-    def tear(self) -> None:
-        """Cut an object short."""
-        if path := self._any():
-            value = self.objects[path].value[: self.loop.random.randrange(HEADER)]
-            self.objects[path] = _Object(self._spoiled.add(value), self.objects[path].tag)
-
-    def _any(self) -> str:
-        """Draw the path of an object that is not torn, often the record; "" if there is none."""
-        paths = [path for path, there in self.objects.items() if len(there.value) > HEADER]
-        records = [path for path in paths if len(self.objects[path].value) == RECORD_BYTES]
-        if not paths:
-            return ""
-        return self.loop.random.choice(records if records and self.loop.random.random() < 0.25 else paths)
+    def _replace(self, place: str, value: bytes | None) -> None:
+        if value is None:
+            del self.objects[place]
+        else:
+            self.objects[place] = _Object(value, self.objects[place].tag)
 
 
 class ObjectLink(Link):

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from blockyard.errors import StoreError
-from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link, SentRequest, SilentError
+from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link, SentRequest, SilentError, is_record
 from blockyard.tools.sim.fleet.servers.redis_data import RedisData
-from blockyard.tools.sim.fleet.servers.redis_server import RedisLink, RedisServer, Unit, is_record
+from blockyard.tools.sim.fleet.servers.redis_server import RedisLink, RedisServer, Unit
 from blockyard.tools.sim.loop import Loop
 
 __all__ = ["NODES", "SEGMENTS", "RedisCluster", "RedisClusterLink"]

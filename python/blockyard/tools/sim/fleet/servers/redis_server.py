@@ -16,23 +16,21 @@ from blockyard.stores.redis import RedisStore, read_url
 from blockyard.stores.redis.lists import DROP
 from blockyard.stores.value import HEADER
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError
-from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link, SentRequest, Spoiled, key_in
-from blockyard.tools.sim.fleet.servers.object_server import RECORD_BYTES
+from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link, SentRequest, Server, is_record, key_in
 from blockyard.tools.sim.fleet.servers.redis_data import RedisData
 from blockyard.tools.sim.loop import Loop
 
-__all__ = ["RedisLink", "RedisServer", "Unit", "is_record"]
+__all__ = ["RedisLink", "RedisServer", "Unit"]
 
 Unit = list[list[bytes]]  # commands that run in one step
 _WAIT_SECONDS: Final = 0.01
 
 
-class RedisServer:
+class RedisServer(Server):
     """The keys, and the server's faults.
 
     Attributes:
         nodes: the keys; a cluster has several nodes.
-        slowness: factor of all delays.
         clock_step: seconds by which the server's clock is ahead.
         may_miscount: keys were lost, so the lists may lack blocks.
         is_failing: whether a replica is taking a server's place; one at a time.
@@ -54,11 +52,8 @@ class RedisServer:
         capacity: int,
         ttl: float = 0.0,
     ) -> None:
-        self.loop = loop
-        self._spoiled = Spoiled(loop, watch_deletion)
+        super().__init__(loop, watch_deletion)
         self.nodes = [RedisData(self.time, watch)]
-        self.slowness = 1.0
-        self.caller: tuple[Link, float] | None = None
         self.clock_step = 0.0
         self.may_miscount = self.is_failing = False
         self.capacity, self.ttl = capacity, ttl
@@ -85,10 +80,6 @@ class RedisServer:
     def connect(self) -> RedisLink:
         """Return a link for one engine."""
         return RedisLink(self)
-
-    def record(self) -> bytes | None:
-        """Return the epoch's record."""
-        return next((value for node in self.nodes for value in node.values.values() if is_record(value)), None)
 
     def run(self, node: RedisData, unit: Unit) -> list[Any]:
         """Run commands on a node in one step. Returns the answers; a refused command's is a StoreError.
@@ -125,38 +116,20 @@ class RedisServer:
             for name in [name for name in node.values if self.loop.random.random() < share]:
                 node.drop(name)
 
-    def lose_record(self) -> None:
-        """Lose the epoch's record."""
-        for node in self.nodes:
-            for name in [name for name, value in node.values.items() if is_record(value)]:
-                node.drop(name)
-
-    def damage(self) -> None:
-        """Change a byte of a value."""
-        if found := self._any():
-            node, name = found
-            value = bytearray(node.values[name])
-            value[self.loop.random.randrange(len(value))] ^= 1 << self.loop.random.randrange(8)
-            node.values[name] = self._spoiled.add(bytes(value))
-
-    def tear(self) -> None:
-        """Cut a value short."""
-        if found := self._any():
-            node, name = found
-            node.values[name] = self._spoiled.add(node.values[name][: self.loop.random.randrange(HEADER)])
-
-    def _any(self) -> tuple[RedisData, bytes] | None:
-        """Draw the node and key of a value that is not torn, often the record; None if there is none."""
-        names = [
-            (node, name)
+    def _values(self) -> list[tuple[tuple[RedisData, bytes], bytes]]:
+        return [
+            ((node, name), value)
             for node in self.nodes
             for name, value in node.values.items()
-            if isinstance(value, bytes) and len(value) > HEADER
+            if isinstance(value, bytes)
         ]
-        records = [(node, name) for node, name in names if is_record(node.values[name])]
-        if not names:
-            return None
-        return self.loop.random.choice(records if records and self.loop.random.random() < 0.25 else names)
+
+    def _replace(self, place: tuple[RedisData, bytes], value: bytes | None) -> None:
+        node, name = place
+        if value is None:
+            node.drop(name)
+        else:
+            node.values[name] = value
 
     def stop_replica(self) -> int:
         """Let the replica of a node fall behind from now on. Returns the node's number."""
@@ -177,12 +150,8 @@ class RedisServer:
         return self.capacity
 
     def _blocks(self) -> list[bytes]:
-        return [
-            name
-            for node in self.nodes
-            for name, value in node.values.items()
-            if isinstance(value, bytes) and len(value) > HEADER and not is_record(value)
-        ]
+        values = self._values()
+        return [name for (_, name), value in values if len(value) > HEADER and not is_record(value)]
 
     def _check_bounds(self) -> None:
         """Check that no more blocks are stored than the store's size and quotas allow.
@@ -318,8 +287,3 @@ def _try(node: RedisData, command: list[bytes]) -> Any:
         return node.run(command)
     except StoreError as error:
         return error
-
-
-def is_record(value: object) -> bool:
-    """Return whether a value is the epoch's record."""
-    return isinstance(value, bytes) and len(value) == RECORD_BYTES
