@@ -6,12 +6,13 @@ Each model has its own prompts in a `BlockManager` over one arena: full attentio
 their own. Prompts of equal length that share nothing are computed in chunks of 2,048 tokens and freed, more of them
 than the cache can hold. What counts are the tokens of prompts that a later request can continue at their last boundary
 of 16 tokens. The optimum is the arena over the bytes that one such prompt needs at least: its full blocks, one window,
-one state. The second figure is the share of that optimum, the third the share of the arena that cached blocks fill: the
-rest are null blocks, padding and part-filled extents. Between the two lie the tails of earlier resume points, which
-sessions need. The fourth is what vLLM's layout would hold of the optimum, see `Plan`.
+one state. To compute a prompt, its last chunk needs more than that: the window's blocks of the whole chunk, and the
+state before it. The arena has room for that once, too. The second figure is the share of the optimum in whole prompts,
+the third the share of the arena that cached blocks fill: the rest is that room, null blocks, padding and part-filled
+extents. The fourth is what vLLM's layout would hold of the optimum, see `Plan`.
 
-`--check` stops with an error if a goal is missed: what the arena fills, or that this is not below vLLM's share. With
-BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+`--check` stops with an error if a goal is missed: whole prompts as a share of the optimum, or that vLLM's layout holds
+more, by a prompt or more. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -32,11 +33,7 @@ CACHED = 1
 """The use of a cached block in `Pool.uses`."""
 LENGTHS = (1024, 4096, 32768, 131072)
 CHECKED, GOALS = 4096, {40: 0.98, 10: 0.95}
-"""Share of the arena that cached blocks fill with prompts of this length, by GiB; others have no goal."""
-
-
-ROUNDING = 0.002
-"""Share of an arena that may be lost to null blocks, where vLLM loses nothing else."""
+"""Share of the optimum for prompts of this length and more, by GiB; the optimum is not rounded to whole prompts."""
 
 
 class Plan(NamedTuple):
@@ -62,13 +59,14 @@ class Plan(NamedTuple):
         window = -(-reach // self.window[1]) - start // self.window[1] if self.window[0] else 0
         return self.full[0] * (reach // self.full[1]) + self.window[0] * window + self.states
 
-    def share(self, model: Model, length: int, space: int) -> float:
-        """Return the share of the optimum's tokens that an arena holds; one block is the null block."""
+    def tokens_held(self, model: Model, length: int, space: int) -> int:
+        """Return the tokens that an arena holds, next to the null block and what computing the last chunk takes."""
         reach = (length - 1) // self.tokens * self.tokens
         if not reach:
-            return 0.0
-        prompts = (space // self.block_bytes - 1) // self.blocks(reach, model)
-        return prompts * reach / (space // model.least_bytes(length) * ((length - 1) // BLOCK * BLOCK))
+            return 0
+        chunk = model.chunk_tokens(length)
+        working = self.window[0] * (chunk // self.window[1]) + self.states
+        return (space // self.block_bytes - 1 - working) // self.blocks(reach, model) * reach
 
 
 class Model(NamedTuple):
@@ -122,10 +120,22 @@ class Model(NamedTuple):
     def least_bytes(self, length: int) -> int:
         """Return what a cached prompt needs at least, to be continued at its last boundary."""
         boundary = (length - 1) // BLOCK * BLOCK
-        start = self.window_start(boundary) if self.window else boundary
-        window = -(-(boundary - start) // BLOCK) * BLOCK if self.window else 0
-        of_window = window * round(self.window_mib * MIB / self.window) if window else 0
+        of_window = self.resting(length) * round(self.window_mib * MIB / self.window) if self.window else 0
         return boundary * round(self.full_kib * KIB) + of_window + round(self.state_mib * MIB)
+
+    def resting(self, length: int) -> int:
+        """Return the tokens of a cached prompt in the blocks of its window."""
+        boundary = (length - 1) // BLOCK * BLOCK
+        return -(-(boundary - self.window_start(boundary)) // BLOCK) * BLOCK if self.window else 0
+
+    def chunk_tokens(self, length: int) -> int:
+        """Return the tokens that the last chunk of a prompt has in the window's blocks, and that leave with it."""
+        return 0 if self.chunked or not self.window else min(CHUNK, length - self.resting(length))
+
+    def working_bytes(self, length: int) -> int:
+        """Return what computing the last chunk of a prompt takes beside what the prompt needs once it is cached."""
+        of_window = round(self.window_mib * MIB / self.window) if self.window else 0
+        return self.chunk_tokens(length) * of_window + round(self.state_mib * MIB)
 
 
 MODELS = {
@@ -198,26 +208,23 @@ def main() -> None:
         row, figures = f"{name:24}", {}
         for length in LENGTHS:
             model, space = MODELS[name], options.gib * GIB
-            best = space // model.least_bytes(length)
-            if not best:
+            exact = (space - model.working_bytes(length)) / model.least_bytes(length)
+            if not (best := int(exact)):
                 row += f"{'-':>10}{'':>24}"
                 continue
             found, filled = cached(model, length, options.gib)
             if found > best or filled > 1:
                 raise AssertionError(f"{found} prompts of {best} are cached, {filled:.3f} of the arena")
-            theirs = model.plan().share(model, length, space)
+            reach = (length - 1) // BLOCK * BLOCK
+            theirs = model.plan().tokens_held(model, length, space) / (best * reach)
             row += f"{found * length // options.gib:>10}{found / best:>8.3f}{filled:>8.3f}{theirs:>8.3f}"
             figures[f"capacity_{options.gib}_{name}_{length}_vllm"] = theirs
             figures[f"capacity_{options.gib}_{name}_{length}"] = found / best
             figures[f"capacity_{options.gib}_{name}_{length}_filled"] = filled
-            # What is too little for one more prompt is not a loss of the layout.
-            spare = model.least_bytes(length) / space
-            if length == CHECKED and filled + spare < GOALS.get(options.gib, 0):
-                missed.append(f"{name} at {length}: {filled:.3f} of the arena is in use")
-            if filled + spare < theirs - ROUNDING:
-                missed.append(
-                    f"{name} at {length}: {filled:.3f} of the arena is in use, vLLM's would hold {theirs:.3f}"
-                )
+            if length >= CHECKED and found < int(exact * GOALS.get(options.gib, 0)):
+                missed.append(f"{name} at {length}: {found} prompts are cached, {exact:.2f} fit")
+            if (found + 1) / best <= theirs:
+                missed.append(f"{name} at {length}: {found} of {best} prompts, vLLM's would hold {theirs:.3f}")
         print(row, flush=True)
         record(figures)
     if options.check and missed:

@@ -41,8 +41,9 @@ FIRST, ANSWER, NEXT, CHUNK = 4_096, 32, 224, 1_024
 LEAST = 0.98
 """Hits of sessions in turn, as a share of full attention's."""
 
-SHARE = 0.2
-"""Tokens of a tail, in tokens of full attention, as a share of the interval between two points."""
+SHARE, TURNOVERS = 0.2, 64
+"""Tokens of a tail, in tokens of full attention, as a share of the interval between two points; and for how many
+turnovers of the cache points at intervals are made, once one was of use."""
 
 Tokens = NDArray[np.uint32]
 FULL = CacheGroup.full_attention()
@@ -225,7 +226,8 @@ def compare_agents(prompts: Prompts, eviction: str) -> tuple[dict[str, float], l
             at_rest = blocks - model.working
             bound, vllm = Bound(prompts, blocks).hit_rate(), vllm_rule(prompts, at_rest, model.tail)
             print(f"{name} {gib} GiB: bound {bound:.3f}, vLLM's rule {vllm:.3f}", end="", flush=True)
-            best = ResumePoints(prompts, at_rest, model.tail, round(model.tail / SHARE)).hit_rate()
+            rule = ResumePoints(prompts, at_rest, model.tail, round(model.tail / SHARE), turnovers=TURNOVERS)
+            best = rule.hit_rate()
             start = time.thread_time()
             ours = agents(prompts, model, blocks, eviction)
             spent = (time.thread_time() - start) * 1e6 / len(prompts.requests)

@@ -21,6 +21,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from opentelemetry.sdk.trace import TracerProvider
@@ -125,7 +126,7 @@ class Server:
     def load(self, step: Step) -> None:
         """Copy a step's inputs to the device."""
         tables = step.block_tables[:, : self.tables.shape[1]].clip(0, self.cache.engine.tensors[0].shape[1] - 1)
-        inputs = (step.token_ids, step.slot_mapping, step.start[:, None], tables)
+        inputs: tuple[Any, ...] = (step.token_ids, step.slot_mapping, step.start[:, None], tables)
         for target, source in zip((self.tokens, self.slots, self.starts, self.tables), inputs, strict=True):
             (target[:, : source.shape[1]] if source.ndim == 2 else target).copy_(torch.from_numpy(source.astype("i8")))
 

@@ -11,6 +11,7 @@ Blocks are the trace's. Answers without hash ids take room, and are never found 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -166,22 +167,40 @@ class ResumePoints(Bound):
 
     Points where prompts part stay until they are evicted. The point where a prompt resumed stays until the next one of
     its chain if the prompt added a tail's blocks or more.
+
+    Points at intervals are made while, within the last `turnovers` of the cache, one of them was of use or would have
+    been: a prompt resumed there, or had an interval of cached blocks behind its point. None: always.
     """
 
-    def __init__(self, prompts: Prompts, blocks: int, tail: int, interval: int, thin: str = "squares") -> None:
+    def __init__(
+        self,
+        prompts: Prompts,
+        blocks: int,
+        tail: int,
+        interval: int,
+        thin: str = "squares",
+        turnovers: int | None = None,
+    ) -> None:
         super().__init__(prompts, blocks, tail)
-        self.interval, self.thin = interval, thin
+        self.interval, self.thin, self.turnovers = interval, thin, turnovers
+        self._taken, self._parted = 0, -math.inf
+        """Blocks taken so far, and when a point at an interval was last of use."""
 
     def hit(self, run: int, points: Points) -> int:
         """Return the deepest point within the run."""
-        return max((point for point in points if point <= run), default=0)
+        hit = max((point for point in points if point <= run), default=0)
+        if self.interval and (run >= hit + self.interval or (hit and hit % self.interval == 0)):
+            self._parted = self._taken
+        return hit
 
     def points(self, number: int, hit: int, parts: int, points: Points) -> Points:
         """Add points to those of the chain, and drop some."""
         end = self.prompts.end(number)
         if hit < parts <= end:
             points.setdefault(parts, True)
-        if self.interval:
+        is_of_use = self.turnovers is None or self._taken <= self._parted + self.turnovers * self.blocks
+        self._taken += self.prompts.answered(number) - hit
+        if self.interval and is_of_use:
             for point in range((hit // self.interval + 1) * self.interval, end + 1, self.interval):
                 points.setdefault(point, False)
         if end:

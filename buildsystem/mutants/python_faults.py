@@ -266,8 +266,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         PARTS,
         [
             (
-                "                self.batch = store.read(_column(pairs, 0), rows)",
-                "                self.batch = store.read(_column(pairs, 1), rows)",
+                "                self.batch = store.read(_column(pairs, 0), rows, page_class)",
+                "                self.batch = store.read(_column(pairs, 1), rows, page_class)",
             ),
             (
                 "self.end([_some(self.pairs, ~batch.answer.ok)], batch.answer.error)",
@@ -371,8 +371,16 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ('    marked.view("<u4")[:, -1] ^= numbers', '    marked.view("<u4")[:, -1] ^= 1 & numbers'),
             (" & ~self._lacks_some(keys[several], counts[several])", ""),
             ("np.full(has_parent.sum(), self._last_of_parent)", "np.full(has_parent.sum(), 0)"),
-            ("        ok = _all_of(found.ok, count)", "        ok = found.ok[::count]"),
+        ],
+    ),
+    (
+        "executor/slices.py",
+        ("prefix_store/test_classes.py", "executor/test_swap_classes.py"),
+        [
+            ("        ok = all_of(found.ok, count)", "        ok = found.ok[::count]"),
             ("rows.reshape(len(ok), -1)[:, : self.size]", "rows.reshape(len(ok), -1)[:, -self.size :]"),
+            ("        first = extents * self._extent + within * slices", "        first = blocks * slices"),
+            ("store.num_slots // self._extent", "store.num_slots"),
         ],
     ),
     (

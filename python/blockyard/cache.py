@@ -25,12 +25,12 @@ from blockyard.engine.memory import MAX_BLOCKS
 from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError, LayoutError
 from blockyard.executor.executor import Executor, StepExecutor
 from blockyard.executor.loop import StepEnd, StepLoop
+from blockyard.executor.slices import bytes_per_value, slots_per_extent
 from blockyard.layout import ArenaLayout, GroupedLayout, KVLayout
 from blockyard.layout.kv import check_layout
 from blockyard.layout.sizes import as_int
 from blockyard.prefix_store import PrefixStore
 from blockyard.prefix_store.unused import Unused
-from blockyard.prefix_store.values import bytes_per_value
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.base import Use
 from blockyard.stores.checked_store import check_store
@@ -75,8 +75,8 @@ class KVCache:
     reports all open tickets as lost. No byte is wrong after that, and no block is leaked.
 
     Args:
-        layout: layout of the device's tensors. With an `ArenaLayout` of several page classes, `swap_store` and `resize`
-            are not supported.
+        layout: layout of the device's tensors. With an `ArenaLayout` of several page classes, `resize` is not
+            supported.
         tensors: existing tensors, as accepted by `layout.views`, that no other open cache has, or the arena of an
             `ArenaLayout`, one tensor uint8 `[bytes]`; None means to allocate them.
         device: device to allocate the tensors on, such as `"cuda:0"`.
@@ -88,7 +88,7 @@ class KVCache:
         host_bytes: size of host memory in bytes, instead of `host_blocks`: an int or text such as `"64GiB"`.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
         swap_store: URL of an external store, such as `"file:///var/kv?size=1TiB"`, or an open store that nothing else
-            uses; `close` closes it.
+            uses; `close` closes it. With several page classes its blocks are an `ArenaLayout.bytes_per_value` each.
         external_blocks: number of that store's slots to use; None, or more than it has, means all. Ranks of a
             tensor-parallel model use as many slots as their smallest store has.
         swap_store_bytes: size of the store in bytes, instead of `size` in its URL: an int or text such as `"1TiB"`.
@@ -175,14 +175,13 @@ class KVCache:
         name, block_size = _namespace(namespace, layout), _block_size(layout, groups)
         _check_writes(prefix_writes)
         if isinstance(layout, ArenaLayout):
-            given = {"device_blocks": device_blocks, "host_blocks": host_blocks, "swap_store": swap_store}
-            _refuse_with_arena(layout, max_device_blocks, given)
+            _refuse_with_arena(layout, max_device_blocks, {"device_blocks": device_blocks, "host_blocks": host_blocks})
             device_bytes = _arena_bytes(tensors, device_blocks, device_bytes)
         size = 1 if _has_classes(layout) else layout.bytes_per_block  # with several classes, sizes are in bytes
         device_blocks = _blocks("device", device_blocks, device_bytes, size)
         host = _blocks("host", host_blocks, host_bytes, size) or 0
-        swap_store = _sized("swap_store", swap_store, swap_store_bytes, size)
         value = getattr(layout, "bytes_per_value", size)
+        swap_store = _sized("swap_store", swap_store, swap_store_bytes, value)
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, value)
         staging = read_bytes("max_staging", max_staging, holds=size if swap_store or prefix_store else 1)
         device_blocks, max_device_blocks = _device_sizes(tensors, device_blocks, max_device_blocks)
@@ -191,13 +190,14 @@ class KVCache:
         self._closers: list[Callable[[], object]] = []  # each is idempotent
         try:
             tensors = self._open_elastic(device_blocks, max_device_blocks, device) or tensors
-            self.swap_store = None if swap_store is None else self._take_store(swap_store, size, name)
-            own, arena = self._space(device_blocks, host, tensors)
+            self.swap_store = None if swap_store is None else self._take_store(swap_store, value, name)
+            slots = _external_blocks(self.swap_store, external_blocks)
+            own, arena = self._space(device_blocks, host, slots, tensors)
             self.manager = BlockManager(
                 block_size=block_size,
                 device_blocks=own,
                 host_blocks=0 if arena else host,
-                external_blocks=_external_blocks(self.swap_store, external_blocks),
+                external_blocks=0 if arena else slots,
                 watermark=watermark,
                 reuse_order=reuse_order,
                 groups=groups,
@@ -413,11 +413,11 @@ class KVCache:
         self._own_tensors()
 
     def _space(
-        self, device: int | None, host: int, tensors: Sequence[Tensor] | None
+        self, device: int | None, host: int, slots: int, tensors: Sequence[Tensor] | None
     ) -> tuple[int | None, Arena | None]:
         """Return the number of device blocks, or the arena of several page classes."""
         if _has_classes(self.layout):
-            return None, Arena(device_bytes=device or 0, host_bytes=host)
+            return None, _arena(self.layout, device or 0, host, slots)
         if device is None and tensors is not None and not isinstance(self.layout, ArenaLayout):
             check_list_of_tensors(tensors)
             return len(self.layout.views(tensors)[0]), None
@@ -574,6 +574,23 @@ def _blocks(tier: str, blocks: int | None, num_bytes: int | str | None, size: in
 def _has_classes(layout: KVLayout | GroupedLayout | ArenaLayout) -> TypeGuard[ArenaLayout]:
     """Whether there are several page classes."""
     return isinstance(layout, ArenaLayout) and len(layout.pages) > 1
+
+
+def _arena(layout: ArenaLayout, device: int, host: int, slots: int) -> Arena:
+    """Return the arena of several page classes, whose external extents are whole numbers of a store's slots."""
+    arena = Arena(device_bytes=device, host_bytes=host)
+    if not slots:
+        return arena
+    sized = BlockManager(block_size=layout.block_size, groups=layout.cache_groups, arena=arena)
+    pools = [sized.pool(page_class=number) for number in range(sized.num_page_classes)]
+    per_extent = [pool.per_extent or 1 for pool in pools]
+    extent, wanted = (pools[0].block_stride or 1) * per_extent[0], slots_per_extent(layout, per_extent)
+    if slots < 2 * wanted:
+        raise InvalidArgumentError(
+            f"swap_store has {slots} slots of {layout.bytes_per_value} bytes, must have at least {2 * wanted}: extents "
+            f"have {wanted}, and the first one stays empty"
+        )
+    return Arena(device_bytes=device, host_bytes=host, external_bytes=slots // wanted * extent, extent_bytes=extent)
 
 
 def _refuse_with_arena(layout: ArenaLayout, max_device_blocks: int | None, given: Mapping[str, object]) -> None:

@@ -277,3 +277,40 @@ def test_a_tier_without_blocks_refuses_rows_whose_tables_are_all_null() -> None:
     with pytest.raises(OutOfBlocksError, match="host blocks"):
         manager.swap_out([sequence])
     manager.check()
+
+
+def test_prompts_stay_cached_while_others_have_left_enough_empty_extents() -> None:
+    """Each class keeps the empty extents that it was given: it does not evict for what another took from it."""
+    groups = [
+        CacheGroup.full_attention().with_blocks(bytes=64),
+        CacheGroup.sliding_window(64).with_blocks(bytes=384),
+        CacheGroup.recurrent().with_blocks(bytes=3072),
+    ]
+    arena = Arena(device_bytes=200 * 3072, extent_bytes=3072)
+    manager = BlockManager(
+        block_size=4, groups=groups, arena=arena, watermark=0, prefix_caching=PrefixCaching(eviction="lru")
+    )
+
+    def serve(tokens: int, first: int) -> list[int]:
+        prompt = [first, *range(1, tokens)]
+        sequence = manager.allocate(prompt, chunk_tokens=64)
+        while True:
+            manager.complete(manager.take_decision().ticket)
+            manager.mark_computed(sequence)
+            if not (chunk := manager.next_chunk(sequence, 64)):
+                break
+            manager.append([sequence], chunk)
+        manager.free(sequence)
+        manager.check()
+        return prompt
+
+    def found(prompts: list[list[int]]) -> int:
+        return sum(manager.prefix.lookup(prompt).tokens > 0 for prompt in prompts)
+
+    short = [serve(5, 1000 + number) for number in range(160)]
+    assert found(short) == 160
+    long = []
+    for number in range(40):
+        long.append(serve(64, 2000 + number))
+        assert found(long) == len(long), f"{found(short)} short prompts are cached, and long ones are evicted"
+    assert 40 < found(short) < 160

@@ -135,7 +135,7 @@ def test_an_engine_takes_only_the_blocks_of_a_manager_that_fit_its_layout():
             CacheEngine(LAYOUT, manager=manager_of(LAYOUT), tensors=given)
 
 
-def test_an_unknown_page_class_and_a_store_are_refused():
+def test_an_unknown_page_class_is_refused():
     engine = CacheEngine(LAYOUT, manager=manager_of(LAYOUT))
     for call in (
         lambda: engine.submit("copy", [(1, 2)], page_class=2),
@@ -144,18 +144,11 @@ def test_an_unknown_page_class_and_a_store_are_refused():
     ):
         with pytest.raises(MappingError, match=r"page_class is (2|-1|7), the engine has 2"):
             call()
-    with pytest.raises(InvalidArgumentError, match="store is given, must be None with 2 page classes"):
-        StepExecutor(engine, object())  # type: ignore[arg-type]
     engine.close()
 
 
 def test_a_cache_says_which_of_its_arguments_needs_equal_blocks():
-    for name, value in {
-        "device_blocks": 8,
-        "host_blocks": 8,
-        "max_device_blocks": 8,
-        "swap_store": "file:///x?size=1MiB",
-    }.items():
+    for name, value in {"device_blocks": 8, "host_blocks": 8, "max_device_blocks": 8}.items():
         given = {"device_bytes": 4096} if name != "device_blocks" else {}
         with pytest.raises(InvalidArgumentError, match=rf"{name} is .*, must be None for blocks of \[128, 64\] bytes"):
             KVCache(LAYOUT, **given, **{name: value})

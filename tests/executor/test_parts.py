@@ -16,6 +16,7 @@ from blockyard.engine.streams import Event, StreamName, WorkerStreams
 from blockyard.errors import MappingError
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.parts import Part, Tiers, cut, engine_tier, written
+from blockyard.executor.slices import StoreSlots
 from blockyard.layout.kv import KVLayout
 from blockyard.stores.checked_store import Answer, CheckedStore
 
@@ -27,10 +28,11 @@ def pairs(src: str, dst: str, *ids: tuple[int, int]) -> Pairs:
     return Pairs(src, dst, np.array(ids, np.int64).reshape(-1, 2))
 
 
-def rig() -> tuple[CacheEngine, CheckedStore]:
+def rig() -> tuple[CacheEngine, StoreSlots]:
     store = SimulatedStore(4, SIZE, seed=0)
     store._eagerness = 1.0 - 1e-9
-    return CacheEngine(LAYOUT, device_blocks=4, host_blocks=4), CheckedStore(store, SIZE)
+    engine = CacheEngine(LAYOUT, device_blocks=4, host_blocks=4)
+    return engine, StoreSlots(engine, CheckedStore(store, SIZE))
 
 
 def test_only_device_and_host_are_in_the_copy_engine():
@@ -45,7 +47,7 @@ def test_an_exchange_writes_both_blocks_of_a_pair():
 
 
 def test_a_decision_is_cut_with_device_reads_first_and_store_reads_last():
-    engine, _ = rig()
+    engine, slots = rig()
     kinds = [
         ("swap_in", pairs("external", "device", (0, 0), (1, 1), (2, 2))),
         ("swap_in", pairs("host", "device", (0, 3))),
@@ -54,7 +56,9 @@ def test_a_decision_is_cut_with_device_reads_first_and_store_reads_last():
         ("exchange", pairs("device", "device", (6, 7))),
         ("swap_out", pairs("device", "external", (8, 0))),
     ]
-    behind, parts = cut(Tiers(engine), StepDecision(1, kinds, after=(1,)), [], engine.fence(), 2, by_layer=True)
+    behind, parts = cut(
+        Tiers(engine, slots), StepDecision(1, kinds, after=(1,)), [], engine.fence(), 2 * SIZE, by_layer=True
+    )
     assert [(part.kind, len(part.pairs)) for part in parts] == [
         ("swap_out", 1),
         ("swap_in", 1),
@@ -76,10 +80,10 @@ def test_a_decision_is_cut_with_device_reads_first_and_store_reads_last():
 
 @pytest.mark.parametrize(("kind", "column"), [("swap_in", 0), ("swap_out", 1)])
 def test_a_store_gets_blocks_in_the_order_of_its_slots(kind: str, column: int):
-    engine, _ = rig()
+    engine, slots = rig()
     ids = [(2, 1), (0, 3), (3, 0), (1, 2)]
     moved = pairs("external", "host", *ids) if kind == "swap_in" else pairs("host", "external", *ids)
-    _, parts = cut(Tiers(engine), StepDecision(1, [(kind, moved)]), [], engine.fence(), 3)
+    _, parts = cut(Tiers(engine, slots), StepDecision(1, [(kind, moved)]), [], engine.fence(), 3 * SIZE)
     cut_ids = np.concatenate([part.pairs.ids for part in parts])
     assert [len(part.pairs) for part in parts] == [3, 1]
     assert cut_ids[:, column].tolist() == [0, 1, 2, 3]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from cache_machine import Op
 from cache_rig import Config, random_config
 from hypothesis import settings
 from random_cache_programs import Program, failure, on_device, random_program, shrink
@@ -49,6 +50,53 @@ def config_with_points(seed: int) -> Config:
         config = random_config(random)
         if config.groups != "full" and config.store:
             return config
+
+
+LAST_EXTENTS = (
+    Op("note", 4706, 26881, 28975, 61722, 574367565, -1),
+    Op("load", 44398, 12973, 33535, 39052, 390762739, -1),
+    Op("write", 11401, 49302, 24266, 30397, 108703000, -1),
+    Op("append", 2056, 34073, 32472, 12092, 503006719, -1),
+    Op("step", 35758, 62186, 10826, 36668, 386952308, -1),
+    Op("step", 47071, 40473, 59790, 2015, 5631439, -1),
+    Op("swap", 58993, 56789, 8242, 14081, 995186186, -1),
+    Op("allocate", 36717, 64405, 43517, 64485, 950063155, -1),
+    Op("append", 35617, 23521, 27171, 8561, 518737909, -1),
+    Op("step", 7262, 23953, 39338, 52591, 300001050, -1),
+    Op("step", 1996, 4199, 9044, 34741, 247739991, -1),
+    Op("swap", 49161, 5813, 14690, 6086, 734932326, -1),
+    Op("step", 36975, 54769, 32745, 51181, 462019842, -1),
+    Op("swap", 13106, 8779, 56007, 47772, 603377412, -1),
+    Op("step", 30496, 3659, 5747, 58527, 538583559, -1),
+    Op("step", 46746, 35006, 42384, 16467, 113796844, -1),
+    Op("step", 6993, 18713, 46383, 11592, 147979552, -1),
+)
+
+
+@pytest.mark.parametrize("external", [0, 11])
+def test_a_prompt_that_fits_by_blocks_but_not_by_bytes_is_admitted(external: int):
+    """Its blocks lie in extents that are filled in part, which no count of bytes sees: it waited for ever."""
+    config = Config(
+        block_size=4,
+        device=8,
+        most=8,
+        host=3,
+        external=external,
+        room=6,
+        max_recorded=1048577,
+        eviction="priority",
+        reuse="lru",
+        staging=6,
+        chunk=64,
+        outstanding=4,
+        swap_cost=1e9,
+        groups="full window",
+        classes=True,
+        store="back",
+        scheduler=True,
+        mode="recompute",
+    )
+    assert failure(Program(config, LAST_EXTENTS)) is None
 
 
 def test_after_real_signals_no_byte_is_wrong_and_nothing_is_stuck(programs: int):

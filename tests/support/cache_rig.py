@@ -103,8 +103,8 @@ class Config:
 
     @property
     def in_arena(self) -> bool:
-        """Whether groups have blocks of their own size, which swap stores do not take."""
-        return self.classes and not (self.external or self.jobs)
+        """Whether groups have blocks of their own size, which the machine as a prefix store does not take."""
+        return self.classes and not self.jobs
 
     def tokens(self, group: int) -> int:
         """Tokens of a group's blocks."""
@@ -128,7 +128,7 @@ def random_config(random: Random) -> Config:
         device=device,
         most=device + random.choice((0, 0, 8)),
         host=host,
-        external=0 if classes else random.choice((0, random.randint(2, 8), random.randint(8, 24), 24)),
+        external=random.choice((0, random.randint(2, 8), random.randint(8, 24), 24)),
         prefix=prefix,
         store="" if itself else writes,
         jobs=writes if itself else "",
@@ -301,8 +301,9 @@ class Rig:
             partial(MoodyStore, revision=f"{weights}") if config.threads else partial(LateStore, room=config.room)
         )
         hastes = config.threads and config.faulty_stores
-        self.store = make(config.external, size, random) if config.external else None
-        self.kept = make(32, arena.bytes_per_value if arena else size, random, medium) if config.store else None
+        value, slots = (arena.bytes_per_value, swap_slots(arena, config)) if arena else (size, config.external)
+        self.store = make(slots, value, random) if config.external else None
+        self.kept = make(32, value, random, medium) if config.store else None
         for store in self.stores() if hastes else ():
             store.timeout_base = 0.2  # type: ignore[union-attr]
         device = config.real or "cpu"
@@ -369,7 +370,7 @@ class Rig:
         arena = ArenaLayout(tuple(own), config.block_size)
         size = max(arena.block_bytes)
         # With few blocks all of them would be in extent 0.
-        more = 8 if config.store else 2
+        more = 8 if config.prefix == "host" else 2
         device, host = (count * size for count in (config.device + 8, config.host and config.host + more))
         return {"layout": arena, "device_bytes": device, "host_bytes": host or None}
 
@@ -424,6 +425,11 @@ class Rig:
 
     def free_blocks(self, tier: str) -> int:
         return self.manager.pool(tier).num_free  # type: ignore[arg-type]
+
+
+def swap_slots(arena: ArenaLayout, config: Config) -> int:
+    """Return the slots of a store for about `external` blocks of each group, and for the extent that stays empty."""
+    return (config.external + 8) * sum(-(-size // arena.bytes_per_value) for size in arena.block_bytes)
 
 
 @contextmanager

@@ -84,6 +84,7 @@ class Memory:
     Attributes:
         tensors: the device's tensors.
         pin_memory: whether host and staging memory is page-locked.
+        per_extent: number of blocks in an extent of an arena; 1 if there is one page class.
         host_pool: owns the host's memory.
         host_rows: uint8 `[host_blocks, bytes_per_block]`.
         views: views of both tiers; view i of one corresponds to view i of the other.
@@ -136,6 +137,7 @@ class Memory:
                 on_failure=on_host_failure,
             )
         )
+        self.per_extent = self._page.per_row
         self.host_pool = self._page.pool
         self.host_rows = self._page.rows(host_blocks, layout.bytes_per_block)
         self.views: dict[EngineTier, list[Tensor]] = {

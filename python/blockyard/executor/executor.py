@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Final, NamedTuple
 
@@ -33,6 +34,7 @@ from blockyard.errors import (
     UnknownTicketError,
 )
 from blockyard.executor.parts import Part, Tiers, all_written, cut
+from blockyard.executor.slices import StoreSlots, bytes_per_value
 from blockyard.layout.sizes import as_int
 from blockyard.stores.base import ExternalStore
 from blockyard.stores.checked_store import CheckedStore
@@ -210,15 +212,14 @@ class StepExecutor(Executor):
         engine.num_blocks("device")  # raises if the engine is closed
         self.engine = engine
         self.store = store
-        if store is not None and len(engine.memories) > 1:
-            raise InvalidArgumentError(f"store is given, must be None with {len(engine.memories)} page classes")
-        size = engine.memory.bytes_per_block
+        size = bytes_per_value(engine)
         self._checked = None if store is None else CheckedStore(store, size)
         if self._checked is not None and self._checked.max_blocks_in_flight is not None:
             max_staging = min(max_staging, self._checked.max_blocks_in_flight * size)
-        self._tiers = Tiers(engine, self._checked, None if store is None else MissLog(store))
+        self._slots = None if self._checked is None else _slots(engine, self._checked)
+        self._tiers = Tiers(engine, self._slots, None if store is None else MissLog(store))
         self._max_staging = max_staging
-        self._chunk_blocks = max(1, min(chunk_bytes, max_staging) // size)
+        self._chunk_bytes = min(chunk_bytes, max_staging)
         self._steps: dict[int, _OpenDecision] = {}
         self._done: dict[int, StepDone] = {}
         self._executing: StepDecision | None = None
@@ -559,10 +560,11 @@ class StepExecutor(Executor):
         for kind, pairs in transfers:
             if "external" not in {pairs.src, pairs.dst}:
                 continue  # the engine checks them on submission
-            if self._checked is None:
+            if self._slots is None:
                 raise MappingError(f"{len(pairs)} pairs of kind {kind!r} name the external tier, but there is none")
             for tier, ids in ((pairs.src, pairs.ids[:, 0]), (pairs.dst, pairs.ids[:, 1])):
-                num_slots = self._checked.num_slots if tier == "external" else self.engine.num_blocks(tier)
+                blocks_of = self._slots.num_blocks if tier == "external" else partial(self.engine.num_blocks, tier)
+                num_slots = blocks_of(pairs.page_class)
                 if len(ids) and ids.max() >= num_slots:
                     owner = "the store" if tier == "external" else "the engine"
                     raise MappingError(
@@ -573,4 +575,12 @@ class StepExecutor(Executor):
     def _cut(self, decision: StepDecision, fence: Event, *, by_layer: bool) -> tuple[tuple[Part, ...], list[Part]]:
         """Split a decision into parts; see `cut`."""
         named = [part for ticket in decision.after if ticket in self._steps for part in self._steps[ticket].parts]
-        return cut(self._tiers, decision, named, fence, self._chunk_blocks, by_layer=by_layer)
+        return cut(self._tiers, decision, named, fence, self._chunk_bytes, by_layer=by_layer)
+
+
+def _slots(engine: CacheEngine, store: CheckedStore) -> StoreSlots:
+    try:
+        return StoreSlots(engine, store)
+    except BaseException:
+        store.disconnect()
+        raise

@@ -20,7 +20,8 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.engine.streams import Event
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
-from blockyard.stores.checked_store import Answer, CheckedStore, PendingBatch
+from blockyard.executor.slices import Batch, StoreSlots
+from blockyard.stores.checked_store import Answer
 from blockyard.stores.log_lines import MissLog
 from blockyard.tracing import Trace
 
@@ -38,18 +39,18 @@ class Tiers:
 
     Attributes:
         engine: owner of the device and host blocks.
-        external: the external store, where there is one.
+        external: the slots of the external store, where there is one.
         log: logs the store's misses.
     """
 
     engine: CacheEngine
-    external: CheckedStore | None = None
+    external: StoreSlots | None = None
     log: MissLog | None = None
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     @property
-    def store(self) -> CheckedStore:
-        """The external store. Raises MappingError."""
+    def store(self) -> StoreSlots:
+        """The slots of the external store. Raises MappingError."""
         if self.external is None:
             raise MappingError("a transfer names the external tier, but there is none")
         return self.external
@@ -94,7 +95,7 @@ class Part:
     by_layer: bool = False
     prefetch: bool = False
     transfer: Transfer | None = None
-    batch: PendingBatch | None = None
+    batch: Batch | None = None
     rows: NDArray[np.uint8] | None = None
     missed: Pairs | None = None
     lost: tuple[Pairs, ...] | None = None
@@ -159,7 +160,7 @@ class Part:
     @property
     def num_bytes(self) -> int:
         """Bytes of its staging rows."""
-        return len(self.pairs) * self.tiers.engine.of_class(self.pairs.page_class).bytes_per_block
+        return self.tiers.store.bytes_of(len(self.pairs), self.pairs.page_class)
 
     def begin(self) -> None:
         """Submit the first leg.
@@ -169,15 +170,18 @@ class Part:
         """
         engine, pairs = self.tiers.engine, self.pairs
         if self.reads_store or self.writes_store:
-            store, size = self.tiers.store, engine.memory.bytes_per_block
-            self.rows = rows = engine.memory.buffers.take(len(pairs), size)
+            store, page_class = self.tiers.store, pairs.page_class
+            self.rows = rows = store.take(len(pairs), page_class)
             if self.reads_store:
-                self.batch = store.read(_column(pairs, 0), rows)
+                self.batch = store.read(_column(pairs, 0), rows, page_class)
                 self.trace.begin_leg("store_read")
                 return
-            after_compute = self.after_compute
             self.transfer = engine.submit_read(
-                engine_tier(pairs.src), _column(pairs, 0), rows, after_compute=after_compute
+                engine_tier(pairs.src),
+                _column(pairs, 0),
+                rows,
+                page_class=page_class,
+                after_compute=self.after_compute,
             )
             self.trace.begin_leg("transfer")
             return
@@ -220,7 +224,7 @@ class Part:
         if self.lost is not None and self.rows is not None:
             rows, self.rows = self.rows, None
             if batch is not None and batch.answer is not None and batch.answer.are_rows_free:
-                self.tiers.engine.memory.buffers.give(rows)
+                self.tiers.store.give(rows, self.pairs.page_class)
 
     def lose(self, error: Exception) -> None:
         """End it as completely lost."""
@@ -238,7 +242,8 @@ class Part:
         rows, transfer.rows = transfer.rows, None
         self.trace.end_leg()
         try:
-            self.batch = self.tiers.store.write(_column(self.pairs, 1), cast("NDArray[np.uint8]", rows))
+            made = cast("NDArray[np.uint8]", rows)
+            self.batch = self.tiers.store.write(_column(self.pairs, 1), made, self.pairs.page_class)
             self.trace.begin_leg("store_write")
         except BlockyardError as error:
             self.lose(error)
@@ -261,6 +266,7 @@ class Part:
                 engine_tier(self.pairs.dst),
                 _column(came, 1),
                 rows,
+                page_class=self.pairs.page_class,
                 after=self._take_after(),
                 after_compute=self.after_compute,
                 prefetch=self.writes_device,
@@ -281,7 +287,7 @@ def cut(
     decision: StepDecision,
     named: Iterable[Part],
     after_compute: Event,
-    chunk_blocks: int,
+    chunk_bytes: int,
     *,
     by_layer: bool = False,
 ) -> tuple[tuple[Part, ...], list[Part]]:
@@ -292,31 +298,35 @@ def cut(
         decision: the decision to split.
         named: parts of the other running decisions that its `after` names.
         after_compute: the point in compute before which no part starts.
-        chunk_blocks: maximum number of blocks in a part with the external tier.
+        chunk_bytes: maximum bytes of the rows of a part with the external tier, unless it is a single block.
         by_layer: whether its loads arrive layer by layer.
 
     Returns:
         The device reads that its device writes must follow, and its parts.
     """
     transfers = decision.transfers()
+
+    def chunk(pairs: Pairs) -> int:
+        return max(1, chunk_bytes // tiers.store.bytes_of(1, pairs.page_class))
+
     reads = [
         Part(tiers, kind, piece, after_compute)
         for kind, pairs in transfers
         if kind == "swap_out"
-        for piece in (_pieces(_by_slot(pairs, 1), chunk_blocks) if pairs.dst == "external" else [pairs])
+        for piece in (_pieces(_by_slot(pairs, 1), chunk(pairs)) if pairs.dst == "external" else [pairs])
     ]
     own = reads if decision.ticket in decision.after else ()
     earlier_reads = tuple(part for part in (*named, *own) if part.reads_device)
     loads: list[Part] = []
     store_reads: list[Part] = []  # with the parts that wait for them
     within: list[Part] = []
-    awaited: set[tuple[str, int]] = set()  # blocks that `store_reads` will write
+    awaited: set[tuple[str, int, int]] = set()  # blocks that `store_reads` will write
     for kind, pairs in transfers:
         if pairs.src == "external":
-            awaited.update((pairs.dst, block) for block in pairs.ids[:, 1].tolist())
+            awaited.update((pairs.dst, pairs.page_class, block) for block in pairs.ids[:, 1].tolist())
             store_reads += [
                 Part(tiers, kind, piece, after_compute, ordered_after=earlier_reads)
-                for piece in _pieces(_by_slot(pairs, 0), chunk_blocks)
+                for piece in _pieces(_by_slot(pairs, 0), chunk(pairs))
             ]
         elif kind == "swap_in":
             part = Part(tiers, kind, pairs, after_compute, ordered_after=earlier_reads, by_layer=by_layer)
@@ -331,7 +341,8 @@ def cut(
                 must_have_started=(*loads, *(reads if pairs.src == "host" else ())),
                 ordered_after=earlier_reads,
             )
-            touched = {(pairs.src, block) for block in pairs.ids.reshape(-1).tolist()} if awaited else set()
+            ids = pairs.ids.reshape(-1).tolist() if awaited else ()
+            touched = {(pairs.src, pairs.page_class, block) for block in ids}
             if not awaited.isdisjoint(touched):
                 awaited |= touched
                 part.must_have_started += tuple(store_reads)

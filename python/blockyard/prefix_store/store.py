@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, HashedPrompt
 from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.executor.slices import bytes_per_value
 from blockyard.layout.sizes import as_float
 from blockyard.prefix_store.loads import Loads, Prefetch
 from blockyard.prefix_store.stats import PrefixStoreStats
-from blockyard.prefix_store.values import Values, bytes_per_value
+from blockyard.prefix_store.values import Values
 from blockyard.prefix_store.writes import Writes
 from blockyard.stores.base import ExternalStore
 from blockyard.stores.checked_store import CheckedStore

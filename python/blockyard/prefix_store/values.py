@@ -9,21 +9,21 @@ slices are and none is known to be missing; only a read of all of them proves it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.executor.slices import Batch, SlicedBatch, Slices, all_of
 from blockyard.layout import ArenaLayout
 from blockyard.stores.base import Owners
-from blockyard.stores.checked_store import NOTHING_READ, Answer, CheckedStore, PendingBatch
+from blockyard.stores.checked_store import CheckedStore
 
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine
 
-__all__ = ["Batch", "Values", "bytes_per_value"]
+__all__ = ["Values"]
 
 Rows: TypeAlias = NDArray[np.uint8]
 Ids: TypeAlias = NDArray[np.int64]
@@ -31,52 +31,7 @@ Ids: TypeAlias = NDArray[np.int64]
 _KEEPING = frozenset(("full_attention", "drafter"))  # groups that keep every block, on the first of which others hang
 
 
-def bytes_per_value(engine: CacheEngine) -> int:
-    """Return the size of the values in which an engine's blocks are stored."""
-    layout = engine.layout
-    return layout.bytes_per_value if isinstance(layout, ArenaLayout) else layout.bytes_per_block
-
-
-@dataclass(slots=True, eq=False)
-class SlicedBatch:
-    """A batch of blocks whose slices are those of another batch; see `PendingBatch`."""
-
-    slices: PendingBatch
-    num_slices: int
-    size: int
-    _answer: Answer | None = None
-
-    @property
-    def since(self) -> float:
-        """When it was submitted."""
-        return self.slices.since
-
-    @property
-    def answer(self) -> Answer | None:
-        """The outcome for whole blocks, once it has ended."""
-        if self._answer is None and (found := self.slices.answer) is not None:
-            self._answer = self._joined(found)
-        return self._answer
-
-    def _joined(self, found: Answer) -> Answer:
-        count = self.num_slices
-        ok = _all_of(found.ok, count)
-        rows = found.rows
-        if len(rows):
-            rows = rows.reshape(len(ok), -1)[:, : self.size]
-        elif self.slices.out is not None:
-            rows = np.empty((0, self.size), np.uint8)
-        reasons = found.reasons
-        if reasons:
-            parts = (found.reasons[at : at + count] for at in range(0, len(reasons), count))
-            reasons = tuple(map(_worst, parts))
-        return Answer(ok, rows, found.error, reasons)
-
-
-Batch: TypeAlias = PendingBatch | SlicedBatch
-
-
-class Values:
+class Values(Slices):
     """Reads and writes blocks as values.
 
     Args:
@@ -85,9 +40,6 @@ class Values:
         max_bytes: maximum bytes in flight in each direction.
 
     Attributes:
-        size: bytes of a value.
-        block_bytes: bytes of a block of each page class.
-        num_slices: number of values that a block of each page class takes.
         most: maximum number of values in flight in each direction.
 
     Raises:
@@ -95,9 +47,7 @@ class Values:
     """
 
     def __init__(self, engine: CacheEngine, store: CheckedStore, max_bytes: int) -> None:
-        self.size = bytes_per_value(engine)
-        self.block_bytes = np.array([memory.bytes_per_block for memory in engine.memories], np.int64)
-        self.num_slices = -(-self.block_bytes // self.size)
+        super().__init__(engine, store)
         self.most = max_bytes // self.size
         if store.max_blocks_in_flight is not None:
             self.most = min(self.most, max(1, store.max_blocks_in_flight // 2))
@@ -106,11 +56,6 @@ class Values:
                 f"max_staging is {max_bytes}, and the store takes {store.max_blocks_in_flight} values at once: "
                 f"{self.most} values of {self.size} bytes can be in flight, must be at least {widest}, those of a block"
             )
-        self._store = store
-        self._buffers = [memory.buffers for memory in engine.memories]
-        self._is_cut = [
-            count > 1 or size != self.size for count, size in zip(self.num_slices, self.block_bytes, strict=True)
-        ]
         self._is_whole = not any(self._is_cut)
         self._last_of_parent = 0  # the number of a parent's last slice
         layout = engine.layout
@@ -119,26 +64,12 @@ class Values:
             if (anchor := next(keeping, None)) is not None:
                 self._last_of_parent = int(self.num_slices[layout.page_class(anchor)]) - 1
 
-    def blocks_in(self, num_bytes: int, page_class: int) -> int:
-        """Return how many blocks of a class have at most these bytes, at least 1."""
-        return max(1, num_bytes // int(self.block_bytes[page_class]))
-
-    def take(self, count: int, page_class: int) -> Rows:
-        """Return rows for blocks of a class, uint8 `[count, bytes]`, with arbitrary contents; for the other methods."""
-        slices, size = int(self.num_slices[page_class]), int(self.block_bytes[page_class])
-        rows = self._buffers[page_class].take(count * slices, self.size)
-        return rows.reshape(count, -1)[:, :size]
-
-    def give(self, rows: Rows | None, page_class: int) -> None:
-        """Return rows, which nobody uses any longer."""
-        self._buffers[page_class].give(rows)
-
     def get(self, keys: Rows, rows: Rows, page_class: int) -> Batch:
         """Start to read blocks of a class, by key, uint8 `[n, 32]`; see `CheckedStore.get`."""
         if not self._is_cut[page_class]:
             return self._store.get(keys, rows)
         slices = int(self.num_slices[page_class])
-        batch = self._store.get(_slices_of(keys, slices), self._whole(rows, slices))
+        batch = self._store.get(_slices_of(keys, slices), self._whole(rows, page_class))
         return SlicedBatch(batch, slices, rows.shape[1])
 
     def put(self, keys: Rows, rows: Rows, owners: Owners, page_class: int) -> Batch | None:
@@ -150,8 +81,7 @@ class Values:
             return None
         size, is_cut = rows.shape[1], self._is_cut[page_class]
         if is_cut:
-            rows = self._whole(rows, slices).reshape(len(keys), -1)
-            rows[:, size:] = 0
+            rows = self._whole(rows, page_class, fills=True).reshape(len(keys), -1)
         if num_new < len(keys):
             keys, rows, owners = keys[is_new], rows[is_new], Owners(*(of[is_new] for of in owners))
         if self._is_whole:
@@ -196,7 +126,7 @@ class Values:
         """Return which blocks of one class the store has all slices of."""
         if slices == 1:
             return self._store.contains(keys)
-        return _all_of(self._store.contains(_slices_of(keys, slices)), slices)
+        return all_of(self._store.contains(_slices_of(keys, slices)), slices)
 
     def _lacks_some(self, keys: Rows, counts: Ids) -> NDArray[np.bool_]:
         """Return which blocks the store is known to lack a slice of."""
@@ -205,10 +135,6 @@ class Values:
         lacking = self._store.lacks(_marked(np.repeat(keys, counts, axis=0), numbers))
         some: NDArray[np.bool_] = np.logical_or.reduceat(lacking, ends - counts)
         return some
-
-    def _whole(self, rows: Rows, slices: int) -> Rows:
-        """Return the values, uint8 `[n, size]`, whose memory `take` has returned as rows."""
-        return np.lib.stride_tricks.as_strided(rows, (len(rows) * slices, self.size), (self.size, 1))
 
 
 def _marked(keys: Rows, numbers: Ids) -> Rows:
@@ -221,14 +147,3 @@ def _marked(keys: Rows, numbers: Ids) -> Rows:
 def _slices_of(keys: Rows, slices: int) -> Rows:
     """Return the keys of all slices of blocks that have as many."""
     return _marked(np.repeat(keys, slices, axis=0), np.tile(np.arange(slices), len(keys)))
-
-
-def _all_of(found: NDArray[np.bool_], slices: int) -> NDArray[np.bool_]:
-    """Return whether all slices of each block are found."""
-    return np.asarray(found.reshape(-1, slices).all(axis=1), np.bool_)
-
-
-def _worst(reasons: tuple[str, ...]) -> str:
-    """Return why a block is a miss: of several reasons, one for which the store may still use its rows."""
-    found = [reason for reason in reasons if reason]
-    return next((reason for reason in found if reason not in NOTHING_READ), found[0] if found else "")

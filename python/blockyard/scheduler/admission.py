@@ -159,7 +159,15 @@ class Admission:
         if 1 + head.forks > self._rows.seats_left:
             return None
         need = self._need(head, share, taken, room)
-        return need if taken + need <= room else None
+        return need if taken + need <= room and self._fits_in_step(head) else None
+
+    def _fits_in_step(self, head: IdleSequences) -> bool:
+        """Whether a prompt that fits also does if this step computes less of it: it may then make other points."""
+        chunk = min(self._builder.left, len(head.tokens[0]))
+        if self.needs.is_full or chunk >= min(head.state.chunk, len(head.tokens[0])):
+            return True
+        prompt = self._hashed(head) if self._prefix_caching else len(head.tokens[0])
+        return bool(self._manager.can_allocate(prompt, chunk_tokens=chunk))
 
     def _need(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int:
         """Return the bytes that a prompt takes. Sets its chunk: as long as the device could hold if it were empty."""
@@ -180,7 +188,13 @@ class Admission:
         return not (batch or self._builder.tokens or self._rows.count or self.ahead.loading)
 
     def _end_lease_behind(self, head: IdleSequences, taken: int, room: int) -> bool:
-        """End the lease of the last sequences behind `head`, if `head` lacks only blocks that leases hold."""
+        """End the lease of the last sequences behind `head`, if `head` lacks only blocks that leases hold.
+
+        With page classes, its own lease may hold the extents that it lacks: on an idle device nothing else could.
+        """
+        if self.needs.has_classes and head.lease is not None and self._is_idle([]):
+            self.ahead.end(head)
+            return True
         if not self.ahead.has_leases or 1 + head.forks > self._rows.seats_left:
             return False
         need = self._bytes_with_hits(head, room)
@@ -262,7 +276,7 @@ class Admission:
         if self.needs.has_classes and not fit:
             never = self.needs.total() if fit.status == AllocStatus.NEVER else 0
             return max(need, room, never) + 1  # enough bytes, but not enough blocks of a class
-        return need
+        return min(need, room) if self.needs.has_classes else need  # parts of extents are in no count of bytes
 
     def _hashed(self, idle: IdleSequences) -> HashedPrompt:
         if idle.hashed is None:  # kept: it may be looked up in every step until it fits

@@ -60,6 +60,13 @@ impl Key {
         self.0[0].max(1)
     }
 
+    /// Names the key in the links from a block to the one before it; never 0, which stands for none. Of 77,000 tags two
+    /// are alike in every second cache, of a billion links in every 37th.
+    #[inline]
+    pub(crate) fn link(&self) -> u64 {
+        u64::from(self.0[1]) << 32 | u64::from(self.tag())
+    }
+
     /// A key made from another 128-bit hash.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "the lower half")]

@@ -261,7 +261,7 @@ impl OpenStep<'_> {
     /// Frees cached blocks that no prompt can find; see [`Tiers::cut_off`](crate::tiers::Tiers::cut_off).
     pub(crate) fn cut_off(&mut self) {
         let Self { tiers, transfers, jobs } = self;
-        tiers.cut_off(|parent| transfers.promised().chain(jobs.promised()).any(|(tag, _)| tag == parent));
+        tiers.cut_off(|parent| transfers.promised().chain(jobs.promised()).any(|(link, _)| link == parent));
     }
 
     /// Forgets device blocks whose bytes are now on the host, if only the copy that is ending holds them.

@@ -11,13 +11,14 @@ mod mutator;
 
 use libfuzzer_sys::arbitrary::{Arbitrary, Result, Unstructured};
 use libfuzzer_sys::{fuzz_mutator, fuzz_target};
-use manager::{Op, Setup, World, op, setup};
+use manager::{Op, Setup, World, op, paged_setup, setup};
+use proptest::prop_oneof;
 use proptest::strategy::{Strategy, ValueTree};
 use proptest::test_runner::TestRunner;
 use std::fmt::Debug;
 use std::sync::LazyLock;
 
-static SETUPS: LazyLock<Vec<Setup>> = LazyLock::new(|| table(&setup()));
+static SETUPS: LazyLock<Vec<Setup>> = LazyLock::new(|| table(&prop_oneof![setup(), paged_setup()]));
 static OPS: LazyLock<Vec<Op>> = LazyLock::new(|| table(&op()));
 
 /// The value of each number, the same in every run. Sorted, so that numbers close to each other mean similar values.

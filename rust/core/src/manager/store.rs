@@ -208,7 +208,7 @@ impl Manager {
     pub fn begin_write_of(&mut self, most: usize, most_bytes: usize) -> StoreJob {
         let most_weight = if self.num_classes() == 1 { usize::MAX } else { most_bytes };
         let Self { jobs, tiers, transfers, .. } = self;
-        jobs.begin_write(tiers, (most, most_weight), |key| transfers.promised().any(|(tag, _)| tag == key.tag()))
+        jobs.begin_write(tiers, (most, most_weight), |key| transfers.promised().any(|(link, _)| link == key.link()))
     }
 
     /// Ends reading blocks for the store. Returns false if a call took some of them in the meantime; then the bytes

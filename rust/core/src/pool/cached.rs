@@ -19,8 +19,8 @@ pub(super) const NO_KEY: u32 = 1;
 impl Pool {
     /// Turns caching on in the host's pool, whose eviction order continues that of the device.
     pub(crate) fn start_caching(&mut self, device: &mut Self) -> Result<()> {
-        // Besides what a cached block takes: rank and stamps on the host, the tag of the block before it in both tiers.
-        let both = self.len.saturating_add(device.len).saturating_mul(size_of::<u32>());
+        // Besides what a cached block takes: rank and stamps on the host, the link to the block before it in both tiers.
+        let both = self.len.saturating_add(device.len).saturating_mul(size_of::<u64>());
         memory::require(self.len.saturating_mul(PrefixCache::BYTES + 13).saturating_add(both))?;
         self.cache = Some(PrefixCache::of_host(self.len, self.classes));
         if let Some(cache) = &mut device.cache {
@@ -154,14 +154,14 @@ impl Pool {
         self.cache.as_ref().and_then(PrefixCache::points)
     }
 
-    /// The tag of the key of the block before one with a key; 0 for the first, and without points.
-    pub(crate) fn parent(&self, anchor: BlockId) -> u32 {
+    /// Link to the block before one with a key; 0 for the first, and without points.
+    pub(crate) fn parent(&self, anchor: BlockId) -> u64 {
         self.cache.as_ref().map_or(0, |cache| cache.parent(anchor))
     }
 
-    /// Notes the tag of the key of the block before a published one.
+    /// Notes the block before a published one.
     #[inline]
-    pub(crate) fn set_parent(&mut self, anchor: BlockId, parent: u32) {
+    pub(crate) fn set_parent(&mut self, anchor: BlockId, parent: u64) {
         if let Some(cache) = &mut self.cache {
             cache.set_parent(anchor, parent);
         }
@@ -210,9 +210,9 @@ impl Pool {
         self.cache.as_ref().and_then(|cache| cache.find(key))
     }
 
-    /// A block with a key of this tag.
-    pub(crate) fn find_tag(&self, tag: u32) -> Option<BlockId> {
-        self.cache.as_ref().and_then(|cache| cache.find_tag(tag))
+    /// The block whose key has this link.
+    pub(crate) fn find_link(&self, link: u64) -> Option<BlockId> {
+        self.cache.as_ref().and_then(|cache| cache.find_link(link))
     }
 
     /// Prefetches the memory that publishing under a key will need.

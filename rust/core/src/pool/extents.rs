@@ -31,7 +31,7 @@ pub(super) struct Extents {
     /// By class: its extents, those of them without held blocks, and those that are empty.
     owned: PerClass,
     idle: PerClass,
-    vacant: PerClass,
+    vacant: [BlockSet; MAX_CLASSES],
 }
 
 impl Extents {
@@ -50,7 +50,7 @@ impl Extents {
             cached: vec![0; count],
             owned: PerClass::default(),
             idle: PerClass::default(),
-            vacant: PerClass::default(),
+            vacant: std::array::from_fn(|_| BlockSet::empty(count)),
         }
     }
 
@@ -81,10 +81,20 @@ impl Extents {
         self.cached[extent] = self.cached[extent] + is_cached(to) - is_cached(from);
         let is = self.emptiness(extent);
         if was != is && self.owners[extent] == owner(class) {
-            for (count, (was, is)) in [(&mut self.idle, (was[0], is[0])), (&mut self.vacant, (was[1], is[1]))] {
-                let count = count.at(class);
-                *count = *count + is - was;
+            let idle = self.idle.at(class);
+            *idle = *idle + is[0] - was[0];
+            if was[1] != is[1] {
+                self.mark_vacant(class, extent, is[1] == 1);
             }
+        }
+    }
+
+    fn mark_vacant(&mut self, class: usize, extent: usize, is_vacant: bool) {
+        let extent = BlockId(id(extent));
+        if is_vacant {
+            self.vacant[class].insert(extent);
+        } else {
+            self.vacant[class].remove(extent);
         }
     }
 
@@ -96,7 +106,8 @@ impl Extents {
 
     /// Extents that hold nothing and that a class does not have.
     pub(super) fn vacant(&self, class: usize) -> usize {
-        self.spare.len() + self.vacant.total() - self.vacant.get(class)
+        let others = self.vacant.iter().enumerate().filter(|&(by, _)| by != class);
+        self.spare.len() + others.map(|(_, extents)| extents.len()).sum::<usize>()
     }
 
     /// Bytes from a block of a class to the next.
@@ -200,11 +211,9 @@ impl Extents {
         if let Some(extent) = self.spare.next(0) {
             return Some((extent.index(), None));
         }
-        if self.vacant(class) == 0 {
-            return None;
-        }
-        let (extent, by) = self.cheapest(class, surplus)?;
-        (self.cached[extent] == 0).then_some((extent, Some(by)))
+        let others = (0..MAX_CLASSES).filter(|&by| by != class && surplus.get(by) >= self.per_extent.get(by));
+        let first = others.filter_map(|by| Some((self.vacant[by].next(0)?.index(), Some(by))));
+        first.min()
     }
 
     fn set_owner(&mut self, extent: usize, class: Option<usize>) {
@@ -212,12 +221,12 @@ impl Extents {
         if let Some(former) = Some(self.owners[extent]).filter(|&former| former != NOBODY) {
             *self.owned.at(usize::from(former)) -= 1;
             *self.idle.at(usize::from(former)) -= is_idle;
-            *self.vacant.at(usize::from(former)) -= is_vacant;
+            self.mark_vacant(usize::from(former), extent, false);
         }
         if let Some(class) = class {
             *self.owned.at(class) += 1;
             *self.idle.at(class) += is_idle;
-            *self.vacant.at(class) += is_vacant;
+            self.mark_vacant(class, extent, is_vacant == 1);
             self.spare.remove(BlockId(id(extent)));
         }
         self.owners[extent] = class.map_or(NOBODY, owner);
@@ -280,10 +289,13 @@ impl Pool {
             let available = self.available_in(overlappable_too);
             let surplus = available.saturating_sub(wanted);
             let Some(extents) = self.extents.as_deref() else { return lost };
-            if count <= self.sets[class].free.len() + self.num_dead(class) {
+            let unused = |class| PerClass::of(class, self.sets[class].free.len() + self.num_dead(class));
+            let unused: PerClass = (0..self.classes.len()).map(unused).sum();
+            if count <= unused.get(class) {
                 return lost;
             }
-            let empty = extents.empty(class, surplus);
+            // An empty extent that another class needs, too, is not better than what this one has cached.
+            let empty = extents.empty(class, unused.saturating_sub(wanted));
             if empty.is_none() && self.drop_dead(class) {
                 continue;
             }
@@ -382,7 +394,8 @@ impl Pool {
     /// Checks that every extent's blocks are where its owner says, and that the extents are all of the tier.
     pub(super) fn check_extents(&self) -> Option<String> {
         let extents = self.extents.as_deref()?;
-        let [mut owned, mut idle, mut vacant] = [PerClass::default(); 3];
+        let [mut owned, mut idle] = [PerClass::default(); 2];
+        let mut vacant = extents.vacant.each_ref().map(|of| BlockSet::empty(of.capacity()));
         for (extent, &by) in extents.owners.iter().enumerate() {
             if by == NOBODY {
                 continue;
@@ -399,14 +412,20 @@ impl Pool {
             }
             owned += PerClass::of(class, 1);
             idle += PerClass::of(class, usize::from(counted[0] == 0));
-            vacant += PerClass::of(class, usize::from(counted == [0, 0]));
+            if counted == [0, 0] {
+                vacant[class].insert(BlockId(id(extent)));
+            }
+        }
+        let is_vacant = |(counted, found): (&BlockSet, &BlockSet)| counted.iter().eq(found.iter());
+        if !vacant.iter().zip(&extents.vacant).all(is_vacant) {
+            return Some(format!("empty extents of each class are {vacant:?}, not {:?}", extents.vacant));
         }
         let spare = extents.spare.iter().all(|extent| extents.owners[extent.index()] == NOBODY);
         let all = owned.total() + extents.spare.len() == extents.usable(self.has_null);
-        let (counted, found) = ([owned, idle, vacant], [extents.owned, extents.idle, extents.vacant]);
+        let (counted, found) = ([owned, idle], [extents.owned, extents.idle]);
         if (counted, spare, all) != (found, true, true) {
             return Some(format!(
-                "extents, those that are idle, and those that are empty, are {counted:?} and {} spare of {}, not {found:?}",
+                "extents, and those that are idle, are {counted:?} and {} spare of {}, not {found:?}",
                 extents.spare.len(),
                 extents.owners.len(),
             ));

@@ -79,7 +79,7 @@ impl PrefixIndex {
         let mut at = self.home(key.tag());
         loop {
             let bucket = self.bucket(at);
-            if let Some(found) = self.find_in(bucket, key) {
+            if let Some(found) = self.find_in(bucket, key.tag(), |other| other == key) {
                 return Some(found);
             }
             if bucket[SLOTS] == 0 {
@@ -89,14 +89,14 @@ impl PrefixIndex {
         }
     }
 
-    /// A block whose key has this tag; nearly always there is at most one.
-    pub(crate) fn find_tag(&self, tag: u32) -> Option<BlockId> {
-        let mut at = self.home(tag);
+    /// The block whose key has this link.
+    #[expect(clippy::cast_possible_truncation, reason = "the lower half is the tag")]
+    pub(crate) fn find_link(&self, link: u64) -> Option<BlockId> {
+        let mut at = self.home(link as u32);
         loop {
             let bucket = self.bucket(at);
-            let alike = with_tag(bucket, tag);
-            if alike != 0 {
-                return Some(block_of(bucket[alike.trailing_zeros() as usize]));
+            if let Some(found) = self.find_in(bucket, link as u32, |key| key.link() == link) {
+                return Some(found);
             }
             if bucket[SLOTS] == 0 {
                 return None;
@@ -171,11 +171,11 @@ impl PrefixIndex {
     }
 
     #[inline]
-    fn find_in(&self, bucket: &[u64], key: &Key) -> Option<BlockId> {
-        let mut alike = with_tag(bucket, key.tag());
+    fn find_in(&self, bucket: &[u64], tag: u32, is: impl Fn(&Key) -> bool) -> Option<BlockId> {
+        let mut alike = with_tag(bucket, tag);
         while alike != 0 {
             let block = block_of(bucket[alike.trailing_zeros() as usize]);
-            if self.keys[block.index()] == *key {
+            if is(&self.keys[block.index()]) {
                 return Some(block);
             }
             alike &= alike - 1;

@@ -30,8 +30,8 @@ pub(crate) struct CachedIdentity {
     pub(crate) key: Key,
     /// Number of blocks before it in its prompt, if known.
     pub(crate) depth: u32,
-    /// Tag of the key of the block before it, 0 for the first block.
-    pub(crate) parent: u32,
+    /// Link to the block before it, 0 for the first block.
+    pub(crate) parent: u64,
     /// Tenant with a quota that it belongs to, 0 for none.
     pub(crate) tenant: u16,
 }
@@ -206,9 +206,9 @@ impl PrefixCache {
         self.index.find(key)
     }
 
-    /// A block with a key of this tag.
-    pub(crate) fn find_tag(&self, tag: u32) -> Option<BlockId> {
-        self.index.find_tag(tag)
+    /// The block whose key has this link.
+    pub(crate) fn find_link(&self, link: u64) -> Option<BlockId> {
+        self.index.find_link(link)
     }
 
     /// Whether a block is found, by its key or with its point.
@@ -512,6 +512,38 @@ impl PrefixCache {
     pub(crate) fn note_removal(&mut self, block: BlockId, reason: Reason, has_copy: bool) {
         if let Some(removals) = &mut self.removals {
             removals.push(Removal { block, reason, remaining: u8::from(has_copy) });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_two_prompts_whose_keys_share_their_tags_each_keeps_its_point() {
+        for first in [0, 4] {
+            let mut cache = PrefixCache::new(8, Eviction::Lru);
+            cache.use_points(Points::new(8, Classes::new(&[8]), 0, false), 0);
+            for prompt in [first, 4 - first] {
+                let key = |at: u32| Key::from_hash(u64::from(prompt + 1) << 32 | u64::from(at + 1), 0);
+                let mut parent = 0;
+                for at in 0..3 {
+                    cache.add(BlockId(prompt + at), key(at), at);
+                    cache.set_parent(BlockId(prompt + at), parent);
+                    parent = key(at).link();
+                }
+                cache.add_keyless(BlockId(prompt + 3), key(9));
+                cache.add_point(BlockId(prompt + 2), &[BlockId(prompt + 3)], false);
+                (0..4).rev().for_each(|at| cache.enqueue(BlockId(prompt + at)));
+                assert_eq!(cache.check_points(), None);
+            }
+            let mut gone = Vec::new();
+            cache.pop_into(0, 4, &mut gone);
+            gone.sort_unstable();
+            assert_eq!(gone, [0, 1, 2, 3].map(|at| BlockId(first + at)), "the prompt that was released first goes");
+            assert!(cache.points().is_some_and(|points| points.has_point(BlockId(6 - first))));
+            assert_eq!(cache.check_points(), None);
         }
     }
 }

@@ -39,8 +39,10 @@ impl Sequences {
     }
 
     /// Gives up what keeps a prompt from fitting, where it fits without that. With several page classes that is what it
-    /// found: an extent with a found block cannot go to another class, and the prompt could wait for it forever. With
-    /// states it is its resume points, if the device has no room for the states there besides its own.
+    /// found: an extent with a found block cannot go to another class, and the prompt could wait for it forever. A found
+    /// window or chunk stays beside the blocks that the first new tokens take, so it could raise the peak: where nothing
+    /// is in use, waiting would not help. With states it is its resume points, if the device has no room for the states
+    /// there besides its own.
     pub(super) fn give_up<'a>(
         &self,
         view: View<'_>,
@@ -48,13 +50,14 @@ impl Sequences {
         matches: &mut [Match<'a>],
         grows: (u32, u32, u32),
     ) {
-        let (has_classes, keeps_states) = (view.tiers.device().num_classes() > 1, self.keeps_states(view));
-        if !has_classes && !keeps_states {
+        let (device, keeps_states) = (view.tiers.device(), self.keeps_states(view));
+        let hits_may_lack = device.num_classes() > 1 || (!self.groups.leaving().is_empty() && device.is_idle());
+        if !hits_may_lack && !keeps_states {
             return;
         }
         for (prompt, found) in prompts.iter().zip(matches) {
             let status = |found: &Match<'a>| self.fit_of(view, prompt, std::slice::from_ref(found), grows).status;
-            if has_classes && found.hits > 0 && status(found) != AllocStatus::Ok {
+            if hits_may_lack && found.hits > 0 && status(found) != AllocStatus::Ok {
                 let alone = found.without_hits();
                 if status(&alone) == AllocStatus::Ok {
                     *found = alone;

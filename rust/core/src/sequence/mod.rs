@@ -59,6 +59,8 @@ pub(crate) struct Sequences {
     /// Prompts that are computed in chunks, and their lengths at the end of the last step.
     prefilling: Vec<(SequenceId, u32)>,
     owners: Owners,
+    /// Evictions on the device when a point at an interval was last of use.
+    parted: Option<u64>,
     stats: PrefixStats,
     scratch: Vec<BlockId>,
     /// Blocks that a table has just left.
@@ -78,6 +80,7 @@ impl Sequences {
             drafts: append::drafts::Drafts::default(),
             prefilling: Vec::new(),
             owners: Owners::default(),
+            parted: None,
             stats: PrefixStats::default(),
             scratch: Vec::new(),
             gone: Vec::new(),

@@ -21,6 +21,8 @@ pub(super) struct Start {
     pub(super) hits: usize,
     /// Its blocks up to where it parts from another cached prompt, which may be further; else `hits`.
     pub(super) run: usize,
+    /// A point at an interval served it, or would have.
+    pub(super) parts: bool,
     /// The groups' tables of the first `hits`.
     pub(super) tables: Vec<Vec<BlockId>>,
 }
@@ -30,8 +32,13 @@ pub(super) struct Start {
 pub(super) struct Below {
     pub(super) hits: usize,
     pub(super) run: usize,
+    pub(super) parts: bool,
     pub(super) tables: Vec<Vec<Found>>,
 }
+
+/// Points at intervals are made for as many turnovers of the device after one was of use. Agents' sessions lose nothing
+/// so, and prompts that never part have the memory for themselves (`docs/benchmarks/hybrid.md`).
+const TURNOVERS: u64 = 64;
 
 impl Sequences {
     /// The deepest point of a prompt of `length` tokens that all groups can serve, at most `keys.len()` blocks into it.
@@ -62,10 +69,12 @@ impl Sequences {
             }
         }
         // Behind a run that no other prompt continues, a point would serve nobody but this prompt.
-        let parts = run.last().is_some_and(|&last| self.groups.keeps_all() && points.leads_on(last));
-        let parting = if parts { run.len() } else { hits };
-        let Some(&last) = hits.checked_sub(1).and_then(|last| run.get(last)) else {
-            return Start { run: parting, ..self.nothing() };
+        let leads_on = |block: Option<&BlockId>| block.is_some_and(|&block| points.leads_on(block));
+        let parting = if self.groups.keeps_all() && leads_on(run.last()) { run.len() } else { hits };
+        let last = hits.checked_sub(1).and_then(|last| run.get(last));
+        let parts = self.parts_inside(hits, run.len(), leads_on(last));
+        let Some(&last) = last else {
+            return Start { run: parting, parts, ..self.nothing() };
         };
         let (mut tail, mut tables) = (points.tail(last), Vec::with_capacity(self.groups.growing().len()));
         for group in 0..self.groups.growing().len() {
@@ -88,7 +97,7 @@ impl Sequences {
                 tables.push(table);
             }
         }
-        Start { hits, run: parting, tables }
+        Start { hits, run: parting, parts, tables }
     }
 
     /// The deepest point of a prompt that device and host together can serve, if it lies behind what the device alone has.
@@ -154,8 +163,9 @@ impl Sequences {
                 tables.push(table);
             }
         }
-        let parts = self.groups.keeps_all() && on_device(run - 1).is_some_and(|last| points.leads_on(last));
-        Some(Below { hits, run: if parts { run } else { hits.max(alone.run) }, tables })
+        let leads_on = self.groups.keeps_all() && on_device(run - 1).is_some_and(|last| points.leads_on(last));
+        let parts = self.parts_inside(hits, run, run > hits);
+        Some(Below { hits, run: if leads_on { run } else { hits.max(alone.run) }, parts, tables })
     }
 
     /// Which of the blocks that hang on one with a key are of a group that keeps every block: first those before it in
@@ -216,13 +226,30 @@ impl Sequences {
         self.groups.tail(group, at, self.block_size)
     }
 
-    /// Where a prompt of `length` tokens makes points, if the first `cached` are found and the first `run` blocks are
-    /// cached: at its last boundary, where a longer run than its point was found, and at intervals before it.
-    pub(super) fn due_points(&self, cached: u32, run: usize, length: u32) -> Vec<u32> {
+    /// Whether a prompt that resumes behind `hits` blocks parts from a cached one where points at intervals are of use:
+    /// it has at least an interval of cached blocks behind its point, or resumed at such a point, which leads on.
+    fn parts_inside(&self, hits: usize, run: usize, leads_on: bool) -> bool {
+        let interval = self.groups.interval();
+        let is_between = hits > 0 && interval > 0 && hits % interval == 0 && leads_on;
+        self.groups.keeps_all() && interval > 0 && (is_between || run >= hits + interval)
+    }
+
+    /// Notes that a point at an interval was of use to a prompt, or would have been.
+    pub(super) fn note_parting(&mut self, view: View<'_>) {
+        self.parted = Some(view.tiers.device().evictions());
+    }
+
+    /// Where a prompt of `length` tokens makes points, if the first `cached` are found: at its last boundary, where a
+    /// longer run than its point was found, and, if prompts part there, at intervals before it.
+    pub(super) fn due_points(&self, view: View<'_>, (run, parts): (usize, bool), cached: u32, length: u32) -> Vec<u32> {
         if !self.groups.has_nulls() {
             return Vec::new();
         }
-        let (size, interval) = (self.block_size, self.groups.interval());
+        let device = view.tiers.device();
+        let is_recent = |at: u64| device.evictions().saturating_sub(at) <= TURNOVERS * device.published() as u64;
+        let is_of_use = parts || self.parted.is_some_and(is_recent);
+        let size = self.block_size;
+        let interval = if is_of_use { self.groups.interval() } else { 0 };
         let tokens = |blocks: usize| u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(size);
         let end = (length.saturating_sub(1) / size) as usize;
         let mut due = vec![tokens(run), tokens(end)];
@@ -494,7 +521,7 @@ impl Sequences {
     pub(super) fn identity(keys: &RowKeys, at: usize, group: u8) -> CachedIdentity {
         let depth = u32::try_from(at).unwrap_or(u32::MAX);
         let found_by = keys.found_by();
-        let parent = at.checked_sub(1).map_or(0, |before| found_by[before].of_group(group).tag());
+        let parent = at.checked_sub(1).map_or(0, |before| found_by[before].of_group(group).link());
         CachedIdentity { key: found_by[at].of_group(group), depth, parent, tenant: keys.tenant }
     }
 

@@ -59,21 +59,40 @@ impl Sequences {
         };
         let planned = self.plan(view, sequences, route);
         let appended = planned.and_then(|plan| Ok((self.next_tokens(view, sequences, route, lookahead)?, plan)));
-        let ([appended, least], Plan { request, new, found }) = match appended {
+        let (next, plan) = match appended {
             Ok(planned) => planned,
             Err(error) => return Self::unmovable(view, to, error),
         };
-        let moved = view.fit(request, PerClass::default(), || found.clone());
-        // New tokens may use blocks that device work still reads; loads from the external tier may not.
-        let blocks = new + view.cost(to, &found, true) + appended;
-        let all = Request { blocks, least: request.least + least, overlappable: true, ..request };
-        let fit = view.fit(all, view.tiers.device().kept(self.watermark), || found);
+        let moved = view.fit(plan.request, PerClass::default(), || plan.found.clone());
+        let fit = self.fit_with_next(view, route, &plan, next);
         let is_short = fit.status == AllocStatus::Ok && moved.status != AllocStatus::Ok;
         Ok(if is_short {
             Fit { status: AllocStatus::Later, free: moved.free, free_bytes: moved.free_bytes, ..fit }
         } else {
             fit
         })
+    }
+
+    /// Whether rows that return to the device and what their next tokens take, as [`Sequences::next_tokens`] says, fit.
+    fn fit_with_next(&self, view: View<'_>, route: Route, plan: &Plan, [next, least]: [PerClass; 2]) -> Fit {
+        let Plan { request, new, found } = plan;
+        // New tokens may use blocks that device work still reads; loads from the external tier may not, and these take
+        // the extents for both.
+        let overlappable = route.takes_overlappable || view.tiers.device().num_classes() == 1;
+        let blocks = *new + view.cost(route.to, found, overlappable) + next;
+        let all = Request { blocks, least: request.least + least, overlappable, ..*request };
+        view.fit(all, view.tiers.device().kept(self.watermark), || found.clone())
+    }
+
+    /// What returning rows have to find room for at once: their blocks and, if these fit, those of their next tokens. A
+    /// block that is taken now must not lie in the only extent that another class could have for its next token.
+    fn wanted(&self, view: View<'_>, sequences: &[SequenceId], route: Route, plan: &Plan) -> PerClass {
+        if route.to != Tier::Device || view.tiers.device().num_classes() == 1 {
+            return plan.new;
+        }
+        let next = self.next_tokens(view, sequences, route, 0).ok();
+        let fitting = next.filter(|&next| self.fit_with_next(view, route, plan, next).status == AllocStatus::Ok);
+        fitting.map_or(plan.new, |[next, _]| plan.new + next)
     }
 
     /// Source and target tier of a batch.
@@ -266,13 +285,15 @@ impl Sequences {
         away: bool,
     ) -> Result<()> {
         let route = self.route(sequences, to, away)?;
-        let Plan { request, new, found } = self.plan(step.view(), sequences, route)?;
-        step.view().require(request, || found.clone())?;
+        let plan = self.plan(step.view(), sequences, route)?;
+        step.view().require(plan.request, || plan.found.clone())?;
+        let wanted = self.wanted(step.view(), sequences, route, &plan);
+        let Plan { new, found, .. } = plan;
         // Making room must not evict blocks that the rows will share.
         for &copy in &found {
             step.tiers.claim((route.to, copy));
         }
-        step.prepare(route.to, new, route.takes_overlappable);
+        step.prepare(route.to, wanted, route.takes_overlappable);
         let mut targets = [const { Vec::new() }; MAX_CLASSES];
         for (class, targets) in targets.iter_mut().enumerate().filter(|(class, _)| new.get(*class) > 0) {
             targets.reserve_exact(new.get(class));

@@ -18,8 +18,8 @@ const LOOKS: u64 = 2;
 pub(super) struct Chains {
     /// Whether they are followed: prompts find host copies.
     are_followed: bool,
-    /// By tier and block: the tag of the key of the block before it, 0 for the first of a prompt.
-    parents: [Vec<u32>; 2],
+    /// By tier and block: the link to the block before it, 0 for the first of a prompt.
+    parents: [Vec<u64>; 2],
     /// The block to be looked at next: those of the device come before those of the host.
     next: usize,
     /// Evictions that have been paid for.
@@ -36,7 +36,7 @@ impl Chains {
 
     /// Notes the block before a published one.
     #[inline]
-    pub(super) fn set(&mut self, tier: Tier, block: BlockId, parent: u32) {
+    pub(super) fn set(&mut self, tier: Tier, block: BlockId, parent: u64) {
         if self.are_followed {
             let parents = &mut self.parents[tier.index()];
             if block.index() >= parents.len() {
@@ -55,8 +55,8 @@ impl Chains {
 }
 
 impl Tiers {
-    /// Tag of the key of the block before a published one; 0 for the first of a prompt, and without host copies.
-    pub(crate) fn parent(&self, (tier, block): TierBlock) -> u32 {
+    /// Link to the block before a published one; 0 for the first of a prompt, and without host copies.
+    pub(crate) fn parent(&self, (tier, block): TierBlock) -> u64 {
         self.chains.parents.get(tier.index()).and_then(|parents| parents.get(block.index())).copied().unwrap_or(0)
     }
 
@@ -70,19 +70,19 @@ impl Tiers {
         self.chains.uncopied
     }
 
-    /// The blocks of device and host that have a key of this tag.
-    fn find_tag(&self, tag: u32) -> impl Iterator<Item = TierBlock> + use<> {
-        let found = [Tier::Device, Tier::Host].map(|tier| self.pool(tier).find_tag(tag).map(|block| (tier, block)));
+    /// The blocks of device and host whose key has this link.
+    fn find_link(&self, link: u64) -> impl Iterator<Item = TierBlock> + use<> {
+        let found = [Tier::Device, Tier::Host].map(|tier| self.pool(tier).find_link(link).map(|block| (tier, block)));
         found.into_iter().flatten()
     }
 
     /// Makes the blocks before one of a prompt the last to be evicted, its first one the very last: what comes from a
-    /// store is younger than those, and depends on them. `parent` is the tag of the last of them.
-    pub(crate) fn touch_chain(&mut self, mut parent: u32) {
+    /// store is younger than those, and depends on them. `parent` is the link to the last of them.
+    pub(crate) fn touch_chain(&mut self, mut parent: u64) {
         let mut ring = None;
         while parent != 0 {
-            let (tag, mut next) = (parent, 0);
-            for block in self.find_tag(tag) {
+            let (link, mut next) = (parent, 0);
+            for block in self.find_link(link) {
                 next = self.parent(block);
                 ring = self.touch(block, ring);
             }
@@ -90,9 +90,9 @@ impl Tiers {
         }
     }
 
-    /// Frees some of the cached blocks that no prompt can find, see above; `is_promised` tells of the tag of a key
-    /// whether its bytes are on their way.
-    pub(crate) fn cut_off(&mut self, is_promised: impl Fn(u32) -> bool) {
+    /// Frees some of the cached blocks that no prompt can find, see above; `is_promised` tells of the link to a
+    /// block whether its bytes are on their way.
+    pub(crate) fn cut_off(&mut self, is_promised: impl Fn(u64) -> bool) {
         let evictions = self.device().evictions() + self.host().evictions();
         let looks = (evictions - std::mem::replace(&mut self.chains.evictions, evictions)) * LOOKS;
         let known = [self.device().known(), self.host().known()];
@@ -106,15 +106,15 @@ impl Tiers {
             let block = (tier, BlockId(u32::try_from(id).unwrap_or(u32::MAX)));
             let parent = self.parent(block);
             let is_cached = parent != 0 && self.block(block).state() == BlockState::Cached;
-            if is_cached && self.find_tag(parent).next().is_none() && !is_promised(parent) {
+            if is_cached && self.find_link(parent).next().is_none() && !is_promised(parent) {
                 self.drop_cached(block);
             }
         }
     }
 
     /// Number of cached blocks of device and host that no prompt can find: a block before them is neither cached nor
-    /// promised. `promised` are the tags of keys on their way, and of those before them. The time grows with the tiers.
-    pub(crate) fn num_unfindable(&self, promised: impl Iterator<Item = (u32, u32)>) -> usize {
+    /// promised. `promised` are the links to blocks on their way, and to those before them. The time grows with the tiers.
+    pub(crate) fn num_unfindable(&self, promised: impl Iterator<Item = (u64, u64)>) -> usize {
         if !self.chains.are_followed {
             return 0;
         }
@@ -125,22 +125,22 @@ impl Tiers {
             })
         };
         let is_keyless = |(tier, block): TierBlock| tier == Tier::Device && self.device().is_keyless(block);
-        let mut parents: HashMap<u32, u32> = promised.collect();
+        let link = |(tier, block): TierBlock| self.pool(tier).key(block).map_or(0, |key| key.link());
+        let mut parents: HashMap<u64, u64> = promised.collect();
         let keyed = published().filter(|&block| !is_keyless(block));
-        parents.extend(keyed.map(|block| (self.block(block).tag(), self.parent(block))));
+        parents.extend(keyed.map(|block| (link(block), self.parent(block))));
         let mut found = HashMap::from([(0, true)]);
         let mut path = Vec::new();
-        let mut is_found = |mut tag: u32| {
-            // Tags may coincide, and so lead in a circle; such a block counts as found.
-            while !found.contains_key(&tag) && parents.contains_key(&tag) && path.len() <= parents.len() {
-                path.push(tag);
-                tag = parents[&tag];
+        let mut is_found = |mut link: u64| {
+            while !found.contains_key(&link) && parents.contains_key(&link) {
+                path.push(link);
+                link = parents[&link];
             }
-            let is_whole = found.get(&tag).copied().unwrap_or(path.len() > parents.len());
-            found.extend(path.drain(..).map(|tag| (tag, is_whole)));
+            let is_whole = found.get(&link).copied().unwrap_or(false);
+            found.extend(path.drain(..).map(|link| (link, is_whole)));
             is_whole
         };
-        let tag = |block| if is_keyless(block) { self.parent(block) } else { self.block(block).tag() };
-        published().filter(|&block| self.block(block).state() == BlockState::Cached && !is_found(tag(block))).count()
+        let by = |block| if is_keyless(block) { self.parent(block) } else { link(block) };
+        published().filter(|&block| self.block(block).state() == BlockState::Cached && !is_found(by(block))).count()
     }
 }

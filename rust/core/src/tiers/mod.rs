@@ -410,7 +410,7 @@ impl Tiers {
             self.assign_to_tenant(anchor, blocks);
             return;
         }
-        let before = self.device().block(anchor).tag();
+        let before = self.device().key(anchor).map_or(0, |key| key.link());
         for (at, &block) in blocks.iter().enumerate() {
             let is_new = self.pools[0].add_keyless(block, key(at));
             if self.keeps_host_copies() && self.device().is_keyless(block) {
@@ -718,7 +718,7 @@ impl Tiers {
             memory::require_items::<PublishedEvent>(blocks.saturating_mul(2))?;
         }
         if self.keeps_host_copies() {
-            memory::require_items::<u32>(blocks.saturating_mul(2))?; // the tag of the block before each
+            memory::require_items::<u64>(blocks.saturating_mul(2))?; // the link to the block before each
         }
         self.pools[0].resize(blocks);
         self.unlink_orphans(Tier::Device);

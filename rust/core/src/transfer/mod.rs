@@ -213,11 +213,11 @@ impl Transfers {
         self.submitted.get_mut(&ticket)?.publishes_mut()
     }
 
-    /// Tags of the keys that open tickets will publish, and of those before them.
-    pub(crate) fn promised(&self) -> impl Iterator<Item = (u32, u32)> {
+    /// Links to the blocks that open tickets will publish, and to those before them.
+    pub(crate) fn promised(&self) -> impl Iterator<Item = (u64, u64)> {
         let pending = self.all().flat_map(|(_, ticket)| ticket.publishes()).map(|pending| pending.identity);
         let moved = self.all().flat_map(|(_, ticket)| ticket.rehomes()).map(|rehome| rehome.identity);
-        pending.chain(moved).map(|identity| (identity.key.tag(), identity.parent))
+        pending.chain(moved).map(|identity| (identity.key.link(), identity.parent))
     }
 
     /// Closes a submitted ticket.

@@ -75,11 +75,11 @@ impl Missing {
         self.ahead.map_or_else(|| self.chain.export_of(self.mark), |ahead| ahead.own.1)
     }
 
-    /// Tag of the key of the block that it hangs on, 0 for none.
-    fn parent(&self) -> u32 {
+    /// Link to the block that it hangs on, 0 for none.
+    fn parent(&self) -> u64 {
         let own = || self.hangs_on.map(|chain| chain.key().of_group(self.anchor));
         let ahead = self.ahead.map(|ahead| ahead.hangs_on.map(|(key, _)| key));
-        ahead.unwrap_or_else(own).map_or(0, |key| key.tag())
+        ahead.unwrap_or_else(own).map_or(0, |key| key.link())
     }
 
     /// Key of that block in the store, zeros for none.
@@ -149,10 +149,10 @@ impl StoreJobs {
         self.loading.contains(key)
     }
 
-    /// Tags of the keys that loads are bringing, and of those before them.
-    pub(crate) fn promised(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+    /// Links to the blocks that loads are bringing, and to those before them.
+    pub(crate) fn promised(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let missing = self.loads.values().flat_map(|load| load.targets.iter().map(|(_, missing)| missing));
-        missing.map(|missing| (missing.key().tag(), missing.parent()))
+        missing.map(|missing| (missing.key().link(), missing.parent()))
     }
 
     /// Number of blocks promised to waiting prompts that no load has taken yet.

@@ -51,12 +51,6 @@ impl PrefixCache {
         if let Some(anchor) = both.unfindable().first() {
             return Some(format!("block {anchor} has a point behind it that no prompt can find"));
         }
-        // Of two anchors with one tag, one may count what is behind the other: that costs hits, in large caches only.
-        let mut tags = HashSet::new();
-        let keyed = (0..).map(BlockId).take(points.reasons.len()).filter(|block| both.has_key(*block));
-        if !keyed.filter_map(|block| both.index.key(block)).all(|key: &Key| tags.insert(key.tag())) {
-            return None;
-        }
         let counted = both.counted();
         let wrong = (0..)
             .map(BlockId)

@@ -61,8 +61,8 @@ pub(crate) struct Points {
     companions: usize,
     /// Every anchor is a point without a tail: no group leaves blocks behind.
     is_dense: bool,
-    /// By anchor: the tag of the key of the one before it, 0 for the first.
-    parents: Vec<u32>,
+    /// By anchor: the link to the one before it, 0 for the first.
+    parents: Vec<u64>,
     /// By anchor: why it is kept.
     reasons: Vec<u32>,
     /// By block: the points and anchors that it hangs on.
@@ -113,7 +113,7 @@ impl Points {
     }
 
     /// Memory of one block.
-    pub(crate) const BYTES: usize = 4 * size_of::<u32>() + 8;
+    pub(crate) const BYTES: usize = 5 * size_of::<u32>() + 8;
 
     #[inline]
     fn reasons(&self, block: BlockId) -> u32 {
@@ -325,7 +325,7 @@ impl Both<'_> {
     fn parent(&self, anchor: BlockId) -> Result<Option<BlockId>, ()> {
         match self.points.parents[anchor.index()] {
             0 => Ok(None),
-            tag => self.index.find_tag(tag).map(Some).ok_or(()),
+            link => self.index.find_link(link).map(Some).ok_or(()),
         }
     }
 
@@ -504,17 +504,17 @@ impl PrefixCache {
         }
     }
 
-    /// Notes the tag of the key of the block before a published one, 0 for the first.
+    /// Notes the link to the block before a published one, 0 for the first.
     #[inline]
-    pub(crate) fn set_parent(&mut self, anchor: BlockId, parent: u32) {
+    pub(crate) fn set_parent(&mut self, anchor: BlockId, parent: u64) {
         if let Some(points) = self.points.as_deref_mut() {
             points.know(anchor);
             points.parents[anchor.index()] = parent;
         }
     }
 
-    /// The tag of the key of the block before one; 0 for the first, and without points.
-    pub(crate) fn parent(&self, anchor: BlockId) -> u32 {
+    /// Link to the block before one; 0 for the first, and without points.
+    pub(crate) fn parent(&self, anchor: BlockId) -> u64 {
         self.points().and_then(|points| points.parents.get(anchor.index())).copied().unwrap_or(0)
     }
 
@@ -732,9 +732,10 @@ impl PrefixCache {
             }
             points.bundles.insert(to, bundle);
         }
-        for list in [&mut points.parents, &mut points.reasons, &mut points.owners] {
+        for list in [&mut points.reasons, &mut points.owners] {
             list[to_at] = std::mem::take(&mut list[from_at]);
         }
+        points.parents[to_at] = std::mem::take(&mut points.parents[from_at]);
         points.leaving.staying.iter_mut().filter(|block| **block == from).for_each(|block| *block = to);
         for set in [&mut points.keyless, &mut points.departing, &mut points.followers] {
             if set.remove(from) {
@@ -776,7 +777,7 @@ mod tests {
                 cache.add_companions(block, &[companion]);
                 cache.enqueue(block);
                 cache.enqueue(companion);
-                parent = key.tag();
+                parent = key.link();
             }
         }
         cache

@@ -37,8 +37,7 @@ impl Both<'_> {
                     break known;
                 }
                 path.push(at);
-                // Tags may coincide, and so lead in a circle.
-                if path.len() > self.points.reasons.len() || self.points.companions(at).is_none() {
+                if self.points.companions(at).is_none() {
                     break false;
                 }
                 match self.parent(at) {

@@ -224,6 +224,8 @@ pub(super) struct Match<'a> {
     pub(super) hits: usize,
     /// First blocks up to where the prompt parts from another, see [`Start`].
     pub(super) run: usize,
+    /// Whether a point at an interval served it, or would have.
+    pub(super) parts: bool,
     /// The first group's table, and those of the others.
     found: Vec<BlockId>,
     others: Vec<Vec<BlockId>>,
@@ -249,6 +251,7 @@ impl Match<'_> {
             tenant: self.tenant,
             hits: 0,
             run: 0,
+            parts: self.parts,
             found: Vec::new(),
             others: none(&self.others),
             tails: Vec::new(),
@@ -511,22 +514,22 @@ impl Sequences {
             })?),
         };
         let keys = if self.groups.ahead() > 0 { self.look_ahead(prompt, keys) } else { keys };
-        let (mut hits, mut run, others, mut tails) = if alone {
+        let (mut hits, mut run, parts, others, mut tails) = if alone {
             // Hashing already looked up each block except the last, up to the first missing one.
             let end = if prompt.hashed.is_some() || found.len() + 1 == limit { limit } else { found.len() };
             let rest = found.len()..end;
             found.extend(keys.keys[rest].iter().map_while(|key| view.tiers.device().find(key)));
-            (found.len(), found.len(), Vec::new(), Vec::new())
+            (found.len(), found.len(), false, Vec::new(), Vec::new())
         } else {
             let start = self.find_groups(view, &keys.found_by()[..limit], prompt.tokens.len());
             let below = if host { self.find_below(view, &keys.found_by()[..limit], batch, &start) } else { None };
-            if let Some(Below { hits, run, tables }) = below {
-                (hits, run, vec![Vec::new(); tables.len() - 1], tables)
+            if let Some(Below { hits, run, parts, tables }) = below {
+                (hits, run, parts, vec![Vec::new(); tables.len() - 1], tables)
             } else {
-                let Start { hits, run, mut tables } = start;
+                let Start { hits, run, parts, mut tables } = start;
                 let others = tables.split_off(1);
                 found = tables.pop().unwrap_or_default();
-                (hits, run, others, Vec::new())
+                (hits, run, parts, others, Vec::new())
             }
         };
         if alone && host {
@@ -540,6 +543,7 @@ impl Sequences {
             tenant: view.tiers.tenant_of(&prompt.spec),
             hits,
             run,
+            parts,
             found,
             others,
             tails,
@@ -558,7 +562,7 @@ impl Sequences {
     /// Where chunks of a prompt end besides its end: at the points for which a state is kept.
     pub(super) fn chunk_ends(&self, view: View<'_>, found: &Match<'_>, cached: u32, length: u32) -> Vec<u32> {
         let ends = found.keeps_points && self.keeps_states(view);
-        if ends { self.due_points(cached, found.run, length) } else { Vec::new() }
+        if ends { self.due_points(view, (found.run, found.parts), cached, length) } else { Vec::new() }
     }
 
     /// Number of tokens in a prompt's sequence that are cached, and of all once it is opened.
@@ -598,9 +602,16 @@ impl Sequences {
     ) -> (SequenceId, u32) {
         let (cached, length) = self.opened(step.view(), prompt, &found, chunk);
         let on_device = found.on_device();
-        let Match { keys, tenant, hits, run, mut found, mut others, tails, keeps_points } = found;
         let all = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
-        let mut due = if keeps_points { self.due_points(cached, run, all) } else { Vec::new() };
+        let mut due = if found.keeps_points {
+            self.due_points(step.view(), (found.run, found.parts), cached, all)
+        } else {
+            Vec::new()
+        };
+        if found.parts {
+            self.note_parting(step.view());
+        }
+        let Match { keys, tenant, hits, run, mut found, mut others, tails, .. } = found;
         if on_device < hits && self.groups.has_nulls() {
             due.insert(0, cached); // the device gets the point, too
         }
