@@ -1,12 +1,14 @@
 """`--fit`: the run's own limits, and bounds from the hardware."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.tools import cli
+from blockyard.tools.replay.step_time import EngineLimits, LinearStepTime
 
 STEP = {"arrival_time": 0.0, "queued_ts": 1.0, "scheduled_ts": 1.0, "first_token_ts": 1.1, "last_token_ts": 2.0}
 CONFIG = {
@@ -35,8 +37,22 @@ def fitted(run: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[i
 
 def test_a_fit_without_the_runs_number_of_blocks_is_refused(run: Path, capsys: pytest.CaptureFixture[str]):
     code, error = fitted(run, capsys)
-    assert (code, "no meta.json beside it with num_gpu_blocks" in error) == (2, True)
+    assert (code, error.startswith("blockyard: --fit needs --fit-blocks: ")) == (2, True)
     assert fitted(run, capsys, "--fit-blocks", "40")[0] == 0
+
+
+@pytest.mark.parametrize("command", ["replay", "plan"])
+def test_a_fit_is_printed(command: str, run: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = [command, str(run), "--fit", str(run), "--fit-blocks", "40", "--device-blocks", "40", "--jobs", "1"]
+    assert cli.main(arguments) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step time: "))
+    assert cli.main([*arguments, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["step_time"]
+    fitted = LinearStepTime.fit_requests(run, EngineLimits(40))
+    condition = found.pop("condition")
+    assert found == asdict(fitted)
+    assert line == f"step time: {fitted}; fitted, condition {condition:.3g}"
+    assert condition > 1
 
 
 def test_a_fit_takes_the_number_of_blocks_from_the_file_beside_the_run(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -58,5 +74,8 @@ def test_the_hardware_bounds_a_fit(run: Path, capsys: pytest.CaptureFixture[str]
         assert fitted(run, capsys, *config, "--tensor-parallel-size", str(gpus)) == (2, "blockyard: enough\n")
         weights = 2 * (10 * 7 * 1000 * 1000 + 1000 * 10000)  # bytes: 10 layers, and the output embedding
         assert bounds[-1] == pytest.approx((weights / 1e9 / gpus, 0, 0, 2 * 2 * 10 * 1000 / 1e9 / gpus))
+    (run.parent / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": {"bits": 4}}), "utf-8")
+    code, error = fitted(run, capsys, *config)
+    assert (code, "--device-bandwidth has no use with this model: config has quantization_config" in error) == (2, True)
     code, error = fitted(run, capsys, *config[:4])
     assert (code, "--device-bandwidth needs --model-config" in error) == (2, True)

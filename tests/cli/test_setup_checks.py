@@ -98,7 +98,7 @@ def test_an_engine_that_is_not_installed_fails(capsys: pytest.CaptureFixture[str
     assert [check["name"] for check in checks[-2:]] == ["shared_memory", "engine"]
     assert checks[-1]["found"] == "vllm is not installed for this Python"
     assert cli.main(["doctor", "--config", "file.json"]) == 2
-    assert "--config is given without --engine" in capsys.readouterr().err
+    assert "--config has no effect without --engine" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -89,4 +89,4 @@ def test_an_option_that_a_command_does_not_read_is_refused_by_name(
         more = [f"--no-{option}"] if value is None else [f"--{option}", *([files.get(value, value)] if value else [])]
         words = [word for word in arguments if word not in {"--", "true"}]
         assert cli.main([*words, *more]) == 2
-        assert capsys.readouterr().err.startswith(f"blockyard: {more[0]} is given with")
+        assert capsys.readouterr().err.startswith(f"blockyard: {more[0]} has no effect with")

@@ -14,7 +14,7 @@ from blockyard import KVCache, KVLayout, PrefixCaching
 from blockyard.errors import InvalidArgumentError
 from blockyard.tools.cli import main
 from blockyard.tools.replay.engine import EngineOptions
-from blockyard.tools.replay.plan import GIB, Plan, Prices, make_plan
+from blockyard.tools.replay.plan import GIB, Plan, Prices, _marked, _recommend, make_plan
 from blockyard.tools.replay.step_time import LinearStepTime
 from blockyard.tools.replay.traffic import part_of, redraw_arrivals, spread_by_prefix
 from blockyard.traces import TraceRequest
@@ -185,19 +185,60 @@ def test_the_scheduler_to_paste_is_the_one_that_was_replayed():
     assert paste.vllm == f"vllm serve MODEL --kv-cache-dtype fp8 {flags}"
 
 
+def test_refused_requests_come_first_and_choices_that_refuse_more_are_not_recommended():
+    long = [TraceRequest(0.0, 400, 2, tuple(range(1000 + at, 1100 + at)), 4.0) for at in range(0, 300, 100)]
+    options: Any = {"host_gib": (0,), "preemption_modes": ("swap",)}
+    found = make_plan([*ROWS, *long], ENGINE, STEP, PRICES, **options)
+    assert found.sentence().startswith("3 of 363 requests need more blocks than the device has; ")
+    assert "Take no host memory" in found.sentence()
+    assert plan(**options).sentence().startswith("Take no host memory")
+    slow = make_plan([*ROWS, *long], ENGINE, STEP, PRICES, max_ttft=1e-6, **options)
+    assert slow.sentence().startswith("3 of 363 requests need more blocks")
+    (most,), (all_served,) = found.choices, plan(host_gib=(8,), preemption_modes=("swap",)).choices
+    assert _recommend([most, all_served], float("inf")) is all_served  # though it is dearer
+    marked, chosen = _marked([most, all_served], all_served)
+    assert most.per_million_tokens < all_served.per_million_tokens
+    assert [choice.is_best for choice in marked] == [False, True]
+    assert chosen is marked[1]
+
+
 def test_host_memory_beyond_the_knee_is_called_superfluous():
-    assert (
-        "Host memory beyond 2 GiB saves less than 5 % of the time"
-        in plan(host_gib=(0, 2, 2.01), preemption_modes=("swap",)).sentence()
+    found = plan(host_gib=(0, 2, 2.01), preemption_modes=("swap",))
+    assert found.sentence().endswith(
+        " Host memory beyond 2 GiB saves less than 5 % of the engines' busy time."
+        " Host memory beyond 2 GiB saves less than 5 % of the time to first token (90 %)."
     )
 
 
-def write(folder: Path) -> Path:
+def test_first_tokens_may_need_more_host_memory_than_the_busy_time():
+    choices = []
+    for choice in plan(host_gib=(0, 1, 2), preemption_modes=("swap",)).choices:
+        (run,) = choice.runs
+        wait = {0: 3.0, 1: 2.0, 2: 1.0}[round(choice.host_gib)]
+        choices.append(replace(choice, runs=(replace(run, busy_seconds=9.0, first_token=run.arrival + wait),)))
+    found = Plan(choices, choices[0], float("inf"))
+    assert found.sentence().endswith(
+        " Host memory saves less than 5 % of the engines' busy time."
+        " Host memory up to 2 GiB, the most tried, still saves 5 % of the time to first token (90 %)."
+    )
+
+
+def test_sizes_are_rounded_in_text_and_configuration():
+    (choice,) = plan(host_gib=(1.999,), store_gib=(127.999,), preemption_modes=("swap",)).choices
+    found = Plan([choice], choice, float("inf"))
+    assert choice.host_gib != 2
+    assert "Take 1.99 GiB of host memory, a store of 128 GiB" in found.sentence()
+    vllm = found.configuration().kv_transfer_config
+    assert vllm is not None
+    assert vllm["kv_connector_extra_config"]["host_bytes"] == "1.99GiB"
+
+
+def write(folder: Path, rows: list[TraceRequest] = ROWS) -> Path:
     path = folder / "rows.jsonl"
     lines = [
-        {"timestamp": row.arrival * 1e3, "input_length": 25, "output_length": 2, "hash_ids": list(row.hash_ids)}
-        | {"block_size": 4}
-        for row in ROWS
+        {"timestamp": row.arrival * 1e3, "input_length": row.input_tokens, "output_length": 2}
+        | {"hash_ids": list(row.hash_ids), "block_size": 4}
+        for row in rows
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
@@ -220,6 +261,39 @@ def test_the_command_prints_choices_recommendation_and_configuration(
     assert main([*command, "--max-ttft", "1e-6", "-q"]) == 1
 
 
+def test_the_command_shows_refused_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rows = [*ROWS, replace(ROWS[-1], input_tokens=400, hash_ids=tuple(range(100)))]
+    options = "--device-blocks 60 --block-size 4 --host-gib 0 --store-gib 0 --jobs 1 --step-time 0.01,1e-3,0,0"
+    page = tmp_path / "page.html"
+    assert main(["plan", str(write(tmp_path, rows)), *options.split(), "--html", str(page)]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[3].split()[-1] == "refused"
+    assert text.splitlines()[4].split()[-2:] == ["1", "*"]
+    assert "1 of 361 requests need more blocks than the device has" in text
+    assert "1 of 361 requests need more blocks than the device has" in page.read_text()
+
+
+def test_the_reports_say_how_many_sessions_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    trace = write(tmp_path)
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    trace.write_text("\n".join(json.dumps(row | {"session": at // 20 % 18}) for at, row in enumerate(rows)))
+    options = [str(trace), "--first", "80", "--device-blocks", "60", "--block-size", "4", "--jobs", "1"]
+    step_time = ["--step-time", "0.01,1e-3,0,0", "--sessions"]
+    for command, count in (("plan", "9"), ("replay", "5")):
+        more = ["--host-gib", "0", "--store-gib", "0"] if command == "plan" else []
+        assert main([command, *options, *more, *step_time, count]) == 0
+        assert capsys.readouterr().out.startswith("rows.jsonl: 80 requests of 4 sessions")
+        assert caplog.messages == [f"--sessions is {count}, but {trace} has 4 sessions: all run at once"]
+        caplog.clear()
+        assert main([command, *options, *more, *step_time, "4"]) == 0
+        assert not caplog.messages
+        capsys.readouterr()
+    assert main(["replay", *options]) == 0
+    assert capsys.readouterr().out.startswith("rows.jsonl: 80 requests of 4 sessions, ")
+
+
 def test_weights_and_cache_must_fit_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = "--block-size 4 --bytes-per-token 2684354 --host-gib 0 --store-gib 0 --jobs 1 --weights-gib 1"
     command = ["plan", str(write(tmp_path)), *options.split(), "--step-time", "0.01,1e-3,0,0", "--memory-gib", "2"]
@@ -230,6 +304,17 @@ def test_weights_and_cache_must_fit_the_machine(tmp_path: Path, capsys: pytest.C
     assert "leaves 0.8 GiB beside 1 GiB of weights; 90 blocks take 0.9 GiB" in capsys.readouterr().err
     assert main([*command[:-4], "--step-time", "0.01,1e-3,0,0", "--memory-gib", "2", "--weights-gib", "2"]) == 2
     assert "a block takes room, too" in capsys.readouterr().err
+
+
+def test_a_model_whose_weights_are_not_known_needs_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = tmp_path / "config.json"
+    shape = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 9}
+    config.write_text(json.dumps(shape | {"quantization_config": {"bits": 4}}), "utf-8")
+    options = f"--step-time 0.01,1e-3,0,0 --host-gib 0 --memory-gib 2 --model-config {config}"
+    assert main(["plan", str(write(tmp_path)), *options.split()]) == 2
+    assert capsys.readouterr().err.startswith(
+        "blockyard: --memory-gib needs --weights-gib with this model: config has quantization_config, whose weights"
+    )
 
 
 def test_memory_that_one_owns_costs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -250,7 +335,7 @@ def test_replay_serves_engines_where_a_step_has_a_time(tmp_path: Path, capsys: p
     command = ["replay", str(write(tmp_path)), *options.split(), "0.01,1e-3,0,0"]
     assert main([*command, "--html", str(page), "--trace-events", str(events)]) == 0
     text = capsys.readouterr().out
-    assert "rows.jsonl: times in milliseconds" in text
+    assert text.startswith("rows.jsonl: 360 requests; times in milliseconds\n")
     assert len(text.splitlines()) == 4 + 3  # title, columns, two engines, and the legend
     for column in text.splitlines()[1].split():
         assert column in {"mean", "p99"} or column in "\n".join(text.splitlines()[4:])

@@ -35,7 +35,7 @@ def weight_bytes(config: Mapping[str, Any] | str | Path, *, active: bool = False
     other = [name for name in _OTHER_SHAPES if fields.get(name)]
     other += [f"a layer of type {kind!r}" for kind in fields.get("layer_types") or () if kind not in _PLAIN][:1]
     if other:
-        raise InvalidArgumentError(f"config has {other[0]}, whose weights are not known; give their bytes yourself")
+        raise InvalidArgumentError(f"config has {other[0]}, whose weights are not known")
     hidden, layers, heads = (
         _count(fields, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
     )

@@ -147,6 +147,11 @@ def test_faults_are_read_as_they_are_printed():
     [
         (lambda: read_faults("crash:1:2"), "faults has 'crash:1:2', must be kind:engine:at:seconds"),
         (lambda: read_faults("flood:1:2:3"), "faults has the kind 'flood', must be one of lossy"),
+        (
+            lambda: simulate_fleet(0, FleetOptions(work="calls"), read_faults("crash:1:0.5:2,crash:3:1:0.5")),
+            "faults has 'crash:3:1:0.5', its engine must be from 0 to 2, or -1 for the server",
+        ),
+        (lambda: simulate_fleet(0, FleetOptions(engines=1), [Fault("gray", -2, 0.5, 2.0)]), "has 'gray:-2:0.5:2', its"),
         (lambda: FleetOptions(engines=0), "engines is 0, must be 1 to 64"),
         (lambda: FleetOptions(seconds=0.0), "seconds is 0.0, must be over 0"),
         (lambda: FleetOptions(model="moe"), "model is 'moe', must be one of full, window, states, hybrid"),

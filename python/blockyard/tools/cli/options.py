@@ -284,7 +284,8 @@ def _add_simulate(commands: Any) -> None:
     which.add_argument(
         "--replay",
         metavar="FAULTS",
-        help="run one seed with exactly these faults, in the form that a failure prints, or with none",
+        help="run one seed with exactly these faults, as a failure prints them: kind:engine:at:seconds, separated by "
+        "commas; engines count from 0, and -1 is the server; or with none",
     )
     _add_picture_options(command, html=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final, TextIO
 
@@ -15,7 +15,7 @@ from blockyard.progress import show_progress
 from blockyard.tools.cli import pictures, replays
 from blockyard.tools.cli.result import EXIT_OK, EXIT_WRONG, Result
 from blockyard.tools.replay.engine import EngineOptions
-from blockyard.tools.replay.plan import GIB, Choice, Plan, Prices, make_plan
+from blockyard.tools.replay.plan import GIB, Choice, Plan, Prices, gib_text, make_plan
 from blockyard.tools.replay.sweep import open_executor
 
 __all__ = ["plan"]
@@ -53,10 +53,13 @@ def plan(options: argparse.Namespace) -> Result:
         )
     shown = found.recommended or min(found.choices, key=lambda choice: choice.ttft)
     timeline = replays.timeline_of(options, requests, shown.options, step_time)
-    facts = {"trace": options.trace.name, "step time": str(step_time), "recommendation": found.sentence()}
+    trace = f"{options.trace.name}: {replays.count_of(requests)}"
+    facts = {"trace": trace, "step time": str(step_time), "recommendation": found.sentence()}
     files = pictures.files_of(options, f"Plan for {options.trace.name}", timeline, facts, partial(_draw, found))
     code = EXIT_WRONG if found.recommended is None else EXIT_OK
-    return Result({"trace": str(options.trace)} | found.as_dict(), partial(_show, found), code, files=files)
+    data = {"trace": str(options.trace), "step_time": asdict(step_time)} | found.as_dict()
+    heads = [trace] + [f"step time: {step_time}"] * isinstance(step_time, replays.FittedStepTime)
+    return Result(data, partial(_show, found, heads), code, files=files)
 
 
 def _store_gib(options: argparse.Namespace, engine: EngineOptions) -> Sequence[float]:
@@ -85,7 +88,10 @@ def _device_blocks(options: argparse.Namespace, size: int) -> int:
     if options.model_config is None and options.weights_gib is None:
         raise InvalidArgumentError("--memory-gib needs --model-config or --weights-gib: what do the weights take?")
     weights = options.weights_gib
-    weights = weight_bytes(options.model_config) if weights is None else weights * GIB
+    try:
+        weights = weight_bytes(options.model_config) if weights is None else weights * GIB
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--memory-gib needs --weights-gib with this model: {error}") from None
     room = options.memory_gib * GIB * options.memory_utilization * options.tensor_parallel_size - weights
     fit = int(room // size)
     if fit < 1 or (blocks or 0) > fit:
@@ -126,36 +132,39 @@ def _name(choice: Choice, found: Plan) -> str:
 
 
 def _parts(choice: Choice) -> tuple[str, ...]:
-    sizes = (f"{choice.engines} engines", f"{choice.host_gib:g} GiB host", f"{choice.store_gib:g} GiB store")
-    return (*sizes, choice.options.eviction, choice.options.preemption_mode)
+    sizes = (f"{gib_text(choice.host_gib)} GiB host", f"{gib_text(choice.store_gib)} GiB store")
+    return (f"{choice.engines} engines", *sizes, choice.options.eviction, choice.options.preemption_mode)
 
 
 _LEGEND: Final = (
     "engines: engines that share the trace; host, store: GiB of each engine; preempt: how a sequence is preempted",
     "hits: share of the prompts' tokens that were cached; TTFT: 90 % of first tokens are within it; TPOT: per token",
     "hour: price of all engines; million: cost of a million generated tokens; *: no other choice is cheaper and faster",
+    "refused: requests that need more blocks than the device has; the other columns leave them out",
 )
 
 
-def _show(found: Plan, stream: TextIO) -> None:
+def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
+    print("\n".join(heads), file=stream)
     device = found.choices[0].options
     size = device.device_blocks * device.bytes_per_block / GIB
     tokens = device.device_blocks * device.block_size
     print(
         f"device of an engine: {device.device_blocks} blocks of {device.block_size} tokens = {tokens} tokens = "
-        f"{size:.3g} GiB\n\nengines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million",
+        f"{size:.3g} GiB\n\nengines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million "
+        "refused",
         file=stream,
     )
     for choice in found.choices:
         served, options = choice.served, choice.options
         tpot = served.times.tpot
         policy = options.eviction if found.has_prefixes else "-"
-        sizes = (
-            f"{choice.engines:>7} {choice.host_gib:>5g} {choice.store_gib:>5g} {policy:<8} {options.preemption_mode:<9}"
-        )
+        host, store = gib_text(choice.host_gib), gib_text(choice.store_gib)
+        sizes = f"{choice.engines:>7} {host:>5} {store:>5} {policy:<8} {options.preemption_mode:<9}"
         times = f"{served.times.hit_rate:>6.1%} {choice.ttft:>10.3f} {tpot.mean() * 1e3 if len(tpot) else 0:>8.1f}"
         mark = " *" if choice.is_best else ""
-        print(f"{sizes} {times} {choice.per_hour:>8.3f} {choice.per_million_tokens:>10.4f}{mark}", file=stream)
+        costs = f"{choice.per_hour:>8.3f} {choice.per_million_tokens:>10.4f}"
+        print(f"{sizes} {times} {costs} {choice.refused or '':>7}{mark}".rstrip(), file=stream)
     print("\n".join(("", *_LEGEND, "", found.sentence())), file=stream)
     if found.recommended is not None:
         paste = found.configuration()

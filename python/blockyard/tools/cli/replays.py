@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -33,6 +34,7 @@ from blockyard.traces import TraceRequest, read_groups, read_trace
 
 __all__ = [
     "bytes_per_block",
+    "count_of",
     "engine_of",
     "memory_of_cache",
     "modes_of",
@@ -43,11 +45,27 @@ __all__ = [
     "timeline_of",
 ]
 
+_log = logging.getLogger("blockyard.tools.replay")
+
 _MILLISECONDS: Final = 1e3
 _MIB: Final = 1 << 20
 _ENOUGH: Final = 0.9
 """Share of a policy's most hits from which on a larger cache is said to bring little."""
 _BYTES_PER_TOKEN: Final = 131072  # of Llama-3.1-8B in bfloat16
+
+
+@dataclass(frozen=True)
+class FittedStepTime(LinearStepTime):
+    """Step times fitted to a run.
+
+    Attributes:
+        condition: how much an error of the recorded times can grow in the four numbers, at least 1.
+    """
+
+    condition: float
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; fitted, condition {self.condition:.3g}"
 
 
 def replay(options: argparse.Namespace) -> Result:
@@ -80,31 +98,44 @@ def requests_of(path: Path, options: argparse.Namespace, *, hints: bool = False)
     return requests
 
 
-def step_time_of(options: argparse.Namespace) -> StepTime | None:
+def count_of(requests: Sequence[TraceRequest]) -> str:
+    """Return the number of requests, and of sessions if the trace knows them, in words."""
+    sessions = {request.session for request in requests} - {None}
+    return f"{len(requests)} requests" + (f" of {len(sessions)} sessions" if sessions else "")
+
+
+def step_time_of(options: argparse.Namespace) -> LinearStepTime | None:
     """Return the step times that the options ask for, or None."""
     if options.fit is not None:
         return _fit(options)
     return None if options.step_time is None else LinearStepTime(*options.step_time)
 
 
-def _fit(options: argparse.Namespace) -> LinearStepTime:
+def _fit(options: argparse.Namespace) -> FittedStepTime:
     """Fit step times to a run of an engine, whose limits are in the `meta.json` beside it."""
-    limits = EngineLimits.of_run(
-        options.fit,
-        num_blocks=options.fit_blocks,
-        block_size=options.block_size,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-    )
+    try:
+        limits = EngineLimits.of_run(
+            options.fit,
+            num_blocks=options.fit_blocks,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+        )
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--fit needs --fit-blocks: {error}") from None
     bounds = (0.0, 0.0, 0.0, 0.0)
     if options.device_bandwidth is not None:
         if options.model_config is None:
             raise InvalidArgumentError("--device-bandwidth needs --model-config, a model's config.json")
         token = _memory_of(options).bytes_per_token
         bandwidth = options.device_bandwidth * 1e9 * options.tensor_parallel_size
-        bounds = lower_bounds(weight_bytes(options.model_config, active=True), token, bandwidth)
+        try:
+            weights = weight_bytes(options.model_config, active=True)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"--device-bandwidth has no use with this model: {error}") from None
+        bounds = lower_bounds(weights, token, bandwidth)
     fit = fit_run(EngineRun.read(options.fit), limits, LinearStepTime, at_least=bounds)
-    return LinearStepTime(*fit.numbers)
+    return FittedStepTime(*(*fit.numbers, fit.condition))
 
 
 # ---- hits ----
@@ -114,12 +145,14 @@ class _HitReport(NamedTuple):
     """What caches of many sizes and policies find of a trace.
 
     Attributes:
+        requests: how many requests and sessions there are, in words.
         block_bytes: bytes of a block of the cache.
         hybrid: of a model with windows or states.
         bytes_by_kind: what a request of the trace's mean length caches, by kind of layer; of such a model.
     """
 
     path: Path
+    requests: str
     trace: PackedTrace
     points: list[Point]
     block_bytes: int
@@ -172,15 +205,15 @@ def _hits(
         ]
         mean = int((trace.input_tokens + trace.output_tokens).mean())
         by_kind = _bytes_by_kind(options, hybrid, mean, trace.block_tokens) if hybrid else {}
-        reports.append(_HitReport(path, trace, points, size, hybrid, by_kind))
+        reports.append(_HitReport(path, count_of(requests), trace, points, size, hybrid, by_kind))
 
     def show(stream: TextIO) -> None:
         for report in reports:
             _show_hits(report, options.block_size, stream)
 
     facts: dict[str, object] = {
-        path.name: f"{len(trace)} requests, {trace.num_distinct} distinct blocks of {trace.block_tokens} tokens"
-        for path, trace, *_ in reports
+        path.name: f"{count}, {trace.num_distinct} distinct blocks of {trace.block_tokens} tokens"
+        for path, count, trace, *_ in reports
     }
     files = pictures.files_of(options, "Hits over capacity", None, facts, partial(_draw_hits, reports))
     found = [report.as_dict(options.block_size) for report in reports]
@@ -189,7 +222,7 @@ def _hits(
 
 def _draw_hits(reports: Sequence[_HitReport], drawing: Any) -> dict[str, object]:
     figures = {}
-    for path, _, points, *_ in reports:
+    for path, _, _, points, *_ in reports:
         curves: dict[str, list[tuple[float, float]]] = {}
         for point in points:
             name = f"{point.policy}, {point.host_blocks} host blocks" if point.host_blocks else point.policy
@@ -316,9 +349,9 @@ _HITS_LEGEND: Final = (
 
 
 def _show_hits(report: _HitReport, block_size: int, stream: TextIO) -> None:
-    path, trace, points, block_bytes, hybrid, by_kind = report
+    path, count, trace, points, block_bytes, hybrid, by_kind = report
     print(
-        f"{path.name}: {len(trace)} requests, {len(trace.blocks)} blocks of {trace.block_tokens} tokens, "
+        f"{path.name}: {count}, {len(trace.blocks)} blocks of {trace.block_tokens} tokens, "
         f"{trace.num_distinct} distinct; a block of the cache has {block_size} tokens, {block_bytes} bytes",
         file=stream,
     )
@@ -376,7 +409,7 @@ def _way(point: Point, hits: dict[tuple[int, str], int]) -> str:
 def _times(
     options: argparse.Namespace,
     traces: Sequence[tuple[Path, list[TraceRequest]]],
-    step_time: StepTime,
+    step_time: LinearStepTime,
     executor: Executor | None,
     view: Progress,
 ) -> Result:
@@ -387,14 +420,16 @@ def _times(
         reports.append((path, serve_all(requests, engines, step_time, executor=executor, show=show_done)))
 
     def show(stream: TextIO) -> None:
-        for path, engines in reports:
-            _show_times(path, engines, stream)
+        if isinstance(step_time, FittedStepTime):
+            print(f"step time: {step_time}", file=stream)
+        for (path, engines), (_, requests) in zip(reports, traces, strict=True):
+            _show_times(f"{path.name}: {count_of(requests)}", engines, stream)
 
     found = [{"trace": str(path), "engines": [engine.as_dict() for engine in engines]} for path, engines in reports]
     timeline = timeline_of(options, traces[0][1], reports[0][1][0].options, step_time)
     facts = {"step time": str(step_time), "timeline": _name(reports[0][1][0].options)}
     files = pictures.files_of(options, "Engines in virtual time", timeline, facts, partial(_draw_times, reports))
-    return Result({"traces": found}, show, files=files)
+    return Result({"step_time": asdict(step_time), "traces": found}, show, files=files)
 
 
 def timeline_of(
@@ -432,7 +467,13 @@ def modes_of(options: argparse.Namespace) -> list[PreemptionMode]:
 
 
 def engine_of(options: argparse.Namespace, path: Path, requests: Sequence[TraceRequest]) -> EngineOptions:
-    """Return the engine that the options describe, with one device block and no tiers."""
+    """Return the engine that the options describe, with one device block and no tiers.
+
+    Warns if the trace has fewer sessions than may run at a time: the limit then has no effect.
+    """
+    sessions = {at if row.session is None else row.session for at, row in enumerate(requests)}
+    if options.sessions is not None and options.sessions > len(sessions):
+        _log.warning("--sessions is %d, but %s has %d sessions: all run at once", options.sessions, path, len(sessions))
     hybrid, size = memory_of_cache(options, path, requests, options.block_size)
     return EngineOptions(
         device_blocks=1,
@@ -492,8 +533,8 @@ _TIMES_LEGEND: Final = (
 )
 
 
-def _show_times(path: Path, engines: Sequence[Served], stream: TextIO) -> None:
-    print(f"{path.name}: times in milliseconds", file=stream)
+def _show_times(title: str, engines: Sequence[Served], stream: TextIO) -> None:
+    print(f"{title}; times in milliseconds", file=stream)
     print(
         "   device     host policy   preempt   TTFT mean      p99  TPOT mean  latency  tokens/s  hits  preempted",
         file=stream,

@@ -78,4 +78,4 @@ def refuse_unused(options: argparse.Namespace) -> None:
             default = options.default_of(name)
             if getattr(options, name) != default and is_unused(options):
                 option = f"--{'no-' if default is True else ''}{name.replace('_', '-')}"
-                raise InvalidArgumentError(f"{option} is given {when}, has no effect there")
+                raise InvalidArgumentError(f"{option} has no effect {when}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -73,6 +73,11 @@ class Choice:
     def served(self) -> Served:
         """How the trace's own arrivals were served."""
         return Served(self.options, self.runs[0])
+
+    @property
+    def refused(self) -> int:
+        """Requests that need more blocks than the device has. All times and costs leave them out."""
+        return max(run.refused for run in self.runs)
 
     @property
     def costs(self) -> tuple[float, ...]:
@@ -146,8 +151,9 @@ class Plan:
 
     Attributes:
         choices: the choices, in the order of their cost per token, and of their time to first token where it is equal.
-        recommended: the cheapest choice whose time to first token is within the limit for every seed. Of choices that
-            are not dearer for every seed, the fastest; None if none is within the limit.
+        recommended: the cheapest choice whose time to first token is within the limit for every seed, of those that
+            refuse the fewest requests. Of choices that are not dearer for every seed, the fastest; None if none is
+            within the limit.
         max_ttft: that limit in seconds; infinite without one.
         has_prefixes: whether the trace says which prompts share a beginning. If not, it says nothing about caches.
         arguments: more arguments of `vllm serve`.
@@ -161,9 +167,9 @@ class Plan:
 
     def sentence(self) -> str:
         """Return sentences that recommend a choice, and say why and what more memory would bring."""
-        about = "" if self.has_prefixes else _NO_PREFIXES
+        about = self._refusals() + ("" if self.has_prefixes else _NO_PREFIXES)
         if self.recommended is None:
-            quickest = min(self.choices, key=lambda choice: choice.ttft)
+            quickest = min(_least_refusing(self.choices), key=lambda choice: choice.ttft)
             return about + (
                 f"No choice gives 90 % of first tokens within {self.max_ttft:g} s; the fastest gives them within "
                 f"{quickest.ttft:.3g} s: {self._words(quickest)}."
@@ -177,12 +183,22 @@ class Plan:
             f"most expensive costs {highest:.3g}.{self._ties()}{self._knee()}"
         )
 
+    def _refusals(self) -> str:
+        """Return a sentence on the requests that even the best choices refuse."""
+        best = _least_refusing(self.choices)[0]
+        if not best.refused:
+            return ""
+        return (
+            f"{best.refused} of {len(best.runs[0].arrival)} requests need more blocks than the device has; "
+            "the times and costs are those of the others. "
+        )
+
     def _words(self, choice: Choice) -> str:
         options = choice.options
         engines = f"{choice.engines} engines, each with " if choice.engines > 1 else ""
         device = options.device_blocks * options.bytes_per_block / GIB
-        host = f"{choice.host_gib:g} GiB of host memory" if options.host_blocks else "no host memory"
-        store = f", a store of {choice.store_gib:g} GiB" if options.store_blocks else ""
+        host = f"{gib_text(choice.host_gib)} GiB of host memory" if options.host_blocks else "no host memory"
+        store = f", a store of {gib_text(choice.store_gib)} GiB" if options.store_blocks else ""
         policy = f", {options.eviction} eviction" if self.has_prefixes else ""
         rest = f"and {options.preemption_mode} preemption, beside {device:.3g} GiB on the device"
         return f"{engines}{host}{store}{policy} {rest}"
@@ -198,20 +214,30 @@ class Plan:
         return f" {count} as much, as far as the arrivals tell." if same else ""
 
     def _knee(self) -> str:
-        """Say from which host size on more of it saves little."""
+        """Say from which host size on more of it saves little of the busy time, and of the time to first token."""
         if (chosen := self.recommended) is None or not self.has_prefixes:
             return ""
         fixed = replace(chosen.options, host_blocks=0)
-        alike = {
-            one.host_gib: one.served.times.busy_seconds
-            for one in self.choices
+        alike = [
+            one
+            for one in _least_refusing(self.choices)
             if one.engines == chosen.engines and replace(one.options, host_blocks=0) == fixed
+        ]
+        most = max(one.host_gib for one in alike)
+        knees = {
+            "the engines' busy time": _knee_of({one.host_gib: one.served.times.busy_seconds for one in alike}),
+            "the time to first token (90 %)": _knee_of({one.host_gib: one.ttft for one in alike}),
         }
-        least = min(alike.values())
-        knee = min(size for size, busy in alike.items() if busy <= least * (1 + _KNEE))
-        if len(alike) < 2 or knee == max(alike):
+        if all(knee == most for knee in knees.values()):
             return ""
-        return f" Host memory{f' beyond {knee:g} GiB' if knee else ''} saves less than {100 * _KNEE:g} % of the time."
+        share, found = f"{100 * _KNEE:g} %", ""
+        for time, knee in knees.items():
+            if knee == most:
+                found += f" Host memory up to {gib_text(most)} GiB, the most tried, still saves {share} of {time}."
+            else:
+                beyond = f" beyond {gib_text(knee)} GiB" if knee else ""
+                found += f" Host memory{beyond} saves less than {share} of {time}."
+        return found
 
     def configuration(self) -> Configuration:
         """Return what to paste for the recommended engines.
@@ -235,11 +261,11 @@ class Plan:
         extra: dict[str, Any] = {
             "spec_module_path": "blockyard.integrations.vllm",
             "spec_name": "BlockyardSpec",
-            "host_bytes": f"{host / GIB:g}GiB",
+            "host_bytes": f"{gib_text(host / GIB)}GiB",
             "policy": options.eviction,
         }
         if store:
-            url = f"file:///var/cache/blockyard?size={store / GIB:g}GiB"
+            url = f"file:///var/cache/blockyard?size={gib_text(store / GIB)}GiB"
             lines.append(f'prefix_store="{url}", prefix_writes="{options.store_writes}", namespace=b"MODEL@REVISION"')
             extra["prefix_store"] = url
         limits = (("max_num_seqs", options.max_num_seqs), ("max_num_batched_tokens", options.max_num_batched_tokens))
@@ -376,16 +402,21 @@ def _kinds(
 def _marked(choices: Sequence[Choice], recommended: Choice | None) -> tuple[list[Choice], Choice | None]:
     """Return the choices in order of cost, then of time to first token, with the front marked; and the recommended."""
     marked, quickest, chosen = [], float("inf"), None
+    comparable = _least_refusing(choices)
     for choice in sorted(choices, key=lambda one: (float(f"{one.per_million_tokens:.6g}"), one.ttft)):
-        marked.append(replace(choice, is_best=choice.ttft < quickest))
-        quickest = min(quickest, choice.ttft)
+        is_best = choice in comparable and choice.ttft < quickest
+        marked.append(replace(choice, is_best=is_best))
+        quickest = choice.ttft if is_best else quickest
         chosen = marked[-1] if choice is recommended else chosen
     return marked, chosen
 
 
 def _recommend(choices: Sequence[Choice], max_ttft: float) -> Choice | None:
-    """Return the cheapest choice; where arrivals decide which that is, the fastest, and then the first."""
-    fitting = [choice for choice in choices if max(choice.ttfts) <= max_ttft]
+    """Return the cheapest choice; where arrivals decide which that is, the fastest, and then the first.
+
+    A choice that refuses more requests than another one does is never recommended.
+    """
+    fitting = [choice for choice in _least_refusing(choices) if max(choice.ttfts) <= max_ttft]
     if not fitting:
         return None
     cheapest = min(fitting, key=lambda choice: choice.per_million_tokens)
@@ -395,9 +426,25 @@ def _recommend(choices: Sequence[Choice], max_ttft: float) -> Choice | None:
     return next(choice for choice, seeds in pairs if any(mine <= its * (1 + _SAME) for mine, its in seeds))
 
 
+def _least_refusing(choices: Sequence[Choice]) -> list[Choice]:
+    """Return the choices that refuse the fewest requests."""
+    fewest = min(choice.refused for choice in choices)
+    return [choice for choice in choices if choice.refused == fewest]
+
+
 def _is_more(choice: Choice, other: Choice) -> bool:
     """Whether a choice costs more than another one for every seed of arrivals."""
     return all(mine > its * (1 + _SAME) for mine, its in zip(choice.costs, other.costs, strict=True))
+
+
+def _knee_of(seconds: Mapping[float, float]) -> float:
+    """Return the least size whose time is nearly the shortest one."""
+    return min(size for size, time in seconds.items() if time <= min(seconds.values()) * (1 + _KNEE))
+
+
+def gib_text(size: float) -> str:
+    """Return a size in GiB to three significant digits, or to a whole number: blocks do not fill a size exactly."""
+    return f"{size:.0f}" if size >= 100 else f"{size:.3g}"
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -148,8 +148,16 @@ def simulate_fleet(
 
     Returns:
         The report; `broken` says what went wrong.
+
+    Raises:
+        InvalidArgumentError: a fault is of an engine that the fleet does not have.
     """
     options = options or FleetOptions()
+    for fault in faults or ():
+        if not -1 <= fault.engine < options.engines:
+            raise InvalidArgumentError(
+                f"faults has '{fault}', its engine must be from 0 to {options.engines - 1}, or -1 for the server"
+            )
     if faults is None:
         left_out = set(_LEFT_OUT[options.store_of(seed)])
         left_out |= set() if options.work_of(seed) == "serving" else OF_SERVING
