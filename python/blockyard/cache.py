@@ -25,7 +25,6 @@ from blockyard.engine.memory import MAX_BLOCKS
 from blockyard.errors import BlockyardError, ForkedError, InvalidArgumentError, LayoutError
 from blockyard.executor.executor import Executor, StepExecutor
 from blockyard.executor.loop import StepEnd, StepLoop
-from blockyard.executor.slices import bytes_per_value, slots_per_extent
 from blockyard.layout import ArenaLayout, GroupedLayout, KVLayout
 from blockyard.layout.kv import check_layout
 from blockyard.layout.sizes import as_int
@@ -35,6 +34,7 @@ from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.base import Use
 from blockyard.stores.checked_store import check_store
 from blockyard.stores.namespace import Namespace, describe_layout, parts_of
+from blockyard.stores.slices import bytes_per_value, slots_per_extent
 from blockyard.stores.url import read_bytes, sized_url
 from blockyard.types import ManagerStats, ResizeProgress
 from blockyard.workers import Process

@@ -30,7 +30,7 @@ FILES = (
     "executor/executor.py",
     "executor/loop.py",
     "executor/parts.py",
-    "executor/slices.py",
+    "stores/slices.py",
     "engine/engine.py",
     "stores/checked_store.py",
     "prefix_store/loads.py",

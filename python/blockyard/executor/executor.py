@@ -34,11 +34,11 @@ from blockyard.errors import (
     UnknownTicketError,
 )
 from blockyard.executor.parts import Part, Tiers, all_written, cut
-from blockyard.executor.slices import StoreSlots, bytes_per_value
 from blockyard.layout.sizes import as_int
 from blockyard.stores.base import ExternalStore
 from blockyard.stores.checked_store import CheckedStore
 from blockyard.stores.log_lines import MissLog
+from blockyard.stores.slices import StoreSlots, bytes_per_value
 from blockyard.types import Histogram
 
 __all__ = ["PART_BYTES", "Executor", "StepDone", "StepExecutor"]

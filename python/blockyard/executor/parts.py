@@ -20,9 +20,9 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.engine.streams import Event
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
-from blockyard.executor.slices import Batch, StoreSlots
 from blockyard.stores.checked_store import Answer
 from blockyard.stores.log_lines import MissLog
+from blockyard.stores.slices import Batch, StoreSlots
 from blockyard.tracing import Trace
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, HashedPrompt, StoreJob, StoreSearch
 from blockyard.errors import BlockyardError, StoreError
-from blockyard.executor.slices import Batch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.values import Values
 from blockyard.stores.checked_store import Answer, CheckedStore
 from blockyard.stores.log_lines import MissLog
+from blockyard.stores.slices import Batch
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.tracing import NO_SPAN, Trace, TraceSpan
 

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, HashedPrompt
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.executor.slices import bytes_per_value
 from blockyard.layout.sizes import as_float
 from blockyard.prefix_store.loads import Loads, Prefetch
 from blockyard.prefix_store.stats import PrefixStoreStats
@@ -25,6 +24,7 @@ from blockyard.prefix_store.writes import Writes
 from blockyard.stores.base import ExternalStore
 from blockyard.stores.checked_store import CheckedStore
 from blockyard.stores.log_lines import MissLog
+from blockyard.stores.slices import bytes_per_value
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import read_bytes
 from blockyard.types import Histogram

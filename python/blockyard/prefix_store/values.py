@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.executor.slices import Batch, SlicedBatch, Slices, all_of
 from blockyard.layout import ArenaLayout
 from blockyard.stores.base import Owners
 from blockyard.stores.checked_store import CheckedStore
+from blockyard.stores.slices import Batch, SlicedBatch, Slices, all_of
 
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, StoreJob
 from blockyard.errors import BlockyardError, StoreError
-from blockyard.executor.slices import Batch
 from blockyard.prefix_store.pressure import HIGH_SECONDS, WritePressure
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.values import Values
 from blockyard.stores.base import Owners
 from blockyard.stores.checked_store import Answer, CheckedStore
 from blockyard.stores.log_lines import MissLog
+from blockyard.stores.slices import Batch
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.tracing import Trace
 
