@@ -374,7 +374,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ],
     ),
     (
-        "stores/slices.py",
+        "stores/checked_store.py",
         ("prefix_store/test_classes.py", "executor/test_swap_classes.py"),
         [
             ("        ok = all_of(found.ok, count)", "        ok = found.ok[::count]"),

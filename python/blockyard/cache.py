@@ -32,9 +32,8 @@ from blockyard.prefix_store import PrefixStore
 from blockyard.prefix_store.unused import Unused
 from blockyard.stores import ExternalStore, open_store
 from blockyard.stores.base import Use
-from blockyard.stores.checked_store import check_store
+from blockyard.stores.checked_store import bytes_per_value, check_store, slots_per_extent
 from blockyard.stores.namespace import Namespace, describe_layout, parts_of
-from blockyard.stores.slices import bytes_per_value, slots_per_extent
 from blockyard.stores.url import read_bytes, sized_url
 from blockyard.types import ManagerStats, ResizeProgress
 from blockyard.workers import Process

@@ -17,8 +17,7 @@ from blockyard.errors import MappingError
 from blockyard.executor.executor import StepExecutor
 from blockyard.executor.parts import Part, Tiers, cut, engine_tier, written
 from blockyard.layout.kv import KVLayout
-from blockyard.stores.checked_store import Answer, CheckedStore
-from blockyard.stores.slices import StoreSlots
+from blockyard.stores.checked_store import Answer, CheckedStore, StoreSlots
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 SIZE = LAYOUT.bytes_per_block

@@ -30,7 +30,6 @@ FILES = (
     "executor/executor.py",
     "executor/loop.py",
     "executor/parts.py",
-    "stores/slices.py",
     "engine/engine.py",
     "stores/checked_store.py",
     "prefix_store/loads.py",

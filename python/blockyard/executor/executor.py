@@ -36,9 +36,8 @@ from blockyard.errors import (
 from blockyard.executor.parts import Part, Tiers, all_written, cut
 from blockyard.layout.sizes import as_int
 from blockyard.stores.base import ExternalStore
-from blockyard.stores.checked_store import CheckedStore
+from blockyard.stores.checked_store import CheckedStore, StoreSlots, bytes_per_value
 from blockyard.stores.log_lines import MissLog
-from blockyard.stores.slices import StoreSlots, bytes_per_value
 from blockyard.types import Histogram
 
 __all__ = ["PART_BYTES", "Executor", "StepDone", "StepExecutor"]

@@ -20,9 +20,8 @@ from blockyard.engine.engine import CacheEngine
 from blockyard.engine.streams import Event
 from blockyard.engine.transfers import Transfer
 from blockyard.errors import BlockyardError, MappingError
-from blockyard.stores.checked_store import Answer
+from blockyard.stores.checked_store import Answer, Batch, StoreSlots
 from blockyard.stores.log_lines import MissLog
-from blockyard.stores.slices import Batch, StoreSlots
 from blockyard.tracing import Trace
 
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ from blockyard._core import BlockManager, HashedPrompt, StoreJob, StoreSearch
 from blockyard.errors import BlockyardError, StoreError
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.values import Values
-from blockyard.stores.checked_store import Answer, CheckedStore
+from blockyard.stores.checked_store import Answer, Batch, CheckedStore
 from blockyard.stores.log_lines import MissLog
-from blockyard.stores.slices import Batch
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.tracing import NO_SPAN, Trace, TraceSpan
 

@@ -22,9 +22,8 @@ from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.values import Values
 from blockyard.prefix_store.writes import Writes
 from blockyard.stores.base import ExternalStore
-from blockyard.stores.checked_store import CheckedStore
+from blockyard.stores.checked_store import CheckedStore, bytes_per_value
 from blockyard.stores.log_lines import MissLog
-from blockyard.stores.slices import bytes_per_value
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import read_bytes
 from blockyard.types import Histogram

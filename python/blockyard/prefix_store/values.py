@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from blockyard.errors import InvalidArgumentError
 from blockyard.layout import ArenaLayout
 from blockyard.stores.base import Owners
-from blockyard.stores.checked_store import CheckedStore
-from blockyard.stores.slices import Batch, SlicedBatch, Slices, all_of
+from blockyard.stores.checked_store import Batch, CheckedStore, SlicedBatch, Slices, all_of
 
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine

@@ -14,9 +14,8 @@ from blockyard.prefix_store.pressure import HIGH_SECONDS, WritePressure
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.values import Values
 from blockyard.stores.base import Owners
-from blockyard.stores.checked_store import Answer, CheckedStore
+from blockyard.stores.checked_store import Answer, Batch, CheckedStore
 from blockyard.stores.log_lines import MissLog
-from blockyard.stores.slices import Batch
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.tracing import Trace
 
