@@ -298,8 +298,15 @@ impl Pool {
             }
             cache.begin_eviction(&tags[..keyed]);
             self.note_all(&out[first..], Membership::Evictable, Membership::Neither);
-            self.evict_all(&out[first..]);
-            self.open(&out[first..], filling);
+            if have_keys {
+                for &block in out[first..].iter().rev() {
+                    self.evict_bytes(block);
+                    self.blocks[block.index()].take(filling);
+                }
+            } else {
+                self.evict_all(&out[first..]);
+                self.open(&out[first..], filling);
+            }
             while let Some(block) = self.host_order().and_then(HostOrder::take_passed) {
                 self.drop_popped(block, false);
             }
