@@ -188,13 +188,7 @@ class Admission:
         return not (batch or self._builder.tokens or self._rows.count or self.ahead.loading)
 
     def _end_lease_behind(self, head: IdleSequences, taken: int, room: int) -> bool:
-        """End the lease of the last sequences behind `head`, if `head` lacks only blocks that leases hold.
-
-        With page classes, its own lease may hold the extents that it lacks: on an idle device nothing else could.
-        """
-        if self.needs.has_classes and head.lease is not None and self._is_idle([]):
-            self.ahead.end(head)
-            return True
+        """End the lease of the last sequences behind `head`, if `head` lacks only blocks that leases hold."""
         if not self.ahead.has_leases or 1 + head.forks > self._rows.seats_left:
             return False
         need = self._bytes_with_hits(head, room)

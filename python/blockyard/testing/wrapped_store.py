@@ -7,7 +7,7 @@ __all__ = ["WrappedStore"]
 
 
 class WrappedStore(ExternalStore):
-    """Forwards what is not about single blocks.
+    """Forwards the calls that concern the whole store.
 
     Args:
         inner: the wrapped store.

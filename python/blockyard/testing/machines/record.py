@@ -225,18 +225,18 @@ def _failure(machine: type[RecordingMachine], error: Exception, *, calls: bool) 
     if record is None or isinstance(error, hypothesis.errors.HypothesisException):
         return error
     lines = [record.sentence(error), "", record.timeline()]
-    if frames := list(_own_frames(error)):
+    # Where a rule says in its own words what the code under test raised, the lines are in the cause.
+    if frames := list(_own_frames(error)) or list(_own_frames(error.__cause__)):
         lines += ["", "Raised at:", *frames]
     if calls:
         lines += ["", *getattr(error, "__notes__", ())]
     return AssertionError("\n".join(lines))
 
 
-def _own_frames(error: BaseException) -> Iterable[str]:
+def _own_frames(error: BaseException | None) -> Iterable[str]:
     """Yield the lines of the code under test in the error's traceback."""
     apart = (Path(hypothesis.__file__).parent, Path(__file__).parents[1])
-    cause: BaseException = error.__cause__ or error  # what the code under test raised, if a rule says it in its words
-    for frame in traceback.extract_tb(cause.__traceback__):
+    for frame in traceback.extract_tb(error.__traceback__ if error is not None else None):
         if not any(folder in Path(frame.filename).parents for folder in apart):
             yield f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
 

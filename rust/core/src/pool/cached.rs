@@ -299,6 +299,7 @@ impl Pool {
             cache.begin_eviction(&tags[..keyed]);
             self.note_all(&out[first..], Membership::Evictable, Membership::Neither);
             if have_keys {
+                // Evicted blocks with keys seldom are neighbours: looking for runs costs more than it saves.
                 for &block in out[first..].iter().rev() {
                     self.evict_bytes(block);
                     self.blocks[block.index()].take(filling);
