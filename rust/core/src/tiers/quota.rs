@@ -1,8 +1,9 @@
 //! Quotas: how many cached blocks a tenant may leave on the device. A tenant is identified by its salt.
 //!
-//! Windows, states and blocks of other groups count like those with keys, and go with them. Blocks in use never count. Blocks beyond a quota are freed when sequences are freed, tickets end and decisions are
-//! taken, the tenant's least recently used block first. If room is needed in between, they are evicted before all other
-//! blocks.
+//! All unused blocks that a prompt can find count; windows, states and blocks of other groups go with the block that
+//! they hang on, and while that is in use they may keep a tenant beyond its quota. Blocks beyond a quota are freed when
+//! sequences are freed, tickets end and decisions are taken, the tenant's least recently used block first. If room is
+//! needed in between, they are evicted before all other blocks.
 
 use super::Tiers;
 use crate::error::{Result, invalid};
