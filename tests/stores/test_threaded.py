@@ -283,7 +283,7 @@ def test_hanging_calls_occupy_their_threads_and_memory_is_bounded():
         assert write_of(store, [8, 9], 0.0) == ("timeout", "queue_full")
         assert [store.wait(ticket, 0.0).reasons for ticket in tickets] == [("timeout",)] * 4
         assert store.stats().pending_bytes == 2 * SIZE
-        assert not store._order.ready
+        assert not store._batches.ready
         store.gate.set()
 
 

@@ -203,7 +203,6 @@ class ObjectStore(RemoteStore):
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Store values. In a prefix store, existing blocks are kept."""
-        self._remember(keys)
         is_block = self._is_block(rows)
         with self._lock:
             replaced = {name for key in keys if (name := key.tobytes()) in self._to_replace}
@@ -273,7 +272,7 @@ class ObjectStore(RemoteStore):
                     sums[index] = checksum_rows(out[index : index + 1], self._format.mac_key, header)[0]
 
         self._each_of(len(keys), read, last)
-        return self._checked(out, headers, missed, keys, sums if is_large else None)
+        return self._format.check_apart(out, headers, missed, keys, sums if is_large else None)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""

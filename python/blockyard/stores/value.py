@@ -26,6 +26,7 @@ __all__ = [
     "answered",
     "check_parts",
     "check_values",
+    "copy_rows",
     "is_damage",
     "is_whole",
     "seal_values",
@@ -148,6 +149,18 @@ def _headers(namespace: bytes, keys: Sequence[bytes], lengths: Sequence[int]) ->
     start, end = bytes(16) + _START + namespace.ljust(32, b"\0"), bytes(24)
     headers = b"".join(start + key + size.to_bytes(8, "little") + end for key, size in zip(keys, lengths, strict=True))
     return np.frombuffer(headers, np.uint8).reshape(-1, HEADER)
+
+
+def copy_rows(rows: NDArray[np.uint8], ok: NDArray[np.bool_], out: NDArray[np.uint8]) -> bool:
+    """Copy the good rows to `out`. Returns False if they already are there, in the same memory."""
+    if rows.shape == out.shape and rows.ctypes.data == out.ctypes.data:
+        return False
+    if ok.all():
+        np.copyto(out, rows)
+    else:
+        for index in np.flatnonzero(ok):
+            out[index] = rows[index]
+    return True
 
 
 def spread_out(rows: NDArray[np.uint8], where: list[int], count: int) -> NDArray[np.uint8]:

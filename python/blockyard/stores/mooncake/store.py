@@ -85,7 +85,6 @@ class MooncakeStore(RemoteStore):
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Store values. In a prefix store, existing blocks are kept."""
-        self._remember(keys)
         with self._lock:
             replaced = {name for key in keys if (name := key.tobytes()) in self._to_replace}
             self._to_replace -= replaced

@@ -144,7 +144,6 @@ class RedisStore(RemoteStore):
         """Store values. In a prefix store, the same transaction lists the blocks and drops excess ones."""
         if self._lists:
             return self._put_listed(keys, rows, None)
-        self._remember(keys)
         stored = np.zeros(len(keys), np.bool_)
         for part in batched(rows, _KEYS, _BYTES):
             names = [self._prefix + key.tobytes() for key in keys[part]]
@@ -157,8 +156,6 @@ class RedisStore(RemoteStore):
     def _put_owned(
         self, names: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners, epoch: Epoch
     ) -> NDArray[np.bool_]:
-        if not self.keeps_quotas:
-            return self.put(names, rows)
         parents = list({key.tobytes() for key in owners.parents} - {bytes(32)})
         name_of = dict(zip(parents, (name.tobytes() for name in self._names_of(parents, epoch.token)), strict=True))
         whose = [
@@ -305,7 +302,7 @@ class RedisStore(RemoteStore):
         asked = self._reading(self._record.key)
         names = self._names_of(keys, epoch.token)
         found, heads, is_lost, ((answer, why),) = self._get_parts(names, out, head_bytes=HEADER, more=[asked])
-        checked = self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
+        checked = self._format.check_apart(out, heads, _missed(found, is_lost=is_lost), keys)
         return self._record.parse(self._row_of(answer, why)), *checked
 
     def _fetch(
@@ -314,7 +311,7 @@ class RedisStore(RemoteStore):
         if out is None or self._format.codec is not None:
             return super()._fetch(names, keys)
         found, heads, is_lost, _ = self._get_parts(names, out, head_bytes=HEADER)
-        return self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
+        return self._format.check_apart(out, heads, _missed(found, is_lost=is_lost), keys)
 
     def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
         found, _, is_lost, _ = self._get_parts(names, values)
