@@ -129,7 +129,7 @@ def _deletes_at_first_sight(patch: pytest.MonkeyPatch) -> None:
 
 def _pages_are_values(patch: pytest.MonkeyPatch) -> None:
     """Two equal answers that are no value of the store, such as an error page, prove damage."""
-    patch.setattr(store, "is_whole", lambda reason: True)
+    patch.setattr(known_keys, "is_whole", lambda reason: True)
 
 
 def _stays_hidden(patch: pytest.MonkeyPatch) -> None:

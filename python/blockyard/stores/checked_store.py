@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion
-from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.errors import BlockyardError, InvalidArgumentError, StoreError
 from blockyard.layout import ArenaLayout
 from blockyard.stores.base import ExternalStore, Owners, Use
 from blockyard.stores.log_lines import FailureLog
@@ -252,6 +252,8 @@ class CheckedStore:
         try:
             batch.ticket = operator.index(call(*arguments))  # type: ignore[arg-type]
         except Exception as error:
+            # After one of our own errors there is no ticket; after a MemoryError there may be.
+            self._has_strays = self._has_strays or not isinstance(error, BlockyardError)
             raise self._refusal(batch, error) from error
         other = self._open.get(batch.ticket)
         if other is not None or batch.ticket in self._repeated:

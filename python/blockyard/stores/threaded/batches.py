@@ -5,7 +5,7 @@ the order of submission. So does a put of blocks behind that of the blocks befor
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final, Literal, TypeAlias
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from blockyard.errors import StoreError
 from blockyard.stores.base import Owners
 
-__all__ = ["Batch", "BatchKind", "Batches", "Name"]
+__all__ = ["Batch", "BatchKind", "Batches", "Name", "Recovery"]
 
 BatchKind: TypeAlias = Literal["write", "read", "put", "get", "delete", "forget", "has"]
 Name: TypeAlias = int | bytes  # a slot or a key
@@ -260,3 +260,17 @@ class Batches:
         if is_ended:
             heappop(self._deadlines)
         return is_ended
+
+
+class Recovery:
+    """A context of changes: if an exception interrupts them, all batches are given up."""
+
+    def __init__(self, recover: Callable[[list[Batch], BaseException], None]) -> None:
+        self._recover = recover
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._recover([], error)

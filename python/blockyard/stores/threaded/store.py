@@ -4,8 +4,8 @@ import hashlib
 import os
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from math import inf
 from typing import Final
 
@@ -18,7 +18,7 @@ from blockyard.stores.arguments import check_read_rows, check_rows, check_slots,
 from blockyard.stores.base import ExternalStore, Keys, Owners, Use, no_keys_error
 from blockyard.stores.codec import Codec, MacKey
 from blockyard.stores.log_lines import FailureLog
-from blockyard.stores.threaded.batches import Batch, Batches, BatchKind, Name
+from blockyard.stores.threaded.batches import Batch, Batches, BatchKind, Name, Recovery
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, EpochRecord, ForgottenError, Record, SharedEpoch
 from blockyard.stores.threaded.known_keys import KnownKeys
 from blockyard.stores.threaded.runtime import runtime
@@ -129,6 +129,7 @@ class ThreadedStore(ExternalStore):
         self._changed = self._runtime.condition(self._lock)
         self._work = self._runtime.condition(self._lock)  # idle threads wait on it
         self._batches = Batches()
+        self._recovery = Recovery(self._recover)
         self._tickets = self._num_threads = self._idle = 0
         self._closed = False
         self._event: int | None = None
@@ -299,7 +300,7 @@ class ThreadedStore(ExternalStore):
         self._failures.flush(self)  # here, since all workers may be hanging
         if self._batches.open:
             self._polls.note()
-        with self._lock, self._recovery():
+        with self._lock, self._recovery:
             self._call_thread()  # an earlier call may not have got one
             now = self._runtime.monotonic()
             for batch, reason in self._batches.overdue(now):
@@ -320,7 +321,7 @@ class ThreadedStore(ExternalStore):
         with self._lock:
             batch = batches.open.get(ticket)
             if batch is not None:
-                with self._recovery():
+                with self._recovery:
                     self._call_thread()
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
                 result = batch.rows if batch.is_read and batch.rows is not None else np.zeros(shape, np.uint8)
@@ -328,7 +329,7 @@ class ThreadedStore(ExternalStore):
                 self._changed.wait_for(lambda: batch.ended or batches.is_refused(batch), max(0.0, left))
             if batch is None or ticket not in batches.open:
                 raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
-            with self._recovery():
+            with self._recovery:
                 self._give_up(batch, "unavailable" if batches.is_refused(batch) else "timeout")
                 rows = batch.read
                 reasons = batch.reasons if batch.spread is None else [batch.reasons[index] for index in batch.spread]
@@ -365,14 +366,14 @@ class ThreadedStore(ExternalStore):
         self._stop()
         with self._lock:
             in_time: bool = self._changed.wait_for(lambda: self._num_threads <= 0, max(0.0, timeout))
-            with self._recovery():
+            with self._recovery:
                 for batch in self._batches.open.values():
                     self._give_up(batch, "closed")
         self._buffers.clear()
         return in_time
 
     def _stop(self) -> None:
-        with self._lock, self._recovery():
+        with self._lock, self._recovery:
             self._closed = True
             self._work.notify_all()
             self._batches.drop_lookup()
@@ -405,7 +406,7 @@ class ThreadedStore(ExternalStore):
         with self._lock:
             if self._closed:
                 raise StoreError("the store is closed")
-            with self._recovery():
+            with self._recovery:
                 now, pending = self._runtime.monotonic(), self._batches.pending
                 is_refused, moves_bytes = self._refuses(now), kind not in {"delete", "forget"}
                 room = max(0, self.memory - pending) // self.bytes_per_block if moves_bytes else len(names)
@@ -557,15 +558,6 @@ class ThreadedStore(ExternalStore):
         self._end(batch, [reason] * len(batch.names))
         if is_hung:
             self._go_down()
-
-    @contextmanager
-    def _recovery(self) -> Iterator[None]:
-        """Give up all batches if an exception interrupts a change of them."""
-        try:
-            yield
-        except BaseException as error:
-            self._recover([], error)
-            raise
 
     def _recover(self, taken: list[Batch], error: BaseException) -> None:
         """Give up all batches; `taken` has the one whose thread the exception met."""
