@@ -29,6 +29,7 @@ __all__ = [
     "copy_rows",
     "is_damage",
     "is_whole",
+    "reasons_of",
     "seal_values",
     "spread_out",
     "value_length",
@@ -182,4 +183,16 @@ def answered(name: str, found: object, count: int) -> list[bool]:
     array = np.asarray(found)
     if array.dtype != np.bool_ or array.shape != (count,):
         raise TypeError(f"{name} returned {array.dtype} {list(array.shape)}, must return bool [{count}]")
-    return [bool(good) for good in array]
+    good: list[bool] = array.tolist()
+    return good
+
+
+def reasons_of(found: object, count: int) -> list[str]:
+    """Check the result of a store's `get`. Returns a reason for each block, `""` for those that were found.
+
+    Raises:
+        TypeError: the result is neither bool `[count]` nor a list of as many reasons.
+    """
+    if isinstance(found, list) and len(found) == count and all(isinstance(reason, str) for reason in found):
+        return found
+    return ["" if good else "absent" for good in answered("get", found, count)]

@@ -24,7 +24,7 @@ from blockyard.stores.threaded.known_keys import KnownKeys
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.threaded.value_format import ValueFormat
 from blockyard.stores.url import hide_secrets, public_url, secrets_of
-from blockyard.stores.value import HEADER, answered, copy_rows, spread_out
+from blockyard.stores.value import HEADER, answered, copy_rows, reasons_of, spread_out
 from blockyard.types import StoreStats
 from blockyard.workers import Buffers, Polls, Process, describe, open_event
 
@@ -66,7 +66,7 @@ class ThreadedStore(ExternalStore):
     Attributes:
         num_slots: number of slots; the subclass sets it.
         bytes_per_block: as given.
-        threads: maximum number of concurrent calls.
+        threads: maximum number of concurrent calls; one more while some hang.
         memory: maximum bytes in flight and in uncollected results; blocks beyond it are misses, `"queue_full"`.
         timeout_base: timeout of a batch in seconds, plus one for every 16 MB in flight.
 
@@ -182,7 +182,7 @@ class ThreadedStore(ExternalStore):
         """
 
     @abstractmethod
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_] | list[str]:
         """Read blocks by their keys. Runs in a worker thread; may block or raise.
 
         Args:
@@ -191,7 +191,8 @@ class ThreadedStore(ExternalStore):
                 stored row has another width, return True and leave the row unchanged.
 
         Returns:
-            Whether each block was found, bool `[n]`; False is a miss, `"absent"`.
+            Whether each block was found, bool `[n]`; False is a miss, `"absent"`. Or a list of the reasons, `""` for
+            blocks that were found.
         """
 
     def delete(self, keys: NDArray[np.uint8]) -> None:  # noqa: ARG002 (a store with keys has its own)
@@ -209,7 +210,7 @@ class ThreadedStore(ExternalStore):
             keys: uint8 `[n, 32]`.
         """
         row = np.zeros((1, self._format.width), np.uint8)
-        return np.array([answered("get", self.get(key[None], row), 1)[0] for key in keys], np.bool_)
+        return np.array([not reasons_of(self.get(key[None], row), 1)[0] for key in keys], np.bool_)
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
         """Start to write blocks; see `ExternalStore.submit_write`."""
@@ -690,7 +691,7 @@ class ThreadedStore(ExternalStore):
             rows, found, sums = self._fetch(names, [name.tobytes() for name in names])
         else:
             rows = self._buffers.take(len(there), self.bytes_per_block)
-            found = self._get_values(names, rows)
+            found = reasons_of(self.get(names, rows), len(names))
             sums = checksum_rows(rows)
         for index, reason, digest in zip(there, found, sums, strict=True):
             reasons[index] = reason or ("" if digest.tobytes() == digests[index] else "payload_checksum")
@@ -765,18 +766,12 @@ class ThreadedStore(ExternalStore):
             self._buffers.give(values)
 
     def _fetch(
-        self,
-        names: NDArray[np.uint8],
-        keys: list[bytes],
-        out: NDArray[np.uint8] | None = None,  # noqa: ARG002 (for stores that can read straight into it)
+        self, names: NDArray[np.uint8], keys: list[bytes]
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        """Read values. Returns their blocks, a reason for each, and what was read, see `ValueFormat.check`.
-
-        A store that reads directly into the caller's rows, `out`, returns these.
-        """
+        """Read values. Returns their blocks, a reason for each, and what was read, see `ValueFormat.check`."""
         values = self._buffers.take(len(keys), self._format.width)
         values[:, :HEADER] = 0
-        missed = self._get_values(names, values)
+        missed = reasons_of(self.get(names, values), len(names))
         checked, sums = self._format.check(values, keys)
         reasons = [why or reason for why, reason in zip(missed, checked, strict=True)]
         if self._format.codec is None:
@@ -785,10 +780,6 @@ class ThreadedStore(ExternalStore):
         self._format.decode(self._format.codec, values, reasons, rows)
         self._buffers.give(values)
         return rows, reasons, sums
-
-    def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
-        """Read values with `get`. Returns a reason for each; stores that know more than `"absent"` override this."""
-        return ["" if good else "absent" for good in answered("get", self.get(names, values), len(names))]
 
     def _look_up(self) -> list[str]:
         """Look up the keys that `contains` did not know; without such keys, look up any name, as a probe."""
@@ -824,10 +815,12 @@ class ThreadedStore(ExternalStore):
         """
         row = np.zeros((1, HEADER + EPOCH_BYTES), np.uint8)
         try:
-            is_there = answered("get", self.get(key[None], row), 1)[0]
+            why = reasons_of(self.get(key[None], row), 1)[0]
         except (LookupError, FileNotFoundError):
             return None
-        return row[0] if is_there else None
+        if why not in {"", "absent"}:
+            raise StoreError(f"get answers {why!r} for the epoch's record")
+        return None if why else row[0]
 
     def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
@@ -860,11 +853,14 @@ class ThreadedStore(ExternalStore):
         return True
 
     def _fetch_under(
-        self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
+        self,
+        epoch: Epoch,
+        keys: list[bytes],
+        out: NDArray[np.uint8] | None,  # noqa: ARG002 (for stores that read straight into the caller's rows)
     ) -> tuple[Record, NDArray[np.uint8], list[str], NDArray[np.uint8]]:
         """Read the record, and blocks under an epoch. Stores that can do both in one request override this."""
         stored = self._epochs.read()
-        return stored, *self._fetch(self._names_of(keys, epoch.token), keys, out)
+        return stored, *self._fetch(self._names_of(keys, epoch.token), keys)
 
     def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
         names = b"".join(hashlib.sha256(self._seed + slot.to_bytes(8, "little")).digest() for slot in slots)
