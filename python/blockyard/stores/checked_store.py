@@ -252,7 +252,7 @@ class CheckedStore:
         try:
             batch.ticket = operator.index(call(*arguments))  # type: ignore[arg-type]
         except Exception as error:
-            # After one of our own errors there is no ticket; after a MemoryError there may be.
+            # A store that raises a BlockyardError has issued no ticket. After a MemoryError it may have.
             self._has_strays = self._has_strays or not isinstance(error, BlockyardError)
             raise self._refusal(batch, error) from error
         other = self._open.get(batch.ticket)

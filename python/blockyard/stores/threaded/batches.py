@@ -148,7 +148,7 @@ class Batches:
         return free
 
     def release(self, batch: Batch) -> None:
-        """Give the memory of a batch back, if no call uses it."""
+        """Return the memory of a batch, if no call uses it."""
         if batch not in self.running:
             self.pending -= batch.num_bytes
             batch.num_bytes = 0

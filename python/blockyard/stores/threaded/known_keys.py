@@ -135,7 +135,7 @@ class KnownKeys:
             self.note(key, is_there=False)
 
     def doubt_damaged(self, keys: Sequence[bytes], reasons: Sequence[str], seen: NDArray[np.uint8]) -> list[bytes]:
-        """Doubt the values of a read that are damaged; see `doubt`. Returns the keys of those that are to be deleted.
+        """Doubt the values of a read that are damaged; see `doubt`. Returns the keys of those to delete.
 
         A value that the codec refuses is only replaced by the next put: perhaps this process's codec is at fault.
         """
