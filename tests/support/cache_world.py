@@ -50,10 +50,8 @@ FILES = (
     "scheduler/stop_tokens.py",
     "scheduler/swapping.py",
     "threaded/batches.py",
-    "threaded/breaker.py",
     "threaded/epochs.py",
     "threaded/known_keys.py",
-    "threaded/order.py",
     "threaded/store.py",
     "traces/recorder.py",
     "/threading.py",  # whose conditions are entered and left in Python
