@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from blockyard.scheduler.loop import Change
 from blockyard.scheduler.options import BlockNeeds
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, IdleSequences, RequestState, SequenceStatus
-from blockyard.scheduler.rows import DONE, LENGTH, PRIORITY, SequenceRows
+from blockyard.scheduler.rows import DONE, LENGTH, PRIORITY, Seated, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, StepBuilder
 from blockyard.scheduler.swapping import Swapping
 
@@ -65,6 +65,9 @@ class Admission:
         self._stats = stats
         self.needs = needs
         self._prefix_caching = manager.prefix.enabled
+        self._has_store = prefetch is not None
+        # The bytes of several prompts may be there, but not their blocks of each class.
+        self._one_by_one = needs.keeps_states or needs.has_classes
         self._block_bytes = needs.sizes[0][1]  # on the device, loads are for the only page class there is
         most, in_order = rows.seats_left + LOOKED_AT, not max_overtakes
         self.ahead = LoadingAhead(manager, waiting, self._hashed, prefetch, change, most=most, in_order=in_order)
@@ -81,7 +84,7 @@ class Admission:
     def first(self) -> IdleSequences | None:
         """Return the first whose prompt is not loading, without removing it."""
         head, loading = self._waiting.head(), self.ahead.loading
-        if head is None or head not in loading:
+        if not loading or head is None or head not in loading:
             return head
         near = self._waiting.first(len(loading) + 1)
         return next((idle for idle in near if idle not in loading), None)
@@ -116,42 +119,47 @@ class Admission:
             The sequences; and, if one shares blocks with a running sequence of its request, that sequence's handle and
             the number of tokens to share.
         """
-        left = self._builder.left
+        left, rows, behind = self._builder.left, self._rows, self._behind
         batch: list[IdleSequences] = []
+        if (head := self._head()) is None:
+            return batch, None
         tokens, taken = 0, self._bytes_owed()
-        room = self._room(taken)
-        while (head := self._head()) is not None and self._may_start(head):
+        room = self._room(taken, head)
+        while head is not None:
+            ahead = self._passed if behind is None else self._ahead_of(head)
+            if ahead and not self._may_start(head):
+                break
             state, length = head.state, len(head.tokens[0])
             if batch and (tokens + length > left or state.admitted != batch[0].state.admitted):
                 break
             share: tuple[int, int] | None = None
             if state.seats or (batch and batch[-1].state is state):
                 # A recompute: it shares blocks with the request's other sequences once they are computed.
-                if batch or self._rows.find(state.seats)[-1] >= self._rows.decodes:
+                if batch or rows.find(state.seats)[-1] >= rows.decodes:
                     break
                 share = None if self._prefix_caching else self._shared_with(state, head.tokens[0])
-            has_asked = self.ahead.may_start(head) or self._is_idle(batch)
+            has_asked = not self._has_store or self.ahead.may_start(head) or self._is_idle(batch)
             need = self._fit(head, share, taken, room) if has_asked else None
             if need is None:
                 ended = has_asked and self._end_lease_behind(head, taken, room)
                 if not ended and (batch or not self._pass_over(head)):
                     break
-                room = self._room(taken)
+                head = self._head()
+                room = 0 if head is None else self._room(taken, head)
                 continue
             is_cut = state.chunk < length
             if batch and is_cut:
                 break
-            for idle in self._ahead_of(head):
+            for idle in ahead:
                 idle.overtaken += 1
             self._waiting.pop()
-            self._rows.seats_left -= 1 + head.forks
+            rows.seats_left -= 1 + head.forks
             batch.append(head)
             tokens += length
             taken += need
-            # The bytes of several prompts may be there, but not their blocks of each class.
-            alone = is_cut or self.needs.keeps_states or self.needs.has_classes
-            if share is not None or tokens >= left or alone:
+            if share is not None or tokens >= left or is_cut or self._one_by_one:
                 return batch, share
+            head = self._head()
         return batch, None
 
     def _fit(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int | None:
@@ -159,12 +167,12 @@ class Admission:
         if 1 + head.forks > self._rows.seats_left:
             return None
         need = self._need(head, share, taken, room)
-        return need if taken + need <= room and self._fits_in_step(head) else None
+        return need if taken + need <= room and (self.needs.is_full or self._fits_in_step(head)) else None
 
     def _fits_in_step(self, head: IdleSequences) -> bool:
         """Whether a prompt that fits also does if this step computes less of it: it may then make other points."""
         chunk = min(self._builder.left, len(head.tokens[0]))
-        if self.needs.is_full or chunk >= min(head.state.chunk, len(head.tokens[0])):
+        if chunk >= min(head.state.chunk, len(head.tokens[0])):
             return True
         prompt = self._hashed(head) if self._prefix_caching else len(head.tokens[0])
         return bool(self._manager.can_allocate(prompt, chunk_tokens=chunk))
@@ -237,8 +245,9 @@ class Admission:
 
     def _head(self) -> IdleSequences | None:
         """Return the first whose prompt is not loading; set aside those before it."""
-        while (head := self._waiting.head()) is not None and head in self.ahead.loading:
-            self._aside.append(self._waiting.pop())
+        waiting, loading = self._waiting, self.ahead.loading
+        while (head := waiting.head()) is not None and loading and head in loading:
+            self._aside.append(waiting.pop())
         return head
 
     def _bytes_owed(self) -> int:
@@ -249,14 +258,11 @@ class Admission:
         lengths = rows.fields[LENGTH, rows.decodes : rows.count].tolist()
         return sum(map(self.needs.rest, lengths, builder.ends))
 
-    def _room(self, owed: int) -> int:
+    def _room(self, owed: int, head: IdleSequences) -> int:
         """Bytes for new prompts, except those that loads will take for prompts ahead of the head.
 
         If the head needs more than are free, those held only by writes to a store count.
         """
-        head = self._head()
-        if head is None:
-            return 0
         return self._free(owed, head) - self.ahead.promised_bytes(self._aside)
 
     def _free(self, taken: int, idle: IdleSequences) -> int:
@@ -308,53 +314,63 @@ class Admission:
         """Admit sequences; only the last may get fewer than all of its tokens in this step."""
         manager, builder, rows = self._manager, self._builder, self._rows
         left = min(builder.left, batch[-1].state.chunk)
-        prompts = [idle.tokens[0] for idle in batch]
-        begun = [0] * len(batch)
         if share is not None:
-            parent, begun[0] = share
-            count = min(len(prompts[0]), begun[0] + left)
-            forked = manager.fork(parent, shared_tokens=begun[0], num_tokens=count)
-            handles = np.array([int(forked)], np.uint64)
+            parent, shared = share
+            count = min(len(batch[0].tokens[0]), shared + left)
+            handles, begun = [int(manager.fork(parent, shared_tokens=shared, num_tokens=count))], [shared]
         elif self._prefix_caching:
             handles, begun = self._allocate(batch, left)
         else:
-            counts = [min(len(tokens), left) for tokens in prompts]
-            handles = manager.allocate(counts=counts)
-        for idle in batch:
-            self.ahead.end(idle)  # the sequences have the blocks now
-        states = [idle.state for idle in batch]
-        most = max([state.request.max_tokens for state in states])
-        rows.make_room(max([state.limit for state in states]), max(map(len, prompts)), most)
-        each = zip(batch, prompts, handles.tolist(), begun, strict=True)
-        first = rows.count
-        rows.append([(p.state, p.indices[0], tokens, handle, done, p.forks) for p, tokens, handle, done in each])
+            counts = [min(len(idle.tokens[0]), left) for idle in batch]
+            handles, begun = manager.allocate(counts=counts).tolist(), [0] * len(batch)
+        seated: list[Seated] = []
+        chunks: list[NDArray[np.uint32]] = []
+        for idle, handle, done in zip(batch, handles, begun, strict=True):
+            state, tokens = idle.state, idle.tokens[0]
+            if self._has_store:
+                self.ahead.end(idle)  # the sequence has the blocks now
+            if state.limit > rows.covered or state.request.max_tokens > rows.longest:
+                rows.make_room(state.limit, len(tokens), state.request.max_tokens)
+            seated.append((state, idle.indices[0], tokens, handle, done, idle.forks))
+            chunks.append(tokens[done:] if done else tokens)
+        first, at, before = rows.count, builder.tokens, len(builder.counts)
+        rows.append(seated)
         rows.read_tables(slice(first, rows.count))
-        at, chunks = builder.tokens, len(builder.counts)
         if not self.needs.is_full:
-            prompts[-1] = prompts[-1][: manager.num_tokens(int(handles[-1]))]
-        builder.add_chunks([ids[start:] if start else ids for ids, start in zip(prompts, begun, strict=True)], begun)
+            chunks[-1] = tokens[done : manager.num_tokens(handle)]
+        builder.add_chunks(chunks, begun)
+        opened = rows.handles[first : rows.count]
         for group, slots in enumerate(builder.slots[:, at : builder.tokens]):
-            manager.slot_mapping(handles, builder.starts[chunks:], builder.ends[chunks:], out=slots, group=group)
+            manager.slot_mapping(opened, builder.starts[before:], builder.ends[before:], out=slots, group=group)
 
-    def _allocate(self, batch: list[IdleSequences], left: int) -> tuple[NDArray[np.uint64], list[int]]:
+    def _allocate(self, batch: list[IdleSequences], left: int) -> tuple[list[int], list[int]]:
         """Open sequences with the cached part of their prompts. Returns their handles and cached token counts."""
-        # A hashed prompt includes its salt, adapter and extras.
-        states = [idle.state if idle.hashed is None else None for idle in batch]
-        found = self._manager.allocate(
-            *[idle.tokens[0] if idle.hashed is None else idle.hashed for idle in batch],
-            salt=[state.request.salt if state else None for state in states],
-            lora_id=[state.request.lora_id if state else 0 for state in states],
-            extras=[state.extras if state else () for state in states],
-            chunk_tokens=left,
-            preempted=batch[0].state.admitted,
-        )
-        sequences = found if isinstance(found, tuple) else (found,)
-        begun = [sequence.cached_tokens for sequence in sequences]
-        if not batch[0].state.admitted:
-            self._stats.cached_tokens += sum(begun)
+        prompts: list[NDArray[np.uint32] | HashedPrompt] = []
+        keys: dict[str, Any] = {}
         for idle in batch:
+            prompts.append(idle.hashed or idle.tokens[0])
+            if idle.state.is_keyed and not keys:
+                keys = _keys(batch)
+        admitted = batch[0].state.admitted
+        found = self._manager.allocate(*prompts, **keys, chunk_tokens=left, preempted=admitted)
+        handles, begun = [], []
+        for idle, sequence in zip(batch, found if isinstance(found, tuple) else (found,), strict=True):
             idle.state.admitted = True
-        return np.array([int(sequence) for sequence in sequences], np.uint64), begun
+            handles.append(int(sequence))
+            begun.append(sequence.cached_tokens)
+        if not admitted:
+            self._stats.cached_tokens += sum(begun)
+        return handles, begun
+
+
+def _keys(batch: list[IdleSequences]) -> dict[str, Any]:
+    """Return what sets the keys of prompts apart. A hashed prompt includes it."""
+    states = [idle.state if idle.hashed is None else None for idle in batch]
+    return {
+        "salt": [state.request.salt if state else None for state in states],
+        "lora_id": [state.request.lora_id if state else 0 for state in states],
+        "extras": [state.extras if state else () for state in states],
+    }
 
 
 class Precedence:

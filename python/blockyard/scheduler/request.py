@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from enum import Enum
+from itertools import repeat
 from math import isnan
-from operator import index
+from operator import index, is_
 from typing import Final, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -31,6 +32,7 @@ LONGEST = (1 << 32) - 1
 """Maximum number of tokens of a sequence in a manager."""
 STOP_TOKEN_LIMIT = 1 << 24
 NO_TOKENS: NDArray[np.uint32] = np.zeros(0, np.uint32)
+NO_HANDLES: NDArray[np.uint64] = np.zeros(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class RequestState:
         lost: its sequences lost bytes and must start again.
         limit: maximum length of each sequence in tokens, prompt included.
         extras: a copy of the request's.
+        is_keyed: whether it has a salt, an adapter or extras.
         stops: tokens that end a sequence.
         places: for each unfinished sequence its seat, or all of its tokens if it has no seat. A sequence changes its
             place in one assignment, after the tokens are there, so an exception at any line loses no token.
@@ -136,6 +139,7 @@ class RequestState:
         "error",
         "extras",
         "idle",
+        "is_keyed",
         "limit",
         "lost",
         "outputs",
@@ -163,6 +167,7 @@ class RequestState:
                 f"{request.max_tokens}, must be at most {LONGEST} together"
             )
         self.extras = _extras(request, self.limit)
+        self.is_keyed = request.salt is not None or request.lora_id != 0 or len(self.extras) > 0
         self.stops = _stops(request)
         self.places: list[int | NDArray[np.uint32]] = [self.prompt] * request.n
         self.outputs: list[NDArray[np.uint32] | None] = [None] * request.n
@@ -174,7 +179,7 @@ class RequestState:
     @property
     def left(self) -> int:
         """Number of sequences that have not ended."""
-        return sum(tokens is None for tokens in self.outputs)
+        return sum(map(is_, self.outputs, repeat(None)))
 
     def generated(self, index: int) -> NDArray[np.uint32]:
         """Return the generated tokens of a sequence that has ended or has no seat."""
@@ -280,7 +285,7 @@ class IdleSequences:
         self.state = state
         self.indices = indices
         self.tokens = tokens
-        self.handles = np.zeros(0, np.uint64) if handles is None else handles
+        self.handles = NO_HANDLES if handles is None else handles
         self.forks = forks
         self.blocks: int | None = None
         self.hashed: HashedPrompt | None = None
