@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import AllocStatus, BlockManager, Fit, HashedPrompt
-from blockyard.scheduler.loading_ahead import LOOKED_AT, LoadingAhead, RoomAhead, place_of
+from blockyard.scheduler.loading_ahead import LOOKED_AT, LoadingAhead, RoomAhead, keeps_copies, place_of
 from blockyard.scheduler.loop import Change
 from blockyard.scheduler.options import BlockNeeds
 from blockyard.scheduler.ranked_queue import RankedQueue
@@ -42,7 +42,7 @@ class Admission:
     Attributes:
         needs: as given.
         ahead: loads their prompts before they start.
-        room: empties blocks for them before they start.
+        room: empties blocks for them before they start; None without copies on the host.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Admission:
         self._block_bytes = needs.sizes[0][1]  # on the device, loads are for the only page class there is
         most, in_order = rows.seats_left + LOOKED_AT, not max_overtakes
         self.ahead = LoadingAhead(manager, waiting, self._hashed, prefetch, change, most=most, in_order=in_order)
-        self.room = RoomAhead(manager, rows, waiting, self._hashed, builder.left)
+        self.room = RoomAhead(manager, rows, waiting, self._hashed, builder.left) if keeps_copies(manager) else None
         self._aside: list[IdleSequences] = []  # those taken out of the queue until `admit` ends
         self._max_overtakes = max_overtakes
         self._behind: IdleSequences | None = None  # the first swapped-out sequences, in `admit`
@@ -99,29 +99,33 @@ class Admission:
         builder, rows = self._builder, self._rows
         if rows.decodes + len(builder.counts) < rows.count:
             return  # a running prompt got no tokens: admit no new one
-        while self._waiting and builder.left > 0:
+        while self._waiting and (left := builder.left) > 0:
             if builder.ends and builder.ends[-1] < rows.fields[LENGTH, rows.count - 1]:
                 break  # its chunk has ended early; rows are ordered by which finishes first
-            batch, siblings = self._pick()
+            batch, siblings = self._pick(left)
             if not batch:
                 break
-            self._start(batch, siblings)
+            self._start(batch, siblings, min(left, batch[-1].state.chunk))
         # Each becomes the head.
         for idle in reversed(self._aside):
             self._waiting.push(idle)
         self._aside.clear()
         self._passed.clear()
 
-    def _pick(self) -> tuple[list[IdleSequences], tuple[int, int] | None]:
+    def _pick(self, left: int) -> tuple[list[IdleSequences], tuple[int, int] | None]:
         """Take the first waiting sequences that fit and can be admitted by one manager call.
+
+        Args:
+            left: number of tokens that this step may still compute.
 
         Returns:
             The sequences; and, if one shares blocks with a running sequence of its request, that sequence's handle and
             the number of tokens to share.
         """
-        left, rows, behind = self._builder.left, self._rows, self._behind
+        rows, behind = self._rows, self._behind
+        next_head = self._head if self.ahead.loading else self._waiting.head
         batch: list[IdleSequences] = []
-        if (head := self._head()) is None:
+        if (head := next_head()) is None:
             return batch, None
         tokens, taken = 0, self._bytes_owed()
         room = self._room(taken, head)
@@ -144,7 +148,7 @@ class Admission:
                 ended = has_asked and self._end_lease_behind(head, taken, room)
                 if not ended and (batch or not self._pass_over(head)):
                     break
-                head = self._head()
+                head = next_head()
                 room = 0 if head is None else self._room(taken, head)
                 continue
             is_cut = state.chunk < length
@@ -159,7 +163,7 @@ class Admission:
             taken += need
             if share is not None or tokens >= left or is_cut or self._one_by_one:
                 return batch, share
-            head = self._head()
+            head = next_head()
         return batch, None
 
     def _fit(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int | None:
@@ -245,9 +249,8 @@ class Admission:
 
     def _head(self) -> IdleSequences | None:
         """Return the first whose prompt is not loading; set aside those before it."""
-        waiting, loading = self._waiting, self.ahead.loading
-        while (head := waiting.head()) is not None and loading and head in loading:
-            self._aside.append(waiting.pop())
+        while (head := self._waiting.head()) is not None and head in self.ahead.loading:
+            self._aside.append(self._waiting.pop())
         return head
 
     def _bytes_owed(self) -> int:
@@ -310,10 +313,9 @@ class Admission:
                     return False
         return True
 
-    def _start(self, batch: list[IdleSequences], share: tuple[int, int] | None) -> None:
-        """Admit sequences; only the last may get fewer than all of its tokens in this step."""
+    def _start(self, batch: list[IdleSequences], share: tuple[int, int] | None, left: int) -> None:
+        """Admit sequences with `left` tokens; only the last may get fewer than all of its tokens in this step."""
         manager, builder, rows = self._manager, self._builder, self._rows
-        left = min(builder.left, batch[-1].state.chunk)
         if share is not None:
             parent, shared = share
             count = min(len(batch[0].tokens[0]), shared + left)
@@ -454,8 +456,9 @@ class Precedence:
 
     def start_idle(self) -> None:
         """Bring swapped sequences back and admit waiting ones, by priority; within one, swapped sequences go first."""
-        swapped = self._swapping.swapped
+        swapped, behind = self._swapping.swapped, None
         if swapped:
             first = self._admission.first()
             self._swapping.resume(inf if first is None else first.rank[0])
-        self._admission.admit(behind=swapped.head())
+            behind = swapped.head()
+        self._admission.admit(behind=behind)
