@@ -183,9 +183,9 @@ class RequestState:
 
     def generated(self, index: int) -> NDArray[np.uint32]:
         """Return the generated tokens of a sequence that has ended or has no seat."""
-        output, place = self.outputs[index], self.places[index]
-        if output is not None:
+        if (output := self.outputs[index]) is not None:
             return output
+        place = self.places[index]
         return NO_TOKENS if isinstance(place, int) else place[len(self.prompt) :]
 
     def restart(self) -> list[IdleSequences]:
@@ -305,12 +305,13 @@ class IdleSequences:
 def _check_fields(request: Request, max_num_seqs: int) -> None:
     """Raise now what would raise in the middle of every later step."""
     for name in ("max_tokens", "n", "lora_id"):
-        as_int(f"request {request.request_id!r}: {name}", getattr(request, name))
+        if type(value := getattr(request, name)) is not int:
+            as_int(f"request {request.request_id!r}: {name}", value)
     if not 0 <= request.lora_id < LORA_IDS:
         raise InvalidArgumentError(
             f"request {request.request_id!r} has lora_id {request.lora_id}, must be 0 to {LORA_IDS - 1}"
         )
-    if not isinstance(request.salt, bytes | bytearray | None):
+    if request.salt is not None and not isinstance(request.salt, bytes | bytearray):
         raise InvalidArgumentError(f"request {request.request_id!r} has salt {request.salt!r}, must be bytes or None")
     if request.hint is not None and not (isinstance(request.hint, str) and request.hint in HINTS):
         raise InvalidArgumentError(
@@ -324,6 +325,8 @@ def _check_fields(request: Request, max_num_seqs: int) -> None:
 
 def _extras(request: Request, limit: int) -> tuple[tuple[int, int, bytes], ...]:
     """Check and copy a request's extras."""
+    if isinstance(request.extras, tuple) and not request.extras:
+        return ()
     if not isinstance(request.extras, list | tuple):
         raise InvalidArgumentError(
             f"request {request.request_id!r} has extras {request.extras!r:.100}, must be a list of "
@@ -391,7 +394,7 @@ def _token_ids(request: Request) -> NDArray[np.uint32]:
             f"the prompt of request {request.request_id!r} is {tokens.dtype} {list(tokens.shape)}, "
             f"must be integers [tokens]"
         )
-    if tokens.min() < 0 or tokens.max() >= NO_TOKEN:
+    if (tokens.dtype.kind == "i" and tokens.min() < 0) or tokens.max() >= NO_TOKEN:
         raise InvalidArgumentError(
             f"the prompt of request {request.request_id!r} has token ids from {tokens.min()} to {tokens.max()}, "
             f"must be from 0 to {NO_TOKEN - 1}"

@@ -300,7 +300,8 @@ class SequenceRows:
             state.seats.add(seat)
             if forks:
                 self.forks[seat] = forks
-            start, most = len(state.prompt), state.request.max_tokens
+            most = state.request.max_tokens
+            start = limit - most
             if self._earlier and self._earlier.pop(seat, None) is not None:
                 self._ends[seat] = NO_END
             if most > longest:  # the last token is in the seat
