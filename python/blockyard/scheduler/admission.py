@@ -122,34 +122,30 @@ class Admission:
             The sequences; and, if one shares blocks with a running sequence of its request, that sequence's handle and
             the number of tokens to share.
         """
-        rows, behind = self._rows, self._behind
-        next_head = self._head if self.ahead.loading else self._waiting.head
+        rows, behind, has_store = self._rows, self._behind, self._has_store
         batch: list[IdleSequences] = []
-        if (head := next_head()) is None:
-            return batch, None
-        tokens, taken = 0, self._bytes_owed()
+        next_head = self._head if self.ahead.loading else self._waiting.head
+        head, tokens, taken = next_head(), 0, self._bytes_owed()
         room = self._room(taken, head)
+        last: RequestState | None = None
+        share: tuple[int, int] | None = None
         while head is not None:
             ahead = self._passed if behind is None else self._ahead_of(head)
             if ahead and not self._may_start(head):
                 break
             state, length = head.state, len(head.tokens[0])
-            if batch and (tokens + length > left or state.admitted != batch[0].state.admitted):
+            if last is not None and (tokens + length > left or state.admitted != last.admitted):
                 break
-            share: tuple[int, int] | None = None
-            if state.seats or (batch and batch[-1].state is state):
-                # A recompute: it shares blocks with the request's other sequences once they are computed.
-                if batch or rows.find(state.seats)[-1] >= rows.decodes:
-                    break
-                share = None if self._prefix_caching else self._shared_with(state, head.tokens[0])
-            has_asked = not self._has_store or self.ahead.may_start(head) or self._is_idle(batch)
+            # A recompute: it shares blocks with the request's other sequences once they are computed.
+            if (state.seats or state is last) and (batch or rows.find(state.seats)[-1] >= rows.decodes):
+                break
+            share = self._shared_with(state, head.tokens[0]) if state.seats and not self._prefix_caching else None
+            has_asked = not has_store or self.ahead.may_start(head) or self._is_idle(batch)
             need = self._fit(head, share, taken, room) if has_asked else None
             if need is None:
-                ended = has_asked and self._end_lease_behind(head, taken, room)
-                if not ended and (batch or not self._pass_over(head)):
-                    break
-                head = next_head()
-                room = 0 if head is None else self._room(taken, head)
+                if not (has_asked and self._end_lease_behind(head, taken, room)):
+                    head = None if batch or not self._pass_over(head) else next_head()
+                room = self._room(taken, head)
                 continue
             is_cut = state.chunk < length
             if batch and is_cut:
@@ -162,9 +158,9 @@ class Admission:
             tokens += length
             taken += need
             if share is not None or tokens >= left or is_cut or self._one_by_one:
-                return batch, share
-            head = next_head()
-        return batch, None
+                break
+            last, head = state, next_head()
+        return batch, share
 
     def _fit(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int | None:
         """Return the bytes that sequences take beside `taken` others, or None if they do not fit."""
@@ -183,14 +179,15 @@ class Admission:
 
     def _need(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int:
         """Return the bytes that a prompt takes. Sets its chunk: as long as the device could hold if it were empty."""
-        needs, state, length = self.needs, head.state, len(head.tokens[0])
+        needs = self.needs
         shared = needs.shared(share[1]) if share else 0
-        state.chunk = needs.max_chunk
         if needs.is_full:
-            need = needs.all(length) - shared
-            is_enough = taken + need <= room or not self._prefix_caching
-            return need if is_enough else self._bytes_with_hits(head, room)
-        most = needs.usable()
+            need = needs.all(len(head.tokens[0])) - shared
+            if taken + need <= room or not self._prefix_caching:
+                return need
+            return self._bytes_with_hits(head, room)
+        state, length, most = head.state, len(head.tokens[0]), needs.usable()
+        state.chunk = needs.max_chunk
         while (need := self._bytes_with_hits(head, room)) > most and state.chunk > 1:
             state.chunk = -(-min(state.chunk, length) // 2)
         return need if needs.has_classes else need - shared  # else a class may lack blocks although there are bytes
@@ -261,11 +258,13 @@ class Admission:
         lengths = rows.fields[LENGTH, rows.decodes : rows.count].tolist()
         return sum(map(self.needs.rest, lengths, builder.ends))
 
-    def _room(self, owed: int, head: IdleSequences) -> int:
+    def _room(self, owed: int, head: IdleSequences | None) -> int:
         """Bytes for new prompts, except those that loads will take for prompts ahead of the head.
 
         If the head needs more than are free, those held only by writes to a store count.
         """
+        if head is None:
+            return 0
         return self._free(owed, head) - self.ahead.promised_bytes(self._aside)
 
     def _free(self, taken: int, idle: IdleSequences) -> int:

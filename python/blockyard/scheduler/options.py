@@ -185,6 +185,7 @@ class BlockNeeds:
         first = self._pools[0]
         self._first, self._first_bytes = first, first.block_stride or first.block_bytes
         self.sizes = [(group.block_tokens or self._size, strides[group.block_bytes or 1]) for group in self.groups]
+        self._only = self.sizes[0] if len(self.sizes) == 1 else None  # as in most managers
         each = zip(self.groups, self.sizes, strict=True)
         self._kept = [size for group, size in each if group.kind == "full_attention"]
         kinds = {group.kind for group in self.groups}
@@ -196,8 +197,8 @@ class BlockNeeds:
 
     def all(self, tokens: int) -> int:
         """Bytes of the first `tokens` tokens in all groups, if none gave any back."""
-        if len(self.sizes) == 1:  # as in most managers, and asked for each waiting request
-            ((size, num_bytes),) = self.sizes
+        if self._only is not None:
+            size, num_bytes = self._only
             return -(-tokens // size) * num_bytes
         return sum(-(-tokens // size) * num_bytes for size, num_bytes in self.sizes)
 
