@@ -167,15 +167,16 @@ class Admission:
         if 1 + head.forks > self._rows.seats_left:
             return None
         need = self._need(head, share, taken, room)
-        return need if taken + need <= room and (self.needs.is_full or self._fits_in_step(head)) else None
+        return need if taken + need <= room and (self.needs.is_full or not self._lacks_in_step(head)) else None
 
-    def _fits_in_step(self, head: IdleSequences) -> bool:
-        """Whether a prompt that fits also does if this step computes less of it: it may then make other points."""
+    def _lacks_in_step(self, head: IdleSequences) -> int:
+        """Return the bytes that a prompt that fits lacks because this step computes less of it, and so other points."""
         chunk = min(self._builder.left, len(head.tokens[0]))
         if chunk >= min(head.state.chunk, len(head.tokens[0])):
-            return True
+            return 0
         prompt = self._hashed(head) if self._prefix_caching else len(head.tokens[0])
-        return bool(self._manager.can_allocate(prompt, chunk_tokens=chunk))
+        fit = self._manager.can_allocate(prompt, chunk_tokens=chunk)
+        return 0 if fit else max(1, fit.bytes - fit.free_bytes)  # of a page class, or of all
 
     def _need(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int:
         """Return the bytes that a prompt takes. Sets its chunk: as long as the device could hold if it were empty."""
@@ -200,8 +201,10 @@ class Admission:
         """End the lease of the last sequences behind `head`, if `head` lacks only blocks that leases hold."""
         if not self.ahead.has_leases or 1 + head.forks > self._rows.seats_left:
             return False
-        need = self._bytes_with_hits(head, room)
-        return self.ahead.give_up_last(place_of(head), -(-(taken + need - room) // self._block_bytes))
+        lacking = taken + self._bytes_with_hits(head, room) - room
+        if lacking <= 0:
+            lacking = self._lacks_in_step(head)
+        return self.ahead.give_up_last(place_of(head), -(-lacking // self._block_bytes))
 
     def _may_start(self, head: IdleSequences) -> bool:
         """Whether `head` may overtake those ahead of it that have not started."""
