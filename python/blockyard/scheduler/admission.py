@@ -84,7 +84,7 @@ class Admission:
     def first(self) -> IdleSequences | None:
         """Return the first whose prompt is not loading, without removing it."""
         head, loading = self._waiting.head(), self.ahead.loading
-        if not loading or head is None or head not in loading:
+        if head is None or head not in loading:
             return head
         near = self._waiting.first(len(loading) + 1)
         return next((idle for idle in near if idle not in loading), None)
@@ -179,7 +179,10 @@ class Admission:
         return 0 if fit else max(1, fit.bytes - fit.free_bytes)  # of a page class, or of all
 
     def _need(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int:
-        """Return the bytes that a prompt takes. Sets its chunk: as long as the device could hold if it were empty."""
+        """Return the bytes that a prompt takes. Sets its chunk: as long as the device could hold if it were empty.
+
+        With full attention alone, chunks make no difference.
+        """
         needs = self.needs
         shared = needs.shared(share[1]) if share else 0
         if needs.is_full:

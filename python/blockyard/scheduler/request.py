@@ -114,7 +114,7 @@ class RequestState:
     Attributes:
         prompt: token ids, uint32 `[tokens]`.
         rank: its position in every queue.
-        chunk: maximum tokens of its prompt that a step computes; set at admission.
+        chunk: maximum tokens of its prompt that a step computes; set at admission if it makes a difference.
         admitted: whether its prompt was looked up in the prefix cache before; hits of a preempted request do not count.
         alive: False once it is aborted, refused or done.
         lost: its sequences lost bytes and must start again.
