@@ -57,7 +57,7 @@ class _Spec:
 
     name: str
     text: str
-    read: Callable[[Any], float | Mapping[str, float] | Mapping[tuple[str, str], float]]
+    read: Callable[[Any], float | dict[str, float] | dict[tuple[str, str], float]]
     label: str = ""
     """Label of the keys that `read` returns, or two with a comma; "" if it returns one number."""
 
@@ -349,15 +349,18 @@ class Collector:
         sources: Mapping[str, object],
     ) -> Iterator[Metric]:
         of_store = "" not in sources
+        shared = [*self._labels, "store"] if of_store else [*self._labels]
+        own = {store: [*self._labels.values(), *([store] if of_store else [])] for store in sources}
         for spec in specs:
-            names = [*self._labels, *(["store"] if of_store else []), *(spec.label.split(",") if spec.label else [])]
+            names = [*shared, *spec.label.split(",")] if spec.label else shared
             family = make(f"blockyard_{spec.name}", spec.text, labels=names)
             for store, source in sources.items():
                 value = spec.read(source)
-                own = [*self._labels.values(), *([store] if of_store else [])]
-                for key, number in value.items() if isinstance(value, Mapping) else (("", value),):
-                    keys = key if isinstance(key, tuple) else (key,)
-                    family.add_metric([*own, *keys] if spec.label else own, number)
+                if isinstance(value, dict):
+                    for key, number in value.items():
+                        family.add_metric([*own[store], *(key if isinstance(key, tuple) else (key,))], number)
+                else:
+                    family.add_metric(own[store], value)
             yield family
 
 

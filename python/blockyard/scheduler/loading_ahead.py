@@ -22,7 +22,7 @@ from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, IdleSequences, SequenceStatus
 from blockyard.scheduler.rows import LENGTH, LIMIT, SequenceRows
 
-__all__ = ["LOOKED_AT", "LoadingAhead", "RoomAhead", "place_of"]
+__all__ = ["LOOKED_AT", "LoadingAhead", "RoomAhead", "keeps_copies", "place_of"]
 
 Share = Literal["half", "free", "any"]
 
@@ -206,12 +206,11 @@ class RoomAhead:
     ) -> None:
         self._manager, self._rows, self._waiting, self._hashed = manager, rows, waiting, hashed
         self._max_tokens = max_tokens
-        self._is_on = _keeps_copies(manager)
 
     def expect(self) -> None:
         """Announce the blocks that prompts will take in the next steps."""
         rows = self._rows
-        if not (self._is_on and self._waiting):
+        if not self._waiting:
             return
         left = rows.fields[LIMIT, : rows.count] - rows.fields[LENGTH, : rows.count]
         seats = rows.seats_left + int(np.count_nonzero(left <= _SOON))
@@ -233,7 +232,7 @@ class RoomAhead:
         return idle.blocks
 
 
-def _keeps_copies(manager: BlockManager) -> bool:
+def keeps_copies(manager: BlockManager) -> bool:
     """Whether prompts find copies on the host."""
     try:
         manager.prefix.expect(0)

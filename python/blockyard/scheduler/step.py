@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from blockyard._core import BlockManager, StepDecision
+from blockyard._core import Pool, StepDecision
 from blockyard.errors import InvalidArgumentError, StepOrderError
 from blockyard.scheduler.loop import CacheLoop
 from blockyard.scheduler.request import NO_TOKEN, Owner
@@ -307,9 +307,9 @@ class StepBuilder:
         """Add chunks of prompts; the last is cut to the remaining budget. Their slots are written separately."""
         counts = list(map(len, parts))
         at, total = self.tokens, sum(counts)
-        if total > self.left:
-            counts[-1] -= total - self.left
-            parts[-1], total = parts[-1][: counts[-1]], self.left
+        if (excess := total - self.left) > 0:
+            counts[-1] -= excess
+            parts[-1], total = parts[-1][: counts[-1]], total - excess
         self.tokens = at + total
         np.concatenate(parts, out=self.token_ids[at : self.tokens])
         self.counts += counts
@@ -422,13 +422,19 @@ def as_token_ids(tokens: NDArray[Any], name: str) -> NDArray[np.uint32]:
     return wide.astype(np.uint32)
 
 
-def count_step(stats: SchedulerStats, manager: BlockManager, tokens: int, *, is_away: bool) -> None:
-    """Count a step that computes `tokens`. `is_away`: a sequence is on the host or in the external tier."""
+def count_step(stats: SchedulerStats, pools: Sequence[Pool], tokens: int, *, is_away: bool) -> None:
+    """Count a step that computes `tokens`.
+
+    Args:
+        stats: the counters.
+        pools: of the device, the host and the external tier.
+        tokens: number of tokens.
+        is_away: whether a sequence is on the host or in the external tier.
+    """
+    device, host, external = pools
     stats.steps += 1
     stats.tokens += tokens
-    device = manager.pool()
     stats.peak_device_blocks = max(stats.peak_device_blocks, device.num_blocks - device.num_free)
     if is_away:
-        host, external = manager.pool("host"), manager.pool("external")
         stats.peak_host_blocks = max(stats.peak_host_blocks, host.num_blocks - host.num_free)
         stats.peak_external_blocks = max(stats.peak_external_blocks, external.num_blocks - external.num_free)
