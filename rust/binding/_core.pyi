@@ -65,6 +65,7 @@ __all__ = [
     "checksum_rows",
     "expand_span",
     "export_keys",
+    "plain_steps",
     "read_slab",
     "wipe_slab",
 ]
@@ -817,6 +818,9 @@ def export_keys(
     cache_group: int = 0,
     extras: _Extras = ...,
 ) -> list[bytes]: ...
+def plain_steps(
+    manager: BlockManager, sequences: _Handles, times: _Each[float], *, token_ids: _TokenIds | None = None
+) -> tuple[int, int, StepDecision | None]: ...
 def expand_span(
     blocks: NDArray[np.int64], out: NDArray[np.int64], *, per_block: int, first: int, last: int
 ) -> None: ...

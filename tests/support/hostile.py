@@ -274,6 +274,8 @@ VALID: dict[str, Any] = {
     "BlockManager.allocate.encoder_tokens": None,
     "BlockManager.allocate.prompts": list(range(10)),
     "BlockManager.append.token_ids": [7],
+    "plain_steps.token_ids": [7, 7],
+    "plain_steps.times": [1.0, 2.0],
     "draft_tokens": 0,
     "BlockManager.append.block_tables": lambda: np.zeros((1, 8), np.int32),
     "BlockManager.fork.num_tokens": None,

@@ -216,6 +216,16 @@ def step_of_cache(**options: Any) -> Any:
         return step.rows
 
 
+def plain(token_ids: Any) -> Any:
+    scheduler = Scheduler(BlockManager(block_size=4, device_blocks=8))
+    for name in "ab":
+        scheduler.add(Request(name, [1, 2, 3], max_tokens=4))
+    step = scheduler.schedule()
+    scheduler.complete(step.decision.ticket)
+    scheduler.update(step, [7, 7])
+    return scheduler.schedule_plain(token_ids, [1.0, 2.0]), repr(scheduler.stats())
+
+
 def with_lookahead(num_lookahead_tokens: Any) -> Any:
     scheduler = Scheduler(BlockManager(block_size=4, device_blocks=8), num_lookahead_tokens=4)
     scheduler.add(Request("a", [1, 2, 3], max_tokens=4))
@@ -331,6 +341,7 @@ CALLS: dict[str, Call] = {
         scheduled,
         {"max_num_seqs": 100, "max_num_batched_tokens": 100, "num_lookahead_tokens": 3, "preemption_mode": "auto"},
     ),
+    "Scheduler.schedule_plain": Call(plain, {"token_ids": np.full((2, 2), 7, np.uint32)}),
     "Scheduler.schedule": Call(with_lookahead, {"num_lookahead_tokens": 2}),
     "Scheduler.step": Call(step_of_cache, {"num_lookahead_tokens": 2}),
     "StepExecutor": Call(executed(""), {"max_staging": 1 << 20, "chunk_bytes": 1 << 20}),

@@ -142,11 +142,13 @@ class SequenceRows:
         for group, tables in enumerate(self._tables):
             self._manager.block_tables(handles, out=tables[rows], group=group)
 
-    def make_way(self) -> None:
-        """Make room for the tokens of one more step."""
+    def make_way(self, steps: int = 1) -> int:
+        """Make room for the tokens of more steps, one or more; return how many of them have it."""
         if self._steps_left < 1:
             self._make_way()
-        self._steps_left -= 1
+        steps = min(steps, self._steps_left)
+        self._steps_left -= steps
+        return steps
 
     def _make_way(self) -> None:
         rows, most = slice(self.count), self._step_tokens

@@ -37,7 +37,16 @@ from blockyard.scheduler.options import BlockNeeds, DefragPolicy, PreemptionCost
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Finished, IdleSequences, Request, RequestState, SequenceStatus
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, SequenceRows
-from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, count_step, sampled_tokens
+from blockyard.scheduler.step import (
+    PlainSteps,
+    SchedulerStats,
+    Step,
+    StepBuilder,
+    as_token_ids,
+    count_step,
+    decide_plain,
+    sampled_tokens,
+)
 from blockyard.scheduler.stop_tokens import StopTokens
 from blockyard.scheduler.swapping import Swapping
 from blockyard.stores.threaded.runtime import runtime
@@ -331,6 +340,53 @@ class Scheduler:
         self._handed.add(step.decision.ticket)
         self._change.begun = False
         return step
+
+    def plain_steps(self) -> PlainSteps | None:
+        """Return the next steps if they can only add one token to each running sequence, to `schedule_plain` them.
+
+        None over a `KVCache`, while a step is in flight, without sequences, or if a request waits, loads, is swapped
+        out, computes its prompt or has stop tokens.
+        """
+        rows, is_still = self._rows, self._in_flight is None and not (self._change.begun or self._loop)
+        others = (self._waiting, self._swapping, self._leaving, self._refused, self._stop_tokens, self._defragment)
+        is_plain = is_still and 0 < rows.count == rows.decodes and not any(others)
+        return PlainSteps(rows) if is_plain and self._capacity <= self._needs.usable() else None
+
+    def schedule_plain(self, token_ids: ArrayLike, times: Sequence[float]) -> tuple[int, Step | None]:
+        """Decide plain steps in one call, for a simulated engine: the state is that after `schedule` and `update`.
+
+        Args:
+            token_ids: the tokens that the steps sample, uint32 `[steps, rows]`.
+            times: when each step is decided, in seconds; fewer than the `limit` of `plain_steps`.
+
+        Returns:
+            How many steps have ended. If the next one has transfers, which end the call, that step: carry out its
+            decision, and give it to `update`. Else, or if blocks run short, None: call `schedule`.
+
+        Raises:
+            StepOrderError: the steps may do more.
+            InvalidArgumentError: there is not one token for each step and sequence, or a time is not a finite number
+                from 0 on; nothing was changed.
+        """
+        if (plain := self.plain_steps()) is None or len(times) >= plain.limit:
+            raise StepOrderError("schedule_plain needs steps that only add a token to each sequence, see plain_steps")
+        tokens, shape = np.asarray(token_ids), (len(times), len(plain.context))
+        if tokens.shape != shape:
+            raise InvalidArgumentError(f"token_ids have shape {list(tokens.shape)}, must be {list(shape)}")
+        tokens = as_token_ids(tokens.reshape(-1), "token_ids").reshape(shape)
+        self._begin()
+        try:
+            done, decision = decide_plain(self.manager, self._rows, self._builder, self._stats, tokens, times)
+        except InvalidArgumentError:
+            self._change.begun = False
+            raise
+        step = None
+        if decision is not None:
+            self._dropped = None
+            step = self._in_flight = self._builder.build(decision, self._rows)
+            self._handed |= {decision.ticket}
+        self._change.begun = False
+        return done, step
 
     def _schedule(self, lookahead: int, *, by_layer: bool = False) -> Step:
         """Decide a step; the caller ends the change."""

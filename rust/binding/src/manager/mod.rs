@@ -13,7 +13,7 @@ pub(crate) mod sequence;
 pub(crate) mod shared;
 pub(crate) mod stats;
 pub(crate) mod step_owner;
-mod verbs;
+pub(crate) mod verbs;
 
 use crate::convert::args;
 use crate::convert::arrays::{self, Handle};

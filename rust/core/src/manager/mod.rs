@@ -8,6 +8,7 @@
 //! ([`Manager::check`]). The manager has no lock; to share it, add your own.
 
 mod check;
+mod plain;
 mod stats;
 mod step;
 mod store;
