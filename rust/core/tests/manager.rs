@@ -561,6 +561,28 @@ fn a_shared_state_is_written_even_if_its_writer_is_freed() {
     world.verify();
 }
 
+/// A case found at random.
+#[test]
+fn extents_that_can_be_emptied_are_all_emptied_at_once() {
+    let mut world = World::new(Setup {
+        blocks: [16, 13, 0],
+        policies: blockyard_core::Policies { eviction: blockyard_core::Eviction::Lru, ..Default::default() },
+        groups: &groups::NINE,
+        pages: Pages::of([4, 7, 4, 4, 4, 4, 4, 7, 4]),
+        host_cache: true,
+        store: None,
+    });
+    world.apply(Op::Allocate(9));
+    world.apply(Op::Step(None));
+    world.apply(Op::Mark(0, 1));
+    world.apply(Op::SwapOut(0, 1));
+    world.apply(Op::Allocate(9));
+    world.apply(Op::Step(None));
+    world.apply(Op::Tables(tables::Op::Append { first: 5, count: 1, tokens: 0, drafts: 0, lookahead: 0, array: 0 }));
+    world.apply(Op::Moves(moves::Op::SETTLED));
+    world.verify();
+}
+
 /// Number of random cases: `PROPTEST_CASES`, else enough to meet rare orders in a few seconds.
 fn cases() -> u32 {
     std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(2000)

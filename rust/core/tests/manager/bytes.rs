@@ -33,6 +33,11 @@ impl Pages {
     /// Blocks of one size.
     pub(crate) const EQUAL: Self = Self { tokens: [BLOCK; 9], strides: [STRIDES[0]; 9], has_extents: false };
 
+    /// Blocks of these strides over extents.
+    pub(crate) const fn of(strides: [usize; 9]) -> Self {
+        Self { tokens: [BLOCK; 9], strides, has_extents: true }
+    }
+
     pub(crate) fn groups(self, groups: &[Group]) -> Vec<PagedGroup> {
         let sizes = groups.iter().zip(self.tokens.into_iter().zip(self.strides));
         sizes

@@ -42,6 +42,11 @@ pub(crate) struct Goals {
     named: Option<(usize, usize)>,
 }
 
+impl Op {
+    /// Empties as many extents as can be, once everything has landed.
+    pub(crate) const SETTLED: Self = Self::Settled(Goals { wanted: [None, None], named: None }, None);
+}
+
 fn goal() -> impl Strategy<Value = Goal> {
     let number = 0u32..12;
     prop_oneof![
