@@ -485,8 +485,7 @@ impl World {
             Op::Tables(op) => self.apply_tables(op),
             Op::Keep(op) => self.apply_keep(op),
             // These work with blocks of one size only.
-            Op::Resize(_) | Op::Store(store::Op::LoadAndShrink { .. } | store::Op::Crowded { .. })
-                if self.has_pages() => {}
+            Op::Store(store::Op::LoadAndShrink { .. } | store::Op::Crowded { .. }) if self.has_pages() => {}
             Op::Moves(op) if self.has_pages() => self.apply_extents(op),
             Op::Moves(op) => self.apply_moves(op),
             Op::Store(op) => self.apply_store(op),
