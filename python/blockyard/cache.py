@@ -595,7 +595,7 @@ def _device(
     growth: tuple[int | None, int | str | None],
     host_blocks: int | None,
 ) -> tuple[int | None, int | None]:
-    """Return the blocks of the device, and their maximum, each given as such or in bytes; bytes with several classes."""
+    """Return the blocks of the device and their maximum, given as such or in bytes; with several classes, bytes."""
     size, (blocks, num_bytes) = 1 if _has_classes(layout) else layout.bytes_per_block, given
     if isinstance(layout, ArenaLayout):
         _refuse_with_arena(layout, growth, {"device_blocks": blocks, "host_blocks": host_blocks})
