@@ -312,7 +312,8 @@ class Collector:
         manager, prefix_store = self._objects.get("manager"), self._objects.get("prefix store")
         if manager is not None:
             held = {name: manager.prefix.quota(salt) or (0, None) for name, salt in self._tenants.items()}
-            yield from self._quotas("tenant_cached_blocks", "tenant_quota_blocks", "on the device", held)
+            unit = "blocks" if manager.num_page_classes == 1 else "bytes"
+            yield from self._quotas(f"tenant_cached_{unit}", f"tenant_quota_{unit}", "on the device", held)
         if prefix_store is not None and prefix_store.store.keeps_quotas:
             kept = {name: _kept(prefix_store, salt, is_down=is_down) for name, salt in self._tenants.items()}
             where = "in the prefix store"

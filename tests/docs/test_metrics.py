@@ -95,6 +95,17 @@ def test_bytes_are_counted_by_page_class_and_usage_is_of_bytes():
     assert (values("bytes"), values("kv_cache_usage_perc")) == (9 * 960, (5 * 64 + 960) / (9 * 960))
 
 
+def test_quotas_are_in_bytes_with_several_page_classes():
+    groups = [CacheGroup.full_attention().with_blocks(bytes=64), CacheGroup.recurrent().with_blocks(bytes=960)]
+    arena = Arena(device_bytes=9600, extent_bytes=960)
+    manager = BlockManager(block_size=4, groups=groups, arena=arena, prefix_caching=True)
+    manager.prefix.set_quota(TENANTS["alice"], num_bytes=2000)
+    found = scrape(manager, tenants=TENANTS)
+    assert found["tenant_quota_bytes", key(tenant="alice")][1] == 2000
+    assert found["tenant_cached_bytes", key(tenant="alice")][1] == 0
+    assert not {name for name, _ in found} & {"tenant_quota_blocks", "tenant_cached_blocks"}
+
+
 def test_every_reason_of_the_file_store_has_a_series_from_the_start(cache: KVCache):
     reasons = re.findall(r'Self::\w+ => "(\w+)"', (ROOT / "rust/store/src/miss.rs").read_text(encoding="utf-8"))
     assert len(reasons) == 19

@@ -82,7 +82,8 @@ class DefragPolicy:
         goals: most important first. `("free_tail", 0)` keeps the tail that a shrinking pool gives back free of blocks,
             `("dense", n)` packs all blocks as low as possible; see `manager.defrag.run`. Over an `Arena`, only
             `("extents", n)`: while the first waiting prompt lacks blocks of a page class although there are enough
-            bytes, extents of other classes are emptied for it, and `n` more.
+            bytes, extents of other classes are emptied for it, and `n` more; while the arena shrinks, blocks leave the
+            extents beyond its end.
         max_moves: maximum number of blocks to move per step, at least one.
         max_bytes: maximum number of bytes to write per step; None for no limit.
         block_bytes: bytes of a block over all layers; required with `max_bytes`, but for `"extents"`.

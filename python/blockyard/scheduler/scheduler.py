@@ -422,7 +422,7 @@ class Scheduler:
         """Decide the step's moves."""
         if not policy.is_for_extents:
             policy.plan(self.manager)
-        elif (fit := self._admission.fit_without_extents()) is not None:
+        elif (fit := self._admission.fit_without_extents()) is not None or not self.manager.defrag.progress().done:
             policy.plan(self.manager, fit)
 
     def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:

@@ -4,7 +4,7 @@
 //! Entries dropped from a table become the null block, which is block 0 of every tier and never allocated.
 
 use crate::error::{Error, Result, invalid};
-use crate::hash::GroupMark;
+use crate::hash::{GroupMark, RESERVED_TOKEN};
 use crate::id::BlockId;
 use crate::page::{MAX_CLASSES, PerClass};
 use std::ops::Range;
@@ -311,18 +311,21 @@ impl Groups {
         self.leaving.len() < self.growing
     }
 
-    /// A group's mark in exported keys; none for the anchor's of a model with a group that keeps every block, and no
-    /// drafter.
-    pub(crate) fn mark(&self, group: u8) -> Option<GroupMark> {
+    /// The mark in exported keys of one of a group's blocks that a key stands for; none for the block with the key in a
+    /// model with a group that keeps every block, and no drafter.
+    pub(crate) fn mark(&self, (group, part): (u8, u32)) -> Option<GroupMark> {
         let number = usize::from(group);
         let [kind, parameter] = self.all[number].mark();
-        (number != self.anchor || !self.keeps_all() || self.ahead > 0).then_some([u32::from(group), kind, parameter])
+        let is_plain = number == self.anchor && part == 0 && self.keeps_all() && self.ahead == 0;
+        let part = if part == 0 { RESERVED_TOKEN } else { part };
+        (!is_plain).then_some([u32::from(group), kind, parameter, RESERVED_TOKEN, part])
     }
 
-    /// Which anchor's block a group's block is worth nothing without: the one before the anchor's own, `before`, or for
-    /// another group the one at the same place, `here`. None where only points have blocks.
-    pub(crate) fn hangs_on<T>(&self, group: u8, here: T, before: Option<T>) -> Option<T> {
-        if usize::from(group) == self.anchor { before } else { Some(here) }.filter(|_| self.keeps_all())
+    /// Which block with a key a group's block is worth nothing without: the one before it, `before`, or for a block without
+    /// a key the one at the same place, `here`. None where only points have blocks.
+    pub(crate) fn hangs_on<T>(&self, (group, part): (u8, u32), here: T, before: Option<T>) -> Option<T> {
+        let has_key = usize::from(group) == self.anchor && part == 0;
+        if has_key { before } else { Some(here) }.filter(|_| self.keeps_all())
     }
 
     /// Indices of a group's blocks in the tail of a point behind `at` blocks.
@@ -335,18 +338,36 @@ impl Groups {
         needed.start.min(end)..end
     }
 
-    /// The blocks that a point behind `at` blocks has besides those of groups that keep every block: their places in the
-    /// prompt, and their groups.
+    /// The blocks that a point behind `at` keys has besides those of groups that keep every block: their entries in the
+    /// tables, and their groups.
     pub(crate) fn point(&self, at: usize, block_size: u32) -> impl Iterator<Item = (usize, usize)> + '_ {
-        let anchor = at.checked_sub(1).filter(|_| !self.keeps_all()).map(|last| (last, self.anchor));
+        let anchor = at.checked_sub(1).filter(|_| !self.keeps_all()).map(|last| (self.anchor_entry(last), self.anchor));
         let tails =
             self.leaving.iter().flat_map(move |&group| self.tail(group, at, block_size).map(move |at| (at, group)));
         tails.chain(anchor)
     }
 
-    /// The groups that keep every block, the anchor first.
-    pub(crate) fn keeping(&self) -> impl Iterator<Item = usize> + '_ {
-        self.keeps_all().then_some(self.anchor).into_iter().chain(self.companions.iter().copied())
+    /// Group and entry of its table of each block that hangs on the one with the key at an index.
+    pub(crate) fn companion_places(&self, at: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let anchor = self.anchor;
+        let groups = std::iter::once(anchor).filter(|_| self.keeps_all()).chain(self.companions.iter().copied());
+        groups.flat_map(move |group| {
+            let per_key = self.per_key(group);
+            (at * per_key..(at + 1) * per_key - usize::from(group == anchor)).map(move |entry| (group, entry))
+        })
+    }
+
+    /// The blocks of groups that keep every block that the key at an index stands for, the one with the key first: their
+    /// entries in the tables, and their groups.
+    pub(crate) fn kept(&self, at: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let first = self.keeps_all().then(|| (self.anchor_entry(at), self.anchor));
+        first.into_iter().chain(self.companion_places(at).map(|(group, entry)| (entry, group)))
+    }
+
+    /// The entry of the first group with keys that has the block with the key at an index: the last of those that the key
+    /// stands for.
+    pub(crate) fn anchor_entry(&self, at: usize) -> usize {
+        (at + 1) * self.per_key(self.anchor) - 1
     }
 
     /// Steps of equal length after which the numbers of held blocks repeat, or only grow.

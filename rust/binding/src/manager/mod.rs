@@ -120,7 +120,7 @@ impl PyBlockManager {
         let groups = group::groups(groups, block_size);
         let blocks = [device_blocks.unwrap_or(0), host_blocks, external_blocks].map(|blocks| blocks as usize);
         let space = match (device_blocks, arena) {
-            (Some(_), None) => Space::Split(vec![blocks]),
+            (Some(_), None) => Space::Split { blocks: vec![blocks], most: Vec::new() },
             (None, Some(arena)) if blocks == [0; 3] => arena.space(&groups)?,
             _ => {
                 return Err(invalid(

@@ -461,11 +461,11 @@ impl Pool {
         }
     }
 
-    /// Sets the quota of a tenant; tenants are numbered from 1.
+    /// Sets the quota of a tenant, in blocks, or in bytes with several page classes; tenants are numbered from 1.
     pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize) {
-        let blocks = self.extent();
+        let (blocks, weights) = (self.extent(), std::array::from_fn(|class| self.weight(class)));
         if let Some(cache) = &mut self.cache {
-            cache.set_quota(tenant, quota, blocks);
+            cache.set_quota(tenant, quota, blocks, weights);
         }
     }
 
@@ -474,7 +474,7 @@ impl Pool {
         self.cache.as_ref().map_or_else(Vec::new, PrefixCache::quotas)
     }
 
-    /// Evictable blocks of a tenant.
+    /// Evictable blocks of a tenant, or their bytes with several page classes.
     pub(crate) fn held_by(&self, tenant: u16) -> usize {
         self.cache.as_ref().map_or(0, |cache| cache.held_by(tenant))
     }

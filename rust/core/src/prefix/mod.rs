@@ -18,7 +18,7 @@ pub use residency::{Histogram, RESIDENCY_SECONDS, Residency};
 
 use crate::hash::Key;
 use crate::id::BlockId;
-use crate::page::Classes;
+use crate::page::{Classes, MAX_CLASSES};
 use evict::{Departure, Eviction, Guide, Hint, HintCount, HostOrder, Policy, Quotas, Rank};
 use index::PrefixIndex;
 use std::hint::black_box;
@@ -424,9 +424,11 @@ impl PrefixCache {
         self.resize_points(blocks);
     }
 
-    /// Sets the quota of a tenant, in a pool of `blocks` blocks; tenants are numbered from 1.
-    pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize, blocks: usize) {
-        self.order.set_quota(tenant, quota, blocks);
+    /// Sets the quota of a tenant, in a pool of `blocks` blocks, whose weights are given by page class; tenants are numbered
+    /// from 1.
+    pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize, blocks: usize, weights: [usize; MAX_CLASSES]) {
+        self.order.set_quota(tenant, quota, blocks, weights[self.ordered]);
+        self.weigh_outside(weights);
     }
 
     /// All quotas, in the order of their tenants' numbers.
@@ -434,7 +436,7 @@ impl PrefixCache {
         self.order.quotas().map_or_else(Vec::new, Quotas::all)
     }
 
-    /// Evictable blocks of a tenant.
+    /// Weight of a tenant's evictable blocks.
     pub(crate) fn held_by(&self, tenant: u16) -> usize {
         self.order.quotas().map_or(0, |quotas| quotas.held(tenant) + self.idle_of(tenant))
     }

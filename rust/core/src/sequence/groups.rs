@@ -29,7 +29,7 @@ pub struct Demand {
 
 impl Sequences {
     /// Whether there is one group, of full attention: each block is found by its own key, and serves by itself.
-    pub(super) fn is_full_attention(&self) -> bool {
+    pub(crate) fn is_full_attention(&self) -> bool {
         self.groups.is_single() && self.groups.is_even() && !self.groups.has_nulls() && self.groups.ahead() == 0
     }
 

@@ -149,9 +149,14 @@ impl Sequences {
         if self.owners.are_noted() { self.owners.require(blocks) } else { Ok(()) }
     }
 
+    /// Follows a resize of several page classes, which changes no block's number.
+    pub(crate) fn resize_watermark(&mut self, blocks: usize) {
+        self.watermark.resize(blocks);
+    }
+
     /// Follows a resize of the device to `blocks` blocks.
     pub(crate) fn resize_device(&mut self, blocks: usize) {
-        self.watermark.resize(blocks);
+        self.resize_watermark(blocks);
         if self.owners.are_noted() {
             self.owners.grow(blocks);
         }

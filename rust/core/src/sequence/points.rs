@@ -170,7 +170,7 @@ impl Sequences {
 
     /// Which of the blocks that hang on one with a key are of a group that keeps every block: first those before it in
     /// its own group, then those of the other groups.
-    fn companions_of(&self, group: usize) -> Option<std::ops::Range<usize>> {
+    pub(super) fn companions_of(&self, group: usize) -> Option<std::ops::Range<usize>> {
         let (anchor, others) = (self.groups.anchor(), self.groups.companions());
         if !self.groups.keeps_all() || (group != anchor && !others.contains(&group)) {
             return None;
@@ -186,13 +186,7 @@ impl Sequences {
 
     /// Group and entry of its table of each block that hangs on the one with the key at an index.
     fn companion_places(&self, at: usize) -> impl Iterator<Item = (usize, usize)> {
-        let anchor = self.groups.anchor();
-        let groups =
-            std::iter::once(anchor).filter(|_| self.groups.keeps_all()).chain(self.groups.companions().iter().copied());
-        groups.flat_map(move |group| {
-            let per_key = self.groups.per_key(group);
-            (at * per_key..(at + 1) * per_key - usize::from(group == anchor)).map(move |entry| (group, entry))
-        })
+        self.groups.companion_places(at)
     }
 
     /// The key of a block of a group by its entry in the table.
@@ -204,7 +198,7 @@ impl Sequences {
     /// The entry of the first group with keys that has the block with the key at an index: the last of those that the key
     /// stands for.
     pub(super) fn anchor_entry(&self, at: usize) -> usize {
-        (at + 1) * self.groups.per_key(self.groups.anchor()) - 1
+        self.groups.anchor_entry(at)
     }
 
     /// Whether a token behind the first `hits` blocks needs the last of them.
@@ -354,7 +348,7 @@ impl Sequences {
             if step.tiers.device().block(block).is_filling() {
                 break;
             }
-            let publication = || self.publication(keys, at, block, group);
+            let publication = || self.publication(keys, at, block, (group, 0));
             match step.tiers.publish((Tier::Device, block), Self::identity(keys, at, group), publication) {
                 Published::Now | Published::Before if !alone => {
                     self.publish_companions(step, sequence, (keys, at), block);
@@ -419,7 +413,7 @@ impl Sequences {
             // Only points have keys here, so there is no chain to follow.
             let identity = CachedIdentity { key, depth, parent: 0, tenant: keys.tenant };
             let group = u8::try_from(anchor_group).unwrap_or(u8::MAX);
-            let publication = || self.publication(keys, at - 1, block, group);
+            let publication = || self.publication(keys, at - 1, block, (group, 0));
             match step.tiers.publish((Tier::Device, block), identity, publication) {
                 Published::Beyond => return,
                 Published::As(canonical) => {
@@ -434,8 +428,8 @@ impl Sequences {
         let own_key = |index: usize| self.own_key(keys.found_by(), places[index].0, places[index].1);
         step.tiers.add_point(anchor, (&tail, is_junction), own_key, |index| {
             let (group, entry) = places[index];
-            let member = u8::try_from(group).unwrap_or(u8::MAX);
-            self.publication(keys, self.groups.key_of(group, entry).0, tail[index], member)
+            let (at, part) = self.groups.key_of(group, entry);
+            self.publication(keys, at, tail[index], (u8::try_from(group).unwrap_or(u8::MAX), part))
         });
     }
 
@@ -477,10 +471,13 @@ impl Sequences {
         let places: Vec<_> = self.companion_places(at).collect();
         let block = |&(group, entry): &(usize, usize)| self.rows.table(Self::member(sequence, group)).table[entry];
         let blocks: Vec<_> = places.iter().map(block).collect();
-        let number = |index: usize| u8::try_from(places[index].0).unwrap_or(u8::MAX);
+        let part = |index: usize| {
+            let (group, entry) = places[index];
+            (u8::try_from(group).unwrap_or(u8::MAX), self.groups.key_of(group, entry).1)
+        };
         let own_key = |index: usize| self.own_key(keys.found_by(), places[index].0, places[index].1);
         step.tiers
-            .add_companions(anchor, &blocks, own_key, |index| self.publication(keys, at, blocks[index], number(index)));
+            .add_companions(anchor, &blocks, own_key, |index| self.publication(keys, at, blocks[index], part(index)));
     }
 
     /// Replaces the blocks of the other groups by those that hang on the one that was published first.
@@ -525,23 +522,24 @@ impl Sequences {
         CachedIdentity { key: found_by[at].of_group(group), depth, parent, tenant: keys.tenant }
     }
 
-    /// What events and a store's queue need to know of a block that a row publishes.
-    fn publication(&self, keys: &RowKeys, at: usize, block: BlockId, group: u8) -> Option<Publication> {
+    /// What events and a store's queue need to know of a block that a row publishes: of a group, and which of its blocks
+    /// that the key at an index stands for.
+    fn publication(&self, keys: &RowKeys, at: usize, block: BlockId, of: (u8, u32)) -> Option<Publication> {
         let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, self.block_size));
-        let (key, ahead) = (keys.chain_at(at, self.block_size)?, self.ahead_keys(keys, at, group).map(Box::new));
-        let (tokens, salt, lora_id) = (self.block_size, keys.salt, keys.lora_id);
-        Some(Publication { block, key, parent, tokens, salt, lora_id, group, ahead })
+        let (key, ahead) = (keys.chain_at(at, self.block_size)?, self.ahead_keys(keys, at, of).map(Box::new));
+        let (tokens, salt, lora_id, (group, part)) = (self.block_size, keys.salt, keys.lora_id, of);
+        Some(Publication { block, key, parent, tokens, salt, lora_id, group, part, ahead })
     }
 
     /// Keys of a group's block in a model with a drafter.
-    pub(super) fn ahead_keys(&self, keys: &RowKeys, at: usize, group: u8) -> Option<AheadKeys> {
-        let both = |at: usize, group: u8| {
-            let own = keys.ahead.get(at)?.of_group(group);
-            Some((own, keys.export(at, self.groups.mark(group), self.block_size)?))
+    pub(super) fn ahead_keys(&self, keys: &RowKeys, at: usize, of: (u8, u32)) -> Option<AheadKeys> {
+        let both = |at: usize, of: (u8, u32)| {
+            let own = keys.ahead.get(at)?.of_part(of.0, of.1);
+            Some((own, keys.export(at, self.groups.mark(of), self.block_size)?))
         };
         let anchor = u8::try_from(self.groups.anchor()).ok()?;
-        let hangs_on = self.groups.hangs_on(group, at, at.checked_sub(1));
-        Some(AheadKeys { own: both(at, group)?, hangs_on: hangs_on.and_then(|at| both(at, anchor)) })
+        let hangs_on = self.groups.hangs_on(of, at, at.checked_sub(1));
+        Some(AheadKeys { own: both(at, of)?, hangs_on: hangs_on.and_then(|at| both(at, (anchor, 0))) })
     }
 }
 

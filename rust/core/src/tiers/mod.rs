@@ -729,6 +729,14 @@ impl Tiers {
     }
 }
 
+impl Tiers {
+    /// Resizes the device's page classes; see [`Pool::resize_classes`].
+    pub(crate) fn resize_classes(&mut self, blocks: PerClass, extents: usize) {
+        self.pools[0].resize_classes(blocks, extents);
+        self.unlink_orphans(Tier::Device);
+    }
+}
+
 /// Where device or host have a key. `block` is where it was published, without a key if it is found with others; if it
 /// belongs to no point any longer, it is worth nothing.
 fn find_cached([device, host, _]: &[Pool; 3], key: &Key, block: BlockId) -> Option<TierBlock> {

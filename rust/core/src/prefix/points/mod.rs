@@ -26,6 +26,9 @@ mod sweep;
 /// Bit of an anchor's reasons: it has a point itself. The others count the next anchors that lead to one.
 const POINT: u32 = 1 << 31;
 
+/// Room for this many anchors' lists is never given back.
+const LEAST_ROOM: usize = 1024;
+
 /// The blocks that hang on an anchor.
 #[derive(Debug, Clone, Default)]
 struct Bundle {
@@ -89,12 +92,14 @@ pub(crate) struct Points {
 impl Points {
     /// `companions`: how many other groups keep every block; `is_dense`: the groups that do not are none.
     pub(crate) fn new(blocks: usize, classes: Classes, companions: usize, is_dense: bool) -> Self {
+        // The system provides these zeroed and untouched: anchors and the blocks that hang on them are mostly of different
+        // page classes, and so in different parts.
         Self {
             companions,
             is_dense,
-            parents: Vec::new(),
-            reasons: Vec::new(),
-            owners: Vec::new(),
+            parents: vec![0; blocks],
+            reasons: vec![0; blocks],
+            owners: vec![0; blocks],
             bundles: FxHashMap::default(),
             keyless: BlockSet::empty(blocks),
             outside: Outside::new(blocks, classes),
@@ -176,6 +181,15 @@ impl Points {
         }
     }
 
+    /// Forgets what hangs on an anchor. Where many short prompts had points, few long ones may follow.
+    fn drop_bundle(&mut self, anchor: BlockId) {
+        self.bundles.remove(&anchor);
+        let (len, room) = (self.bundles.len(), self.bundles.capacity());
+        if room > LEAST_ROOM && len * 8 < room {
+            self.bundles.shrink_to(len * 2);
+        }
+    }
+
     fn own(&mut self, anchor: BlockId, blocks: &[BlockId]) {
         for run in runs(blocks) {
             self.know(BlockId(run.end - 1));
@@ -208,7 +222,7 @@ impl Points {
             self.disown(anchor, &tail);
         }
         if self.companions == 0 {
-            self.bundles.remove(&anchor);
+            self.drop_bundle(anchor);
         }
     }
 
@@ -264,7 +278,7 @@ impl Points {
         let Some(bundle) = self.bundles.get_mut(&anchor).filter(|_| self.companions > 0) else { return };
         let dropped = std::mem::take(&mut bundle.companions);
         if bundle.tail.is_none() {
-            self.bundles.remove(&anchor);
+            self.drop_bundle(anchor);
         }
         self.disown(anchor, &dropped);
     }
@@ -483,6 +497,7 @@ impl PrefixCache {
     /// Starts to keep points, while nothing is cached; blocks with keys are of the page class `ordered`.
     pub(crate) fn use_points(&mut self, points: Points, ordered: usize) {
         self.ordered = ordered;
+        self.index.expect(points.outside.capacity_of(ordered));
         self.points = Some(Box::new(points));
     }
 
