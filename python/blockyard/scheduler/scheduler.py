@@ -344,12 +344,12 @@ class Scheduler:
     def plain_steps(self) -> PlainSteps | None:
         """Return the next steps if they can only add one token to each running sequence, to `schedule_plain` them.
 
-        None over a `KVCache`, while a step is in flight, without sequences, or if a request waits, loads, is swapped
-        out, computes its prompt or has stop tokens.
+        None over a `KVCache`, with windows or states, while a step is in flight, without sequences, or if a request
+        waits, loads, is swapped out, computes its prompt or has stop tokens.
         """
         rows, is_still = self._rows, self._in_flight is None and not (self._change.begun or self._loop)
         others = (self._waiting, self._swapping, self._leaving, self._refused, self._stop_tokens, self._defragment)
-        is_plain = is_still and 0 < rows.count == rows.decodes and not any(others)
+        is_plain = is_still and self._needs.is_full and 0 < rows.count == rows.decodes and not any(others)
         return PlainSteps(rows) if is_plain and self._capacity <= self._needs.usable() else None
 
     def schedule_plain(self, token_ids: ArrayLike, times: Sequence[float]) -> tuple[int, Step | None]:
