@@ -350,7 +350,7 @@ class Scheduler:
         rows, is_still = self._rows, self._in_flight is None and not (self._change.begun or self._loop)
         others = (self._waiting, self._swapping, self._leaving, self._refused, self._stop_tokens, self._defragment)
         is_plain = is_still and self._needs.is_full and 0 < rows.count == rows.decodes and not any(others)
-        return PlainSteps(rows) if is_plain and self._capacity <= self._needs.usable() else None
+        return PlainSteps(rows) if is_plain and self._capacity <= self._pools[0].num_blocks else None
 
     def schedule_plain(self, token_ids: ArrayLike, times: Sequence[float]) -> tuple[int, Step | None]:
         """Decide plain steps in one call, for a simulated engine: the state is that after `schedule` and `update`.
