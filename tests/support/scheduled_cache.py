@@ -77,8 +77,10 @@ class ScheduledMachine(Machine):
         count = (1, 1, 2, 3)[op.d % 4]
         most = 1 + op.d // 8 % (3 * self.config.block_size + 3)
         hint = HINTS[op.d // 512 % len(HINTS)]
+        retain = (0.0, 1.0, 20.0)[op.d // 4096 % 3] if hint != "over" and self.rigs[0].manager.prefix.enabled else 0.0
         extras = tuple(extra for extra in extras if extra[0] + extra[1] <= len(prompt) + most)
-        request = Request(f"{self.number}", prompt, most, count, op.d // 256 % 2, salt=salt, extras=extras, hint=hint)
+        options = {"salt": salt, "extras": extras, "hint": hint, "retain": retain}
+        request = Request(f"{self.number}", prompt, most, count, op.d // 256 % 2, **options)  # type: ignore[arg-type]
         is_first = self.recording is not None and not self.recording.requests
         if len(self.requests) < 9:
             with suppress(OutOfBlocksError):

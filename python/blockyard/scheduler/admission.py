@@ -15,6 +15,7 @@ from blockyard.scheduler.loop import Change
 from blockyard.scheduler.options import BlockNeeds
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, IdleSequences, RequestState, SequenceStatus
+from blockyard.scheduler.retained import Retained
 from blockyard.scheduler.rows import DONE, LENGTH, PRIORITY, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, StepBuilder
 from blockyard.scheduler.swapping import Swapping
@@ -67,7 +68,9 @@ class Admission:
         self._prefix_caching = manager.prefix.enabled
         self._block_bytes = needs.sizes[0][1]  # on the device, loads are for the only page class there is
         most, in_order = rows.seats_left + LOOKED_AT, not max_overtakes
-        self.ahead = LoadingAhead(manager, waiting, self._hashed, prefetch, change, most=most, in_order=in_order)
+        self.retained = Retained(manager, stats)
+        parts = (manager, waiting, self._hashed, prefetch, change, self.retained)
+        self.ahead = LoadingAhead(*parts, most=most, in_order=in_order)
         self.room = RoomAhead(manager, rows, waiting, self._hashed, builder.left)
         self._aside: list[IdleSequences] = []  # those taken out of the queue until `admit` ends
         self._max_overtakes = max_overtakes

@@ -20,6 +20,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler.loop import Change
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, IdleSequences, SequenceStatus
+from blockyard.scheduler.retained import Retained
 from blockyard.scheduler.rows import LENGTH, LIMIT, SequenceRows
 
 __all__ = ["LOOKED_AT", "LoadingAhead", "RoomAhead", "place_of"]
@@ -41,6 +42,7 @@ class LoadingAhead:
         hashed: returns a prompt with its keys.
         prefetch: starts loading the beginning of a prompt from a prefix store; None without a store.
         change: of the scheduler.
+        retained: what ended requests have left, which goes first.
         most: maximum number of sequences to load ahead.
         in_order: whether a sequence that does not fit stops those behind it.
 
@@ -55,6 +57,7 @@ class LoadingAhead:
         hashed: Callable[[IdleSequences], HashedPrompt],
         prefetch: Callable[[HashedPrompt], Fetch] | None,
         change: Change,
+        retained: Retained,
         *,
         most: int,
         in_order: bool,
@@ -63,7 +66,7 @@ class LoadingAhead:
         self._jobs = manager.prefix.store_jobs
         self._pools = (manager.pool("device"), manager.pool("host"))
         self._waiting, self._hashed, self._prefetch, self._change = waiting, hashed, prefetch, change
-        self._most, self._in_order = most, in_order
+        self._most, self._in_order, self._retained = most, in_order, retained
         self._leased: list[IdleSequences] = []  # those with a lease, in the order of the queue
         self._refused: tuple[IdleSequences, Share, list[int]] | None = None  # and the free blocks of each tier then
 
@@ -81,8 +84,9 @@ class LoadingAhead:
         for idle in [idle for idle in self.loading if idle.status is not waiting or not idle.is_loading()]:
             self._settle(idle)
         self._leased = [idle for idle in self._leased if idle.lease is not None]
-        if self._jobs.num_leases != len(self._leased):
+        if self._jobs.num_leases != len(self._leased) + len(self._retained):
             self._end_from(0)  # a reset or a smaller device has ended them
+            self._retained.clear()
         count, at = len(self._leased) + LOOKED_AT, 0
         goes_on = True
         while goes_on and at < self._most:
@@ -119,6 +123,8 @@ class LoadingAhead:
         hashed = self._hashed(idle)
         self._change.begun = True
         idle.lease = self._jobs.lease(hashed, share=share)
+        while idle.lease is None and self._retained.give_up():
+            idle.lease = self._jobs.lease(hashed, share=share)
         if idle.lease is not None:
             self._leased.append(idle)
         self._refused = (idle, share, free) if idle.lease is None else None
@@ -148,11 +154,13 @@ class LoadingAhead:
 
     @property
     def has_leases(self) -> bool:
-        """Whether any sequences have a lease."""
-        return bool(self._leased)
+        """Whether any sequences have a lease, or ended ones."""
+        return bool(self._leased or self._retained)
 
     def give_up_last(self, place: tuple[float, ...] = (), lacking: int = 0) -> bool:
-        """End the lease of the last sequences, if they are behind a place in the queue and it helps.
+        """End the lease of an ended request; else of the last sequences, if they are behind a place in the queue.
+
+        Without enough leased blocks, none ends.
 
         Args:
             place: of sequences, see `place_of`, or a beginning of it: of all that have it.
@@ -161,9 +169,13 @@ class LoadingAhead:
         Returns:
             Whether a lease has ended.
         """
+        if lacking > self._jobs.num_leased:
+            return False
+        if self._retained.give_up():
+            return True
         while self._leased and self._leased[-1].lease is None:
             self._leased.pop()
-        if not self._leased or place_of(self._leased[-1]) <= place or lacking > self._jobs.num_leased:
+        if not self._leased or place_of(self._leased[-1]) <= place:
             return False
         self.end(self._leased.pop())
         return True

@@ -216,6 +216,10 @@ class Scheduler:
         state = RequestState(request, self._num_added + 1, self._max_num_seqs)
         if request.request_id in self._requests:
             raise InvalidArgumentError(f"request {request.request_id!r} is already in the scheduler")
+        if request.retain and not self._prefix_caching:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has retain {request.retain}, but there is no prefix caching"
+            )
         if (lack := self._lack_of_room(state)) is not None:
             raise lack
         self._begin()
@@ -340,6 +344,8 @@ class Scheduler:
             self._admission.ahead.advance(is_idle=is_idle)  # may raise, so before anything changes
         self._begin()
         self._dropped = None
+        if self._admission.retained:
+            self._admission.retained.expire(self._clock())
         return self._decide(lookahead, by_layer=by_layer)
 
     def _decide(self, lookahead: int, *, by_layer: bool) -> Step:
@@ -455,7 +461,11 @@ class Scheduler:
     def _take_in(self, step: Step, tokens: NDArray[np.uint32]) -> list[RequestState]:
         """Take a step's tokens. Returns the requests that they finish."""
         gone = self._acceptance.take_in(step, tokens).nonzero()[0]
-        return self._end(gone) if len(gone) else []
+        ended = self._end(gone) if len(gone) else []
+        for state in ended:
+            if state.request.retain:
+                self._admission.retained.add(state, self._clock())
+        return ended
 
     # ---- putting a step together ----
 
