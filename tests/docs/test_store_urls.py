@@ -67,7 +67,7 @@ def test_the_page_lists_what_the_code_takes(scheme: str, monkeypatch: pytest.Mon
     for name, (values, default) in page.items():
         wanted, ours = found[name]
         assert values == wanted.partition(",")[0] if values == "a size" else values == wanted, name
-        if name in {"size", "ttl", "ca", "cert", "key", "device", "local"} or default == "obstore's":
+        if name in {"size", "ttl", "ca", "cert", "key", "password_file", "password_env", "device", "local"} or default == "obstore's":
             assert not ours, "it has no default"
         else:
             assert (parse_size(default) if values == "a size" else type(ours)(default)) == ours, name

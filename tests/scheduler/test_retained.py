@@ -108,7 +108,7 @@ def test_a_reset_ends_retention():
 
 @pytest.mark.parametrize("retain", [-1, nan, 86401, float("inf")])
 def test_seconds_out_of_range_are_refused(retain: float):
-    with pytest.raises(InvalidArgumentError, match="request 'a' has retain .*must be seconds from 0 to 86400"):
+    with pytest.raises(InvalidArgumentError, match=r"request 'a' has retain .*must be seconds from 0 to 86400"):
         Engine(8, prefix_caching=True).add("a", 5, 3, retain=retain)
 
 

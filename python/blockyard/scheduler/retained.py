@@ -1,6 +1,7 @@
 """Retained blocks: what an ended request leaves in the cache is evicted after all else, until a deadline.
 
-A lease holds the blocks. It yields: before anything in the scheduler lacks blocks, the lease whose time ends first goes.
+A lease holds the blocks. It yields: before anything in the scheduler lacks blocks, the lease whose
+time ends first goes.
 """
 
 from __future__ import annotations
