@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import engine_drivers
 import pytest
 import redis
 import vllm_modules
@@ -157,9 +159,10 @@ def test_a_configuration_of_vllm_is_checked_with_its_store_and_shared_memory(che
     names = ["engine", "engine_options", "shared_memory", "store", "store_room"]
     assert statuses(checked(config(extra))) == [(name, "ok") for name in names]
     assert statuses(checked(ours({"host_bytes": "1MiB"}))) == [("engine", "ok"), ("engine_options", "ok")]
-    tiers = TIERING | {"secondary_tiers": [TIER | {"root_dir": f"{tmp_path}/tier"}]}
+    tiers = TIERING | {"secondary_tiers": [TIER | {"root_dir": f"{tmp_path}/new/tier"}]}
     names = ["engine", "engine_options", "store", "store_room"]
     assert statuses(checked(config(tiers))) == [(name, "ok") for name in names]
+    assert not (tmp_path / "new").exists(), "the tier creates it, and doctor leaves nothing"
     both = {"connectors": [ours({"host_bytes": "1MiB"}), config({}, "NixlConnector")]}
     assert statuses(checked(config(both, "MultiConnector"))) == [("engine", "ok"), ("engine_options", "ok")]
 
@@ -259,6 +262,77 @@ def test_the_tables_have_the_options_that_vllm_reads(source: str):
     for file, place in places.items():
         registered = re.findall(r'^\w+\.register_\w+\(\s*"(\w+)"', (offload / file).read_text(), re.MULTILINE)
         assert tuple(registered) == place.builtin
+
+
+@pytest.fixture
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    def check(engine: str, config: object) -> list[Check]:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        return list(setup_checks.check_engine(engine, path))
+
+    monkeypatch.setattr(setup_checks, "_version", lambda package: "1" if package in {"sglang", "lmcache"} else "")
+    with engine_drivers.sglang(), engine_drivers.lmcache():
+        importlib.import_module("blockyard.integrations.sglang.linker")
+        yield check
+
+
+HICACHE = {
+    "backend_name": "blockyard",
+    "module_path": "blockyard.integrations.sglang",
+    "class_name": "BlockyardHiCache",
+    "interface_v1": 1,
+}
+LINKER = {"linker": "BlockyardLinker", "linker_module_path": "blockyard.integrations.sglang.linker"}
+PLUGIN = {
+    "type": "native_plugin",
+    "module_path": "blockyard.integrations.lmcache",
+    "class_name": "BlockyardConnector",
+}
+PARAMS = {"kv_dtype": "bfloat16", "revision": "1", "url": "memory://x?size=1MiB"}
+
+
+@pytest.mark.parametrize("engine", ["sglang", "lmcache"])
+def test_each_documented_configuration_of_another_engine_is_right(engine: str, other: Any, tmp_path: Path):
+    blocks = re.findall(r"```json\n(.*?)```", (ROOT / f"docs/engines/{engine}.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        given = block.replace("/var/cache/blockyard", str(tmp_path / "new" / "kv")).replace("500GiB", "1MiB")
+        given = re.sub(r"redis://[^?]*\?size=\w+", "memory://x?size=1MiB", given)
+        found = other(engine, json.loads(given))
+        assert {check.status for check in found if check.name != "engine"} == {"ok"}
+        assert [check.name for check in found][1:3] == ["engine_options", "store"]
+    assert not (tmp_path / "new").exists(), "nothing stays behind"
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "status", "said"),
+    [
+        ("sglang", HICACHE | {"root_dir": "/x", "sise": 1}, "fail", "'sise' (did you mean 'size'?)"),
+        ("sglang", HICACHE | {"root_dir": "/x", "class_name": "BlockyardHicach"}, "fail", "'BlockyardHiCache'?"),
+        ("sglang", HICACHE | {"root_dir": "/x", "module_path": "blockyard.integration.sglang"}, "fail", "sglang'?"),
+        ("sglang", HICACHE | {"root_dir": "/x", "interface_v1": "0"}, "fail", "interface_v1 is '0'"),
+        ("sglang", HICACHE | {"root_dir": "/x", "prefetch_threshold": "9"}, "fail", "'9', must be int"),
+        ("sglang", {"class_name": "BlockyardHiCache", "module_path": HICACHE["module_path"]}, "fail", "backend_name"),
+        ("sglang", {"backend_name": "x", "class_name": "Theirs", "module_path": "theirs"}, "warn", "is not named"),
+        ("sglang", LINKER | {"linker_extra_config": {"url": "memory://x?size=1", "stagin": 1}}, "fail", "'staging'?"),
+        ("sglang", LINKER | {"linker": "BlockyardLinkr"}, "fail", "'BlockyardLinker'?"),
+        ("sglang", LINKER | {"linker_extra": {}}, "fail", "'linker_extra_config'?"),
+        ("lmcache", PLUGIN | {"adapter_params": PARAMS | {"kv_dtype": "bf16"}}, "fail", "kv_dtype is 'bf16'"),
+        ("lmcache", PLUGIN | {"adapter_params": PARAMS | {"revison": "1"}}, "fail", "'revision'?"),
+        ("lmcache", PLUGIN | {"adapter_params": PARAMS, "type": "nativ"}, "fail", "must be 'native_plugin'"),
+        ("lmcache", PLUGIN | {"adapter_params": PARAMS, "class_name": "BlockyardConector"}, "fail", "Connector'?"),
+        ("lmcache", PLUGIN | {"adapter_params": PARAMS, "max_capacity_gb": 1}, "warn", "'max_capacity_gb' (leave"),
+        ("lmcache", {"type": "fs"}, "warn", "is not named"),
+    ],
+)
+def test_a_wrong_name_or_value_for_another_engine_is_named(
+    engine: str, given: object, status: str, said: str, other: Any
+):
+    found = other(engine, given)[1]
+    assert (found.name, found.status) == ("engine_options", status)
+    assert said in f"{found.found} {found.advice}"
+    assert f"docs/engines/{engine}.md" in found.advice or status == "warn"
 
 
 def test_every_wrong_name_is_said_at_once(checked: Any):

