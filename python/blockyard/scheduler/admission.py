@@ -10,12 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import AllocStatus, BlockManager, Fit, HashedPrompt
-from blockyard.scheduler.loading_ahead import LOOKED_AT, LoadingAhead, RoomAhead, place_of
+from blockyard.scheduler.loading_ahead import LOOKED_AT, LoadingAhead, Retained, RoomAhead, place_of
 from blockyard.scheduler.loop import Change
 from blockyard.scheduler.options import BlockNeeds
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, IdleSequences, RequestState, SequenceStatus
-from blockyard.scheduler.retained import Retained
 from blockyard.scheduler.rows import DONE, LENGTH, PRIORITY, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, StepBuilder
 from blockyard.scheduler.swapping import Swapping

@@ -5,12 +5,17 @@ a queue do not evict each other's blocks. The leases hold at most half of the bl
 prompt may take all of them, as it does when it starts. Leases never stop what runs: the last prompt's is ended before a
 running sequence is preempted, or an earlier prompt waits. Such a prompt asks the store again before it starts.
 
+`Retained` has the leases of requests that have ended: until a deadline, their blocks are evicted last. They yield to all
+else, the lease whose time ends first before the others.
+
 `RoomAhead` has device blocks emptied for prompts that start soon, while the steps before compute.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
+from math import inf
 from typing import Final, Literal
 
 import numpy as np
@@ -19,11 +24,11 @@ from blockyard._core import BlockManager, HashedPrompt
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler.loop import Change
 from blockyard.scheduler.ranked_queue import RankedQueue
-from blockyard.scheduler.request import Fetch, IdleSequences, SequenceStatus
-from blockyard.scheduler.retained import Retained
+from blockyard.scheduler.request import Fetch, IdleSequences, RequestState, SequenceStatus
 from blockyard.scheduler.rows import LENGTH, LIMIT, SequenceRows
+from blockyard.scheduler.step import SchedulerStats
 
-__all__ = ["LOOKED_AT", "LoadingAhead", "RoomAhead", "place_of"]
+__all__ = ["LOOKED_AT", "LoadingAhead", "Retained", "RoomAhead", "place_of"]
 
 Share = Literal["half", "free", "any"]
 
@@ -31,6 +36,57 @@ LOOKED_AT: Final = 8
 """How many sequences behind those with a lease are looked at first, and may load ahead beyond those that can run."""
 _SOON: Final = 1
 """A prompt starts soon if a sequence reaches its limit within as many tokens. Steps that only decode are short."""
+
+
+class Retained:
+    """The leases of ended requests.
+
+    Args:
+        manager: the scheduler's manager.
+        stats: counts what became of them.
+    """
+
+    def __init__(self, manager: BlockManager, stats: SchedulerStats) -> None:
+        self._prefix, self._jobs, self._stats = manager.prefix, manager.prefix.store_jobs, stats
+        self._order: list[tuple[float, int]] = []  # deadlines and leases, a heap
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def add(self, state: RequestState, now: float) -> None:
+        """Lease the blocks of a request's sequences, which were freed, as far as half of the unused blocks suffice."""
+        request = state.request
+        for generated in map(state.generated, range(request.n)):
+            tokens = np.concatenate([state.prompt, generated])
+            hashed = self._prefix.hash(tokens, salt=request.salt, lora_id=request.lora_id, extras=state.extras)
+            lease = self._jobs.lease(hashed, share="half")
+            if lease is None:
+                self._stats.retain_refused += 1
+                continue
+            self._jobs.settle_lease(lease, hashed)
+            heapq.heappush(self._order, (now + request.retain, lease))
+            self._stats.retained += 1
+
+    def expire(self, now: float) -> None:
+        """End the leases whose time is over."""
+        while self._order and self._order[0][0] <= now:
+            self._end_first()
+
+    def give_up(self) -> bool:
+        """End the lease whose time ends first. Returns whether there was one."""
+        if not self._order:
+            return False
+        self._end_first()
+        self._stats.retain_given_up += 1
+        return True
+
+    def clear(self) -> None:
+        """End all leases, after the manager has ended some."""
+        self.expire(inf)
+
+    def _end_first(self) -> None:
+        self._jobs.end_lease(self._order[0][1])
+        heapq.heappop(self._order)
 
 
 class LoadingAhead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
@@ -12,15 +13,16 @@ from blockyard.stores.adapters.objects import place_url
 from blockyard.stores.adapters.options import nearest, refuse_unknown
 from blockyard.stores.url import public_url
 
-__all__ = ["EngineConfig", "LMCacheConfig", "Place", "SGLangConfig", "gib"]
+__all__ = ["EngineConfig", "LMCacheConfig", "SGLangConfig", "VllmConfig", "gib"]
 
+_VLLM: Final = "blockyard.integrations.vllm"
 _SGLANG: Final = "blockyard.integrations.sglang"
 _LMCACHE: Final = "blockyard.integrations.lmcache"
 _ALIKE: Final = 0.8
 """Likeness from which on a name is a misspelt one of ours, whatever stands beside it."""
 
 
-class Place(NamedTuple):
+class ClassPlace(NamedTuple):
     """Where a configuration names a class of ours, with its module.
 
     Attributes:
@@ -38,9 +40,17 @@ class Place(NamedTuple):
     builtin: tuple[str, ...] = ()
 
 
-_HICACHE: Final = Place("class_name", "module_path", ("BlockyardHiCache",), _SGLANG)
-_LINKER: Final = Place("linker", "linker_module_path", ("BlockyardLinker",), f"{_SGLANG}.linker")
-_ADAPTER: Final = Place("class_name", "module_path", ("BlockyardConnector",), _LMCACHE)
+_CONNECTOR: Final = ClassPlace("kv_connector", "kv_connector_module_path", ("BlockyardKVConnector",), _VLLM)
+_SPEC: Final = ClassPlace(
+    "spec_name", "spec_module_path", ("BlockyardSpec",), _VLLM, ("CPUOffloadingSpec", "TieringOffloadingSpec")
+)
+_POLICY: Final = ClassPlace(
+    "eviction_policy", "cache_policy_module_path", ("LRUPolicy", "AdaptivePolicy"), _VLLM, ("lru", "arc")
+)
+_TIER: Final = ClassPlace("type", "module_path", ("BlockyardTier",), _VLLM, ("example", "fs", "p2p", "obj", "kvcr"))
+_HICACHE: Final = ClassPlace("class_name", "module_path", ("BlockyardHiCache",), _SGLANG)
+_LINKER: Final = ClassPlace("linker", "linker_module_path", ("BlockyardLinker",), f"{_SGLANG}.linker")
+_ADAPTER: Final = ClassPlace("class_name", "module_path", ("BlockyardConnector",), _LMCACHE)
 _HICACHES_OWN: Final[Mapping[str, tuple[type, ...]]] = {
     "prefetch_threshold": (int,),
     "prefetch_timeout_base": (int, float),
@@ -81,7 +91,7 @@ class EngineConfig:
         except BlockyardError as error:
             self.wrong.append(str(error))
 
-    def _is_ours(self, place: Place, given: Mapping[str, Any]) -> bool:
+    def _is_ours(self, place: ClassPlace, given: Mapping[str, Any]) -> bool:
         """Whether a configuration means a class of ours; what is wrong with its name or module is kept."""
         name, path = given.get(place.name), given.get(place.path)
         is_path = path is not None and ("blockyard" in str(path).lower() or _is_like(path, (place.module,)))
@@ -108,6 +118,71 @@ class EngineConfig:
         self.urls.append(url)
         if root_dir is not None:
             self.folders.append(url)
+
+
+class VllmConfig(EngineConfig):
+    """What a `--kv-transfer-config` says of Blockyard.
+
+    Args:
+        config: the JSON.
+    """
+
+    page = "docs/engines/vllm.md"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._adapter = import_module(f"{_VLLM}.spec")
+        self._connector(config)
+
+    def _connector(self, config: Mapping[str, Any]) -> None:
+        self._note(_check_fields, config)
+        extra = config.get("kv_connector_extra_config") or {}
+        if not isinstance(extra, dict):
+            return  # it is wrong, see `_check_fields`
+        if config.get("kv_connector") == "MultiConnector":
+            for child in extra.get("connectors") or ():
+                self._connector(child)
+        elif self._is_ours(_CONNECTOR, config):
+            for name, ours in (("spec_name", "BlockyardSpec"), ("spec_module_path", _VLLM)):
+                if extra.get(name, ours) != ours:
+                    self.wrong.append(f"{name} is {extra[name]!r:.100}, but BlockyardKVConnector has {ours!r}")
+            self._note(self._read_ours, extra)
+        elif config.get("kv_connector") == "OffloadingConnector":
+            self._note(self._read_ours if self._is_ours(_SPEC, extra) else self._read_theirs, extra)
+
+    def _read_ours(self, extra: dict[str, Any]) -> None:
+        options = self._adapter.check_options(extra)
+        self.unused += options.unused
+        self.ours.append(f"{gib(options.host_bytes)} of host memory")
+        if options.url is not None:
+            self.urls.append(options.url)
+            self.shared_bytes += options.host_bytes
+
+    def _read_theirs(self, extra: dict[str, Any]) -> None:
+        """Read the options of a spec of vLLM, which may name a policy or tiers of ours."""
+        spec = extra.get("spec_name", "CPUOffloadingSpec")
+        if spec not in _SPEC.builtin:
+            return  # somebody else's
+        known = self._adapter.OPTIONS
+        for name in extra:
+            if name not in known[spec]:
+                others = [other for other in _SPEC.builtin if name in known[other]]
+                remedy = f" (needs 'spec_name': {others[0]!r})" if others else nearest(name, known[spec])
+                self.unused.append(f"{name!r}{remedy}")
+        is_named = self._is_ours(_POLICY, extra)
+        if is_named:
+            self.ours.append(f"eviction policy {extra.get('eviction_policy')}")
+        for tier in extra.get("secondary_tiers") or () if "secondary_tiers" in known[spec] else ():
+            if isinstance(tier, dict) and self._is_ours(_TIER, tier):
+                is_named = True
+                self._note(self._read_tier, tier)
+        if is_named:
+            self._note(self._adapter.check_connectors, extra)
+            self._note(_check_numbers, extra)
+
+    def _read_tier(self, tier: dict[str, Any]) -> None:
+        url, _ = import_module(f"{_VLLM}.tier").check_options(**tier)
+        self._use(url, tier.get("root_dir"), "a tier over")
 
 
 class SGLangConfig(EngineConfig):
@@ -171,6 +246,30 @@ class LMCacheConfig(EngineConfig):
         )
 
 
+def _check_fields(config: Mapping[str, Any]) -> None:
+    """Check the names and values that vLLM reads itself, as it does."""
+    theirs = import_module("vllm.config").KVTransferConfig
+    refuse_unknown("--kv-transfer-config", config, [field.name for field in dataclasses.fields(theirs)])
+    try:
+        theirs(**config)
+    except (TypeError, ValueError) as error:
+        details = error.errors() if hasattr(error, "errors") else ()  # pydantic's
+        said = [": ".join([*map(str, detail["loc"]), detail["msg"]]) for detail in details]
+        raise InvalidArgumentError("; ".join(said) or str(error)) from None
+
+
+def _check_numbers(extra: Mapping[str, Any]) -> None:
+    """Check the numbers of vLLM's own specs, which read no units."""
+    for name, least, default in (("cpu_bytes_to_use", 1, 0), ("store_threshold", 0, 0), ("max_tracker_size", 1, 1)):
+        value = extra.get(name, default)
+        try:
+            is_right = not isinstance(value, bool) and int(value) >= least
+        except (TypeError, ValueError, OverflowError):
+            is_right = False
+        if not is_right:
+            raise InvalidArgumentError(f"{name} is {value!r:.100}, must be a whole number from {least}, without a unit")
+
+
 def _check_linker(config: Mapping[str, Any]) -> None:
     refuse_unknown("the linker's configuration", config, ("linker", "linker_module_path", "linker_extra_config"))
 
@@ -180,7 +279,7 @@ def _is_like(name: object, ours: tuple[str, ...]) -> bool:
     return bool(get_close_matches(str(name).lower(), by_lower, n=1, cutoff=_ALIKE))
 
 
-def _has(path: object, name: object, place: Place) -> bool:
+def _has(path: object, name: object, place: ClassPlace) -> bool:
     """Whether a module of Blockyard's adapter has a class of ours; modules of others are not imported."""
     if name not in place.ours or not str(path).startswith(f"{place.module}."):
         return False

@@ -29,9 +29,8 @@ from blockyard.stores.redis import read_url as read_redis_url
 from blockyard.stores.redis.lists import SEGMENTS
 from blockyard.stores.url import public_url
 from blockyard.tools.doctor import Check, Status
-from blockyard.tools.engine_config import EngineConfig, LMCacheConfig, SGLangConfig, gib
+from blockyard.tools.engine_config import EngineConfig, LMCacheConfig, SGLangConfig, VllmConfig, gib
 from blockyard.tools.store.servers import Servers
-from blockyard.tools.vllm_config import VllmConfig
 
 __all__ = ["ENGINES", "check_engine", "check_shared_memory", "check_store"]
 
