@@ -5,8 +5,8 @@ a queue do not evict each other's blocks. The leases hold at most half of the bl
 prompt may take all of them, as it does when it starts. Leases never stop what runs: the last prompt's is ended before a
 running sequence is preempted, or an earlier prompt waits. Such a prompt asks the store again before it starts.
 
-`Retained` has the leases of requests that have ended: until a deadline, their blocks are evicted last. They yield to all
-else, the lease whose time ends first before the others.
+`Retained` has the leases of requests that have ended: until a deadline, their blocks are evicted last. They yield to
+all else, the lease whose time ends first before the others.
 
 `RoomAhead` has device blocks emptied for prompts that start soon, while the steps before compute.
 """
