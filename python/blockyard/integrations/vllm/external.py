@@ -197,6 +197,23 @@ class ExternalTier:
             self._health = (now + 1.0, not stats.is_down and self._has_forgotten, damaged)
         return self._health[1:]
 
+    @property
+    def num_coming(self) -> int:
+        """Chunks that are being read, or will be from the end of this step on."""
+        with self._state:
+            return len(self._wanted) + len(self._coming)
+
+    @property
+    def num_unwritten(self) -> int:
+        """Chunks that are being written, or wait for it."""
+        with self._state:
+            return len(self._unwritten) + sum(len(job.keys) for job in self._jobs if job.held)
+
+    def being_written(self) -> set[OffloadKey]:
+        """Return the keys whose host chunks are being written to the store."""
+        with self._state:
+            return {key for job in self._jobs if job.held for key in job.keys}
+
     # ---- lookups ----
 
     def lookup(self, key: OffloadKey, context: ReqContext) -> LookupResult:
