@@ -356,9 +356,12 @@ class ScheduledMachine(Machine):
         with simulated(self.clock):
             for store in rig.stores():
                 store.release()
-            while self.requests or rig.open or rig.cache.executor.num_in_flight:
-                self.clock.now += 0.01
+            for seconds in (0.01, 30.0):  # beyond the time of every retention
+                self.clock.now += seconds
                 self.schedule(rig, CALM)
+                while self.requests or rig.open or rig.cache.executor.num_in_flight:
+                    self.clock.now += 0.01
+                    self.schedule(rig, CALM)
             self.scheduler.drain()
         # The scheduler takes the decisions; `KVCache` is not involved in these.
         super().finish()
