@@ -71,7 +71,9 @@ class KVCache:
     `lose` raise `StepOrderError`. With a `Scheduler(cache)`, call the scheduler's `step`, `poll` and `drain` instead.
 
     If an exception, such as `KeyboardInterrupt`, ends a call, the next call first gives up everything in flight, and
-    reports all open tickets as lost. No byte is wrong after that, and no block is leaked.
+    reports all open tickets as lost. No byte is wrong after that, and no block is leaked. An exception in the moment in
+    which `poll` or `drain` returns can lose what it returned: the next use of a lost sequence raises
+    `SequenceStateError`.
 
     Args:
         layout: layout of the device's tensors.

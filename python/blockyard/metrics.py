@@ -137,6 +137,16 @@ _SCHEDULER_COUNTERS: Final = (
     _one("scheduled_tokens", "Tokens scheduled.", "tokens"),
     _one("lost_sequences", "Sequences restarted because a transfer lost blocks.", "lost"),
     _one("refused_requests", "Requests ended because the device became too small.", "refused"),
+    _Spec(
+        "retained_sequences",
+        "Ended sequences with a request to retain their blocks, by what became of it.",
+        lambda stats: {
+            "retained": stats.retained,
+            "refused": stats.retain_refused,
+            "given_up": stats.retain_given_up,
+        },
+        "outcome",
+    ),
     _one("spec_decode_num_drafts", "Rows with draft tokens."),
     _one("spec_decode_num_draft_tokens", "Draft tokens computed."),
     _one("spec_decode_num_accepted_tokens", "Draft tokens accepted."),

@@ -1,5 +1,6 @@
 """docs/operate/metrics.md lists the metrics that a scrape finds, and they say what happened."""
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -7,6 +8,7 @@ from math import inf, isnan
 from pathlib import Path
 
 import pytest
+import vllm_modules
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -232,9 +234,23 @@ def test_a_store_that_returns_damage_or_does_not_answer_shows(cache: KVCache, mo
 
 def test_the_alerts_ask_for_metrics_that_there_are():
     text = (MONITORING / "alerts.yaml").read_text(encoding="utf-8")
-    names = set(re.findall(r"blockyard_(\w+)", text))
-    assert 5 <= text.count("- alert: ") <= 8
-    assert names <= set(listed())
+    ours, _, vllms = text.partition("- name: blockyard-vllm\n")
+    assert 5 <= ours.count("- alert: ") <= 8
+    assert set(re.findall(r"blockyard_(\w+)", ours)) <= set(listed())
+    page = (ROOT / "docs" / "engines" / "vllm.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"\b(?:blockyard|vllm):\w+", vllms))
+    assert len(names) == 5
+    assert all(f"`{name.removesuffix('_total')}`" in page for name in names if "_written_" not in name)
+    with vllm_modules.loaded("stand-in 0.33"):
+        kinds = importlib.import_module(f"{vllm_modules.OURS}.metrics").definitions()
+        for name in names - {"vllm:kv_offload_cpu_cache_usage_perc"}:
+            assert name.endswith("_total") == ("Counter" in type(kinds[name.removesuffix("_total")]).__name__)
+
+
+def test_each_alert_has_a_remedy():
+    text = (MONITORING / "alerts.yaml").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "tutorials" / "operate.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"- alert: (\w+)", text)) == set(re.findall(r"`(Blockyard[A-Z]\w+)`", page))
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are():

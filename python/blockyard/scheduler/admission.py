@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import AllocStatus, BlockManager, Fit, HashedPrompt
-from blockyard.scheduler.loading_ahead import LOOKED_AT, LoadingAhead, RoomAhead, keeps_copies, place_of
+from blockyard.scheduler.loading_ahead import LOOKED_AT, LoadingAhead, Retained, RoomAhead, keeps_copies, place_of
 from blockyard.scheduler.loop import Change
 from blockyard.scheduler.options import BlockNeeds
 from blockyard.scheduler.ranked_queue import RankedQueue
@@ -70,7 +70,9 @@ class Admission:
         self._one_by_one = needs.keeps_states or needs.has_classes
         self._block_bytes = needs.sizes[0][1]  # on the device, loads are for the only page class there is
         most, in_order = rows.seats_left + LOOKED_AT, not max_overtakes
-        self.ahead = LoadingAhead(manager, waiting, self._hashed, prefetch, change, most=most, in_order=in_order)
+        self.retained = Retained(manager, stats)
+        parts = (manager, waiting, self._hashed, prefetch, change, self.retained)
+        self.ahead = LoadingAhead(*parts, most=most, in_order=in_order)
         self.room = RoomAhead(manager, rows, waiting, self._hashed, builder.left) if keeps_copies(manager) else None
         self._aside: list[IdleSequences] = []  # those taken out of the queue until `admit` ends
         self._max_overtakes = max_overtakes

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import HashedPrompt
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
-from blockyard.layout.sizes import as_int
+from blockyard.layout.sizes import as_float, as_int
 
 __all__ = ["Fetch", "Finished", "IdleSequences", "Rank", "Request", "RequestState", "SequenceStatus"]
 
@@ -31,6 +31,7 @@ LORA_IDS = 1 << 64
 LONGEST = (1 << 32) - 1
 """Maximum number of tokens of a sequence in a manager."""
 STOP_TOKEN_LIMIT = 1 << 24
+MAX_RETAIN = 86_400.0
 NO_TOKENS: NDArray[np.uint32] = np.zeros(0, np.uint32)
 NO_HANDLES: NDArray[np.uint64] = np.zeros(0, np.uint64)
 
@@ -55,6 +56,8 @@ class Request:
             after it. Requests share a block only if the extras of its tokens and of all before them are equal.
         hint: what you know of the conversation when the request ends: `"over"`, `"tool_call"` or `"turn"`, see
             `BlockManager.free`; None if you do not know.
+        retain: seconds for which the blocks of its sequences are evicted after all other cached blocks once they end.
+            They make room for whatever needs it. Needs prefix caching.
 
     Example:
         >>> from blockyard import Request
@@ -72,6 +75,7 @@ class Request:
     lora_id: int = 0
     extras: Sequence[tuple[int, int, bytes]] = ()
     hint: Literal["over", "tool_call", "turn"] | None = None
+    retain: float = 0.0
 
     def __post_init__(self) -> None:
         """Turn NumPy's integers into ints, whose sums do not overflow. `Scheduler.add` refuses all other values."""
@@ -316,6 +320,14 @@ def _check_fields(request: Request, max_num_seqs: int) -> None:
     if request.hint is not None and not (isinstance(request.hint, str) and request.hint in HINTS):
         raise InvalidArgumentError(
             f"request {request.request_id!r} has hint {request.hint!r:.60}, must be None or one of {', '.join(HINTS)}"
+        )
+    if not 0 <= as_float(f"request {request.request_id!r}: retain", request.retain) <= MAX_RETAIN:
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} has retain {request.retain}, must be seconds from 0 to {MAX_RETAIN:g}"
+        )
+    if request.retain and request.hint == "over":
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} has retain {request.retain} and hint 'over', must have one of them"
         )
     if request.n > max_num_seqs:
         raise InvalidArgumentError(

@@ -225,6 +225,10 @@ class Scheduler:
         state = RequestState(request, self._num_added + 1, self._max_num_seqs)
         if request.request_id in self._requests:
             raise InvalidArgumentError(f"request {request.request_id!r} is already in the scheduler")
+        if request.retain and not self._prefix_caching:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has retain {request.retain}, but there is no prefix caching"
+            )
         if (lack := self._lack_of_room(state)) is not None:
             raise lack
         self._begin()
@@ -349,7 +353,8 @@ class Scheduler:
         """
         rows, is_still = self._rows, self._in_flight is None and not (self._change.begun or self._loop)
         others = (self._waiting, self._swapping, self._leaving, self._refused, self._stop_tokens, self._defragment)
-        is_plain = is_still and self._needs.is_full and 0 < rows.count == rows.decodes and not any(others)
+        is_still &= not any(others) and not self._admission.retained
+        is_plain = is_still and self._needs.is_full and 0 < rows.count == rows.decodes
         return PlainSteps(rows) if is_plain and self._capacity <= self._pools[0].num_blocks else None
 
     def schedule_plain(self, token_ids: ArrayLike, times: Sequence[float]) -> tuple[int, Step | None]:
@@ -395,6 +400,8 @@ class Scheduler:
             is_idle = not (self._rows.count or self._swapping)
             self._admission.ahead.advance(is_idle=is_idle)  # may raise, so before anything changes
         self._change.begun, self._dropped = True, None
+        if self._admission.retained:
+            self._admission.retained.expire(self._clock())
         return self._decide(lookahead, by_layer=by_layer)
 
     def _decide(self, lookahead: int, *, by_layer: bool) -> Step:
@@ -508,7 +515,11 @@ class Scheduler:
     def _take_in(self, step: Step, tokens: NDArray[np.uint32]) -> list[RequestState]:
         """Take a step's tokens. Returns the requests that they finish."""
         gone = self._acceptance.take_in(step, tokens).nonzero()[0]
-        return self._end(gone) if len(gone) else []
+        ended = self._end(gone) if len(gone) else []
+        for state in ended:
+            if state.request.retain:
+                self._admission.retained.add(state, self._clock())
+        return ended
 
     # ---- putting a step together ----
 

@@ -234,6 +234,9 @@ class SchedulerStats:
         spec_decode_num_drafts: rows that computed draft tokens.
         spec_decode_num_draft_tokens: draft tokens in those rows.
         spec_decode_num_accepted_tokens: draft tokens that were accepted.
+        retained: sequences that ended and whose blocks were retained, see `Request.retain`.
+        retain_refused: sequences whose blocks were not, because half of the unused blocks were leased.
+        retain_given_up: retained sequences whose blocks were needed before their time was over.
         peak_device_blocks: peak number of device blocks in use.
         peak_host_blocks: peak number of host blocks in use.
         peak_external_blocks: peak number of external slots in use.
@@ -252,6 +255,9 @@ class SchedulerStats:
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
+    retained: int = 0
+    retain_refused: int = 0
+    retain_given_up: int = 0
     peak_device_blocks: int = 0
     peak_host_blocks: int = 0
     peak_external_blocks: int = 0
