@@ -20,14 +20,9 @@ impl ClassSets {
             .map(|class| {
                 let own = classes.range(class);
                 let overlappable = BlockSet::empty(own.end as usize);
-                let mut free = FreeBlocks::full(reuse, 0);
-                free.extend(own.clone(), &[]);
-                if shape.extents.is_some() {
-                    free.cut(own);
-                } else if shape.has_null && !own.is_empty() {
-                    free.cut(own.start..own.start + 1);
-                }
-                Self { free, overlappable }
+                let null = u32::from(shape.has_null && !own.is_empty());
+                let first = if shape.extents.is_some() { own.end } else { own.start + null };
+                Self { free: FreeBlocks::full(reuse, first..own.end), overlappable }
             })
             .collect()
     }
