@@ -186,9 +186,14 @@ impl Pool {
     }
 
     /// Makes a resume point of published blocks in use.
-    pub(crate) fn add_point(&mut self, anchor: BlockId, tail: &[BlockId], is_junction: bool) {
+    pub(crate) fn add_point(
+        &mut self,
+        anchor: BlockId,
+        point: (&[BlockId], bool),
+        before: impl Iterator<Item = BlockId>,
+    ) {
         if let Some(cache) = &mut self.cache {
-            cache.add_point(anchor, tail, is_junction);
+            cache.add_point(anchor, point, before);
         }
     }
 
@@ -293,8 +298,9 @@ impl Pool {
             }
             let (mut tags, mut keyed, have_keys) = ([0; LOOK_AHEAD], 0, cache.points().is_none());
             for &block in &out[first..] {
-                tags[keyed] = self.blocks[block.index()].tag();
-                keyed += usize::from(have_keys || tags[keyed] != NO_KEY || !cache.is_keyless(block));
+                let tag = self.blocks[block.index()].tag();
+                tags[keyed] = tag;
+                keyed += usize::from(have_keys || tag != NO_KEY || !cache.is_keyless(block));
             }
             cache.begin_eviction(&tags[..keyed]);
             self.note_all(&out[first..], Membership::Evictable, Membership::Neither);

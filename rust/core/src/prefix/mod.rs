@@ -534,7 +534,7 @@ mod tests {
                     parent = key(at).link();
                 }
                 cache.add_keyless(BlockId(prompt + 3), key(9));
-                cache.add_point(BlockId(prompt + 2), &[BlockId(prompt + 3)], false);
+                cache.add_point(BlockId(prompt + 2), (&[BlockId(prompt + 3)], false), std::iter::empty());
                 (0..4).rev().for_each(|at| cache.enqueue(BlockId(prompt + at)));
                 assert_eq!(cache.check_points(), None);
             }

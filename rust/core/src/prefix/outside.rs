@@ -142,8 +142,12 @@ impl Outside {
     }
 
     /// Takes a dead block out; returns whether it was one.
+    #[inline]
     pub(super) fn unbury(&mut self, block: BlockId) -> bool {
         let class = self.classes.of(block);
+        if self.num_dead(class) == 0 {
+            return false;
+        }
         let was_leaving = self.leaving.len() > 0 && self.leaving.remove(block);
         *self.num_leaving.at(class) -= usize::from(was_leaving);
         was_leaving || self.dead[class].remove(block)
