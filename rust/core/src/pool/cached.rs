@@ -296,11 +296,16 @@ impl Pool {
             if out.len() == first {
                 return;
             }
-            let (mut tags, mut keyed, have_keys) = ([0; LOOK_AHEAD], 0, cache.points().is_none());
-            for &block in &out[first..] {
-                let tag = self.blocks[block.index()].tag();
-                tags[keyed] = tag;
-                keyed += usize::from(have_keys || tag != NO_KEY || !cache.is_keyless(block));
+            let (mut tags, mut keyed, have_keys) = ([0; LOOK_AHEAD], out.len() - first, cache.points().is_none());
+            for (tag, &block) in tags.iter_mut().zip(&out[first..]) {
+                *tag = self.blocks[block.index()].tag();
+            }
+            if !have_keys {
+                keyed = 0;
+                for (at, &block) in out[first..].iter().enumerate() {
+                    tags[keyed] = tags[at];
+                    keyed += usize::from(tags[at] != NO_KEY || !cache.is_keyless(block));
+                }
             }
             cache.begin_eviction(&tags[..keyed]);
             self.note_all(&out[first..], Membership::Evictable, Membership::Neither);
@@ -446,6 +451,7 @@ impl Pool {
     }
 
     /// Begins the release of a sequence's blocks, last one first.
+    #[inline]
     pub(crate) fn begin_chain(&mut self) {
         if let Some(cache) = &mut self.cache {
             cache.begin_chain();

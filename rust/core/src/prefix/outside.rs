@@ -145,9 +145,6 @@ impl Outside {
     #[inline]
     pub(super) fn unbury(&mut self, block: BlockId) -> bool {
         let class = self.classes.of(block);
-        if self.num_dead(class) == 0 {
-            return false;
-        }
         let was_leaving = self.leaving.len() > 0 && self.leaving.remove(block);
         *self.num_leaving.at(class) -= usize::from(was_leaving);
         was_leaving || self.dead[class].remove(block)
@@ -205,6 +202,11 @@ impl Outside {
     /// Takes a block out, if it is here; returns whether it was.
     pub(super) fn remove(&mut self, block: BlockId) -> bool {
         self.remove_idle(block) || self.unbury(block)
+    }
+
+    /// Whether there are dead blocks.
+    pub(super) fn has_dead(&self) -> bool {
+        (0..self.classes.len()).any(|class| self.num_dead(class) > 0)
     }
 
     /// Number of dead blocks of a class.

@@ -397,7 +397,9 @@ impl Sequences {
         Self::pass_over(step, skipped, &mut table);
         step.take((Tier::Device, self.groups.class(id.group)), wanted - skipped, false, &mut table);
         let null_prefix = table.iter().take_while(|&&block| self.is_null(block)).count();
-        self.owners.note(self.rows.number(id), null_prefix, &table[null_prefix..]);
+        if self.owners.are_noted() {
+            self.owners.note(self.rows.number(id), null_prefix, &table[null_prefix..]);
+        }
         self.rows.open_table(id, table).null_prefix = u32::try_from(null_prefix).unwrap_or(u32::MAX);
     }
 

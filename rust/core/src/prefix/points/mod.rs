@@ -167,6 +167,19 @@ impl Points {
         self.bundles.get(&anchor).map(|bundle| &*bundle.companions).filter(|all| all.len() == self.companions)
     }
 
+    /// Makes a block evictable that does not belong in the policy's order; returns false for one that does.
+    fn park_outside(&mut self, block: BlockId) -> bool {
+        let belongs = self.keyless.contains(block) || !self.is_live(block);
+        if belongs && self.is_owned(block) {
+            self.outside.insert_idle(block);
+        } else if belongs {
+            // Its point may be on the host: only what was never on the way there serves nobody.
+            let grave = if self.followers.contains(block) { Grave::Leaving } else { Grave::Dead };
+            self.outside.bury(grave, block);
+        }
+        belongs
+    }
+
     /// Makes room for a block in the lists.
     #[inline]
     fn know(&mut self, block: BlockId) {
@@ -357,8 +370,9 @@ impl Both<'_> {
 
     /// An anchor has become live: so are those `before` it in its chain, last one first; what they leave out is looked up.
     fn enliven(&mut self, mut anchor: BlockId, mut before: impl Iterator<Item = BlockId>) {
+        let has_dead = self.points.outside.has_dead();
         loop {
-            if self.points.outside.unbury(anchor) {
+            if has_dead && self.points.outside.unbury(anchor) {
                 self.order.insert(anchor);
                 self.points.bring_companions(anchor, false);
             }
@@ -606,15 +620,8 @@ impl PrefixCache {
     /// Makes a block evictable.
     #[inline]
     pub(super) fn enqueue(&mut self, block: BlockId) {
-        let points = self.points.as_deref_mut();
-        match points.filter(|points| points.keyless.contains(block) || !points.is_live(block)) {
-            None => self.order.insert(block),
-            Some(points) if points.is_owned(block) => points.outside.insert_idle(block),
-            Some(points) => {
-                // Its point may be on the host: only what was never on the way there serves nobody.
-                let grave = if points.followers.contains(block) { Grave::Leaving } else { Grave::Dead };
-                points.outside.bury(grave, block);
-            }
+        if !self.points.as_deref_mut().is_some_and(|points| points.park_outside(block)) {
+            self.order.insert(block);
         }
     }
 

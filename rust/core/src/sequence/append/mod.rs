@@ -336,7 +336,7 @@ impl Sequences {
                 };
                 // All tables with blocks of a size have the same length.
                 if let (Some(tables), true) = (&batch.tables, group == 0 || !is_even) {
-                    tables.require_width(sequence, self.entries(id).len() + need.entries)?;
+                    tables.require_width(sequence, self.num_entries(id) + need.entries)?;
                 }
                 of_group += need.blocks;
                 if leaves {

@@ -500,10 +500,10 @@ impl SequenceRows {
 
     /// Begins a table of a new row. Versions continue from one sequence to the next, so that they distinguish the two.
     pub(crate) fn open_table(&mut self, id: TableId, blocks: Vec<BlockId>) -> &mut GroupTable {
+        let GroupTable { slot_base, synced, null_prefix, published, .. } = GroupTable::unused();
         let row = self.table_mut(id);
-        let mut table = std::mem::take(&mut row.table);
-        table.set(blocks);
-        *row = GroupTable { table, ..GroupTable::unused() };
+        row.table.set(blocks);
+        (row.slot_base, row.synced, row.null_prefix, row.published) = (slot_base, synced, null_prefix, published);
         row
     }
 
