@@ -486,11 +486,12 @@ impl SequenceRows {
 
     /// Opens a row without tokens. The caller has called [`SequenceRows::require`], and begins each table next.
     pub(crate) fn open(&mut self, tier: Tier) -> SequenceId {
-        let index = self.unused.pop().unwrap_or_else(|| {
-            self.entries.push(Row::unused());
+        let Some(index) = self.unused.pop() else {
+            let id = SequenceId::new(self.manager, row_index(self.entries.len()), 1);
+            self.entries.push(Row { id, tier, ..Row::unused() });
             self.others.extend(std::iter::repeat_with(GroupTable::unused).take(self.others_per_row));
-            row_index(self.entries.len() - 1)
-        });
+            return id;
+        };
         let row = &mut self.entries[index as usize];
         let id = SequenceId::new(self.manager, index, row.id.generation() + 1);
         let first = std::mem::replace(&mut row.first, GroupTable::unused());
