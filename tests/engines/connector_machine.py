@@ -6,7 +6,8 @@ LAYERS is `full`, `kept` (the same, and the host keeps all that is computed), `w
 40 tokens), `states` (full attention, and two groups of recurrent states), `uneven` (full attention of three layers, and
 the window of two) or `packed` (full attention of three layers, side by side in a block, and a window with blocks of a
 quarter of the tokens, in one layer of more bytes); a block belongs to one group at a time, and all groups use the same
-memory. `kept uneven` is `uneven`, and the host keeps all that is computed.
+memory. `kept uneven` is `uneven`, and the host keeps all that is computed. `stored` and one of the first, as in `stored
+window`, has a file store below the host; a first engine fills it, and the second finds there what the first computed.
 
 With IN_FLIGHT 2, vLLM's asynchronous scheduler plans a step before the last one has ended. The seed says how many
 workers there are, how many tokens are drafted, how the workers see the cache, and whether all loads fail. A token's
@@ -66,7 +67,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from blockyard.integrations.vllm import manager, worker
+from blockyard.integrations.vllm import external, manager, worker
 from blockyard.integrations.vllm.exclusive_host import sides
 
 BLOCK, PAGE, MAX_LEN = 16, 128, 1 << 12
@@ -195,10 +196,13 @@ class World:
 
     def __init__(self, layers: str, seed: int, folder: Path, in_flight: int) -> None:
         self.chance = random.Random(seed)
+        self.has_store, layers = layers.startswith("stored"), layers.removeprefix("stored ")
         self.layers, self.specs = layers, _specs(layers)
         self.num_layers, self.is_packed = LAYERS.get(layers, (1,) * len(self.specs)), layers == "packed"
         self.weights, self.counts = 0, Counter[str]()
         self.in_flight, num_workers, self.drafts = in_flight, 1 + seed // 2 % 2, 3 * (seed % 2)
+        if self.has_store:
+            num_workers = 1  # vLLM's configuration says one, and the store's values are those of all
         if layers == "states":
             self.drafts = 0  # states after drafts that are refused are vLLM's worker's business
         self.no_load_ends_well = seed % 8 == 7
@@ -251,6 +255,7 @@ class World:
                 kv_connector_extra_config={
                     "host_bytes": CHUNKS * PAGE * max(self.num_layers),
                     **({"policy": "lru"} if self.layers.startswith("kept") else {}),
+                    **(self._store(folder) if self.has_store else {}),
                 },
             ),
             device_config=DeviceConfig("cpu"),
@@ -262,6 +267,10 @@ class World:
             )
         config.cache_config.num_gpu_blocks = BLOCKS[self.layers]
         return config
+
+    @staticmethod
+    def _store(folder: Path) -> dict[str, Any]:
+        return {"prefix_store": f"file://{folder}?size=4MiB", "revision": "1", "prefetch_timeout_base": 60}
 
     def _caches(self, *, is_wrapped: bool) -> KVCacheConfig:
         """Return the cache as workers see it: layers of different specs come as one wrapped spec."""
@@ -297,18 +306,19 @@ class World:
         self.requests[request.request_id] = request
         self.scheduler.add_request(request)
 
-    def run(self, steps: int) -> None:
-        """Serve random requests."""
+    def run(self, steps: int, *, resets: bool = True) -> None:
+        """Serve random requests; `resets`: the weights change now and then."""
         must_reset = False
         for number in range(steps):
             while len(self.requests) < self.chance.choice([0, SEATS, 2 * SEATS]):
                 self.add()
             if number % 90 == 89 and self.requests:
                 self._abort(self.chance.choice(list(self.requests)))
-            must_reset = (must_reset or number % 200 == 199) and not self._reset()
+            must_reset = resets and (must_reset or number % 200 == 199) and not self._reset()
             self._step()
         for _ in range(5000):
             self._step()
+            time.sleep(1e-3 * self.has_store)  # requests may wait for it
             if not (self.requests or self.scheduler.has_requests() or self.running or self.planned):
                 break
         else:
@@ -316,6 +326,22 @@ class World:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == BLOCKS[self.layers] - 1, "a block is lost"
         self.order.manager._offload.check()
+        if self.has_store:
+            self._end_writes()
+
+    def _end_writes(self) -> None:
+        external, until = self.order.manager.external, time.monotonic() + 60
+        while (external.is_busy or external.num_unwritten) and time.monotonic() < until:
+            external.end_step()
+            time.sleep(1e-3)
+        for name in ("loaded", "written", "not_written"):
+            self.counts[name] = getattr(external.counts, name)
+
+    def close(self) -> None:
+        """End the engine."""
+        for each in self.workers:
+            each.side.shutdown()
+        self.scheduler.shutdown()
 
     def _abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -457,12 +483,18 @@ def failed_stores_count(patch: Any) -> None:
     )
 
 
+def the_store_forgets_nothing(patch: Any) -> None:
+    reset = external.ExternalTier.reset
+    patch(external.ExternalTier, "reset", lambda self, keep: reset(self, keep=True))
+
+
 FAULTS = {
     "loads do not wait for stores": loads_do_not_wait,
     "computation does not wait for stores": nothing_is_flushed,
     "stores begin with the next step": stores_begin_late,
     "failed loads count": lambda patch: patch(sides.ExclusiveWorker, "take_failed_requests", lambda self: set()),
     "failed stores count": failed_stores_count,
+    "the store forgets nothing": the_store_forgets_nothing,
     "a reset forgets nothing": lambda patch: patch(sides.ExclusiveScheduler, "reset_cache", lambda self: None),
 }
 """Broken rules by name."""
@@ -473,12 +505,16 @@ def main() -> None:
     if fault:
         FAULTS[fault](setattr)
     with tempfile.TemporaryDirectory() as folder:
+        counts = Counter[str]()
+        if layers.startswith("stored"):
+            before = World(layers, seed, Path(folder), in_flight)
+            before.run(steps // 2, resets=False)
+            before.close()
+            counts["written before"] = before.counts["written"]
         world = World(layers, seed, Path(folder), in_flight)
         world.run(steps)
-        for each in world.workers:
-            each.side.shutdown()
-        world.scheduler.shutdown()
-    print("RESULT", json.dumps(world.counts))
+        world.close()
+    print("RESULT", json.dumps(world.counts + counts))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ class CountingScheduler(Scheduler):
 def counts(core: Any) -> dict[str, Any]:
     """Return the tokens computed, the external store's counts, and whether transfers or the store have work to do."""
     connector = core.scheduler.connector
-    tier = connector and getattr(connector.connector_scheduler.manager, "_external", None)
+    tier = connector and getattr(connector.connector_scheduler.manager, "external", None)
     names = ("loaded", "missed", "written", "not_written")
     return {
         "computed": core.scheduler.computed,

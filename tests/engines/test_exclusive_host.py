@@ -26,6 +26,9 @@ FAULTS = [
     ("full", "failed loads count"),
     ("full", "failed stores count"),
     ("full", "a reset forgets nothing"),
+    ("stored full", "the store forgets nothing"),
+    ("stored window", "failed loads count"),
+    ("stored states", "failed stores count"),
     ("kept", "failed loads count"),
     ("kept", "failed stores count"),
     ("window", "computation does not wait for stores"),
@@ -113,13 +116,29 @@ def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 7])
-@pytest.mark.parametrize("layers", ["full", "kept", "window", "states", "uneven", "kept uneven", "packed"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "full",
+        "kept",
+        "window",
+        "states",
+        "uneven",
+        "kept uneven",
+        "packed",
+        "stored full",
+        "stored window",
+        "stored states",
+    ],
+)
 def test_no_request_reads_wrong_bytes(layers: str, seed: int, in_flight: int):
     finished = run(layers, seed, 1500, in_flight)
     assert finished.returncode == 0, finished.stderr[-4000:]
     counts = json.loads(finished.stdout.rpartition("RESULT ")[2])
     assert counts["is exclusive"] == (not layers.startswith("kept"))
     assert min(counts[what] for what in ("loads", "stores", "flushed", "aborts")) > 0
+    if layers.startswith("stored"):
+        assert min(counts[what] for what in ("written before", "written", "loaded")) > 0
     if layers == "full" or in_flight == 1:  # else some request may wait for its load whenever vLLM is to reset
         assert counts["resets"] > 0
     assert counts["copies"] >= 97  # so some have failed

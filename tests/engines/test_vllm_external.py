@@ -14,7 +14,7 @@ import obstore
 import pytest
 from obstore.store import S3Store
 from servers import ObjectServer, Server, serving, serving_objects
-from vllm_engine import PYTHON, SPEC, Engine, serve
+from vllm_engine import CONNECTOR, PYTHON, SPEC, Engine, serve
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,6 +24,9 @@ pytestmark = [
 SECRET = "a-secret-of-the-tests"
 BY_SOURCE = "vllm:prompt_tokens_cached_by_source"
 ROOMY = {**SPEC, "host_bytes": "16MiB", "weights_fixed": True, "prefetch_timeout_base": 60}
+
+
+either = pytest.mark.parametrize("more", [{}, {"connector": CONNECTOR}], ids=["spec", "connector"])
 
 
 class FileStorage:
@@ -86,12 +89,15 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
         yield ValkeyStorage(server)
 
 
-def test_tokens_are_the_same_cold_warm_after_a_restart_and_over_damage(folder: Path, alone: Any, storage: Any):
+@either
+def test_tokens_are_the_same_cold_warm_after_a_restart_and_over_damage(
+    folder: Path, alone: Any, storage: Any, more: Any
+):
     extra = {**ROOMY, "prefix_store": storage.url}
-    cold = serve(folder, extra=extra, rounds=1)
+    cold = serve(folder, **more, extra=extra, rounds=1)
     assert cold["tokens"] == alone["tokens"][:1]
     assert cold["external"][-1]["written"] > 0
-    warm = serve(folder, extra=extra, rounds=1)
+    warm = serve(folder, **more, extra=extra, rounds=1)
     assert warm["tokens"] == alone["tokens"][:1]
     assert warm["external"][-1]["loaded"] > 0
     assert warm["cached"] > cold["cached"]
@@ -100,16 +106,17 @@ def test_tokens_are_the_same_cold_warm_after_a_restart_and_over_damage(folder: P
     assert labelled == {"disk": 0, "external_unspecified": 0} | {source: labelled[source]}
     assert labelled[source] > cold["counters"][f"{BY_SOURCE} {source}"] == 0
     storage.damage()
-    damaged = serve(folder, extra=extra, rounds=1)
+    damaged = serve(folder, **more, extra=extra, rounds=1)
     assert damaged["tokens"] == alone["tokens"][:1]
     assert damaged["external"][-1]["missed"] > 0
     assert damaged["external"][-1]["loaded"] < warm["external"][-1]["loaded"]
 
 
-def test_a_prompt_is_found_in_each_tier_and_right_after_a_reset_in_the_store(folder: Path, tmp_path: Path):
+@either
+def test_a_prompt_is_found_in_each_tier_and_right_after_a_reset_in_the_store(folder: Path, tmp_path: Path, more: Any):
     asked = {"requests": 1, "length": 320, "tokens": 8}
     extra = {**ROOMY, "prefix_store": FileStorage(tmp_path / "store").url}
-    with closing(Engine(folder, tmp_path / "log", extra=extra, processes=True)) as engine:
+    with closing(Engine(folder, tmp_path / "log", **more, extra=extra, processes=True)) as engine:
         cold = engine.serve(**asked)
         served = [engine.serve(**asked, clear=clear) for clear in ("device", "host", "host", "")]
     assert [one["tokens"] for one in served] == [cold["tokens"]] * 4
@@ -122,9 +129,12 @@ def test_a_prompt_is_found_in_each_tier_and_right_after_a_reset_in_the_store(fol
     assert in_store == [{"device": 0, "host": 0, "store": 320}] * 2
 
 
-def test_a_store_that_loses_refuses_or_hangs_costs_no_token_and_no_engine(folder: Path, alone: Any, storage: Any):
+@either
+def test_a_store_that_loses_refuses_or_hangs_costs_no_token_and_no_engine(
+    folder: Path, alone: Any, storage: Any, more: Any
+):
     faults = ["", "", "lose", "refuse", "hang", ""]
-    found = serve(folder, extra={**ROOMY, "prefix_store": storage.url}, faults=faults)
+    found = serve(folder, **more, extra={**ROOMY, "prefix_store": storage.url}, faults=faults)
     assert found["tokens"] == [alone["tokens"][0]] * len(faults)
     loaded = [count["loaded"] for count in found["external"]]
     after = [late - early for early, late in pairwise(loaded)]
@@ -173,7 +183,8 @@ def test_engines_share_a_store_that_is_killed_under_them(folder: Path, alone: An
     assert sum(one["external"][-1]["loaded"] for one in found) > 0
 
 
-def test_a_copy_to_the_host_that_is_left_out_shows_in_the_tokens(folder: Path, alone: Any, tmp_path: Path):
+@either
+def test_a_copy_to_the_host_that_is_left_out_shows_in_the_tokens(folder: Path, alone: Any, tmp_path: Path, more: Any):
     extra = {**ROOMY, "prefix_store": FileStorage(tmp_path).url}
-    serve(folder, extra=extra, rounds=1)
-    assert serve(folder, extra=extra, rounds=1, sabotage="staging")["tokens"] != alone["tokens"][:1]
+    serve(folder, **more, extra=extra, rounds=1)
+    assert serve(folder, **more, extra=extra, rounds=1, sabotage="staging")["tokens"] != alone["tokens"][:1]

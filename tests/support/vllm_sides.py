@@ -78,7 +78,7 @@ class Engine:
             vllm.current.current = None
         config.parallel.__dict__["rank"] = 0
         self.manager = vllm.ours.BlockyardSpec(config).get_manager()
-        self.tier = self.manager._external
+        self.tier = self.manager.external
         if self.tier is not None:
             self.store = FailingStore(self.tier._store, timeout=0.2)
             self.tier._store = self.tier._work._store = self.store

@@ -186,6 +186,23 @@ class ExternalTier:
         with self._state:
             return not all(job.is_ended for job in self._jobs)
 
+    @property
+    def num_coming(self) -> int:
+        """Chunks that are being read, or will be from the end of this step on."""
+        with self._state:
+            return len(self._wanted) + len(self._coming)
+
+    @property
+    def num_unwritten(self) -> int:
+        """Chunks that are being written, or wait for it."""
+        with self._state:
+            return len(self._unwritten) + sum(len(job.keys) for job in self._jobs if job.held)
+
+    def being_written(self) -> set[OffloadKey]:
+        """Return the keys whose host chunks are being written to the store."""
+        with self._state:
+            return {key for job in self._jobs if job.held for key in job.keys}
+
     # ---- lookups ----
 
     def lookup(self, key: OffloadKey, context: ReqContext) -> LookupResult:

@@ -125,8 +125,7 @@ class Pins:
         for key in known:
             self._until[key] = max(until, self._until.get(key, 0))
 
-    def has(self, key: bytes) -> bool:
-        """Whether a key is held."""
+    def __contains__(self, key: bytes) -> bool:
         return key in self._until
 
     def expire(self, now: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,6 +101,8 @@ class BlockyardManager(OffloadingManager):
     Attributes:
         region: memory that the workers share without an external store. Its name goes once all have mapped it.
         is_elsewhere: whether a key that is missing here counts as a hit, since it can be brought here; None: none can.
+        external: the store below, if there is one.
+        changes: what the store's threads have stored here and evicted, in order, for who keeps an order; None: nobody.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class BlockyardManager(OffloadingManager):
         self._reported_external = [0, 0, 0, 0]
         self._weights_fixed = weights_fixed
         self._url = ""  # of the external store
-        self._external: ExternalTier | None = None
+        self.external: ExternalTier | None = None
         self._used: UsedBefore | None = None  # if only chunks that are used twice are written to it
         self._awaits_flush = False
         # Hits of this step, which vLLM may still load: the external store's threads must not evict them.
@@ -152,6 +154,7 @@ class BlockyardManager(OffloadingManager):
         self._reported_hints = self._hints.copy()
         self.region: SharedRegion | None = None
         self.is_elsewhere: Callable[[OffloadKey], bool] | None = None
+        self.changes: list[tuple[list[OffloadKey], list[OffloadKey]]] | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -165,20 +168,26 @@ class BlockyardManager(OffloadingManager):
 
     @property
     def num_empty(self) -> int:
-        """Chunks that hold no key and are not being written."""
-        return self._offload.num_chunks - self._offload.num_stored - self._offload.num_storing
+        """Chunks that hold no key, are not being written, and that no chunk of the store will need."""
+        coming = 0 if self.external is None else self.external.num_coming
+        return self._offload.num_chunks - self._offload.num_stored - self._offload.num_storing - coming
 
     @property
     def num_free(self) -> int:
         """Chunks that a store can get: empty ones, and those whose keys can be evicted."""
         return self._offload.num_free
 
+    @property
+    def num_unwritten(self) -> int:
+        """Chunks that are being written to the store below, or wait for it."""
+        return 0 if self.external is None else self.external.num_unwritten
+
     def use_external(self, store: ExternalStore, region: SharedRegion, options: ExternalOptions) -> None:
         """Use a prefix store for chunks missing on the host, and write the host's chunks to it; see `ExternalTier`."""
         self._url = options.url
         if options.prefix_writes == "second_use":
             self._used = UsedBefore(_REMEMBERED * self.num_chunks)
-        self._external = ExternalTier(
+        self.external = ExternalTier(
             store,
             region,
             self._offload,
@@ -214,32 +223,34 @@ class BlockyardManager(OffloadingManager):
         hint = read_hints(req_context).conversation
         self._offload.touch(keys, not_used, ended=time.monotonic(), hint=hint)
         chain.is_whole = True
-        if self._external is not None:
+        if self.external is not None:
             if self._used is not None:  # found on the device or the host: another request has used them
                 found = self._used.found([key for key in keys if chain.keys.get(key, True)])
-                self._external.write(found, req_context)
-            self._external.finish(req_context)
+                self.external.write(found, req_context)
+            self.external.finish(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a key can be loaded, is being stored, is coming from an external store, or is missing."""
         found = self._lookup([key])[0]
         if found == "miss" and self.is_elsewhere is not None and self.is_elsewhere(key):
             return _HIT
-        if self._external is None:
+        if self.external is None:
             return _RESULTS[found]
         if self._let:
             self._let_go()
         if found == "hit" and (self._looked_up.get(key) or self._keep(key)):
             return _HIT
-        return _RESULTS["pending"] if found == "pending" else self._external.lookup(key, req_context)
+        return _RESULTS["pending"] if found == "pending" else self.external.lookup(key, req_context)
 
     def find_all(self, keys: list[OffloadKey]) -> list[str]:
         """Return "hit", "pending" or "miss" for each key."""
         return list(self._lookup(keys))
 
-    def is_idle(self, key: OffloadKey) -> bool:
-        """Whether no load and no hint holds a key's chunk."""
-        return key not in self._loading and not self._pins.has(key) and not self._retained.has(key)
+    def idle(self, keys: Iterable[OffloadKey]) -> Iterator[OffloadKey]:
+        """Yield those of some keys whose chunks no load, no lookup, no write to the store and no hint holds."""
+        written = set() if self.external is None else self.external.being_written()
+        held = (self._loading, self._looked_up, written, self._pins, self._retained)
+        return (key for key in keys if not any(key in holder for holder in held))
 
     def release_retained(self, count: int) -> bool:
         """Let up to `count` chunks that requests only asked to retain be evicted; return whether there was one."""
@@ -255,7 +266,7 @@ class BlockyardManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         """Return the source of a hit: the external store if this request waited for it, else host memory."""
-        is_loaded = self._external is not None and self._external.has_loaded(key, req_context)
+        is_loaded = self.external is not None and self.external.has_loaded(key, req_context)
         return hit_source(self._url if is_loaded else None)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -315,8 +326,8 @@ class BlockyardManager(OffloadingManager):
             self._report(stored, removed=False)
             if failed and _SAYS_METADATA:
                 self._report(failed, removed=True, metadata_only=True)
-            if stored and self._external is not None:
-                self._external.write(stored if self._used is None else self._used.computed(stored))
+            if stored and self.external is not None:
+                self.external.write(stored if self._used is None else self._used.computed(stored))
             chain = _Chain.of(req_context)
             if chain.is_whole:  # what was stored last must not outlive what comes before it
                 order = chain.in_order(req_context)
@@ -406,13 +417,13 @@ class BlockyardManager(OffloadingManager):
         if self._recorder is not None:
             self._recorder.begin(context.new_req_ids)
         self._let_go()
-        if self._storing or self._external is not None:
+        if self._storing or self.external is not None:
             self._offload.expire(_now())
         with self._lock:
             for held in (self._pins, self._retained):
                 held.expire(_now())
-        if self._external is not None:
-            self._external.end_step(list(context.preempted_req_ids))
+        if self.external is not None:
+            self.external.end_step(list(context.preempted_req_ids))
 
     def reset_cache(self) -> None:
         """Forget all keys. Chunks of transfers in flight are reused only after those have ended.
@@ -428,8 +439,8 @@ class BlockyardManager(OffloadingManager):
         with self._lock:
             self._let_go()
             self._offload.reset()
-            if self._external is not None:
-                self._external.reset(keep=self._weights_fixed)
+            if self.external is not None:
+                self.external.reset(keep=self._weights_fixed)
         if self._used is not None and not self._weights_fixed:
             self._used.clear()
         with self._lock:
@@ -490,8 +501,8 @@ class BlockyardManager(OffloadingManager):
         for name, outcome in zip(Metrics.HINTS, OUTCOMES, strict=True):
             stats.increase_counter(name, self._hints[outcome] - self._reported_hints[outcome])
         self._reported_hints = self._hints.copy()
-        if self._external is not None:
-            counts = self._external.counts
+        if self.external is not None:
+            counts = self.external.counts
             now = [counts.loaded, counts.missed, counts.written, counts.not_written]
             for name, count, before in zip(Metrics.EXTERNAL, now, self._reported_external, strict=True):
                 stats.increase_counter(name, count - before)
@@ -506,8 +517,8 @@ class BlockyardManager(OffloadingManager):
         """Forget all keys, and wait a while for writes to the external store to end."""
         if self._recorder is not None:
             self._recorder.close()
-        if self._external is not None:
-            self._external.close()
+        if self.external is not None:
+            self.external.close()
         if self.region is not None:
             self.region.close()
         self._offload.reset()
@@ -533,16 +544,16 @@ class BlockyardManager(OffloadingManager):
         """Record that a transfer that started after the last reset has ended: those before it have, too."""
         if self._awaits_flush:
             self.on_reset_flushed()
-            if self._external is not None:
-                self._external.may_stage = True
+            if self.external is not None:
+                self.external.may_stage = True
             self._awaits_flush = False
 
     def _free_stale(self) -> bool:
         """Give vLLM the chunks of transfers in flight at the last reset; False if there are none, or it will report."""
         if not self._awaits_flush or not (self._stale_storing or self._stale_loading):
             return False
-        if self._external is not None:
-            self._external.may_stage = False
+        if self.external is not None:
+            self.external.may_stage = False
         self.on_reset_flushed()
         return True
 
@@ -553,6 +564,8 @@ class BlockyardManager(OffloadingManager):
                     held.add(keys, req_context, _now())
 
     def _report_both(self, stored: list[bytes], evicted: list[bytes]) -> None:
+        if self.changes is not None:
+            self.changes.append((_keys(stored), _keys(evicted)))
         self._report(_keys(evicted), removed=True)
         self._report(_keys(stored), removed=False)
 

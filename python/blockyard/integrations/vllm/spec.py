@@ -94,6 +94,11 @@ class BlockyardSpec(OffloadingSpec):
         self._manager: BlockyardManager | None = None
         self._worker: BlockyardWorker | None = None
 
+    @property
+    def writes_second_use(self) -> bool:
+        """Whether a store below gets only chunks that are used twice."""
+        return self._external is not None and self._external.prefix_writes == "second_use"
+
     def use_units(self, units: Units) -> None:
         """Cut host memory into units: chunks are units from then on. Before manager and worker are made."""
         copies = 1 if self.replicated_layout else self.config.parallel.world_size

@@ -38,9 +38,9 @@ _SPEC: Final = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.int
 class BlockyardKVConnector(OffloadingConnector):
     """Keeps in host memory what the device drops, so that both together hold more.
 
-    It takes the options of `BlockyardSpec`. With `policy` or `prefix_store`, without vLLM's prefix caching, with chunks
-    of several blocks, and for models that `_can_be_exclusive` excludes, the host keeps all that is computed, as with
-    `BlockyardSpec`.
+    It takes the options of `BlockyardSpec`. With `policy` or `"prefix_writes": "second_use"`, without vLLM's prefix
+    caching, with chunks of several blocks, and for models that `_can_be_exclusive` excludes, the host keeps all that is
+    computed, as with `BlockyardSpec`.
 
     Args:
         vllm_config: from vLLM.
@@ -130,7 +130,7 @@ def _cache_groups(kv_cache_config: Any) -> tuple[CacheGroup, ...]:
 def _can_be_exclusive(spec: BlockyardSpec, vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether a host can hold what the device drops, block by block."""
     config, options = spec.config, spec.config.extra_config
-    if any(options.get(name) is not None for name in ("policy", "prefix_store")) or not spec.num_chunks:
+    if options.get("policy") is not None or spec.writes_second_use or not spec.num_chunks:
         return False
     if config.parallel.dcp_size * config.parallel.pcp_size != 1 or config.cache.blocks_per_chunk != 1:
         return False

@@ -42,6 +42,10 @@ class Points:
             self._keys.add(self._tail(place, states, 0, end))
         return end
 
+    def tails(self, states: Sequence[Any], end: int) -> list[OffloadKey]:
+        """Return the keys of windows and states that a request needs at a number of tokens."""
+        return [key for place in self.windows for key in self._tail(place, states, 0, end)]
+
     def keep(self, keys: Sequence[OffloadKey]) -> None:
         """Note that a request needs keys."""
         self._keys.add([key for key in keys if get_offload_group_idx(key) in self._sparse])

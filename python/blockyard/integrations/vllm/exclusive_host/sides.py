@@ -6,6 +6,9 @@ are written to.
 
 With several cache groups, of windows and states only those are stored where a later request may go on: `Points`. What a
 load needs and only the device has goes to the host first.
+
+With a prefix store below, what is computed passes through the host to the store at once, so that it outlives the
+engine. The host evicts these copies first.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice, takewhile
+from itertools import accumulate, chain, islice, takewhile
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -33,6 +36,8 @@ __all__ = ["ExclusiveScheduler", "ExclusiveWorker", "LenientScheduler"]
 
 _STEPS_AHEAD: Final = 2
 """Number of steps whose blocks are stored in advance: a store ends one or two steps later."""
+_COPY_SHARE: Final = 0.125
+"""Share of the host that chunks on their way to the store take at most."""
 _MOST_BROUGHT: Final = 2
 """How often a request waits while blocks of the device go to the host for it."""
 
@@ -68,6 +73,7 @@ class _RunningStore:
         blocks: ids of the device blocks that it reads.
         running: number of workers that have not ended it.
         context: stands for a request.
+        is_copy: whether the device has the blocks as well.
         is_good: whether no worker has failed.
         is_stale: whether the cache was reset since.
     """
@@ -76,6 +82,7 @@ class _RunningStore:
     blocks: list[int]
     running: int
     context: ReqContext
+    is_copy: bool
     is_good: bool = True
     is_stale: bool = False
 
@@ -91,9 +98,27 @@ class LenientScheduler(OffloadingConnectorScheduler):
         if getattr(self.config, "sync_load_budget_bytes", 0):  # 0.33: a load that fails within its step has no report
             self.config = self.config._replace(sync_load_budget_bytes=0)
         self._failed_loads: set[int] = set()  # that some worker has not ended
+        self._is_offered = self._is_stuck = False  # a load to vLLM in this step, which in the last one did nothing
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded beyond those on the device, and whether there are any.
+
+        vLLM keeps blocks for a request whose load has failed. If another request waits for them before that one, none
+        goes on: then this one computes what it could load.
+        """
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens, max_num_new_tokens)
+        if found and self._is_stuck:
+            self._req_status[request.request_id].update_num_hit_chunks(num_computed_tokens)
+            return 0, False
+        self._is_offered |= bool(found)
+        return found, is_async
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Return the transfers of a step; vLLM 0.32 asserts that a request it has preempted does not load at once."""
+        is_idle = not (scheduler_output.total_num_scheduled_tokens or self._jobs)
+        self._is_offered, self._is_stuck = False, self._is_offered and is_idle
         loading = {self._jobs[job].req_id for job in self._current_batch_load_jobs}
         preempted = set(scheduler_output.preempted_req_ids or ()) - loading
         return super().build_connector_meta(replace(scheduler_output, preempted_req_ids=preempted))
@@ -159,6 +184,9 @@ class ExclusiveScheduler(LenientScheduler):
         self._looked_at: dict[int, OffloadKey] = {}
         self._left, self._is_stored = 0, False  # watched blocks left, at least, and whether the host has their keys
         self._asked: tuple[str, int] | None = None  # the request last looked up, and its tokens on the device
+        self._computed: dict[OffloadKey, None] = {}  # that the store below has not been given yet
+        if self.manager.external is not None:
+            self.manager.changes = []
 
     def bind(self, pool: Any) -> None:
         """Use vLLM's pool of device blocks."""
@@ -170,6 +198,7 @@ class ExclusiveScheduler(LenientScheduler):
         self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond those on the device, and whether there are any."""
+        self._note_changes()
         found, is_async = self._match(request, num_computed_tokens, max_num_new_tokens)
         if found is not None:
             self._asked = request.request_id, num_computed_tokens
@@ -250,7 +279,9 @@ class ExclusiveScheduler(LenientScheduler):
         found: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
         self._brought.pop(request.request_id, None)
         if (status := self._req_status.get(request.request_id)) is not None:
-            self._points.add(status.group_states, request.num_tokens - 1)
+            end = self._points.add(status.group_states, request.num_tokens - 1)
+            if self.manager.external is not None:
+                self._computed.update(dict.fromkeys(self._points.tails(status.group_states, end)))
         return found
 
     # ---- stores ----
@@ -263,6 +294,8 @@ class ExclusiveScheduler(LenientScheduler):
         given = self._current_batch_allocated_block_ids
         self._store_given(self._watched.keys() & given)
         self._bring(scheduler_output)
+        if self.manager.external is not None:
+            self._copy_computed(scheduler_output)
         loaded = [job.dst_spec.block_ids.tolist() for job in self._current_batch_load_jobs.values()]
         computed = (self._read_by.keys() & given).difference(*loaded)  # the worker orders loads itself
         self._current_batch_jobs_to_flush.update(self._read_by[at] for at in computed)
@@ -278,10 +311,42 @@ class ExclusiveScheduler(LenientScheduler):
     def _bring(self, scheduler_output: Any) -> None:
         """Store what requests wait for, but not what this step is only going to compute: they ask again."""
         wanted, self._wanted = self._wanted, {}
-        computed = self._computed_by(scheduler_output) if wanted else set()
-        blocks = [(key, self._pool.cached_block_hash_to_block.get_one_block(key)) for key in wanted]
-        here = [(key, block.block_id) for key, block in blocks if block is not None and key not in computed]
-        self._store(here[::-1])
+        self._store(self._computed_blocks(list(wanted), scheduler_output)[::-1])
+
+    def _computed_blocks(self, keys: list[OffloadKey], scheduler_output: Any) -> list[tuple[OffloadKey, int]]:
+        """Return the device blocks that hold some keys, but not those that this step is only going to compute."""
+        computed = self._computed_by(scheduler_output) if keys else set()
+        blocks = [
+            (key, self._pool.cached_block_hash_to_block.get_one_block(key)) for key in keys if key not in computed
+        ]
+        return [(key, block.block_id) for key, block in blocks if block is not None]
+
+    def _copy_computed(self, scheduler_output: Any) -> None:
+        """Store copies of what earlier steps have computed, for the store below; what finds no room does so later."""
+        for name in chain(scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids or ()):
+            if (status := self._req_status.get(name)) is not None:
+                self._computed.update(dict.fromkeys(self._computed_before(status)))
+        waiting = dict.fromkeys(islice(self._computed, self._num_copies()))
+        self._computed = dict.fromkeys(islice(self._computed, len(waiting), self._pool.num_gpu_blocks + len(waiting)))
+        held = self.manager.find_all(list(waiting))
+        new = [key for key, what in zip(waiting, held, strict=True) if what == "miss"]
+        self._store(self._computed_blocks(new, scheduler_output)[::-1], are_copies=True)
+
+    def _num_copies(self) -> int:
+        """Return how many blocks may be copied to the host for the store below."""
+        return max(0, max(1, int(self.manager.num_chunks * _COPY_SHARE)) - self.manager.num_unwritten)
+
+    def _computed_before(self, status: Any) -> list[OffloadKey]:
+        """Return the keys that a request has computed since the last call, before this step, and can be needed."""
+        request = status.req
+        # A request's last token has no bytes; its drafts, which vLLM refuses, may have.
+        tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        tokens, keys = self._calc_num_offloadable_tokens(status, tokens), []
+        for group, state in zip(self.config.kv_group_configs, status.group_states, strict=True):
+            begin = max(state.next_stored_chunk_idx, state.num_hit_chunks)
+            keys += state.offload_keys[begin : status.storable_chunks(group, state, tokens)]
+        status.advance_stored_idx(tokens)
+        return self._points.sort(keys)[0]
 
     def _computed_by(self, scheduler_output: Any) -> set[OffloadKey]:
         """Return the keys of the blocks that a step computes: vLLM's pool names them before."""
@@ -311,11 +376,13 @@ class ExclusiveScheduler(LenientScheduler):
         if given:
             self._store([(watched.pop(at), at) for at in list(watched) if at in given])
 
-    def _store(self, blocks: list[tuple[OffloadKey, int]]) -> None:
+    def _store(self, blocks: list[tuple[OffloadKey, int]], *, are_copies: bool = False) -> None:
         """Store blocks whose keys the host lacks; if it has too little room, those that the pool gives away last.
 
         Of what is not at a point, states get chunks that would be empty; a window's block serves nobody alone.
         """
+        if not blocks:
+            return
         found = self.manager.find_all([key for key, _ in blocks])
         self._hold([key for (key, _), what in zip(blocks, found, strict=True) if what == "hit"])
         new = {key: at for (key, at), what in zip(blocks, found, strict=True) if what == "miss"}
@@ -334,7 +401,7 @@ class ExclusiveScheduler(LenientScheduler):
         ids = [new[key] for key in stored]
         kept = set(stored)
         in_order = [key for key in new if key in kept]
-        self._running[job] = _RunningStore(in_order, ids, self.config.num_workers, context)
+        self._running[job] = _RunningStore(in_order, ids, self.config.num_workers, context, are_copies)
         self._read_by.update(dict.fromkeys(ids, job))
         sizes = Counter(map(self._place, stored))
         group_sizes = [sizes[place] for place in range(len(self._places))]
@@ -352,30 +419,44 @@ class ExclusiveScheduler(LenientScheduler):
 
     def _make_room(self, chunks: int) -> int:
         """Evict keys until `chunks` are empty, or no more can be; return how many a store can get."""
-        short = chunks - self.manager.num_empty
-        if short > 0:
-            victims = self._victims(short)
-            while (missing := short - sum(map(self._num_chunks, victims))) > 0:
-                if not self.manager.release_retained(-(-missing // max(self._chunks_of.values()))):
-                    break
+        with self.manager.lock:
+            short = chunks - self.manager.num_empty
+            if short > 0:
                 victims = self._victims(short)
-            for key in victims:
-                self._order.drop(key)
-            self.manager.evict(victims)
-        return self.manager.num_free
+                while (missing := short - sum(map(self._num_chunks, victims))) > 0:
+                    if not self.manager.release_retained(-(-missing // max(self._chunks_of.values()))):
+                        break
+                    victims = self._victims(short)
+                for key in victims:
+                    self._order.drop(key)
+                self.manager.evict(victims)
+            return self.manager.num_free
 
     def _victims(self, chunks: int) -> list[OffloadKey]:
         """Return the first keys to be evicted that have `chunks` together."""
         victims: list[OffloadKey] = []
-        for key in filter(self.manager.is_idle, self._order):
+        for key in self.manager.idle(self._order):
             if chunks <= 0:
                 break
             victims.append(key)
             chunks -= self._num_chunks(key)
         return victims
 
+    def _note_changes(self) -> None:
+        """Follow what the threads of the store below have read to the host, and evicted for it."""
+        if not self.manager.changes:
+            return
+        changes, self.manager.changes = self.manager.changes, []
+        for stored, evicted in changes:
+            for key, what in zip(evicted, self.manager.find_all(evicted), strict=True):
+                if what == "miss":
+                    self._order.drop(key)
+            self._hold(self._held(stored))
+
     def build_connector_meta(self, scheduler_output: Any) -> ExclusiveMetadata:
         """Return the transfers of a step."""
+        self._note_changes()
+        self._make_room(0)  # for what is about to be read from the store below
         # vLLM would wait for the stores of preempted requests. They have none here, but loads, if they went on at once
         # after a reset, and vLLM asserts that there are none.
         if scheduler_output.preempted_req_ids:
@@ -387,10 +468,12 @@ class ExclusiveScheduler(LenientScheduler):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping."""
-        return bool(self._running) or super().has_pending_push_work()
+        has_copies = bool(self._computed) and self._num_copies() > 0
+        return has_copies or bool(self._running) or super().has_pending_push_work()
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note which transfers have ended."""
+        self._note_changes()
         meta = connector_output.kv_connector_worker_meta
         jobs = meta.completed_jobs if isinstance(meta, OffloadingWorkerMetadata) else {}
         failed: set[int] = getattr(meta, "failed", set())
@@ -418,7 +501,9 @@ class ExclusiveScheduler(LenientScheduler):
                 del self._read_by[at]
         if not store.is_stale:
             self.manager.complete_store(store.keys, store.context, store.is_good)
-            if store.is_good:
+            if store.is_good and store.is_copy:
+                self._order.copy(store.keys)
+            elif store.is_good:
                 self._hold(store.keys)
 
     def _hold(self, keys: Collection[OffloadKey]) -> None:
@@ -437,6 +522,7 @@ class ExclusiveScheduler(LenientScheduler):
         self._points.clear()
         self._wanted.clear()
         self._brought.clear()
+        self._computed.clear()
         self._watched, self._looked_at, self._left = {}, {}, 0
 
 
