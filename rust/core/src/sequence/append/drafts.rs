@@ -95,13 +95,8 @@ impl Sequences {
 
     /// The entries of a table, without the states of drafts behind them.
     pub(in crate::sequence) fn entries(&self, id: TableId) -> &[BlockId] {
-        &self.rows.table(id).table[..self.num_entries(id)]
-    }
-
-    /// Number of a table's entries, without the states of drafts behind them.
-    #[inline]
-    pub(in crate::sequence) fn num_entries(&self, id: TableId) -> usize {
-        self.rows.table(id).table.len() - self.num_behind(id)
+        let table = &self.rows.table(id).table;
+        &table[..table.len() - self.num_behind(id)]
     }
 
     /// The states of drafts behind a table's entries.
