@@ -18,7 +18,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HCACache
 
 from blockyard import Arena, BlockManager, CacheGroup
-from blockyard.integrations.transformers.hybrid import _Blocks
+from blockyard.integrations.transformers.hybrid import _Blocks, _cache_name
 
 RATIOS = {"heavily_compressed_attention": 8, "compressed_sparse_attention": 4}
 WINDOW, TOKENS, LIMIT = 5, 34, 1e-6
@@ -96,7 +96,8 @@ RATIOS_BY_RATE = list(RATIOS.values())
 
 @torch.inference_mode()
 def next_logits(cache: DynamicCache, ids: Tensor, position: int) -> Tensor:
-    logits: Tensor = model()(ids[:, position : position + 1], past_key_values=cache).logits[0, -1]
+    options = {_cache_name(model()): cache}
+    logits: Tensor = model()(ids[:, position : position + 1], **options).logits[0, -1]
     return logits
 
 

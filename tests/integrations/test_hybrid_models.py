@@ -1,6 +1,6 @@
 """Models with windows, chunks, states and latents: each token is `generate`'s, wherever the cache comes from.
 
-transformers 5.23. All models compute in float64, so no prompt is left out for two tokens that rounding could swap.
+transformers 5.24. All models compute in float64, so no prompt is left out for two tokens that rounding could swap.
 """
 
 import functools
@@ -330,7 +330,7 @@ def test_the_layout_of_flat_batches_is_refused_for_them():
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("Mamba", {}, "MambaForCausalLM takes no past_key_values"),
+        ("Rwkv", {}, "RwkvForCausalLM takes no cache"),
         ("DeepseekV32", LATENT | ROUTER | {"num_key_value_heads": 4}, "layers with a DynamicIndexedLayer"),
         ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "type dynamic"),
     ],

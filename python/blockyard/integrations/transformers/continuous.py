@@ -18,7 +18,7 @@ from blockyard.allocators import PrefixCachingAllocator, chain_keys
 from blockyard.errors import UnsupportedModelError
 from blockyard.integrations.compat import require_fit, warn_version
 
-SUPPORTED = "5.23"
+SUPPORTED = "5.24"
 _WHICH = f"transformers {transformers.__version__} (Blockyard supports {SUPPORTED})"
 
 try:
@@ -154,7 +154,7 @@ def blockyard_allocator() -> Iterator[None]:
     context ends.
 
     Raises:
-        ImportError: transformers has no such hooks; Blockyard was tested with 5.23.
+        ImportError: transformers has no such hooks; Blockyard was tested with 5.24.
         UnsupportedModelError: from the cache, if the model has other attention than full attention.
 
     Example:

@@ -152,9 +152,8 @@ class HybridModel(ServedModel):
 
     def __init__(self, model: PreTrainedModel, *, block_size: int, equal_blocks: bool = True) -> None:
         require_decoder(model)
-        if not accepts(model, "past_key_values"):
-            raise UnsupportedModelError(f"{type(model).__name__} takes no past_key_values, in which its cache would be")
         self._model = share_weights(model)
+        self._cache_name = _cache_name(model)
         kept = _layer_groups(self._model)
         self._fields = ArenaLayout(kept, block_size, equal_blocks)
         layout = _in_one_tensor(self._fields) if equal_blocks else self._fields
@@ -219,7 +218,7 @@ class HybridModel(ServedModel):
                     each.read(cache, part.block_tables[row], start)
             for first, last in pieces:
                 here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, last)] - first
-                options = {"past_key_values": cache, "use_cache": True}
+                options = {self._cache_name: cache, "use_cache": True}
                 logits.append(run_model(self._model, tokens[:, first:last], torch.from_numpy(here), **options))
                 is_kept = row < where.decodes or last == pieces[-1][1]
                 for each, part in per_group:
@@ -276,11 +275,20 @@ def open_model(
     return hybrid
 
 
+def _cache_name(model: PreTrainedModel) -> str:
+    """Return which argument of a model's `forward` takes its cache: transformers 5.24 has renamed it."""
+    found = next((name for name in ("cache", "past_key_values") if accepts(model, name)), None)
+    if found is None:
+        raise UnsupportedModelError(f"{type(model).__name__} takes no cache")
+    return found
+
+
 def _layer_groups(model: PreTrainedModel) -> Groups:
     """Run a model over two tokens, and return what its layers keep, by cache group."""
     cache = DynamicCache(config=model.config)
     try:
-        run_model(model, torch.tensor([[0, 0], [0, 1]]), torch.tensor([1]), past_key_values=cache, use_cache=True)
+        options = {_cache_name(model): cache, "use_cache": True}
+        run_model(model, torch.tensor([[0, 0], [0, 1]]), torch.tensor([1]), **options)
     except ValueError as error:  # transformers refuses a cache of states alone
         raise UnsupportedModelError(f"{type(model).__name__} does not run with a cache: {error}") from error
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [""] * len(cache.layers)
