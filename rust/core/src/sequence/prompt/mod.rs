@@ -501,7 +501,7 @@ impl Sequences {
         let alone = self.is_full_attention();
         // With a drafter, the keys by which blocks are found are made later.
         let is_run = self.groups.keeps_all();
-        let along = is_run && self.groups.ahead() == 0 && prompt.hashed.is_none();
+        let while_hashing = is_run && self.groups.ahead() == 0 && prompt.hashed.is_none();
         let number = u8::try_from(self.groups.anchor()).unwrap_or(u8::MAX);
         let find = |key: &Key| view.tiers.device().find(&key.of_group(number));
         // `found` becomes the table, so reserve room for all of it.
@@ -511,7 +511,7 @@ impl Sequences {
             Some(keys) => Cow::Borrowed(keys),
             None if !is_caching && prompt.extras.is_empty() => Cow::Owned(placeholders(prompt, self.block_size)?),
             None => Cow::Owned(hash(prompt, self.block_size, |i, key| {
-                if !along {
+                if !while_hashing {
                     view.tiers.device().look_ahead(key);
                 } else if found.len() + 1 == i {
                     found.extend(find(key));
@@ -521,7 +521,7 @@ impl Sequences {
         let keys = if self.groups.ahead() > 0 { self.look_ahead(prompt, keys) } else { keys };
         if is_run {
             // Hashing already looked up each block except the last, up to the first missing one.
-            let end = if !along || found.len() + 1 == limit { limit } else { found.len() };
+            let end = if !while_hashing || found.len() + 1 == limit { limit } else { found.len() };
             found.extend(keys.found_by()[found.len()..end].iter().map_while(find));
         }
         let (mut hits, mut run, parts, others, mut tails) = if alone {
