@@ -209,6 +209,7 @@ pub(crate) struct Groups {
     states: bool,
     /// Tokens after a block that its bytes depend on, in some group.
     ahead: u32,
+    interval: usize,
 }
 
 /// The blocks of one group.
@@ -226,6 +227,23 @@ struct Page {
 
 /// How far apart resume points lie at least: a tail takes at most one part in this many of the blocks between two.
 const TAIL_SHARE: u64 = 5;
+
+/// See [`Groups::interval`].
+fn interval(growing: &[PagedGroup], block_size: u32) -> usize {
+    let (mut tail, mut kept) = (0u64, 0u64);
+    for &PagedGroup { group, block_tokens, block_bytes } in growing {
+        if group.leaves_nulls() {
+            tail = tail.saturating_add((group.max_tail(block_tokens) as u64).saturating_mul(block_bytes));
+        } else {
+            kept = kept.saturating_add(u64::from(block_size / block_tokens).saturating_mul(block_bytes));
+        }
+    }
+    let keys = tail
+        .saturating_mul(TAIL_SHARE)
+        .checked_div(kept)
+        .map_or(0, |keys| keys + u64::from(keys.saturating_mul(kept) < tail.saturating_mul(TAIL_SHARE)));
+    usize::try_from(keys).unwrap_or(usize::MAX)
+}
 
 impl Groups {
     /// # Errors
@@ -275,6 +293,7 @@ impl Groups {
         let companions = keeping.into_iter().skip(1).collect();
         let states = groups.contains(&Group::Recurrent);
         let (leaving, ahead) = (leaving.into(), u32::from(groups.contains(&Group::Drafter)));
+        let interval = interval(&paged[..growing], block_size);
         Ok(Self {
             all: groups.into(),
             pages: all_pages,
@@ -287,6 +306,7 @@ impl Groups {
             leaving,
             states,
             ahead,
+            interval,
         })
     }
 
@@ -383,20 +403,9 @@ impl Groups {
     }
 
     /// Least number of keys between the resume points of a long prompt; 0 if no group keeps what lies between.
+    #[inline]
     pub(crate) fn interval(&self) -> usize {
-        let (mut tail, mut kept) = (0u64, 0u64);
-        for (group, page) in self.growing().iter().zip(&self.pages) {
-            if group.leaves_nulls() {
-                tail = tail.saturating_add((group.max_tail(page.tokens) as u64).saturating_mul(page.bytes));
-            } else {
-                kept = kept.saturating_add(u64::from(page.per_key).saturating_mul(page.bytes));
-            }
-        }
-        let keys = tail
-            .saturating_mul(TAIL_SHARE)
-            .checked_div(kept)
-            .map_or(0, |keys| keys + u64::from(keys.saturating_mul(kept) < tail.saturating_mul(TAIL_SHARE)));
-        usize::try_from(keys).unwrap_or(usize::MAX)
+        self.interval
     }
 
     /// Token slots in a block of a group.

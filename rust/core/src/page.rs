@@ -152,6 +152,9 @@ impl Classes {
     /// The class of a block.
     #[inline]
     pub(crate) fn of(&self, block: BlockId) -> usize {
+        if self.count == 1 {
+            return 0;
+        }
         self.ends.iter().map(|&end| usize::from(block.0 >= end)).sum()
     }
 

@@ -20,14 +20,11 @@ impl ClassSets {
             .map(|class| {
                 let own = classes.range(class);
                 let overlappable = BlockSet::empty(own.end as usize);
-                let mut free = FreeBlocks::full(reuse, 0);
-                free.extend(own.clone(), &[]);
-                if shape.extents.is_some() {
-                    free.cut(own);
-                } else {
-                    let now = u32::try_from(shape.now[class]).unwrap_or(u32::MAX);
-                    let null = u32::from(shape.has_null).min(now);
-                    free.cut(own.start..own.start + null);
+                let now = u32::try_from(shape.now[class]).unwrap_or(u32::MAX);
+                let null = u32::from(shape.has_null).min(now);
+                let first = if shape.extents.is_some() { own.end } else { own.start + null };
+                let mut free = FreeBlocks::full(reuse, first..own.end);
+                if shape.extents.is_none() && own.start + now < own.end {
                     free.cut(own.start + now..own.end);
                 }
                 Self { free, overlappable }

@@ -378,7 +378,7 @@ impl Pool {
                 }
                 match (to, &mut self.cache) {
                     (Membership::Free, _) => self.sets[self.classes.of(id)].free.insert(id),
-                    (Membership::Evictable, Some(cache)) => cache.park_with(id, now.copy_on_device().is_some()),
+                    (Membership::Evictable, Some(cache)) => cache.park_with(id, now),
                     (Membership::Overlappable, _) => {
                         self.sets[self.classes.of(id)].overlappable.insert(id);
                     }

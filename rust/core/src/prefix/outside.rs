@@ -148,6 +148,7 @@ impl Outside {
     }
 
     /// Takes a dead block out; returns whether it was one.
+    #[inline]
     pub(super) fn unbury(&mut self, block: BlockId) -> bool {
         let class = self.classes.of(block);
         let was_leaving = self.leaving.len() > 0 && self.leaving.remove(block);
@@ -208,6 +209,11 @@ impl Outside {
     /// Takes a block out, if it is here; returns whether it was.
     pub(super) fn remove(&mut self, block: BlockId) -> bool {
         self.remove_idle(block) || self.unbury(block)
+    }
+
+    /// Whether there are dead blocks.
+    pub(super) fn has_dead(&self) -> bool {
+        (0..self.classes.len()).any(|class| self.num_dead(class) > 0)
     }
 
     /// Number of dead blocks of a class.

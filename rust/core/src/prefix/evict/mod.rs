@@ -455,6 +455,7 @@ impl Policy {
         dispatch!(self, policy => policy.continue_chain(parent));
     }
 
+    #[inline]
     pub(crate) fn begin_chain(&mut self) {
         dispatch!(self, policy => policy.begin_chain());
     }
