@@ -4,9 +4,9 @@
 
 Requests of 50 blocks, of which 30 are one of 20,000 prefixes, go through a pool of 200,000 blocks. Then engines of
 128 sequences, with and without tiers below the device, serve chats that arrive at 10 requests a second, and agent
-sessions: `claude_code.jsonl.gz` in the folder that BLOCKYARD_TRACES names (../shared/traces), or TRACE. A decision of
-the scheduler stands for one step, or for many of plain decoding; chats have few of these. Times are of the thread's
-CPU. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+sessions: `claude_code.jsonl.gz` in the folder that BLOCKYARD_TRACES names (../shared/traces), or TRACE. Each step of
+the model is a decision, also if many plain ones are decided in one call. Times are of the thread's CPU. With
+BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
             figures[f"replay_{work}_{name}_decisions_per_s"] = times.scheduler.steps / took
             print(
                 f"{work + ', ' + name.replace('_', ' + '):<30} {times.scheduler.steps / took:9.0f} decisions/s, "
-                f"{times.scheduler.steps} of them for {times.steps} steps, hit rate {times.hit_rate:.3f}"
+                f"{times.scheduler.steps} of them in {took:.3f} s, hit rate {times.hit_rate:.3f}"
             )
     return keep(figures)
 

@@ -39,36 +39,18 @@ STORE_FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "stores/threaded/batches.py",
         THREADED,
         [
+            ("            earlier.followers.append(batch)\n        batch.before = len(found)\n", "            pass\n"),
             (
-                '            self._give_up(batch, "unavailable" if self._is_refused(batch) else "timeout")\n',
-                "",
-            ),
-            ('        if batch.running and batch.kind == "put":\n            self._late.add(batch)\n', ""),
-            (
-                "            if error is not None and self._runtime.monotonic() - began >= _DEAR:",
-                "            if error is not None and not began:",
-            ),
-            ("room = max(0, self.memory - self._pending)", "room = max(0, self.memory)"),
-        ],
-    ),
-    (
-        "stores/threaded/order.py",
-        THREADED,
-        [
-            ("            earlier.followers.append(batch)\n            batch.before += 1\n", "            pass\n"),
-            (
-                "                if self._last.get(name) is batch:\n                    del",
+                "                if self._last.get(name) is ended:\n                    del",
                 "                if name in self._last:\n                    del",
             ),
-            ("            if batch.before:\n                continue\n", ""),
-        ],
-    ),
-    (
-        "stores/threaded/breaker.py",
-        THREADED,
-        [
-            ("        self._pause = min(2 * self._pause, _PAUSES[1])\n", ""),
-            ("        if answered:\n", "        if True:\n"),
+            ("            if ended.before:  # what", "            if False:  # what"),
+            ('if batch.ended and batch.kind == "put"', "if False"),
+            ("            self._pause = min(2 * self._pause, _PAUSES[1])\n", ""),
+            (
+                "        was_down, self.is_down = self.is_down, self.is_down and not answered\n",
+                "        was_down, self.is_down = self.is_down, False\n",
+            ),
         ],
     ),
     (
@@ -102,6 +84,15 @@ STORE_FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "        if False:",
             ),
             ('["lost" if key in late else "" for key in keys]', '["" for key in keys]'),
+            (
+                '                self._give_up(batch, "unavailable" if batches.is_refused(batch) else "timeout")\n',
+                "",
+            ),
+            (
+                "            if error is not None and now - began >= _DEAR:",
+                "            if error is not None and not began:",
+            ),
+            ("room = max(0, self.memory - pending)", "room = max(0, self.memory)"),
         ],
     ),
 ]

@@ -71,11 +71,12 @@ class KVCache:
     `lose` raise `StepOrderError`. With a `Scheduler(cache)`, call the scheduler's `step`, `poll` and `drain` instead.
 
     If an exception, such as `KeyboardInterrupt`, ends a call, the next call first gives up everything in flight, and
-    reports all open tickets as lost. No byte is wrong after that, and no block is leaked.
+    reports all open tickets as lost. No byte is wrong after that, and no block is leaked. An exception in the moment in
+    which `poll` or `drain` returns can lose what it returned: the next use of a lost sequence raises
+    `SequenceStateError`.
 
     Args:
-        layout: layout of the device's tensors. With an `ArenaLayout` of several page classes, `resize` is not
-            supported.
+        layout: layout of the device's tensors.
         tensors: existing tensors, as accepted by `layout.views`, that no other open cache has, or the arena of an
             `ArenaLayout`, one tensor uint8 `[bytes]`; None means to allocate them.
         device: device to allocate the tensors on, such as `"cuda:0"`.
@@ -83,6 +84,7 @@ class KVCache:
         device_bytes: size of device memory in bytes, instead of `device_blocks`: an int or text such as `"40GiB"`.
         max_device_blocks: maximum number of device blocks for `resize`. Memory then returns to the system
             when the device shrinks. None means `device_blocks`, in ordinary memory.
+        max_device_bytes: maximum bytes of device memory for `resize`, instead of `max_device_blocks`: an int or text.
         host_blocks: number of blocks in host memory.
         host_bytes: size of host memory in bytes, instead of `host_blocks`: an int or text such as `"64GiB"`.
         pin_memory: whether host memory is page-locked, see `CacheEngine`.
@@ -115,7 +117,7 @@ class KVCache:
         swap_store: the external store that backs the external tier, or None.
         executor: the `StepExecutor`.
         prefix_store: the `PrefixStore`, or None.
-        elastic: the memory behind the tensors with `max_device_blocks`; otherwise None.
+        elastic: the memory behind the tensors with `max_device_blocks` or `max_device_bytes`; otherwise None.
 
     Raises:
         InvalidArgumentError: a size is out of range, missing or given twice; a store is closed, for the other use or in
@@ -153,6 +155,7 @@ class KVCache:
         device_blocks: int | None = None,
         device_bytes: int | str | None = None,
         max_device_blocks: int | None = None,
+        max_device_bytes: int | str | None = None,
         host_blocks: int | None = None,
         host_bytes: int | str | None = None,
         pin_memory: bool | None = None,
@@ -173,17 +176,14 @@ class KVCache:
         groups = _groups(layout, groups)
         name, block_size = _namespace(namespace, layout), _block_size(layout, groups)
         _check_writes(prefix_writes)
-        if isinstance(layout, ArenaLayout):
-            _refuse_with_arena(layout, max_device_blocks, {"device_blocks": device_blocks, "host_blocks": host_blocks})
-            device_bytes = _arena_bytes(tensors, device_blocks, device_bytes)
         size = 1 if _has_classes(layout) else layout.bytes_per_block  # with several classes, sizes are in bytes
-        device_blocks = _blocks("device", device_blocks, device_bytes, size)
+        given, growth = (device_blocks, device_bytes), (max_device_blocks, max_device_bytes)
+        device_blocks, max_device_blocks = _device(layout, tensors, given, growth, host_blocks)
         host = _blocks("host", host_blocks, host_bytes, size) or 0
         value = getattr(layout, "bytes_per_value", size)
         swap_store = _sized("swap_store", swap_store, swap_store_bytes, value)
         prefix_store = _sized("prefix_store", prefix_store, prefix_store_bytes, value)
         staging = read_bytes("max_staging", max_staging, holds=size if swap_store or prefix_store else 1)
-        device_blocks, max_device_blocks = _device_sizes(tensors, device_blocks, max_device_blocks)
         prefix_caching = _with_store(prefix_store, given=prefix_caching, host=host)
         self.layout, self._process = layout, Process("a cache")
         self._closers: list[Callable[[], object]] = []  # each is idempotent
@@ -191,7 +191,7 @@ class KVCache:
             tensors = self._open_elastic(device_blocks, max_device_blocks, device) or tensors
             self.swap_store = None if swap_store is None else self._take_store(swap_store, value, name)
             slots = _external_blocks(self.swap_store, external_blocks)
-            own, arena = self._space(device_blocks, host, slots, tensors)
+            own, arena = self._space((device_blocks, max_device_blocks), host, slots, tensors)
             self.manager = BlockManager(
                 block_size=block_size,
                 device_blocks=own,
@@ -203,6 +203,7 @@ class KVCache:
                 arena=arena,
                 prefix_caching=prefix_caching,
             )
+            tensors = self._open_elastic_arena(arena, max_device_blocks, device) or tensors
             self._open_engine(max_device_blocks or own, host, tensors, device, pin_memory=pin_memory)
             self.executor = StepExecutor(self.engine, self.swap_store, max_staging=staging)
             self._closers.append(self.executor.close)
@@ -273,14 +274,15 @@ class KVCache:
         self._loop.drain()
         return self._loop.report()
 
-    def resize(self, blocks: int) -> ResizeProgress:
-        """Change the number of device blocks while sequences run.
+    def resize(self, blocks: int | None = None, *, device_bytes: int | str | None = None) -> ResizeProgress:
+        """Change the size of the device while sequences run.
 
         When the device grows, memory is allocated first. When it shrinks, memory is freed as blocks become unused: see
         `give_back`.
 
         Args:
             blocks: new number of blocks, at most `max_device_blocks` or what the tensors hold.
+            device_bytes: new bytes of device memory instead, an int or text; with several page classes always this.
 
         Returns:
             The blocks that are still in use beyond the new end.
@@ -291,6 +293,14 @@ class KVCache:
             OutOfMemoryError: there is not enough memory to grow.
         """
         self._process.check()
+        if (blocks is None) == (device_bytes is None):
+            raise InvalidArgumentError(f"blocks is {blocks} and device_bytes {device_bytes}, give one of them")
+        if _has_classes(self.layout):
+            return self._resize_arena(blocks, device_bytes)
+        size = self.layout.bytes_per_block
+        if device_bytes is not None:
+            given = read_bytes("device_bytes", device_bytes, holds=size)
+            blocks = given // size
         blocks = as_int("blocks", blocks)
         max_blocks = self.engine.num_blocks("device")
         if not 1 <= blocks <= max_blocks:
@@ -300,6 +310,26 @@ class KVCache:
         before, progress = self.manager.pool().num_blocks, self.manager.defrag.resize(blocks)
         fields = {"blocks": blocks, "blocks_before": before, "blocks_in_use": progress.live + progress.held}
         _log.info("the device has %d blocks, had %d; %d removed ones are in use", *fields.values(), extra=fields)
+        return progress
+
+    def _resize_arena(self, blocks: int | None, device_bytes: int | str | None) -> ResizeProgress:
+        if device_bytes is None:
+            raise InvalidArgumentError(f"blocks is {blocks}, must be None with several page classes: give device_bytes")
+        pool = self.manager.pool()
+        per_extent = pool.per_extent or 1
+        size, most = (pool.block_stride or 1) * per_extent, pool.max_blocks // per_extent
+        given = read_bytes("device_bytes", device_bytes, holds=size)
+        extents = given // size
+        if extents > most:
+            limit = f"at most {most * size}, {most} extents"
+            raise InvalidArgumentError(f"device_bytes is {device_bytes!r}, must be {limit}: see max_device_bytes")
+        if self.elastic is not None and extents > self.elastic.num_blocks:
+            self.elastic.resize(extents)
+        had, progress = pool.num_blocks // per_extent, self.manager.defrag.resize(device_bytes=extents * size)
+        fields = {"extents": extents, "extents_before": had, "blocks_in_use": progress.live + progress.held}
+        _log.info(
+            "the device has %d extents, had %d; %d blocks in removed ones are in use", *fields.values(), extra=fields
+        )
         return progress
 
     def give_back(self) -> Resized | None:
@@ -389,6 +419,24 @@ class KVCache:
         self._closers.append(self.elastic.close)
         return self.elastic.tensors
 
+    def _open_elastic_arena(
+        self, arena: Arena | None, max_bytes: int | None, device: str | torch.device
+    ) -> list[Tensor] | None:
+        """Reserve memory for an arena that can grow to `max_bytes`, if they are given; return its tensor."""
+        if arena is None or max_bytes is None:
+            return None
+        pool = self.manager.pool()
+        per_extent = pool.per_extent or 1
+        self.elastic = ElasticCache(
+            self.layout,
+            num_blocks=pool.num_blocks // per_extent,
+            max_blocks=pool.max_blocks // per_extent,
+            device=device,
+            extent_bytes=(pool.block_stride or 1) * per_extent,
+        )
+        self._closers.append(self.elastic.close)
+        return self.elastic.tensors
+
     def _open_engine(
         self,
         blocks: int | None,
@@ -412,11 +460,12 @@ class KVCache:
         self._own_tensors()
 
     def _space(
-        self, device: int | None, host: int, slots: int, tensors: Sequence[Tensor] | None
+        self, sizes: tuple[int | None, int | None], host: int, slots: int, tensors: Sequence[Tensor] | None
     ) -> tuple[int | None, Arena | None]:
         """Return the number of device blocks, or the arena of several page classes."""
+        device, most = sizes
         if _has_classes(self.layout):
-            return None, _arena(self.layout, device or 0, host, slots)
+            return None, _arena(self.layout, (device or 0, most), host, slots)
         if device is None and tensors is not None and not isinstance(self.layout, ArenaLayout):
             check_list_of_tensors(tensors)
             return len(self.layout.views(tensors)[0]), None
@@ -541,6 +590,21 @@ def _prefix_caching(*, given: bool | PrefixCaching, host: int) -> bool | PrefixC
     return PrefixCaching(host=host > 0) if given is True else given
 
 
+def _device(
+    layout: KVLayout | GroupedLayout | ArenaLayout,
+    tensors: Sequence[Tensor] | None,
+    given: tuple[int | None, int | str | None],
+    growth: tuple[int | None, int | str | None],
+    host_blocks: int | None,
+) -> tuple[int | None, int | None]:
+    """Return the blocks of the device and their maximum, given as such or in bytes; with several classes, bytes."""
+    size, (blocks, num_bytes) = 1 if _has_classes(layout) else layout.bytes_per_block, given
+    if isinstance(layout, ArenaLayout):
+        _refuse_with_arena(layout, growth, {"device_blocks": blocks, "host_blocks": host_blocks})
+        num_bytes = _arena_bytes(tensors, blocks, num_bytes)
+    return _device_sizes(tensors, _blocks("device", blocks, num_bytes, size), _blocks("max_device", *growth, size))
+
+
 def _device_sizes(
     tensors: Sequence[Tensor] | None, blocks: int | None, max_blocks: int | None
 ) -> tuple[int | None, int | None]:
@@ -575,9 +639,10 @@ def _has_classes(layout: KVLayout | GroupedLayout | ArenaLayout) -> TypeGuard[Ar
     return isinstance(layout, ArenaLayout) and len(layout.pages) > 1
 
 
-def _arena(layout: ArenaLayout, device: int, host: int, slots: int) -> Arena:
+def _arena(layout: ArenaLayout, sizes: tuple[int, int | None], host: int, slots: int) -> Arena:
     """Return the arena of several page classes, whose external extents are whole numbers of a store's slots."""
-    arena = Arena(device_bytes=device, host_bytes=host)
+    device, most = sizes
+    arena = Arena(device_bytes=device, host_bytes=host, max_device_bytes=most)
     if not slots:
         return arena
     sized = BlockManager(block_size=layout.block_size, groups=layout.cache_groups, arena=arena)
@@ -589,13 +654,16 @@ def _arena(layout: ArenaLayout, device: int, host: int, slots: int) -> Arena:
             f"swap_store has {slots} slots of {layout.bytes_per_value} bytes, must have at least {2 * wanted}: extents "
             f"have {wanted}, and the first one stays empty"
         )
-    return Arena(device_bytes=device, host_bytes=host, external_bytes=slots // wanted * extent, extent_bytes=extent)
+    external = slots // wanted * extent
+    return Arena(
+        device_bytes=device, host_bytes=host, external_bytes=external, extent_bytes=extent, max_device_bytes=most
+    )
 
 
-def _refuse_with_arena(layout: ArenaLayout, max_device_blocks: int | None, given: Mapping[str, object]) -> None:
-    """Refuse what needs blocks of equal size, if these are not, and memory that grows."""
-    of_classes = given if _has_classes(layout) else {}
-    for name, value in {"max_device_blocks": max_device_blocks, **of_classes}.items():
+def _refuse_with_arena(layout: ArenaLayout, growth: tuple[object, object], given: Mapping[str, object]) -> None:
+    """Refuse what needs blocks of equal size, if these are not, and memory that grows in blocks."""
+    of_classes = given if _has_classes(layout) else {"max_device_bytes": growth[1]}
+    for name, value in {"max_device_blocks": growth[0], **of_classes}.items():
         if value is not None:
             raise InvalidArgumentError(
                 f"{name} is {value!r:.100}, must be None for blocks of {list(layout.block_bytes)} bytes: give sizes in "

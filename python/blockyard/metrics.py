@@ -57,7 +57,7 @@ class _Spec:
 
     name: str
     text: str
-    read: Callable[[Any], float | Mapping[str, float] | Mapping[tuple[str, str], float]]
+    read: Callable[[Any], float | dict[str, float] | dict[tuple[str, str], float]]
     label: str = ""
     """Label of the keys that `read` returns, or two with a comma; "" if it returns one number."""
 
@@ -137,6 +137,16 @@ _SCHEDULER_COUNTERS: Final = (
     _one("scheduled_tokens", "Tokens scheduled.", "tokens"),
     _one("lost_sequences", "Sequences restarted because a transfer lost blocks.", "lost"),
     _one("refused_requests", "Requests ended because the device became too small.", "refused"),
+    _Spec(
+        "retained_sequences",
+        "Ended sequences with a request to retain their blocks, by what became of it.",
+        lambda stats: {
+            "retained": stats.retained,
+            "refused": stats.retain_refused,
+            "given_up": stats.retain_given_up,
+        },
+        "outcome",
+    ),
     _one("spec_decode_num_drafts", "Rows with draft tokens."),
     _one("spec_decode_num_draft_tokens", "Draft tokens computed."),
     _one("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
@@ -312,7 +322,8 @@ class Collector:
         manager, prefix_store = self._objects.get("manager"), self._objects.get("prefix store")
         if manager is not None:
             held = {name: manager.prefix.quota(salt) or (0, None) for name, salt in self._tenants.items()}
-            yield from self._quotas("tenant_cached_blocks", "tenant_quota_blocks", "on the device", held)
+            unit = "blocks" if manager.num_page_classes == 1 else "bytes"
+            yield from self._quotas(f"tenant_cached_{unit}", f"tenant_quota_{unit}", "on the device", held)
         if prefix_store is not None and prefix_store.store.keeps_quotas:
             kept = {name: _kept(prefix_store, salt, is_down=is_down) for name, salt in self._tenants.items()}
             where = "in the prefix store"
@@ -349,15 +360,18 @@ class Collector:
         sources: Mapping[str, object],
     ) -> Iterator[Metric]:
         of_store = "" not in sources
+        shared = [*self._labels, "store"] if of_store else [*self._labels]
+        own = {store: [*self._labels.values(), *([store] if of_store else [])] for store in sources}
         for spec in specs:
-            names = [*self._labels, *(["store"] if of_store else []), *(spec.label.split(",") if spec.label else [])]
+            names = [*shared, *spec.label.split(",")] if spec.label else shared
             family = make(f"blockyard_{spec.name}", spec.text, labels=names)
             for store, source in sources.items():
                 value = spec.read(source)
-                own = [*self._labels.values(), *([store] if of_store else [])]
-                for key, number in value.items() if isinstance(value, Mapping) else (("", value),):
-                    keys = key if isinstance(key, tuple) else (key,)
-                    family.add_metric([*own, *keys] if spec.label else own, number)
+                if isinstance(value, dict):
+                    for key, number in value.items():
+                        family.add_metric([*own[store], *(key if isinstance(key, tuple) else (key,))], number)
+                else:
+                    family.add_metric(own[store], value)
             yield family
 
 

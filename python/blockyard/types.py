@@ -223,10 +223,11 @@ class ResizeProgress:
     """The progress of a resize of the device pool.
 
     Attributes:
-        blocks: number of device blocks.
-        live: number of blocks beyond `blocks` that sequences use.
-        held: number of blocks beyond `blocks` that only transfers or pins hold.
-        extent: one past the highest block in use, at least `blocks`: memory beyond it can be released.
+        blocks: number of device blocks, of all page classes; over an `Arena` of several classes, number of extents.
+        live: number of blocks beyond these that sequences use.
+        held: number of blocks beyond these that only transfers or pins hold.
+        extent: one past the highest block, or extent, in use, at least `blocks`: memory beyond it can be released. With
+            `Arena.split`, the sum over the page classes.
     """
 
     blocks: int

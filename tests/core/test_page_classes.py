@@ -151,7 +151,7 @@ def test_what_works_with_one_class_only_is_refused_by_name() -> None:
             arena=Arena.split(device_blocks=[9] * 3),
             prefix_caching=PrefixCaching(max_events=9),
         )
-    for call in (lambda: owner.defrag.resize(9), lambda: owner.defrag.run("dense", 1), owner.defrag.fragmentation):
+    for call in (lambda: owner.defrag.run("dense", 1), owner.defrag.fragmentation):
         with pytest.raises(InvalidArgumentError, match="number of page classes is 3, must be 1 for"):
             call()
 
@@ -314,3 +314,153 @@ def test_prompts_stay_cached_while_others_have_left_enough_empty_extents() -> No
         long.append(serve(64, 2000 + number))
         assert found(long) == len(long), f"{found(short)} short prompts are cached, and long ones are evicted"
     assert 40 < found(short) < 160
+
+
+def growing(device: int = 4, most: int = 8, **options: int) -> BlockManager:
+    """A manager of full blocks and states over an arena that can grow."""
+    sizes = {"device_bytes": device * EXTENT, "max_device_bytes": most * EXTENT, **options}
+    arena = Arena(extent_bytes=EXTENT, **sizes)
+    return BlockManager(block_size=4, groups=[FULL, STATE], arena=arena, prefix_caching=True, watermark=0)
+
+
+def test_an_arena_grows_up_to_its_maximum_and_keeps_what_it_has() -> None:
+    owner = growing(device=4)
+    sequence = owner.allocate(list(range(60)), chunk_tokens=64)
+    tables = [owner.block_table(sequence, group).tolist() for group in range(2)]
+    assert owner.can_allocate(60).status.name == "LATER"
+    progress = owner.defrag.resize(device_bytes=8 * EXTENT + 7)
+    assert (progress.blocks, progress.extent, progress.done) == (8, 8, True)
+    assert [(owner.pool(page_class=at).num_blocks, owner.pool(page_class=at).max_blocks) for at in range(2)] == [
+        (8 * 15, 8 * 15),
+        (8, 8),
+    ]
+    assert owner.can_allocate(60)
+    assert [owner.block_table(sequence, group).tolist() for group in range(2)] == tables
+    owner.check()
+
+
+def test_a_shrinking_arena_keeps_blocks_in_use_and_gives_no_others_out_beyond_its_end() -> None:
+    owner = growing(device=8)
+    first, last = owner.allocate(counts=[4 * 15 * 2, 4]).tolist()
+    owner.complete(owner.take_decision().ticket)
+    state = owner.block_table(last, 1).tolist()
+    progress = owner.defrag.resize(device_bytes=3 * EXTENT)
+    assert (progress.blocks, progress.live, progress.held) == (3, 3, 0)
+    assert progress.extent == 1 + max(state[-1], owner.block_table(first, 1)[-1])
+    assert not owner.can_allocate(4), "each block beyond the end takes the place of one before it"
+    assert owner.block_table(last, 1).tolist() == state
+    owner.free([first, last])
+    assert owner.defrag.progress().done
+    sequence = owner.allocate(4)
+    assert max(owner.block_table(sequence, 1)) < 3
+    with pytest.raises(OutOfBlocksError, match="page class 1"):
+        owner.allocate(4)
+    owner.check()
+
+
+def test_moves_empty_the_extents_beyond_the_end() -> None:
+    owner = growing(device=8)
+    memory = Memory(owner, {"device": 8})
+    other, sequence = owner.allocate(counts=[4, 1]).tolist()
+    owner.append([sequence], 4 * 30 - 1)
+    memory.run(owner)
+    table, view = owner.block_table(sequence).tolist(), memory.views["device", 0]
+    view[table] = np.array(table)[:, None]
+    owner.free([other])
+    assert owner.defrag.resize(device_bytes=5 * EXTENT).live == 1  # the last full block
+    assert owner.defrag.run("extents", 0).planned == 1
+    assert memory.run(owner) == {0}
+    assert owner.defrag.progress().done
+    moved = owner.block_table(sequence).tolist()
+    assert moved[:-1] == table[:-1]
+    assert moved[-1] < 5 * 15 <= table[-1]
+    assert (view[moved] == np.array(table)[:, None]).all()
+    owner.check()
+
+
+def test_cached_blocks_beyond_the_end_are_dropped() -> None:
+    owner = growing(device=8)
+    prompt = list(range(4 * 15 * 3 + 1))
+    sequence = owner.allocate(prompt, chunk_tokens=256)
+    owner.complete(owner.take_decision().ticket)
+    owner.mark_computed([sequence])
+    owner.free([sequence])
+    assert owner.prefix.lookup(prompt).tokens
+    owner.defrag.resize(device_bytes=2 * EXTENT)
+    assert owner.prefix.lookup(prompt).tokens == 0
+    assert owner.defrag.progress().done
+    owner.check()
+
+
+def test_each_class_of_a_split_is_resized_on_its_own() -> None:
+    arena = Arena.split(device_blocks=[9, 4], max_device_blocks=[12, 4])
+    owner = BlockManager(block_size=4, groups=[FULL, STATE], arena=arena, prefix_caching=False, watermark=0)
+    first, last = owner.allocate(counts=[12, 12]).tolist()
+    assert owner.defrag.resize([12, 4]).done
+    progress = owner.defrag.resize([5, 4])
+    assert (progress.blocks, progress.live, progress.extent) == (9, 2, 11)
+    owner.free([first, last])
+    assert owner.defrag.progress().done
+    assert [owner.pool(page_class=at).num_free for at in range(2)] == [4, 3]
+    owner.check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device_bytes": 9 * EXTENT}, "device extents is 9, must be 2 to 8: 1 for null blocks, 0 pinned"),
+        ({"device_bytes": EXTENT}, "device extents is 1, must be 2 to 8"),
+        ({"blocks": 9}, "number of page classes is 2, must be 1 to resize a number of blocks"),
+        ({"blocks": [9, 9]}, "numbers of device blocks is 2, must be 2, the page classes, if they are several"),
+        ({"blocks": 9, "device_bytes": 9}, "give either blocks or device_bytes"),
+        ({}, "give either blocks or device_bytes"),
+    ],
+)
+def test_a_resize_that_cannot_be_changes_nothing(arguments: dict, message: str) -> None:  # type: ignore[type-arg]
+    owner = growing()
+    with pytest.raises(InvalidArgumentError, match=message):
+        owner.defrag.resize(**arguments)
+    assert owner.defrag.progress().blocks == 4
+    split = BlockManager(block_size=4, groups=[FULL, STATE], arena=Arena.split(device_blocks=[9, 4]))
+    for blocks, text in (([10, 4], "device_blocks is 10, must be 2 to 9 of page class 0"), ([9], "numbers of device")):
+        with pytest.raises(InvalidArgumentError, match=text):
+            split.defrag.resize(blocks)
+    for make, text in (
+        (lambda: Arena(device_bytes=9, max_device_bytes=8), "max_device_bytes is 8, must be at least device_bytes, 9"),
+        (lambda: Arena.split(device_blocks=[9], max_device_blocks=[8]), r"max_device_blocks is \[8\], must have"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            make()
+
+
+def test_a_quota_is_in_bytes_and_counts_each_block_with_its_own() -> None:
+    owner = growing(device=8)
+    owner.prefix.set_quota(b"a", num_bytes=3 * 960)
+    for number in range(6):
+        prompt = [number, *range(1, 9)]
+        sequence = owner.allocate(prompt, salt=b"a", chunk_tokens=16)
+        owner.complete(owner.take_decision().ticket)
+        owner.mark_computed([sequence])
+        owner.free([sequence])
+        held, quota = owner.prefix.quota(b"a")
+        assert (held <= quota, quota) == (True, 3 * 960)
+    # Two full blocks and a state for each prompt that is left.
+    assert held == 2 * (2 * 64 + 960)
+    owner.check()
+    with pytest.raises(
+        InvalidArgumentError, match="blocks is 9, must be None with 2 page classes, whose quotas are num"
+    ):
+        owner.prefix.set_quota(b"a", 9)
+    with pytest.raises(InvalidArgumentError, match="quota is 99999, must be at most the device's 6720 bytes"):
+        owner.prefix.set_quota(b"a", num_bytes=99_999)
+
+
+def test_with_one_class_a_quota_in_bytes_is_one_in_blocks() -> None:
+    owner = BlockManager(block_size=4, groups=[FULL], device_blocks=9, prefix_caching=True)
+    owner.prefix.set_quota(b"a", num_bytes=64 * 5 + 9)
+    assert owner.prefix.quota(b"a") == (0, 5)
+    with pytest.raises(InvalidArgumentError, match="give either blocks, 5, or num_bytes, 6"):
+        owner.prefix.set_quota(b"a", 5, num_bytes=6)
+    plain = BlockManager(block_size=4, device_blocks=9, prefix_caching=True)
+    with pytest.raises(InvalidArgumentError, match="num_bytes is 6, must be None if blocks have no bytes"):
+        plain.prefix.set_quota(b"a", num_bytes=6)

@@ -30,7 +30,7 @@ FAULTS = {
     ),
     "a prompt continues where nothing is kept": (
         "sequence/points.rs",
-        "if points.has_point(block) {",
+        "rposition(|&block| points.has_point(block))",
         "points.has_point(block)",
         "points.tail(block).len() < 1000",
     ),
@@ -96,8 +96,8 @@ FAULTS = {
     ),
     "dead blocks wait for their turn": (
         "prefix/points/mod.rs",
-        "points.filter(|points| points.keyless.contains(block) || !points.is_live(block))",
-        "!points.is_live(block)",
+        "let belongs = self.keyless.contains(block) || !self.is_live(block);",
+        "!self.is_live(block)",
         "false",
     ),
     "a point survives its anchor": (
@@ -126,9 +126,9 @@ FAULTS = {
     ),
     "a point is used at another position": (
         "sequence/points.rs",
-        "                    hits = run.len();",
-        "run.len()",
-        "run.len() / 2",
+        ".map_or(0, |last| last + 1);",
+        "last + 1",
+        "last.div_ceil(2)",
     ),
     "a block without a key is written in place": (
         "pool/cached.rs",

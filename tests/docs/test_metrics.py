@@ -1,5 +1,6 @@
 """docs/operate/metrics.md lists the metrics that a scrape finds, and they say what happened."""
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -7,6 +8,7 @@ from math import inf, isnan
 from pathlib import Path
 
 import pytest
+import vllm_modules
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -93,6 +95,17 @@ def test_bytes_are_counted_by_page_class_and_usage_is_of_bytes():
     for name, counts in {"class_bytes": [960, 960], "used_bytes": [5 * 64, 960], "cached_bytes": [0, 0]}.items():
         assert [values(name, page_class=str(at)) for at in range(2)] == counts
     assert (values("bytes"), values("kv_cache_usage_perc")) == (9 * 960, (5 * 64 + 960) / (9 * 960))
+
+
+def test_quotas_are_in_bytes_with_several_page_classes():
+    groups = [CacheGroup.full_attention().with_blocks(bytes=64), CacheGroup.recurrent().with_blocks(bytes=960)]
+    arena = Arena(device_bytes=9600, extent_bytes=960)
+    manager = BlockManager(block_size=4, groups=groups, arena=arena, prefix_caching=True)
+    manager.prefix.set_quota(TENANTS["alice"], num_bytes=2000)
+    found = scrape(manager, tenants=TENANTS)
+    assert found["tenant_quota_bytes", key(tenant="alice")][1] == 2000
+    assert found["tenant_cached_bytes", key(tenant="alice")][1] == 0
+    assert not {name for name, _ in found} & {"tenant_quota_blocks", "tenant_cached_blocks"}
 
 
 def test_every_reason_of_the_file_store_has_a_series_from_the_start(cache: KVCache):
@@ -221,9 +234,23 @@ def test_a_store_that_returns_damage_or_does_not_answer_shows(cache: KVCache, mo
 
 def test_the_alerts_ask_for_metrics_that_there_are():
     text = (MONITORING / "alerts.yaml").read_text(encoding="utf-8")
-    names = set(re.findall(r"blockyard_(\w+)", text))
-    assert 5 <= text.count("- alert: ") <= 8
-    assert names <= set(listed())
+    ours, _, vllms = text.partition("- name: blockyard-vllm\n")
+    assert 5 <= ours.count("- alert: ") <= 8
+    assert set(re.findall(r"blockyard_(\w+)", ours)) <= set(listed())
+    page = (ROOT / "docs" / "engines" / "vllm.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"\b(?:blockyard|vllm):\w+", vllms))
+    assert len(names) == 5
+    assert all(f"`{name.removesuffix('_total')}`" in page for name in names if "_written_" not in name)
+    with vllm_modules.loaded("stand-in 0.33"):
+        kinds = importlib.import_module(f"{vllm_modules.OURS}.metrics").definitions()
+        for name in names - {"vllm:kv_offload_cpu_cache_usage_perc"}:
+            assert name.endswith("_total") == ("Counter" in type(kinds[name.removesuffix("_total")]).__name__)
+
+
+def test_each_alert_has_a_remedy():
+    text = (MONITORING / "alerts.yaml").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "tutorials" / "operate.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"- alert: (\w+)", text)) == set(re.findall(r"`(Blockyard[A-Z]\w+)`", page))
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are():

@@ -15,6 +15,7 @@ from blockyard.stores.redis.store import _SWAP_TTL
 from blockyard.stores.url import parse_size
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "store-urls.md"
+NO_DEFAULT = {"size", "ttl", "ca", "cert", "key", "password_file", "password_env", "device", "local"}
 PLACES = {"file": "/dir", "local": "/dir", "unix": "/run/redis.sock"}
 
 
@@ -67,7 +68,7 @@ def test_the_page_lists_what_the_code_takes(scheme: str, monkeypatch: pytest.Mon
     for name, (values, default) in page.items():
         wanted, ours = found[name]
         assert values == wanted.partition(",")[0] if values == "a size" else values == wanted, name
-        if name in {"size", "ttl", "ca", "cert", "key", "device", "local"} or default == "obstore's":
+        if name in NO_DEFAULT or default == "obstore's":
             assert not ours, "it has no default"
         else:
             assert (parse_size(default) if values == "a size" else type(ours)(default)) == ours, name

@@ -193,3 +193,36 @@ def test_losses_of_each_class_are_named_with_it():
     assert lost.tolist() == [int(sequence)]
     manager.check()
     engine.close()
+
+
+def test_an_arena_shrinks_and_grows_with_its_memory():
+    with KVCache(LAYOUT, device_bytes=1 << 16, max_device_bytes=1 << 17, watermark=0.0) as cache:
+        pool = cache.manager.pool()
+        size = pool.block_stride * pool.per_extent
+        assert cache.elastic.num_blocks == (1 << 16) // size
+        sequence = cache.manager.allocate(4 * (pool.num_free - 2 * pool.per_extent))
+        cache.step().finish()
+        table, keys = cache.manager.block_table(sequence), cache.engine.tensors[0]
+        keys[table] = 3.0
+        progress = cache.resize(device_bytes=4 * size)
+        assert progress.blocks == 4 < progress.extent
+        cache.step().finish()
+        assert cache.elastic.num_blocks == progress.extent
+        assert (keys[table] == 3.0).all()
+        cache.manager.free(sequence)
+        cache.step().finish()
+        assert cache.manager.defrag.progress().done
+        assert cache.elastic.num_blocks == 4
+        assert cache.resize(device_bytes=1 << 17).blocks == cache.elastic.num_blocks == (1 << 17) // size
+        assert cache.manager.allocate(4 * (pool.num_free - 2 * pool.per_extent))
+        for given, message in (
+            (
+                {"device_bytes": (1 << 17) + size},
+                r"device_bytes is \d+, must be at most \d+, \d+ extents: see max_device",
+            ),
+            ({"blocks": 9}, "blocks is 9, must be None with several page classes: give device_bytes"),
+            ({}, "blocks is None and device_bytes None, give one of them"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=message):
+                cache.resize(**given)
+        cache.manager.check()

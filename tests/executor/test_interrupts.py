@@ -35,9 +35,7 @@ CACHE = (
     "prefix_store/store.py",
     "prefix_store/writes.py",
 )
-STORES = tuple(
-    f"stores/threaded/{name}.py" for name in ("batches", "breaker", "known_keys", "order", "store", "value_format")
-)
+STORES = tuple(f"stores/threaded/{name}.py" for name in ("batches", "known_keys", "store", "value_format"))
 STORES += ("stores/value.py", "blockyard/workers.py")
 STRIPED = ("stores/striped.py", "stores/checked_store.py")
 

@@ -12,7 +12,7 @@ from paged_cache import MODELS, blocks_of, layout_of
 from blockyard import KVCache
 from blockyard.errors import InvalidArgumentError
 
-URLS = ["file://{}?size=8MiB", "memory://swapped{}?size=8MiB"]
+URLS = ["file://{}?size=32MiB", "memory://swapped{}?size=8MiB"]
 
 
 class NarrowStore(LateStore):

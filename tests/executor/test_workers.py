@@ -231,10 +231,10 @@ def test_a_store_recovers_a_batch_once_there_is_memory(monkeypatch: pytest.Monke
         store.threads = 1
         recover, fails = store._recover, [MemoryError] * 3
 
-        def lack(batch: Any, error: BaseException) -> None:
+        def lack(taken: Any, error: BaseException) -> None:
             if fails:
                 raise fails.pop()
-            recover(batch, error)
+            recover(taken, error)
 
         def end(*_: object) -> None:
             raise MemoryError

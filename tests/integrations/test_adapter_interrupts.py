@@ -207,7 +207,7 @@ class LMCacheEngine(Caller):
             whole.append(all(stored + self.load()))
         assert any(whole[1:]), "what was not stored or found before is not now"
         store = submit._objects._store
-        settled(lambda: not (store.stats().pending_bytes or store._open), "the store keeps memory for a batch")
+        settled(lambda: not (store.stats().pending_bytes or store._batches.open), "the store keeps memory for a batch")
         last = [self.begin(submit.submit_batch_exists, self.keys) for _ in range(4)]
         self.call(submit.close)
         submit.close()

@@ -151,7 +151,7 @@ class Linker(Adapter):
 
     def enter(self, stack: ExitStack) -> None:
         super().enter(stack)
-        self.read = importlib.import_module("blockyard.integrations.sglang.linker")._read
+        self.read = importlib.import_module("blockyard.integrations.sglang.linker").read_options
         # What needs a revision is known with the pools.
         self.taken |= {
             "revision": TEXTS,

@@ -55,7 +55,7 @@ class HiCacheProgram(Caller):
         assert self.leading() == 0
         assert self.store() or self.interrupt.where
         store = self.backend._objects["kv"]._store
-        settled(lambda: not (store.stats().pending_bytes or store._open), "the store keeps memory for a batch")
+        settled(lambda: not (store.stats().pending_bytes or store._batches.open), "the store keeps memory for a batch")
         self.call(self.backend.close)
         self.backend.close()
         assert self.leading() == 0
@@ -177,7 +177,7 @@ class LinkerProgram(Caller):
         self.call(self.linker.reset)
         assert (self.linker._staged_bytes, len(self.linker._staged), self.linker.num_completed_offloads()) == (0, 0, 0)
         store = self.linker._objects._store
-        settled(lambda: not (store.stats().pending_bytes or store._open), "the store keeps memory for a batch")
+        settled(lambda: not (store.stats().pending_bytes or store._batches.open), "the store keeps memory for a batch")
         self.call(self.linker.close)
         self.linker.close()
         assert self.linker.lookup("late", self.transfers()) == []

@@ -1,6 +1,7 @@
 """The external store below `BlockyardSpec`'s host memory, over vLLM's own classes (`VLLM_SOURCE`) or stand-ins."""
 
 import importlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from servers import serving
 from vllm_sides import CHUNKS, KEYS, Engine, hint
 
 from blockyard.errors import StoreError
+from blockyard.stores import StoreStats
 
 
 @pytest.fixture(params=vllm_modules.KINDS)
@@ -124,6 +126,39 @@ def test_a_chunk_that_the_store_loses_and_another_request_computes_is_from_the_h
     one.compute(KEYS[:1], one.context("three"))
     assert one.lookups(KEYS[:1], context) == ["HIT"]
     assert sources(one, KEYS[:1], context) == ["HOST"]
+
+
+def test_vllms_metrics_say_whether_the_store_answers_and_what_it_damaged(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    class Stats(dict[str, float]):
+        set_gauge = dict.__setitem__
+        increase_counter = dict.__setitem__
+
+    module = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics"
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(OffloadingConnectorStats=Stats))
+    one = engine()
+    now = 1000.0
+    monkeypatch.setattr(one.tier.__class__.health.__globals__["time"], "monotonic", lambda: now)
+    answers = StoreStats(misses={"absent": 3, "queue_full": 2})
+    monkeypatch.setattr(one.store, "stats", lambda: answers)
+
+    def reported(seconds: float) -> tuple[float, float]:
+        nonlocal now
+        now += seconds
+        found = one.manager.get_stats()
+        return tuple(found[f"blockyard:kv_offload_external_{name}"] for name in ("up", "damaged_chunks"))
+
+    assert reported(0) == (1, 0)
+    answers = StoreStats(misses={"absent": 3, "payload_checksum": 2, "key": 1}, is_down=True)
+    assert reported(0.5) == (1, 0), "a store is asked once a second"
+    assert reported(0.6) == (0, 3)
+    answers = StoreStats(misses=answers.misses)
+    one.tier._has_forgotten = False
+    assert reported(2) == (0, 0), "until a reset is confirmed it is not used"
+    one.tier._has_forgotten = True
+    assert reported(2) == (1, 0)
+    assert "blockyard:kv_offload_external_up" not in engine(prefix_store=None, revision=None).manager.get_stats()
 
 
 def sources(engine: Engine, keys: list[bytes], context: Any = None) -> list[str]:

@@ -22,6 +22,8 @@ MALFORMED = [
     {"stop_token_ids": frozenset({"."})},
     {"extras": [(0, 999, b"image")]},
     {"extras": "image"},
+    {"retain": -1},
+    {"retain": "5"},
     *({"prompt": prompt} for prompt in (None, 5, "text", [1.5], ["a"], [True], [[1], [1, 2]], [1, None], [])),
 ]
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from replayed import check_against_steps_one_by_one
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.tools.replay import engine
 from blockyard.tools.replay.engine import EngineOptions, Times, replay_times
 from blockyard.tools.replay.history import History
 from blockyard.traces import TraceRequest
@@ -190,33 +190,40 @@ def test_auto_preemption_does_what_is_cheaper(bandwidth: float, swaps: bool):
 
 rows = st.lists(
     st.builds(
-        TraceRequest,
+        lambda *row, answer: TraceRequest(*row, 8.0, output_hash_ids=answer),
         st.floats(0, 30),
         st.integers(1, 60),
         st.integers(1, 80),
         st.lists(st.integers(0, 3), max_size=6).map(tuple),
-        st.just(8.0),
+        answer=st.lists(st.integers(0, 5), max_size=4).map(tuple),
     ),
     min_size=1,
     max_size=8,
 )
 
 
-@settings(max_examples=60)
-@given(rows, st.integers(24, 60), st.sampled_from([0, 30]), st.sampled_from(["swap", "recompute"]))
-def test_many_steps_decided_at_once_are_those_decided_one_by_one(
-    requests: list[TraceRequest], device_blocks: int, host_blocks: int, mode: str
+@settings(max_examples=100)
+@given(
+    rows,
+    st.integers(24, 60),
+    st.sampled_from([0, 30]),
+    st.sampled_from(["swap", "recompute"]),
+    st.sampled_from(["lru", "adaptive"]),
+    st.booleans(),
+    st.sampled_from([None, 2]),
+)
+def test_steps_decided_at_once_are_those_decided_one_by_one(
+    requests: list[TraceRequest],
+    device_blocks: int,
+    host_blocks: int,
+    mode: str,
+    policy: str,
+    is_async: bool,
+    sessions: int | None,
 ):
-    # Cached blocks may be evicted in another order, as their stamps are those of steps.
     options: Any = {"device_blocks": device_blocks, "host_blocks": host_blocks, "preemption_mode": mode}
-    options |= {"prefix_caching": False}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_MAX_STEPS", 1)
-        plain, plain_steps = run(requests, **options)
-    at_once, steps = run(requests, **options)
-    for name in ("arrival", "first_token", "last_token"):
-        np.testing.assert_allclose(getattr(at_once, name), getattr(plain, name), rtol=1e-9, err_msg=name)
-    assert (at_once.steps, steps.calls) == (plain.steps, plain_steps.calls)
+    options |= {"eviction": policy, "async_scheduling": is_async, "max_concurrent_sessions": sessions}
+    check_against_steps_one_by_one(requests, replace(OPTIONS, **options), Steps())
 
 
 def test_a_block_that_is_no_part_of_a_hash_id_is_refused():

@@ -21,7 +21,6 @@ from policies.evictor import Optimal, chains, replay
 from blockyard import AllocStatus, Arena, BlockManager, CacheGroup, PrefixCaching, Scheduler
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import Step
-from blockyard.tools.replay import engine
 from blockyard.tools.replay.engine import EngineOptions, replay_times
 from blockyard.tools.replay.hits import HybridMemory, replay_hits
 from blockyard.tools.replay.optimal import optimal_hits
@@ -185,6 +184,9 @@ class Watched:
         for row in range(step.decodes, step.rows):
             self.found.setdefault(int(step.owner(row)[0]), int(step.start[row]) // self._block_size)
 
+    def plain_steps(self, start: float, end: float, contexts: NDArray[np.int64], scheduler: Scheduler) -> None:
+        """No request finds anything."""
+
     def idle(self, time: float, scheduler: Scheduler) -> None:
         """Nothing happens."""
 
@@ -231,10 +233,7 @@ def conversations(rng: random.Random, turns: int, size: int) -> list[TraceReques
 # With blocks of more than 16 tokens, `adaptive` samples other blocks, and a step must end with a block.
 @pytest.mark.parametrize(("policy", "size"), [("lru", 4), ("lru", 32), ("adaptive", 4), ("adaptive", 16)])
 @pytest.mark.parametrize("host", [0, 0.3, 1, 4])
-def test_an_engine_with_one_request_at_a_time_finds_the_same_blocks(
-    monkeypatch: pytest.MonkeyPatch, policy: str, size: int, host: float
-):
-    monkeypatch.setattr(engine, "_MAX_STEPS", 1)  # each step of decoding is decided by itself
+def test_an_engine_with_one_request_at_a_time_finds_the_same_blocks(policy: str, size: int, host: float):
     for seed in range(2):
         rng = random.Random(seed)
         requests = conversations(rng, 100, size)

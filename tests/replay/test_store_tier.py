@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replayed import check_against_steps_one_by_one
 
-from blockyard import Scheduler
-from blockyard.scheduler.step import Step
-from blockyard.tools.replay import engine
 from blockyard.tools.replay.engine import EngineOptions, Times, replay_times
 from blockyard.tools.replay.history import History
 from blockyard.tools.replay.step_time import LinearStepTime
@@ -104,22 +102,6 @@ def test_the_history_has_what_each_tier_holds():
     assert {span.track for span in history.timeline.spans} >= {"steps", "device to host"}
 
 
-class Stored:
-    """How many blocks the store has at the end of each step."""
-
-    def __init__(self) -> None:
-        self.at: dict[float, int] = {}
-
-    def step(self, _start: float, end: float, _step: Step, _scheduler: Scheduler, stored: int) -> None:
-        self.at[end] = stored
-
-    def idle(self, time: float, scheduler: Scheduler) -> None:
-        """Nothing happens."""
-
-    def copies(self, start: float, end: float, way: str, blocks: int) -> None:
-        pass
-
-
 prompts = st.builds(
     lambda at, first, blocks, outputs: TraceRequest(
         at, 64 * blocks + 1, outputs, tuple(range(first, first + blocks)), 64.0
@@ -127,24 +109,20 @@ prompts = st.builds(
     st.floats(0, 2),
     st.integers(0, 20),
     st.integers(1, 12),
-    st.integers(1, 60),
+    st.integers(1, 300),
 )
 
 
 @settings(max_examples=40)
-@given(st.lists(prompts, min_size=1, max_size=6), st.sampled_from([5e7, 2e8, 1e9]), st.sampled_from([0, 100]))
+@given(
+    st.lists(prompts, min_size=1, max_size=6),
+    st.sampled_from([5e7, 2e8, 1e9]),
+    st.sampled_from([0, 100]),
+    st.sampled_from([24, 64]),
+)
 def test_steps_decided_at_once_write_as_those_decided_one_by_one(
-    requests: list[TraceRequest], bandwidth: float, host_blocks: int
+    requests: list[TraceRequest], bandwidth: float, host_blocks: int, device_blocks: int
 ):
-    # No answer fills a block: it would be written once the steps that were decided at once have ended.
     options: Any = {"block_size": 64, "bytes_per_block": 8 << 20, "host_blocks": host_blocks}
-    options |= {"host_bandwidth": bandwidth, "store_write_bandwidth": bandwidth}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_MAX_STEPS", 1)
-        one_by_one = Stored()
-        plain = replay_times(requests, replace(OPTIONS, **options), STEP, watch=one_by_one)
-    at_once = Stored()
-    times = replay_times(requests, replace(OPTIONS, **options), STEP, watch=at_once)
-    assert times.last_token.tolist() == plain.last_token.tolist()
-    assert (times.steps, times.store) == (plain.steps, plain.store)
-    assert at_once.at == {end: one_by_one.at[end] for end in at_once.at}
+    options |= {"host_bandwidth": bandwidth, "store_write_bandwidth": bandwidth, "device_blocks": device_blocks}
+    check_against_steps_one_by_one(requests, replace(OPTIONS, **options), STEP)

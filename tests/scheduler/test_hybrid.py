@@ -238,3 +238,29 @@ def test_a_policy_must_fit_the_page_classes():
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             Scheduler(manager, defragment=policy)
+
+
+def left_once_shrunk(policy: DefragPolicy | None) -> int:
+    """How many requests still run when nothing is left beyond the end of an arena that has shrunk.
+
+    Both need a second extent for their full blocks; the first leaves, and the other's new blocks lie beyond the end.
+    """
+    manager = own_manager(6)
+    scheduler = Scheduler(manager, defragment=policy)
+    scheduler.add(Request("leaves", [*range(240)], 20))
+    scheduler.add(Request("long", [*range(236)], 60))
+    has_shrunk = False
+    while not has_shrunk or not manager.defrag.progress().done:
+        step = scheduler.schedule()
+        scheduler.complete(step.decision.ticket)
+        scheduler.update(step, [7] * step.num_draws)
+        manager.check()
+        if scheduler.num_unfinished == 1 and not has_shrunk:
+            assert manager.defrag.resize(device_bytes=5 * EXTENT).live
+            has_shrunk = True
+    return scheduler.num_unfinished
+
+
+def test_blocks_leave_the_extents_beyond_the_end_while_their_request_runs():
+    assert left_once_shrunk(None) == 0
+    assert left_once_shrunk(DefragPolicy([("extents", 0)])) == 1

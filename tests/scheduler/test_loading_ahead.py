@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blockyard import BlockManager, KVCache, KVLayout
+from blockyard import BlockManager, CacheGroup, KVCache, KVLayout
 from blockyard._core import HashedPrompt
 from blockyard.scheduler import Request, Scheduler
 
@@ -159,6 +159,32 @@ def test_the_last_prompt_gives_its_lease_up_for_an_earlier_one_and_for_one_that_
         step(scheduler)
     assert scheduler.stats().cached_tokens == 4 + 4 * 20
     assert store.jobs.num_leases == 0
+
+
+def test_a_prompt_whose_part_in_a_step_lacks_more_than_leases_hold_ends_none_of_them():
+    asked = list[int]()
+
+    class Nothing:
+        done = True
+
+    def prefetch(prompt: HashedPrompt) -> Nothing:
+        asked.append(len(prompt))
+        return Nothing()
+
+    groups = [CacheGroup.full_attention(), CacheGroup.sliding_window(BLOCK)]
+    manager = BlockManager(block_size=BLOCK, device_blocks=10, watermark=0.0, groups=groups, prefix_caching=True)
+    scheduler = Scheduler(manager, prefetch=prefetch, max_num_batched_tokens=8)
+    for name, prompt, max_tokens in (("runs", [1], 3), ("waits", [*range(100, 117)], 1), ("behind", [*range(5)], 1)):
+        scheduler.add(Request(name, prompt, max_tokens))
+    waits = manager.prefix.hash([*range(100, 117)])
+    assert [manager.can_allocate(waits, chunk_tokens=tokens).blocks for tokens in (8, 7)] == [7, 8]
+    for _ in range(3):  # the others have 7 tokens a step and 7 blocks beside the one that runs
+        step(scheduler)
+        assert scheduler.num_unfinished >= 2
+        assert manager.prefix.store_jobs.num_leases == 2
+    while scheduler.num_unfinished:
+        step(scheduler)
+    assert asked == [1, 17, 5]
 
 
 def test_no_more_is_loaded_ahead_than_half_of_what_is_free_and_all_of_it_is_used():

@@ -337,6 +337,52 @@ def test_no_message_shows_the_password(tmp_path: Path, caplog: pytest.LogCapture
     assert "***@127.0.0.1" in text
 
 
+def test_a_password_is_read_from_a_file_or_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    file = tmp_path / "secret"
+    file.write_text(f"{PASSWORD}\n")
+    monkeypatch.setenv("OUR_PASSWORD", PASSWORD)
+    options: Any = {"bytes_per_block": WIDTH, "use": "prefix", "num_slots": 8}
+    shown = []
+    with serving("valkey-server", tmp_path, "--requirepass", PASSWORD) as locked:
+        for source in (f"password_file={quote(str(file), safe='')}", "password_env=OUR_PASSWORD"):
+            url = f"redis://127.0.0.1:{locked.port}?timeout_base=30&{source}"
+            with open_store(url, **options) as store:
+                put(store, 2)
+                shown += [repr(store), store.url, repr(read_url(url)), repr(store._client)]
+        file.write_text(f"{PASSWORD}x")
+        with pytest.raises(StoreError) as caught:
+            open_store(f"redis://127.0.0.1:{locked.port}?password_file={file}", **options)
+        shown += [repr(caught.value)]
+    assert PASSWORD not in "\n".join([*shown, caplog.text])
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("redis://h?password_file=/nowhere", r"cannot be read \(No such file or directory\)"),
+        ("redis://h?password_file=/dev/null", "is empty"),
+        ("redis://h?password_file=/", r"cannot be read \(Is a directory\)"),
+        ("redis://h?password_env=NOT_SET_HERE", "is not set in the environment"),
+        ("redis://:p@h?password_env=HOME", "is given beside another password"),
+        ("redis://h?password_env=HOME&password_file=/dev/null", "is given beside another password"),
+    ],
+)
+def test_a_password_that_cannot_be_read_is_named_and_not_shown(url: str, why: str):
+    with pytest.raises(StoreURLError, match=why) as caught:
+        read_url(url)
+    assert "nowhere" not in str(caught.value)
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_what_the_client_says_of_a_password_from_a_variable_is_masked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OUR_PASSWORD", "hunter2")
+    found = read_url("redis://h?password_env=OUR_PASSWORD")
+    assert found.client["password"] == "hunter2"
+    assert "hunter2" in found.parts.secrets
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [

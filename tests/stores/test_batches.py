@@ -82,27 +82,29 @@ def test_a_batch_that_no_thread_was_called_for_still_runs(call: str, monkeypatch
 
 
 @pytest.mark.parametrize("call", ["poll", "wait"])
-def test_an_interrupt_as_a_batch_ends_leaves_no_other_waiting_for_it(call: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_as_a_batch_ends_makes_all_misses_and_the_next_run(call: str, monkeypatch: pytest.MonkeyPatch):
     with KeyedStore() as store:
         put(store, 2)
         store.threads, gate = 1, threading.Event()
         store.before = lambda name: gate.wait(PATIENCE)
-        store.submit_get(names(2)[1:])
+        running = store.submit_get(names(2)[1:])
         first, second = store.submit_get(names(1)), store.submit_get(names(1))
-        assert store._open[second].before == 1
-        interrupts = [KeyboardInterrupt]
+        assert store._batches.open[second].before == 1
 
-        def interrupted(_batch: object) -> None:
-            if interrupts:
-                raise interrupts.pop()
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
 
-        monkeypatch.setattr(store, "_conclude", interrupted)
-        store._deadlines[:] = [(0.0, first)]
+        store._batches._deadlines[:] = [(0.0, first)]
         calls = {"poll": store.poll, "wait": lambda: store.wait(first, 0.0)}
+        monkeypatch.setattr(store, "_count_misses", interrupted)
         with pytest.raises(KeyboardInterrupt):
             calls[call]()
+        monkeypatch.undo()
+        assert set(store.poll()) == {running, first, second}
+        assert [store.wait(ticket).reasons for ticket in (running, first, second)] == [("error",)] * 3
         gate.set()
-        assert store.wait(second).reasons == ("",)
+        assert get(store, 2) == ("", "")
+    assert store.stats().pending_bytes == 0
 
 
 @contextmanager

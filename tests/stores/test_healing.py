@@ -57,16 +57,15 @@ class Troubled(KeyedStore):
     num_slots = 1000
     trouble = ""
 
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> Any:
         if self.trouble == "error":
             raise ConnectionRefusedError("connection refused")
         if self.trouble == "hang":
             assert self.gate.wait(PATIENCE)
-        return super().get(keys, out)
-
-    def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
-        found = super()._get_values(names, values)
-        return [why if at % 2 or self.trouble != "some" else "error" for at, why in enumerate(found)]
+        found = super().get(keys, out)
+        if self.trouble != "some" or len(keys) == 1:
+            return found
+        return ["error" if at % 2 == 0 else "" if good else "absent" for at, good in enumerate(found)]
 
     gate = threading.Event()
 

@@ -68,7 +68,7 @@ def test_an_exception_of_a_job_is_raised_only_by_its_future(store: KeyedStore):
     with pytest.raises(ValueError, match="a job"):
         failed.result(PATIENCE)
     assert good.result(PATIENCE) == [""]
-    assert not store._open, "the store keeps an answer"
+    assert not store._batches.open, "the store keeps an answer"
     jobs.close()
 
 

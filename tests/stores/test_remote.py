@@ -5,7 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ class FarStore(RemoteStore):
             raise self.error
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        self._remember(keys)
         self.blocks.update((key.tobytes(), row.copy()) for key, row in zip(keys, rows, strict=True))
         return np.ones(len(keys), np.bool_)
 
@@ -66,21 +65,23 @@ def test_slots_are_removed_on_closing_and_keys_stay():
 def test_a_slot_that_is_written_while_others_are_removed_goes_with_the_next_close():
     """A call that hung before it wrote."""
 
-    class Slow(set[bytes]):
-        def __iter__(self) -> Iterator[bytes]:
-            found = list(super().__iter__())
-            late.start()
-            late.join(0.2)
-            return iter(found)
-
-    store = FarStore("swap")
-    late = threading.Thread(target=store.put, args=(np.ones((1, 32), np.uint8), rows(1)))
+    store, put, begun, gate = FarStore("swap"), FarStore.put, threading.Event(), threading.Event()
     store.wait(store.submit_write(np.arange(3), rows(3)))
-    store._names = Slow(store._names)
-    store._remove_slots()
-    late.join(PATIENCE)
-    assert len(store.blocks) == 1
-    assert store.close()
+
+    def hang(keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        begun.set()
+        assert gate.wait(PATIENCE)
+        return put(store, keys, rows)
+
+    store.put = hang  # type: ignore[method-assign]
+    store.submit_write(np.arange(4), rows(4))
+    assert begun.wait(PATIENCE)
+    assert not store.close(0.0)
+    until = time.monotonic() + PATIENCE
+    while store.blocks and time.monotonic() < until:
+        time.sleep(0.001)
+    gate.set()
+    assert store.close(PATIENCE)
     assert not store.blocks
 
 

@@ -249,7 +249,7 @@ def test_a_batch_that_one_disk_refuses_is_let_go_by_the_others(
             patched.setattr(parts[2], "submit_get", refuse)
             with pytest.raises(error):
                 store.submit_get(keys(40))
-        assert [part._open for part in parts] == [{}, {}, {}]
+        assert [part._batches.open for part in parts] == [{}, {}, {}]
         assert store.stats().misses.get("io", 0) == 0, "nothing was submitted"
         assert store.poll() == []
         assert store.wait(store.submit_put(keys(30), rows(30))).ok.sum() > 15

@@ -150,6 +150,25 @@ def test_blocks_that_put_refuses_or_get_does_not_find_are_misses():
         assert np.array_equal(found[2], rows(3)[2])
 
 
+def test_get_may_give_the_reasons_of_misses():
+    with MemoryStore() as store:
+        write(store, [4, 5], rows(2))
+        get = store.get
+        for answer, found in ((["error", ""], ("error", "")), (["", 1], ("error", "error"))):
+            store.get = lambda keys, out, answer=answer: (get(keys, out), answer)[1]  # type: ignore[method-assign]
+            assert read(store, [4, 5])[0] == found
+
+
+def test_a_record_that_get_does_not_find_for_another_reason_than_its_absence_is_not_replaced():
+    with KeyedStore() as store:
+        put(store, 1)
+        with KeyedStore(store.blocks) as other:
+            other.get = lambda keys, out: ["error"] * len(keys)  # type: ignore[method-assign]
+            assert put(other, 1) == ("error",)
+            assert "get answers 'error' for the epoch's record" in other.stats().last_error
+        assert get(store, 1) == ("",)
+
+
 def test_a_block_that_comes_back_with_other_bytes_is_a_miss():
     with MemoryStore() as store:
         write(store, [4, 5], rows(2))
@@ -283,7 +302,7 @@ def test_hanging_calls_occupy_their_threads_and_memory_is_bounded():
         assert write_of(store, [8, 9], 0.0) == ("timeout", "queue_full")
         assert [store.wait(ticket, 0.0).reasons for ticket in tickets] == [("timeout",)] * 4
         assert store.stats().pending_bytes == 2 * SIZE
-        assert not store._order.ready
+        assert not store._batches.ready
         store.gate.set()
 
 

@@ -200,7 +200,7 @@ def test_a_lookup_that_a_forget_overtakes_says_nothing_of_its_keys(monkeypatch: 
         monkeypatch.setattr(store._epochs, "confirm", overtaken)
         assert not store.contains([key(1)]).any()
         until = time.monotonic() + PATIENCE
-        while store._lookup is not None:
+        while store._batches.lookup is not None:
             assert time.monotonic() < until
             time.sleep(0.001)
         assert not store.contains([key(1)]).any()

@@ -22,6 +22,7 @@ from blockyard.errors import (
     StoreError,
     UnknownSequenceError,
 )
+from blockyard.layout import ArenaLayout
 from blockyard.traces.formats import Hint
 
 WAYS = (
@@ -318,8 +319,11 @@ class Machine(World):
     def do_resize(self, rig: Rig, op: Op) -> None:
         least = self.config.device // 2
         blocks = least + op.a % (self.config.most - least + 1)
+        layout, size = rig.cache.layout, {"blocks": blocks}
+        if isinstance(layout, ArenaLayout) and len(layout.pages) > 1:
+            size = {"device_bytes": (blocks + 8) * max(layout.block_bytes)}
         with suppress(InvalidArgumentError):
-            self.risky(rig, lambda: rig.cache.resize(blocks))
+            self.risky(rig, lambda: rig.cache.resize(**size))
 
     def do_give_back(self, rig: Rig, op: Op) -> None:
         self.risky(rig, rig.cache.give_back)

@@ -108,7 +108,7 @@ class Config:
 
     def tokens(self, group: int) -> int:
         """Tokens of a group's blocks."""
-        own = self.in_arena and not self.store and GROUPS[self.groups][group].kind == "sliding_window"
+        own = self.in_arena and GROUPS[self.groups][group].kind == "sliding_window"
         return 1 if own else self.block_size
 
 
@@ -307,7 +307,7 @@ class Rig:
         for store in self.stores() if hastes else ():
             store.timeout_base = 0.2  # type: ignore[union-attr]
         device = config.real or "cpu"
-        garbage = 2 * LAYERS * config.most * 8 * config.block_size
+        garbage = sizes.get("max_device_bytes", 2 * LAYERS * config.most * 8 * config.block_size)
         memory = None if config.head_size > 1 else GarbageMemory(garbage, 8, device)
         with (
             mock.patch.object(
@@ -371,8 +371,10 @@ class Rig:
         size = max(arena.block_bytes)
         # With few blocks all of them would be in extent 0.
         more = 8 if config.prefix == "host" else 2
-        device, host = (count * size for count in (config.device + 8, config.host and config.host + more))
-        return {"layout": arena, "device_bytes": device, "host_bytes": host or None}
+        sizes = (config.device + 8, config.host and config.host + more, config.most + 8)
+        device, host, most = (count * size for count in sizes)
+        growth = {"max_device_bytes": most} if most > device and len(arena.pages) > 1 else {}
+        return {"layout": arena, "device_bytes": device, "host_bytes": host or None, **growth}
 
     def _all_cells(self) -> list[Any]:
         tensors, layout = self.cache.engine.tensors, self.cache.layout

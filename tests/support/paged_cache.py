@@ -19,6 +19,8 @@ MODELS = {
     "window first": [WINDOW, FULL, STATE],
     "states alone": [WINDOW, STATE],
     "drafter": [FULL, STATE, CacheGroup.drafter()],
+    "uneven": [FULL.with_blocks(tokens=2), WINDOW.with_blocks(tokens=1), STATE],
+    "uneven drafter": [FULL, STATE, CacheGroup.drafter().with_blocks(tokens=1)],
 }
 
 
@@ -60,9 +62,10 @@ def serve(cache: KVCache, prompt: list[int], salt: bytes | None = None) -> tuple
     with cache.step():
         pass
     cache.drain()
-    ends = -(-sequence.cached_tokens // SIZE)
+    layout, cached = cache.layout, sequence.cached_tokens
+    assert isinstance(layout, ArenaLayout)
     all_blocks = blocks_of(cache, sequence)
-    began = {place: row for place, row in all_blocks.items() if place[1] < ends}
+    began = {place: row for place, row in all_blocks.items() if place[1] < -(-cached // layout.tokens(place[0]))}
     manager.mark_computed(sequence)
     while chunk := manager.next_chunk(sequence, 8):
         manager.append([sequence], chunk)

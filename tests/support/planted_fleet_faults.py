@@ -15,10 +15,11 @@ from blockyard.prefix_store import loads as prefix_loads
 from blockyard.prefix_store.loads import Loads
 from blockyard.prefix_store.writes import Writes
 from blockyard.scheduler.admission import Admission
-from blockyard.stores import Completion, ThreadedStore, object_store, remote
+from blockyard.stores import Completion, ThreadedStore, object_store
 from blockyard.stores.redis import RedisStore, lists
 from blockyard.stores.redis import store as redis_store
-from blockyard.stores.threaded import batches, breaker, epochs, known_keys, order, store, value_format
+from blockyard.stores.threaded import epochs, known_keys, store, value_format
+from blockyard.stores.threaded.batches import Batches
 from blockyard.stores.threaded.epochs import Epoch, SharedEpoch
 from blockyard.tools.sim import FleetOptions
 from blockyard.tools.sim.fleet.servers.redis_cluster import RedisClusterLink
@@ -32,13 +33,13 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def _landing(patch: pytest.MonkeyPatch) -> None:
-    carry_out = ThreadedStore._carry_out_under_epoch
+    put = ThreadedStore._put_or_delete
 
-    def land(self: Any, batch: Any) -> Any:
+    def land(self: Any, batch: Any, keys: list[bytes]) -> Any:
         batch.age = 1 << 60
-        return carry_out(self, batch)
+        return put(self, batch, keys)
 
-    patch.setattr(ThreadedStore, "_carry_out_under_epoch", land)
+    patch.setattr(ThreadedStore, "_put_or_delete", land)
 
 
 def _clocks(patch: pytest.MonkeyPatch) -> None:
@@ -94,36 +95,32 @@ def _all_stored(patch: pytest.MonkeyPatch) -> None:
 
 def _late_put_stored(patch: pytest.MonkeyPatch) -> None:
     """A put whose answer did not arrive in time is said to be stored."""
-    give_up = batches.BatchStore._give_up
+    give_up = ThreadedStore._give_up
 
     def pretend(self: Any, batch: Any, reason: str) -> None:
         give_up(self, batch, "" if (batch.kind, reason) == ("put", "timeout") else reason)
 
-    patch.setattr(batches.BatchStore, "_give_up", pretend)
+    patch.setattr(ThreadedStore, "_give_up", pretend)
 
 
 def _third_overtakes(patch: pytest.MonkeyPatch) -> None:
     """The third batch of a key does not wait for the second, which still waits for the first."""
 
-    def add(self: Any, batch: Any) -> None:
-        found = {id(last): last for name in batch.names if (last := self._last.get(name)) and not last.before}
-        for earlier in found.values():
-            earlier.followers.append(batch)
-            batch.before += 1
-        self._last.update(dict.fromkeys(batch.names, batch))
+    add = Batches.add
 
-    patch.setattr(order.BatchOrder, "add", add)
+    def overtake(self: Any, batch: Any) -> bool:
+        last = self._last
+        self._last = {name: earlier for name, earlier in last.items() if not earlier.before}
+        is_first = add(self, batch)
+        self._last = last | self._last
+        return is_first
+
+    patch.setattr(Batches, "add", overtake)
 
 
 def _late_puts_ignored(patch: pytest.MonkeyPatch) -> None:
     """A deletion is confirmed though a put that was given up still runs, and stores the block again."""
-    give_up = batches.BatchStore._give_up
-
-    def pretend(self: Any, batch: Any, reason: str) -> None:
-        give_up(self, batch, reason)
-        self._late.clear()
-
-    patch.setattr(batches.BatchStore, "_give_up", pretend)
+    patch.setattr(Batches, "late_puts", lambda self: set())
 
 
 def _deletes_at_first_sight(patch: pytest.MonkeyPatch) -> None:
@@ -132,12 +129,12 @@ def _deletes_at_first_sight(patch: pytest.MonkeyPatch) -> None:
 
 def _pages_are_values(patch: pytest.MonkeyPatch) -> None:
     """Two equal answers that are no value of the store, such as an error page, prove damage."""
-    patch.setattr(store, "is_whole", lambda reason: True)
+    patch.setattr(known_keys, "is_whole", lambda reason: True)
 
 
 def _stays_hidden(patch: pytest.MonkeyPatch) -> None:
     """Seed 2404 of five engines over objects."""
-    patch.setattr(ThreadedStore, "_ends_hiding", lambda self, name, batch, reason: False)
+    patch.setattr(known_keys.KnownKeys, "_ends_hiding", lambda *_: False)
 
 
 def _damaged_records_count(patch: pytest.MonkeyPatch) -> None:
@@ -166,26 +163,32 @@ def _known_after_forget(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_order(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(order.BatchOrder, "add", lambda self, batch: self._last.update(dict.fromkeys(batch.names, batch)))
+    add = Batches.add
+
+    def start(self: Any, batch: Any) -> bool:
+        self._last.clear()
+        return add(self, batch)
+
+    patch.setattr(Batches, "add", start)
 
 
 def _leak(patch: pytest.MonkeyPatch) -> None:
-    release = batches.BatchStore._release
+    release = Batches.release
 
     def keep(self: Any, batch: Any) -> None:
         batch.num_bytes -= batch.kind == "put"
         release(self, batch)
 
-    patch.setattr(batches.BatchStore, "_release", keep)
+    patch.setattr(Batches, "release", keep)
 
 
 def _miscount(patch: pytest.MonkeyPatch) -> None:
-    count = batches.BatchStore._count_misses
+    count = ThreadedStore._count_misses
 
     def twice(self: Any, batch: Any, reasons: list[str]) -> None:
         count(self, batch, reasons + [reason for reason in reasons if reason == "unavailable"])
 
-    patch.setattr(batches.BatchStore, "_count_misses", twice)
+    patch.setattr(ThreadedStore, "_count_misses", twice)
 
 
 def _wrong_row(patch: pytest.MonkeyPatch) -> None:
@@ -199,8 +202,8 @@ def _wrong_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_key_check(patch: pytest.MonkeyPatch) -> None:
-    check = remote.check_parts
-    patch.setattr(remote, "check_parts", lambda *arguments: [""] * len(check(*arguments)))
+    check = value_format.check_parts
+    patch.setattr(value_format, "check_parts", lambda *arguments: [""] * len(check(*arguments)))
     patch.setattr(value_format.ValueFormat, "check", lambda self, values, keys: [""] * len(keys))
 
 
@@ -221,13 +224,13 @@ def _forgets_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def _hangs_on_close(patch: pytest.MonkeyPatch) -> None:
-    stop = batches.BatchStore._stop
+    stop = ThreadedStore._stop
 
     def stay(self: Any) -> None:
         stop(self)
         self._num_threads += 1
 
-    patch.setattr(batches.BatchStore, "_stop", stay)
+    patch.setattr(ThreadedStore, "_stop", stay)
 
 
 def _found_when_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -313,14 +316,14 @@ def _reads_of_a_former_primary(patch: pytest.MonkeyPatch) -> None:
 
 def _empty_for_missing(patch: pytest.MonkeyPatch) -> None:
     """Mooncake #3465."""
-    wait = batches.BatchStore.wait
+    wait = ThreadedStore.wait
 
     def fill(self: Any, ticket: int, timeout: float | None = None) -> Completion:
         done = wait(self, ticket, timeout)
         reasons = ["" if reason == "absent" else reason for reason in done.reasons]
         return Completion(done.ticket, done.ok | ([not reason for reason in reasons]), done.rows, reasons)
 
-    patch.setattr(batches.BatchStore, "wait", fill)
+    patch.setattr(ThreadedStore, "wait", fill)
 
 
 def _loaded_though_failed(patch: pytest.MonkeyPatch) -> None:
@@ -450,14 +453,14 @@ def _exchange_states(rows: Any, last: list[Any]) -> None:
 
 
 def _states_of_other_positions_found(patch: pytest.MonkeyPatch) -> None:
-    wait, last = batches.BatchStore.wait, list[Any]()
+    wait, last = ThreadedStore.wait, list[Any]()
 
     def give(self: Any, ticket: int, timeout: float | None = None) -> Completion:
         done = wait(self, ticket, timeout)
         _exchange_states(done.rows, last)
         return done
 
-    patch.setattr(batches.BatchStore, "wait", give)
+    patch.setattr(ThreadedStore, "wait", give)
 
 
 def _states_of_other_positions_loaded(patch: pytest.MonkeyPatch) -> None:
@@ -547,7 +550,7 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
     "a miss is counted twice": (20, _miscount),
     "storage that was down is never asked again": (
         20,
-        lambda patch: patch.setattr(breaker.Breaker, "is_probe_due", lambda self, now: False),
+        lambda patch: patch.setattr(Batches, "is_probe_due", lambda self, now: False),
     ),
     "a key that failed is never read again": (100, lambda patch: patch.setattr(known_keys, "FAILED_SECONDS", 1e9)),
     "close waits for a thread that is gone": (20, _hangs_on_close),

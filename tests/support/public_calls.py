@@ -103,9 +103,9 @@ def cache(**options: Any) -> Any:
         return [made.manager.pool(tier).num_blocks for tier in ("device", "host", "external")], made.layout
 
 
-def resized(blocks: Any) -> Any:
+def resized(**options: Any) -> Any:
     with KVCache(LAYOUT, device_blocks=4, max_device_blocks=8) as made:
-        return repr(made.resize(blocks)), made.manager.pool().num_blocks
+        return repr(made.resize(**options)), made.manager.pool().num_blocks
 
 
 def layout(**options: Any) -> Any:
@@ -216,6 +216,16 @@ def step_of_cache(**options: Any) -> Any:
         return step.rows
 
 
+def plain(token_ids: Any) -> Any:
+    scheduler = Scheduler(BlockManager(block_size=4, device_blocks=8))
+    for name in "ab":
+        scheduler.add(Request(name, [1, 2, 3], max_tokens=4))
+    step = scheduler.schedule()
+    scheduler.complete(step.decision.ticket)
+    scheduler.update(step, [7, 7])
+    return scheduler.schedule_plain(token_ids, [1.0, 2.0]), repr(scheduler.stats())
+
+
 def with_lookahead(num_lookahead_tokens: Any) -> Any:
     scheduler = Scheduler(BlockManager(block_size=4, device_blocks=8), num_lookahead_tokens=4)
     scheduler.add(Request("a", [1, 2, 3], max_tokens=4))
@@ -290,12 +300,13 @@ CALLS: dict[str, Call] = {
             "prefix_store_bytes": 1 << 20,
             "max_staging": 1 << 20,
             "max_device_blocks": 120,
+            "max_device_bytes": 1 << 20,
             "prefix_writes": "through",
             "reuse_order": "lowest",
         },
         alone=True,
     ),
-    "KVCache.resize": Call(resized, {"blocks": 8}),
+    "KVCache.resize": Call(resized, {"blocks": 8, "device_bytes": 8 * LAYOUT.bytes_per_block}, alone=True),
     "KVLayout": Call(layout, {**SIZES, "itemsize": 4, "tensors_per_layer": 1, "split": 0, "x": 0}),
     "KVLayout.from_config": Call(
         partial(KVLayout.from_config, CONFIG),
@@ -331,6 +342,7 @@ CALLS: dict[str, Call] = {
         scheduled,
         {"max_num_seqs": 100, "max_num_batched_tokens": 100, "num_lookahead_tokens": 3, "preemption_mode": "auto"},
     ),
+    "Scheduler.schedule_plain": Call(plain, {"token_ids": np.full((2, 2), 7, np.uint32)}),
     "Scheduler.schedule": Call(with_lookahead, {"num_lookahead_tokens": 2}),
     "Scheduler.step": Call(step_of_cache, {"num_lookahead_tokens": 2}),
     "StepExecutor": Call(executed(""), {"max_staging": 1 << 20, "chunk_bytes": 1 << 20}),
@@ -338,7 +350,7 @@ CALLS: dict[str, Call] = {
     "StepExecutor.is_awaited": Call(executed("is_awaited"), {"ticket": 3}),
     "StepExecutor.wait_for_layer": Call(executed("wait_for_layer"), {"ticket": 3, "layer": 1}),
     "open_store": Call(opened, {"bytes_per_block": 512, "num_slots": 5, "use": "swap"}),
-    "ElasticCache": Call(elastic, {"num_blocks": 4, "max_blocks": 100, "chunk_bytes": 8192}),
+    "ElasticCache": Call(elastic, {"num_blocks": 4, "max_blocks": 100, "chunk_bytes": 8192, "extent_bytes": None}),
     "ElasticCache.resize": Call(
         lambda num_blocks: ElasticCache(LAYOUT, num_blocks=4, max_blocks=100).resize(num_blocks), {"num_blocks": 50}
     ),

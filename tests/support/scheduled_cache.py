@@ -77,8 +77,10 @@ class ScheduledMachine(Machine):
         count = (1, 1, 2, 3)[op.d % 4]
         most = 1 + op.d // 8 % (3 * self.config.block_size + 3)
         hint = HINTS[op.d // 512 % len(HINTS)]
+        retain = (0.0, 1.0, 20.0)[op.d // 4096 % 3] if hint != "over" and self.rigs[0].manager.prefix.enabled else 0.0
         extras = tuple(extra for extra in extras if extra[0] + extra[1] <= len(prompt) + most)
-        request = Request(f"{self.number}", prompt, most, count, op.d // 256 % 2, salt=salt, extras=extras, hint=hint)
+        options = {"salt": salt, "extras": extras, "hint": hint, "retain": retain}
+        request = Request(f"{self.number}", prompt, most, count, op.d // 256 % 2, **options)  # type: ignore[arg-type]
         is_first = self.recording is not None and not self.recording.requests
         if len(self.requests) < 9:
             with suppress(OutOfBlocksError):
@@ -354,9 +356,12 @@ class ScheduledMachine(Machine):
         with simulated(self.clock):
             for store in rig.stores():
                 store.release()
-            while self.requests or rig.open or rig.cache.executor.num_in_flight:
-                self.clock.now += 0.01
+            for seconds in (0.01, 30.0):  # beyond the time of every retention
+                self.clock.now += seconds
                 self.schedule(rig, CALM)
+                while self.requests or rig.open or rig.cache.executor.num_in_flight:
+                    self.clock.now += 0.01
+                    self.schedule(rig, CALM)
             self.scheduler.drain()
         # The scheduler takes the decisions; `KVCache` is not involved in these.
         super().finish()

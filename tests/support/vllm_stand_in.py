@@ -38,7 +38,28 @@ def current_configuration() -> ModuleType:
     module: Any = ModuleType("vllm.config")
     module.current = None
     module.get_current_vllm_config_or_none = lambda: module.current
+    module.KVTransferConfig = transfer_configuration()
     return module
+
+
+def transfer_configuration() -> type:
+    @dataclass
+    class KVTransferConfig:
+        kv_connector: str | None = None
+        engine_id: str | None = None
+        kv_buffer_device: str = "cpu"
+        kv_role: str | None = None
+        kv_port: int = 14579
+        kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+        kv_connector_module_path: str | None = None
+        enable_permute_local_kv: bool = False
+        kv_load_failure_policy: str = "fail"
+
+        def __post_init__(self) -> None:
+            if self.kv_connector is not None and self.kv_role not in {"kv_producer", "kv_consumer", "kv_both"}:
+                raise ValueError(f"Unsupported kv_role: {self.kv_role}")
+
+    return KVTransferConfig
 
 
 def fill(made: dict[str, ModuleType], name: str, namespace: Namespace) -> None:

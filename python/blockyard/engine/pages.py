@@ -19,7 +19,7 @@ __all__ = ["field_tensors", "page_memories"]
 
 
 class _Page(NamedTuple):
-    """A page class of a manager: its number of blocks on device and host, and in an extent."""
+    """A page class of a manager: its maximum number of blocks on device and host, and in an extent."""
 
     device_blocks: int
     host_blocks: int
@@ -108,7 +108,7 @@ def _pages(layout: ArenaLayout, manager: BlockManager) -> tuple[int, list[_Page]
     if any(stride % ALIGNMENT for stride in strides):
         raise LayoutError(f"blocks lie {strides} bytes apart, must be multiples of {ALIGNMENT}: set other extent_bytes")
     pages = [
-        _Page(pool.num_blocks, manager.pool("host", number).num_blocks, pool.per_extent or 1)
+        _Page(pool.max_blocks, manager.pool("host", number).num_blocks, pool.per_extent or 1)
         for number, pool in enumerate(pools)
     ]
     return strides[0] * pages[0].per_extent, pages

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import AllocStatus, BlockManager, Fit, HashedPrompt
-from blockyard.scheduler.loading_ahead import LOOKED_AT, LoadingAhead, RoomAhead, place_of
+from blockyard.scheduler.loading_ahead import LOOKED_AT, LoadingAhead, Retained, RoomAhead, keeps_copies, place_of
 from blockyard.scheduler.loop import Change
 from blockyard.scheduler.options import BlockNeeds
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, IdleSequences, RequestState, SequenceStatus
-from blockyard.scheduler.rows import DONE, LENGTH, PRIORITY, SequenceRows
+from blockyard.scheduler.rows import DONE, LENGTH, PRIORITY, Seated, SequenceRows
 from blockyard.scheduler.step import SchedulerStats, StepBuilder
 from blockyard.scheduler.swapping import Swapping
 
@@ -42,7 +42,7 @@ class Admission:
     Attributes:
         needs: as given.
         ahead: loads their prompts before they start.
-        room: empties blocks for them before they start.
+        room: empties blocks for them before they start; None without copies on the host.
     """
 
     def __init__(
@@ -65,10 +65,15 @@ class Admission:
         self._stats = stats
         self.needs = needs
         self._prefix_caching = manager.prefix.enabled
+        self._has_store = prefetch is not None
+        # The bytes of several prompts may be there, but not their blocks of each class.
+        self._one_by_one = needs.keeps_states or needs.has_classes
         self._block_bytes = needs.sizes[0][1]  # on the device, loads are for the only page class there is
         most, in_order = rows.seats_left + LOOKED_AT, not max_overtakes
-        self.ahead = LoadingAhead(manager, waiting, self._hashed, prefetch, change, most=most, in_order=in_order)
-        self.room = RoomAhead(manager, rows, waiting, self._hashed, builder.left)
+        self.retained = Retained(manager, stats)
+        parts = (manager, waiting, self._hashed, prefetch, change, self.retained)
+        self.ahead = LoadingAhead(*parts, most=most, in_order=in_order)
+        self.room = RoomAhead(manager, rows, waiting, self._hashed, builder.left) if keeps_copies(manager) else None
         self._aside: list[IdleSequences] = []  # those taken out of the queue until `admit` ends
         self._max_overtakes = max_overtakes
         self._behind: IdleSequences | None = None  # the first swapped-out sequences, in `admit`
@@ -96,89 +101,99 @@ class Admission:
         builder, rows = self._builder, self._rows
         if rows.decodes + len(builder.counts) < rows.count:
             return  # a running prompt got no tokens: admit no new one
-        while self._waiting and builder.left > 0:
+        while self._waiting and (left := builder.left) > 0:
             if builder.ends and builder.ends[-1] < rows.fields[LENGTH, rows.count - 1]:
                 break  # its chunk has ended early; rows are ordered by which finishes first
-            batch, siblings = self._pick()
+            batch, siblings = self._pick(left)
             if not batch:
                 break
-            self._start(batch, siblings)
+            self._start(batch, siblings, min(left, batch[-1].state.chunk))
         # Each becomes the head.
         for idle in reversed(self._aside):
             self._waiting.push(idle)
         self._aside.clear()
         self._passed.clear()
 
-    def _pick(self) -> tuple[list[IdleSequences], tuple[int, int] | None]:
+    def _pick(self, left: int) -> tuple[list[IdleSequences], tuple[int, int] | None]:
         """Take the first waiting sequences that fit and can be admitted by one manager call.
+
+        Args:
+            left: number of tokens that this step may still compute.
 
         Returns:
             The sequences; and, if one shares blocks with a running sequence of its request, that sequence's handle and
             the number of tokens to share.
         """
-        left = self._builder.left
+        rows, behind, has_store = self._rows, self._behind, self._has_store
         batch: list[IdleSequences] = []
-        tokens, taken = 0, self._bytes_owed()
-        room = self._room(taken)
-        while (head := self._head()) is not None and self._may_start(head):
-            state, length = head.state, len(head.tokens[0])
-            if batch and (tokens + length > left or state.admitted != batch[0].state.admitted):
+        next_head = self._head if self.ahead.loading else self._waiting.head
+        head, tokens, taken = next_head(), 0, self._bytes_owed()
+        room = self._room(taken, head)
+        last: RequestState | None = None
+        share: tuple[int, int] | None = None
+        while head is not None:
+            ahead = self._passed if behind is None else self._ahead_of(head)
+            if ahead and not self._may_start(head):
                 break
-            share: tuple[int, int] | None = None
-            if state.seats or (batch and batch[-1].state is state):
-                # A recompute: it shares blocks with the request's other sequences once they are computed.
-                if batch or self._rows.find(state.seats)[-1] >= self._rows.decodes:
-                    break
-                share = None if self._prefix_caching else self._shared_with(state, head.tokens[0])
-            has_asked = self.ahead.may_start(head) or self._is_idle(batch)
+            state, length = head.state, len(head.tokens[0])
+            if last is not None and (tokens + length > left or state.admitted != last.admitted):
+                break
+            # A recompute: it shares blocks with the request's other sequences once they are computed.
+            if (state.seats or state is last) and (batch or rows.find(state.seats)[-1] >= rows.decodes):
+                break
+            share = self._shared_with(state, head.tokens[0]) if state.seats and not self._prefix_caching else None
+            has_asked = not has_store or self.ahead.may_start(head) or self._is_idle(batch)
             need = self._fit(head, share, taken, room) if has_asked else None
             if need is None:
-                ended = has_asked and self._end_lease_behind(head, taken, room)
-                if not ended and (batch or not self._pass_over(head)):
-                    break
-                room = self._room(taken)
+                if not (has_asked and self._end_lease_behind(head, taken, room)):
+                    head = None if batch or not self._pass_over(head) else next_head()
+                room = self._room(taken, head)
                 continue
             is_cut = state.chunk < length
             if batch and is_cut:
                 break
-            for idle in self._ahead_of(head):
+            for idle in ahead:
                 idle.overtaken += 1
             self._waiting.pop()
-            self._rows.seats_left -= 1 + head.forks
+            rows.seats_left -= 1 + head.forks
             batch.append(head)
             tokens += length
             taken += need
-            # The bytes of several prompts may be there, but not their blocks of each class.
-            alone = is_cut or self.needs.keeps_states or self.needs.has_classes
-            if share is not None or tokens >= left or alone:
-                return batch, share
-        return batch, None
+            if share is not None or tokens >= left or is_cut or self._one_by_one:
+                break
+            last, head = state, next_head()
+        return batch, share
 
     def _fit(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int | None:
         """Return the bytes that sequences take beside `taken` others, or None if they do not fit."""
         if 1 + head.forks > self._rows.seats_left:
             return None
         need = self._need(head, share, taken, room)
-        return need if taken + need <= room and self._fits_in_step(head) else None
+        return need if taken + need <= room and (self.needs.is_full or not self._lacks_in_step(head)) else None
 
-    def _fits_in_step(self, head: IdleSequences) -> bool:
-        """Whether a prompt that fits also does if this step computes less of it: it may then make other points."""
+    def _lacks_in_step(self, head: IdleSequences) -> int:
+        """Return the bytes that a prompt that fits lacks because this step computes less of it, and so other points."""
         chunk = min(self._builder.left, len(head.tokens[0]))
-        if self.needs.is_full or chunk >= min(head.state.chunk, len(head.tokens[0])):
-            return True
+        if chunk >= min(head.state.chunk, len(head.tokens[0])):
+            return 0
         prompt = self._hashed(head) if self._prefix_caching else len(head.tokens[0])
-        return bool(self._manager.can_allocate(prompt, chunk_tokens=chunk))
+        fit = self._manager.can_allocate(prompt, chunk_tokens=chunk)
+        return 0 if fit else max(1, fit.bytes - fit.free_bytes)  # of a page class, or of all
 
     def _need(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int:
-        """Return the bytes that a prompt takes. Sets its chunk: as long as the device could hold if it were empty."""
-        needs, state, length = self.needs, head.state, len(head.tokens[0])
+        """Return the bytes that a prompt takes. Sets its chunk: as long as the device could hold if it were empty.
+
+        With full attention alone, chunks make no difference.
+        """
+        needs = self.needs
         shared = needs.shared(share[1]) if share else 0
-        state.chunk = needs.max_chunk
         if needs.is_full:
-            need = needs.all(length) - shared
-            is_enough = taken + need <= room or not self._prefix_caching
-            return need if is_enough else self._bytes_with_hits(head, room)
-        most = needs.usable()
+            need = needs.all(len(head.tokens[0])) - shared
+            if taken + need <= room or not self._prefix_caching:
+                return need
+            return self._bytes_with_hits(head, room)
+        state, length, most = head.state, len(head.tokens[0]), needs.usable()
+        state.chunk = needs.max_chunk
         while (need := self._bytes_with_hits(head, room)) > most and state.chunk > 1:
             state.chunk = -(-min(state.chunk, length) // 2)
         return need if needs.has_classes else need - shared  # else a class may lack blocks although there are bytes
@@ -191,8 +206,10 @@ class Admission:
         """End the lease of the last sequences behind `head`, if `head` lacks only blocks that leases hold."""
         if not self.ahead.has_leases or 1 + head.forks > self._rows.seats_left:
             return False
-        need = self._bytes_with_hits(head, room)
-        return self.ahead.give_up_last(place_of(head), -(-(taken + need - room) // self._block_bytes))
+        lacking = taken + self._bytes_with_hits(head, room) - room
+        if lacking <= 0:
+            lacking = self._lacks_in_step(head)
+        return self.ahead.give_up_last(place_of(head), -(-lacking // self._block_bytes))
 
     def _may_start(self, head: IdleSequences) -> bool:
         """Whether `head` may overtake those ahead of it that have not started."""
@@ -249,12 +266,11 @@ class Admission:
         lengths = rows.fields[LENGTH, rows.decodes : rows.count].tolist()
         return sum(map(self.needs.rest, lengths, builder.ends))
 
-    def _room(self, owed: int) -> int:
+    def _room(self, owed: int, head: IdleSequences | None) -> int:
         """Bytes for new prompts, except those that loads will take for prompts ahead of the head.
 
         If the head needs more than are free, those held only by writes to a store count.
         """
-        head = self._head()
         if head is None:
             return 0
         return self._free(owed, head) - self.ahead.promised_bytes(self._aside)
@@ -304,57 +320,66 @@ class Admission:
                     return False
         return True
 
-    def _start(self, batch: list[IdleSequences], share: tuple[int, int] | None) -> None:
-        """Admit sequences; only the last may get fewer than all of its tokens in this step."""
+    def _start(self, batch: list[IdleSequences], share: tuple[int, int] | None, left: int) -> None:
+        """Admit sequences with `left` tokens; only the last may get fewer than all of its tokens in this step."""
         manager, builder, rows = self._manager, self._builder, self._rows
-        left = min(builder.left, batch[-1].state.chunk)
-        prompts = [idle.tokens[0] for idle in batch]
-        begun = [0] * len(batch)
         if share is not None:
-            parent, begun[0] = share
-            count = min(len(prompts[0]), begun[0] + left)
-            forked = manager.fork(parent, shared_tokens=begun[0], num_tokens=count)
-            handles = np.array([int(forked)], np.uint64)
+            parent, shared = share
+            count = min(len(batch[0].tokens[0]), shared + left)
+            handles, begun = [int(manager.fork(parent, shared_tokens=shared, num_tokens=count))], [shared]
         elif self._prefix_caching:
             handles, begun = self._allocate(batch, left)
         else:
-            counts = [min(len(tokens), left) for tokens in prompts]
-            handles = manager.allocate(counts=counts)
-        for idle in batch:
-            self.ahead.end(idle)  # the sequences have the blocks now
-        states = [idle.state for idle in batch]
-        most = max([state.request.max_tokens for state in states])
-        rows.make_room(max([state.limit for state in states]), max(map(len, prompts)), most)
-        each = zip(batch, prompts, handles.tolist(), begun, strict=True)
-        first = rows.count
-        rows.append([(p.state, p.indices[0], tokens, handle, done, p.forks) for p, tokens, handle, done in each])
+            counts = [min(len(idle.tokens[0]), left) for idle in batch]
+            handles, begun = manager.allocate(counts=counts).tolist(), [0] * len(batch)
+        seated: list[Seated] = []
+        chunks: list[NDArray[np.uint32]] = []
+        for idle, handle, done in zip(batch, handles, begun, strict=True):
+            state, tokens = idle.state, idle.tokens[0]
+            if self._has_store:
+                self.ahead.end(idle)  # the sequence has the blocks now
+            if state.limit > rows.covered or state.request.max_tokens > rows.longest:
+                rows.make_room(state.limit, len(tokens), state.request.max_tokens)
+            seated.append((state, idle.indices[0], tokens, handle, done, idle.forks))
+            chunks.append(tokens[done:] if done else tokens)
+        first, at, before = rows.count, builder.tokens, len(builder.counts)
+        rows.append(seated)
         rows.read_tables(slice(first, rows.count))
-        at, chunks = builder.tokens, len(builder.counts)
         if not self.needs.is_full:
-            prompts[-1] = prompts[-1][: manager.num_tokens(int(handles[-1]))]
-        builder.add_chunks([ids[start:] if start else ids for ids, start in zip(prompts, begun, strict=True)], begun)
+            chunks[-1] = tokens[done : manager.num_tokens(handle)]
+        builder.add_chunks(chunks, begun)
+        opened = rows.handles[first : rows.count]
         for group, slots in enumerate(builder.slots[:, at : builder.tokens]):
-            manager.slot_mapping(handles, builder.starts[chunks:], builder.ends[chunks:], out=slots, group=group)
+            manager.slot_mapping(opened, builder.starts[before:], builder.ends[before:], out=slots, group=group)
 
-    def _allocate(self, batch: list[IdleSequences], left: int) -> tuple[NDArray[np.uint64], list[int]]:
+    def _allocate(self, batch: list[IdleSequences], left: int) -> tuple[list[int], list[int]]:
         """Open sequences with the cached part of their prompts. Returns their handles and cached token counts."""
-        # A hashed prompt includes its salt, adapter and extras.
-        states = [idle.state if idle.hashed is None else None for idle in batch]
-        found = self._manager.allocate(
-            *[idle.tokens[0] if idle.hashed is None else idle.hashed for idle in batch],
-            salt=[state.request.salt if state else None for state in states],
-            lora_id=[state.request.lora_id if state else 0 for state in states],
-            extras=[state.extras if state else () for state in states],
-            chunk_tokens=left,
-            preempted=batch[0].state.admitted,
-        )
-        sequences = found if isinstance(found, tuple) else (found,)
-        begun = [sequence.cached_tokens for sequence in sequences]
-        if not batch[0].state.admitted:
-            self._stats.cached_tokens += sum(begun)
+        prompts: list[NDArray[np.uint32] | HashedPrompt] = []
+        keys: dict[str, Any] = {}
         for idle in batch:
+            prompts.append(idle.hashed or idle.tokens[0])
+            if idle.state.is_keyed and not keys:
+                keys = _keys(batch)
+        admitted = batch[0].state.admitted
+        found = self._manager.allocate(*prompts, **keys, chunk_tokens=left, preempted=admitted)
+        handles, begun = [], []
+        for idle, sequence in zip(batch, found if isinstance(found, tuple) else (found,), strict=True):
             idle.state.admitted = True
-        return np.array([int(sequence) for sequence in sequences], np.uint64), begun
+            handles.append(int(sequence))
+            begun.append(sequence.cached_tokens)
+        if not admitted:
+            self._stats.cached_tokens += sum(begun)
+        return handles, begun
+
+
+def _keys(batch: list[IdleSequences]) -> dict[str, Any]:
+    """Return what sets the keys of prompts apart. A hashed prompt includes it."""
+    states = [idle.state if idle.hashed is None else None for idle in batch]
+    return {
+        "salt": [state.request.salt if state else None for state in states],
+        "lora_id": [state.request.lora_id if state else 0 for state in states],
+        "extras": [state.extras if state else () for state in states],
+    }
 
 
 class Precedence:
@@ -438,8 +463,9 @@ class Precedence:
 
     def start_idle(self) -> None:
         """Bring swapped sequences back and admit waiting ones, by priority; within one, swapped sequences go first."""
-        swapped = self._swapping.swapped
+        swapped, behind = self._swapping.swapped, None
         if swapped:
             first = self._admission.first()
             self._swapping.resume(inf if first is None else first.rank[0])
-        self._admission.admit(behind=swapped.head())
+            behind = swapped.head()
+        self._admission.admit(behind=behind)

@@ -5,12 +5,17 @@ a queue do not evict each other's blocks. The leases hold at most half of the bl
 prompt may take all of them, as it does when it starts. Leases never stop what runs: the last prompt's is ended before a
 running sequence is preempted, or an earlier prompt waits. Such a prompt asks the store again before it starts.
 
+`Retained` has the leases of requests that have ended: until a deadline, their blocks are evicted last. They yield to
+all else, the lease whose time ends first before the others.
+
 `RoomAhead` has device blocks emptied for prompts that start soon, while the steps before compute.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
+from math import inf
 from typing import Final, Literal
 
 import numpy as np
@@ -19,10 +24,11 @@ from blockyard._core import BlockManager, HashedPrompt
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler.loop import Change
 from blockyard.scheduler.ranked_queue import RankedQueue
-from blockyard.scheduler.request import Fetch, IdleSequences, SequenceStatus
+from blockyard.scheduler.request import Fetch, IdleSequences, RequestState, SequenceStatus
 from blockyard.scheduler.rows import LENGTH, LIMIT, SequenceRows
+from blockyard.scheduler.step import SchedulerStats
 
-__all__ = ["LOOKED_AT", "LoadingAhead", "RoomAhead", "place_of"]
+__all__ = ["LOOKED_AT", "LoadingAhead", "Retained", "RoomAhead", "keeps_copies", "place_of"]
 
 Share = Literal["half", "free", "any"]
 
@@ -30,6 +36,57 @@ LOOKED_AT: Final = 8
 """How many sequences behind those with a lease are looked at first, and may load ahead beyond those that can run."""
 _SOON: Final = 1
 """A prompt starts soon if a sequence reaches its limit within as many tokens. Steps that only decode are short."""
+
+
+class Retained:
+    """The leases of ended requests.
+
+    Args:
+        manager: the scheduler's manager.
+        stats: counts what became of them.
+    """
+
+    def __init__(self, manager: BlockManager, stats: SchedulerStats) -> None:
+        self._prefix, self._jobs, self._stats = manager.prefix, manager.prefix.store_jobs, stats
+        self._order: list[tuple[float, int]] = []  # deadlines and leases, a heap
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def add(self, state: RequestState, now: float) -> None:
+        """Lease the blocks of a request's sequences, which were freed, as far as half of the unused blocks suffice."""
+        request = state.request
+        for generated in map(state.generated, range(request.n)):
+            tokens = np.concatenate([state.prompt, generated])
+            hashed = self._prefix.hash(tokens, salt=request.salt, lora_id=request.lora_id, extras=state.extras)
+            lease = self._jobs.lease(hashed, share="half")
+            if lease is None:
+                self._stats.retain_refused += 1
+                continue
+            self._jobs.settle_lease(lease, hashed)
+            heapq.heappush(self._order, (now + request.retain, lease))
+            self._stats.retained += 1
+
+    def expire(self, now: float) -> None:
+        """End the leases whose time is over."""
+        while self._order and self._order[0][0] <= now:
+            self._end_first()
+
+    def give_up(self) -> bool:
+        """End the lease whose time ends first. Returns whether there was one."""
+        if not self._order:
+            return False
+        self._end_first()
+        self._stats.retain_given_up += 1
+        return True
+
+    def clear(self) -> None:
+        """End all leases, after the manager has ended some."""
+        self.expire(inf)
+
+    def _end_first(self) -> None:
+        self._jobs.end_lease(self._order[0][1])
+        heapq.heappop(self._order)
 
 
 class LoadingAhead:
@@ -41,6 +98,7 @@ class LoadingAhead:
         hashed: returns a prompt with its keys.
         prefetch: starts loading the beginning of a prompt from a prefix store; None without a store.
         change: of the scheduler.
+        retained: what ended requests have left, which goes first.
         most: maximum number of sequences to load ahead.
         in_order: whether a sequence that does not fit stops those behind it.
 
@@ -55,6 +113,7 @@ class LoadingAhead:
         hashed: Callable[[IdleSequences], HashedPrompt],
         prefetch: Callable[[HashedPrompt], Fetch] | None,
         change: Change,
+        retained: Retained,
         *,
         most: int,
         in_order: bool,
@@ -63,7 +122,7 @@ class LoadingAhead:
         self._jobs = manager.prefix.store_jobs
         self._pools = (manager.pool("device"), manager.pool("host"))
         self._waiting, self._hashed, self._prefetch, self._change = waiting, hashed, prefetch, change
-        self._most, self._in_order = most, in_order
+        self._most, self._in_order, self._retained = most, in_order, retained
         self._leased: list[IdleSequences] = []  # those with a lease, in the order of the queue
         self._refused: tuple[IdleSequences, Share, list[int]] | None = None  # and the free blocks of each tier then
 
@@ -81,8 +140,9 @@ class LoadingAhead:
         for idle in [idle for idle in self.loading if idle.status is not waiting or not idle.is_loading()]:
             self._settle(idle)
         self._leased = [idle for idle in self._leased if idle.lease is not None]
-        if self._jobs.num_leases != len(self._leased):
+        if self._jobs.num_leases != len(self._leased) + len(self._retained):
             self._end_from(0)  # a reset or a smaller device has ended them
+            self._retained.clear()
         count, at = len(self._leased) + LOOKED_AT, 0
         goes_on = True
         while goes_on and at < self._most:
@@ -119,6 +179,8 @@ class LoadingAhead:
         hashed = self._hashed(idle)
         self._change.begun = True
         idle.lease = self._jobs.lease(hashed, share=share)
+        while idle.lease is None and self._retained.give_up():
+            idle.lease = self._jobs.lease(hashed, share=share)
         if idle.lease is not None:
             self._leased.append(idle)
         self._refused = (idle, share, free) if idle.lease is None else None
@@ -148,11 +210,13 @@ class LoadingAhead:
 
     @property
     def has_leases(self) -> bool:
-        """Whether any sequences have a lease."""
-        return bool(self._leased)
+        """Whether any sequences have a lease, or ended ones."""
+        return bool(self._leased or self._retained)
 
     def give_up_last(self, place: tuple[float, ...] = (), lacking: int = 0) -> bool:
-        """End the lease of the last sequences, if they are behind a place in the queue and it helps.
+        """End the lease of an ended request; else of the last sequences, if they are behind a place in the queue.
+
+        Without enough leased blocks, none ends.
 
         Args:
             place: of sequences, see `place_of`, or a beginning of it: of all that have it.
@@ -161,9 +225,13 @@ class LoadingAhead:
         Returns:
             Whether a lease has ended.
         """
+        if lacking > self._jobs.num_leased:
+            return False
+        if self._retained.give_up():
+            return True
         while self._leased and self._leased[-1].lease is None:
             self._leased.pop()
-        if not self._leased or place_of(self._leased[-1]) <= place or lacking > self._jobs.num_leased:
+        if not self._leased or place_of(self._leased[-1]) <= place:
             return False
         self.end(self._leased.pop())
         return True
@@ -206,12 +274,11 @@ class RoomAhead:
     ) -> None:
         self._manager, self._rows, self._waiting, self._hashed = manager, rows, waiting, hashed
         self._max_tokens = max_tokens
-        self._is_on = _keeps_copies(manager)
 
     def expect(self) -> None:
         """Announce the blocks that prompts will take in the next steps."""
         rows = self._rows
-        if not (self._is_on and self._waiting):
+        if not self._waiting:
             return
         left = rows.fields[LIMIT, : rows.count] - rows.fields[LENGTH, : rows.count]
         seats = rows.seats_left + int(np.count_nonzero(left <= _SOON))
@@ -233,7 +300,7 @@ class RoomAhead:
         return idle.blocks
 
 
-def _keeps_copies(manager: BlockManager) -> bool:
+def keeps_copies(manager: BlockManager) -> bool:
     """Whether prompts find copies on the host."""
     try:
         manager.prefix.expect(0)

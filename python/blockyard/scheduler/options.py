@@ -82,7 +82,8 @@ class DefragPolicy:
         goals: most important first. `("free_tail", 0)` keeps the tail that a shrinking pool gives back free of blocks,
             `("dense", n)` packs all blocks as low as possible; see `manager.defrag.run`. Over an `Arena`, only
             `("extents", n)`: while the first waiting prompt lacks blocks of a page class although there are enough
-            bytes, extents of other classes are emptied for it, and `n` more.
+            bytes, extents of other classes are emptied for it, and `n` more; while the arena shrinks, blocks leave the
+            extents beyond its end.
         max_moves: maximum number of blocks to move per step, at least one.
         max_bytes: maximum number of bytes to write per step; None for no limit.
         block_bytes: bytes of a block over all layers; required with `max_bytes`, but for `"extents"`.
@@ -182,19 +183,23 @@ class BlockNeeds:
         self._pools = [manager.pool("device", number) for number in range(manager.num_page_classes)]
         self.has_classes = len(self._pools) > 1
         strides = {pool.block_bytes: pool.block_stride or pool.block_bytes for pool in self._pools}
+        first = self._pools[0]
+        self._first, self._first_bytes = first, first.block_stride or first.block_bytes
         self.sizes = [(group.block_tokens or self._size, strides[group.block_bytes or 1]) for group in self.groups]
+        self._only = self.sizes[0] if len(self.sizes) == 1 else None  # as in most managers
         each = zip(self.groups, self.sizes, strict=True)
         self._kept = [size for group, size in each if group.kind == "full_attention"]
         kinds = {group.kind for group in self.groups}
         self.is_full = kinds == {"full_attention"}
         self._has_nulls = not kinds <= {"full_attention", "drafter"}
+        self._nulls = self._has_nulls * (first.per_extent or 1)
         self.has_states = "recurrent" in kinds
         self.keeps_states = self.has_states and manager.prefix.enabled
 
     def all(self, tokens: int) -> int:
         """Bytes of the first `tokens` tokens in all groups, if none gave any back."""
-        if len(self.sizes) == 1:  # as in most managers, and asked for each waiting request
-            ((size, num_bytes),) = self.sizes
+        if self._only is not None:
+            size, num_bytes = self._only
             return -(-tokens // size) * num_bytes
         return sum(-(-tokens // size) * num_bytes for size, num_bytes in self.sizes)
 
@@ -216,8 +221,7 @@ class BlockNeeds:
         if not self.has_classes:
             return False
         if state.left > 1:
-            first = self._pools[0]
-            parts = len(self._pools) * (first.per_extent or 1) * (first.block_stride or 1)
+            parts = len(self._pools) * (self._first.per_extent or 1) * (self._first.block_stride or 1)
             return self.to_end(state) + parts > self.usable()
         # With their ids, prompts keep states at resume points.
         given = state.prompt if self._manager.prefix.enabled else len(state.prompt)
@@ -235,19 +239,16 @@ class BlockNeeds:
         They share the prompt's full blocks in groups with full attention; each keeps its own windows and states. A
         prompt that needs more because a step computes much of it is computed in smaller chunks.
         """
-        shared = self.shared(len(state.prompt) - 1)
-        return shared + state.left * (self.peak(state.limit, 1) - shared)
+        peak, count = self.peak(state.limit, 1), state.left
+        return peak if count == 1 else count * peak - (count - 1) * self.shared(len(state.prompt) - 1)
 
     def total(self) -> int:
         """Bytes of all device blocks."""
-        first = self._pools[0]
-        return first.num_blocks * (first.block_stride or first.block_bytes)
+        return self._first.num_blocks * self._first_bytes
 
     def usable(self) -> int:
         """Bytes of device blocks that sequences may use: all but null blocks, or their extent, and the watermark."""
-        first = self._pools[0]
-        kept = first.reserved + self._has_nulls * (first.per_extent or 1)
-        return (first.num_blocks - kept) * (first.block_stride or first.block_bytes)
+        return (self._first.num_blocks - self._first.reserved - self._nulls) * self._first_bytes
 
     def free(self, owed: int) -> int:
         """Bytes that are available to new sequences once others take those that they are owed.
@@ -431,10 +432,10 @@ def lookahead_of_step(wanted: int | None, maximum: int) -> int:
 
 def lack_of_room(needs: BlockNeeds, state: RequestState) -> OutOfBlocksError | None:
     """Return why a request could never finish, as an error to raise; None if it can."""
-    wanted, total, room = needs.to_end(state), needs.total(), needs.usable()
+    wanted, room = needs.to_end(state), needs.usable()
     if wanted <= room and not needs.lacks_blocks(state):
         return None
-    first, request = needs.sizes[0][1], state.request.request_id
+    total, first, request = needs.total(), needs.sizes[0][1], state.request.request_id
     if needs.has_classes:
         message = f"request {request!r} needs up to {wanted} bytes of device blocks, there are {room} for it"
         return OutOfBlocksError(message, "device", wanted, room, total)

@@ -37,6 +37,9 @@ class RankedQueue:
         self._entries += 1
         self._live += 1
         entry = (idle.rank, idle.indices[0], self._entries, idle)
+        if not self._sorted or self._sorted[-1] < entry:
+            self._sorted.append(entry)
+            return
         place = bisect(self._sorted, entry, self._begin)
         if place > self._begin or not place:
             self._sorted.insert(place, entry)
@@ -69,21 +72,17 @@ class RankedQueue:
         """Remove the sequences that `head` returned."""
         idle = self._sorted[self._begin][3]
         self._begin += 1
-        self._sweep()
         self._take(idle)
         return idle
 
     def discard(self, idle: IdleSequences) -> None:
         """Remove sequences from the middle in constant time, except for a sweep once half of the list is dead."""
         self._take(idle)
-        self._sweep()
-
-    def _sweep(self) -> None:
-        if len(self._sorted) > MIN_SWEPT and self._live * 2 < len(self._sorted):
-            self._sorted = [entry for entry in self._sorted[self._begin :] if entry[3].status is self._status]
-            self._begin = 0
 
     def _take(self, idle: IdleSequences) -> None:
         idle.status = SequenceStatus.RUNNING
         idle.state.idle.remove(idle)
         self._live -= 1
+        if len(self._sorted) > MIN_SWEPT and self._live * 2 < len(self._sorted):
+            self._sorted = [entry for entry in self._sorted[self._begin :] if entry[3].status is self._status]
+            self._begin = 0

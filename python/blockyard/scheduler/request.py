@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from enum import Enum
+from itertools import repeat
 from math import isnan
-from operator import index
+from operator import index, is_
 from typing import Final, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import HashedPrompt
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
-from blockyard.layout.sizes import as_int
+from blockyard.layout.sizes import as_float, as_int
 
 __all__ = ["Fetch", "Finished", "IdleSequences", "Rank", "Request", "RequestState", "SequenceStatus"]
 
@@ -30,7 +31,9 @@ LORA_IDS = 1 << 64
 LONGEST = (1 << 32) - 1
 """Maximum number of tokens of a sequence in a manager."""
 STOP_TOKEN_LIMIT = 1 << 24
+MAX_RETAIN = 86_400.0
 NO_TOKENS: NDArray[np.uint32] = np.zeros(0, np.uint32)
+NO_HANDLES: NDArray[np.uint64] = np.zeros(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,8 @@ class Request:
             after it. Requests share a block only if the extras of its tokens and of all before them are equal.
         hint: what you know of the conversation when the request ends: `"over"`, `"tool_call"` or `"turn"`, see
             `BlockManager.free`; None if you do not know.
+        retain: seconds for which the blocks of its sequences are evicted after all other cached blocks once they end.
+            They make room for whatever needs it. Needs prefix caching.
 
     Example:
         >>> from blockyard import Request
@@ -70,6 +75,7 @@ class Request:
     lora_id: int = 0
     extras: Sequence[tuple[int, int, bytes]] = ()
     hint: Literal["over", "tool_call", "turn"] | None = None
+    retain: float = 0.0
 
     def __post_init__(self) -> None:
         """Turn NumPy's integers into ints, whose sums do not overflow. `Scheduler.add` refuses all other values."""
@@ -112,12 +118,13 @@ class RequestState:
     Attributes:
         prompt: token ids, uint32 `[tokens]`.
         rank: its position in every queue.
-        chunk: maximum tokens of its prompt that a step computes; set at admission.
+        chunk: maximum tokens of its prompt that a step computes; set at admission if it makes a difference.
         admitted: whether its prompt was looked up in the prefix cache before; hits of a preempted request do not count.
         alive: False once it is aborted, refused or done.
         lost: its sequences lost bytes and must start again.
         limit: maximum length of each sequence in tokens, prompt included.
         extras: a copy of the request's.
+        is_keyed: whether it has a salt, an adapter or extras.
         stops: tokens that end a sequence.
         places: for each unfinished sequence its seat, or all of its tokens if it has no seat. A sequence changes its
             place in one assignment, after the tokens are there, so an exception at any line loses no token.
@@ -136,6 +143,7 @@ class RequestState:
         "error",
         "extras",
         "idle",
+        "is_keyed",
         "limit",
         "lost",
         "outputs",
@@ -163,6 +171,7 @@ class RequestState:
                 f"{request.max_tokens}, must be at most {LONGEST} together"
             )
         self.extras = _extras(request, self.limit)
+        self.is_keyed = request.salt is not None or request.lora_id != 0 or len(self.extras) > 0
         self.stops = _stops(request)
         self.places: list[int | NDArray[np.uint32]] = [self.prompt] * request.n
         self.outputs: list[NDArray[np.uint32] | None] = [None] * request.n
@@ -174,13 +183,13 @@ class RequestState:
     @property
     def left(self) -> int:
         """Number of sequences that have not ended."""
-        return sum(tokens is None for tokens in self.outputs)
+        return sum(map(is_, self.outputs, repeat(None)))
 
     def generated(self, index: int) -> NDArray[np.uint32]:
         """Return the generated tokens of a sequence that has ended or has no seat."""
-        output, place = self.outputs[index], self.places[index]
-        if output is not None:
+        if (output := self.outputs[index]) is not None:
             return output
+        place = self.places[index]
         return NO_TOKENS if isinstance(place, int) else place[len(self.prompt) :]
 
     def restart(self) -> list[IdleSequences]:
@@ -280,7 +289,7 @@ class IdleSequences:
         self.state = state
         self.indices = indices
         self.tokens = tokens
-        self.handles = np.zeros(0, np.uint64) if handles is None else handles
+        self.handles = NO_HANDLES if handles is None else handles
         self.forks = forks
         self.blocks: int | None = None
         self.hashed: HashedPrompt | None = None
@@ -300,16 +309,25 @@ class IdleSequences:
 def _check_fields(request: Request, max_num_seqs: int) -> None:
     """Raise now what would raise in the middle of every later step."""
     for name in ("max_tokens", "n", "lora_id"):
-        as_int(f"request {request.request_id!r}: {name}", getattr(request, name))
+        if type(value := getattr(request, name)) is not int:
+            as_int(f"request {request.request_id!r}: {name}", value)
     if not 0 <= request.lora_id < LORA_IDS:
         raise InvalidArgumentError(
             f"request {request.request_id!r} has lora_id {request.lora_id}, must be 0 to {LORA_IDS - 1}"
         )
-    if not isinstance(request.salt, bytes | bytearray | None):
+    if request.salt is not None and not isinstance(request.salt, bytes | bytearray):
         raise InvalidArgumentError(f"request {request.request_id!r} has salt {request.salt!r}, must be bytes or None")
     if request.hint is not None and not (isinstance(request.hint, str) and request.hint in HINTS):
         raise InvalidArgumentError(
             f"request {request.request_id!r} has hint {request.hint!r:.60}, must be None or one of {', '.join(HINTS)}"
+        )
+    if not 0 <= as_float(f"request {request.request_id!r}: retain", request.retain) <= MAX_RETAIN:
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} has retain {request.retain}, must be seconds from 0 to {MAX_RETAIN:g}"
+        )
+    if request.retain and request.hint == "over":
+        raise InvalidArgumentError(
+            f"request {request.request_id!r} has retain {request.retain} and hint 'over', must have one of them"
         )
     if request.n > max_num_seqs:
         raise InvalidArgumentError(
@@ -319,6 +337,8 @@ def _check_fields(request: Request, max_num_seqs: int) -> None:
 
 def _extras(request: Request, limit: int) -> tuple[tuple[int, int, bytes], ...]:
     """Check and copy a request's extras."""
+    if isinstance(request.extras, tuple) and not request.extras:
+        return ()
     if not isinstance(request.extras, list | tuple):
         raise InvalidArgumentError(
             f"request {request.request_id!r} has extras {request.extras!r:.100}, must be a list of "
@@ -386,7 +406,7 @@ def _token_ids(request: Request) -> NDArray[np.uint32]:
             f"the prompt of request {request.request_id!r} is {tokens.dtype} {list(tokens.shape)}, "
             f"must be integers [tokens]"
         )
-    if tokens.min() < 0 or tokens.max() >= NO_TOKEN:
+    if (tokens.dtype.kind == "i" and tokens.min() < 0) or tokens.max() >= NO_TOKEN:
         raise InvalidArgumentError(
             f"the prompt of request {request.request_id!r} has token ids from {tokens.min()} to {tokens.max()}, "
             f"must be from 0 to {NO_TOKEN - 1}"

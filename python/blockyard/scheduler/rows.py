@@ -74,6 +74,8 @@ class SequenceRows:
         tokens: generated tokens by seat, uint32 `[capacity, seat_length]`, padded with `NO_TOKEN`; of a sequence that
             may get more, only its last ones.
         flat: `tokens` as `[capacity * seat_length]`.
+        longest: seat length so far.
+        covered: maximum length of a sequence that fits the block tables.
         owners: owner of each seat.
         forks: for each seat, the number of sequences that will fork off its prompt.
         seats_left: seats neither in use nor reserved for forks of a prompt or for returning sequences.
@@ -93,16 +95,23 @@ class SequenceRows:
         self.handles = self.fields[HANDLE].view(np.uint64)
         self._arrivals = self.fields[ARRIVAL].view(np.float64)
         self.last = np.zeros(capacity, np.uint32)
-        self.block_tables = np.zeros((len(groups), capacity, 0), np.int32)
-        self.flat_tables = self.block_tables[0]
-        self.tokens = np.zeros((capacity, 0), np.uint32)
-        self.flat = self.tokens.reshape(-1)
+        self._use_tables(np.zeros((len(groups), capacity, 0), np.int32))
+        self._use_tokens(np.zeros((capacity, 0), np.uint32))
         self.owners: list[Owner | None] = [None] * capacity
         self.forks: dict[int, int] = {}
         self.seats_left = capacity
         self.count = 0
         self.decodes = 0
         self._free_seats = list(range(capacity))[::-1]
+
+    def _use_tables(self, tables: NDArray[np.int32]) -> None:
+        groups, capacity, width = tables.shape
+        self.block_tables, self.flat_tables = tables, tables.reshape(groups * capacity, width)
+        self._tables = list(tables)
+        self.covered = width * self._entry_tokens
+
+    def _use_tokens(self, tokens: NDArray[np.uint32]) -> None:
+        self.tokens, self.flat, self.longest = tokens, tokens.reshape(-1), tokens.shape[1]
 
     def make_room(self, limit: int, length: int, generated: int) -> None:
         """Grow the arrays for sequences of `length` tokens that may reach `limit`, at most `generated` of them new."""
@@ -114,7 +123,7 @@ class SequenceRows:
             longest = (-(-longest // CACHE_LINE) | 1) * CACHE_LINE
             tokens = np.full((capacity, longest), NO_TOKEN, np.uint32)
             tokens[:, :had] = self.tokens
-            self.tokens, self.flat = tokens, tokens.reshape(-1)
+            self._use_tokens(tokens)
             self.fields[BASE] += self.fields[SEAT] * (longest - had)
         self._widen(min(limit, length + self._seat_length))
 
@@ -125,18 +134,21 @@ class SequenceRows:
             wider = max(blocks, 2 * width, FIRST_LENGTH // self._entry_tokens)
             tables = np.zeros((groups, capacity, wider), np.int32)
             tables[..., :width] = self.block_tables
-            self.block_tables, self.flat_tables = tables, tables.reshape(-1, wider)
+            self._use_tables(tables)
 
     def read_tables(self, rows: slice) -> None:
         """Take the block tables of rows from the manager."""
-        for group, tables in enumerate(self.block_tables):
-            self._manager.block_tables(self.handles[rows], out=tables[rows], group=group)
+        handles = self.handles[rows]
+        for group, tables in enumerate(self._tables):
+            self._manager.block_tables(handles, out=tables[rows], group=group)
 
-    def make_way(self) -> None:
-        """Make room for the tokens of one more step."""
+    def make_way(self, steps: int = 1) -> int:
+        """Make room for the tokens of more steps, one or more; return how many of them have it."""
         if self._steps_left < 1:
             self._make_way()
-        self._steps_left -= 1
+        steps = min(steps, self._steps_left)
+        self._steps_left -= steps
+        return steps
 
     def _make_way(self) -> None:
         rows, most = slice(self.count), self._step_tokens
@@ -146,7 +158,7 @@ class SequenceRows:
         for row in np.flatnonzero(ends - base - length < most).tolist():
             self._change_halves(row)
         self._steps_left = int((self._ends[self.fields[SEAT, rows]] - base - length).min(initial=NO_END)) // most
-        covered = self.block_tables.shape[2] * self._entry_tokens
+        covered = self.covered
         self._steps_left = min(self._steps_left, int((covered - length)[limit > covered].min(initial=NO_END)) // most)
 
     def _change_halves(self, row: int) -> None:
@@ -279,20 +291,21 @@ class SequenceRows:
     def _move(self, to: NDArray[np.int64] | slice, rows: NDArray[np.int64]) -> None:
         self.fields[:, to] = self.fields.take(rows, axis=1)
         self.last[to] = self.last[rows]
-        self.block_tables[:, to] = self.block_tables[:, rows]
+        for tables in self._tables:
+            tables[to] = tables[rows]
 
     def _fill(self, at: int, seated: Sequence[Seated]) -> None:
-        longest, columns = self.tokens.shape[1], []
-        covered = self.block_tables.shape[2] * self._entry_tokens
+        longest, covered, columns = self.longest, self.covered, []
         for state, sequence, tokens, handle, done, forks in seated:
-            seat, length = self._free_seats.pop(), len(tokens)
+            seat, length, limit = self._free_seats.pop(), len(tokens), state.limit
             self.owners[seat] = (state, sequence)
             state.seats.add(seat)
             if forks:
                 self.forks[seat] = forks
-            start, most = len(state.prompt), state.request.max_tokens
-            self._earlier.pop(seat, None)
-            self._ends[seat] = NO_END
+            most = state.request.max_tokens
+            start = limit - most
+            if self._earlier and self._earlier.pop(seat, None) is not None:
+                self._ends[seat] = NO_END
             if most > longest:  # the last token is in the seat
                 earlier, start = tokens[start : length - 1].copy(), max(start, length - 1)
                 self._earlier[seat] = ((earlier,) if len(earlier) else (), 0)
@@ -303,10 +316,9 @@ class SequenceRows:
             self.tokens[seat, :most] = NO_TOKEN
             if length > start:
                 self.flat[base + start : base + length] = tokens[start:]
-            if state.limit > covered:
+            if limit > covered:
                 self._steps_left = min(self._steps_left, (covered - length) // self._step_tokens - 1)
             state.places[sequence] = seat
-            priority, arrival, number = state.rank
-            columns.append(COLUMN.pack(handle, length, state.limit, seat, base, done, priority, arrival, number))
+            columns.append(COLUMN.pack(handle, length, limit, seat, base, done, *state.rank))
         found = np.frombuffer(b"".join(columns), np.int64).reshape(len(columns), NUMBER + 1)
         self.fields[:, at : at + len(seated)] = found.T

@@ -37,7 +37,16 @@ from blockyard.scheduler.options import BlockNeeds, DefragPolicy, PreemptionCost
 from blockyard.scheduler.ranked_queue import RankedQueue
 from blockyard.scheduler.request import Fetch, Finished, IdleSequences, Request, RequestState, SequenceStatus
 from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, NUMBER, SEAT, SequenceRows
-from blockyard.scheduler.step import SchedulerStats, Step, StepBuilder, count_step, sampled_tokens
+from blockyard.scheduler.step import (
+    PlainSteps,
+    SchedulerStats,
+    Step,
+    StepBuilder,
+    as_token_ids,
+    count_step,
+    decide_plain,
+    sampled_tokens,
+)
 from blockyard.scheduler.stop_tokens import StopTokens
 from blockyard.scheduler.swapping import Swapping
 from blockyard.stores.threaded.runtime import runtime
@@ -145,7 +154,7 @@ class Scheduler:
         self._num_added = 0
         self._handed: set[int] = set()  # tickets that the caller ends, of a scheduler over a manager
         self._dropped: Step | None = None  # the step that an exception has dropped: its tokens have no effect
-        self._device = manager.pool()
+        self._pools = [manager.pool(tier) for tier in ("device", "host", "external")]
         self._needs = BlockNeeds(manager, self._max_num_batched_tokens)
         self._recording = TokenRecorder(recorder, manager.block_size, manager.groups)
         self._make_empty()
@@ -173,7 +182,7 @@ class Scheduler:
         self._leaving: list[RequestState] = []  # their rows are freed once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
-        self._capacity = self._needs.usable()
+        self._capacity = self._pools[0].num_blocks  # as of the last check which requests fit the device
 
     @property
     def num_unfinished(self) -> int:
@@ -216,13 +225,17 @@ class Scheduler:
         state = RequestState(request, self._num_added + 1, self._max_num_seqs)
         if request.request_id in self._requests:
             raise InvalidArgumentError(f"request {request.request_id!r} is already in the scheduler")
+        if request.retain and not self._prefix_caching:
+            raise InvalidArgumentError(
+                f"request {request.request_id!r} has retain {request.retain}, but there is no prefix caching"
+            )
         if (lack := self._lack_of_room(state)) is not None:
             raise lack
         self._begin()
         try:
             self._stop_tokens.add(state.stops)
             # Else it would go unchecked if the device shrinks back to its size at the last step.
-            self._capacity = max(self._capacity, self._needs.usable())
+            self._capacity = max(self._capacity, self._pools[0].num_blocks)
             self._num_added += 1
             mixed = bool(self._requests) and (self._mixed or state.rank[0] != self._priority)
             self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))
@@ -328,9 +341,57 @@ class Scheduler:
             raise StepOrderError("schedule is for a Scheduler of a BlockManager; of a KVCache: step")
         lookahead = options.lookahead_of_step(num_lookahead_tokens, self._num_lookahead_tokens)
         step = self._schedule(lookahead)
-        self._handed |= {step.decision.ticket}
+        self._handed.add(step.decision.ticket)
         self._change.begun = False
         return step
+
+    def plain_steps(self) -> PlainSteps | None:
+        """Return the next steps if they can only add one token to each running sequence, to `schedule_plain` them.
+
+        None over a `KVCache`, with windows or states, while a step is in flight, without sequences, or if a request
+        waits, loads, is swapped out, computes its prompt or has stop tokens.
+        """
+        rows, is_still = self._rows, self._in_flight is None and not (self._change.begun or self._loop)
+        others = (self._waiting, self._swapping, self._leaving, self._refused, self._stop_tokens, self._defragment)
+        is_still &= not any(others) and not self._admission.retained
+        is_plain = is_still and self._needs.is_full and 0 < rows.count == rows.decodes
+        return PlainSteps(rows) if is_plain and self._capacity <= self._pools[0].num_blocks else None
+
+    def schedule_plain(self, token_ids: ArrayLike, times: Sequence[float]) -> tuple[int, Step | None]:
+        """Decide plain steps in one call, for a simulated engine: the state is that after `schedule` and `update`.
+
+        Args:
+            token_ids: the tokens that the steps sample, uint32 `[steps, rows]`.
+            times: when each step is decided, in seconds; fewer than the `limit` of `plain_steps`.
+
+        Returns:
+            How many steps have ended. If the next one has transfers, which end the call, that step: carry out its
+            decision, and give it to `update`. Else, or if blocks run short, None: call `schedule`.
+
+        Raises:
+            StepOrderError: the steps may do more.
+            InvalidArgumentError: there is not one token for each step and sequence, or a time is not a finite number
+                from 0 on; nothing was changed.
+        """
+        if (plain := self.plain_steps()) is None or len(times) >= plain.limit:
+            raise StepOrderError("schedule_plain needs steps that only add a token to each sequence, see plain_steps")
+        tokens, shape = np.asarray(token_ids), (len(times), len(plain.context))
+        if tokens.shape != shape:
+            raise InvalidArgumentError(f"token_ids have shape {list(tokens.shape)}, must be {list(shape)}")
+        tokens = as_token_ids(tokens.reshape(-1), "token_ids").reshape(shape)
+        self._begin()
+        try:
+            done, decision = decide_plain(self.manager, self._rows, self._builder, self._stats, tokens, times)
+        except InvalidArgumentError:
+            self._change.begun = False
+            raise
+        step = None
+        if decision is not None:
+            self._dropped = None
+            step = self._in_flight = self._builder.build(decision, self._rows)
+            self._handed |= {decision.ticket}
+        self._change.begun = False
+        return done, step
 
     def _schedule(self, lookahead: int, *, by_layer: bool = False) -> Step:
         """Decide a step; the caller ends the change."""
@@ -338,8 +399,9 @@ class Scheduler:
         if self._waiting:
             is_idle = not (self._rows.count or self._swapping)
             self._admission.ahead.advance(is_idle=is_idle)  # may raise, so before anything changes
-        self._begin()
-        self._dropped = None
+        self._change.begun, self._dropped = True, None
+        if self._admission.retained:
+            self._admission.retained.expire(self._clock())
         return self._decide(lookahead, by_layer=by_layer)
 
     def _decide(self, lookahead: int, *, by_layer: bool) -> Step:
@@ -350,21 +412,24 @@ class Scheduler:
             self._precedence.start_idle()
         if self._defragment is not None:
             self._plan_moves(self._defragment)
-        self._admission.room.expect()
-        count_step(self._stats, self.manager, self._builder.tokens, is_away=bool(self._swapping))
+        if self._admission.room is not None:
+            self._admission.room.expect()
+        is_away = bool(self._swapping)
+        count_step(self._stats, self._pools, self._builder.tokens, is_away=is_away)
         if self._loop is not None:
             decision = self._loop.steps.begin(by_layer=by_layer, prefetch=self._overlap_io)
         else:
             decision = self.manager.take_decision(prefetch=self._overlap_io, now=self._clock())
         step = self._in_flight = self._builder.build(decision, self._rows)
-        self._swapping.begin(decision.ticket)
+        if is_away:
+            self._swapping.begin(decision.ticket)
         return step
 
     def _plan_moves(self, policy: DefragPolicy) -> None:
         """Decide the step's moves."""
         if not policy.is_for_extents:
             policy.plan(self.manager)
-        elif (fit := self._admission.fit_without_extents()) is not None:
+        elif (fit := self._admission.fit_without_extents()) is not None or not self.manager.defrag.progress().done:
             policy.plan(self.manager, fit)
 
     def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
@@ -386,11 +451,11 @@ class Scheduler:
         except BlockyardError as error:
             self._change.begun = False
             if isinstance(error, UnknownTicketError) and ticket in self._handed:
-                self._handed -= {ticket}  # an interrupted call has ended it
+                self._handed.discard(ticket)  # an interrupted call has ended it
                 return []
             raise
         names = self._end_ticket(ticket, handles)
-        self._handed -= {ticket}
+        self._handed.discard(ticket)
         self._change.begun = False
         return names
 
@@ -422,40 +487,39 @@ class Scheduler:
             raise StepOrderError(f"the step of ticket {step.decision.ticket} is not over: call update after its block")
         if self._change.begun:
             self._restart_all()
-        is_dropped = step is self._dropped
-        if (
-            step.rows
-            and not is_dropped
-            and (self._in_flight is None or step.decision.ticket != self._in_flight.decision.ticket)
-        ):
-            raise InvalidArgumentError(f"the step of ticket {step.decision.ticket} is not in flight")
+        is_dropped, ticket = step is self._dropped, step.decision.ticket
+        is_in_flight = self._in_flight is not None and self._in_flight.decision.ticket == ticket
+        if step.rows and not is_dropped and not is_in_flight:
+            raise InvalidArgumentError(f"the step of ticket {ticket} is not in flight")
         tokens = sampled_tokens(step, sampled)
-        self._begin()
+        self._change.begun = True
         self._dropped = step  # if an exception ends this call
-        ended = [] if is_dropped or not step.rows else self._take_in(step, tokens)
-        if self._in_flight is not None and self._in_flight.decision.ticket == step.decision.ticket:
+        reported = [] if is_dropped or not step.rows else self._take_in(step, tokens)
+        if is_in_flight:
             self._in_flight = None
-        self._drop_leaving()
-        reported, self._refused = self._refused + ended, []
-        if not reported:
-            self._dropped, self._change.begun = None, False
-            return []
-        named = {state.request.request_id: state for state in reported}
+        if self._leaving:
+            self._drop_leaving()
+        if self._refused:
+            reported, self._refused = self._refused + reported, []
+        finished = [state.finished() for state in reported]
         try:
-            for state in reported:
-                self._close(state, state.generated(0))
+            for state, end in zip(reported, finished, strict=True):
+                self._close(state, end.token_ids[0])
                 del self._requests[state.request.request_id]
-            finished = [state.finished() for state in reported]
             self._dropped, self._change.begun = None, False
             return finished
-        except BaseException:
-            self._requests |= named  # they start again, and are reported later
+        except BaseException:  # they start again, and are reported later
+            self._requests |= {state.request.request_id: state for state in reported}
             raise
 
     def _take_in(self, step: Step, tokens: NDArray[np.uint32]) -> list[RequestState]:
         """Take a step's tokens. Returns the requests that they finish."""
         gone = self._acceptance.take_in(step, tokens).nonzero()[0]
-        return self._end(gone) if len(gone) else []
+        ended = self._end(gone) if len(gone) else []
+        for state in ended:
+            if state.request.retain:
+                self._admission.retained.add(state, self._clock())
+        return ended
 
     # ---- putting a step together ----
 
@@ -548,14 +612,14 @@ class Scheduler:
 
     def _end(self, gone: NDArray[np.int64]) -> list[RequestState]:
         """Keep the generated tokens of some rows' sequences, and free these. Returns the finished requests."""
-        rows, done, hints = self._rows, [], list[Hint | None]()
-        fields = rows.fields.take(gone, axis=1)
-        each = zip(fields[SEAT].tolist(), fields[BASE].tolist(), fields[LENGTH].tolist(), strict=True)
-        for seat, base, length in each:
+        rows, done = self._rows, []
+        hints: list[Hint | None] = []
+        fields = rows.fields.take(gone, axis=1).tolist()
+        for seat, base, length in zip(fields[SEAT], fields[BASE], fields[LENGTH], strict=True):
             state, index = rows.owner_at(seat)
             hints.append(state.request.hint)
             state.outputs[index] = rows.generated_in(seat, base + len(state.prompt), base + length)
-            if state.alive and not state.left:
+            if state.alive and (state.request.n == 1 or not state.left):
                 done.append(state)
         self._remove(gone, hints)
         return done
@@ -568,10 +632,11 @@ class Scheduler:
         if self._loop is not None:
             self._loop.open = None
         step, self._in_flight = self._in_flight, None
-        for row in range(step.rows if step is not None else 0):
+        for row in range(step.rows) if step is not None else ():
             self._leaving.append(self._rows.owner(row)[0])
             self._leaving[-1].lost = True
-        self._drop_leaving()
+        if self._leaving:
+            self._drop_leaving()
         self._refuse_what_no_longer_fits()
         self._swapping.seat_landed()
         self._change.begun = False
@@ -607,7 +672,7 @@ class Scheduler:
 
     def _drop_leaving(self) -> None:
         """Free the rows of dropped requests, and restart those that lost bytes. Not while a step is in flight."""
-        if not self._leaving or (self._in_flight is not None and self._in_flight.rows):
+        if self._in_flight is not None and self._in_flight.rows:
             return
         leaving, self._leaving = self._leaving, []
         for state in leaving:
@@ -632,7 +697,8 @@ class Scheduler:
             if state.seats:
                 state.lost = True
                 self._leaving.append(state)
-        self._drop_leaving()
+        if self._leaving:
+            self._drop_leaving()
         return [state.request.request_id for state in lost]
 
     def _release(self, state: RequestState) -> None:
@@ -660,7 +726,7 @@ class Scheduler:
 
     def _refuse_what_no_longer_fits(self) -> None:
         """After the device shrank, end the requests that `add` would now refuse. No step is in flight."""
-        before, self._capacity = self._capacity, self._needs.usable()
+        before, self._capacity = self._capacity, self._pools[0].num_blocks
         if self._capacity >= before:
             return
         for state in self._requests.values():

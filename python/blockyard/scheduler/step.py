@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from blockyard._core import BlockManager, StepDecision
+from blockyard._core import BlockManager, Pool, StepDecision, plain_steps
 from blockyard.errors import InvalidArgumentError, StepOrderError
 from blockyard.scheduler.loop import CacheLoop
 from blockyard.scheduler.request import NO_TOKEN, Owner
-from blockyard.scheduler.rows import DONE, LENGTH, SEAT, SequenceRows
+from blockyard.scheduler.rows import BASE, DONE, LENGTH, LIMIT, SEAT, SequenceRows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_ROWS",
     "Draw",
+    "PlainSteps",
     "SchedulerStats",
     "Step",
     "StepBuilder",
+    "as_token_ids",
     "count_step",
+    "decide_plain",
     "ragged",
     "sampled_tokens",
 ]
@@ -231,6 +234,9 @@ class SchedulerStats:
         spec_decode_num_drafts: rows that computed draft tokens.
         spec_decode_num_draft_tokens: draft tokens in those rows.
         spec_decode_num_accepted_tokens: draft tokens that were accepted.
+        retained: sequences that ended and whose blocks were retained, see `Request.retain`.
+        retain_refused: sequences whose blocks were not, because half of the unused blocks were leased.
+        retain_given_up: retained sequences whose blocks were needed before their time was over.
         peak_device_blocks: peak number of device blocks in use.
         peak_host_blocks: peak number of host blocks in use.
         peak_external_blocks: peak number of external slots in use.
@@ -249,6 +255,9 @@ class SchedulerStats:
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
+    retained: int = 0
+    retain_refused: int = 0
+    retain_given_up: int = 0
     peak_device_blocks: int = 0
     peak_host_blocks: int = 0
     peak_external_blocks: int = 0
@@ -307,9 +316,9 @@ class StepBuilder:
         """Add chunks of prompts; the last is cut to the remaining budget. Their slots are written separately."""
         counts = list(map(len, parts))
         at, total = self.tokens, sum(counts)
-        if total > self.left:
-            counts[-1] -= total - self.left
-            parts[-1], total = parts[-1][: counts[-1]], self.left
+        if (excess := total - self.left) > 0:
+            counts[-1] -= excess
+            parts[-1], total = parts[-1][: counts[-1]], total - excess
         self.tokens = at + total
         np.concatenate(parts, out=self.token_ids[at : self.tokens])
         self.counts += counts
@@ -422,13 +431,82 @@ def as_token_ids(tokens: NDArray[Any], name: str) -> NDArray[np.uint32]:
     return wide.astype(np.uint32)
 
 
-def count_step(stats: SchedulerStats, manager: BlockManager, tokens: int, *, is_away: bool) -> None:
-    """Count a step that computes `tokens`. `is_away`: a sequence is on the host or in the external tier."""
+def count_step(stats: SchedulerStats, pools: Sequence[Pool], tokens: int, *, is_away: bool) -> None:
+    """Count a step that computes `tokens`.
+
+    Args:
+        stats: the counters.
+        pools: of the device, the host and the external tier.
+        tokens: number of tokens.
+        is_away: whether a sequence is on the host or in the external tier.
+    """
+    device, host, external = pools
     stats.steps += 1
     stats.tokens += tokens
-    device = manager.pool()
     stats.peak_device_blocks = max(stats.peak_device_blocks, device.num_blocks - device.num_free)
     if is_away:
-        host, external = manager.pool("host"), manager.pool("external")
         stats.peak_host_blocks = max(stats.peak_host_blocks, host.num_blocks - host.num_free)
         stats.peak_external_blocks = max(stats.peak_external_blocks, external.num_blocks - external.num_free)
+
+
+class PlainSteps:
+    """The next steps of a scheduler, while they can only add one token to each running sequence.
+
+    Valid until the scheduler's next call.
+
+    Args:
+        rows: rows that are all past their prompts.
+
+    Attributes:
+        context: context of each row in the first step, its new token included, int64 `[n]`.
+    """
+
+    def __init__(self, rows: SequenceRows) -> None:
+        self._rows = rows
+        self.context: NDArray[np.int64] = rows.fields[LENGTH, : rows.decodes].copy()
+
+    @property
+    def limit(self) -> int:
+        """Number of steps until the first sequence reaches its limit, in the last of them."""
+        return int(np.minimum.reduce(self._rows.fields[LIMIT, : len(self.context)] - self.context))
+
+    def request_ids(self) -> list[str]:
+        """Return the request of each row."""
+        return [self._rows.owner(row)[0].request.request_id for row in range(len(self.context))]
+
+
+def decide_plain(
+    manager: BlockManager,
+    rows: SequenceRows,
+    builder: StepBuilder,
+    stats: SchedulerStats,
+    token_ids: NDArray[np.uint32],
+    times: Sequence[float],
+) -> tuple[int, StepDecision | None]:
+    """Decide plain steps; see `Scheduler.schedule_plain`.
+
+    Returns:
+        The number of steps that have ended; and the decision of the next one, which is in `builder`, or None.
+    """
+    count = rows.decodes
+    handles, length, last = rows.handles[:count], rows.fields[LENGTH, :count], rows.last[:count]
+    times = times[: rows.make_way(len(times))]
+    ids = np.concatenate((last, token_ids.reshape(-1)))[: count * len(times)] if manager.prefix.enabled else None
+    done, peak, decision = plain_steps(manager, handles, times, token_ids=ids)
+    if done:
+        rows.flat[(rows.fields[BASE, :count] + length)[:, None] + np.arange(done)] = token_ids[:done].T
+        last[:] = token_ids[done - 1]
+        length += done
+    num_steps = done + (decision is not None)
+    stats.steps += num_steps
+    stats.tokens += num_steps * count
+    stats.peak_device_blocks = max(stats.peak_device_blocks, peak)
+    builder.begin()
+    if decision is not None:
+        builder.tokens = count
+        builder.token_ids[:count] = last
+        rows.read_tables(slice(count))
+        end = length.astype(np.uint32)
+        for group, slots in enumerate(builder.slots):
+            manager.slot_mapping(handles, end - 1, end, slots[:count], group=group)
+    return done, decision

@@ -35,7 +35,7 @@ def check_slots(slots: NDArray[np.int64], num_slots: int, *, is_write: bool = Fa
         raise InvalidArgumentError(f"slots is {describe_array(slots)}, must be int64 [n]")
     if len(slots) and (slots.min() < 0 or slots.max() >= num_slots):
         raise MappingError(f"slots has {slots.min()} to {slots.max()}, must be 0 to {num_slots - 1}")
-    if is_write and len(np.unique(slots)) < len(slots):
+    if is_write and len(slots) > 1 and len(np.unique(slots)) < len(slots):
         raise MappingError(f"slots has {len(slots) - len(np.unique(slots))} repeats, must have none in a write")
 
 

@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion
-from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard.errors import BlockyardError, InvalidArgumentError, StoreError
 from blockyard.layout import ArenaLayout
 from blockyard.stores.base import ExternalStore, Owners, Use
 from blockyard.stores.log_lines import FailureLog
-from blockyard.stores.threaded.batches import BatchStore
+from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import public_repr
 from blockyard.types import Histogram
@@ -140,7 +140,7 @@ class CheckedStore:
         self._no_rows = np.zeros((0, bytes_per_block), np.uint8)
         self._open: dict[int, PendingBatch] = {}
         self._ended: dict[int, None] = {}  # open batches that the store has reported as ended
-        self._failures = None if isinstance(store, BatchStore) else FailureLog()  # a BatchStore logs its own failures
+        self._failures = None if isinstance(store, ThreadedStore) else FailureLog()  # which logs its own failures
         self._limit = RateLimit(self._runtime.monotonic)
         self._repeated: set[int] = set()
         self._has_strays = False  # whether the store may have tickets that nobody knows, of interrupted submissions
@@ -252,6 +252,8 @@ class CheckedStore:
         try:
             batch.ticket = operator.index(call(*arguments))  # type: ignore[arg-type]
         except Exception as error:
+            # A store that raises a BlockyardError has issued no ticket. After a MemoryError it may have.
+            self._has_strays = self._has_strays or not isinstance(error, BlockyardError)
             raise self._refusal(batch, error) from error
         other = self._open.get(batch.ticket)
         if other is not None or batch.ticket in self._repeated:

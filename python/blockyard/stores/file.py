@@ -41,8 +41,9 @@ from blockyard.stores.adapters.jobs import collect
 from blockyard.stores.base import Completion, ExternalStore, Owners, Use
 from blockyard.stores.codec import Codec, MacKey
 from blockyard.stores.namespace import TEXT_NAME, text_of
-from blockyard.stores.remote import SIZE, RemoteStore, count, positive, seconds
+from blockyard.stores.remote import SIZE, count, positive, seconds
 from blockyard.stores.striped import StripedStore
+from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record, SharedEpoch
 from blockyard.stores.url import StoreURL
 
@@ -198,7 +199,7 @@ def _open_slabs(
     return _striped(found.directories, open_one, is_keyed=use == "prefix")
 
 
-class GuardedSlab(RemoteStore):
+class GuardedSlab(ThreadedStore):
     """Blocks in a slab, encoded by a codec or authenticated with a MAC key; created by `open_file`.
 
     The slab checks blocks and handles hung disks; its results are then checked like a server's answers.
@@ -209,7 +210,8 @@ class GuardedSlab(RemoteStore):
     _there_seconds = 3.0  # the slab evicts blocks, and a lookup costs nothing
 
     def __init__(self, found: FileURL, *, num_slots: int | None, use: Use, revision: str, **options: Any) -> None:
-        super().__init__(found.parts, num_slots=num_slots or 1, use=use, **options)
+        super().__init__(found.parts.url, **options)
+        self._use = use
         # Always valid: no other process has the slabs open, and they track what was forgotten.
         self._epochs = SharedEpoch(lambda: Record(b"", Epoch.read(bytes(EPOCH_BYTES))), self._record.replace)
         self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base
@@ -281,16 +283,10 @@ class GuardedSlab(RemoteStore):
         with self._lock:
             self._known.clear()
             self._epochs.stop("")
-            while any(batch.running and batch.age < self._age for batch in (*self._open.values(), *self._late)):
+            while any(batch.age < self._epochs.age for batch in self._batches.running):
                 self._changed.wait(0.01)  # otherwise an earlier put could land after the slab has forgotten
         self._slab.forget(revision)
         self._epochs.begin()
-
-    def _ask(self) -> None:
-        self._slab.stats()
-
-    def _disconnect(self) -> None:
-        """Do nothing: `close` closes the slabs, even while a call hangs."""
 
     def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
         names = b"".join(slot.to_bytes(8, "little") + self._seed[-24:] for slot in slots)

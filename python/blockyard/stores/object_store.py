@@ -203,7 +203,6 @@ class ObjectStore(RemoteStore):
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Store values. In a prefix store, existing blocks are kept."""
-        self._remember(keys)
         is_block = self._is_block(rows)
         with self._lock:
             replaced = {name for key in keys if (name := key.tobytes()) in self._to_replace}
@@ -220,12 +219,9 @@ class ObjectStore(RemoteStore):
         with self._lock:
             self._to_replace.update(name.tobytes() for name in names)
 
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> list[str]:
         """Read values. The header check rejects those of another length."""
-        return np.array([not why for why in self._get_values(keys, out)], np.bool_)
-
-    def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
-        width, count = values.shape[1], len(names)
+        width, count = out.shape[1], len(keys)
         step = _RANGE if width >= _LARGE and self._format.codec is None else width
         missed = [[""] * -(-width // step) for _ in range(count)]
 
@@ -233,22 +229,10 @@ class ObjectStore(RemoteStore):
             piece, index = divmod(number, count)
             start = piece * step
             end = min(start + step, width)
-            missed[index][piece] = self._read_piece(self._path(names[index]), values[index], start, end)
+            missed[index][piece] = self._read_piece(self._path(keys[index]), out[index], start, end)
 
         failed = {number % count for number in self._each_of(count * -(-width // step), read)}
         return ["error" if index in failed else max(pieces) for index, pieces in enumerate(missed)]
-
-    def _fetch(
-        self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
-    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        if out is None or not self._is_read_whole:
-            return super()._fetch(names, keys)
-        return self._fetch_into(out, names, keys)
-
-    @property
-    def _is_read_whole(self) -> bool:
-        """Whether a value is read by one call, and its block copied straight to the caller's row."""
-        return self._format.codec is None and self._format.width < _LARGE
 
     def _fetch_into(
         self,
@@ -257,7 +241,7 @@ class ObjectStore(RemoteStore):
         keys: list[bytes],
         last: Callable[[], None] | None = None,
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        """Like `_fetch`; `last` is called after the last block's call has begun."""
+        """Like `_fetch`, but each value by one call, straight into `out`. `last` follows the last of these calls."""
         headers, sums = np.zeros((len(keys), HEADER), np.uint8), np.zeros((len(keys), 16), np.uint8)
         paths, missed = [self._path(name) for name in names], ["error"] * len(keys)
         is_large = self._format.width >= _SUMMED_ALONE
@@ -273,7 +257,7 @@ class ObjectStore(RemoteStore):
                     sums[index] = checksum_rows(out[index : index + 1], self._format.mac_key, header)[0]
 
         self._each_of(len(keys), read, last)
-        return self._checked(out, headers, missed, keys, sums if is_large else None)
+        return self._format.check_apart(out, headers, missed, keys, sums if is_large else None)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""
@@ -361,7 +345,7 @@ class ObjectStore(RemoteStore):
                 with suppress(Exception):  # read again below
                     self._epochs.read_for(check)
 
-        if out is None or not self._is_read_whole:
+        if out is None or self._format.codec is not None or self._format.width >= _LARGE:
             self._calls.each(2, lambda part: check_early() if part else found.extend(self._fetch(names, keys)))
         else:  # the check comes last, so that one read of the record serves all batches that have begun by then
             found.extend(self._fetch_into(out, names, keys, last=check_early))

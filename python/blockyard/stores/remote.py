@@ -1,7 +1,6 @@
-"""`RemoteStore`: the base of stores on servers. It handles the two uses, removes slots on closing, and hides secrets.
+"""`RemoteStore`: the base of stores on servers. It removes slots on closing, and hides secrets.
 
-Redis and object stores build on it, and so do slabs with encoded or authenticated blocks. This module also has the
-parsers of their URL options.
+This module also has the parsers of URL options.
 """
 
 import warnings
@@ -13,12 +12,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import checksum_rows
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import Use
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.url import StoreURL, hide_secrets, parse_size
-from blockyard.stores.value import HEADER, check_parts
+from blockyard.stores.value import HEADER
 from blockyard.workers import as_error
 
 __all__ = ["SIZE", "RemoteStore", "batched", "count", "count_slots", "positive", "seconds"]
@@ -32,37 +30,20 @@ class RemoteStore(ThreadedStore):
 
     Args:
         parts: the URL; messages show it without user name and password.
-        bytes_per_block: bytes of one block.
         num_slots: as `ExternalStore.num_slots`.
-        namespace: digest of everything that determines the bytes.
         use: `"swap"` or `"prefix"`.
-        options: `codec` and `mac_key`, as for `open_store`.
+        options: as for `ThreadedStore`.
     """
 
-    def __init__(
-        self,
-        parts: StoreURL,
-        *,
-        bytes_per_block: int,
-        num_slots: int,
-        namespace: bytes,
-        use: Use,
-        **options: Any,
-    ) -> None:
-        super().__init__(parts.url, bytes_per_block=bytes_per_block, namespace=namespace, **options)
+    def __init__(self, parts: StoreURL, *, num_slots: int, use: Use, **options: Any) -> None:
+        super().__init__(parts.url, **options)
         self.num_slots = num_slots
         self._use = use
-        self._names: set[bytes] = set()  # names of written slots
         self._secrets = parts.secrets
 
-    @property
-    def uses(self) -> tuple[Use, ...]:
-        """The use for which the store was opened."""
-        return (self._use,)
-
     def __del__(self) -> None:
-        if getattr(self, "_names", ()) and not self._closed and self._process.is_current:
-            what = f"unclosed {self!r}: {len(self._names)} slots are not deleted, call its close()"
+        if getattr(self, "_digests", ()) and not self._closed and self._process.is_current:
+            what = f"unclosed {self!r}: {len(self._digests)} slots are not deleted, call its close()"
             warnings.warn(what, ResourceWarning, stacklevel=2, source=self)
 
     @abstractmethod
@@ -91,7 +72,7 @@ class RemoteStore(ThreadedStore):
         """Give up batches in flight, and delete the blocks of swap space; see `ExternalStore.close`."""
         until = self._runtime.monotonic() + timeout
         in_time = super().close(timeout)
-        if self._process.is_current and self._names:
+        if self._process.is_current and self._digests:
             try:
                 cleaner = self._runtime.start_worker("blockyard-store", self._remove_slots, lambda: None)
             except RuntimeError as error:  # the interpreter is ending, or there are too many threads
@@ -103,47 +84,16 @@ class RemoteStore(ThreadedStore):
             self._disconnect()
         return in_time
 
-    def _checked(
-        self,
-        rows: NDArray[np.uint8],
-        headers: NDArray[np.uint8],
-        missed: list[str],
-        keys: list[bytes],
-        sums: NDArray[np.uint8] | None = None,
-    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        """Check values whose headers and blocks are separate. Returns the same as `_fetch`.
-
-        `missed` has the reason for each value that was not read, `""` for the others. Pass `sums` if already computed.
-        """
-        claimed = headers[:, :16].copy()
-        if sums is None:
-            zeroed = headers.copy()
-            zeroed[:, :16] = 0
-            sums = checksum_rows(rows, self._format.mac_key, zeroed)
-        seen = np.where((claimed == sums).all(axis=1)[:, None], claimed, claimed ^ sums)
-        checked = check_parts(headers, sums, self.namespace, keys, self.bytes_per_block)
-        return rows, [why or reason for why, reason in zip(missed, checked, strict=True)], seen
-
     def _remove_slots(self) -> None:
-        with self._lock:  # a put that hangs may still begin to write
-            names, self._names = list(self._names), set()
+        with self._lock:
+            slots = list(self._digests)
+            late = {slot for batch in self._batches.running for slot in batch.names}  # a hanging call may still write
+            self._digests = {slot: digests for slot, digests in self._digests.items() if slot in late}
         try:
-            for start in range(0, len(names), _REMOVED_AT_ONCE):
-                part = names[start : start + _REMOVED_AT_ONCE]
-                self.delete(np.frombuffer(b"".join(part), np.uint8).reshape(-1, 32))
+            for start in range(0, len(slots), _REMOVED_AT_ONCE):
+                self.delete(self._slot_names(slots[start : start + _REMOVED_AT_ONCE]))
         except Exception as error:  # noqa: BLE001 (on Redis they expire)
             self._note(self._public(error))
-
-    def _remember(self, keys: NDArray[np.uint8]) -> None:
-        """Record the slots that are being written, so that they can be removed."""
-        if self._use == "swap":
-            with self._lock:
-                self._names.update(key.tobytes() for key in keys)
-
-    def _check(self, slots: NDArray[np.int64], *, is_write: bool = False) -> None:
-        if self._use == "prefix":
-            raise StoreError("the store is a prefix store, which has no slots")
-        super()._check(slots, is_write=is_write)
 
     def _is_block(self, rows: NDArray[np.uint8]) -> bool:
         return self._use == "prefix" and rows.shape[1] == self._format.width

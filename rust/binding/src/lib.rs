@@ -57,6 +57,8 @@ mod _core {
     #[pymodule_export]
     use crate::manager::step_owner::PyStepOwner;
     #[pymodule_export]
+    use crate::manager::verbs::plain::plain_steps;
+    #[pymodule_export]
     use crate::observer::{PyBlockObserver, PyMovePlan};
     #[pymodule_export]
     use crate::offload::{PyOffloadManager, PyPreparedStore};

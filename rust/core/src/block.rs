@@ -102,11 +102,12 @@ pub(crate) enum Membership {
 
 /// One block of a tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
 pub struct Block {
-    /// Entries of block tables.
-    refs: u32,
     /// How often the block has been freed.
     generation: u32,
+    /// Entries of block tables.
+    refs: u32,
     /// Leases of [`LeaseKind::Read`].
     reads: u16,
     /// Leases of [`LeaseKind::OverlappableRead`], and [`FILLING`].
@@ -222,20 +223,32 @@ impl Block {
     /// Whether the block has one reference and nothing else: no lease, key or copy.
     #[inline]
     pub(crate) fn is_private(self) -> bool {
-        (self.refs ^ 1) | u32::from(self.reads | self.overlap) | self.tier_copy | self.tag == 0
+        self.is_only(1, 0)
     }
 
     /// Whether two blocks differ in their generations only.
     #[inline]
     pub(crate) fn is_like(self, other: Self) -> bool {
-        let leases = (self.reads ^ other.reads) | (self.overlap ^ other.overlap);
-        (self.refs ^ other.refs) | u32::from(leases) | (self.tier_copy ^ other.tier_copy) | (self.tag ^ other.tag) == 0
+        self.is(other.words())
     }
 
     /// Whether the block has `refs` references and the tag, and nothing else: no lease, no copy.
     #[inline]
     pub(crate) fn is_only(self, refs: u32, tag: u32) -> bool {
-        (self.refs ^ refs) | u32::from(self.reads | self.overlap) | self.tier_copy | (self.tag ^ tag) == 0
+        self.is(Self { refs, tag, ..Self::default() }.words())
+    }
+
+    /// All but the generation. Laid out so that the compiler reads it as two words.
+    #[inline]
+    fn words(self) -> [u64; 2] {
+        let leases = u64::from(self.reads) << 32 | u64::from(self.overlap) << 48;
+        [u64::from(self.refs) | leases, u64::from(self.tier_copy) | u64::from(self.tag) << 32]
+    }
+
+    #[inline]
+    fn is(self, [first, second]: [u64; 2]) -> bool {
+        let [own_first, own_second] = self.words();
+        (own_first ^ first) | (own_second ^ second) == 0
     }
 
     /// The generation of the bytes that the block holds. In a leased block it may have ended already, with the last

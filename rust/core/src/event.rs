@@ -107,6 +107,8 @@ pub(crate) struct Publication {
     pub(crate) salt: [u8; 32],
     pub(crate) lora_id: u64,
     pub(crate) group: u8,
+    /// Which of the group's blocks that the key stands for.
+    pub(crate) part: u32,
     /// With a drafter.
     pub(crate) ahead: Option<Box<AheadKeys>>,
 }

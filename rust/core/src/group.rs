@@ -4,7 +4,7 @@
 //! Entries dropped from a table become the null block, which is block 0 of every tier and never allocated.
 
 use crate::error::{Error, Result, invalid};
-use crate::hash::GroupMark;
+use crate::hash::{GroupMark, RESERVED_TOKEN};
 use crate::id::BlockId;
 use crate::page::{MAX_CLASSES, PerClass};
 use std::ops::Range;
@@ -209,6 +209,7 @@ pub(crate) struct Groups {
     states: bool,
     /// Tokens after a block that its bytes depend on, in some group.
     ahead: u32,
+    interval: usize,
 }
 
 /// The blocks of one group.
@@ -226,6 +227,23 @@ struct Page {
 
 /// How far apart resume points lie at least: a tail takes at most one part in this many of the blocks between two.
 const TAIL_SHARE: u64 = 5;
+
+/// See [`Groups::interval`].
+fn interval(growing: &[PagedGroup], block_size: u32) -> usize {
+    let (mut tail, mut kept) = (0u64, 0u64);
+    for &PagedGroup { group, block_tokens, block_bytes } in growing {
+        if group.leaves_nulls() {
+            tail = tail.saturating_add((group.max_tail(block_tokens) as u64).saturating_mul(block_bytes));
+        } else {
+            kept = kept.saturating_add(u64::from(block_size / block_tokens).saturating_mul(block_bytes));
+        }
+    }
+    let keys = tail
+        .saturating_mul(TAIL_SHARE)
+        .checked_div(kept)
+        .map_or(0, |keys| keys + u64::from(keys.saturating_mul(kept) < tail.saturating_mul(TAIL_SHARE)));
+    usize::try_from(keys).unwrap_or(usize::MAX)
+}
 
 impl Groups {
     /// # Errors
@@ -275,6 +293,7 @@ impl Groups {
         let companions = keeping.into_iter().skip(1).collect();
         let states = groups.contains(&Group::Recurrent);
         let (leaving, ahead) = (leaving.into(), u32::from(groups.contains(&Group::Drafter)));
+        let interval = interval(&paged[..growing], block_size);
         Ok(Self {
             all: groups.into(),
             pages: all_pages,
@@ -287,6 +306,7 @@ impl Groups {
             leaving,
             states,
             ahead,
+            interval,
         })
     }
 
@@ -311,18 +331,21 @@ impl Groups {
         self.leaving.len() < self.growing
     }
 
-    /// A group's mark in exported keys; none for the anchor's of a model with a group that keeps every block, and no
-    /// drafter.
-    pub(crate) fn mark(&self, group: u8) -> Option<GroupMark> {
+    /// The mark in exported keys of one of a group's blocks that a key stands for; none for the block with the key in a
+    /// model with a group that keeps every block, and no drafter.
+    pub(crate) fn mark(&self, (group, part): (u8, u32)) -> Option<GroupMark> {
         let number = usize::from(group);
         let [kind, parameter] = self.all[number].mark();
-        (number != self.anchor || !self.keeps_all() || self.ahead > 0).then_some([u32::from(group), kind, parameter])
+        let is_plain = number == self.anchor && part == 0 && self.keeps_all() && self.ahead == 0;
+        let part = if part == 0 { RESERVED_TOKEN } else { part };
+        (!is_plain).then_some([u32::from(group), kind, parameter, RESERVED_TOKEN, part])
     }
 
-    /// Which anchor's block a group's block is worth nothing without: the one before the anchor's own, `before`, or for
-    /// another group the one at the same place, `here`. None where only points have blocks.
-    pub(crate) fn hangs_on<T>(&self, group: u8, here: T, before: Option<T>) -> Option<T> {
-        if usize::from(group) == self.anchor { before } else { Some(here) }.filter(|_| self.keeps_all())
+    /// Which block with a key a group's block is worth nothing without: the one before it, `before`, or for a block without
+    /// a key the one at the same place, `here`. None where only points have blocks.
+    pub(crate) fn hangs_on<T>(&self, (group, part): (u8, u32), here: T, before: Option<T>) -> Option<T> {
+        let has_key = usize::from(group) == self.anchor && part == 0;
+        if has_key { before } else { Some(here) }.filter(|_| self.keeps_all())
     }
 
     /// Indices of a group's blocks in the tail of a point behind `at` blocks.
@@ -335,18 +358,36 @@ impl Groups {
         needed.start.min(end)..end
     }
 
-    /// The blocks that a point behind `at` blocks has besides those of groups that keep every block: their places in the
-    /// prompt, and their groups.
+    /// The blocks that a point behind `at` keys has besides those of groups that keep every block: their entries in the
+    /// tables, and their groups.
     pub(crate) fn point(&self, at: usize, block_size: u32) -> impl Iterator<Item = (usize, usize)> + '_ {
-        let anchor = at.checked_sub(1).filter(|_| !self.keeps_all()).map(|last| (last, self.anchor));
+        let anchor = at.checked_sub(1).filter(|_| !self.keeps_all()).map(|last| (self.anchor_entry(last), self.anchor));
         let tails =
             self.leaving.iter().flat_map(move |&group| self.tail(group, at, block_size).map(move |at| (at, group)));
         tails.chain(anchor)
     }
 
-    /// The groups that keep every block, the anchor first.
-    pub(crate) fn keeping(&self) -> impl Iterator<Item = usize> + '_ {
-        self.keeps_all().then_some(self.anchor).into_iter().chain(self.companions.iter().copied())
+    /// Group and entry of its table of each block that hangs on the one with the key at an index.
+    pub(crate) fn companion_places(&self, at: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let anchor = self.anchor;
+        let groups = std::iter::once(anchor).filter(|_| self.keeps_all()).chain(self.companions.iter().copied());
+        groups.flat_map(move |group| {
+            let per_key = self.per_key(group);
+            (at * per_key..(at + 1) * per_key - usize::from(group == anchor)).map(move |entry| (group, entry))
+        })
+    }
+
+    /// The blocks of groups that keep every block that the key at an index stands for, the one with the key first: their
+    /// entries in the tables, and their groups.
+    pub(crate) fn kept(&self, at: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let first = self.keeps_all().then(|| (self.anchor_entry(at), self.anchor));
+        first.into_iter().chain(self.companion_places(at).map(|(group, entry)| (entry, group)))
+    }
+
+    /// The entry of the first group with keys that has the block with the key at an index: the last of those that the key
+    /// stands for.
+    pub(crate) fn anchor_entry(&self, at: usize) -> usize {
+        (at + 1) * self.per_key(self.anchor) - 1
     }
 
     /// Steps of equal length after which the numbers of held blocks repeat, or only grow.
@@ -362,20 +403,9 @@ impl Groups {
     }
 
     /// Least number of keys between the resume points of a long prompt; 0 if no group keeps what lies between.
+    #[inline]
     pub(crate) fn interval(&self) -> usize {
-        let (mut tail, mut kept) = (0u64, 0u64);
-        for (group, page) in self.growing().iter().zip(&self.pages) {
-            if group.leaves_nulls() {
-                tail = tail.saturating_add((group.max_tail(page.tokens) as u64).saturating_mul(page.bytes));
-            } else {
-                kept = kept.saturating_add(u64::from(page.per_key).saturating_mul(page.bytes));
-            }
-        }
-        let keys = tail
-            .saturating_mul(TAIL_SHARE)
-            .checked_div(kept)
-            .map_or(0, |keys| keys + u64::from(keys.saturating_mul(kept) < tail.saturating_mul(TAIL_SHARE)));
-        usize::try_from(keys).unwrap_or(usize::MAX)
+        self.interval
     }
 
     /// Token slots in a block of a group.

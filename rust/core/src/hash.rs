@@ -108,8 +108,10 @@ pub(crate) struct AheadKeys {
     pub(crate) hangs_on: Option<(Key, ExportedKey)>,
 }
 
-/// Names a cache group in exported keys: its number, its kind, and the kind's parameter.
-pub(crate) type GroupMark = [u32; 3];
+/// Names a cache group in exported keys: its number, its kind, and the kind's parameter; then, with a drafter, the token
+/// after the block; and which of the blocks it is that a key stands for. These are [`RESERVED_TOKEN`] if there is none, or
+/// if it is the first.
+pub(crate) type GroupMark = [u32; 5];
 
 /// What a sequence's keys depend on besides its tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -248,8 +250,9 @@ impl Chain {
 
     /// As [`Chain::export_of`], in a model with a drafter: the next token, and the frames of its extras, belong to the
     /// mark.
-    pub(crate) fn export_before(mut self, mark: GroupMark, next: u32, frames: Vec<u8>) -> ExportedKey {
-        self.absorb_mark(mark.into_iter().chain([next]), frames);
+    pub(crate) fn export_before(mut self, mut mark: GroupMark, next: u32, frames: Vec<u8>) -> ExportedKey {
+        mark[3] = next;
+        self.absorb_mark(mark.into_iter(), frames);
         self.export()
     }
 
@@ -381,9 +384,12 @@ mod tests {
 
     #[test]
     fn a_groups_exported_keys_are_its_own_and_the_unmarked_ones_those_of_one_group() {
+        const NONE: u32 = RESERVED_TOKEN;
         let mut chain = Chain::new(&KeySpec::default(), 4, 0);
         chain.block(&[1, 2, 3, 4], &[]).unwrap();
-        let marks = [None, Some([0, 2, 6]), Some([1, 2, 6]), Some([1, 2, 7]), Some([1, 4, 6])];
+        let marks = [[0, 2, 6, NONE, NONE], [1, 2, 6, NONE, NONE], [1, 2, 7, NONE, NONE], [1, 4, 6, NONE, NONE]];
+        let marks: Vec<_> =
+            marks.into_iter().chain([[1, 2, 6, NONE, 1], [1, 2, 6, NONE, 2]]).map(Some).chain([None]).collect();
         let mut keys: std::collections::HashSet<_> = marks.iter().map(|mark| chain.export_of(*mark)).collect();
         assert_eq!((keys.len(), chain.export_of(None)), (marks.len(), chain.export()));
         let images = [&b""[..], b"cat", b"dog"].map(|bytes| match bytes {
@@ -394,7 +400,7 @@ mod tests {
             [0, 6]
                 .into_iter()
                 .flat_map(|next| images.clone().map(|frames| (next, frames)))
-                .map(|(next, frames)| chain.export_before([1, 2, 6], next, frames)),
+                .map(|(next, frames)| chain.export_before([1, 2, 6, NONE, NONE], next, frames)),
         );
         assert_eq!(keys.len(), marks.len() + 6);
         let mut stream = stream_of_header(&KeySpec::default(), 4, 0);
@@ -410,8 +416,8 @@ mod tests {
             }
             Sha256::digest(&stream).to_vec()
         };
-        assert_eq!(chain.export_of(Some([1, 2, 6])).0.to_vec(), marked(&[u32::MAX, 1, 2, 6], b""));
-        let before = chain.export_before([1, 2, 6], 9, images[1].clone());
+        assert_eq!(chain.export_of(Some([1, 2, 6, NONE, NONE])).0.to_vec(), marked(&[u32::MAX, 1, 2, 6], b""));
+        let before = chain.export_before([1, 2, 6, NONE, NONE], 9, images[1].clone());
         assert_eq!(before.0.to_vec(), marked(&[u32::MAX, 1, 2, 6, 9], &images[1]));
     }
 

@@ -17,7 +17,12 @@ pub const MAX_CLASSES: usize = 4;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Space {
     /// A fixed number of blocks of each class in each tier.
-    Split(Vec<[usize; 3]>),
+    Split {
+        /// By class: blocks of each tier.
+        blocks: Vec<[usize; 3]>,
+        /// By class: the device blocks that a resize can reach, if those are more; none means no more.
+        most: Vec<usize>,
+    },
     /// Extents of equal bytes, which classes take and give back; a single class has them all. The ids of a class are
     /// `extent * per_extent + i`: block `id` lies at `id * bytes / per_extent` in the tier. If tables have null blocks,
     /// extent 0 belongs to no class: block 0 of each class lies there.
@@ -27,6 +32,8 @@ pub enum Space {
         bytes: u64,
         /// Extents of each tier: device, host, external.
         counts: [usize; 3],
+        /// Device extents that a resize can reach, if those are more.
+        most: usize,
     },
 }
 
@@ -145,6 +152,9 @@ impl Classes {
     /// The class of a block.
     #[inline]
     pub(crate) fn of(&self, block: BlockId) -> usize {
+        if self.count == 1 {
+            return 0;
+        }
         self.ends.iter().map(|&end| usize::from(block.0 >= end)).sum()
     }
 
@@ -229,8 +239,10 @@ fn lcm(a: u64, b: u64) -> u64 {
 /// How many blocks of each class a tier has, and of what they are made.
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
-    /// Numbers of blocks, by class.
+    /// Numbers of blocks, by class, as many as a resize can reach.
     pub(crate) ids: Vec<usize>,
+    /// How many of them blocks have now.
+    pub(crate) now: Vec<usize>,
     /// `None` if each class has its own blocks for good.
     pub(crate) extents: Option<ExtentShape>,
     /// Whether tables have null blocks.
@@ -245,13 +257,15 @@ pub(crate) struct ExtentShape {
     /// Blocks of each class in an extent.
     pub(crate) per_extent: PerClass,
     pub(crate) bytes: u64,
+    /// Extents now, and as many as a resize can reach.
     pub(crate) count: usize,
+    pub(crate) most: usize,
 }
 
 impl Shape {
     /// One class.
     pub(crate) fn single(blocks: usize, has_null: bool) -> Self {
-        Self { ids: vec![blocks], extents: None, has_null, strides: [1; MAX_CLASSES] }
+        Self { ids: vec![blocks], now: vec![blocks], extents: None, has_null, strides: [1; MAX_CLASSES] }
     }
 
     /// The shape of each tier.
@@ -260,17 +274,21 @@ impl Shape {
     /// There is not one number of blocks for each class; a class has too few; an extent is smaller than a block.
     pub(crate) fn of_tiers(space: &Space, bytes: &[u64], has_null: bool) -> Result<[Self; 3]> {
         match space {
-            Space::Split(blocks) => {
+            Space::Split { blocks, most } => {
                 if blocks.len() != bytes.len() {
                     let must = format!("{}, one for each page class", bytes.len());
                     return Err(invalid("numbers of blocks", blocks.len() as i128, must));
                 }
                 Ok(std::array::from_fn(|tier| {
-                    let ids = blocks.iter().map(|of| of[tier]).collect();
-                    Self { ids, extents: None, has_null, strides: by_class(|class| bytes[class], bytes) }
+                    let now: Vec<usize> = blocks.iter().map(|of| of[tier]).collect();
+                    let mut ids = now.clone();
+                    if tier == 0 && blocks.len() > 1 {
+                        ids.iter_mut().zip(most).for_each(|(ids, &most)| *ids = most.max(*ids));
+                    }
+                    Self { ids, now, extents: None, has_null, strides: by_class(|class| bytes[class], bytes) }
                 }))
             }
-            Space::Extents { bytes: extent, counts } => {
+            Space::Extents { bytes: extent, counts, most } => {
                 let largest = bytes.iter().copied().max().unwrap_or(1);
                 if *extent < largest {
                     return Err(invalid("extent_bytes", *extent, format!("at least {largest}, those of a block")));
@@ -284,15 +302,18 @@ impl Shape {
                     }
                     *per_extent.at(class) = usize::try_from(blocks).unwrap_or(usize::MAX);
                 }
-                Ok(counts.map(|count| {
+                Ok(std::array::from_fn(|tier| {
+                    let count = counts[tier];
                     if bytes.len() == 1 {
                         let strides = by_class(|class| bytes[class], bytes);
                         return Self { strides, ..Self::single(per_extent.get(0).saturating_mul(count), has_null) };
                     }
                     let strides = by_class(|class| extent / per_extent.get(class).max(1) as u64, bytes);
-                    let ids = (0..bytes.len()).map(|class| per_extent.get(class).saturating_mul(count)).collect();
-                    let extents = Some(ExtentShape { per_extent, bytes: *extent, count });
-                    Self { ids, extents, has_null, strides }
+                    let most = if tier == 0 { count.max(*most) } else { count };
+                    let of =
+                        |count| (0..bytes.len()).map(|class| per_extent.get(class).saturating_mul(count)).collect();
+                    let extents = Some(ExtentShape { per_extent, bytes: *extent, count, most });
+                    Self { ids: of(most), now: of(count), extents, has_null, strides }
                 }))
             }
         }
@@ -327,7 +348,7 @@ mod tests {
             for arena in [3_048_944_094, 1 << 40, u64::MAX] {
                 assert!(extent_bytes(bytes, arena) >= bytes.iter().copied().max().unwrap());
             }
-            let space = Space::Extents { bytes: (1 << 61) - 1, counts: [2, 0, 0] };
+            let space = Space::Extents { bytes: (1 << 61) - 1, counts: [2, 0, 0], most: 0 };
             assert!(Shape::of_tiers(&space, bytes, true).is_err(), "2^61 - 1 is prime");
         }
     }
@@ -338,7 +359,7 @@ mod tests {
         let drafter = [1_048_576, 327_680, 153_931_776];
         for bytes in [&[327_680, 64_389_120][..], &[584 * 64, 1_002_240, 8_640], &drafter, &[70_000, 50_000, 30_000]] {
             let extent = extent_bytes(bytes, 40 * GIB);
-            let space = Space::Extents { bytes: extent, counts: [9, 0, 0] };
+            let space = Space::Extents { bytes: extent, counts: [9, 0, 0], most: 0 };
             assert!(Shape::of_tiers(&space, bytes, true).is_ok(), "{bytes:?} in {extent}");
             assert!(lost(bytes, extent, 40 * GIB) < 20_000_000, "{bytes:?} lose over 2 % in {extent}");
         }
@@ -346,7 +367,7 @@ mod tests {
         {
             assert_eq!(blocks_in(extent, block), blocks, "blocks of {block} in {extent}");
         }
-        let space = Space::Extents { bytes: 101, counts: [9, 0, 0] };
+        let space = Space::Extents { bytes: 101, counts: [9, 0, 0], most: 0 };
         assert!(Shape::of_tiers(&space, &[14, 100], true).is_err(), "101 is prime");
     }
 }

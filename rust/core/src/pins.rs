@@ -36,6 +36,11 @@ impl Pins {
         self.counts.len()
     }
 
+    /// Each pinned device block once.
+    pub(crate) fn all(&self) -> impl Iterator<Item = &BlockId> {
+        self.counts.keys()
+    }
+
     /// Keeps cached device blocks until they are released.
     pub(crate) fn pin(&mut self, tiers: &mut Tiers, blocks: Vec<BlockId>) -> Result<PinId> {
         let new = blocks.iter().filter(|block| !self.counts.contains_key(block)).count();

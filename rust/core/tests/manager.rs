@@ -485,8 +485,7 @@ impl World {
             Op::Tables(op) => self.apply_tables(op),
             Op::Keep(op) => self.apply_keep(op),
             // These work with blocks of one size only.
-            Op::Resize(_) | Op::Store(store::Op::LoadAndShrink { .. } | store::Op::Crowded { .. })
-                if self.has_pages() => {}
+            Op::Store(store::Op::LoadAndShrink { .. } | store::Op::Crowded { .. }) if self.has_pages() => {}
             Op::Moves(op) if self.has_pages() => self.apply_extents(op),
             Op::Moves(op) => self.apply_moves(op),
             Op::Store(op) => self.apply_store(op),
@@ -558,6 +557,28 @@ fn a_shared_state_is_written_even_if_its_writer_is_freed() {
     world.apply(Op::ForkPrefix(0, 1));
     world.apply(Op::ForkPrefix(0, 0));
     world.apply(Op::Free(21, 1));
+    world.verify();
+}
+
+/// A case found at random.
+#[test]
+fn extents_that_can_be_emptied_are_all_emptied_at_once() {
+    let mut world = World::new(Setup {
+        blocks: [16, 13, 0],
+        policies: blockyard_core::Policies { eviction: blockyard_core::Eviction::Lru, ..Default::default() },
+        groups: &groups::NINE,
+        pages: Pages::of([4, 7, 4, 4, 4, 4, 4, 7, 4]),
+        host_cache: true,
+        store: None,
+    });
+    world.apply(Op::Allocate(9));
+    world.apply(Op::Step(None));
+    world.apply(Op::Mark(0, 1));
+    world.apply(Op::SwapOut(0, 1));
+    world.apply(Op::Allocate(9));
+    world.apply(Op::Step(None));
+    world.apply(Op::Tables(tables::Op::Append { first: 5, count: 1, tokens: 0, drafts: 0, lookahead: 0, array: 0 }));
+    world.apply(Op::Moves(moves::Op::SETTLED));
     world.verify();
 }
 

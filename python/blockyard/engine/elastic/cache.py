@@ -20,6 +20,7 @@ from blockyard.engine.cuda.streams import with_index
 from blockyard.engine.engine import wait_for_engines
 from blockyard.engine.memory import torch_dtype
 from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.layout.arena import ArenaLayout
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KVLayout, check_layout
 from blockyard.layout.sizes import as_int
@@ -78,7 +79,8 @@ class ElasticCache:
     they read as zeros.
 
     Args:
-        layout: layout of the tensors, which are ordered group by group, as in `CacheEngine`.
+        layout: layout of the tensors, which are ordered group by group, as in `CacheEngine`. With an `ArenaLayout`, the
+            one tensor is the arena, and `extent_bytes` are the bytes of a block.
         num_blocks: initial number of blocks, all zeros.
         max_blocks: maximum number of blocks; costs address space, not memory.
         device: device of the memory.
@@ -86,6 +88,7 @@ class ElasticCache:
             CPU; on CUDA chosen so that `Resized.kept` is at most 1/32 of the memory of `max_blocks`, or the driver's
             unit if that keeps more.
         memory: memory for the tensors; None means to `reserve` it.
+        extent_bytes: bytes of an arena's extent, which then counts as a block.
 
     Attributes:
         layout: as given.
@@ -109,36 +112,36 @@ class ElasticCache:
 
     def __init__(
         self,
-        layout: KVLayout | GroupedLayout,
+        layout: KVLayout | GroupedLayout | ArenaLayout,
         *,
         num_blocks: int,
         max_blocks: int,
         device: str | torch.device = "cpu",
         chunk_bytes: int | None = None,
         memory: MemoryRange | None = None,
+        extent_bytes: int | None = None,
     ) -> None:
-        check_layout(layout)
+        if not isinstance(layout, ArenaLayout):
+            check_layout(layout)
         num_blocks, max_blocks = as_int("num_blocks", num_blocks), as_int("max_blocks", max_blocks)
         chunk_bytes = None if chunk_bytes is None else as_int("chunk_bytes", chunk_bytes)
         if not 1 <= num_blocks <= max_blocks:
             raise InvalidArgumentError(f"num_blocks is {num_blocks}, must be 1 to max_blocks, {max_blocks}")
-        groups = [group for _, group in layout.groups] if isinstance(layout, GroupedLayout) else [layout]
-        shapes = [(shape, group) for group in groups for shape, _ in group.tensor_shapes(max_blocks)]
-        places = [(group, index) for group in groups for index in range(group.num_tensors)]
-        dtypes = [torch_dtype(group.dtype) for group, _ in places]
-        sizes = [prod(shape) * group.itemsize for shape, group in shapes]
         self.layout, self.max_blocks = layout, max_blocks
+        self._bytes_per_block = _bytes_per_block(layout, extent_bytes)
+        parts = _parts(layout, max_blocks, self._bytes_per_block)
+        sizes = [part.num_bytes for part in parts]
         if memory is None:
-            planes = sum(group.planes(index) for group, index in places)
+            planes = sum(len(part.planes) for part in parts)
             memory = reserve(sizes, device=device, chunk_bytes=chunk_bytes, planes=planes)
         self._memory = memory
         self.tensors: list[Tensor] = []
         self._planes: list[tuple[int, int]] = []
         starts = accumulate((-(-size // memory.chunk) * memory.chunk for size in sizes), initial=0)
-        for (shape, group), (_, index), dtype, size, start in zip(shapes, places, dtypes, sizes, starts, strict=False):
-            part = memory.tensor[start : start + size]
-            self.tensors.append(part.view(dtype).view(shape))
-            self._planes += [(start + first, width) for first, width in plane_spans(group, max_blocks, index)]
+        for part, start in zip(parts, starts, strict=False):
+            rows = memory.tensor[start : start + part.num_bytes]
+            self.tensors.append(rows.view(part.dtype).view(part.shape))
+            self._planes += [(start + first, width) for first, width in part.planes]
         self._num_blocks = 0
         self._closed = False
         self.resize(num_blocks)
@@ -177,7 +180,8 @@ class ElasticCache:
         if not 1 <= num_blocks <= self.max_blocks:
             raise InvalidArgumentError(f"num_blocks is {num_blocks}, must be 1 to max_blocks, {self.max_blocks}")
         if num_blocks < self._num_blocks:
-            wait_for_engines(self._memory.tensor, num_blocks)
+            # Ids of blocks do not say which extents they lie in.
+            wait_for_engines(self._memory.tensor, 0 if isinstance(self.layout, ArenaLayout) else num_blocks)
         before, after = self._chunks(self._num_blocks), self._chunks(num_blocks)
         come, gone = list(_without(after, before)), list(_without(before, after))
         if gone:
@@ -189,7 +193,7 @@ class ElasticCache:
             self._memory.release(first, last)
         self._num_blocks = num_blocks
         chunk = self._memory.chunk
-        kept = _length(after) * chunk - num_blocks * self.layout.bytes_per_block
+        kept = _length(after) * chunk - num_blocks * self._bytes_per_block
         return Resized(num_blocks, _length(come) * chunk, _length(gone) * chunk, kept)
 
     def close(self) -> None:
@@ -247,6 +251,40 @@ class ElasticCache:
             for begin, end in spans:
                 self._memory.tensor[begin:end].zero_()
             self._memory.synchronize()
+
+
+class _ElasticTensor(NamedTuple):
+    """A tensor over reserved memory, and where its planes begin with the bytes of a block in each."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+    planes: list[tuple[int, int]]
+
+
+def _bytes_per_block(layout: KVLayout | GroupedLayout | ArenaLayout, extent_bytes: int | None) -> int:
+    if not isinstance(layout, ArenaLayout):
+        if extent_bytes is not None:
+            raise InvalidArgumentError(f"extent_bytes is {extent_bytes}, must be None without an ArenaLayout")
+        return layout.bytes_per_block
+    if extent_bytes is None or (size := as_int("extent_bytes", extent_bytes)) < 1:
+        raise InvalidArgumentError(f"extent_bytes is {extent_bytes}, must be at least 1 with an ArenaLayout")
+    return size
+
+
+def _parts(
+    layout: KVLayout | GroupedLayout | ArenaLayout, max_blocks: int, bytes_per_block: int
+) -> list[_ElasticTensor]:
+    """Return the tensors of a layout, group by group."""
+    if isinstance(layout, ArenaLayout):
+        num_bytes = max_blocks * bytes_per_block
+        return [_ElasticTensor((num_bytes,), torch.uint8, num_bytes, [(0, bytes_per_block)])]
+    found = []
+    for group in [group for _, group in layout.groups] if isinstance(layout, GroupedLayout) else [layout]:
+        for index, (shape, _) in enumerate(group.tensor_shapes(max_blocks)):
+            planes = list(plane_spans(group, max_blocks, index))
+            found.append(_ElasticTensor(shape, torch_dtype(group.dtype), prod(shape) * group.itemsize, planes))
+    return found
 
 
 def plane_spans(layout: KVLayout, num_blocks: int, index: int = 0) -> Iterator[tuple[int, int]]:

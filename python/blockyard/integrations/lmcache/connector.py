@@ -6,11 +6,12 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from blockyard.stores.adapters.objects import PrefixObjects, check_place, store_
 from blockyard.stores.adapters.options import read_kv_dtype, read_size, read_text, refuse_unknown
 from blockyard.workers import open_event
 
-__all__ = ["BlockyardConnector"]
+__all__ = ["BlockyardConnector", "read_options"]
 
 _LOG = engine_log("LMCache")
 _OPTIONS = ("kv_dtype", "root_dir", "url", "size", "part", "revision")
@@ -47,6 +48,23 @@ class _Operation:
         if self.is_put and not all(found):
             error = error or f"{found.count(False)} of {self.count} objects were not stored"
         return ticket, not error, error, found
+
+
+def read_options(given: Mapping[str, Any]) -> tuple[str, int, str]:
+    """Read and check the options, before anything is created; return dtype, bytes of a part and revision.
+
+    Raises:
+        InvalidArgumentError: as for `BlockyardConnector`.
+    """
+    refuse_unknown("adapter_params", given, _OPTIONS)
+    kv_dtype, root_dir, url, size, part, revision = map(given.get, _OPTIONS)
+    dtype, revision = read_kv_dtype("kv_dtype", kv_dtype or ""), read_text("revision", revision)
+    part_bytes = 1 << 20 if part is None else read_size("part", part)
+    if not 1 << 12 <= part_bytes <= 1 << 26:
+        raise InvalidArgumentError(f"part is {part!r}, must be 4KiB to 64MiB")
+    check_place(root_dir, url, size)
+    require_revision(revision, url or "", _UNSEEN)
+    return dtype, part_bytes, revision
 
 
 class BlockyardConnector:
@@ -82,14 +100,8 @@ class BlockyardConnector:
         revision: str | None = None,
         **unknown: object,
     ) -> None:
-        refuse_unknown("adapter_params", unknown, _OPTIONS)
-        dtype = read_kv_dtype("kv_dtype", kv_dtype or "")
-        revision = read_text("revision", revision)
-        part_bytes = 1 << 20 if part is None else read_size("part", part)
-        if not 1 << 12 <= part_bytes <= 1 << 26:
-            raise InvalidArgumentError(f"part is {part!r}, must be 4KiB to 64MiB")
-        check_place(root_dir, url, size)
-        require_revision(revision, url or "", _UNSEEN)
+        given = {"kv_dtype": kv_dtype, "root_dir": root_dir, "url": url, "size": size, "part": part}
+        dtype, part_bytes, revision = read_options({**given, "revision": revision, **unknown})
         self._objects = PrefixObjects(
             store_url(root_dir, url, size, "lmcache"),
             sizes=[part_bytes],

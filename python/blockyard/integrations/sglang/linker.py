@@ -44,7 +44,7 @@ from blockyard.stores.adapters.options import read_seconds, read_size, read_text
 from blockyard.stores.url import public_repr
 from blockyard.workers import keep
 
-__all__ = ["BlockyardLinker"]
+__all__ = ["BlockyardLinker", "LinkerOptions", "read_options"]
 
 _LOG = engine_log("SGLang")
 _OPTIONS: Final = ("root_dir", "url", "size", "revision", "staging", "lookup_seconds")
@@ -80,7 +80,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         extra_config: Mapping[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        options = _read(extra_config or {})
+        options = read_options(extra_config or {})
         identity, problem = identify(server_args)
         require_revision(options.revision, options.url or "", problem)
         self.forward_stream = forward_stream
@@ -396,7 +396,9 @@ def _bytes_of(pages: _Pages) -> int:
     return sum(data.nbytes for data in pages.values())
 
 
-class _Options(NamedTuple):
+class LinkerOptions(NamedTuple):
+    """What a `linker_extra_config` says; see `BlockyardLinker`."""
+
     root_dir: Any
     url: Any
     size: Any
@@ -405,18 +407,22 @@ class _Options(NamedTuple):
     lookup_seconds: float
 
     def __repr__(self) -> str:
-        return f"_Options({public_repr(self.root_dir)}, {public_repr(self.url)})"
+        return f"LinkerOptions({public_repr(self.root_dir)}, {public_repr(self.url)})"
 
 
-def _read(given: Mapping[str, Any]) -> _Options:
-    """Read and check the options, before anything is created."""
+def read_options(given: Mapping[str, Any]) -> LinkerOptions:
+    """Read and check the options, before anything is created.
+
+    Raises:
+        InvalidArgumentError: as for `BlockyardLinker`.
+    """
     refuse_unknown("linker_extra_config", given, _OPTIONS)
     root_dir, url, size, revision, staging, seconds = map(given.get, _OPTIONS)
     check_place(root_dir, url, size)
     revision = read_text("revision", revision)
     staging = 1 << 30 if staging is None else read_size("staging", staging)
     seconds = read_seconds("lookup_seconds", seconds, 0.1, most=10, above_zero=False)
-    return _Options(root_dir, url, size, revision, staging, seconds)
+    return LinkerOptions(root_dir, url, size, revision, staging, seconds)
 
 
 def _device_pools(params: Any, components: Any) -> Any:

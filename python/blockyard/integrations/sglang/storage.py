@@ -26,12 +26,14 @@ from blockyard.integrations.sglang.recording import QueryRecorder, record_querie
 from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.objects import PrefixObjects, bytes_taken, check_place, share_of, store_url
 from blockyard.stores.adapters.options import read_flag, read_kv_dtype, read_text, refuse_unknown
+from blockyard.stores.url import public_repr
 
-__all__ = ["BlockyardHiCache"]
+__all__ = ["SGLANGS_OWN", "BlockyardHiCache", "HiCacheOptions", "read_options"]
 
 _LOG = engine_log("SGLang")
 _OPTIONS: Final = ("root_dir", "url", "size", "revision", "kv_dtype", "interface_v1")
-_SGLANGS_OWN: Final = ("backend_name", "module_path", "class_name")
+SGLANGS_OWN: Final = ("backend_name", "module_path", "class_name")
+"""Options with which SGLang finds the class; it requires them, and passes them on."""
 _SHARDED: Final = {"mamba", "draft", "draft_swa"}
 """Pools that are sharded by rank even if the main pool is the same on all ranks."""
 _PAGE_BY_PAGE: Final = {"indexer", "draft_indexer", "deepseek_v4_c4", "deepseek_v4_c4_indexer", "deepseek_v4_c128"}
@@ -62,6 +64,34 @@ class _HostPages(NamedTuple):
         self.host.set_from_flat_data_page(index, page)
 
 
+class HiCacheOptions(NamedTuple):
+    """What an `extra_config` says; see `BlockyardHiCache`."""
+
+    root_dir: Any
+    url: Any
+    size: Any
+    revision: str
+    kv_dtype: str
+
+    def __repr__(self) -> str:
+        return f"HiCacheOptions({public_repr(self.root_dir)}, {public_repr(self.url)})"
+
+
+def read_options(extra_config: Mapping[str, Any]) -> HiCacheOptions:
+    """Read and check the options, before anything is created.
+
+    Raises:
+        InvalidArgumentError: as for `BlockyardHiCache`.
+    """
+    given = {name: value for name, value in extra_config.items() if name not in SGLANGS_OWN}
+    refuse_unknown("extra_config", given, _OPTIONS)
+    root_dir, url, size, revision, kv_dtype, interface = map(given.get, _OPTIONS)
+    check_place(root_dir, url, size)
+    revision, kv_dtype = read_text("revision", revision), read_kv_dtype("kv_dtype", kv_dtype)
+    read_flag("interface_v1", interface, default=False)  # SGLang reads "0" as true
+    return HiCacheOptions(root_dir, url, size, revision, kv_dtype)
+
+
 class BlockyardHiCache(HiCacheStorage):
     """Pages of SGLang's host pools in a Blockyard store. SGLang loads it as storage backend `dynamic`.
 
@@ -82,12 +112,9 @@ class BlockyardHiCache(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         self._config = storage_config
-        given = {name: value for name, value in (storage_config.extra_config or {}).items() if name not in _SGLANGS_OWN}
-        refuse_unknown("extra_config", given, _OPTIONS)
-        self._root, self._url, self._size, revision, kv_dtype, interface = map(given.get, _OPTIONS)
-        check_place(self._root, self._url, self._size)
-        self._revision, self._kv_dtype = read_text("revision", revision), read_kv_dtype("kv_dtype", kv_dtype)
-        read_flag("interface_v1", interface, default=False)  # SGLang reads "0" as true
+        self._root, self._url, self._size, self._revision, self._kv_dtype = read_options(
+            storage_config.extra_config or {}
+        )
         refuse_own_folders(self._root, storage_config.tp_size, share_pages=storage_config.is_mla_model)
         self._identity, problem = identify(current_server_args())
         require_revision(self._revision, self._url or "", problem)

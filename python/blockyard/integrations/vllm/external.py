@@ -25,6 +25,7 @@ from blockyard.stores.adapters.chunks import ChunkRows
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.base import ExternalStore
 from blockyard.stores.url import public_repr
+from blockyard.stores.value import is_damage
 from blockyard.workers import keep, start_worker
 
 __all__ = ["PREFIX_WRITES", "ExternalOptions", "ExternalTier", "UsedBefore"]
@@ -179,12 +180,22 @@ class ExternalTier:
         # Loads never queue behind stores.
         self._work = StoreJobs(store, "blockyard-vllm-external", {"load": 4, "store": 1})
         self.counts = Counts()
+        self._health = (0.0, True, 0)  # until when it holds, and what `health` returns
 
     @property
     def is_busy(self) -> bool:
         """Whether a thread has work to do."""
         with self._state:
             return not all(job.is_ended for job in self._jobs)
+
+    def health(self) -> tuple[bool, int]:
+        """Return whether the store answers and is used, and how many damaged chunks it returned; up to a second old."""
+        now = time.monotonic()
+        if now >= self._health[0]:
+            stats = self._store.stats()
+            damaged = sum(count for reason, count in stats.misses.items() if is_damage(reason))
+            self._health = (now + 1.0, not stats.is_down and self._has_forgotten, damaged)
+        return self._health[1:]
 
     @property
     def num_coming(self) -> int:

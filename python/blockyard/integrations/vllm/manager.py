@@ -138,7 +138,7 @@ class BlockyardManager(OffloadingManager):
         self._ended: list[object] = []
         self._evictions = 0  # by `evict`
         self._reported_evictions = 0
-        self._reported_external = [0, 0, 0, 0]
+        self._reported_external = [0] * 5
         self._weights_fixed = weights_fixed
         self._url = ""  # of the external store
         self.external: ExternalTier | None = None
@@ -502,8 +502,9 @@ class BlockyardManager(OffloadingManager):
             stats.increase_counter(name, self._hints[outcome] - self._reported_hints[outcome])
         self._reported_hints = self._hints.copy()
         if self.external is not None:
-            counts = self.external.counts
-            now = [counts.loaded, counts.missed, counts.written, counts.not_written]
+            counts, (is_up, num_damaged) = self.external.counts, self.external.health()
+            stats.set_gauge(Metrics.EXTERNAL_UP, float(is_up))
+            now = [counts.loaded, counts.missed, counts.written, counts.not_written, num_damaged]
             for name, count, before in zip(Metrics.EXTERNAL, now, self._reported_external, strict=True):
                 stats.increase_counter(name, count - before)
             self._reported_external = now

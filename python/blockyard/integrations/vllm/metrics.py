@@ -25,6 +25,7 @@ _EXTERNAL: Final = (
     "Requested chunks that did not arrive: absent, damaged, refused or late.",
     "Chunks that were written to the external store.",
     "Chunks that were not written: present already, too many at a time, or refused.",
+    "Damaged chunks that the external store returned; they were refused.",
 )
 
 
@@ -38,8 +39,10 @@ class Metrics:
     EVICTED: Final[str] = "blockyard:kv_offload_evicted_chunks"
     HINTS: Final = tuple(f"blockyard:kv_hints_{outcome}" for outcome in OUTCOMES)
     EXTERNAL: Final = tuple(
-        f"blockyard:kv_offload_external_{what}_chunks" for what in ("loaded", "missed", "written", "not_written")
+        f"blockyard:kv_offload_external_{what}_chunks"
+        for what in ("loaded", "missed", "written", "not_written", "damaged")
     )
+    EXTERNAL_UP: Final[str] = "blockyard:kv_offload_external_up"
 
 
 def definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -49,6 +52,7 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         Metrics.WRITE_USAGE: OffloadingGaugeMetadata(documentation="Fraction of host chunks that stores write now."),
         Metrics.READ_USAGE: OffloadingGaugeMetadata(documentation="Fraction of host chunks that loads read now."),
         Metrics.STORED: OffloadingGaugeMetadata(documentation="Fraction of host chunks that can be loaded."),
+        Metrics.EXTERNAL_UP: OffloadingGaugeMetadata(documentation="1 while the external store answers and is used."),
         Metrics.EVICTED: OffloadingCounterMetadata(documentation="Host chunks that were evicted."),
         **{
             name: OffloadingCounterMetadata(documentation=text)

@@ -27,7 +27,7 @@ from blockyard.stores.adapters.options import nearest, read_choice, read_flag, r
 from blockyard.stores.url import public_repr
 from blockyard.traces.recorder import record_from_environment
 
-__all__ = ["BlockyardSpec", "CheckedOptions", "check_options"]
+__all__ = ["OPTIONS", "BlockyardSpec", "CheckedOptions", "check_connectors", "check_options"]
 
 _LOG = engine_log("vLLM")
 _OPTIONS: Final = (
@@ -44,6 +44,18 @@ _OPTIONS: Final = (
 _POLICIES: Final = ("lru", "adaptive", "priority")
 _CONNECTORS: Final = ("spec_name", "spec_module_path", "block_size", "offload_prompt_only", "self_describing_kv_events")
 """Options that vLLM's connector uses with any spec."""
+OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "BlockyardSpec": (*_OPTIONS, *_CONNECTORS),
+    "CPUOffloadingSpec": (
+        *(*_CONNECTORS, "blocks_per_chunk", "canonical_layout", "cpu_bytes_to_use"),
+        *("eviction_policy", "cache_policy_module_path", "store_threshold", "max_tracker_size"),
+    ),
+    "TieringOffloadingSpec": (
+        *(*_CONNECTORS, "blocks_per_chunk", "canonical_layout", "cpu_bytes_to_use"),
+        *("eviction_policy", "cache_policy_module_path", "secondary_tiers", "backpressure"),
+    ),
+}
+"""Options that our spec and those of vLLM read."""
 _INSTEAD: Final = {"eviction_policy": "policy", "secondary_tiers": "prefix_store", "num_cpu_blocks": "host_bytes"}
 """Options of vLLM's own specs, and ours for the same purpose."""
 _INFO = ("blockyard_num_chunks", "blockyard_blocks_per_chunk", "blockyard_bytes_per_chunk", "blockyard_policy")
@@ -76,7 +88,7 @@ class BlockyardSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         options = {name: value for name, value in config.extra_config.items() if value is not None}
-        _check_connectors(options, config)
+        check_connectors(config.extra_config, config)
         # Workers that have the same bytes, as those of MLA models do, share one copy, which the first one writes.
         self.replicated_layout = config.parallel.world_size > 1 and getattr(config, "replicated_layout", False)
         copies = 1 if self.replicated_layout else config.parallel.world_size
@@ -221,25 +233,47 @@ def check_options(extra_config: Mapping[str, Any]) -> CheckedOptions:
         InvalidArgumentError: as for `BlockyardSpec`.
     """
     options = {name: value for name, value in extra_config.items() if value is not None}
+    check_connectors(extra_config)
     unused = _unused(options, None)
     read_choice("policy", options.get("policy"), _POLICIES, "lru")
     external = _external(options)
     return CheckedOptions(_host_bytes(options, 1, unused), None if external is None else external.url, unused)
 
 
-def _check_connectors(options: Mapping[str, Any], config: OffloadingConfig) -> None:
-    """Refuse what vLLM's connector reads as something else: its `int(2.5)` is 2, its `bool("false")` is True."""
+def check_connectors(options: Mapping[str, Any], config: OffloadingConfig | None = None) -> None:
+    """Refuse what vLLM's connector reads as something else: its `int(2.5)` is 2, its `bool("false")` is True.
+
+    Args:
+        options: of any spec.
+        config: what vLLM has read; None before the engine starts.
+
+    Raises:
+        InvalidArgumentError: an option has another value than vLLM uses, or would be refused by vLLM.
+    """
     for name in ("offload_prompt_only", "self_describing_kv_events"):
-        read_flag(name, config.extra_config.get(name, False), default=None)
-    tokens = config.groups[0].tokens_per_block if config.groups else 0
-    for name, unit in (("blocks_per_chunk", 1), ("block_size", tokens)):
-        value, used = options.get(name), config.cache.blocks_per_chunk * unit
-        try:
-            is_used = value is None or (not isinstance(value, bool) and float(value) == used)
-        except (TypeError, ValueError):
-            is_used = False
+        read_flag(name, options.get(name, False), default=None)
+    sizes = {name: options[name] for name in ("blocks_per_chunk", "block_size") if options.get(name) is not None}
+    if len(sizes) == 2:
+        raise InvalidArgumentError("blocks_per_chunk and block_size are given, must be at most one of them")
+    for name, value in sizes.items():
+        number = _whole(value)
+        if config is None:
+            is_used, why = number > 0, "must be a whole number above 0"
+        else:
+            tokens = config.groups[0].tokens_per_block if config.groups else 0
+            used = config.cache.blocks_per_chunk * (tokens if name == "block_size" else 1)
+            is_used, why = number == used, f"but vLLM uses {used}: write a whole number"
         if not is_used:
-            raise InvalidArgumentError(f"{name} is {value!r:.100}, but vLLM uses {used}: write a whole number")
+            raise InvalidArgumentError(f"{name} is {value!r:.100}, {why}")
+
+
+def _whole(value: object) -> int:
+    """Return a whole number, also from text as vLLM reads it; -1 for anything else."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+        return int(number) if number.is_integer() and not isinstance(value, bool) else -1
+    except (TypeError, ValueError, OverflowError):
+        return -1
 
 
 def _unused(options: Mapping[str, Any], config: OffloadingConfig | None) -> list[str]:
@@ -259,9 +293,8 @@ def _why_unused(name: str, options: Mapping[str, Any], config: OffloadingConfig 
         return " (the model has no blocks)"
     if config is not None and name == "self_describing_kv_events" and not config.enable_kv_cache_events:
         return " (KV cache events are off)"
-    if name in _OPTIONS or name in _CONNECTORS:
-        return None
-    return nearest(name, _OPTIONS)
+    known = OPTIONS["BlockyardSpec"]
+    return None if name in known else nearest(name, known)
 
 
 def _external(options: Mapping[str, Any]) -> ExternalOptions | None:

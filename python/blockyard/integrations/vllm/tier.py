@@ -22,7 +22,7 @@ from blockyard.stores import open_store
 from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.chunks import ChunkRows
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
-from blockyard.stores.adapters.objects import BATCH_BYTES, about_store, check_place, store_url
+from blockyard.stores.adapters.objects import BATCH_BYTES, about_store, check_place, place_url, store_url
 from blockyard.stores.adapters.options import read_text, refuse_unknown
 from blockyard.stores.namespace import Namespace
 from blockyard.stores.value import is_damage
@@ -114,7 +114,8 @@ class BlockyardTier(SecondaryTierManager):
         revision: str | None = None,
         **unknown: object,
     ) -> None:
-        url, revision = check_options(root_dir=root_dir, size=size, url=url, revision=revision, **unknown)
+        _, revision = check_options(root_dir=root_dir, size=size, url=url, revision=revision, **unknown)
+        url = store_url(root_dir, url, size)
         super().__init__(
             offloading_spec=offloading_spec,
             primary_kv_view=primary_kv_view,
@@ -227,7 +228,7 @@ def check_options(
     revision: str | None = None,
     **unknown: object,
 ) -> tuple[str, str]:
-    """Check the options of a tier; return the URL of its store, and the revision.
+    """Check the options of a tier; return the URL of its store, and the revision. Creates nothing.
 
     Raises:
         InvalidArgumentError: as for `BlockyardTier`.
@@ -236,7 +237,7 @@ def check_options(
     check_place(root_dir, url, size)
     revision = read_text("revision", revision)
     require_revision(revision, url or "", _UNSEEN)
-    return store_url(root_dir, url, size), revision
+    return place_url(root_dir, url, size), revision
 
 
 def _rows(view: memoryview) -> NDArray[np.uint8]:

@@ -37,7 +37,16 @@ from blockyard.stores.url import public_repr, public_url
 from blockyard.stores.value import is_damage
 from blockyard.workers import Buffers
 
-__all__ = ["BATCH_BYTES", "PrefixObjects", "about_store", "bytes_taken", "check_place", "share_of", "store_url"]
+__all__ = [
+    "BATCH_BYTES",
+    "PrefixObjects",
+    "about_store",
+    "bytes_taken",
+    "check_place",
+    "place_url",
+    "share_of",
+    "store_url",
+]
 
 _LOG = logging.getLogger(__name__)
 _DOMAIN: Final = b"blockyard objects 2"
@@ -100,8 +109,8 @@ def share_of(url: str, share: float) -> str:
     return re.sub(r"([?&]size=)([^&]*)", shared, url)
 
 
-def store_url(root_dir: str | None, url: str | None, size: int | str | None, part: str = "") -> str:
-    """Return the URL of a store: `url`, or a file store in `root_dir` or its folder `part`, whose parents are created.
+def place_url(root_dir: str | None, url: str | None, size: int | str | None, part: str = "") -> str:
+    """Return the URL of a store: `url`, or a file store in `root_dir` or its folder `part`. Creates nothing.
 
     Args:
         root_dir: a folder; None for `url`.
@@ -111,16 +120,27 @@ def store_url(root_dir: str | None, url: str | None, size: int | str | None, par
 
     Raises:
         InvalidArgumentError: as for `check_place`.
-        OSError: the folder cannot be created.
     """
     check_place(root_dir, url, size)
     if url is not None:
         return url
     folder = Path(str(root_dir)).absolute() / part
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if size is None:
         size = "1GiB"
     return f"file://{quote(str(folder))}?size={size if isinstance(size, str) else read_size('size', size)}"
+
+
+def store_url(root_dir: str | None, url: str | None, size: int | str | None, part: str = "") -> str:
+    """Return what `place_url` does, once the parents of the folder are there.
+
+    Raises:
+        InvalidArgumentError: as for `check_place`.
+        OSError: a folder cannot be created.
+    """
+    found = place_url(root_dir, url, size, part)
+    if url is None:
+        (Path(str(root_dir)).absolute() / part).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return found
 
 
 def about_store(store: ExternalStore, url: str, namespace: bytes) -> str:

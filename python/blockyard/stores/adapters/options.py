@@ -32,8 +32,9 @@ _KV_DTYPES: Final = (
 
 def nearest(name: object, known: Iterable[str]) -> str:
     """Return a remedy for a misspelt name: ` (did you mean 'x'?)`, or nothing."""
-    found = get_close_matches(str(name).lower(), known, n=1, cutoff=0.6)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    by_lower = {str(word).lower(): word for word in known}
+    found = get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.6)
+    return f" (did you mean {by_lower[found[0]]!r}?)" if found else ""
 
 
 def refuse_unknown(where: str, given: Iterable[str], known: Collection[str]) -> None:

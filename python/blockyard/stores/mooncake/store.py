@@ -85,7 +85,6 @@ class MooncakeStore(RemoteStore):
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Store values. In a prefix store, existing blocks are kept."""
-        self._remember(keys)
         with self._lock:
             replaced = {name for key in keys if (name := key.tobytes()) in self._to_replace}
             self._to_replace -= replaced
@@ -110,17 +109,14 @@ class MooncakeStore(RemoteStore):
         with self._lock:
             self._to_replace.update(name.tobytes() for name in names)
 
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> list[str]:
         """Read values. The header check rejects those of another length."""
-        return np.array([not why for why in self._get_values(keys, out)], np.bool_)
-
-    def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
-        codes = np.zeros(len(names), np.int64)
-        for part in batched(values, _KEYS, AREA):
-            paths = self._paths(names[part])
+        codes = np.zeros(len(keys), np.int64)
+        for part in batched(out, _KEYS, AREA):
+            paths = self._paths(keys[part])
             single = list(dict.fromkeys(paths))  # the client fills only one of the buffers of a repeated key
-            found = dict(zip(single, self._client.read(single, values.shape[1]), strict=True))
-            for row, path in zip(values[part], paths, strict=True):
+            found = dict(zip(single, self._client.read(single, out.shape[1]), strict=True))
+            for row, path in zip(out[part], paths, strict=True):
                 value = found[path]
                 if isinstance(value, np.ndarray) and self._format.accepts_size(row, value):
                     row[: len(value)] = value

@@ -144,7 +144,6 @@ class RedisStore(RemoteStore):
         """Store values. In a prefix store, the same transaction lists the blocks and drops excess ones."""
         if self._lists:
             return self._put_listed(keys, rows, None)
-        self._remember(keys)
         stored = np.zeros(len(keys), np.bool_)
         for part in batched(rows, _KEYS, _BYTES):
             names = [self._prefix + key.tobytes() for key in keys[part]]
@@ -157,8 +156,6 @@ class RedisStore(RemoteStore):
     def _put_owned(
         self, names: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners, epoch: Epoch
     ) -> NDArray[np.bool_]:
-        if not self.keeps_quotas:
-            return self.put(names, rows)
         parents = list({key.tobytes() for key in owners.parents} - {bytes(32)})
         name_of = dict(zip(parents, (name.tobytes() for name in self._names_of(parents, epoch.token)), strict=True))
         whose = [
@@ -214,9 +211,10 @@ class RedisStore(RemoteStore):
         groups = groupby(sorted(names, key=segment), segment)
         return [make(self._lists[number], list(group)) for number, group in groups]
 
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> list[str]:
         """Read values. The header check rejects those of another length."""
-        return self._get_parts(keys, out)[0]
+        found, _, is_lost, _ = self._get_parts(keys, out)
+        return _missed(found, is_lost=is_lost)
 
     def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
@@ -305,20 +303,8 @@ class RedisStore(RemoteStore):
         asked = self._reading(self._record.key)
         names = self._names_of(keys, epoch.token)
         found, heads, is_lost, ((answer, why),) = self._get_parts(names, out, head_bytes=HEADER, more=[asked])
-        checked = self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
+        checked = self._format.check_apart(out, heads, _missed(found, is_lost=is_lost), keys)
         return self._record.parse(self._row_of(answer, why)), *checked
-
-    def _fetch(
-        self, names: NDArray[np.uint8], keys: list[bytes], out: NDArray[np.uint8] | None = None
-    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        if out is None or self._format.codec is not None:
-            return super()._fetch(names, keys)
-        found, heads, is_lost, _ = self._get_parts(names, out, head_bytes=HEADER)
-        return self._checked(out, heads, _missed(found, is_lost=is_lost), keys)
-
-    def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
-        found, _, is_lost, _ = self._get_parts(names, values)
-        return _missed(found, is_lost=is_lost)
 
     def delete(self, keys: NDArray[np.uint8]) -> None:
         """Delete values."""

@@ -1,6 +1,8 @@
 """`RedisURL`: a parsed URL of the Redis store. `blockyard.stores.redis` describes the options."""
 
+import os
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -26,10 +28,11 @@ class RedisURL(NamedTuple):
 
 
 def read_url(url: str) -> RedisURL:
-    """Parse a URL with the scheme `redis`, `rediss`, `valkey`, `valkeys` or `unix`; opens nothing.
+    """Parse a URL with the scheme `redis`, `rediss`, `valkey`, `valkeys` or `unix`; opens at most a file of a password.
 
     Raises:
-        StoreURLError: the URL is malformed; the message shows the wrong part, but no password.
+        StoreURLError: the URL is malformed, or its password cannot be read; the message shows the wrong part, but no
+            password.
     """
     parts = StoreURL.parse(url)
     split = urlsplit(url)
@@ -37,7 +40,7 @@ def read_url(url: str) -> RedisURL:
     client: dict[str, Any] = {
         "cluster": bool(cluster),
         "username": unquote(split.username) if split.username else None,
-        "password": unquote(split.password) if split.password else None,
+        "password": _password(parts, split.password),
         "db": 0 if cluster else parts.take("db", count(0, 1 << 31), 0, "0 or more"),
     }
     if transport == "unix":
@@ -67,5 +70,32 @@ def read_url(url: str) -> RedisURL:
         memory=parts.take("memory", positive, 1 << 30, SIZE),
         timeout_base=parts.take("timeout_base", seconds(0.05, 86_400), 2.0, "0.05 to 86400 seconds"),
     )
-    parts.finish("size, ttl, db, threads, memory, timeout_base and, for rediss and valkeys, ca, cert, key")
+    parts.finish(
+        "size, ttl, db, threads, memory, timeout_base, password_file, password_env and, for rediss and valkeys, ca, "
+        "cert, key"
+    )
     return found
+
+
+def _password(parts: StoreURL, written: str | None) -> str | None:
+    """Return the password, which the URL has or names; messages about the store do not show it."""
+    file = parts.take("password_file", str, None, "a path")
+    name = parts.take("password_env", str, None, "a variable's name")
+    if file is None and name is None:
+        return unquote(written) if written else None
+    option = f"password_file={file}" if file is not None else f"password_env={name}"
+    if written or (file is not None and name is not None):
+        parts.reject(option, "is given beside another password")
+    password, why = "", ""
+    if file is not None:
+        try:
+            password = Path(file).read_text(encoding="utf-8").rstrip("\r\n")
+        except (OSError, ValueError) as error:
+            why = f"cannot be read ({error.strerror if isinstance(error, OSError) else 'it is not UTF-8'})"
+    else:
+        password = os.environ.get(name or "", "")
+        why = "" if password else "is not set in the environment, or is empty"
+    if not password:
+        parts.reject(option, why or "is empty")
+    parts.secrets.append(password)
+    return password

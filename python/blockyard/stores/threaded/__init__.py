@@ -2,10 +2,8 @@
 
 | module | state and rules |
 |---|---|
-| `store` | a storage's functions, the names of blocks, and how batches use them |
-| `batches` | tickets, deadlines, memory and threads |
-| `order` | which batch may run |
-| `breaker` | whether the storage answers |
+| `store` | a storage's functions, the names of blocks, how batches use them, and the threads that run these |
+| `batches` | tickets, order, deadlines and memory of batches, and whether the storage answers |
 | `known_keys` | which keys have a block and which do not |
 | `epochs` | which weights the stored blocks belong to |
 | `runtime` | clock, locks, threads and randomness: the system's, or a simulation's |

@@ -4,7 +4,11 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Final
 
-from blockyard.stores.value import is_damage
+import numpy as np
+from numpy.typing import NDArray
+
+from blockyard.stores.threaded.batches import Batch, Batches
+from blockyard.stores.value import is_damage, is_whole
 
 __all__ = ["ABSENT_SECONDS", "FAILED_SECONDS", "KnownKeys"]
 
@@ -100,6 +104,23 @@ class KnownKeys:
             self._there.pop(key, None)
             self._until[key] = -inf
 
+    def note_batch(self, batch: Batch, batches: Batches) -> None:
+        """Record how a batch of keys ended, except for keys with a later batch."""
+        is_delete = batch.kind == "delete"
+        for key, reason in zip(batch.names, batch.reasons, strict=False):
+            if not isinstance(key, bytes):
+                continue
+            if batches.is_last(key, batch) or self._ends_hiding(key, batch, reason, batches):
+                self.note_ended(key, reason, is_delete=is_delete)
+
+    def _ends_hiding(self, key: bytes, batch: Batch, reason: str, batches: Batches) -> bool:
+        """Return whether a confirmed put or deletion ends the hiding of its key by an earlier deletion.
+
+        Later reads of the key may already wait for this batch, and would stay misses.
+        """
+        is_confirmed = batch.kind != "get" and not reason
+        return is_confirmed and self.is_hidden(key) and not batches.is_deleted_behind(key, batch)
+
     def note_ended(self, key: bytes, reason: str, *, is_delete: bool) -> None:
         """Record how a key's put, get or deletion ended."""
         if not reason or reason == "absent":
@@ -112,6 +133,18 @@ class KnownKeys:
             self._hide(key)
         elif not self.is_hidden(key):  # absent, or a damaged block that has been deleted
             self.note(key, is_there=False)
+
+    def doubt_damaged(self, keys: Sequence[bytes], reasons: Sequence[str], seen: NDArray[np.uint8]) -> list[bytes]:
+        """Doubt the values of a read that are damaged; see `doubt`. Returns the keys of those to delete.
+
+        A value that the codec refuses is only replaced by the next put: perhaps this process's codec is at fault.
+        """
+        damaged = {
+            key: digest.tobytes() if is_damage(reason) and is_whole(reason) else b""
+            for key, reason, digest in zip(keys, reasons, seen, strict=True)
+            if is_damage(reason) or reason == "codec"
+        }
+        return [key for key, digest in damaged.items() if self.doubt(key, digest)]
 
     def doubt(self, key: bytes, seen: bytes) -> bool:
         """Record that a value was damaged when it was read; its key is hidden until it may be read again.

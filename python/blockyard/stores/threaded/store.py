@@ -1,32 +1,43 @@
 """`ThreadedStore`: an external store from functions that may block: `put`, `get` and, for a prefix store, `delete`."""
 
 import hashlib
+import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import inf
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockyard._core import checksum_rows
-from blockyard.errors import InvalidArgumentError, StoreError
+from blockyard._core import Completion, checksum_rows
+from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
 from blockyard.stores.arguments import check_read_rows, check_rows, check_slots, checked_keys, owners_of_each
-from blockyard.stores.base import Keys, Owners, Use, no_keys_error
+from blockyard.stores.base import ExternalStore, Keys, Owners, Use, no_keys_error
 from blockyard.stores.codec import Codec, MacKey
-from blockyard.stores.threaded.batches import BatchStore
+from blockyard.stores.log_lines import FailureLog
+from blockyard.stores.threaded.batches import Batch, Batches, BatchKind, Name, Recovery
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, EpochRecord, ForgottenError, Record, SharedEpoch
 from blockyard.stores.threaded.known_keys import KnownKeys
-from blockyard.stores.threaded.order import Batch, Name
+from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.threaded.value_format import ValueFormat
-from blockyard.stores.url import public_url, secrets_of
-from blockyard.stores.value import HEADER, answered, is_damage, is_whole, spread_out
+from blockyard.stores.url import hide_secrets, public_url, secrets_of
+from blockyard.stores.value import HEADER, answered, copy_rows, reasons_of, spread_out
+from blockyard.types import StoreStats
+from blockyard.workers import Buffers, Polls, Process, describe, open_event
 
 __all__ = ["ThreadedStore"]
 
 _EPOCH_SECONDS: Final = 1.0  # how long puts and lookups may use an epoch without checking the record
+_SLOWEST: Final = 16e6  # bytes per second; deadlines assume at least this rate
+_DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
+_IDLE_SECONDS: Final = 0.5  # how long an idle thread waits for work: starting one costs as much as a small batch
+_MEMORY_SECONDS: Final = 0.1  # how long a thread that lacks memory waits for it
 
 
-class ThreadedStore(BatchStore):
+class ThreadedStore(ExternalStore):
     """A store over functions that may block: `put`, `get` and, for a prefix store, `delete`. Worker threads call them.
 
     The class adds tickets, deadlines and misses, keeps the order of operations on each slot and key, and checks every
@@ -55,7 +66,7 @@ class ThreadedStore(BatchStore):
     Attributes:
         num_slots: number of slots; the subclass sets it.
         bytes_per_block: as given.
-        threads: maximum number of concurrent calls.
+        threads: maximum number of concurrent calls; one more while some hang.
         memory: maximum bytes in flight and in uncollected results; blocks beyond it are misses, `"queue_full"`.
         timeout_base: timeout of a batch in seconds, plus one for every 16 MB in flight.
 
@@ -85,6 +96,14 @@ class ThreadedStore(BatchStore):
         ([True, False], ('', 'empty'))
     """
 
+    num_slots: int = 0
+    bytes_per_block: int = 0
+    threads: int = 4
+    memory: int = 1 << 30
+    timeout_base: float = 10.0
+
+    _put_owned: Callable[[NDArray[np.uint8], NDArray[np.uint8], Owners, Epoch], NDArray[np.bool_]]  # if it keeps quotas
+    _use: Use | None = None  # of a store that is opened for one
     _reuses_rows = False  # whether rows are free for reuse once `put` has returned
     _there_seconds = 60.0  # how long a key is known to have a block; less if lookups are cheap
 
@@ -100,14 +119,30 @@ class ThreadedStore(BatchStore):
     ) -> None:
         if bytes_per_block < 1:
             raise InvalidArgumentError(f"bytes_per_block is {bytes_per_block}, must be at least 1")
-        super().__init__()
         self.url = url
-        self._secrets = secrets_of(url)
         self.bytes_per_block = bytes_per_block
+        self._secrets = secrets_of(url)  # hidden in messages
+        self._process = Process("a store")
+        self._runtime = runtime()
+        # Enter the lock itself, not a condition: an interrupt within `Condition.__enter__` would leave it locked.
+        self._lock = self._runtime.rlock()
+        self._changed = self._runtime.condition(self._lock)
+        self._work = self._runtime.condition(self._lock)  # idle threads wait on it
+        self._batches = Batches()
+        self._recovery = Recovery(self._recover)
+        self._tickets = self._num_threads = self._idle = 0
+        self._closed = False
+        self._event: int | None = None
+        self._polls = Polls()
+        self._buffers = Buffers()
+        self._failures = FailureLog(self._runtime.monotonic)
+        self._misses: Counter[str] = Counter()
+        self._blocks = {True: 0, False: 0}  # written, read
+        self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
         self._format = ValueFormat(namespace, bytes_per_block, codec, mac_key, self._note)
         self.namespace = self._format.namespace
         self._seed = self.namespace + self._runtime.random_bytes(16)
-        self._digests: dict[Name, dict[Name, bytes]] = {}  # digests of each slot's last write
+        self._digests: dict[int, dict[Name, bytes]] = {}  # digests of each slot's last write
         self._known = KnownKeys(self._runtime.monotonic, self._there_seconds)
         self._token = b""  # of the epoch under which the keys are known
         self._record = EpochRecord(self, self._digest_of(b"BLKYEPOCH2"), self._format)
@@ -116,7 +151,19 @@ class ThreadedStore(BatchStore):
     @property
     def uses(self) -> tuple[Use, ...]:
         """What the store can be used for: for prefixes only if the subclass has `delete`."""
+        if self._use is not None:
+            return (self._use,)
         return ("swap",) if type(self).delete is ThreadedStore.delete else ("swap", "prefix")
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def max_blocks_in_flight(self) -> int:
+        """Maximum number of blocks in flight and in uncollected results."""
+        return self.memory // self.bytes_per_block
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({public_url(self.url)!r})"
@@ -135,7 +182,7 @@ class ThreadedStore(BatchStore):
         """
 
     @abstractmethod
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_] | list[str]:
         """Read blocks by their keys. Runs in a worker thread; may block or raise.
 
         Args:
@@ -144,7 +191,8 @@ class ThreadedStore(BatchStore):
                 stored row has another width, return True and leave the row unchanged.
 
         Returns:
-            Whether each block was found, bool `[n]`; False is a miss, `"absent"`.
+            Whether each block was found, bool `[n]`; False is a miss, `"absent"`. Or a list of the reasons, `""` for
+            blocks that were found.
         """
 
     def delete(self, keys: NDArray[np.uint8]) -> None:  # noqa: ARG002 (a store with keys has its own)
@@ -162,7 +210,7 @@ class ThreadedStore(BatchStore):
             keys: uint8 `[n, 32]`.
         """
         row = np.zeros((1, self._format.width), np.uint8)
-        return np.array([answered("get", self.get(key[None], row), 1)[0] for key in keys], np.bool_)
+        return np.array([not reasons_of(self.get(key[None], row), 1)[0] for key in keys], np.bool_)
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
         """Start to write blocks; see `ExternalStore.submit_write`."""
@@ -223,10 +271,6 @@ class ThreadedStore(BatchStore):
             is_down = self._closed or self._refuses(self._runtime.monotonic())
             return np.array([is_down or self._known.is_lacked(name) for name in names], np.bool_)
 
-    @property
-    def _age(self) -> int:
-        return self._epochs.age
-
     def forget(self, revision: str | None = None) -> None:
         """Forget every key at once; see `ExternalStore.forget`."""
         self._keys_of([])
@@ -240,8 +284,108 @@ class ThreadedStore(BatchStore):
             why = f"{done.reasons[0]}; {self._last_error}" if done.reasons[0] == "error" else done.reasons[0]
             raise StoreError(f"forget was not confirmed, so nothing is found or stored until it is called again: {why}")
 
+    def event_fd(self) -> int:
+        """Return a file descriptor that is readable after a ticket has ended; see `ExternalStore.event_fd`."""
+        self._process.check()
+        with self._lock:
+            if self._event is None:
+                event = open_event(self)
+                if self._batches.news or self._batches.is_down:
+                    os.eventfd_write(event, 1)
+                self._event = event
+            return self._event
+
+    def poll(self) -> list[int]:
+        """Return the tickets that ended since the last call; see `ExternalStore.poll`."""
+        self._process.check()
+        self._failures.flush(self)  # here, since all workers may be hanging
+        if self._batches.open:
+            self._polls.note()
+        with self._lock, self._recovery:
+            self._call_thread()  # an earlier call may not have got one
+            now = self._runtime.monotonic()
+            for batch, reason in self._batches.overdue(now):
+                self._give_up(batch, reason)
+            if self._event is not None:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self._event)
+                if self._batches.has_overdue(now):
+                    os.eventfd_write(self._event, 1)
+            news, self._batches.news = self._batches.news, {}
+            return [ticket for ticket, batch in news.items() if batch.kind != "forget"]  # which collects its own
+
+    def wait(self, ticket: int, timeout: float | None = None) -> Completion:
+        """Collect a ticket; see `ExternalStore.wait`."""
+        self._process.check()
+        self._failures.flush(self)
+        batches = self._batches
+        with self._lock:
+            batch = batches.open.get(ticket)
+            if batch is not None:
+                with self._recovery:
+                    self._call_thread()
+                shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
+                result = batch.rows if batch.is_read and batch.rows is not None else np.zeros(shape, np.uint8)
+                left = min(batch.deadline - self._runtime.monotonic(), inf if timeout is None else timeout)
+                self._changed.wait_for(lambda: batch.ended or batches.is_refused(batch), max(0.0, left))
+            if batch is None or ticket not in batches.open:
+                raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
+            with self._recovery:
+                self._give_up(batch, "unavailable" if batches.is_refused(batch) else "timeout")
+                rows = batch.read
+                reasons = batch.reasons if batch.spread is None else [batch.reasons[index] for index in batch.spread]
+                if batch.is_read and rows is None:
+                    reasons = [reason or "error" for reason in reasons]
+                batches.collect(batch)
+        ok = np.array([not reason for reason in reasons], dtype=np.bool_)
+        if rows is not None and copy_rows(rows, ok, result):
+            self._buffers.give(rows)
+        return Completion(ticket, ok, result, reasons)
+
+    def stats(self) -> StoreStats:
+        """Return the counters since the store was opened."""
+        self._process.check()
+        with self._lock:
+            return StoreStats(
+                written_blocks=self._blocks[True],
+                written_bytes=self._blocks[True] * self.bytes_per_block,
+                read_blocks=self._blocks[False],
+                read_bytes=self._blocks[False] * self.bytes_per_block,
+                misses=dict(self._misses),
+                errors=self._errors,
+                errors_in_a_row=self._errors_in_a_row,
+                is_down=self._batches.is_down,
+                last_error=self._last_error,
+                pending_bytes=self._batches.pending,
+                cached_blocks=self._known.count_there(),
+            )
+
+    def close(self, timeout: float = 5.0) -> bool:
+        """Refuse new batches, give up waiting ones, and let running calls finish; see `ExternalStore.close`."""
+        if not self._process.is_current:
+            return True
+        self._stop()
+        with self._lock:
+            in_time: bool = self._changed.wait_for(lambda: self._num_threads <= 0, max(0.0, timeout))
+            with self._recovery:
+                for batch in self._batches.open.values():
+                    self._give_up(batch, "closed")
+        self._buffers.clear()
+        return in_time
+
+    def _stop(self) -> None:
+        with self._lock, self._recovery:
+            self._closed = True
+            self._work.notify_all()
+            self._batches.drop_lookup()
+            for batch in self._batches.open.values():
+                if batch not in self._batches.running:
+                    self._give_up(batch, "closed")
+
     def _check(self, slots: NDArray[np.int64], *, is_write: bool = False) -> None:
         self._process.check()
+        if "swap" not in self.uses:
+            raise StoreError("the store is a prefix store, which has no slots")
         check_slots(slots, self.num_slots, is_write=is_write)
 
     def _keys_of(self, keys: Keys) -> list[bytes]:
@@ -249,6 +393,224 @@ class ThreadedStore(BatchStore):
         if "prefix" not in self.uses:
             raise no_keys_error()
         return [bytes(name) for name in checked_keys(keys)]
+
+    # ---- batches and their threads ----
+
+    def _submit(
+        self,
+        kind: BatchKind,
+        names: Sequence[Name],
+        rows: NDArray[np.uint8] | None = None,
+        spread: list[int] | None = None,
+        owners: Owners | None = None,
+    ) -> int:
+        with self._lock:
+            if self._closed:
+                raise StoreError("the store is closed")
+            with self._recovery:
+                now, pending = self._runtime.monotonic(), self._batches.pending
+                is_refused, moves_bytes = self._refuses(now), kind not in {"delete", "forget"}
+                room = max(0, self.memory - pending) // self.bytes_per_block if moves_bytes else len(names)
+                taken = [] if is_refused else list(names[:room])
+                num_bytes = len(taken) * self.bytes_per_block if moves_bytes else 0
+                self._tickets += 1
+                batch = Batch(
+                    ticket=self._tickets,
+                    kind=kind,
+                    names=taken,
+                    rows=rows,
+                    reasons=["unavailable" if is_refused else "queue_full"] * len(names),
+                    num_bytes=num_bytes,
+                    deadline=now + self.timeout_base + (pending + num_bytes) / _SLOWEST,
+                    age=self._epochs.age,
+                    spread=spread,
+                    owners=owners,
+                )
+                self._count_misses(batch, batch.reasons[len(taken) :])
+                self._prepare(batch, names)
+                is_first = self._batches.add(batch)
+                if not taken:
+                    self._end(batch, [])
+                elif is_first:
+                    self._make_ready(batch)
+                # Last, so that an interrupted call leaves no ticket.
+                return self._batches.open.setdefault(batch.ticket, batch).ticket
+
+    def _make_ready(self, batch: Batch) -> None:
+        self._batches.ready[batch] = None
+        if not self._batches.is_refused(batch):
+            self._call_thread()
+
+    def _call_thread(self) -> None:
+        """Make sure that a thread takes the ready batches; called with the lock held."""
+        if self._batches.first() is None:
+            return
+        if (1 if self._batches.is_down else len(self._batches.ready)) <= self._idle:
+            self._work.notify()
+            return
+        # A probe must not wait for hanging calls, so it may have an additional thread.
+        if self._num_threads < self.threads + (self._batches.lookup is not None) and not self._closed:
+            self._num_threads += 1
+            try:
+                self._runtime.start_worker("blockyard-store", self._serve, self._stop, self._abandon)
+            except BaseException as error:
+                self._num_threads -= 1
+                if not isinstance(error, RuntimeError):
+                    raise
+                self._note(error)  # cannot start a thread: another one takes the batch, or its deadline passes
+
+    def _serve(self) -> None:
+        """Run batches; return after a while without any."""
+        taken: list[Batch] = []
+        while True:
+            try:
+                self._take(taken)
+                if not taken:
+                    return
+                self._serve_one(taken[0])
+            except BaseException as error:  # noqa: BLE001 (such as MemoryError: the batch is a miss)
+                self._recover_surely(taken, error)
+            taken.clear()  # a waiting thread must not keep the rows alive
+
+    def _take(self, taken: list[Batch]) -> None:
+        """Wait for a batch, and append it to `taken`. After a while without any, count the thread as ended."""
+        with self._lock:
+            if self._batches.first() is None and not self._closed:
+                self._idle += 1
+                try:
+                    self._work.wait_for(lambda: self._batches.first() or self._closed, _IDLE_SECONDS)
+                finally:
+                    self._idle -= 1
+            self._batches.take(taken)
+            if not taken:
+                self._changed.notify_all()
+                self._num_threads -= 1
+
+    def _serve_one(self, batch: Batch) -> None:
+        rows, reasons, error = None, ["error"] * len(batch.names), None
+        began = self._runtime.monotonic()
+        try:
+            rows, reasons = self._carry_out(batch)
+        except BaseException as caught:  # noqa: BLE001 (any exception of a plug-in is a miss)
+            error = caught
+        with self._lock:
+            del self._batches.running[batch]
+            if error is not None:
+                self._note(error)
+            else:
+                self._errors_in_a_row = 0
+                if not self._batches.is_down:
+                    self._failures.worked()
+            now = self._runtime.monotonic()
+            if not batch.ticket:
+                if self._batches.end_lookup(now, answered=now - began < _DEAR):
+                    self._failures.worked()
+                    for _ in range(min(len(self._batches.ready), self.threads)):
+                        self._call_thread()
+            elif batch.ended:
+                self._batches.release(batch)
+            else:
+                batch.read = rows
+                self._end(batch, reasons)
+            if error is not None and now - began >= _DEAR:
+                self._go_down()
+        self._failures.flush(self)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Count a thread as ended that never got the memory to begin: another one may start."""
+        with self._lock:
+            self._num_threads -= 1
+            self._note(error)
+            self._changed.notify_all()
+
+    # ---- with the lock held ----
+
+    def _end(self, batch: Batch, reasons: list[str]) -> None:
+        """End a batch with these reasons."""
+        batch.reasons[: len(reasons)] = reasons
+        self._count_misses(batch, reasons)
+        if batch.kind in {"write", "put", "read", "get"}:
+            self._blocks[not batch.is_read] += reasons.count("")
+        if batch.kind in {"put", "get", "delete"} and batch.age >= self._epochs.age:
+            self._known.note_batch(batch, self._batches)
+            self._known.trim(self.num_slots)
+        if not batch.is_read:
+            self._batches.release(batch)
+        free = self._batches.end(batch)
+        self._tell()
+        for follower in free:
+            self._make_ready(follower)
+
+    def _tell(self) -> None:
+        """Wake those who wait for a batch or for the event."""
+        self._changed.notify_all()
+        if self._event is not None:
+            os.eventfd_write(self._event, 1)
+
+    def _count_misses(self, batch: Batch, reasons: list[str]) -> None:
+        if batch.kind != "forget":  # it moves no blocks
+            self._misses.update(filter(None, reasons))
+
+    def _give_up(self, batch: Batch, reason: str) -> None:
+        if batch.ended:
+            return
+        is_hung = batch in self._batches.running and batch.deadline <= self._runtime.monotonic()
+        self._batches.release(batch)
+        self._end(batch, [reason] * len(batch.names))
+        if is_hung:
+            self._go_down()
+
+    def _recover(self, taken: list[Batch], error: BaseException) -> None:
+        """Give up all batches; `taken` has the one whose thread the exception met."""
+        for batch in taken:
+            self._batches.running.pop(batch, None)
+            self._batches.release(batch)
+        self._batches.give_up_all()
+        self._note(error)
+        self._tell()
+
+    def _recover_surely(self, taken: list[Batch], error: BaseException) -> None:
+        """Recover however long it takes to get the memory: without it, the store would lose a thread for good."""
+        while True:
+            try:
+                with self._lock:
+                    self._recover(taken, error)
+                    return
+            except MemoryError:  # noqa: PERF203 (rarely more than once)
+                self._runtime.sleep(_MEMORY_SECONDS)
+
+    def _note(self, error: BaseException) -> None:
+        """Count an error. Thread-safe."""
+        cause = hide_secrets(describe(error), self._secrets)
+        with self._lock:
+            self._errors += 1
+            self._errors_in_a_row += 1
+            self._last_error = cause
+            self._failures.failed(cause)
+
+    def _go_down(self) -> None:
+        """Refuse batches until a probe is answered. Those that wait end as they are polled or collected."""
+        self._known.expire()  # the storage may be started again without its data
+        if self._batches.trip(self._runtime.monotonic()):
+            self._failures.failed("it does not answer")
+            self._tell()
+
+    def _refuses(self, now: float) -> bool:
+        if self._batches.is_probe_due(now):
+            self._look()
+        return self._batches.is_down
+
+    def _look(self) -> None:
+        """Start a lookup, unless one is running. Goes on after an interrupted call."""
+        batches = self._batches
+        if self._closed:
+            return
+        if batches.lookup is None:
+            batches.lookup = Batch(0, "has", [], None, [], 0, inf, self._epochs.age)
+        if batches.lookup not in batches.running and not (batches.lookup in batches.ready and self._num_threads):
+            self._make_ready(batches.lookup)
+
+    # ---- what a batch does, in a thread ----
 
     def _carry_out(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
         if batch.kind in {"write", "read"}:
@@ -258,30 +620,24 @@ class ThreadedStore(BatchStore):
         if batch.kind == "forget":
             self._epochs.begin()
             return None, [""]
-        try:
-            return self._carry_out_under_epoch(batch)
-        except ForgottenError:
-            return None, ["forgotten"] * len(batch.names)
-
-    def _go_down(self) -> None:
-        self._known.expire()  # the storage may be started again without its data
-        super()._go_down()
-
-    def _carry_out_under_epoch(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
         keys = [name for name in batch.names if isinstance(name, bytes)]
-        if batch.kind == "get":
-            return self._get(batch, keys)
+        try:
+            return self._get(batch, keys) if batch.kind == "get" else (None, self._put_or_delete(batch, keys))
+        except ForgottenError:
+            return None, ["forgotten"] * len(keys)
+
+    def _put_or_delete(self, batch: Batch, keys: list[bytes]) -> list[str]:
         # A deleted block must not be found under another process's epoch either.
         epoch = self._confirm(seconds=0.0 if batch.kind == "delete" else _EPOCH_SECONDS)
         if batch.age < self._epochs.age:  # it was submitted under an earlier epoch
-            return None, ["forgotten"] * len(keys)
+            return ["forgotten"] * len(keys)
         names = self._names_of(keys, epoch.token)
         if batch.kind == "put":
-            return None, self._put(batch, keys, names, epoch)
+            return self._put(batch, keys, names, epoch)
         with self._lock:  # find puts that may still store a key again; while the call runs, one may end
-            late = {name for other in self._late for name in other.names}
+            late = self._batches.late_puts()
         self.delete(names)
-        return None, ["lost" if key in late else "" for key in keys]
+        return ["lost" if key in late else "" for key in keys]
 
     def _confirm(self, *, seconds: float = 0.0) -> Epoch:
         """Return the epoch; under a new token nothing is known of any key."""
@@ -293,7 +649,7 @@ class ThreadedStore(BatchStore):
         return epoch
 
     def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8], epoch: Epoch) -> list[str]:
-        values, reasons = self._sealed(self._rows_of(batch), keys)
+        values, reasons = self._sealed(batch.source(), keys)
         if batch.ended:  # the caller may have changed the rows since
             return reasons
         with self._lock:
@@ -305,7 +661,7 @@ class ThreadedStore(BatchStore):
         return reasons
 
     def _write(self, batch: Batch) -> tuple[None, list[str]]:
-        rows, slots = self._rows_of(batch), [name for name in batch.names if isinstance(name, int)]
+        rows, slots = batch.source(), [name for name in batch.names if isinstance(name, int)]
         names, reasons = self._slot_names(slots), [""] * len(slots)
         if self._format.is_guarded:
             rows, reasons = self._sealed(rows, [name.tobytes() for name in names])
@@ -335,7 +691,7 @@ class ThreadedStore(BatchStore):
             rows, found, sums = self._fetch(names, [name.tobytes() for name in names])
         else:
             rows = self._buffers.take(len(there), self.bytes_per_block)
-            found = self._get_values(names, rows)
+            found = reasons_of(self.get(names, rows), len(names))
             sums = checksum_rows(rows)
         for index, reason, digest in zip(there, found, sums, strict=True):
             reasons[index] = reason or ("" if digest.tobytes() == digests[index] else "payload_checksum")
@@ -365,17 +721,9 @@ class ThreadedStore(BatchStore):
         return spread_out(rows, there, len(keys)), reasons
 
     def _judge_damage(self, epoch: Epoch, keys: list[bytes], reasons: list[str], seen: NDArray[np.uint8]) -> None:
-        """Doubt the values that are damaged, and delete those that an earlier read has found damaged in the same way.
-
-        A value that the codec refuses is only replaced by the next put: perhaps this process's codec is at fault.
-        """
-        damaged = {
-            key: digest.tobytes() if is_damage(reason) and is_whole(reason) else b""
-            for key, reason, digest in zip(keys, reasons, seen, strict=True)
-            if is_damage(reason) or reason == "codec"
-        }
+        """Doubt damaged values, and delete those that an earlier read has found damaged in the same way."""
         with self._lock:
-            bad = [key for key, digest in damaged.items() if self._known.doubt(key, digest)]
+            bad = self._known.doubt_damaged(keys, reasons, seen)
         if bad:
             try:
                 self.delete(self._names_of(bad, epoch.token))
@@ -386,12 +734,6 @@ class ThreadedStore(BatchStore):
         """Make the next put of these names replace their values, as `put` does anyway in most stores."""
 
     # ---- values: blocks with a header ----
-
-    def _rows_of(self, batch: Batch) -> NDArray[np.uint8]:
-        """Return the caller's rows that a batch writes."""
-        if batch.rows is None:  # the batch was given up
-            raise StoreError("the batch has ended")
-        return batch.rows[: len(batch.names)]
 
     def _sealed(self, rows: NDArray[np.uint8], keys: list[bytes]) -> tuple[NDArray[np.uint8], list[str]]:
         """Copy blocks into values in our own memory. Returns the values, and each block's reason if it has none."""
@@ -423,29 +765,13 @@ class ThreadedStore(BatchStore):
         if self._reuses_rows and not any(reasons):
             self._buffers.give(values)
 
-    def _put_owned(
-        self,
-        names: NDArray[np.uint8],
-        rows: NDArray[np.uint8],
-        owners: Owners,  # noqa: ARG002 (a store with quotas has its own)
-        epoch: Epoch,  # noqa: ARG002
-    ) -> NDArray[np.bool_]:
-        """Put blocks that have tenants. A store without quotas ignores the tenants."""
-        return self.put(names, rows)
-
     def _fetch(
-        self,
-        names: NDArray[np.uint8],
-        keys: list[bytes],
-        out: NDArray[np.uint8] | None = None,  # noqa: ARG002 (for stores that can read straight into it)
+        self, names: NDArray[np.uint8], keys: list[bytes]
     ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        """Read values. Returns their blocks, a reason for each, and what was read, see `ValueFormat.check`.
-
-        A store that reads directly into the caller's rows, `out`, returns these.
-        """
+        """Read values. Returns their blocks, a reason for each, and what was read, see `ValueFormat.check`."""
         values = self._buffers.take(len(keys), self._format.width)
         values[:, :HEADER] = 0
-        missed = self._get_values(names, values)
+        missed = reasons_of(self.get(names, values), len(names))
         checked, sums = self._format.check(values, keys)
         reasons = [why or reason for why, reason in zip(missed, checked, strict=True)]
         if self._format.codec is None:
@@ -454,10 +780,6 @@ class ThreadedStore(BatchStore):
         self._format.decode(self._format.codec, values, reasons, rows)
         self._buffers.give(values)
         return rows, reasons, sums
-
-    def _get_values(self, names: NDArray[np.uint8], values: NDArray[np.uint8]) -> list[str]:
-        """Read values with `get`. Returns a reason for each; stores that know more than `"absent"` override this."""
-        return ["" if good else "absent" for good in answered("get", self.get(names, values), len(names))]
 
     def _look_up(self) -> list[str]:
         """Look up the keys that `contains` did not know; without such keys, look up any name, as a probe."""
@@ -470,12 +792,12 @@ class ThreadedStore(BatchStore):
             epoch = self._confirm(seconds=_EPOCH_SECONDS)
         except ForgottenError:
             return []
-        age = self._age
+        age = self._epochs.age
         found = answered("has", self.has(self._names_of(keys, epoch.token)), len(keys))
         with self._lock:
-            is_valid = age == self._age and epoch == self._epochs.known()
+            is_valid = age == self._epochs.age and epoch == self._epochs.known()
             for key, good in zip(keys, found, strict=True):
-                if is_valid and not self._order.is_busy(key) and self._known.is_due(key):
+                if is_valid and not self._batches.is_busy(key) and self._known.is_due(key):
                     self._known.note(key, is_there=good)
             self._known.trim(self.num_slots)
         return []
@@ -493,10 +815,12 @@ class ThreadedStore(BatchStore):
         """
         row = np.zeros((1, HEADER + EPOCH_BYTES), np.uint8)
         try:
-            is_there = answered("get", self.get(key[None], row), 1)[0]
+            why = reasons_of(self.get(key[None], row), 1)[0]
         except (LookupError, FileNotFoundError):
             return None
-        return row[0] if is_there else None
+        if why not in {"", "absent"}:
+            raise StoreError(f"get answers {why!r} for the epoch's record")
+        return None if why else row[0]
 
     def replace_epoch(
         self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
@@ -529,11 +853,14 @@ class ThreadedStore(BatchStore):
         return True
 
     def _fetch_under(
-        self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
+        self,
+        epoch: Epoch,
+        keys: list[bytes],
+        out: NDArray[np.uint8] | None,  # noqa: ARG002 (for stores that read straight into the caller's rows)
     ) -> tuple[Record, NDArray[np.uint8], list[str], NDArray[np.uint8]]:
         """Read the record, and blocks under an epoch. Stores that can do both in one request override this."""
         stored = self._epochs.read()
-        return stored, *self._fetch(self._names_of(keys, epoch.token), keys, out)
+        return stored, *self._fetch(self._names_of(keys, epoch.token), keys)
 
     def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
         names = b"".join(hashlib.sha256(self._seed + slot.to_bytes(8, "little")).digest() for slot in slots)
@@ -546,34 +873,12 @@ class ThreadedStore(BatchStore):
     def _digest_of(self, domain: bytes, rest: bytes = b"") -> bytes:
         return hashlib.sha256(domain + self.namespace + rest).digest()
 
-    # ---- called with the lock held ----
+    # ---- what is known of the names of a batch; called with the lock held ----
 
     def _prepare(self, batch: Batch, names: Sequence[Name]) -> None:
         if batch.kind == "read":
-            batch.expected = [self._digests.get(slot, {}) for slot in batch.names]
+            batch.expected = [self._digests.get(slot, {}) for slot in batch.names if isinstance(slot, int)]
         elif batch.kind == "write":
-            self._digests.update(dict.fromkeys(names, batch.digests))
+            self._digests.update((slot, batch.digests) for slot in names if isinstance(slot, int))
         elif batch.kind == "delete":
             self._known.note_deleted(name for name in names if isinstance(name, bytes))
-
-    def _conclude(self, batch: Batch) -> None:
-        """Record which keys have a block, unless a later batch of the key exists."""
-        if batch.kind not in {"put", "get", "delete"} or batch.age < self._age:
-            return
-        for name, reason in zip(batch.names, batch.reasons, strict=False):
-            if not isinstance(name, bytes):
-                continue
-            if self._order.is_last(name, batch) or self._ends_hiding(name, batch, reason):
-                self._known.note_ended(name, reason, is_delete=batch.kind == "delete")
-        self._known.trim(self.num_slots)
-
-    def _ends_hiding(self, name: bytes, batch: Batch, reason: str) -> bool:
-        """Return whether a confirmed put or deletion ends the hiding of its key by an earlier deletion.
-
-        Later reads of the key may already wait for this batch, and would stay misses.
-        """
-        is_confirmed = batch.kind != "get" and not reason
-        return is_confirmed and self._known.is_hidden(name) and not self._order.is_deleted_behind(name, batch)
-
-    def _count_stored(self) -> int:
-        return self._known.count_there()

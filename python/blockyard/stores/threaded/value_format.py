@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.stores.codec import Codec, MacKey, guarded_namespace, read_mac_key
-from blockyard.stores.value import HEADER, check_values, seal_values, value_length
+from blockyard.stores.value import HEADER, check_parts, check_values, seal_values, value_length
 
 __all__ = ["ValueFormat"]
 
@@ -76,6 +76,27 @@ class ValueFormat:
         if bad:
             sums[bad] ^= checksum_rows(values[bad], self.mac_key)
         return reasons, sums
+
+    def check_apart(
+        self,
+        rows: NDArray[np.uint8],
+        headers: NDArray[np.uint8],
+        missed: list[str],
+        keys: Sequence[bytes],
+        sums: NDArray[np.uint8] | None = None,
+    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+        """Check values without a codec, whose headers are apart. Returns the rows, and the same as `check`.
+
+        `missed` has the reason for each value that was not read, `""` for the others. Pass `sums` if already computed.
+        """
+        if sums is None:
+            zeroed = headers.copy()
+            zeroed[:, :16] = 0
+            sums = checksum_rows(rows, self.mac_key, zeroed)
+        claimed = headers[:, :16]
+        seen = np.where((claimed == sums).all(axis=1)[:, None], claimed, claimed ^ sums)
+        checked = check_parts(headers, sums, self.namespace, keys, rows.shape[1])
+        return rows, [why or reason for why, reason in zip(missed, checked, strict=True)], seen
 
     def decode(self, codec: Codec, values: NDArray[np.uint8], reasons: list[str], rows: NDArray[np.uint8]) -> None:
         """Decode the values without a reason into rows, and set the reasons of those that fail."""

@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--config",
         type=Path,
         metavar="FILE",
-        help="with --engine: check the JSON that vLLM gets as --kv-transfer-config, and its store",
+        help="with --engine: check the JSON that it gets, such as vLLM's --kv-transfer-config, and the stores in it",
     )
     _add_command(
         commands,

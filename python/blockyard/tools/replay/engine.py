@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count as counting
+from itertools import islice, pairwise
 from math import inf, isnan
 from typing import Final, Protocol
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from blockyard import BlockManager, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
 from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
-from blockyard.scheduler.step import Step
+from blockyard.scheduler.step import PlainSteps, Step
 from blockyard.stores.base import StoreStats
 from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.tools.replay.hits import ClassMemory, HybridMemory, class_memory
@@ -28,14 +28,8 @@ from blockyard.traces import TraceRequest
 
 __all__ = ["EngineOptions", "ReplayWatch", "StepTime", "Times", "replay_times"]
 
-_MAX_STEPS: Final = 64
-"""Maximum number of plain decoding steps that the scheduler decides at once, as if a step computed several tokens.
-
-The results are the same, except that the blocks they fill are published together, and cached blocks may be evicted in
-another order, since their last use is counted in decided steps.
-"""
-_UNKNOWN: Final = np.full(1 << 12, ANSWER_TOKEN, np.uint32)
-"""Tokens of answers that no trace names."""
+_MAX_STEPS: Final = 1 << 12
+"""Maximum number of plain decoding steps that the scheduler decides at once; the results are the same."""
 _IDLE_SECONDS: Final = 0.01
 """Time between polls of loads while there is nothing to compute, as in engines."""
 
@@ -171,7 +165,10 @@ class ReplayWatch(Protocol):
     """Observes a replay."""
 
     def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:
-        """A step was computed; it may stand for many plain decoding steps. The prefix store has `stored` blocks."""
+        """A step was computed. The prefix store has `stored` blocks."""
+
+    def plain_steps(self, start: float, end: float, contexts: NDArray[np.int64], scheduler: Scheduler) -> None:
+        """Steps of plain decoding were computed, from the context of each row in each: int64 `[steps, rows]`."""
 
     def idle(self, time: float, scheduler: Scheduler) -> None:
         """All requests have ended at this time; none has arrived yet."""
@@ -287,8 +284,6 @@ class _Replay:
         ]
         has_bytes = options.hybrid is not None and options.hybrid.block_bytes > 0
         self._block_bytes = sizes_of if has_bytes else [options.bytes_per_block]  # by page class
-        # A state follows its sequence token by token, and a window would keep what is looked ahead.
-        self._max_steps = _MAX_STEPS if options.hybrid is None else 1
         self._time = VirtualTime()
         self._to_device = CopyLink(options.host_bandwidth, options.host_latency)
         self._to_host = CopyLink(options.host_bandwidth, options.host_latency)
@@ -299,7 +294,6 @@ class _Replay:
                 max_num_seqs=options.max_num_seqs,
                 max_num_batched_tokens=options.max_num_batched_tokens,
                 preemption_mode=self._preemption(),
-                num_lookahead_tokens=self._max_steps - 1,
                 overlap_io=True,
                 prefetch=None if self._tier is None else self._tier.prefixes.prefetch,
             )
@@ -309,16 +303,14 @@ class _Replay:
         self._scheduled = np.full(len(requests), np.nan)
         self._first = np.full(len(requests), np.nan)
         self._last = np.full(len(requests), np.nan)
+        self._unknown = np.full(options.max_num_seqs, ANSWER_TOKEN, np.uint32)  # tokens of answers that no trace has
         self._answers: dict[int, NDArray[np.uint32]] = {}  # texts of open requests whose answers the trace has
         self._decided_at = 0.0  # when the next step is decided
         self._arrived: deque[int] = deque()  # requests that wait for a seat, as far as the engine knows
         self._seats = self._ended = 0  # seats in use as far as the engine knows, and those freed by the step in flight
         self._steps = self._refused = 0
-        self._busy = self._last_took = 0.0
-        self._is_plain = False  # the last step computed only decodes, and nothing has happened since
-        self._last_rows = 0
-        self._decoded = 0  # number of steps with decodes
-        self._ends: list[int] = []  # heap of the values of `_decoded` at which requests end unless one is preempted
+        self._busy = 0.0
+        self._ahead = _MAX_STEPS  # number of plain steps worth computing the times of: runs of them may end before
 
     def _preemption(self) -> PreemptionMode | PreemptionCosts:
         """Return the scheduler's preemption mode: for `"auto"` with a host, the costs to compare."""
@@ -360,7 +352,10 @@ class _Replay:
                     break
                 self._time.now = self._decided_at = max(self._time.now, later)
                 continue
-            step = scheduler.schedule(num_lookahead_tokens=self._plain_steps() - 1)
+            done, step = self._plain_steps()
+            if done and step is None:
+                continue  # the store may have blocks to write
+            step = step or scheduler.schedule()
             loaded = self._copy(step)
             if step.rows:
                 self._compute(step, loaded)
@@ -398,7 +393,6 @@ class _Replay:
             self._add(self._arrived.popleft())
 
     def _add(self, number: int) -> None:
-        self._is_plain = False
         row, options = self._requests[number], self._options
         most = options.device_blocks * options.block_size
         if options.hybrid is None and row.input_tokens + row.output_tokens > most:
@@ -433,24 +427,17 @@ class _Replay:
 
     def _next_event(self) -> float:
         """Return the time of the next event that no step decides; infinite if nothing is in flight."""
-        return min(self._next_change(), inf if self._tier is None else self._tier.next_write)
-
-    def _next_change(self) -> float:
-        """Return the time of the next event that a step's decision may depend on."""
-        copies, requests = self._open.next_at, self._clients.due.next_at
-        if self._tier is None:
-            return min(copies, requests)
-        if self._tier.prefixes.num_open:  # a prompt that loads waits for room, answers, or its deadline
-            return min(copies, requests, self._tier.next_load, self._tier.next_write)
-        return min(copies, requests, self._tier.next_load)
+        until = min(self._open.next_at, self._clients.due.next_at)
+        return until if self._tier is None else min(until, self._tier.next_load, self._tier.next_write)
 
     def _land(self) -> None:
         if self._tier is not None:
-            self._tier.prefixes.poll()
-        if self._open.next_at <= self._time.now:
-            self._is_plain = False
-            for _, ticket in self._open.take(self._time.now):
-                self._scheduler.complete(ticket)
+            self._tier.poll()
+        self._land_copies()
+
+    def _land_copies(self) -> None:
+        for _, ticket in self._open.take(self._time.now):
+            self._scheduler.complete(ticket)
 
     def _copy(self, step: Step) -> float:
         """Queue a step's copies; return when its loads have arrived."""
@@ -472,15 +459,59 @@ class _Replay:
             self._scheduler.complete(step.decision.ticket)
         return loaded
 
-    def _plain_steps(self) -> int:
-        """Return how many steps to decide at once: those that can only add one token to each sequence."""
-        if not self._is_plain:
-            return 1
-        until = self._next_change()
-        while self._ends and self._ends[0] <= self._decoded:
-            heapq.heappop(self._ends)
-        fit = (until - self._time.now) / self._last_took + 1 if self._last_took else 1
-        return int(max(1, min(self._max_steps, fit, self._ends[0] - self._decoded if self._ends else 1)))
+    def _plain_steps(self) -> tuple[int, Step | None]:
+        """Decide and compute at once the steps before the next event, if they only add one token to each sequence.
+
+        Returns:
+            The number of steps; and the step after them, if its copies are such an event.
+        """
+        if self._arrived and (self._seats < self._options.max_num_seqs or self._ended):
+            return 0, None
+        plain = self._scheduler.plain_steps()
+        if plain is None:
+            return 0, None
+        times = self._plain_times(plain)
+        if len(times) < 2:
+            return 0, None
+        done, step = self._scheduler.schedule_plain(self._plain_tokens(plain, len(times) - 1), times[:-1])
+        self._ahead = max(16, 2 * done) if done < len(times) - 1 else max(self._ahead, 4 * done)
+        if done:
+            for begin, end in pairwise(times[: done + 1]):
+                self._busy += end - begin
+            self._steps += done
+            self._time.now = times[done]
+            self._decided_at = times[done - 1] if self._options.async_scheduling else self._time.now
+            if self._options.async_scheduling:
+                self._seats, self._ended = self._seats - self._ended, 0
+            if self._watch is not None:
+                contexts = plain.context + np.arange(done)[:, None]
+                self._watch.plain_steps(times[0], times[done], contexts, self._scheduler)
+        return done, step
+
+    def _plain_times(self, plain: PlainSteps) -> list[float]:
+        """Return when the first plain step begins, and when each one ends, up to the next event."""
+        most = min(plain.limit - 1, self._ahead, _MAX_STEPS)
+        if self._tier is not None:  # each full block is written at the end of its step
+            most = min(most, int(np.minimum.reduce(-plain.context % self._options.block_size)) + 1)
+        copied, until, now = self._open.next_at, self._next_event(), self._time.now
+        times = [now]
+        for seconds in islice(self._decode_seconds(plain.context), max(0, most)):
+            now += seconds
+            if now >= copied:
+                break  # copies land before the step's tokens are known, all else comes after
+            times.append(now)
+            if now >= until:
+                break
+        return times
+
+    def _plain_tokens(self, plain: PlainSteps, steps: int) -> NDArray[np.uint32]:
+        """Return the tokens that plain steps sample, `[steps, rows]`: the trace's answers where it has them."""
+        tokens = np.full((steps, len(plain.context)), ANSWER_TOKEN, np.uint32)
+        if self._answers:
+            for row, (name, context) in enumerate(zip(plain.request_ids(), plain.context.tolist(), strict=True)):
+                if (text := self._answers.get(int(name))) is not None:
+                    tokens[:, row] = text[context : context + steps]
+        return tokens
 
     def _send(self, link: CopyLink, way: str, blocks: int, size: int) -> float:
         start = max(self._time.now, link.free_at)
@@ -493,26 +524,24 @@ class _Replay:
         decodes, rows = step.decodes, step.rows
         decided_at, waits_from = self._decided_at, self._time.now
         begin = max(self._time.now, loaded)
-        count, start, self._time.now = self._model_steps(step, begin)
-        self._decided_at = start if self._options.async_scheduling else self._time.now
-        sampled = self._sample(step, count)
+        prefill: list[tuple[int, int]] = []
+        if rows > decodes:
+            prefill += zip(step.start[decodes:].tolist(), step.lengths[decodes:].tolist(), strict=True)
+        self._time.now = begin + self._step_time.seconds(prefill, step.start[:decodes] + 1)
+        self._decided_at = begin if self._options.async_scheduling else self._time.now
         if self._watch is not None:
             stored = 0 if self._tier is None else self._tier.stats.cached_blocks
             self._watch.step(begin, self._time.now, step, self._scheduler, stored)
-        self._steps += count
+        self._steps += 1
         self._busy += self._time.now - waits_from
-        self._last_took = (self._time.now - begin) / count
-        self._decoded += count
         for row in range(decodes, rows):
             number = int(step.owner(row)[0])
             if isnan(self._scheduled[number]):
                 self._scheduled[number] = decided_at
-            if row >= step.samples:
-                continue
-            heapq.heappush(self._ends, self._decoded + self._requests[number].output_tokens - 1)
-            if isnan(self._first[number]):
+            if row < step.samples and isnan(self._first[number]):
                 self._first[number] = self._time.now
-        self._land()
+        sampled = self._sample(step)
+        self._land_copies()
         ended = self._scheduler.update(step, sampled)
         for finished in ended:
             number = int(finished.request.request_id)
@@ -521,48 +550,16 @@ class _Replay:
             self._clients.answer(number, self._time.now)
         if self._options.async_scheduling:  # the next step is decided before this one's ends are known
             self._seats, self._ended = self._seats - self._ended, len(ended)
-        # A step that preempts admits nothing, so the next step may.
-        self._is_plain = decodes == rows == self._last_rows and not ended
-        self._last_rows = rows
 
-    def _sample(self, step: Step, count: int) -> NDArray[np.uint32]:
-        """Return the tokens that `count` steps generate: the trace's answers where it has them."""
-        decodes, unknown = step.decodes, _UNKNOWN[:count]
-        if not self._answers:
-            if step.num_draft_tokens != decodes * (count - 1):
-                step.set_draft_token_ids([unknown[1:]] * decodes)
-            draws = step.num_draws
-            return _UNKNOWN[:draws] if draws <= len(_UNKNOWN) else np.full(draws, ANSWER_TOKEN, np.uint32)
-        parts = [unknown[:0]]  # a step may sample nothing
-        for row, (start, length) in enumerate(zip(step.start.tolist(), step.lengths.tolist(), strict=True)):
-            text = self._answers.get(int(step.owner(row)[0]))
-            first = start + 1 if row < decodes else start + length
-            more = count if row < decodes else 1
-            parts.append(unknown[:more] if text is None else text[first : first + more])
-        if step.num_draft_tokens:
-            step.set_draft_token_ids([part[:-1] for part in parts[1 : decodes + 1]])
-        return np.concatenate(parts[: step.samples + 1])
-
-    def _model_steps(self, step: Step, begin: float) -> tuple[int, float, float]:
-        """Return how many model steps a decided step stands for, and when the last one begins and ends."""
-        decodes, start = step.decodes, step.start
-        context = start[:decodes] + 1
-        if decodes < step.rows:
-            prefill = list(zip(start[decodes:].tolist(), step.lengths[decodes:].tolist(), strict=True))
-            return 1, begin, begin + self._step_time.seconds(prefill, context)
-        max_steps = int(step.lengths.min()) if step.num_draft_tokens else 1
-        until = self._next_change()
-        written = inf if self._tier is None else self._tier.next_write
-        count, last, now = 0, begin, begin
-        for seconds in self._decode_seconds(context):
-            count, last, now = count + 1, now, now + seconds
-            if count == max_steps or now >= until:
-                break
-            if now >= written and self._tier is not None:
-                self._time.now = now
-                self._tier.prefixes.poll()
-                written = self._tier.next_write
-        return count, last, now
+    def _sample(self, step: Step) -> NDArray[np.uint32]:
+        """Return the tokens that a step samples: the trace's answers where it has them."""
+        tokens = self._unknown[: step.samples]
+        if self._answers:
+            tokens = tokens.copy()
+            for row, end in enumerate((step.start + step.lengths)[: step.samples].tolist()):
+                if (text := self._answers.get(int(step.owner(row)[0]))) is not None:
+                    tokens[row] = text[end]
+        return tokens
 
     def _skip(self) -> None:
         """Advance the clock to the next event, since there is nothing to compute."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from blockyard import Scheduler
 from blockyard.scheduler.step import Step
 from blockyard.tools.timeline import Counter, Span, Timeline
@@ -31,6 +34,12 @@ class History:
         self.timeline.add(Span("steps", kind, start, end, args))
         if stored or ("store (blocks)", "stored") in self._values:
             self._count("store (blocks)", "stored", start, stored)
+        self._state(start, scheduler)
+
+    def plain_steps(self, start: float, end: float, contexts: NDArray[np.int64], scheduler: Scheduler) -> None:
+        """Record steps of plain decoding as one span."""
+        args = {"steps": len(contexts), "sequences": contexts.shape[1], "tokens": contexts.size}
+        self.timeline.add(Span("steps", "decode", start, end, args))
         self._state(start, scheduler)
 
     def idle(self, time: float, scheduler: Scheduler) -> None:

@@ -128,7 +128,10 @@ class _Store(ExternalStore):
 
     def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:  # noqa: ARG002
         """Store blocks."""
-        blocks, names = self._blocks, self._names(keys)
+        blocks, names, count = self._blocks, self._names(keys), len(keys)
+        if len(blocks) + count <= self._num_blocks and blocks.keys().isdisjoint(names):
+            blocks.update(dict.fromkeys(names))
+            names = []
         for key in names:
             if key in blocks:
                 blocks.move_to_end(key)
@@ -137,7 +140,6 @@ class _Store(ExternalStore):
                 blocks.popitem(last=False)
                 self.evicted_blocks += 1
             blocks[key] = None
-        count = len(names)
         self.written_blocks += count
         due = self._write.send(count * self._bytes_per_block)
         if count > len(self._all):
@@ -237,6 +239,7 @@ class StoreTier:
         copies: tuple[CopyLink, CopyLink],
         time: VirtualTime,
     ) -> None:
+        self._time, self._jobs = time, manager.prefix.store_jobs
         up, down = Agenda[int](), Agenda[int]()
         self._read, self._write = _Way(time, storage[0], up), _Way(time, storage[1], down)
         self._store = _Store(num_blocks, bytes_per_block, self._read, self._write)
@@ -245,6 +248,12 @@ class StoreTier:
             self.prefixes = PrefixStore(
                 manager, engine, self._store, writes=writes, max_staging=max(256 << 20, 4 * bytes_per_block)
             )
+
+    def poll(self) -> None:
+        """Let the `PrefixStore` make progress, if anything has ended, or may begin."""
+        ended = min(self._read.ends.next_at, self._write.ends.next_at) <= self._time.now
+        if ended or self._jobs.num_waiting or self.prefixes.num_open:
+            self.prefixes.poll()
 
     @property
     def next_load(self) -> float:

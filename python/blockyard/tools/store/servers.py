@@ -45,7 +45,7 @@ for i, name in ipairs(ARGV) do
 end
 return found
 """
-_FACTS: Final = ("redis_version", "valkey_version", "used_memory", "maxmemory", "maxmemory_policy")
+_FACTS: Final = ("redis_version", "valkey_version", "used_memory", "maxmemory", "maxmemory_policy", "mem_allocator")
 
 
 class _Place(NamedTuple):

@@ -140,19 +140,40 @@ impl PyDefrag {
     /// until they are freed or moved and their leases end. A later call replaces an unfinished one.
     ///
     /// Args:
-    ///     blocks: the new number of device blocks.
+    ///     blocks: the new number of device blocks; with `Arena.split`, those of each page class, a list.
+    ///     device_bytes: over an `Arena`, the new bytes of device memory, in whole extents, instead of `blocks`. Extents
+    ///         beyond the end with blocks in use remain until these have left.
     /// Returns:
     ///     `ResizeProgress`, the current state.
     /// Raises:
     ///     InvalidArgumentError: too many blocks; or too few for the null block, pinned blocks, the watermark and one
-    ///         free block.
+    ///         free block; or the page classes need the other argument.
+    #[pyo3(signature = (blocks = None, *, device_bytes = None))]
     fn resize<'py>(
         &self,
         py: Python<'py>,
-        #[pyo3(from_py_with = args::blocks)] blocks: u32,
+        blocks: Option<&Bound<'py, PyAny>>,
+        #[pyo3(from_py_with = args::device_bytes)] device_bytes: Option<u64>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let resize = self.0.lock().resize_device(blocks as usize).map_err(to_py)?;
-        progress(py, resize)
+        let resize = match (blocks, device_bytes) {
+            (Some(blocks), None) if blocks.hasattr("__len__")? => {
+                let blocks: Vec<usize> = args::blocks(blocks)?;
+                self.0.lock().resize_split(&blocks)
+            }
+            (Some(blocks), None) => {
+                let blocks: u32 = args::blocks(blocks)?;
+                self.0.lock().resize_device(blocks as usize)
+            }
+            (None, Some(bytes)) => {
+                let mut manager = self.0.lock();
+                let extent = manager.pool(Tier::Device).extent_bytes().unwrap_or(1).max(1);
+                manager.resize_extents(usize::try_from(bytes / extent).unwrap_or(usize::MAX))
+            }
+            (None, None) | (Some(_), Some(_)) => {
+                return Err(invalid("give either blocks or device_bytes".to_owned()));
+            }
+        };
+        progress(py, resize.map_err(to_py)?)
     }
 
     /// Return how much is still in use beyond the end of the device pool: `ResizeProgress`.

@@ -211,6 +211,8 @@ pub(crate) fn groups(groups: Option<Vec<PyCacheGroup>>, block_size: u32) -> Vec<
 ///     external_bytes: bytes of the external store.
 ///     extent_bytes: bytes of an extent, a multiple of the number of blocks of each class in it; None for a size that
 ///         loses little.
+///     max_device_bytes: bytes of device memory that `defrag.resize` can reach; None for `device_bytes`. Block ids that it
+///         adds take memory from the start, as soon as a class with higher ids is used.
 /// Raises:
 ///     InvalidArgumentError: a number is out of range.
 ///
@@ -227,8 +229,8 @@ pub(crate) struct PyArena(Kind);
 
 #[derive(Clone, PartialEq, Eq, Hash)]
 enum Kind {
-    Extents { bytes: [u64; 3], extent: Option<u64> },
-    Split(Vec<[usize; 3]>),
+    Extents { bytes: [u64; 3], extent: Option<u64>, most: Option<u64> },
+    Split { blocks: Vec<[usize; 3]>, most: Option<Vec<usize>> },
 }
 
 impl<'py> Argument<'py> for PyArena {
@@ -240,9 +242,11 @@ impl<'py> Argument<'py> for PyArena {
 impl PyArena {
     /// The blocks of each class of some groups.
     pub(crate) fn space(&self, groups: &[PagedGroup]) -> PyResult<Space> {
-        let (bytes, extent) = match &self.0 {
-            Kind::Split(blocks) => return Ok(Space::Split(blocks.clone())),
-            Kind::Extents { bytes, extent } => (bytes, extent),
+        let (bytes, extent, most) = match &self.0 {
+            Kind::Split { blocks, most } => {
+                return Ok(Space::Split { blocks: blocks.clone(), most: most.clone().unwrap_or_default() });
+            }
+            Kind::Extents { bytes, extent, most } => (bytes, extent, most),
         };
         let mut sizes: Vec<u64> = groups.iter().map(|group| group.block_bytes).collect();
         sizes.sort_unstable();
@@ -252,21 +256,27 @@ impl PyArena {
         let [Some(device), Some(host), Some(external)] = bytes.map(count) else {
             return Err(invalid(format!("device_bytes is {}, must be at most {}", bytes[0], usize::MAX)));
         };
-        Ok(Space::Extents { bytes: extent, counts: [device, host, external] })
+        let most = most.and_then(count).unwrap_or(device);
+        Ok(Space::Extents { bytes: extent, counts: [device, host, external], most })
     }
 }
 
 #[pymethods]
 impl PyArena {
     #[new]
-    #[pyo3(signature = (*, device_bytes, host_bytes = 0, external_bytes = 0, extent_bytes = None))]
+    #[pyo3(signature = (*, device_bytes, host_bytes = 0, external_bytes = 0, extent_bytes = None, max_device_bytes = None))]
     fn new(
         #[pyo3(from_py_with = args::device_bytes)] device_bytes: u64,
         #[pyo3(from_py_with = args::host_bytes)] host_bytes: u64,
         #[pyo3(from_py_with = args::external_bytes)] external_bytes: u64,
         #[pyo3(from_py_with = args::extent_bytes)] extent_bytes: Option<u64>,
-    ) -> Self {
-        Self(Kind::Extents { bytes: [device_bytes, host_bytes, external_bytes], extent: extent_bytes })
+        #[pyo3(from_py_with = args::max_device_bytes)] max_device_bytes: Option<u64>,
+    ) -> PyResult<Self> {
+        if let Some(most) = max_device_bytes.filter(|&most| most < device_bytes) {
+            return Err(invalid(format!("max_device_bytes is {most}, must be at least device_bytes, {device_bytes}")));
+        }
+        let bytes = [device_bytes, host_bytes, external_bytes];
+        Ok(Self(Kind::Extents { bytes, extent: extent_bytes, most: max_device_bytes }))
     }
 
     /// A fixed number of blocks for each page class, for layouts in which a block's bytes are not one piece.
@@ -275,16 +285,24 @@ impl PyArena {
     ///     device_blocks: number of blocks of each class in device memory.
     ///     host_blocks: number of blocks of each class in host memory.
     ///     external_blocks: number of slots of each class in the external store.
+    ///     max_device_blocks: number of blocks of each class in device memory that `defrag.resize` can reach; None for
+    ///         `device_blocks`.
     /// Raises:
-    ///     InvalidArgumentError: the numbers of classes differ.
+    ///     InvalidArgumentError: the numbers of classes differ, or a maximum is too small.
     #[staticmethod]
-    #[pyo3(signature = (*, device_blocks, host_blocks = None, external_blocks = None))]
+    #[pyo3(signature = (*, device_blocks, host_blocks = None, external_blocks = None, max_device_blocks = None))]
     fn split(
         #[pyo3(from_py_with = args::device_blocks)] device_blocks: Vec<usize>,
         #[pyo3(from_py_with = args::host_blocks)] host_blocks: Option<Vec<usize>>,
         #[pyo3(from_py_with = args::external_blocks)] external_blocks: Option<Vec<usize>>,
+        #[pyo3(from_py_with = args::max_device_blocks)] max_device_blocks: Option<Vec<usize>>,
     ) -> PyResult<Self> {
         let classes = device_blocks.len();
+        let is_less = |most: &Vec<usize>| most.len() != classes || most.iter().zip(&device_blocks).any(|(a, b)| a < b);
+        if let Some(most) = max_device_blocks.as_ref().filter(|most| is_less(most)) {
+            let must = "must have a number at least as large for each of device_blocks";
+            return Err(invalid(format!("max_device_blocks is {most:?}, {must}, {device_blocks:?}")));
+        }
         let [host, external] = [host_blocks, external_blocks].map(|blocks| blocks.unwrap_or_else(|| vec![0; classes]));
         for (name, blocks) in [("host_blocks", &host), ("external_blocks", &external)] {
             if blocks.len() != classes {
@@ -292,20 +310,23 @@ impl PyArena {
             }
         }
         let all = device_blocks.into_iter().zip(host).zip(external);
-        Ok(Self(Kind::Split(all.map(|((device, host), external)| [device, host, external]).collect())))
+        let blocks = all.map(|((device, host), external)| [device, host, external]).collect();
+        Ok(Self(Kind::Split { blocks, most: max_device_blocks }))
     }
 
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>)> {
         let (py, given) = (slf.py(), PyDict::new(slf.py()));
         let make = match &slf.get().0 {
-            Kind::Extents { bytes, extent } => {
+            Kind::Extents { bytes, extent, most } => {
                 given.set_item("extent_bytes", extent)?;
+                given.set_item("max_device_bytes", most)?;
                 for (name, bytes) in ["device_bytes", "host_bytes", "external_bytes"].iter().zip(bytes) {
                     given.set_item(name, bytes)?;
                 }
                 slf.get_type().into_any()
             }
-            Kind::Split(blocks) => {
+            Kind::Split { blocks, most } => {
+                given.set_item("max_device_blocks", most)?;
                 for (tier, name) in ["device_blocks", "host_blocks", "external_blocks"].iter().enumerate() {
                     given.set_item(name, blocks.iter().map(|of| of[tier]).collect::<Vec<_>>())?;
                 }
@@ -319,16 +340,20 @@ impl PyArena {
 
     fn __repr__(&self) -> String {
         match &self.0 {
-            Kind::Extents { bytes: [device, host, external], extent } => {
+            Kind::Extents { bytes: [device, host, external], extent, most } => {
                 let extent = extent.map_or_else(|| "None".to_owned(), |extent| extent.to_string());
+                let most = most.map(|most| format!(", max_device_bytes={most}")).unwrap_or_default();
                 format!(
-                    "Arena(device_bytes={device}, host_bytes={host}, external_bytes={external}, extent_bytes={extent})"
+                    "Arena(device_bytes={device}, host_bytes={host}, external_bytes={external}, extent_bytes={extent}{most})"
                 )
             }
-            Kind::Split(blocks) => {
+            Kind::Split { blocks, most } => {
                 let of = |tier: usize| blocks.iter().map(|all| all[tier]).collect::<Vec<_>>();
                 let [device, host, external] = [of(0), of(1), of(2)];
-                format!("Arena.split(device_blocks={device:?}, host_blocks={host:?}, external_blocks={external:?})")
+                let most = most.as_ref().map(|most| format!(", max_device_blocks={most:?}")).unwrap_or_default();
+                format!(
+                    "Arena.split(device_blocks={device:?}, host_blocks={host:?}, external_blocks={external:?}{most})"
+                )
             }
         }
     }

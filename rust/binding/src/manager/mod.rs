@@ -13,7 +13,7 @@ pub(crate) mod sequence;
 pub(crate) mod shared;
 pub(crate) mod stats;
 pub(crate) mod step_owner;
-mod verbs;
+pub(crate) mod verbs;
 
 use crate::convert::args;
 use crate::convert::arrays::{self, Handle};
@@ -120,7 +120,7 @@ impl PyBlockManager {
         let groups = group::groups(groups, block_size);
         let blocks = [device_blocks.unwrap_or(0), host_blocks, external_blocks].map(|blocks| blocks as usize);
         let space = match (device_blocks, arena) {
-            (Some(_), None) => Space::Split(vec![blocks]),
+            (Some(_), None) => Space::Split { blocks: vec![blocks], most: Vec::new() },
             (None, Some(arena)) if blocks == [0; 3] => arena.space(&groups)?,
             _ => {
                 return Err(invalid(

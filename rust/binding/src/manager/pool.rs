@@ -52,6 +52,12 @@ impl PyPool {
         self.shared.lock().pool(self.tier).len_of(self.page_class)
     }
 
+    /// Number of ids that blocks of the class can have after a resize.
+    #[getter]
+    fn max_blocks(&self) -> usize {
+        self.shared.lock().pool(self.tier).capacity_of(self.page_class)
+    }
+
     /// Bytes of a block; 1 if the groups have no bytes.
     #[getter]
     fn block_bytes(&self) -> u64 {
@@ -112,16 +118,16 @@ impl PyPool {
     /// Return the use of each block.
     ///
     /// Returns:
-    ///     uint8 `[num_blocks]`, or `[defrag.progress().extent]` while a pool shrinks. 0: free. 1: cached; its key
-    ///     finds it, and it is evicted if needed. 2: only transfers or pins hold it. 3: in use by sequences, or the
-    ///     null block.
+    ///     uint8 `[num_blocks]`, or `[defrag.progress().extent]` while a pool shrinks; with several page classes
+    ///     `[max_blocks]`. 0: free. 1: cached; its key finds it, and it is evicted if needed. 2: only transfers or pins hold
+    ///     it. 3: in use by sequences, or the null block.
     fn uses<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<u8>>> {
         let manager = self.shared.lock();
         let (pool, all) = (manager.pool(self.tier), manager.uses(self.tier));
-        // A pool that shrinks has one class, which also has what lies beyond its end.
+        // What lies beyond the end of a pool that shrinks is included.
         let uses = match pool.global(self.page_class, 0) {
             Some(first) if pool.num_classes() > 1 => {
-                all[first.index()..first.index() + pool.len_of(self.page_class)].to_vec()
+                all[first.index()..first.index() + pool.capacity_of(self.page_class)].to_vec()
             }
             _ if pool.num_classes() > 1 => Vec::new(),
             _ => all,

@@ -8,6 +8,7 @@
 //! ([`Manager::check`]). The manager has no lock; to share it, add your own.
 
 mod check;
+mod plain;
 mod stats;
 mod step;
 mod store;
@@ -96,7 +97,7 @@ impl Manager {
     pub fn with_groups(config: Config, policies: Policies, groups: &[Group]) -> Result<Self> {
         let paged = |&group| PagedGroup { group, block_tokens: config.block_size, block_bytes: 1 };
         let groups: Vec<_> = groups.iter().map(paged).collect();
-        Self::with_pages(config, policies, &groups, &Space::Split(vec![config.blocks]))
+        Self::with_pages(config, policies, &groups, &Space::Split { blocks: vec![config.blocks], most: Vec::new() })
     }
 
     /// As [`Manager::with_groups`], for groups whose blocks differ in their bytes or tokens: those of equal bytes share
@@ -114,14 +115,14 @@ impl Manager {
         let mut groups = Groups::new(groups, block_size)?;
         let shapes = Shape::of_tiers(space, groups.class_bytes(), groups.has_nulls())?;
         let least = if groups.has_nulls() { 2 } else { 1 };
-        if let Some(&blocks) = shapes[0].ids.iter().find(|&&blocks| blocks < least) {
+        if let Some(&blocks) = shapes[0].now.iter().find(|&&blocks| blocks < least) {
             return Err(invalid("device_blocks", blocks as i128, format!("at least {least}")));
         }
         if groups.cross() && prefix_caching {
             let must = "used without cross attention, whose blocks a prompt's tokens do not identify".to_owned();
             return Err(invalid("prefix_caching with groups", groups.all().len() as i128, must));
         }
-        let least_blocks = shapes[0].ids.iter().copied().min().unwrap_or(0);
+        let least_blocks = shapes[0].now.iter().copied().min().unwrap_or(0);
         let watermark = Share::new("watermark", watermark, least_blocks)?;
         let mut tiers = Tiers::new(&shapes, block_size, prefix_caching, policies)?;
         groups.set_first_blocks(|class| tiers.device().first_of(class));

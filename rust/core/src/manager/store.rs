@@ -2,7 +2,6 @@
 
 use super::Manager;
 use crate::error::{Result, invalid};
-use crate::group::Group;
 use crate::hash::ExportedKey;
 use crate::id::{JobId, LeaseId, Tier};
 use crate::page::PerClass;
@@ -25,14 +24,13 @@ impl Manager {
     /// Starts recording which blocks to write to a prefix store.
     ///
     /// # Errors
-    /// The prefix cache is off, something is cached already, blocks of some group hold fewer tokens than others, or the
-    /// host keeps no copies although there are several groups, null blocks or a drafter.
+    /// The prefix cache is off, something is cached already, or the host keeps no copies although there are several groups,
+    /// null blocks, a drafter, or blocks with fewer tokens than a key stands for.
     pub fn use_store(&mut self, writes: StoreWrites) -> Result<()> {
         if !self.is_caching() {
             return Err(invalid("prefix_caching", 0, "1 for a prefix store".to_owned()));
         }
-        self.require_even("a prefix store")?;
-        if *self.groups() != [Group::Full] && !self.tiers.keeps_host_copies() {
+        if !self.sequences.is_full_attention() && !self.tiers.keeps_host_copies() {
             let must = "at least 1 for a prefix store of several groups, windows, states or drafters: their blocks are \
                         loaded by way of the host, with PrefixCaching(host=True)";
             return Err(invalid("host blocks of the prefix cache", 0, must.to_owned()));

@@ -16,7 +16,7 @@ use std::ops::Range;
 /// Progress of resizing the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resize {
-    /// Blocks in the device.
+    /// Blocks in the device, of all page classes; extents of an arena, then `extent` counts those, too.
     pub blocks: usize,
     /// Blocks beyond them that sequences use.
     pub live: usize,
@@ -461,12 +461,15 @@ impl Manager {
     ///
     /// # Errors
     /// Too many blocks; or too few for the null block, pinned blocks, the watermark, and one to allocate; there are several
-    /// page classes.
+    /// page classes, see [`Manager::resize_extents`] and [`Manager::resize_split`].
     pub fn resize_device(&mut self, blocks: usize) -> Result<Resize> {
         if blocks > MAX_BLOCKS {
             return Err(invalid("device_blocks", blocks as i128, format!("at most {MAX_BLOCKS}")));
         }
-        self.require_one_class("a resize")?;
+        if self.num_classes() > 1 {
+            let must = "1 to resize a number of blocks".to_owned();
+            return Err(invalid("number of page classes", self.num_classes() as i128, must));
+        }
         let (null, pinned) = (usize::from(self.sequences.has_nulls()), self.pins.num_blocks());
         let watermark = self.sequences.watermark().of(blocks);
         let least = null + pinned + watermark + 1;
@@ -485,6 +488,70 @@ impl Manager {
         Ok(self.resize_progress())
     }
 
+    /// Resizes the arena of several page classes to a number of extents, as [`Manager::resize_device`] does with blocks.
+    ///
+    /// Extents beyond the end go to no class any longer, and what is only cached there is dropped. Each block in use there
+    /// keeps its place, and leaves one block of its class fewer to allocate.
+    ///
+    /// # Errors
+    /// There is no arena; the number is larger than [`Space::Extents`](crate::Space::Extents) has room for, or too small for
+    /// the extent with the null blocks, pinned blocks, the watermark, and one to allocate.
+    pub fn resize_extents(&mut self, extents: usize) -> Result<Resize> {
+        let device = self.tiers.device();
+        let (Some(most), Some(bytes)) = (device.most_extents(), device.extent_bytes()) else {
+            let must = "at least 2, over an arena of extents".to_owned();
+            return Err(invalid("number of page classes", self.num_classes() as i128, must));
+        };
+        let null = usize::from(self.sequences.has_nulls());
+        let pinned = device.filled_by(device.count(self.pins.all()));
+        let watermark = self.sequences.watermark().of(extents.saturating_sub(null));
+        let least = null + pinned + watermark + 1;
+        if !(least..=most).contains(&extents) {
+            let kept = format!(
+                "{null} for null blocks, {pinned} pinned, {watermark} kept free by the watermark, 1 to allocate; an extent \
+                 has {bytes} bytes"
+            );
+            return Err(invalid("device extents", extents as i128, format!("{least} to {most}: {kept}")));
+        }
+        let per_extent = |class| PerClass::of(class, device.per_extent(class).unwrap_or(0) * extents);
+        let blocks = (0..device.num_classes()).map(per_extent).sum();
+        Ok(self.resize_classes(blocks, extents))
+    }
+
+    /// Resizes page classes that have their blocks for good, each to a number of blocks, as [`Manager::resize_device`].
+    ///
+    /// # Errors
+    /// There is not one number for each of several classes; one is larger than [`Space::Split`](crate::Space::Split) has room
+    /// for, or too small for the null block, pinned blocks, the watermark, and one to allocate.
+    pub fn resize_split(&mut self, blocks: &[usize]) -> Result<Resize> {
+        let (device, classes) = (self.tiers.device(), self.num_classes());
+        if classes == 1 || device.num_extents().is_some() || blocks.len() != classes {
+            let must = format!("{classes}, the page classes, if they are several with blocks of their own");
+            return Err(invalid("numbers of device blocks", blocks.len() as i128, must));
+        }
+        let (null, pinned) = (usize::from(self.sequences.has_nulls()), device.count(self.pins.all()));
+        for (class, &blocks) in blocks.iter().enumerate() {
+            let (pinned, watermark) = (pinned.get(class), self.sequences.watermark().of(blocks));
+            let (least, capacity) = (null + pinned + watermark + 1, device.capacity_of(class));
+            if !(least..=capacity).contains(&blocks) {
+                let kept =
+                    format!("{null} null, {pinned} pinned, {watermark} kept free by the watermark, 1 to allocate");
+                let must = format!("{least} to {capacity} of page class {class}: {kept}");
+                return Err(invalid("device_blocks", blocks as i128, must));
+            }
+        }
+        Ok(self.resize_classes(PerClass::from_slice(blocks), 0))
+    }
+
+    fn resize_classes(&mut self, blocks: PerClass, extents: usize) -> Resize {
+        self.tiers.resize_classes(blocks, extents);
+        self.end_leases(); // what they hold beyond the end can no longer be found
+        let least = self.tiers.device().least_len();
+        self.sequences.resize_watermark(least);
+        self.pins.limit_mut().resize(least);
+        self.resize_progress()
+    }
+
     /// The state of every block of a tier, by number, including those in use beyond the end.
     #[must_use]
     pub fn uses(&self, tier: Tier) -> Vec<BlockState> {
@@ -497,6 +564,11 @@ impl Manager {
     pub fn resize_progress(&self) -> Resize {
         let pool = self.tiers.device();
         let tail = pool.tail();
+        if pool.num_classes() > 1 {
+            let ids = (0..pool.num_classes()).map(|class| pool.len_of(class)).sum();
+            let (blocks, extent) = (pool.num_extents().unwrap_or(ids), pool.extent_of_classes());
+            return Resize { blocks, live: tail.live, held: tail.held, extent };
+        }
         Resize { blocks: pool.len(), live: tail.live, held: tail.held, extent: pool.extent() }
     }
 
@@ -607,16 +679,18 @@ impl Manager {
         self.pins.release(&mut self.tiers, pin)
     }
 
-    /// Limits the tenant of a salt to `blocks` cached device blocks that no sequence uses; `None` means no limit.
-    /// Blocks published before the tenant's first quota are not counted.
+    /// Limits the cached device blocks of a salt's tenant that no sequence uses, to a number of blocks, or with several page
+    /// classes to a number of bytes, padding included; `None` means no limit. Blocks published before the tenant's first
+    /// quota are not counted.
     ///
     /// # Errors
-    /// The prefix cache is off, the device has fewer blocks, or 65535 tenants have quotas.
-    pub fn set_quota(&mut self, salt: [u8; 32], blocks: Option<usize>) -> Result<()> {
-        self.tiers.set_quota(salt, blocks)
+    /// The prefix cache is off, the device has less, or 65535 tenants have quotas.
+    pub fn set_quota(&mut self, salt: [u8; 32], quota: Option<usize>) -> Result<()> {
+        self.tiers.set_quota(salt, quota)
     }
 
-    /// Cached device blocks of a tenant that no sequence uses, and its quota; `None` for a tenant that never had one.
+    /// Cached device blocks of a tenant that no sequence uses, in the unit of quotas, and its quota; `None` for a tenant that
+    /// never had one.
     #[must_use]
     pub fn quota(&self, salt: [u8; 32]) -> Option<(usize, Option<usize>)> {
         self.tiers.quota(salt)

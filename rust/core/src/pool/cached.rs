@@ -186,9 +186,14 @@ impl Pool {
     }
 
     /// Makes a resume point of published blocks in use.
-    pub(crate) fn add_point(&mut self, anchor: BlockId, tail: &[BlockId], is_junction: bool) {
+    pub(crate) fn add_point(
+        &mut self,
+        anchor: BlockId,
+        point: (&[BlockId], bool),
+        before: impl Iterator<Item = BlockId>,
+    ) {
         if let Some(cache) = &mut self.cache {
-            cache.add_point(anchor, tail, is_junction);
+            cache.add_point(anchor, point, before);
         }
     }
 
@@ -291,10 +296,16 @@ impl Pool {
             if out.len() == first {
                 return;
             }
-            let (mut tags, mut keyed, have_keys) = ([0; LOOK_AHEAD], 0, cache.points().is_none());
-            for &block in &out[first..] {
-                tags[keyed] = self.blocks[block.index()].tag();
-                keyed += usize::from(have_keys || tags[keyed] != NO_KEY || !cache.is_keyless(block));
+            let (mut tags, mut keyed, have_keys) = ([0; LOOK_AHEAD], out.len() - first, cache.points().is_none());
+            for (tag, &block) in tags.iter_mut().zip(&out[first..]) {
+                *tag = self.blocks[block.index()].tag();
+            }
+            if !have_keys {
+                keyed = 0;
+                for (at, &block) in out[first..].iter().enumerate() {
+                    tags[keyed] = tags[at];
+                    keyed += usize::from(tags[at] != NO_KEY || !cache.is_keyless(block));
+                }
             }
             cache.begin_eviction(&tags[..keyed]);
             self.note_all(&out[first..], Membership::Evictable, Membership::Neither);
@@ -440,6 +451,7 @@ impl Pool {
     }
 
     /// Begins the release of a sequence's blocks, last one first.
+    #[inline]
     pub(crate) fn begin_chain(&mut self) {
         if let Some(cache) = &mut self.cache {
             cache.begin_chain();
@@ -461,11 +473,11 @@ impl Pool {
         }
     }
 
-    /// Sets the quota of a tenant; tenants are numbered from 1.
+    /// Sets the quota of a tenant, in blocks, or in bytes with several page classes; tenants are numbered from 1.
     pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize) {
-        let blocks = self.extent();
+        let (blocks, weights) = (self.extent(), std::array::from_fn(|class| self.weight(class)));
         if let Some(cache) = &mut self.cache {
-            cache.set_quota(tenant, quota, blocks);
+            cache.set_quota(tenant, quota, blocks, weights);
         }
     }
 
@@ -474,7 +486,7 @@ impl Pool {
         self.cache.as_ref().map_or_else(Vec::new, PrefixCache::quotas)
     }
 
-    /// Evictable blocks of a tenant.
+    /// Evictable blocks of a tenant, or their bytes with several page classes.
     pub(crate) fn held_by(&self, tenant: u16) -> usize {
         self.cache.as_ref().map_or(0, |cache| cache.held_by(tenant))
     }

@@ -20,12 +20,12 @@ impl ClassSets {
             .map(|class| {
                 let own = classes.range(class);
                 let overlappable = BlockSet::empty(own.end as usize);
-                let mut free = FreeBlocks::full(reuse, 0);
-                free.extend(own.clone(), &[]);
-                if shape.extents.is_some() {
-                    free.cut(own);
-                } else if shape.has_null && !own.is_empty() {
-                    free.cut(own.start..own.start + 1);
+                let now = u32::try_from(shape.now[class]).unwrap_or(u32::MAX);
+                let null = u32::from(shape.has_null).min(now);
+                let first = if shape.extents.is_some() { own.end } else { own.start + null };
+                let mut free = FreeBlocks::full(reuse, first..own.end);
+                if shape.extents.is_none() && own.start + now < own.end {
+                    free.cut(own.start + now..own.end);
                 }
                 Self { free, overlappable }
             })
@@ -101,7 +101,47 @@ impl Pool {
     /// Ids that a class has in the tier; those of extents that it does not have at the moment included.
     #[must_use]
     pub fn len_of(&self, class: usize) -> usize {
+        let range = self.classes.range(class);
+        (range.end.min(self.ends[class]) - range.start) as usize
+    }
+
+    /// Ids that a class can have once the tier is as large as a resize can make it.
+    #[must_use]
+    pub fn capacity_of(&self, class: usize) -> usize {
         self.classes.range(class).len()
+    }
+
+    /// Extents of the tier, those included that no class has; `None` if classes have their blocks for good.
+    #[must_use]
+    pub fn num_extents(&self) -> Option<usize> {
+        self.extents.as_deref().map(Extents::len)
+    }
+
+    /// Bytes of an extent; `None` if classes have their blocks for good.
+    #[must_use]
+    pub fn extent_bytes(&self) -> Option<u64> {
+        self.extents.as_deref().map(|extents| extents.bytes_of(1))
+    }
+
+    /// Extents that the tier can have, see [`Pool::capacity_of`].
+    #[must_use]
+    pub fn most_extents(&self) -> Option<usize> {
+        self.extents.as_deref().map(Extents::capacity)
+    }
+
+    /// The fewest ids that a class has.
+    pub(crate) fn least_len(&self) -> usize {
+        (0..self.classes.len()).map(|class| self.len_of(class)).min().unwrap_or(0)
+    }
+
+    /// Numbers of some blocks, by class.
+    pub(crate) fn count<'a>(&self, blocks: impl IntoIterator<Item = &'a BlockId>) -> PerClass {
+        blocks.into_iter().map(|&block| PerClass::of(self.class_of(block), 1)).sum()
+    }
+
+    /// Extents that numbers of blocks of each class fill; none if classes have their blocks for good.
+    pub(crate) fn filled_by(&self, blocks: PerClass) -> usize {
+        self.extents.as_deref().map_or(0, |extents| extents.filled_by(blocks))
     }
 
     /// Blocks of a class that could be taken, as [`Pool::free`].
@@ -119,7 +159,8 @@ impl Pool {
     pub(crate) fn free_with(&self, class: usize, overlappable_too: bool, more: usize) -> usize {
         let sets = &self.sets[class];
         let overlappable = if overlappable_too { sets.overlappable.len() } else { 0 };
-        let own = (sets.free.len() + self.evictable_of(class) + overlappable + more).saturating_sub(self.tail.live);
+        let tail = self.tail.by_class.get(class);
+        let own = (sets.free.len() + self.evictable_of(class) + overlappable + more).saturating_sub(tail);
         let Some(extents) = &self.extents else { return own };
         own + extents.obtainable(class) * extents.per_extent(class)
     }
@@ -127,7 +168,7 @@ impl Pool {
     /// Blocks of a class that can be taken without evicting any, and without extents of others.
     pub(crate) fn ready(&self, class: usize) -> usize {
         let sets: &ClassSets = &self.sets[class];
-        (sets.free.len() + sets.overlappable.len()).saturating_sub(self.tail.live)
+        (sets.free.len() + sets.overlappable.len()).saturating_sub(self.tail.by_class.get(class))
     }
 
     /// Blocks of a class that would lie in extents that hold nothing and that it does not have.
@@ -137,7 +178,7 @@ impl Pool {
 
     /// Blocks of a class that hold nothing: taking them evicts nothing and waits for no reader.
     pub(crate) fn empty_of(&self, class: usize) -> usize {
-        self.sets[class].free.len().saturating_sub(self.tail.live) + self.vacant(class)
+        self.sets[class].free.len().saturating_sub(self.tail.by_class.get(class)) + self.vacant(class)
     }
 
     /// Blocks that a class has at the moment.
@@ -183,30 +224,32 @@ impl Pool {
         let found: Vec<BlockId> = found.iter().filter(costs).copied().collect();
         let taken = self.count(&found);
         let available = (self.available_in(overlappable_too) + self.count(held)).saturating_sub(taken);
+        // A block in use beyond the end takes the place of one of its class that is in the pool.
+        let tail = self.tail.by_class;
+        let with_own = wanted.with(tail, |wanted, tail| if wanted > 0 { wanted + tail } else { 0 });
         let Some(extents) = self.extents.as_deref() else {
-            let lacks = |class: &usize| wanted.get(*class) + kept.get(*class) > available.get(*class);
+            let lacks = |class: &usize| with_own.get(*class) + kept.get(*class) > available.get(*class);
             let short = (0..self.classes.len()).find(lacks);
             let class = short.unwrap_or_else(|| self.largest(wanted));
-            let free = (available + taken).get(class).saturating_sub(kept.get(class));
+            let free = (available + taken).get(class).saturating_sub(kept.get(class) + tail.get(class));
             return Room { class, free, is_enough: short.is_none() };
         };
         // Those that are read by device work, too, keep their extents.
         let freed: Vec<BlockId> = held.iter().filter(|&&block| !self.block(block).is_read_ahead()).copied().collect();
         let idle = extents.idle_without(&self.classes, &freed, &found);
-        let (lacking, given) = extents.balance(wanted, available, idle);
-        let short = wanted.saturating_sub(available);
+        let (mut lacking, mut given) = extents.balance(with_own, available, idle);
+        if lacking > 0 && tail.total() > 0 {
+            (lacking, given) = extents.balance(wanted + tail, available, idle);
+        }
+        let short = with_own.saturating_sub(available);
         let class = self.largest(if short.total() > 0 { short } else { wanted });
         let others = lacking - extents.filled_by(PerClass::of(class, short.get(class))) + kept.get(0);
         // Blocks of the class that are left once the others have theirs, and what is kept is set aside.
         let (more, fewer) = (given.saturating_sub(others), others.saturating_sub(given));
         let per_extent = extents.per_extent(class);
-        let free = ((available + taken).get(class) + more * per_extent).saturating_sub(fewer * per_extent);
+        let fewer = fewer * per_extent + tail.get(class);
+        let free = ((available + taken).get(class) + more * per_extent).saturating_sub(fewer);
         Room { class, free, is_enough: lacking + kept.get(0) <= given }
-    }
-
-    /// Numbers of some blocks, by class.
-    fn count(&self, blocks: &[BlockId]) -> PerClass {
-        blocks.iter().map(|&block| PerClass::of(self.class_of(block), 1)).sum()
     }
 
     /// Blocks of a class that can be taken next to `found` unused ones with contents that stay, if nobody still reads them
@@ -304,6 +347,7 @@ impl Pool {
             let is_split = self.extents.is_none() && self.has_null && self.len_of(class) > 0;
             let total = self.present(class) - usize::from(is_split);
             let unused = self.sets[class].free.len() + self.evictable_of(class);
+            let beyond = self.tail.by_class.get(class) + self.tail.held_by_class.get(class);
             let cached = if self.classes.len() == 1 {
                 self.published()
             } else {
@@ -311,8 +355,8 @@ impl Pool {
                 let known = self.blocks.get(range.start as usize..self.blocks.len().min(range.end as usize));
                 known.unwrap_or_default().iter().filter(|block| block.is_published()).count()
             };
-            let [total, used, cached] =
-                [total, total.saturating_sub(unused), cached].map(|count| self.bytes_of(PerClass::of(class, count)));
+            let [total, used, cached] = [total, total.saturating_sub(unused) + beyond, cached]
+                .map(|count| self.bytes_of(PerClass::of(class, count)));
             *found = ClassUse { total, used, cached };
         }
         found
@@ -320,7 +364,7 @@ impl Pool {
 
     /// Bytes of all available blocks and of extents that no class has, while `kept` stays free.
     pub(crate) fn available_bytes(&self, kept: PerClass, overlappable_too: bool) -> u64 {
-        let own = self.bytes_of(self.available_in(overlappable_too));
+        let own = self.bytes_of(self.available_in(overlappable_too).saturating_sub(self.tail.by_class));
         match self.extents.as_deref() {
             Some(extents) => own.saturating_add(extents.spare_bytes()).saturating_sub(extents.bytes_of(kept.get(0))),
             None => own.saturating_sub(self.bytes_of(kept)),
@@ -341,8 +385,12 @@ impl Pool {
     pub(crate) fn num_absent(&self) -> usize {
         match self.extents.as_deref() {
             Some(extents) => self.len - extents.num_blocks() - usize::from(self.has_null),
-            None if self.has_null => (1..self.classes.len()).filter(|&class| self.len_of(class) > 0).count(),
-            None => 0,
+            None if self.classes.len() == 1 => 0,
+            None => {
+                let absent = |class| self.capacity_of(class) - self.len_of(class);
+                let nulls = (1..self.classes.len()).filter(|&class| self.has_null && self.len_of(class) > 0).count();
+                nulls + (0..self.classes.len()).map(absent).sum::<usize>()
+            }
         }
     }
 
@@ -355,6 +403,11 @@ impl Pool {
             Some(extents) => !extents.has(&self.classes, block),
             None => self.has_null && self.local(block).1 == 0,
         }
+    }
+
+    /// Whether a number is one that a block of the pool has at the moment.
+    pub(super) fn is_there(&self, block: BlockId) -> bool {
+        !self.is_beyond(block) && !self.is_absent(block)
     }
 
     /// The sets of a block's class.
@@ -384,7 +437,7 @@ impl Pool {
     pub(super) fn check_classes(&self) -> Option<String> {
         let mut counted = vec![[0; 3]; self.classes.len()];
         for (block, state) in (0..).map(BlockId).zip(&self.blocks).take(self.len) {
-            if self.is_absent(block) {
+            if !self.is_there(block) {
                 continue;
             }
             let kind = match state.membership() {
@@ -398,8 +451,8 @@ impl Pool {
         for (class, [cached, overlappable, used]) in counted.into_iter().enumerate() {
             let (sets, range) = (&self.sets[class], self.classes.range(class));
             let own = sets.free.iter().chain(sets.overlappable.iter()).all(|block| range.contains(&block.0));
-            let absent = range.clone().map(BlockId).filter(|&block| self.is_absent(block)).count();
-            let free = range.len() - absent - cached - overlappable - used;
+            let there = range.clone().map(BlockId).filter(|&block| self.is_there(block)).count();
+            let free = there - cached - overlappable - used;
             let found = (sets.free.len(), self.evictable_of(class), sets.overlappable.len());
             if !own || found != (free, cached, overlappable) {
                 return Some(format!(

@@ -21,6 +21,9 @@ pub(super) struct Extents {
     /// Blocks of each class in an extent.
     per_extent: PerClass,
     bytes: u64,
+    /// Extents of the tier: the first of as many as a resize can make them.
+    len: usize,
+    /// By extent: the class that has it. Beyond the end, the one whose blocks are still in use there.
     owners: Vec<u8>,
     /// Extents that no class has.
     spare: BlockSet,
@@ -36,25 +39,78 @@ pub(super) struct Extents {
 
 impl Extents {
     /// Extents that no class has yet; with `has_null`, the first is never given away.
-    pub(super) fn new(ExtentShape { per_extent, bytes, count }: ExtentShape, has_null: bool) -> Self {
-        let mut spare = BlockSet::full(count);
+    pub(super) fn new(ExtentShape { per_extent, bytes, count, most }: ExtentShape, has_null: bool) -> Self {
+        let mut spare = BlockSet::full(most);
+        spare.remove_run(id(count)..id(most));
         if has_null {
             spare.remove(BlockId(0));
         }
         Self {
             per_extent,
             bytes,
-            owners: vec![NOBODY; count],
+            len: count,
+            owners: vec![NOBODY; most],
             spare,
-            held: vec![0; count],
-            cached: vec![0; count],
+            held: vec![0; most],
+            cached: vec![0; most],
             owned: PerClass::default(),
             idle: PerClass::default(),
-            vacant: std::array::from_fn(|_| BlockSet::empty(count)),
+            vacant: std::array::from_fn(|_| BlockSet::empty(most)),
         }
     }
 
-    fn at(&self, classes: &Classes, class: usize, block: BlockId) -> usize {
+    /// Extents of the tier.
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Extents that the tier can have.
+    pub(super) fn capacity(&self) -> usize {
+        self.owners.len()
+    }
+
+    /// Sets the number of extents of the tier, and returns the former one.
+    pub(super) fn set_len(&mut self, len: usize) -> usize {
+        std::mem::replace(&mut self.len, len)
+    }
+
+    /// The class that has an extent, and the numbers of its blocks there.
+    pub(super) fn place(&self, classes: &Classes, extent: usize) -> Option<(usize, Range<u32>)> {
+        let class = Some(self.owners[extent]).filter(|&by| by != NOBODY).map(usize::from)?;
+        Some((class, self.blocks(classes, class, extent)))
+    }
+
+    /// An extent leaves the tier, in which nothing is cached any longer. Its class keeps it as long as it uses blocks there.
+    pub(super) fn leave(&mut self, extent: usize) {
+        let by = self.owners[extent];
+        self.spare.remove(BlockId(id(extent)));
+        self.set_owner(extent, None);
+        self.cached[extent] = 0;
+        if self.held[extent] > 0 {
+            self.owners[extent] = by;
+        }
+    }
+
+    /// An extent comes to the tier, or back to it.
+    pub(super) fn join(&mut self, extent: usize) {
+        match std::mem::replace(&mut self.owners[extent], NOBODY) {
+            NOBODY => {
+                self.spare.insert(BlockId(id(extent)));
+            }
+            by => self.set_owner(extent, Some(usize::from(by))),
+        }
+    }
+
+    /// Follows a block of an extent that has left the tier. With the last one in use, its class gives it up.
+    pub(super) fn note_left(&mut self, classes: &Classes, block: BlockId, is_held: bool) {
+        let extent = self.at(classes, classes.of(block), block);
+        self.held[extent] = if is_held { self.held[extent] + 1 } else { self.held[extent] - 1 };
+        if self.held[extent] == 0 {
+            self.owners[extent] = NOBODY;
+        }
+    }
+
+    pub(super) fn at(&self, classes: &Classes, class: usize, block: BlockId) -> usize {
         (block.0 - classes.first(class)) as usize / self.per_extent.get(class).max(1)
     }
 
@@ -147,7 +203,7 @@ impl Extents {
 
     /// Extents that classes can have.
     pub(super) fn usable(&self, has_null: bool) -> usize {
-        self.owners.len().saturating_sub(usize::from(has_null))
+        self.len.saturating_sub(usize::from(has_null))
     }
 
     /// Extents that numbers of blocks of each class fill.
@@ -201,7 +257,7 @@ impl Extents {
         let part = |(extent, by): &(usize, usize)| {
             (u64::from(self.cached[*extent]) << 32) / self.per_extent.get(*by).max(1) as u64
         };
-        let idle = (0..self.owners.len()).filter(|&extent| self.held[extent] == 0 && self.owners[extent] != NOBODY);
+        let idle = (0..self.len).filter(|&extent| self.held[extent] == 0 && self.owners[extent] != NOBODY);
         let idle = idle.map(|extent| (extent, usize::from(self.owners[extent])));
         idle.filter(|&(_, by)| by != class && surplus.get(by) >= self.per_extent.get(by)).min_by_key(part)
     }
@@ -242,6 +298,8 @@ pub(crate) struct BusyExtent {
     pub(crate) held: usize,
     /// Those that are free or can be evicted.
     pub(crate) open: usize,
+    /// Whether it is beyond the end of a shrunken tier.
+    pub(crate) has_left: bool,
 }
 
 /// What classes have once all moves so far, and those that are being planned, have landed.
@@ -325,14 +383,16 @@ impl Pool {
         self.cache.as_ref().map_or(0, |cache| cache.num_dead(class))
     }
 
-    /// The extents with blocks in use.
+    /// The extents with blocks in use, those included that have left the tier.
     pub(crate) fn busy_extents(&self) -> Vec<BusyExtent> {
         let Some(extents) = self.extents.as_deref() else { return Vec::new() };
         let owned =
             extents.owners.iter().enumerate().filter(|(extent, by)| **by != NOBODY && extents.held[*extent] > 0);
         let busy = owned.map(|(extent, &by)| {
             let (class, held) = (usize::from(by), extents.held[extent] as usize);
-            BusyExtent { class, extent, held, open: extents.per_extent.get(class) - held }
+            let has_left = extent >= extents.len;
+            let open = if has_left { 0 } else { extents.per_extent.get(class) - held };
+            BusyExtent { class, extent, held, open, has_left }
         });
         busy.collect()
     }
@@ -397,7 +457,11 @@ impl Pool {
         let [mut owned, mut idle] = [PerClass::default(); 2];
         let mut vacant = extents.vacant.each_ref().map(|of| BlockSet::empty(of.capacity()));
         for (extent, &by) in extents.owners.iter().enumerate() {
-            if by == NOBODY {
+            let has_left = extent >= extents.len;
+            if by == NOBODY || has_left && extents.held[extent] == 0 {
+                if by != NOBODY || extents.held[extent] + extents.cached[extent] > 0 {
+                    return Some(format!("extent {extent} of nobody, or beyond the end, is in use or has an owner"));
+                }
                 continue;
             }
             let class = usize::from(by);
@@ -409,6 +473,9 @@ impl Pool {
                 return Some(format!(
                     "extent {extent} of class {class} has {found:?} held and cached, counted {counted:?}"
                 ));
+            }
+            if has_left {
+                continue;
             }
             owned += PerClass::of(class, 1);
             idle += PerClass::of(class, usize::from(counted[0] == 0));

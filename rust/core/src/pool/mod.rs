@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::group::NULL_BLOCK;
 use crate::id::{BlockId, Tier};
 use crate::memory;
-use crate::page::{Classes, MAX_CLASSES, Shape};
+use crate::page::{Classes, MAX_CLASSES, PerClass, Shape};
 use crate::placement::Tracker;
 use crate::prefix::evict::Eviction;
 use crate::prefix::{PrefixCache, grown};
@@ -48,6 +48,11 @@ pub struct Pool {
     blocks: Vec<Block>,
     /// Which blocks are of which page class.
     classes: Classes,
+    /// All blocks below this number are in the pool: with one class those are all, with several 0 if some class has less
+    /// than it had room for.
+    inside: usize,
+    /// With several classes: one past the last number of each that is in the pool.
+    ends: [u32; MAX_CLASSES],
     /// By class: its free blocks.
     sets: Box<[ClassSets]>,
     /// Set if classes take and give back their blocks.
@@ -104,6 +109,8 @@ impl Pool {
             len: blocks,
             blocks: Vec::with_capacity(blocks),
             classes,
+            inside: blocks,
+            ends: [u32::MAX; MAX_CLASSES],
             sets: ClassSets::all(&classes, shape, policies.reuse),
             extents,
             strides: shape.strides,
@@ -115,6 +122,7 @@ impl Pool {
             tail: Tail::default(),
             tracker: None,
         };
+        pool.set_ends(PerClass::from_slice(&shape.now));
         if pool.has_null {
             pool.know(NULL_BLOCK);
             pool.blocks[NULL_BLOCK.index()].take(false);
@@ -347,7 +355,7 @@ impl Pool {
     fn moved(&mut self, id: BlockId, before: Block) {
         if self.is_beyond(id) {
             self.drop_stranded(id);
-            self.moved_beyond(1, before, self.blocks[id.index()]);
+            self.moved_beyond(id.0..id.0 + 1, before, self.blocks[id.index()]);
         } else {
             let now = self.blocks[id.index()];
             let (from, to) = (before.membership(), now.membership());
@@ -370,7 +378,7 @@ impl Pool {
                 }
                 match (to, &mut self.cache) {
                     (Membership::Free, _) => self.sets[self.classes.of(id)].free.insert(id),
-                    (Membership::Evictable, Some(cache)) => cache.park_with(id, now.copy_on_device().is_some()),
+                    (Membership::Evictable, Some(cache)) => cache.park_with(id, now),
                     (Membership::Overlappable, _) => {
                         self.sets[self.classes.of(id)].overlappable.insert(id);
                     }
@@ -389,11 +397,11 @@ impl Pool {
         let beyond = self.beyond(&run);
         let inside = run.start..run.end - resize::id(beyond);
         if beyond > 0 {
-            self.moved_beyond(beyond, before, now);
+            self.moved_beyond(inside.end..run.end, before, now);
         }
         let (from, to) = (before.membership(), now.membership());
         if self.extents.is_some() && from != to {
-            run.clone().map(BlockId).for_each(|block| self.note_moved(block, from, to));
+            inside.clone().map(BlockId).for_each(|block| self.note_moved(block, from, to));
         }
         let sets = &mut self.sets[self.classes.of(BlockId(run.start))];
         if from == Membership::Overlappable {

@@ -1,5 +1,8 @@
 //! Pools whose number of blocks changes while they are in use.
 //!
+//! With several page classes, the numbers that a class can ever have are fixed; what changes is how many of them are in the
+//! pool. In an arena, extents beyond the end belong to no class, but for those that still have blocks in use.
+//!
 //! Both growing and shrinking take effect at once: blocks beyond the new end are never allocated again, and blocks only
 //! cached there are dropped. Blocks in use there stay until their last user is gone. Until then, each of them
 //! referenced by tables counts as one free block less, so that the pool never uses more blocks than its new size.
@@ -8,6 +11,7 @@ use super::{ClassSets, Pool};
 use crate::block::{Block, Membership};
 use crate::error::Result;
 use crate::id::BlockId;
+use crate::page::PerClass;
 use crate::placement::Tracker;
 use std::ops::Range;
 
@@ -18,8 +22,22 @@ pub(crate) struct Tail {
     pub(crate) live: usize,
     /// Those that only leases hold.
     pub(crate) held: usize,
-    /// One past the highest of both, if there are any.
+    /// With one page class, one past the highest of both, if there are any.
     end: usize,
+    /// Those that tables refer to, and those that only leases hold, by page class.
+    pub(crate) by_class: PerClass,
+    pub(crate) held_by_class: PerClass,
+}
+
+impl Tail {
+    /// Counts blocks of a class, in tables and with leases only, in or out.
+    fn count(&mut self, class: usize, came: [usize; 2], went: [usize; 2]) {
+        self.live = self.live + came[0] - went[0];
+        self.held = self.held + came[1] - went[1];
+        for (all, at) in [&mut self.by_class, &mut self.held_by_class].into_iter().zip(0..) {
+            *all.at(class) = all.get(class) + came[at] - went[at];
+        }
+    }
 }
 
 /// An index as a block number; pools are small enough for it.
@@ -88,7 +106,12 @@ impl Pool {
     /// Whether a block lies beyond the pool's end.
     #[inline]
     pub(crate) fn is_beyond(&self, block: BlockId) -> bool {
-        block.index() >= self.len
+        block.index() >= self.inside && self.is_beyond_class(block)
+    }
+
+    #[cold]
+    fn is_beyond_class(&self, block: BlockId) -> bool {
+        self.classes.len() == 1 || block.0 >= self.ends[self.classes.of(block)]
     }
 
     /// Whether a block is beyond the end and in no table, so must no longer be found.
@@ -108,7 +131,13 @@ impl Pool {
     /// Blocks of a run that are beyond the end.
     #[inline]
     pub(super) fn beyond(&self, run: &Range<u32>) -> usize {
-        (run.end as usize).saturating_sub(self.len.max(run.start as usize))
+        let all = (run.end as usize).saturating_sub(self.inside.max(run.start as usize));
+        if all > 0 && self.classes.len() > 1 { self.beyond_class(run) } else { all }
+    }
+
+    #[cold]
+    fn beyond_class(&self, run: &Range<u32>) -> usize {
+        run.end.saturating_sub(self.ends[self.classes.of(BlockId(run.start))].max(run.start)) as usize
     }
 
     /// Fails unless there is memory for `blocks` blocks.
@@ -126,6 +155,7 @@ impl Pool {
     pub(crate) fn resize(&mut self, blocks: usize) {
         debug_assert!(self.classes.len() == 1, "a resize of several page classes");
         self.classes.resize(blocks);
+        self.inside = blocks;
         let former = std::mem::replace(&mut self.len, blocks);
         if blocks < former {
             self.shrink(former);
@@ -142,47 +172,147 @@ impl Pool {
     }
 
     fn shrink(&mut self, former: usize) {
-        let gone = id(self.len)..id(former);
-        let sets = &mut self.sets[0];
-        sets.free.cut(gone.clone());
-        sets.overlappable.remove_run(gone);
-        for index in self.len..former.min(self.blocks.len()) {
-            self.drop_stranded(BlockId(id(index)));
-            let [live, held] = users(self.blocks[index]);
-            if live + held > 0 {
-                self.tail.live += live;
-                self.tail.held += held;
-                self.tail.end = self.tail.end.max(index + 1);
-            }
+        if let Some(last) = self.leave(0, id(self.len)..id(former)) {
+            self.tail.end = self.tail.end.max(last.index() + 1);
         }
     }
 
     fn grow(&mut self, former: usize) {
         self.sets[0].overlappable.grow(self.len);
+        self.rejoin(0, id(former)..id(self.len));
+    }
+
+    /// Numbers of a class leave the pool, whose ends have been lowered. Returns the last one that is in use.
+    fn leave(&mut self, class: usize, gone: Range<u32>) -> Option<BlockId> {
+        let sets = &mut self.sets[class];
+        sets.free.cut(gone.clone());
+        sets.overlappable.remove_run(gone.clone());
+        let mut last = None;
+        for block in (gone.start..gone.end.min(id(self.blocks.len()))).map(BlockId) {
+            self.drop_stranded(block);
+            let users = users(self.blocks[block.index()]);
+            if users != [0, 0] {
+                self.tail.count(class, users, [0, 0]);
+                last = Some(block);
+            }
+        }
+        last
+    }
+
+    /// Numbers of a class come back to the pool, whose ends have been raised, or are new.
+    fn rejoin(&mut self, class: usize, new: Range<u32>) {
         let mut busy = Vec::new();
-        for index in former..self.len.min(self.tail.end) {
-            let (block, number) = (self.blocks[index], BlockId(id(index)));
-            let [live, held] = users(block);
-            if live + held > 0 {
-                self.tail.live -= live;
-                self.tail.held -= held;
+        let end = if self.resized() { new.end.min(id(self.blocks.len())) } else { new.start };
+        for number in (new.start..end).map(BlockId) {
+            let block = self.blocks[number.index()];
+            let users = users(block);
+            if users != [0, 0] {
+                self.tail.count(class, [0, 0], users);
                 busy.push(number);
             }
             if block.membership() == Membership::Overlappable {
-                self.sets[0].overlappable.insert(number);
+                self.sets[class].overlappable.insert(number);
             }
         }
-        self.sets[0].free.extend(id(former)..id(self.len), &busy);
+        self.sets[class].free.extend(new, &busy);
     }
 
-    /// Counts `count` blocks beyond the end that changed from `before` to `now`.
+    /// Notes how many numbers of each of several classes are in the pool.
+    pub(super) fn set_ends(&mut self, blocks: PerClass) {
+        if self.classes.len() > 1 {
+            let all = 0..self.classes.len();
+            all.clone().for_each(|class| self.ends[class] = self.classes.first(class) + id(blocks.get(class)));
+            let are_whole = { all }.all(|class| self.ends[class] == self.classes.range(class).end);
+            self.inside = if are_whole { self.len } else { 0 };
+        }
+    }
+
+    /// Resizes several page classes to numbers of blocks for which they have room; in an arena, those of `extents` extents.
+    /// Copies of dropped blocks are left in [`Pool::take_orphans`].
+    pub(crate) fn resize_classes(&mut self, blocks: PerClass, extents: usize) {
+        let former = self.ends;
+        self.set_ends(blocks);
+        if self.extents.is_some() {
+            self.resize_extents(extents);
+        } else {
+            for (class, former) in former.into_iter().enumerate().take(self.classes.len()) {
+                let end = self.ends[class];
+                if end < former {
+                    self.leave(class, end..former);
+                } else {
+                    self.rejoin(class, former..end);
+                }
+            }
+        }
+        // What moves to a block that has left stays.
+        let moving: Vec<_> = self.tracker().map(|tracker| tracker.moving().collect()).unwrap_or_default();
+        for [from, to] in moving {
+            if let (true, Some((tracker, blocks))) = (self.is_beyond(BlockId(to)), self.tracker_mut()) {
+                tracker.stay(BlockId(from), blocks);
+            }
+        }
+        self.refresh(0..id(self.blocks.len()));
+    }
+
+    /// Follows a resize of an arena: extents leave with what is only cached there, or come.
+    fn resize_extents(&mut self, count: usize) {
+        let Some(extents) = self.extents.as_deref_mut() else { return };
+        let former = extents.set_len(count);
+        for extent in count..former.max(count) {
+            let place = self.extents.as_deref().and_then(|extents| extents.place(&self.classes, extent));
+            if let Some((class, gone)) = place {
+                self.leave(class, gone);
+            }
+            if let Some(extents) = self.extents.as_deref_mut() {
+                extents.leave(extent);
+            }
+        }
+        for extent in former..count.max(former) {
+            let place = self.extents.as_deref().and_then(|extents| extents.place(&self.classes, extent));
+            if let Some((class, new)) = place {
+                self.rejoin(class, new);
+            }
+            if let Some(extents) = self.extents.as_deref_mut() {
+                extents.join(extent);
+            }
+        }
+    }
+
+    /// Counts blocks of a class beyond the end that changed from `before` to `now`.
     #[cold]
-    pub(super) fn moved_beyond(&mut self, count: usize, before: Block, now: Block) {
-        let ([was_live, was_held], [live, held]) = (users(before), users(now));
-        self.tail.live = self.tail.live + count * live - count * was_live;
-        self.tail.held = self.tail.held + count * held - count * was_held;
+    pub(super) fn moved_beyond(&mut self, run: Range<u32>, before: Block, now: Block) {
+        let (class, [was_live, was_held], [live, held]) =
+            (self.classes.of(BlockId(run.start)), users(before), users(now));
+        let count = run.len();
+        self.tail.count(class, [count * live, count * held], [count * was_live, count * was_held]);
+        if let (true, Some(extents)) = (live + held != was_live + was_held, self.extents.as_deref_mut()) {
+            run.map(BlockId).for_each(|block| extents.note_left(&self.classes, block, live + held > 0));
+        }
         if live + held < was_live + was_held {
             self.lower_tail();
+        }
+    }
+
+    /// With several page classes: of the blocks in use beyond the end, one past the highest extent, or the sum over classes
+    /// of one past the highest id; with the extents or ids that are in the pool.
+    pub(crate) fn extent_of_classes(&self) -> usize {
+        let last = |range: Range<u32>| {
+            let used = |block: &u32| users(self.block(BlockId(*block))) != [0, 0];
+            range.rev().find(used)
+        };
+        let ends = (0..self.classes.len()).map(|class| {
+            let all = self.classes.range(class);
+            let end = last(self.ends[class]..all.end).map_or(self.ends[class], |block| block + 1);
+            (class, end)
+        });
+        match self.extents.as_deref() {
+            Some(extents) => {
+                let at = |(class, end): (usize, u32)| {
+                    if end == self.ends[class] { 0 } else { extents.at(&self.classes, class, BlockId(end - 1)) + 1 }
+                };
+                ends.map(at).max().unwrap_or(0).max(extents.len())
+            }
+            None => ends.map(|(class, end)| (end - self.classes.first(class)) as usize).sum(),
         }
     }
 
@@ -206,20 +336,26 @@ impl Pool {
         let (mut counted, mut sets) = (Tail::default(), [0; 4]);
         for (index, block) in self.blocks.iter().enumerate() {
             sets[3] += usize::from(block.is_published());
-            if index < self.len {
+            if !self.is_beyond(BlockId(id(index))) {
+                if self.is_absent(BlockId(id(index))) {
+                    continue;
+                }
                 let sizes = [Membership::Free, Membership::Evictable, Membership::Overlappable];
                 sizes.iter().zip(&mut sets).for_each(|(set, size)| *size += usize::from(block.membership() == *set));
                 continue;
             }
-            let [live, held] = users(*block);
-            if live + held > 0 {
-                counted.live += live;
-                counted.held += held;
-                counted.end = index + 1;
+            let users = users(*block);
+            if users != [0, 0] {
+                counted.count(self.classes.of(BlockId(id(index))), users, [0, 0]);
+                counted.end = if self.classes.len() == 1 { index + 1 } else { 0 };
             }
         }
-        sets[0] += self.len.saturating_sub(self.blocks.len());
-        sets[0] -= self.num_absent();
+        let unknown = self.blocks.len()..self.len.max(self.blocks.len());
+        sets[0] += if self.classes.len() == 1 {
+            unknown.len()
+        } else {
+            { unknown }.filter(|&index| self.is_there(BlockId(id(index)))).count()
+        };
         let all = |of: fn(&ClassSets) -> usize| self.sets.iter().map(of).sum();
         let (free, overlappable) = (all(|sets| sets.free.len()), all(|sets| sets.overlappable.len()));
         let found = [free, self.evictable(), overlappable, self.published()];

@@ -6,6 +6,7 @@
 use super::Pool;
 use super::cached::NO_KEY;
 use crate::block::{Block, LeaseKind, Membership};
+use crate::group::NULL_BLOCK;
 use crate::id::BlockId;
 use crate::page::PerClass;
 use crate::reuse::indices;
@@ -123,13 +124,25 @@ impl Pool {
         self.note_run(&run, Membership::Neither, Membership::Evictable);
     }
 
-    /// Takes a reference to each of some blocks, like [`Pool::claim`].
-    pub(crate) fn claim_all(&mut self, mut blocks: &[BlockId]) {
+    /// The number of null blocks that a table begins with, and the rest of it.
+    #[inline]
+    pub(crate) fn split_nulls<'a>(&self, table: &'a [BlockId]) -> (usize, &'a [BlockId]) {
+        let is_null = |&&block: &&BlockId| self.has_null && block == NULL_BLOCK;
+        let nulls = table.iter().take_while(is_null).count();
+        (nulls, &table[nulls..])
+    }
+
+    /// Takes a reference to each block of a table, like [`Pool::claim`].
+    pub(crate) fn claim_all(&mut self, table: &[BlockId]) {
         if self.points().is_none() {
-            for &block in blocks {
+            for &block in table {
                 self.claim(block);
             }
             return;
+        }
+        let (nulls, mut blocks) = self.split_nulls(table);
+        if nulls > 0 {
+            self.share(NULL_BLOCK, u32::try_from(nulls).unwrap_or(u32::MAX));
         }
         while let Some((&last, rest)) = blocks.split_last() {
             if self.has_key(last) {
@@ -181,9 +194,9 @@ impl Pool {
         }
     }
 
-    /// How many of some blocks of one class are currently available.
-    pub(crate) fn cost(&self, mut blocks: &[BlockId], overlappable_too: bool) -> PerClass {
-        let (mut count, mut class) = (0, 0);
+    /// How many blocks of a table are currently available.
+    pub(crate) fn cost(&self, table: &[BlockId], overlappable_too: bool) -> PerClass {
+        let (mut count, mut class, mut blocks) = (0, 0, self.split_nulls(table).1);
         while let Some((&last, rest)) = blocks.split_last() {
             let alike = if self.has_key(last) { 1 } else { self.last_run(blocks).len() };
             blocks = &rest[..rest.len() + 1 - alike];

@@ -33,6 +33,13 @@ impl PrefixIndex {
         Self { words, first, buckets, keys: Vec::with_capacity(blocks), len: 0 }
     }
 
+    /// Reserves memory for `blocks` keys only, while there are none: blocks of other page classes have no keys.
+    pub(crate) fn expect(&mut self, blocks: usize) {
+        if blocks / BLOCKS + 1 < self.buckets {
+            *self = Self { keys: std::mem::take(&mut self.keys), ..Self::new(blocks) };
+        }
+    }
+
     /// Makes room for `blocks` blocks; existing entries stay.
     pub(crate) fn grow(&mut self, blocks: usize) {
         if blocks / BLOCKS < self.buckets {

@@ -16,9 +16,10 @@ pub(crate) use removal::{Removal, Removals, Ring};
 pub(crate) use residency::ResidencySample;
 pub use residency::{Histogram, RESIDENCY_SECONDS, Residency};
 
+use crate::block::Block;
 use crate::hash::Key;
 use crate::id::BlockId;
-use crate::page::Classes;
+use crate::page::{Classes, MAX_CLASSES};
 use evict::{Departure, Eviction, Guide, Hint, HintCount, HostOrder, Policy, Quotas, Rank};
 use index::PrefixIndex;
 use std::hint::black_box;
@@ -138,9 +139,9 @@ impl PrefixCache {
 
     /// Makes a block evictable that may have a copy in another tier.
     #[inline]
-    pub(crate) fn park_with(&mut self, block: BlockId, has_copy: bool) {
+    pub(crate) fn park_with(&mut self, block: BlockId, state: Block) {
         match self.order.host_mut() {
-            Some(order) if has_copy => order.insert_copy(block),
+            Some(order) if state.copy_on_device().is_some() => order.insert_copy(block),
             _ => self.enqueue(block),
         }
     }
@@ -402,6 +403,7 @@ impl PrefixCache {
     }
 
     /// Begins the release of a sequence's blocks, last one first.
+    #[inline]
     pub(crate) fn begin_chain(&mut self) {
         self.order.begin_chain();
     }
@@ -424,9 +426,11 @@ impl PrefixCache {
         self.resize_points(blocks);
     }
 
-    /// Sets the quota of a tenant, in a pool of `blocks` blocks; tenants are numbered from 1.
-    pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize, blocks: usize) {
-        self.order.set_quota(tenant, quota, blocks);
+    /// Sets the quota of a tenant, in a pool of `blocks` blocks, whose weights are given by page class; tenants are numbered
+    /// from 1.
+    pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize, blocks: usize, weights: [usize; MAX_CLASSES]) {
+        self.order.set_quota(tenant, quota, blocks, weights[self.ordered]);
+        self.weigh_outside(weights);
     }
 
     /// All quotas, in the order of their tenants' numbers.
@@ -434,7 +438,7 @@ impl PrefixCache {
         self.order.quotas().map_or_else(Vec::new, Quotas::all)
     }
 
-    /// Evictable blocks of a tenant.
+    /// Weight of a tenant's evictable blocks.
     pub(crate) fn held_by(&self, tenant: u16) -> usize {
         self.order.quotas().map_or(0, |quotas| quotas.held(tenant) + self.idle_of(tenant))
     }
@@ -469,11 +473,7 @@ impl PrefixCache {
     #[inline]
     pub(crate) fn note_use(&mut self, block: BlockId, again: bool) {
         if let Some(residency) = &mut self.residency {
-            if again {
-                residency.reused(block);
-            } else {
-                residency.released(block);
-            }
+            residency.note_use(block, again);
         }
     }
 
@@ -534,7 +534,7 @@ mod tests {
                     parent = key(at).link();
                 }
                 cache.add_keyless(BlockId(prompt + 3), key(9));
-                cache.add_point(BlockId(prompt + 2), &[BlockId(prompt + 3)], false);
+                cache.add_point(BlockId(prompt + 2), (&[BlockId(prompt + 3)], false), std::iter::empty());
                 (0..4).rev().for_each(|at| cache.enqueue(BlockId(prompt + at)));
                 assert_eq!(cache.check_points(), None);
             }

@@ -3,7 +3,7 @@
 
 use super::PrefixCache;
 use crate::id::BlockId;
-use crate::page::{Classes, PerClass};
+use crate::page::{Classes, MAX_CLASSES, PerClass};
 use crate::reuse::BlockSet;
 use crate::ring::Rings;
 use std::ops::Range;
@@ -36,7 +36,9 @@ pub(super) struct Outside {
 struct Owners {
     /// By block.
     tenants: Vec<u16>,
-    /// By tenant: its idle blocks.
+    /// By page class: what a block counts.
+    weights: [usize; MAX_CLASSES],
+    /// By tenant: the weight of its idle blocks.
     idle: Vec<usize>,
     /// Tenants whose numbers have changed since these were last taken.
     changed: Vec<u16>,
@@ -44,19 +46,19 @@ struct Owners {
 
 impl Owners {
     #[inline]
-    fn count(&mut self, block: BlockId, more: bool) {
+    fn count(&mut self, class: usize, block: BlockId, more: bool) {
         let Some(tenant @ 1..) = self.tenants.get(block.index()).copied() else { return };
-        let idle = &mut self.idle[usize::from(tenant) - 1];
-        *idle = if more { *idle + 1 } else { *idle - 1 };
+        let (idle, weight) = (&mut self.idle[usize::from(tenant) - 1], self.weights[class]);
+        *idle = if more { *idle + weight } else { *idle - weight };
         if self.changed.last() != Some(&tenant) {
             self.changed.push(tenant);
         }
     }
 
     #[inline]
-    fn count_run(&mut self, run: Range<u32>, more: bool) {
+    fn count_run(&mut self, class: usize, run: Range<u32>, more: bool) {
         if !self.tenants.is_empty() {
-            run.map(BlockId).for_each(|block| self.count(block, more));
+            run.map(BlockId).for_each(|block| self.count(class, block, more));
         }
     }
 }
@@ -72,21 +74,24 @@ impl Outside {
         self.classes.len()
     }
 
-    fn set_of(&mut self, block: BlockId) -> &mut BlockSet {
-        &mut self.idle[self.classes.of(block)]
+    /// Numbers that blocks of a class can have.
+    pub(super) fn capacity_of(&self, class: usize) -> usize {
+        self.classes.range(class).len()
     }
 
     pub(super) fn insert_idle(&mut self, block: BlockId) {
-        if self.set_of(block).insert(block) {
-            self.owners.count(block, true);
+        let class = self.classes.of(block);
+        if self.idle[class].insert(block) {
+            self.owners.count(class, block, true);
         }
     }
 
     /// Takes an idle block out; returns whether it was one.
     pub(super) fn remove_idle(&mut self, block: BlockId) -> bool {
-        let was_idle = self.set_of(block).remove(block);
+        let class = self.classes.of(block);
+        let was_idle = self.idle[class].remove(block);
         if was_idle {
-            self.owners.count(block, false);
+            self.owners.count(class, block, false);
         }
         was_idle
     }
@@ -100,12 +105,12 @@ impl Outside {
         tenants[block.index()] = tenant;
     }
 
-    /// Idle blocks of a tenant.
+    /// Weight of a tenant's idle blocks.
     pub(super) fn idle_of(&self, tenant: u16) -> usize {
         usize::from(tenant).checked_sub(1).and_then(|at| self.owners.idle.get(at)).copied().unwrap_or(0)
     }
 
-    /// Tenants whose numbers of idle blocks have changed since the last call.
+    /// Tenants whose idle blocks have changed since the last call.
     pub(super) fn take_changed(&mut self) -> Vec<u16> {
         std::mem::take(&mut self.owners.changed)
     }
@@ -113,11 +118,12 @@ impl Outside {
     /// Checks the owners' numbers.
     pub(super) fn check_owners(&self) -> Option<String> {
         let owner = |block: BlockId| self.owners.tenants.get(block.index()).copied();
-        let of =
-            |tenant| self.idle.iter().flat_map(BlockSet::iter).filter(|&block| owner(block) == Some(tenant)).count();
+        let own = |tenant, set: &BlockSet| set.iter().filter(|&block| owner(block) == Some(tenant)).count();
+        let both = || self.idle.iter().zip(self.owners.weights);
+        let of = |tenant| both().map(|(set, weight)| own(tenant, set) * weight).sum::<usize>();
         (1u16..).zip(&self.owners.idle).find_map(|(tenant, &counted)| {
             let found = of(tenant);
-            (found != counted).then(|| format!("tenant {tenant} has {found} idle blocks, counted {counted}"))
+            (found != counted).then(|| format!("tenant {tenant} has idle blocks of {found}, counted {counted}"))
         })
     }
 
@@ -142,6 +148,7 @@ impl Outside {
     }
 
     /// Takes a dead block out; returns whether it was one.
+    #[inline]
     pub(super) fn unbury(&mut self, block: BlockId) -> bool {
         let class = self.classes.of(block);
         let was_leaving = self.leaving.len() > 0 && self.leaving.remove(block);
@@ -174,17 +181,18 @@ impl Outside {
 
     /// Makes neighbours of one class idle.
     pub(super) fn insert_idle_run(&mut self, run: Range<u32>) {
-        self.idle[self.classes.of(BlockId(run.start))].insert_run(run.clone());
-        self.owners.count_run(run, true);
+        let class = self.classes.of(BlockId(run.start));
+        self.idle[class].insert_run(run.clone());
+        self.owners.count_run(class, run, true);
     }
 
     /// Takes idle neighbours of one class out; returns false, and does nothing, if one is not idle.
     pub(super) fn remove_idle_run(&mut self, run: Range<u32>) -> bool {
-        let idle = &mut self.idle[self.classes.of(BlockId(run.start))];
-        let are_idle = idle.contains_run(run.clone());
+        let class = self.classes.of(BlockId(run.start));
+        let are_idle = self.idle[class].contains_run(run.clone());
         if are_idle {
-            idle.remove_run(run.clone());
-            self.owners.count_run(run, false);
+            self.idle[class].remove_run(run.clone());
+            self.owners.count_run(class, run, false);
         }
         are_idle
     }
@@ -201,6 +209,11 @@ impl Outside {
     /// Takes a block out, if it is here; returns whether it was.
     pub(super) fn remove(&mut self, block: BlockId) -> bool {
         self.remove_idle(block) || self.unbury(block)
+    }
+
+    /// Whether there are dead blocks.
+    pub(super) fn has_dead(&self) -> bool {
+        (0..self.classes.len()).any(|class| self.num_dead(class) > 0)
     }
 
     /// Number of dead blocks of a class.
@@ -246,7 +259,14 @@ impl Outside {
 
 /// What of the cache is outside the policy's order.
 impl PrefixCache {
-    /// Evictable blocks of a tenant that are not in the policy's order.
+    /// Sets what a block counts for its tenant's quota, by page class.
+    pub(super) fn weigh_outside(&mut self, weights: [usize; MAX_CLASSES]) {
+        if let Some(points) = self.points.as_deref_mut() {
+            points.outside.owners.weights = weights;
+        }
+    }
+
+    /// Weight of a tenant's evictable blocks that are not in the policy's order.
     pub(super) fn idle_of(&self, tenant: u16) -> usize {
         self.points().map_or(0, |points| points.outside.idle_of(tenant))
     }

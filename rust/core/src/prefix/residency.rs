@@ -84,9 +84,19 @@ impl ResidencySample {
         }
     }
 
+    /// Notes that a published block is no longer used, or that it is used `again`.
+    #[inline(never)]
+    pub(crate) fn note_use(&mut self, block: BlockId, again: bool) {
+        if again {
+            self.reused(block);
+        } else {
+            self.released(block);
+        }
+    }
+
     /// Notes that a published block is no longer used.
     #[inline]
-    pub(crate) fn released(&mut self, block: BlockId) {
+    fn released(&mut self, block: BlockId) {
         if self.has(block) {
             if let Some(stay) = self.stays.get_mut(&block) {
                 stay.last_used = self.now;
@@ -96,7 +106,7 @@ impl ResidencySample {
 
     /// Records that an unused block is used again.
     #[inline]
-    pub(crate) fn reused(&mut self, block: BlockId) {
+    fn reused(&mut self, block: BlockId) {
         if self.has(block) {
             if let Some(stay) = self.stays.get(&block) {
                 self.found.reuse_gap.observe(self.now.saturating_sub(stay.last_used));

@@ -86,9 +86,12 @@ fn take_both(by_id: &mut BlockSet, returned: &mut Returned, count: usize, mut ta
 }
 
 impl FreeBlocks {
-    /// All ids `0..blocks`.
-    pub(crate) fn full(order: ReuseOrder, blocks: usize) -> Self {
-        Self { by_id: BlockSet::full(blocks), returned: Returned::none(order, blocks) }
+    /// All ids of a run, none of them used before.
+    pub(crate) fn full(order: ReuseOrder, run: Range<u32>) -> Self {
+        let end = run.end as usize;
+        let mut by_id = BlockSet::full(end);
+        by_id.remove_run(0..run.start);
+        Self { by_id, returned: Returned::none(order, end) }
     }
 
     #[inline]
@@ -207,7 +210,7 @@ mod tests {
 
     #[test]
     fn the_block_freed_last_is_taken_first() {
-        let mut free = FreeBlocks::full(ReuseOrder::Lifo, 5);
+        let mut free = FreeBlocks::full(ReuseOrder::Lifo, 0..5);
         assert_eq!(taken(&mut free, 3), [0, 1, 2]);
         free.insert(BlockId(1));
         free.insert(BlockId(0));
@@ -217,7 +220,7 @@ mod tests {
 
     #[test]
     fn a_block_whose_turn_came_while_a_transfer_held_it_is_taken_next() {
-        let mut free = FreeBlocks::full(ReuseOrder::Lru, 4);
+        let mut free = FreeBlocks::full(ReuseOrder::Lru, 0..4);
         assert_eq!(taken(&mut free, 4), [0, 1, 2, 3]);
         for block in [0, 1, 2, 3].map(BlockId) {
             free.used(block);
@@ -238,7 +241,7 @@ mod tests {
     #[test]
     fn new_blocks_are_taken_after_those_that_were_free_before() {
         for order in ORDERS {
-            let mut free = FreeBlocks::full(order, 4);
+            let mut free = FreeBlocks::full(order, 0..4);
             free.take_runs(1, |_| ());
             free.extend(4..70, &[]);
             assert!(free.iter().eq((1..70).map(BlockId)), "{}", order.name());
@@ -255,7 +258,7 @@ mod tests {
             order in prop::sample::select(&ORDERS[..]),
             ops in prop::collection::vec((0u8..6, 0usize..12), 0..300),
         ) {
-            let mut free = FreeBlocks::full(order, 12);
+            let mut free = FreeBlocks::full(order, 0..12);
             let mut model: Vec<u32> = (0..12).collect();
             let (mut used, mut leased): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
             let back = |model: &mut Vec<u32>, block| match order {
@@ -308,7 +311,7 @@ mod tests {
             order in prop::sample::select(&ORDERS[..]),
             ops in prop::collection::vec((0u8..4, 0u32..150), 0..120),
         ) {
-            let mut free = FreeBlocks::full(order, 64);
+            let mut free = FreeBlocks::full(order, 0..64);
             let (mut blocks, mut model, mut taken) = (64u32, (0..64).collect::<BTreeSet<u32>>(), BTreeSet::new());
             for (op, n) in ops {
                 match op {

@@ -161,18 +161,17 @@ impl Sequences {
             let tables = one.tables().map(|table| view.tiers.device().cost(table, true)).sum::<PerClass>();
             tables + view.cost(Tier::Device, one.blocks_behind(), true)
         } else {
-            let mut idle = Self::idle_blocks(view, matches);
-            idle.dedup();
-            view.cost(Tier::Device, &idle, true)
+            view.cost(Tier::Device, &Self::idle_blocks(view, matches), true)
         };
         Request::device(new + loads + found)
     }
 
-    /// Found blocks that nothing uses yet, ascending.
+    /// Distinct found blocks that nothing uses yet, ascending.
     pub(super) fn idle_blocks(view: View<'_>, matches: &[Match<'_>]) -> Vec<BlockId> {
         let idle = |block: &&BlockId| !view.tiers.device().block(**block).is_used();
         let mut blocks: Vec<BlockId> = matches.iter().flat_map(Match::blocks).filter(idle).copied().collect();
         blocks.sort_unstable();
+        blocks.dedup(); // several prompts of a batch may share one
         blocks
     }
 }

@@ -29,7 +29,7 @@ pub struct Demand {
 
 impl Sequences {
     /// Whether there is one group, of full attention: each block is found by its own key, and serves by itself.
-    pub(super) fn is_full_attention(&self) -> bool {
+    pub(crate) fn is_full_attention(&self) -> bool {
         self.groups.is_single() && self.groups.is_even() && !self.groups.has_nulls() && self.groups.ahead() == 0
     }
 
@@ -68,7 +68,9 @@ impl Sequences {
         let chunk = if chunk == 0 { tokens } else { chunk };
         let run = Run { start: 0, prompt: tokens, answer, chunk, lookahead };
         let encoder = (0..).zip(self.groups.all()).find(|(_, group)| **group == Group::CrossAttention);
-        let encoder = encoder.map_or(PerClass::default(), |(number, _)| self.blocks_at_start(number, encoder_tokens));
+        let encoder = encoder.map_or(PerClass::default(), |(number, _)| {
+            self.groups.blocks(number, self.blocks_at_start(number, encoder_tokens))
+        });
         let wanted = self.peak(run, &[], |_, _| 0) + encoder;
         let passes = |group: &Group| group.skipped(0, chunk.min(tokens), 0, self.block_size) > MAX_PASSED;
         let fit = view.fit(Request::device(wanted), view.tiers.device().kept(self.watermark), Vec::new);

@@ -36,7 +36,6 @@ use crate::error::{Error, Result, invalid};
 use crate::fit::Share;
 use crate::group::{Group, Groups, NULL_BLOCK};
 use crate::id::{BlockId, SequenceId, Tier};
-use crate::page::PerClass;
 use crate::prefix::evict::Hint;
 use crate::transfer::{OpenStep, Request, Transfers, View};
 use std::collections::HashSet;
@@ -149,9 +148,14 @@ impl Sequences {
         if self.owners.are_noted() { self.owners.require(blocks) } else { Ok(()) }
     }
 
+    /// Follows a resize of several page classes, which changes no block's number.
+    pub(crate) fn resize_watermark(&mut self, blocks: usize) {
+        self.watermark.resize(blocks);
+    }
+
     /// Follows a resize of the device to `blocks` blocks.
     pub(crate) fn resize_device(&mut self, blocks: usize) {
-        self.watermark.resize(blocks);
+        self.resize_watermark(blocks);
         if self.owners.are_noted() {
             self.owners.grow(blocks);
         }
@@ -296,7 +300,7 @@ impl Sequences {
             return self.allocate_groups(step, tokens, None, out);
         }
         let wanted = tokens.iter().map(|&n| self.blocks_at_start(0, n)).sum();
-        step.view().require(Request::device(wanted), Vec::new)?;
+        step.view().require(Request::device(self.groups.blocks(0, wanted)), Vec::new)?;
         let (group, size) = (self.groups.get(0), self.groups.tokens(0));
         self.require_nulls(step.view(), tokens.iter().map(|&n| group.skipped(0, n, 0, size)))?;
         self.rows.require(tokens.len())?;
@@ -328,7 +332,8 @@ impl Sequences {
         let groups = groups.all();
         let numbered = || (0u8..).zip(groups);
         let wanted = numbered().flat_map(|(number, &group)| sequences.clone().map(move |i| (number, group, i)));
-        let wanted = wanted.map(|(number, group, i)| self.blocks_at_start(number, length(group, i))).sum();
+        let blocks = |(number, group, i)| self.groups.blocks(number, self.blocks_at_start(number, length(group, i)));
+        let wanted = wanted.map(blocks).sum();
         step.view().require(Request::device(wanted), Vec::new)?;
         let passed = numbered().flat_map(|(number, &group)| sequences.clone().map(move |i| (number, group, i)));
         self.require_nulls(
@@ -356,10 +361,9 @@ impl Sequences {
     }
 
     /// Blocks of one group's table for a new sequence.
-    pub(super) fn blocks_at_start(&self, group: u8, tokens: u32) -> PerClass {
+    pub(super) fn blocks_at_start(&self, group: u8, tokens: u32) -> usize {
         let size = self.groups.tokens(group);
-        let blocks = blocks_for(u64::from(tokens), size) - self.groups.get(group).skipped(0, tokens, 0, size);
-        self.groups.blocks(group, blocks)
+        blocks_for(u64::from(tokens), size) - self.groups.get(group).skipped(0, tokens, 0, size)
     }
 
     /// Opens the row of a sequence of `tokens` tokens, with its first group's table, as [`Sequences::open_table`].
@@ -397,7 +401,9 @@ impl Sequences {
         Self::pass_over(step, skipped, &mut table);
         step.take((Tier::Device, self.groups.class(id.group)), wanted - skipped, false, &mut table);
         let null_prefix = table.iter().take_while(|&&block| self.is_null(block)).count();
-        self.owners.note(self.rows.number(id), null_prefix, &table[null_prefix..]);
+        if self.owners.are_noted() {
+            self.owners.note(self.rows.number(id), null_prefix, &table[null_prefix..]);
+        }
         self.rows.open_table(id, table).null_prefix = u32::try_from(null_prefix).unwrap_or(u32::MAX);
     }
 

@@ -41,24 +41,18 @@ pub(super) struct Below {
 const TURNOVERS: u64 = 64;
 
 impl Sequences {
-    /// The deepest point of a prompt of `length` tokens that all groups can serve, at most `keys.len()` blocks into it.
-    pub(super) fn find_groups(&self, view: View<'_>, keys: &[Key], length: usize) -> Start {
+    /// The deepest point of a prompt of `length` tokens that all groups can serve, at most `keys.len()` blocks into it. If
+    /// a group keeps every block, `run` has the blocks found of the first such group.
+    pub(super) fn find_groups(&self, view: View<'_>, keys: &[Key], length: usize, mut run: Vec<BlockId>) -> Start {
         let (device, anchor) = (view.tiers.device(), self.groups.anchor());
         let Some(points) = device.points() else { return self.nothing() };
-        let number = u8::try_from(anchor).unwrap_or(u8::MAX);
-        let find = |key: &Key| device.find(&key.of_group(number));
-        let (mut run, mut hits) = (Vec::new(), 0);
+        let mut hits = 0;
         if self.groups.keeps_all() {
-            for block in keys.iter().map_while(find) {
-                if points.companions(block).is_none() {
-                    break;
-                }
-                run.push(block);
-                if points.has_point(block) {
-                    hits = run.len();
-                }
-            }
+            run.truncate(run.iter().take_while(|&&block| points.companions(block).is_some()).count());
+            hits = run.iter().rposition(|&block| points.has_point(block)).map_or(0, |last| last + 1);
         } else {
+            let number = u8::try_from(anchor).unwrap_or(u8::MAX);
+            let find = |key: &Key| device.find(&key.of_group(number));
             let found = (1..=keys.len())
                 .rev()
                 .find_map(|at| find(&keys[at - 1]).filter(|&block| points.has_point(block)).map(|block| (at, block)));
@@ -80,7 +74,10 @@ impl Sequences {
         for group in 0..self.groups.growing().len() {
             let mut table = Vec::with_capacity(blocks_for(length as u64, self.size_of(group)) + 1);
             if let Some(places) = self.companions_of(group) {
-                for block in &run[..hits] {
+                if places.is_empty() {
+                    table.extend_from_slice(&run[..hits]);
+                }
+                for block in run[..hits].iter().filter(|_| !places.is_empty()) {
                     table.extend_from_slice(&points.companions(*block).unwrap_or_default()[places.clone()]);
                     table.extend((group == anchor).then_some(*block));
                 }
@@ -170,7 +167,7 @@ impl Sequences {
 
     /// Which of the blocks that hang on one with a key are of a group that keeps every block: first those before it in
     /// its own group, then those of the other groups.
-    fn companions_of(&self, group: usize) -> Option<std::ops::Range<usize>> {
+    pub(super) fn companions_of(&self, group: usize) -> Option<std::ops::Range<usize>> {
         let (anchor, others) = (self.groups.anchor(), self.groups.companions());
         if !self.groups.keeps_all() || (group != anchor && !others.contains(&group)) {
             return None;
@@ -186,13 +183,7 @@ impl Sequences {
 
     /// Group and entry of its table of each block that hangs on the one with the key at an index.
     fn companion_places(&self, at: usize) -> impl Iterator<Item = (usize, usize)> {
-        let anchor = self.groups.anchor();
-        let groups =
-            std::iter::once(anchor).filter(|_| self.groups.keeps_all()).chain(self.groups.companions().iter().copied());
-        groups.flat_map(move |group| {
-            let per_key = self.groups.per_key(group);
-            (at * per_key..(at + 1) * per_key - usize::from(group == anchor)).map(move |entry| (group, entry))
-        })
+        self.groups.companion_places(at)
     }
 
     /// The key of a block of a group by its entry in the table.
@@ -204,7 +195,7 @@ impl Sequences {
     /// The entry of the first group with keys that has the block with the key at an index: the last of those that the key
     /// stands for.
     pub(super) fn anchor_entry(&self, at: usize) -> usize {
-        (at + 1) * self.groups.per_key(self.groups.anchor()) - 1
+        self.groups.anchor_entry(at)
     }
 
     /// Whether a token behind the first `hits` blocks needs the last of them.
@@ -271,7 +262,8 @@ impl Sequences {
         let (interval, mut last, mut gone) = (self.groups.interval(), at, Vec::new());
         let Some(points) = step.tiers.device().points().filter(|_| interval > 0) else { return };
         let table = &self.rows.table(Self::member(sequence, self.groups.anchor())).table;
-        let anchor_at = |index: usize| table[self.anchor_entry(index - 1)];
+        let per_key = self.groups.per_key(self.groups.anchor());
+        let anchor_at = |index: usize| table[index * per_key - 1];
         for index in (1..at).rev().filter(|&index| points.has_tail(anchor_at(index))) {
             let anchor = anchor_at(index);
             let is_used = index == resumed && at - index >= points.tail(anchor).len();
@@ -348,14 +340,19 @@ impl Sequences {
         if has_new {
             step.tiers.continue_chain(at.checked_sub(1).map(|before| row.table[self.anchor_entry(before)]));
         }
+        let found_by = keys.found_by();
+        let mut parent = at.checked_sub(1).map_or(0, |before| found_by[before].of_group(group).link());
         while at < end {
             let entry = self.anchor_entry(at);
             let block = self.rows.table(id).table[entry];
             if step.tiers.device().block(block).is_filling() {
                 break;
             }
-            let publication = || self.publication(keys, at, block, group);
-            match step.tiers.publish((Tier::Device, block), Self::identity(keys, at, group), publication) {
+            let publication = || self.publication(keys, at, block, (group, 0));
+            let key = found_by[at].of_group(group);
+            let identity = CachedIdentity { key, depth: depth(at), parent, tenant: keys.tenant };
+            parent = key.link();
+            match step.tiers.publish((Tier::Device, block), identity, publication) {
                 Published::Now | Published::Before if !alone => {
                     self.publish_companions(step, sequence, (keys, at), block);
                 }
@@ -415,11 +412,10 @@ impl Sequences {
         let Some(tail) = self.collect_tail(step.view(), sequence, at) else { return };
         let mut anchor = block;
         if !self.groups.keeps_all() {
-            let depth = u32::try_from(at - 1).unwrap_or(u32::MAX);
             // Only points have keys here, so there is no chain to follow.
-            let identity = CachedIdentity { key, depth, parent: 0, tenant: keys.tenant };
+            let identity = CachedIdentity { key, depth: depth(at - 1), parent: 0, tenant: keys.tenant };
             let group = u8::try_from(anchor_group).unwrap_or(u8::MAX);
-            let publication = || self.publication(keys, at - 1, block, group);
+            let publication = || self.publication(keys, at - 1, block, (group, 0));
             match step.tiers.publish((Tier::Device, block), identity, publication) {
                 Published::Beyond => return,
                 Published::As(canonical) => {
@@ -430,18 +426,23 @@ impl Sequences {
             }
         }
         let is_junction = keys.junction > 0 && keys.junction as usize == at;
+        let per_key = self.groups.per_key(anchor_group);
         let places: Vec<_> = if step.tiers.names_keyless() { self.tail_places(at).collect() } else { Vec::new() };
         let own_key = |index: usize| self.own_key(keys.found_by(), places[index].0, places[index].1);
-        step.tiers.add_point(anchor, (&tail, is_junction), own_key, |index| {
+        let publication = |index: usize| {
             let (group, entry) = places[index];
-            let member = u8::try_from(group).unwrap_or(u8::MAX);
-            self.publication(keys, self.groups.key_of(group, entry).0, tail[index], member)
-        });
+            let (at, part) = self.groups.key_of(group, entry);
+            self.publication(keys, at, tail[index], (u8::try_from(group).unwrap_or(u8::MAX), part))
+        };
+        let table = &self.rows.table(anchor_row).table[..if self.groups.keeps_all() { entry } else { 0 }];
+        let before = table.iter().rev().copied().skip(per_key - 1).step_by(per_key);
+        step.tiers.add_point(anchor, (&tail, is_junction), before, own_key, publication);
     }
 
     /// The blocks of a point behind the first `at` blocks of a sequence; `None` if some are gone.
     fn collect_tail(&mut self, view: View<'_>, sequence: SequenceId, at: usize) -> Option<Vec<BlockId>> {
-        let mut tail = Vec::new();
+        let most = self.groups.leaving().iter().map(|&group| self.tail_of(group, at).len()).sum();
+        let mut tail = Vec::with_capacity(most);
         for index in 0..self.groups.leaving().len() {
             let group = self.groups.leaving()[index];
             let (needed, row) = (self.tail_of(group, at), self.rows.table(Self::member(sequence, group)));
@@ -477,10 +478,13 @@ impl Sequences {
         let places: Vec<_> = self.companion_places(at).collect();
         let block = |&(group, entry): &(usize, usize)| self.rows.table(Self::member(sequence, group)).table[entry];
         let blocks: Vec<_> = places.iter().map(block).collect();
-        let number = |index: usize| u8::try_from(places[index].0).unwrap_or(u8::MAX);
+        let part = |index: usize| {
+            let (group, entry) = places[index];
+            (u8::try_from(group).unwrap_or(u8::MAX), self.groups.key_of(group, entry).1)
+        };
         let own_key = |index: usize| self.own_key(keys.found_by(), places[index].0, places[index].1);
         step.tiers
-            .add_companions(anchor, &blocks, own_key, |index| self.publication(keys, at, blocks[index], number(index)));
+            .add_companions(anchor, &blocks, own_key, |index| self.publication(keys, at, blocks[index], part(index)));
     }
 
     /// Replaces the blocks of the other groups by those that hang on the one that was published first.
@@ -519,30 +523,35 @@ impl Sequences {
 
     /// The identity of a block of a chain.
     pub(super) fn identity(keys: &RowKeys, at: usize, group: u8) -> CachedIdentity {
-        let depth = u32::try_from(at).unwrap_or(u32::MAX);
         let found_by = keys.found_by();
         let parent = at.checked_sub(1).map_or(0, |before| found_by[before].of_group(group).link());
-        CachedIdentity { key: found_by[at].of_group(group), depth, parent, tenant: keys.tenant }
+        CachedIdentity { key: found_by[at].of_group(group), depth: depth(at), parent, tenant: keys.tenant }
     }
 
-    /// What events and a store's queue need to know of a block that a row publishes.
-    fn publication(&self, keys: &RowKeys, at: usize, block: BlockId, group: u8) -> Option<Publication> {
+    /// What events and a store's queue need to know of a block that a row publishes: of a group, and which of its blocks
+    /// that the key at an index stands for.
+    fn publication(&self, keys: &RowKeys, at: usize, block: BlockId, of: (u8, u32)) -> Option<Publication> {
         let parent = at.checked_sub(1).and_then(|before| keys.chain_at(before, self.block_size));
-        let (key, ahead) = (keys.chain_at(at, self.block_size)?, self.ahead_keys(keys, at, group).map(Box::new));
-        let (tokens, salt, lora_id) = (self.block_size, keys.salt, keys.lora_id);
-        Some(Publication { block, key, parent, tokens, salt, lora_id, group, ahead })
+        let (key, ahead) = (keys.chain_at(at, self.block_size)?, self.ahead_keys(keys, at, of).map(Box::new));
+        let (tokens, salt, lora_id, (group, part)) = (self.block_size, keys.salt, keys.lora_id, of);
+        Some(Publication { block, key, parent, tokens, salt, lora_id, group, part, ahead })
     }
 
     /// Keys of a group's block in a model with a drafter.
-    pub(super) fn ahead_keys(&self, keys: &RowKeys, at: usize, group: u8) -> Option<AheadKeys> {
-        let both = |at: usize, group: u8| {
-            let own = keys.ahead.get(at)?.of_group(group);
-            Some((own, keys.export(at, self.groups.mark(group), self.block_size)?))
+    pub(super) fn ahead_keys(&self, keys: &RowKeys, at: usize, of: (u8, u32)) -> Option<AheadKeys> {
+        let both = |at: usize, of: (u8, u32)| {
+            let own = keys.ahead.get(at)?.of_part(of.0, of.1);
+            Some((own, keys.export(at, self.groups.mark(of), self.block_size)?))
         };
         let anchor = u8::try_from(self.groups.anchor()).ok()?;
-        let hangs_on = self.groups.hangs_on(group, at, at.checked_sub(1));
-        Some(AheadKeys { own: both(at, group)?, hangs_on: hangs_on.and_then(|at| both(at, anchor)) })
+        let hangs_on = self.groups.hangs_on(of, at, at.checked_sub(1));
+        Some(AheadKeys { own: both(at, of)?, hangs_on: hangs_on.and_then(|at| both(at, (anchor, 0))) })
     }
+}
+
+/// A block's index in its prompt.
+fn depth(at: usize) -> u32 {
+    u32::try_from(at).unwrap_or(u32::MAX)
 }
 
 /// Blocks that lie at least between two points, if the later one is `back` blocks before the end: in agents' sessions,

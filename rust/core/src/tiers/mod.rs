@@ -376,10 +376,10 @@ impl Tiers {
         is_published
     }
 
+    #[inline]
     fn publish_silently(&mut self, (tier, block): TierBlock, identity: CachedIdentity) -> Published {
         let published = self.at(tier, |pool| pool.publish(block, identity.key, identity.depth));
         if published == Published::Now {
-            self.chains.set(tier, block, identity.parent);
             if tier == Tier::Device {
                 self.pools[0].set_parent(block, identity.parent);
             }
@@ -387,6 +387,7 @@ impl Tiers {
                 self.pools[0].assign(block, identity.tenant);
             }
             if self.keeps_host_copies() {
+                self.chains.set(tier, block, identity.parent);
                 self.join_copies(&identity.key);
             }
         }
@@ -465,16 +466,18 @@ impl Tiers {
         self.pools[0].add_companions(anchor, companions);
     }
 
-    /// Makes a resume point of device blocks in use, behind a published one.
+    /// Makes a resume point of device blocks in use, behind a published one; `before` are the published ones before it,
+    /// last one first.
     pub(crate) fn add_point(
         &mut self,
         anchor: BlockId,
         (tail, is_junction): (&[BlockId], bool),
+        before: impl Iterator<Item = BlockId>,
         key: impl Fn(usize) -> Key,
         publication: impl Fn(usize) -> Option<Publication>,
     ) {
         self.publish_keyless((anchor, tail), key, publication);
-        self.pools[0].add_point(anchor, tail, is_junction);
+        self.pools[0].add_point(anchor, (tail, is_junction), before);
     }
 
     /// Drops the resume point of a device block, if it has one.
@@ -726,6 +729,14 @@ impl Tiers {
             events.grow(&self.pools);
         }
         Ok(())
+    }
+}
+
+impl Tiers {
+    /// Resizes the device's page classes; see [`Pool::resize_classes`].
+    pub(crate) fn resize_classes(&mut self, blocks: PerClass, extents: usize) {
+        self.pools[0].resize_classes(blocks, extents);
+        self.unlink_orphans(Tier::Device);
     }
 }
 

@@ -1,4 +1,5 @@
-//! Quotas: how many cached blocks a tenant may leave on the device. A tenant is identified by its salt.
+//! Quotas: how many cached blocks a tenant may leave on the device, or how many bytes of them if there are several page
+//! classes. A tenant is identified by its salt.
 //!
 //! All unused blocks that a prompt can find count; windows, states and blocks of other groups go with the block that
 //! they hang on, and while that is in use they may keep a tenant beyond its quota. Blocks beyond a quota are freed when
@@ -38,12 +39,14 @@ impl Tiers {
         self.tenants.quotas.len()
     }
 
-    /// Limits the tenant of a salt to `blocks` cached device blocks; `None` means no limit.
-    pub(crate) fn set_quota(&mut self, salt: [u8; 32], blocks: Option<usize>) -> Result<()> {
-        let (limit, total) = (usize::from(u16::MAX), self.pools[0].len());
-        if !self.pools[0].is_caching() || blocks.is_some_and(|blocks| blocks > total) {
-            let found = blocks.map_or(-1, |blocks| blocks as i128);
-            return Err(invalid("quota", found, format!("at most the device's {total} blocks, with prefix caching")));
+    /// Limits the tenant of a salt to cached device blocks of a number, or of a number of bytes with several page classes;
+    /// `None` means no limit.
+    pub(crate) fn set_quota(&mut self, salt: [u8; 32], quota: Option<usize>) -> Result<()> {
+        let (limit, total) = (usize::from(u16::MAX), self.pools[0].whole_weight());
+        if !self.pools[0].is_caching() || quota.is_some_and(|quota| quota > total) {
+            let (found, unit) = (quota.map_or(-1, |quota| quota as i128), self.device().num_classes());
+            let unit = if unit == 1 { "blocks" } else { "bytes" };
+            return Err(invalid("quota", found, format!("at most the device's {total} {unit}, with prefix caching")));
         }
         let tenants = &mut self.tenants;
         if tenants.quotas.len() == limit && !tenants.numbers.contains_key(&salt) {
@@ -55,7 +58,7 @@ impl Tiers {
         }
         let next = u16::try_from(tenants.quotas.len() + 1).unwrap_or(u16::MAX);
         let number = *tenants.numbers.entry(salt).or_insert(next);
-        let quota = blocks.unwrap_or(usize::MAX);
+        let quota = quota.unwrap_or(usize::MAX);
         if number == next {
             tenants.quotas.push((salt, quota));
         } else {
@@ -66,7 +69,8 @@ impl Tiers {
         Ok(())
     }
 
-    /// Cached device blocks of a tenant that no sequence uses, and its quota; `None` for a tenant that never had one.
+    /// Cached device blocks of a tenant that no sequence uses, in the unit of quotas, and its quota; `None` for a tenant that
+    /// never had one.
     pub(crate) fn quota(&self, salt: [u8; 32]) -> Option<(usize, Option<usize>)> {
         let number = *self.tenants.numbers.get(&salt)?;
         let (_, quota) = self.tenants.quotas.get(usize::from(number) - 1)?;

@@ -72,6 +72,8 @@ struct Note {
     /// Key of the block that it hangs on, see [`Groups::hangs_on`].
     parent: Key,
     group: u8,
+    /// Which of the group's blocks that the key stands for.
+    part: u32,
     /// The block as which it was published: one that is found with others has no key on the device.
     block: BlockId,
     salt: [u8; 32],
@@ -120,8 +122,8 @@ impl StoreWriteQueue {
 
     /// Key of a published block in its group.
     fn own_key(publication: &Publication) -> Key {
-        let Publication { key, group, ahead, .. } = publication;
-        ahead.as_deref().map_or_else(|| key.key().of_group(*group), |ahead| ahead.own.0)
+        let Publication { key, group, part, ahead, .. } = publication;
+        ahead.as_deref().map_or_else(|| key.key().of_part(*group, *part), |ahead| ahead.own.0)
     }
 
     fn anchor(&self) -> u8 {
@@ -129,8 +131,8 @@ impl StoreWriteQueue {
     }
 
     fn note(&self, publication: &Publication, state: WriteState) -> Note {
-        let Publication { block, key, parent, salt, group, .. } = *publication;
-        let parent = self.groups.hangs_on(group, key, parent);
+        let Publication { block, key, parent, salt, group, part, .. } = *publication;
+        let parent = self.groups.hangs_on((group, part), key, parent);
         let own = |parent: Chain| (parent.key().of_group(self.anchor()), parent.frames());
         let (mut parent, parent_frames) = parent.map_or((Key::default(), 0), own);
         let exported = publication.ahead.as_deref().map(|&AheadKeys { own, hangs_on }| {
@@ -138,7 +140,7 @@ impl StoreWriteQueue {
             parent = key;
             Box::new([own.1, of_parent])
         });
-        Note { frames: key.frames(), parent_frames, parent, group, block, salt, state, exported }
+        Note { frames: key.frames(), parent_frames, parent, group, part, block, salt, state, exported }
     }
 
     /// Lets all queued blocks be written now, whatever room there is.
@@ -247,14 +249,14 @@ impl StoreWriteQueue {
             // Marking a key with its group twice takes the mark away.
             let parent = Chain::resume(note.parent.of_group(self.anchor()), note.parent_frames);
             let parent = if note.parent_frames == 0 { ExportedKey([0; 32]) } else { parent.export() };
-            let chain = Chain::resume(key.of_group(note.group), note.frames);
-            Exported { key: chain.export_of(self.groups.mark(note.group)), parent, salt: note.salt }
+            let chain = Chain::resume(key.of_part(note.group, note.part), note.frames);
+            Exported { key: chain.export_of(self.groups.mark((note.group, note.part))), parent, salt: note.salt }
         })
     }
 
     /// Where a recorded block comes in a write: after the one that it hangs on.
     pub(crate) fn place(&self, key: &Key) -> (u32, bool) {
-        self.notes.get(key).map_or((0, false), |note| (note.frames, note.group != self.anchor()))
+        self.notes.get(key).map_or((0, false), |note| (note.frames, note.group != self.anchor() || note.part > 0))
     }
 
     /// Forgets everything.
@@ -348,7 +350,7 @@ mod tests {
 
     fn published(token: u32) -> Publication {
         let (block, key, salt) = (BlockId(0), chain(token), [7; 32]);
-        Publication { block, key, parent: None, tokens: 1, salt, lora_id: 0, group: 0, ahead: None }
+        Publication { block, key, parent: None, tokens: 1, salt, lora_id: 0, group: 0, part: 0, ahead: None }
     }
 
     fn taken(write_queue: &mut StoreWriteQueue) -> Vec<Key> {

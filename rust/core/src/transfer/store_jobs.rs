@@ -53,6 +53,8 @@ pub(crate) struct Missing {
     /// The anchor's block without which it is worth nothing, see [`Groups::hangs_on`](crate::group::Groups::hangs_on).
     pub(crate) hangs_on: Option<Chain>,
     pub(crate) group: u8,
+    /// Which of the group's blocks that the key stands for.
+    pub(crate) part: u32,
     pub(crate) page_class: u8,
     pub(crate) anchor: u8,
     pub(crate) mark: Option<GroupMark>,
@@ -67,7 +69,7 @@ pub(crate) struct Missing {
 impl Missing {
     /// Key under which it is found once it is loaded.
     fn key(&self) -> Key {
-        self.ahead.map_or_else(|| self.chain.key().of_group(self.group), |ahead| ahead.own.0)
+        self.ahead.map_or_else(|| self.chain.key().of_part(self.group, self.part), |ahead| ahead.own.0)
     }
 
     /// Key in the store.
@@ -272,14 +274,14 @@ impl StoreJobs {
         let Some(Load { tier, targets, kept, on_device }) = self.loads.remove(&job) else { return Ok(0) };
         let mut published = 0;
         for (&(block, missing), &landed) in targets.iter().zip(landed) {
-            let Missing { chain, before, group, depth, tenant, salt, lora_id, .. } = missing;
+            let Missing { chain, before, group, part, depth, tenant, salt, lora_id, .. } = missing;
             let ahead = missing.ahead.map(Box::new);
             let key = missing.key();
             self.loading.remove(&key);
             if landed {
                 let identity = CachedIdentity { key, depth, parent: missing.parent(), tenant };
                 let publication =
-                    Publication { block, key: chain, parent: before, tokens, salt, lora_id, group, ahead };
+                    Publication { block, key: chain, parent: before, tokens, salt, lora_id, group, part, ahead };
                 published += usize::from(tiers.publish_loaded((tier, block), identity, &publication));
             }
         }

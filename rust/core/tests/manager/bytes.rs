@@ -18,6 +18,9 @@ pub(crate) type Slot = (usize, u32, u32);
 /// Words of a block of each class.
 const STRIDES: [usize; 4] = [4, 7, 5, 12];
 
+/// Blocks of each class, or extents, that the device has at most.
+pub(crate) const MOST: usize = 40;
+
 /// Words of an extent.
 const EXTENT: usize = 12;
 
@@ -33,6 +36,11 @@ impl Pages {
     /// Blocks of one size.
     pub(crate) const EQUAL: Self = Self { tokens: [BLOCK; 9], strides: [STRIDES[0]; 9], has_extents: false };
 
+    /// Blocks of these strides over extents.
+    pub(crate) const fn of(strides: [usize; 9]) -> Self {
+        Self { tokens: [BLOCK; 9], strides, has_extents: true }
+    }
+
     pub(crate) fn groups(self, groups: &[Group]) -> Vec<PagedGroup> {
         let sizes = groups.iter().zip(self.tokens.into_iter().zip(self.strides));
         sizes
@@ -43,20 +51,15 @@ impl Pages {
             .collect()
     }
 
-    /// Whether the blocks of all groups hold as many tokens as a key stands for.
-    pub(crate) fn are_even(self, groups: &[Group]) -> bool {
-        self.groups(groups).iter().all(|group| group.block_tokens == BLOCK)
-    }
-
     /// As many blocks of each class, or extents for all.
     pub(crate) fn space(self, groups: &[Group], blocks: [usize; 3]) -> Space {
         if self.has_extents {
-            return Space::Extents { bytes: EXTENT as u64 * 8, counts: blocks };
+            return Space::Extents { bytes: EXTENT as u64 * 8, counts: blocks, most: MOST };
         }
         let mut strides = self.strides[..groups.len()].to_vec();
         strides.sort_unstable();
         strides.dedup();
-        Space::Split(vec![blocks; strides.len()])
+        Space::Split { blocks: vec![blocks; strides.len()], most: vec![MOST; strides.len()] }
     }
 }
 
@@ -89,11 +92,12 @@ impl Memory {
         let (mut first, mut words) = ([const { Vec::new() }; 3], [const { Vec::new() }; 3]);
         for tier in Tier::ALL {
             let (at, mut end) = (tier.index(), 0);
+            let blocks = if tier == Tier::Device && strides.len() > 1 { MOST } else { blocks[at] };
             for &stride in &strides {
                 first[at].push(end);
-                end += if pages.has_extents { 0 } else { stride * blocks[at] };
+                end += if pages.has_extents { 0 } else { stride * blocks };
             }
-            words[at] = vec![u64::MAX; if pages.has_extents { EXTENT * blocks[at] } else { end }];
+            words[at] = vec![u64::MAX; if pages.has_extents { EXTENT * blocks } else { end }];
         }
         Self { words, strides, first, has_extents: pages.has_extents }
     }
@@ -103,11 +107,11 @@ impl Memory {
     }
 
     fn offset(&self, (tier, class, id): At) -> usize {
-        let (stride, id) = (self.strides[class], id as usize);
+        let id = id as usize;
         if self.has_extents {
-            return id * (EXTENT / (EXTENT / stride));
+            return id * self.stride(class);
         }
-        self.first[tier.index()][class] + id * stride
+        self.first[tier.index()][class] + id * self.strides[class]
     }
 
     pub(crate) fn get(&self, at: At) -> Bytes {
@@ -131,14 +135,19 @@ impl Memory {
 
     /// Makes room for blocks of the device, which has one class.
     pub(crate) fn grow(&mut self, blocks: usize) {
-        let words = (blocks * self.strides[0]).max(self.words[0].len());
+        let words = (blocks * self.stride(0)).max(self.words[0].len());
         self.words[0].resize(words, u64::MAX);
     }
 
-    /// Forgets what lies behind the first blocks of the device, which has one class.
+    /// Forgets what lies behind the first blocks of the device, which has one class, or behind the first extents.
     pub(crate) fn clear_behind(&mut self, blocks: usize) {
-        let first = blocks * self.strides[0];
+        let first = blocks * if self.has_extents && self.strides.len() > 1 { EXTENT } else { self.stride(0) };
         self.words[0][first..].fill(u64::MAX);
+    }
+
+    /// Words from a block of a class to the next.
+    fn stride(&self, class: usize) -> usize {
+        if self.has_extents { EXTENT / (EXTENT / self.strides[class]) } else { self.strides[class] }
     }
 }
 

@@ -232,7 +232,9 @@ impl ReachedState {
             Verb::Unpin => manager.unpin(blockyard_core::PinId(first as u64)),
             Verb::Offload => manager.offload_cached(count).map(drop),
             Verb::Quota => manager.set_quota([more as u8; 32], Some(count)),
-            Verb::Resize => manager.resize_device(tokens as usize * 2).map(drop),
+            Verb::Resize if manager.num_classes() == 1 => manager.resize_device(tokens as usize * 2).map(drop),
+            Verb::Resize if first % 2 == 0 => manager.resize_extents(tokens as usize * 2).map(drop),
+            Verb::Resize => manager.resize_split(&vec![tokens as usize * 2; manager.num_classes()]).map(drop),
             Verb::Defragment => {
                 manager.defragment(&[Goal::Dense(more).into()], None, Budget::UNLIMITED, Cached::Exchange).map(drop)
             }

@@ -14,6 +14,17 @@ const CHUNKED: Group = Group::Chunked { chunk: 8 };
 
 /// Models with one group that frees blocks while it runs, and with several groups.
 const SINGLE: [&[Group]; 5] = [&[WINDOW], &[Group::SlidingWindow { window: 1 }], &[STATE], &[CHUNKED], &[DRAFTER]];
+pub(crate) const NINE: [Group; 9] = [
+    STATE,
+    FULL,
+    Group::SlidingWindow { window: 8 },
+    WINDOW,
+    CHUNKED,
+    FULL,
+    DRAFTER,
+    Group::Chunked { chunk: 6 },
+    WINDOW,
+];
 const HYBRID: [&[Group]; 12] = [
     &[FULL, WINDOW],
     &[FULL, STATE],
@@ -24,17 +35,7 @@ const HYBRID: [&[Group]; 12] = [
     &[DRAFTER, STATE, FULL],
     &[FULL, WINDOW, DRAFTER, FULL],
     &[FULL, WINDOW, FULL, STATE],
-    &[
-        STATE,
-        FULL,
-        Group::SlidingWindow { window: 8 },
-        WINDOW,
-        CHUNKED,
-        FULL,
-        DRAFTER,
-        Group::Chunked { chunk: 6 },
-        WINDOW,
-    ],
+    &NINE,
     &[FULL, Group::CrossAttention],
     &[Group::SlidingWindow { window: 9 }, Group::SlidingWindow { window: 4 }, Group::CrossAttention],
 ];

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,14 +63,13 @@ def serve(run: EngineRun, step_time: StepTime, limits: EngineLimits) -> ServedRu
         async_scheduling=limits.async_scheduling,
     )
     log = _Log(step_time)
-    times = replay_times(requests, options, log, watch=log)
+    times = replay_times(requests, options, step_time, watch=log)
     if times.refused:
         index = int(np.isnan(times.last_token).argmax())
         tokens = int(run.input_tokens[index] + run.output_tokens[index])
         wanted, total = -(-tokens // limits.block_size), limits.num_blocks
         message = f"request {index} needs {wanted} blocks, the cache has {total}"
         raise OutOfBlocksError(message, "device", wanted, total, total)
-    starts, ends = log.times()
     found = EngineRun(
         run.input_tokens,
         run.output_tokens,
@@ -84,51 +82,48 @@ def serve(run: EngineRun, step_time: StepTime, limits: EngineLimits) -> ServedRu
     return ServedRun(
         found,
         np.array(log.work, np.float64),
-        np.searchsorted(starts, times.scheduled),
-        np.searchsorted(ends, times.first_token),
-        np.searchsorted(ends, times.last_token),
+        np.searchsorted(log.starts, times.scheduled),
+        np.searchsorted(log.ends, times.first_token),
+        np.searchsorted(log.ends, times.last_token),
     )
 
 
 class _Log:
-    """Records the work and time of each step, as both the `StepTime` and the `ReplayWatch` of a replay.
+    """Records the work and times of the steps of a replay.
 
     Attributes:
         work: work of each step, as in `ServedRun`.
+        starts: when each step began.
+        ends: when each step ended.
     """
 
     def __init__(self, step_time: StepTime) -> None:
         self.work: list[tuple[int, int, int, int]] = []
+        self.starts: list[float] = []
+        self.ends: list[float] = []
         self._step_time = step_time
-        self._took: list[float] = []
-        self._begins: list[tuple[float, int]] = []  # for steps decided at once: their start, and how many end with them
-
-    def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
-        """Return the seconds of one step."""
-        read = int(decode_context.sum()) + sum(cached for cached, _ in prefill)
-        self.work.append((1, sum(computed for _, computed in prefill), len(decode_context), read))
-        self._took.append(self._step_time.seconds(prefill, decode_context))
-        return self._took[-1]
 
     def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:  # noqa: ARG002
-        """Record when steps began."""
-        before = self._begins[-1][1] if self._begins else 0
-        self._begins += [(start, len(self._took))] if before < len(self._took) else []
+        """Record a step."""
+        decodes = step.decodes
+        prefill = zip(step.start[decodes:].tolist(), step.lengths[decodes:].tolist(), strict=True)
+        self._add(start, list(prefill), step.start[:decodes] + 1)
+
+    def plain_steps(self, start: float, end: float, contexts: NDArray[np.int64], scheduler: Scheduler) -> None:  # noqa: ARG002
+        """Record steps of plain decoding."""
+        for context in contexts:
+            start = self._add(start, [], context)
+
+    def _add(self, start: float, prefill: list[tuple[int, int]], context: NDArray[np.int64]) -> float:
+        """Record a step; return when it ends."""
+        read = int(context.sum()) + sum(cached for cached, _ in prefill)
+        self.work.append((1, sum(computed for _, computed in prefill), len(context), read))
+        self.starts.append(start)
+        self.ends.append(start + self._step_time.seconds(prefill, context))
+        return self.ends[-1]
 
     def idle(self, time: float, scheduler: Scheduler) -> None:
         """Do nothing: only steps count."""
 
     def copies(self, start: float, end: float, way: str, blocks: int) -> None:
         """Do nothing: without a host, nothing is copied."""
-
-    def times(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return when each step began and ended, float64 `[steps]`."""
-        starts, ends, first = [], [], 0
-        for begin, last in self._begins:
-            now = begin
-            for took in self._took[first:last]:
-                starts.append(now)
-                now += took
-                ends.append(now)
-            first = last
-        return np.array(starts), np.array(ends)

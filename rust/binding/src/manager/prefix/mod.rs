@@ -308,21 +308,50 @@ impl PyPrefix {
     ///
     /// Args:
     ///     salt: the tenant; None for prompts without a salt.
-    ///     blocks: maximum number of such blocks; None for no limit.
+    ///     blocks: maximum number of such blocks; None for no limit. Only with one page class.
+    ///     num_bytes: maximum bytes of such blocks, with their padding in an arena, instead of `blocks`. With one page
+    ///         class, rounded down to whole blocks.
     /// Raises:
-    ///     InvalidArgumentError: the device has fewer blocks, prefix caching is off, or 65535 tenants have quotas.
-    fn set_quota(&self, salt: Option<&[u8]>, #[pyo3(from_py_with = args::blocks)] blocks: Option<i64>) -> PyResult<()> {
+    ///     InvalidArgumentError: the device has fewer blocks, prefix caching is off, or 65535 tenants have quotas; blocks
+    ///         have several sizes, or none in bytes.
+    #[pyo3(signature = (salt, blocks = None, *, num_bytes = None))]
+    fn set_quota(
+        &self,
+        salt: Option<&[u8]>,
+        #[pyo3(from_py_with = args::blocks)] blocks: Option<i64>,
+        #[pyo3(from_py_with = args::num_bytes)] num_bytes: Option<u64>,
+    ) -> PyResult<()> {
         let blocks = blocks.map(|blocks| usize::try_from(blocks).map_err(|_| blocks)).transpose();
         let blocks = blocks.map_err(|blocks| invalid(format!("blocks is {blocks}, must be at least 0")))?;
-        self.0.lock().set_quota(KeySpec::new(salt, 0).salt, blocks).map_err(to_py)
+        let mut manager = self.0.lock();
+        let (classes, bytes) = (manager.num_classes(), manager.class_bytes(0));
+        let quota = match (blocks, num_bytes) {
+            (Some(blocks), Some(bytes)) => {
+                return Err(invalid(format!("give either blocks, {blocks}, or num_bytes, {bytes}")));
+            }
+            (Some(blocks), None) if classes > 1 => {
+                let must = format!("must be None with {classes} page classes, whose quotas are num_bytes");
+                return Err(invalid(format!("blocks is {blocks}, {must}")));
+            }
+            (None, Some(num_bytes)) if classes == 1 && bytes <= 1 => {
+                let must = "must be None if blocks have no bytes, see CacheGroup.with_blocks";
+                return Err(invalid(format!("num_bytes is {num_bytes}, {must}")));
+            }
+            (None, Some(num_bytes)) => {
+                let unit = if classes == 1 { bytes } else { 1 };
+                Some(usize::try_from(num_bytes / unit).unwrap_or(usize::MAX - 1))
+            }
+            (blocks, None) => blocks,
+        };
+        manager.set_quota(KeySpec::new(salt, 0).salt, quota).map_err(to_py)
     }
 
-    /// Return how many blocks count towards a tenant's quota, and the quota.
+    /// Return what counts towards a tenant's quota, and the quota: blocks, or bytes with several page classes.
     ///
     /// Args:
     ///     salt: the tenant; None for prompts without a salt.
     /// Returns:
-    ///     `(blocks, quota)`; None for a tenant that never had a quota.
+    ///     `(used, quota)`; None for a tenant that never had a quota.
     fn quota(&self, salt: Option<&[u8]>) -> Option<(usize, Option<usize>)> {
         self.0.lock().quota(KeySpec::new(salt, 0).salt)
     }

@@ -3,5 +3,6 @@
 mod admission;
 mod append;
 mod block_tables;
+pub(crate) mod plain;
 mod relocate;
 mod step;

@@ -397,11 +397,11 @@ impl Policy {
         }
     }
 
-    /// Sets a tenant's quota, in a pool of `blocks` blocks; tenants are numbered from 1.
-    pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize, blocks: usize) {
+    /// Sets a tenant's quota, in a pool of `blocks` blocks, which each have a `weight`; tenants are numbered from 1.
+    pub(crate) fn set_quota(&mut self, tenant: u16, quota: usize, blocks: usize, weight: usize) {
         if !matches!(self, Self::Quotas(_)) {
             let inner = std::mem::replace(self, Self::Lru(Lru::new(0)));
-            *self = Self::Quotas(Box::new(Quotas::new(inner, blocks)));
+            *self = Self::Quotas(Box::new(Quotas::new(inner, blocks, weight)));
         }
         if let Self::Quotas(policy) = self {
             policy.set(tenant, quota);
@@ -455,6 +455,7 @@ impl Policy {
         dispatch!(self, policy => policy.continue_chain(parent));
     }
 
+    #[inline]
     pub(crate) fn begin_chain(&mut self) {
         dispatch!(self, policy => policy.begin_chain());
     }

@@ -1,4 +1,6 @@
 //! A policy under quotas: blocks beyond a tenant's quota are evicted before all others, least recently used first.
+//!
+//! A quota is a number of blocks, or with several page classes a number of bytes: each block has a weight.
 
 use super::{Departure, Evictor, Policy, Rank};
 use crate::id::BlockId;
@@ -8,18 +10,18 @@ use std::collections::BTreeSet;
 /// One tenant's evictable blocks.
 #[derive(Debug, Clone, Copy)]
 struct Tenant {
-    /// Maximum number of blocks.
+    /// Maximum weight of its blocks.
     quota: usize,
-    /// Those in the order.
+    /// Number of those in the order.
     held: usize,
-    /// Those that hang on others, such as windows and states: they go with these.
+    /// Weight of those that hang on others, such as windows and states: they go with these.
     idle: usize,
 }
 
 impl Tenant {
-    /// Whether blocks of the order have to go.
-    fn is_over(self) -> bool {
-        self.held > 0 && self.held + self.idle > self.quota
+    /// Whether blocks of the order, which each have a weight, have to go.
+    fn is_over(self, weight: usize) -> bool {
+        self.held > 0 && self.held.saturating_mul(weight).saturating_add(self.idle) > self.quota
     }
 }
 
@@ -28,6 +30,8 @@ impl Tenant {
 pub(crate) struct Quotas {
     pub(super) inner: Policy,
     tenants: Vec<Tenant>,
+    /// Of a block in the order.
+    weight: usize,
     /// By block.
     owners: Vec<u16>,
     /// Each tenant's evictable blocks, least recently used first.
@@ -37,9 +41,9 @@ pub(crate) struct Quotas {
 }
 
 impl Quotas {
-    pub(super) fn new(inner: Policy, blocks: usize) -> Self {
+    pub(super) fn new(inner: Policy, blocks: usize, weight: usize) -> Self {
         let (owners, rings) = (vec![0; blocks], Rings::new(blocks, 0));
-        Self { inner, tenants: Vec::new(), owners, rings, over: BTreeSet::new() }
+        Self { inner, tenants: Vec::new(), weight, owners, rings, over: BTreeSet::new() }
     }
 
     /// Sets a tenant's quota; a new tenant has the next number.
@@ -58,7 +62,7 @@ impl Quotas {
         self.tenants.iter().map(|tenant| tenant.quota).collect()
     }
 
-    /// Notes the number of a tenant's evictable blocks that are not in the order.
+    /// Notes the weight of a tenant's evictable blocks that are not in the order.
     pub(crate) fn set_idle(&mut self, tenant: u16, idle: usize) {
         if let Some(known) = usize::from(tenant).checked_sub(1).and_then(|at| self.tenants.get_mut(at)) {
             known.idle = idle;
@@ -66,9 +70,10 @@ impl Quotas {
         }
     }
 
-    /// A tenant's evictable blocks in the order.
+    /// Weight of a tenant's evictable blocks in the order.
     pub(crate) fn held(&self, tenant: u16) -> usize {
-        usize::from(tenant).checked_sub(1).and_then(|i| self.tenants.get(i)).map_or(0, |tenant| tenant.held)
+        let known = usize::from(tenant).checked_sub(1).and_then(|i| self.tenants.get(i));
+        known.map_or(0, |tenant| tenant.held.saturating_mul(self.weight))
     }
 
     /// Assigns a block in use to a tenant.
@@ -110,7 +115,7 @@ impl Quotas {
     }
 
     fn note(&mut self, tenant: u16) {
-        if self.tenants[usize::from(tenant) - 1].is_over() {
+        if self.tenants[usize::from(tenant) - 1].is_over(self.weight) {
             self.over.insert(tenant);
         } else {
             self.over.remove(&tenant);
@@ -129,7 +134,7 @@ impl Quotas {
         (1u16..).zip(&self.tenants).find_map(|(number, tenant)| {
             let blocks: Vec<_> = self.rings.iter(usize::from(number) - 1).collect();
             let strange = blocks.iter().any(|&block| self.owner(block) != number || !self.inner.contains(block));
-            let over = self.over.contains(&number) != tenant.is_over();
+            let over = self.over.contains(&number) != tenant.is_over(self.weight);
             (strange || over || blocks.len() != tenant.held)
                 .then(|| format!("tenant {number} has {} evictable blocks, counted {}", tenant.held, blocks.len()))
         })

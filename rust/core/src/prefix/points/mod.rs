@@ -26,6 +26,9 @@ mod sweep;
 /// Bit of an anchor's reasons: it has a point itself. The others count the next anchors that lead to one.
 const POINT: u32 = 1 << 31;
 
+/// Room for this many anchors' lists is never given back.
+const LEAST_ROOM: usize = 1024;
+
 /// The blocks that hang on an anchor.
 #[derive(Debug, Clone, Default)]
 struct Bundle {
@@ -89,12 +92,14 @@ pub(crate) struct Points {
 impl Points {
     /// `companions`: how many other groups keep every block; `is_dense`: the groups that do not are none.
     pub(crate) fn new(blocks: usize, classes: Classes, companions: usize, is_dense: bool) -> Self {
+        // The system provides these zeroed and untouched: anchors and the blocks that hang on them are mostly of different
+        // page classes, and so in different parts.
         Self {
             companions,
             is_dense,
-            parents: Vec::new(),
-            reasons: Vec::new(),
-            owners: Vec::new(),
+            parents: vec![0; blocks],
+            reasons: vec![0; blocks],
+            owners: vec![0; blocks],
             bundles: FxHashMap::default(),
             keyless: BlockSet::empty(blocks),
             outside: Outside::new(blocks, classes),
@@ -133,7 +138,8 @@ impl Points {
     /// Whether a prompt can continue behind an anchor.
     #[inline]
     pub(crate) fn has_point(&self, anchor: BlockId) -> bool {
-        self.is_dense || self.reasons(anchor) & POINT != 0 || self.departing.contains(anchor)
+        let departs = || !self.departing.is_empty() && self.departing.contains(anchor);
+        self.is_dense || self.reasons(anchor) & POINT != 0 || departs()
     }
 
     /// The blocks of a point, group by group.
@@ -166,13 +172,41 @@ impl Points {
         self.bundles.get(&anchor).map(|bundle| &*bundle.companions).filter(|all| all.len() == self.companions)
     }
 
+    /// Makes a block evictable that does not belong in the policy's order; returns false for one that does.
+    fn park_outside(&mut self, block: BlockId) -> bool {
+        let belongs = self.keyless.contains(block) || !self.is_live(block);
+        if belongs && self.is_owned(block) {
+            self.outside.insert_idle(block);
+        } else if belongs {
+            // Its point may be on the host: only what was never on the way there serves nobody.
+            let grave = if self.followers.contains(block) { Grave::Leaving } else { Grave::Dead };
+            self.outside.bury(grave, block);
+        }
+        belongs
+    }
+
     /// Makes room for a block in the lists.
+    #[inline]
     fn know(&mut self, block: BlockId) {
         if block.index() >= self.owners.len() {
-            let len = grown(block, self.owners.capacity());
-            self.owners.resize(len, 0);
-            self.reasons.resize(len, 0);
-            self.parents.resize(len, 0);
+            self.grow_lists(block);
+        }
+    }
+
+    #[cold]
+    fn grow_lists(&mut self, block: BlockId) {
+        let len = grown(block, self.owners.capacity());
+        self.owners.resize(len, 0);
+        self.reasons.resize(len, 0);
+        self.parents.resize(len, 0);
+    }
+
+    /// Forgets what hangs on an anchor. Where many short prompts had points, few long ones may follow.
+    fn drop_bundle(&mut self, anchor: BlockId) {
+        self.bundles.remove(&anchor);
+        let (len, room) = (self.bundles.len(), self.bundles.capacity());
+        if room > LEAST_ROOM && len * 8 < room {
+            self.bundles.shrink_to(len * 2);
         }
     }
 
@@ -208,7 +242,7 @@ impl Points {
             self.disown(anchor, &tail);
         }
         if self.companions == 0 {
-            self.bundles.remove(&anchor);
+            self.drop_bundle(anchor);
         }
     }
 
@@ -264,7 +298,7 @@ impl Points {
         let Some(bundle) = self.bundles.get_mut(&anchor).filter(|_| self.companions > 0) else { return };
         let dropped = std::mem::take(&mut bundle.companions);
         if bundle.tail.is_none() {
-            self.bundles.remove(&anchor);
+            self.drop_bundle(anchor);
         }
         self.disown(anchor, &dropped);
     }
@@ -338,15 +372,26 @@ impl Both<'_> {
         }
     }
 
-    /// An anchor has become live: so are those before it.
-    fn enliven(&mut self, mut anchor: BlockId) {
+    /// The anchor before one in its chain, which is `known` if its key says so.
+    #[inline]
+    fn parent_or(&self, anchor: BlockId, known: Option<BlockId>) -> Result<Option<BlockId>, ()> {
+        let link = self.points.parents[anchor.index()];
+        let is_known = |block: &BlockId| link != 0 && self.index.key(*block).is_some_and(|key| key.link() == link);
+        let Some(block) = known.filter(is_known) else { return self.parent(anchor) };
+        debug_assert_eq!(self.index.find_link(link), Some(block), "a block of a chain that is not published");
+        Ok(Some(block))
+    }
+
+    /// An anchor has become live: so are those `before` it in its chain, last one first; what they leave out is looked up.
+    fn enliven(&mut self, mut anchor: BlockId, mut before: impl Iterator<Item = BlockId>) {
+        let has_dead = self.points.outside.has_dead();
         loop {
-            if self.points.outside.unbury(anchor) {
+            if has_dead && self.points.outside.unbury(anchor) {
                 self.order.insert(anchor);
                 self.points.bring_companions(anchor, false);
             }
             self.points.is_broken |= self.points.companions(anchor).is_none();
-            match self.parent(anchor) {
+            match self.parent_or(anchor, before.next()) {
                 Ok(Some(parent)) => {
                     self.points.know(parent);
                     let reasons = &mut self.points.reasons[parent.index()];
@@ -483,6 +528,7 @@ impl PrefixCache {
     /// Starts to keep points, while nothing is cached; blocks with keys are of the page class `ordered`.
     pub(crate) fn use_points(&mut self, points: Points, ordered: usize) {
         self.ordered = ordered;
+        self.index.expect(points.outside.capacity_of(ordered));
         self.points = Some(Box::new(points));
     }
 
@@ -527,7 +573,12 @@ impl PrefixCache {
     }
 
     /// Makes a point of blocks that are in use.
-    pub(crate) fn add_point(&mut self, anchor: BlockId, tail: &[BlockId], is_junction: bool) {
+    pub(crate) fn add_point(
+        &mut self,
+        anchor: BlockId,
+        (tail, is_junction): (&[BlockId], bool),
+        before: impl Iterator<Item = BlockId>,
+    ) {
         let Some(mut both) = self.both() else { return };
         let points = &mut *both.points;
         points.drop_tail(anchor);
@@ -540,7 +591,7 @@ impl PrefixCache {
         let was_live = points.reasons(anchor) > 0;
         points.reasons[anchor.index()] |= POINT;
         if !was_live {
-            both.enliven(anchor);
+            both.enliven(anchor, before);
         }
     }
 
@@ -584,15 +635,8 @@ impl PrefixCache {
     /// Makes a block evictable.
     #[inline]
     pub(super) fn enqueue(&mut self, block: BlockId) {
-        let points = self.points.as_deref_mut();
-        match points.filter(|points| points.keyless.contains(block) || !points.is_live(block)) {
-            None => self.order.insert(block),
-            Some(points) if points.is_owned(block) => points.outside.insert_idle(block),
-            Some(points) => {
-                // Its point may be on the host: only what was never on the way there serves nobody.
-                let grave = if points.followers.contains(block) { Grave::Leaving } else { Grave::Dead };
-                points.outside.bury(grave, block);
-            }
+        if !self.points.as_deref_mut().is_some_and(|points| points.park_outside(block)) {
+            self.order.insert(block);
         }
     }
 

@@ -319,7 +319,7 @@ impl Sequences {
         by_group.clear();
         let (is_even, leaves) = (self.groups.is_even(), self.groups.has_nulls());
         // A drafter's entry before the token is written too: the block that has it must be the row's own.
-        let may_end = batch.lookahead == 0 && self.groups.ahead() == 0;
+        let may_end = batch.lookahead == 0 && self.groups.ahead() == 0 && is_even;
         for group in 0..self.groups.num_growing() {
             let (mut of_group, class) = (0, self.groups.class(group));
             for (&Slow { index, .. }, ends) in slow.iter().zip(&mut *ended) {
@@ -327,16 +327,17 @@ impl Sequences {
                 let id = TableId { sequence, group };
                 if group == 0 {
                     let row = self.rows.get(sequence)?;
-                    *ends = may_end && count == 1 && ends_block(row, self.block_size, is_even);
+                    *ends = may_end && count == 1 && ends_block(row, self.block_size);
                 }
-                let need = if *ends {
-                    Need { blocks: 1, entries: 1, skipped: 0 }
+                let (held, need) = if *ends {
+                    (self.rows.table(id).table.len(), Need { blocks: 1, entries: 1, skipped: 0 })
                 } else {
-                    self.need(view, id, (count, batch.counts.drafts_at(index)), batch.lookahead, shared)?
+                    let drafts = batch.counts.drafts_at(index);
+                    (self.entries(id).len(), self.need(view, id, (count, drafts), batch.lookahead, shared)?)
                 };
                 // All tables with blocks of a size have the same length.
                 if let (Some(tables), true) = (&batch.tables, group == 0 || !is_even) {
-                    tables.require_width(sequence, self.entries(id).len() + need.entries)?;
+                    tables.require_width(sequence, held + need.entries)?;
                 }
                 of_group += need.blocks;
                 if leaves {
@@ -707,7 +708,7 @@ fn check_slots(total: u64, slots: &[i64]) -> Result<()> {
 
 /// Whether a row has just filled its last writable blocks in all groups, and has no others.
 #[inline]
-fn ends_block(row: &Row, size: u32, is_even: bool) -> bool {
+fn ends_block(row: &Row, size: u32) -> bool {
     let held = row.first.table.len() as u64 * u64::from(size);
-    is_even && row.writable != 0 && row.len == row.writable && held == u64::from(row.len) && row.len < u32::MAX - size
+    row.writable != 0 && row.len == row.writable && held == u64::from(row.len) && row.len < u32::MAX - size
 }

@@ -499,30 +499,37 @@ impl Sequences {
         let is_caching = view.tiers.device().is_caching();
         let limit = if is_caching { prompt.tokens.len().saturating_sub(1) / self.block_size as usize } else { 0 };
         let alone = self.is_full_attention();
+        // With a drafter, the keys by which blocks are found are made later.
+        let is_run = self.groups.keeps_all();
+        let while_hashing = is_run && self.groups.ahead() == 0 && prompt.hashed.is_none();
+        let number = u8::try_from(self.groups.anchor()).unwrap_or(u8::MAX);
+        let find = |key: &Key| view.tiers.device().find(&key.of_group(number));
         // `found` becomes the table, so reserve room for all of it.
-        let room = if alone { blocks_for(prompt.tokens.len() as u64, self.groups.tokens(0)) + 1 } else { 0 };
+        let room = if is_run { blocks_for(prompt.tokens.len() as u64, self.groups.tokens(number)) + 1 } else { 0 };
         let mut found = Vec::with_capacity(room);
         let keys = match self.own_keys(prompt)? {
             Some(keys) => Cow::Borrowed(keys),
             None if !is_caching && prompt.extras.is_empty() => Cow::Owned(placeholders(prompt, self.block_size)?),
             None => Cow::Owned(hash(prompt, self.block_size, |i, key| {
-                if !alone {
+                if !while_hashing {
                     view.tiers.device().look_ahead(key);
                 } else if found.len() + 1 == i {
-                    found.extend(view.tiers.device().find(key));
+                    found.extend(find(key));
                 }
             })?),
         };
         let keys = if self.groups.ahead() > 0 { self.look_ahead(prompt, keys) } else { keys };
-        let (mut hits, mut run, parts, others, mut tails) = if alone {
+        if is_run {
             // Hashing already looked up each block except the last, up to the first missing one.
-            let end = if prompt.hashed.is_some() || found.len() + 1 == limit { limit } else { found.len() };
-            let rest = found.len()..end;
-            found.extend(keys.keys[rest].iter().map_while(|key| view.tiers.device().find(key)));
+            let end = if !while_hashing || found.len() + 1 == limit { limit } else { found.len() };
+            found.extend(keys.found_by()[found.len()..end].iter().map_while(find));
+        }
+        let (mut hits, mut run, parts, others, mut tails) = if alone {
             (found.len(), found.len(), false, Vec::new(), Vec::new())
         } else {
-            let start = self.find_groups(view, &keys.found_by()[..limit], prompt.tokens.len());
+            let start = self.find_groups(view, &keys.found_by()[..limit], prompt.tokens.len(), found);
             let below = if host { self.find_below(view, &keys.found_by()[..limit], batch, &start) } else { None };
+            found = Vec::new();
             if let Some(Below { hits, run, parts, tables }) = below {
                 (hits, run, parts, vec![Vec::new(); tables.len() - 1], tables)
             } else {

@@ -5,7 +5,7 @@ use super::{Match, Prompt};
 use crate::block::TierBlock;
 use crate::error::{Result, invalid};
 use crate::group::Groups;
-use crate::hash::{ExportedKey, Key};
+use crate::hash::ExportedKey;
 use crate::host_cache::Found;
 use crate::id::Tier;
 use crate::page::PerClass;
@@ -21,7 +21,7 @@ use std::collections::HashSet;
 #[derive(Clone, Debug)]
 pub struct StoreSearch {
     keys: Vec<ExportedKey>,
-    /// Places of the blocks in the prompt, and their groups.
+    /// Entries of the blocks in their tables, and their groups.
     places: Vec<(usize, usize)>,
     groups: Groups,
     block_size: u32,
@@ -69,14 +69,15 @@ impl StoreSearch {
         let (mut absent, mut to_load, mut run) = (HashSet::new(), HashSet::new(), self.limit);
         // By place: blocks to load of the groups that keep every block, up to it.
         let mut loads_before = vec![PerClass::default(); self.limit + 1];
-        for (&(at, group), &has) in self.places.iter().zip(has) {
+        for (&(entry, group), &has) in self.places.iter().zip(has) {
             if !self.groups.leaving().contains(&group) {
+                let (at, _) = self.groups.key_of(group, entry);
                 loads_before[at + 1] += PerClass::of(self.class(group), 1);
                 run = if has { run } else { run.min(at) };
             } else if has {
-                to_load.insert((at, group));
+                to_load.insert((entry, group));
             } else {
-                absent.insert((at, group));
+                absent.insert((entry, group));
             }
         }
         for at in 0..self.limit {
@@ -97,36 +98,33 @@ impl StoreSearch {
 }
 
 impl Sequences {
-    /// The blocks that a point behind the first `at` of a prompt needs: the place of each, and its group.
+    /// The blocks that a point behind the first `at` keys of a prompt needs: the entry of each in its table, and its group.
     fn parts(&self, at: usize) -> impl Iterator<Item = (usize, usize)> + '_ {
-        let kept = (0..at).flat_map(|at| self.groups.keeping().map(move |group| (at, group)));
+        let kept = (0..at).flat_map(|at| self.groups.kept(at));
         kept.chain(self.groups.point(at, self.block_size))
     }
 
-    /// Key by which a block of a group is found.
-    fn key_of(keys: &RowKeys, (at, group): (usize, usize)) -> Key {
-        keys.found_by()[at].of_group(u8::try_from(group).unwrap_or(u8::MAX))
-    }
-
     /// Where device or host have a block of a prompt. On the device, the blocks of points are found with these only.
-    fn find_part(&self, view: View<'_>, keys: &RowKeys, (at, group): (usize, usize)) -> Option<TierBlock> {
+    fn find_part(&self, view: View<'_>, keys: &RowKeys, (entry, group): (usize, usize)) -> Option<TierBlock> {
         let (device, anchor) = (view.tiers.device(), self.groups.anchor());
-        let find = || device.find(&Self::key_of(keys, (at, anchor)));
-        let on_device = if group == anchor {
+        let (at, part) = self.groups.key_of(group, entry);
+        let find = || device.find(&self.own_key(keys.found_by(), anchor, self.anchor_entry(at)));
+        let on_device = if group == anchor && part == 0 {
             find()
         } else {
-            let index = self.groups.companions().iter().position(|&other| other == group);
-            let companions = index.and_then(|index| Some((index, device.points()?.companions(find()?)?)));
-            companions.map(|(index, all)| all[index])
+            let own = self.companions_of(group);
+            let companions = own.and_then(|own| Some((own, device.points()?.companions(find()?)?)));
+            companions.map(|(own, all)| all[own.start + entry - at * self.groups.per_key(group)])
         };
-        let on_host = || view.tiers.host().find(&Self::key_of(keys, (at, group))).map(|block| (Tier::Host, block));
+        let on_host = || view.tiers.host().find(&self.own_key(keys.found_by(), group, entry));
+        let on_host = || on_host().map(|block| (Tier::Host, block));
         on_device.map(|block| (Tier::Device, block)).or_else(on_host)
     }
 
-    /// Whether prompts can be loaded from a store: by way of the host, unless there is one group of full attention. Their
-    /// blocks hold equally many tokens.
+    /// Whether prompts can be loaded from a store: by way of the host, unless there is one group of full attention whose
+    /// blocks each have a key.
     fn loads_from_store(&self, view: View<'_>) -> bool {
-        self.is_full_attention() || (self.groups_are_even() && view.tiers.keeps_host_copies())
+        self.is_full_attention() || view.tiers.keeps_host_copies()
     }
 
     /// Blocks of a prompt that neither device nor host has, at most `most`, up to the point behind its first `at`; without
@@ -146,7 +144,8 @@ impl Sequences {
         }
         let tenant = view.tiers.tenant_of(&prompt.spec);
         for (place, part) in self.parts(at.unwrap_or(limit).min(limit)).enumerate() {
-            let (key, place) = (Self::key_of(&keys, part), u32::try_from(place).unwrap_or(u32::MAX));
+            let key = self.own_key(keys.found_by(), part.1, part.0);
+            let place = u32::try_from(place).unwrap_or(u32::MAX);
             match self.find_part(view, &keys, part) {
                 Some(block) => {
                     wanted.found.push((place, block));
@@ -200,19 +199,21 @@ impl Sequences {
         self.groups.clone()
     }
 
-    fn missing_part(&self, keys: &RowKeys, (at, group): (usize, usize), tenant: u16) -> Option<Missing> {
+    fn missing_part(&self, keys: &RowKeys, (entry, group): (usize, usize), tenant: u16) -> Option<Missing> {
+        let (at, part) = self.groups.key_of(group, entry);
         let group = u8::try_from(group).ok()?;
         let chain = keys.chain_at(at, self.block_size)?;
         let before = at.checked_sub(1).and_then(|before| keys.chain_at(before, self.block_size));
         Some(Missing {
             chain,
             before,
-            hangs_on: self.groups.hangs_on(group, chain, before),
+            hangs_on: self.groups.hangs_on((group, part), chain, before),
             page_class: self.class_of(usize::from(group)),
             group,
+            part,
             anchor: u8::try_from(self.groups.anchor()).ok()?,
-            mark: self.groups.mark(group),
-            ahead: self.ahead_keys(keys, at, group),
+            mark: self.groups.mark((group, part)),
+            ahead: self.ahead_keys(keys, at, (group, part)),
             depth: u32::try_from(at).unwrap_or(u32::MAX),
             tenant,
             salt: keys.salt,
@@ -226,14 +227,20 @@ impl Sequences {
         let limit = prompt.tokens.len().saturating_sub(1) / self.block_size as usize;
         let hits = self.find_prefix(view, prompt, 1)?.hits;
         let limit = if self.loads_from_store(view) { limit.max(hits) } else { hits };
-        let first = self.groups.point(hits + 1, self.block_size).map(|(at, _)| at).min().unwrap_or(hits);
-        let kept = (hits..limit).flat_map(|at| self.groups.keeping().map(move |group| (at, group)));
-        let tails =
-            (first.min(limit)..limit).flat_map(|at| self.groups.leaving().iter().map(move |&group| (at, group)));
+        let places = self.groups.point(hits + 1, self.block_size);
+        let first = places.map(|(entry, group)| self.groups.key_of(group, entry).0).min().unwrap_or(hits);
+        let kept = (hits..limit).flat_map(|at| self.groups.kept(at));
+        let tails = (first.min(limit)..limit).flat_map(|at| {
+            self.groups.leaving().iter().flat_map(move |&group| {
+                let per_key = self.groups.per_key(group);
+                (at * per_key..(at + 1) * per_key).map(move |entry| (entry, group))
+            })
+        });
         let mut places: Vec<_> = kept.chain(tails).collect();
         places.retain(|&part| self.find_part(view, &keys, part).is_none());
-        let export = |&(at, group): &(usize, usize)| {
-            keys.export(at, self.groups.mark(u8::try_from(group).unwrap_or(u8::MAX)), self.block_size)
+        let export = |&(entry, group): &(usize, usize)| {
+            let (at, part) = self.groups.key_of(group, entry);
+            keys.export(at, self.groups.mark((u8::try_from(group).unwrap_or(u8::MAX), part)), self.block_size)
         };
         let exported = places.iter().filter_map(export).collect();
         Ok(StoreSearch {

@@ -486,11 +486,12 @@ impl SequenceRows {
 
     /// Opens a row without tokens. The caller has called [`SequenceRows::require`], and begins each table next.
     pub(crate) fn open(&mut self, tier: Tier) -> SequenceId {
-        let index = self.unused.pop().unwrap_or_else(|| {
-            self.entries.push(Row::unused());
+        let Some(index) = self.unused.pop() else {
+            let id = SequenceId::new(self.manager, row_index(self.entries.len()), 1);
+            self.entries.push(Row { id, tier, ..Row::unused() });
             self.others.extend(std::iter::repeat_with(GroupTable::unused).take(self.others_per_row));
-            row_index(self.entries.len() - 1)
-        });
+            return id;
+        };
         let row = &mut self.entries[index as usize];
         let id = SequenceId::new(self.manager, index, row.id.generation() + 1);
         let first = std::mem::replace(&mut row.first, GroupTable::unused());
@@ -500,10 +501,10 @@ impl SequenceRows {
 
     /// Begins a table of a new row. Versions continue from one sequence to the next, so that they distinguish the two.
     pub(crate) fn open_table(&mut self, id: TableId, blocks: Vec<BlockId>) -> &mut GroupTable {
+        let GroupTable { slot_base, synced, null_prefix, published, .. } = GroupTable::unused();
         let row = self.table_mut(id);
-        let mut table = std::mem::take(&mut row.table);
-        table.set(blocks);
-        *row = GroupTable { table, ..GroupTable::unused() };
+        row.table.set(blocks);
+        (row.slot_base, row.synced, row.null_prefix, row.published) = (slot_base, synced, null_prefix, published);
         row
     }
 

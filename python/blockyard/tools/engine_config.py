@@ -1,0 +1,294 @@
+"""Configurations of engines, read for `blockyard doctor` as the engine and its adapter read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any, Final, NamedTuple
+
+from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.stores.adapters.objects import place_url
+from blockyard.stores.adapters.options import nearest, refuse_unknown
+from blockyard.stores.url import public_url
+
+__all__ = ["EngineConfig", "LMCacheConfig", "SGLangConfig", "VllmConfig", "gib"]
+
+_VLLM: Final = "blockyard.integrations.vllm"
+_SGLANG: Final = "blockyard.integrations.sglang"
+_LMCACHE: Final = "blockyard.integrations.lmcache"
+_ALIKE: Final = 0.8
+"""Likeness from which on a name is a misspelt one of ours, whatever stands beside it."""
+
+
+class ClassPlace(NamedTuple):
+    """Where a configuration names a class of ours, with its module.
+
+    Attributes:
+        name: option with the name of the class.
+        path: option with its module.
+        ours: the names of our classes.
+        module: our module.
+        builtin: names for which the engine reads no module.
+    """
+
+    name: str
+    path: str
+    ours: tuple[str, ...]
+    module: str
+    builtin: tuple[str, ...] = ()
+
+
+_CONNECTOR: Final = ClassPlace("kv_connector", "kv_connector_module_path", ("BlockyardKVConnector",), _VLLM)
+_SPEC: Final = ClassPlace(
+    "spec_name", "spec_module_path", ("BlockyardSpec",), _VLLM, ("CPUOffloadingSpec", "TieringOffloadingSpec")
+)
+_POLICY: Final = ClassPlace(
+    "eviction_policy", "cache_policy_module_path", ("LRUPolicy", "AdaptivePolicy"), _VLLM, ("lru", "arc")
+)
+_TIER: Final = ClassPlace("type", "module_path", ("BlockyardTier",), _VLLM, ("example", "fs", "p2p", "obj", "kvcr"))
+_HICACHE: Final = ClassPlace("class_name", "module_path", ("BlockyardHiCache",), _SGLANG)
+_LINKER: Final = ClassPlace("linker", "linker_module_path", ("BlockyardLinker",), f"{_SGLANG}.linker")
+_ADAPTER: Final = ClassPlace("class_name", "module_path", ("BlockyardConnector",), _LMCACHE)
+_HICACHES_OWN: Final[Mapping[str, tuple[type, ...]]] = {
+    "prefetch_threshold": (int,),
+    "prefetch_timeout_base": (int, float),
+    "prefetch_timeout_per_ki_token": (int, float),
+    "hicache_storage_pass_prefix_keys": (bool,),
+    "tp_lcm_size": (int,),
+}
+"""Options that SGLang reads itself and does not pass on, with the types that it takes."""
+
+
+class EngineConfig:
+    """What an engine's configuration says of Blockyard.
+
+    Attributes:
+        ours: what it names of Blockyard, and its sizes.
+        wrong: what keeps the engine from starting, or makes it use something else.
+        unused: options without effect, each with its remedy.
+        urls: the URLs of its stores.
+        folders: those in a `root_dir`, whose parents the adapter creates.
+        shared_bytes: bytes that its workers share in `/dev/shm`.
+    """
+
+    page = ""
+    """Where the options are described."""
+
+    def __init__(self) -> None:
+        self.ours: list[str] = []
+        self.wrong: list[str] = []
+        self.unused: list[str] = []
+        self.urls: list[str] = []
+        self.folders: list[str] = []
+        self.shared_bytes = 0
+
+    def _note(self, check: Callable[[dict[str, Any]], None], given: Any) -> None:
+        """Call a check, and keep what it refuses."""
+        try:
+            check(given)
+        except BlockyardError as error:
+            self.wrong.append(str(error))
+
+    def _is_ours(self, place: ClassPlace, given: Mapping[str, Any]) -> bool:
+        """Whether a configuration means a class of ours; what is wrong with its name or module is kept."""
+        name, path = given.get(place.name), given.get(place.path)
+        is_path = path is not None and ("blockyard" in str(path).lower() or _is_like(path, (place.module,)))
+        if name in place.builtin or (name is None and place.builtin):
+            if is_path:
+                self.unused.append(f"{place.path!r} (needs {place.name!r}: {' or '.join(map(repr, place.ours))})")
+            return False
+        is_name = "blockyard" in str(name).lower() or (path is None and _is_like(name, place.ours))
+        if not is_path and not is_name:
+            return False
+        if name not in place.ours:
+            must = " or ".join(map(repr, place.ours))
+            self.wrong.append(f"{place.name} is {name!r:.100}{nearest(name, place.ours)}, must be {must}")
+        if path is None:
+            self.wrong.append(f"{place.name} is {name!r:.100} without {place.path}, which must be {place.module!r}")
+        elif path != place.module and not _has(path, name, place):
+            self.wrong.append(
+                f"{place.path} is {path!r:.100}{nearest(path, (place.module,))}, must be {place.module!r}"
+            )
+        return True
+
+    def _use(self, url: str, root_dir: object, what: str = "a store,") -> None:
+        self.ours.append(f"{what} {public_url(url)}")
+        self.urls.append(url)
+        if root_dir is not None:
+            self.folders.append(url)
+
+
+class VllmConfig(EngineConfig):
+    """What a `--kv-transfer-config` says of Blockyard.
+
+    Args:
+        config: the JSON.
+    """
+
+    page = "docs/engines/vllm.md"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._adapter = import_module(f"{_VLLM}.spec")
+        self._connector(config)
+
+    def _connector(self, config: Mapping[str, Any]) -> None:
+        self._note(_check_fields, config)
+        extra = config.get("kv_connector_extra_config") or {}
+        if not isinstance(extra, dict):
+            return  # it is wrong, see `_check_fields`
+        if config.get("kv_connector") == "MultiConnector":
+            for child in extra.get("connectors") or ():
+                self._connector(child)
+        elif self._is_ours(_CONNECTOR, config):
+            for name, ours in (("spec_name", "BlockyardSpec"), ("spec_module_path", _VLLM)):
+                if extra.get(name, ours) != ours:
+                    self.wrong.append(f"{name} is {extra[name]!r:.100}, but BlockyardKVConnector has {ours!r}")
+            self._note(self._read_ours, extra)
+        elif config.get("kv_connector") == "OffloadingConnector":
+            self._note(self._read_ours if self._is_ours(_SPEC, extra) else self._read_theirs, extra)
+
+    def _read_ours(self, extra: dict[str, Any]) -> None:
+        options = self._adapter.check_options(extra)
+        self.unused += options.unused
+        self.ours.append(f"{gib(options.host_bytes)} of host memory")
+        if options.url is not None:
+            self.urls.append(options.url)
+            self.shared_bytes += options.host_bytes
+
+    def _read_theirs(self, extra: dict[str, Any]) -> None:
+        """Read the options of a spec of vLLM, which may name a policy or tiers of ours."""
+        spec = extra.get("spec_name", "CPUOffloadingSpec")
+        if spec not in _SPEC.builtin:
+            return  # somebody else's
+        known = self._adapter.OPTIONS
+        for name in extra:
+            if name not in known[spec]:
+                others = [other for other in _SPEC.builtin if name in known[other]]
+                remedy = f" (needs 'spec_name': {others[0]!r})" if others else nearest(name, known[spec])
+                self.unused.append(f"{name!r}{remedy}")
+        is_named = self._is_ours(_POLICY, extra)
+        if is_named:
+            self.ours.append(f"eviction policy {extra.get('eviction_policy')}")
+        for tier in extra.get("secondary_tiers") or () if "secondary_tiers" in known[spec] else ():
+            if isinstance(tier, dict) and self._is_ours(_TIER, tier):
+                is_named = True
+                self._note(self._read_tier, tier)
+        if is_named:
+            self._note(self._adapter.check_connectors, extra)
+            self._note(_check_numbers, extra)
+
+    def _read_tier(self, tier: dict[str, Any]) -> None:
+        url, _ = import_module(f"{_VLLM}.tier").check_options(**tier)
+        self._use(url, tier.get("root_dir"), "a tier over")
+
+
+class SGLangConfig(EngineConfig):
+    """What a `--hicache-storage-backend-extra-config` or an external linker's configuration says of Blockyard.
+
+    Args:
+        config: the JSON.
+    """
+
+    page = "docs/engines/sglang.md"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        if any(name in config for name in ("linker", "linker_module_path", "linker_extra_config")):
+            self._note(_check_linker, config)
+            if self._is_ours(_LINKER, config):
+                self._note(self._read_linker, config)
+        elif self._is_ours(_HICACHE, config):
+            self._note(self._read_hicache, config)
+
+    def _read_linker(self, config: Mapping[str, Any]) -> None:
+        found = import_module(f"{_SGLANG}.linker").read_options(config.get("linker_extra_config") or {})
+        self._use(place_url(found.root_dir, found.url, found.size, "doctor"), found.root_dir)
+
+    def _read_hicache(self, config: Mapping[str, Any]) -> None:
+        storage = import_module(f"{_SGLANG}.storage")
+        for name in storage.SGLANGS_OWN:
+            if name not in config:
+                raise InvalidArgumentError(f"{name} is missing, which SGLang needs for a dynamic backend")
+        for name, types in _HICACHES_OWN.items():
+            value = config.get(name)
+            if name in config and (not isinstance(value, types) or (bool not in types and isinstance(value, bool))):
+                wanted = " or ".join(kind.__name__ for kind in types)
+                raise InvalidArgumentError(f"{name} is {value!r:.100}, must be {wanted}")
+        found = storage.read_options({name: value for name, value in config.items() if name not in _HICACHES_OWN})
+        self._use(place_url(found.root_dir, found.url, found.size, "doctor"), found.root_dir)
+
+
+class LMCacheConfig(EngineConfig):
+    """What an `--l2-adapter` says of Blockyard.
+
+    Args:
+        config: the JSON.
+    """
+
+    page = "docs/engines/lmcache.md"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        if self._is_ours(_ADAPTER, config):
+            if config.get("type") != "native_plugin":
+                self.wrong.append(f"type is {config.get('type')!r:.100}, must be 'native_plugin'")
+            if "max_capacity_gb" in config:
+                self.unused.append("'max_capacity_gb' (leave it out: the store has its own limit, size)")
+            self._note(self._read, config.get("adapter_params") or {})
+
+    def _read(self, given: Mapping[str, Any]) -> None:
+        import_module(f"{_LMCACHE}.connector").read_options(given)
+        self._use(
+            place_url(given.get("root_dir"), given.get("url"), given.get("size"), "lmcache"), given.get("root_dir")
+        )
+
+
+def _check_fields(config: Mapping[str, Any]) -> None:
+    """Check the names and values that vLLM reads itself, as it does."""
+    theirs = import_module("vllm.config").KVTransferConfig
+    refuse_unknown("--kv-transfer-config", config, [field.name for field in dataclasses.fields(theirs)])
+    try:
+        theirs(**config)
+    except (TypeError, ValueError) as error:
+        details = error.errors() if hasattr(error, "errors") else ()  # pydantic's
+        said = [": ".join([*map(str, detail["loc"]), detail["msg"]]) for detail in details]
+        raise InvalidArgumentError("; ".join(said) or str(error)) from None
+
+
+def _check_numbers(extra: Mapping[str, Any]) -> None:
+    """Check the numbers of vLLM's own specs, which read no units."""
+    for name, least, default in (("cpu_bytes_to_use", 1, 0), ("store_threshold", 0, 0), ("max_tracker_size", 1, 1)):
+        value = extra.get(name, default)
+        try:
+            is_right = not isinstance(value, bool) and int(value) >= least
+        except (TypeError, ValueError, OverflowError):
+            is_right = False
+        if not is_right:
+            raise InvalidArgumentError(f"{name} is {value!r:.100}, must be a whole number from {least}, without a unit")
+
+
+def _check_linker(config: Mapping[str, Any]) -> None:
+    refuse_unknown("the linker's configuration", config, ("linker", "linker_module_path", "linker_extra_config"))
+
+
+def _is_like(name: object, ours: tuple[str, ...]) -> bool:
+    by_lower = [known.lower() for known in ours]
+    return bool(get_close_matches(str(name).lower(), by_lower, n=1, cutoff=_ALIKE))
+
+
+def _has(path: object, name: object, place: ClassPlace) -> bool:
+    """Whether a module of Blockyard's adapter has a class of ours; modules of others are not imported."""
+    if name not in place.ours or not str(path).startswith(f"{place.module}."):
+        return False
+    try:
+        return hasattr(import_module(str(path)), str(name))
+    except ImportError:
+        return False
+
+
+def gib(count: int) -> str:
+    """Return a number of bytes in GiB, with three digits."""
+    return f"{count / (1 << 30):.3g} GiB"
