@@ -179,7 +179,7 @@ class LoadingAhead:
         hashed = self._hashed(idle)
         self._change.begun = True
         idle.lease = self._jobs.lease(hashed, share=share)
-        while idle.lease is None and self._retained.give_up():
+        while idle.lease is None and first == 0 and self._retained.give_up():
             idle.lease = self._jobs.lease(hashed, share=share)
         if idle.lease is not None:
             self._leased.append(idle)

@@ -57,7 +57,8 @@ class Request:
         hint: what you know of the conversation when the request ends: `"over"`, `"tool_call"` or `"turn"`, see
             `BlockManager.free`; None if you do not know.
         retain: seconds for which the blocks of its sequences are evicted after all other cached blocks once they end.
-            They make room for whatever needs it. Needs prefix caching.
+            They make room for whatever needs it. Ends with the scheduler's next step after that time. Needs prefix
+            caching.
 
     Example:
         >>> from blockyard import Request
