@@ -268,7 +268,7 @@ def test_blocks_leave_the_extents_beyond_the_end_while_their_request_runs():
 
 def test_a_request_that_lacks_blocks_of_one_class_once_a_split_has_shrunk_is_refused():
     full, window = CacheGroup.full_attention().with_blocks(bytes=1 << 14), CacheGroup.sliding_window(64)
-    arena = Arena.split([40, 40], max_device_blocks=[60, 60])
+    arena = Arena.split(device_blocks=[40, 40], max_device_blocks=[60, 60])
     manager = BlockManager(block_size=16, groups=[full, window.with_blocks(bytes=1 << 15)], arena=arena, watermark=0.0)
     scheduler = Scheduler(manager, max_num_batched_tokens=512)
     scheduler.add(Request("early", list(range(300)), max_tokens=100))
