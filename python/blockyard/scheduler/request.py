@@ -79,10 +79,12 @@ class Request:
     retain: float = 0.0
 
     def __post_init__(self) -> None:
-        """Turn NumPy's integers into ints, whose sums do not overflow. `Scheduler.add` refuses all other values."""
+        """Turn NumPy's numbers into Python's, whose sums do not overflow. `Scheduler.add` refuses all other values."""
         for name in ("max_tokens", "n", "priority", "lora_id"):
             if isinstance(value := getattr(self, name), np.integer):
                 object.__setattr__(self, name, int(value))
+        if isinstance(self.retain, np.number):
+            object.__setattr__(self, "retain", float(self.retain))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
