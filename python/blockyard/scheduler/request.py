@@ -80,11 +80,9 @@ class Request:
 
     def __post_init__(self) -> None:
         """Turn NumPy's numbers into Python's, whose sums do not overflow. `Scheduler.add` refuses all other values."""
-        for name in ("max_tokens", "n", "priority", "lora_id"):
-            if isinstance(value := getattr(self, name), np.integer):
-                object.__setattr__(self, name, int(value))
-        if isinstance(self.retain, np.number):
-            object.__setattr__(self, "retain", float(self.retain))
+        for name in ("max_tokens", "n", "priority", "lora_id", "retain"):
+            if isinstance(value := getattr(self, name), np.number if name == "retain" else np.integer):
+                object.__setattr__(self, name, value.item())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
