@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from cache_machine import Op
@@ -97,6 +98,25 @@ def test_a_prompt_that_fits_by_blocks_but_not_by_bytes_is_admitted(external: int
         mode="recompute",
     )
     assert failure(Program(config, LAST_EXTENTS)) is None
+
+
+NO_EXTENT_LEFT = (
+    Op("truncate", 60985, 0, 0, 14768, 376785515, -1),
+    Op("load", 0, 0, 0, 53452, 848837290, -1),
+    Op("swap", 0, 0, 17127, 0, 373363590, -1),
+    Op("step", 0, 0, 63269, 0, 573444855, -1),
+    Op("swap", 0, 0, 52301, 0, 958806193, -1),
+    Op("append", 0, 0, 1444, 0, 740801122, -1),
+    Op("resize", 0, 0, 0, 0, 733048057, -1),
+)
+
+
+def test_a_swapped_request_is_recomputed_if_nothing_else_can_make_room():
+    """What it has cached leaves no extent to its states once the arena has shrunk: it waited for ever."""
+    sizes: dict[str, Any] = {"block_size": 1, "device": 8, "external": 0, "room": 6, "staging": 6, "chunk": 64}
+    more: dict[str, Any] = {"store": "through", "groups": "full state", "classes": True, "reuse": "fifo"}
+    config = Config(**sizes, **more, max_recorded=1 << 20, scheduler=True, mode="swap", swap_cost=0.0)
+    assert failure(Program(config, NO_EXTENT_LEFT)) is None
 
 
 def test_after_real_signals_no_byte_is_wrong_and_nothing_is_stuck(programs: int):

@@ -264,3 +264,30 @@ def left_once_shrunk(policy: DefragPolicy | None) -> int:
 def test_blocks_leave_the_extents_beyond_the_end_while_their_request_runs():
     assert left_once_shrunk(None) == 0
     assert left_once_shrunk(DefragPolicy([("extents", 0)])) == 1
+
+
+def test_a_request_that_lacks_blocks_of_one_class_once_a_split_has_shrunk_is_refused():
+    full, window = CacheGroup.full_attention().with_blocks(bytes=1 << 14), CacheGroup.sliding_window(64)
+    arena = Arena.split(device_blocks=[40, 40], max_device_blocks=[60, 60])
+    manager = BlockManager(block_size=16, groups=[full, window.with_blocks(bytes=1 << 15)], arena=arena, watermark=0.0)
+    scheduler = Scheduler(manager, max_num_batched_tokens=512)
+    scheduler.add(Request("early", list(range(300)), max_tokens=100))
+    manager.defrag.resize([40, 3])
+    step = scheduler.schedule()
+    scheduler.complete(step.decision.ticket)
+    (finished,) = scheduler.update(step, [0] * step.num_draws)
+    assert isinstance(finished.error, OutOfBlocksError)
+    with pytest.raises(OutOfBlocksError, match=r"needs more blocks of a page class than the \[40, 3\] that there are"):
+        scheduler.add(Request("late", list(range(300)), max_tokens=100))
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_prompts_whose_bytes_fit_a_split_wait_for_the_blocks_of_each_class(caching: bool):
+    full = CacheGroup.full_attention()
+    groups = [full.with_blocks(bytes=64), full.with_blocks(bytes=32, tokens=2)]
+    arena = Arena.split(device_blocks=[24, 24])
+    manager = BlockManager(block_size=4, groups=groups, arena=arena, watermark=0.0, prefix_caching=caching)
+    scheduler = Scheduler(manager)
+    for number in range(2):  # each needs 20 of the 24 small blocks
+        scheduler.add(Request(f"request {number}", [number * 50 + token for token in range(30)], max_tokens=10))
+    assert len(run(scheduler)) == 2

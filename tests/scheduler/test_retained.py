@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import nan
 
+import numpy as np
 import pytest
 from token_engine import Engine
 
@@ -121,3 +122,16 @@ def test_retention_that_makes_no_sense_is_refused():
     with pytest.raises(InvalidArgumentError, match="has retain 5, but there is no prefix caching"):
         engine.scheduler.add(Request("a", [1], 1, retain=5))
     assert engine.scheduler.num_unfinished == 0
+
+
+def test_a_tenant_with_a_quota_retains_nothing():
+    engine = Engine(20, prefix_caching=LRU)
+    engine.manager.prefix.set_quota(None, 2)
+    serve(engine, "A", 13, retain=60)
+    assert engine.scheduler.stats().retain_refused == 1
+    assert engine.manager.prefix.store_jobs.num_leases == 0
+
+
+def test_seconds_of_numpys_types_are_those_of_python():
+    assert Request("A", [1], 1, retain=np.float16(30)).retain == 30.0
+    assert type(Request("A", [1], 1, retain=np.float32(30)).retain) is float

@@ -365,8 +365,12 @@ class Machine(World):
 
     def do_quota(self, rig: Rig, op: Op) -> None:
         if self.config.prefix:
-            blocks = op.b % 8 if op.b % 3 else None
-            self.attempt(rig, lambda: rig.manager.prefix.set_quota(SALTS[op.a % len(SALTS)], blocks))
+            manager, salt, blocks = rig.manager, SALTS[op.a % len(SALTS)], op.b % 8 if op.b % 3 else None
+            if manager.num_page_classes == 1 or blocks is None:
+                self.attempt(rig, lambda: manager.prefix.set_quota(salt, blocks))
+            else:
+                size = manager.pool().block_stride or manager.pool().block_bytes
+                self.attempt(rig, lambda: manager.prefix.set_quota(salt, num_bytes=blocks * size))
 
     def do_reset(self, rig: Rig, op: Op) -> None:
         if self.config.prefix and not op.a % 4:

@@ -187,7 +187,7 @@ class Admission:
         """
         needs = self.needs
         shared = needs.shared(share[1]) if share else 0
-        if needs.is_full:
+        if needs.is_full and not needs.has_classes:
             need = needs.all(len(head.tokens[0])) - shared
             if taken + need <= room or not self._prefix_caching:
                 return need

@@ -54,8 +54,14 @@ class Retained:
         return len(self._order)
 
     def add(self, state: RequestState, now: float) -> None:
-        """Lease the blocks of a request's sequences, which were freed, as far as half of the unused blocks suffice."""
+        """Lease the blocks of a request's sequences, which were freed, as far as half of the unused blocks suffice.
+
+        Those of a tenant with a quota are not leased: leased blocks would not count.
+        """
         request = state.request
+        if (held := self._prefix.quota(request.salt)) is not None and held[1] is not None:
+            self._stats.retain_refused += request.n
+            return
         for generated in map(state.generated, range(request.n)):
             tokens = np.concatenate([state.prompt, generated])
             hashed = self._prefix.hash(tokens, salt=request.salt, lora_id=request.lora_id, extras=state.extras)
@@ -179,7 +185,7 @@ class LoadingAhead:
         hashed = self._hashed(idle)
         self._change.begun = True
         idle.lease = self._jobs.lease(hashed, share=share)
-        while idle.lease is None and self._retained.give_up():
+        while idle.lease is None and first == 0 and self._retained.give_up():
             idle.lease = self._jobs.lease(hashed, share=share)
         if idle.lease is not None:
             self._leased.append(idle)

@@ -246,6 +246,10 @@ class BlockNeeds:
         """Bytes of all device blocks."""
         return self._first.num_blocks * self._first_bytes
 
+    def blocks(self) -> list[int]:
+        """Device blocks of each page class."""
+        return [pool.num_blocks for pool in self._pools]
+
     def usable(self) -> int:
         """Bytes of device blocks that sequences may use: all but null blocks, or their extent, and the watermark."""
         return (self._first.num_blocks - self._first.reserved - self._nulls) * self._first_bytes
@@ -438,6 +442,8 @@ def lack_of_room(needs: BlockNeeds, state: RequestState) -> OutOfBlocksError | N
     total, first, request = needs.total(), needs.sizes[0][1], state.request.request_id
     if needs.has_classes:
         message = f"request {request!r} needs up to {wanted} bytes of device blocks, there are {room} for it"
+        if wanted <= room:
+            message = f"request {request!r} needs more blocks of a page class than the {needs.blocks()} that there are"
         return OutOfBlocksError(message, "device", wanted, room, total)
     wanted, total, room = -(-wanted // first), total // first, room // first
     message = f"request {request!r} needs up to {wanted} device blocks and {total - room} kept free, there are {total}"

@@ -57,7 +57,8 @@ class Request:
         hint: what you know of the conversation when the request ends: `"over"`, `"tool_call"` or `"turn"`, see
             `BlockManager.free`; None if you do not know.
         retain: seconds for which the blocks of its sequences are evicted after all other cached blocks once they end.
-            They make room for whatever needs it. Needs prefix caching.
+            They make room for whatever needs it. Ends with the scheduler's next step after that time. Needs prefix
+            caching.
 
     Example:
         >>> from blockyard import Request
@@ -78,10 +79,10 @@ class Request:
     retain: float = 0.0
 
     def __post_init__(self) -> None:
-        """Turn NumPy's integers into ints, whose sums do not overflow. `Scheduler.add` refuses all other values."""
-        for name in ("max_tokens", "n", "priority", "lora_id"):
-            if isinstance(value := getattr(self, name), np.integer):
-                object.__setattr__(self, name, int(value))
+        """Turn NumPy's numbers into Python's, whose sums do not overflow. `Scheduler.add` refuses all other values."""
+        for name in ("max_tokens", "n", "priority", "lora_id", "retain"):
+            if isinstance(value := getattr(self, name), np.number if name == "retain" else np.integer):
+                object.__setattr__(self, name, value.item())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import gt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -182,7 +183,7 @@ class Scheduler:
         self._leaving: list[RequestState] = []  # their rows are freed once no step is in flight
         self._refused: list[RequestState] = []  # to be reported by `update`
         self._in_flight: Step | None = None
-        self._capacity = self._pools[0].num_blocks  # as of the last check which requests fit the device
+        self._capacity = self._needs.blocks()  # as of the last check which requests fit the device
 
     @property
     def num_unfinished(self) -> int:
@@ -235,7 +236,7 @@ class Scheduler:
         try:
             self._stop_tokens.add(state.stops)
             # Else it would go unchecked if the device shrinks back to its size at the last step.
-            self._capacity = max(self._capacity, self._pools[0].num_blocks)
+            self._capacity = list(map(max, self._capacity, self._needs.blocks()))
             self._num_added += 1
             mixed = bool(self._requests) and (self._mixed or state.rank[0] != self._priority)
             self._waiting.push(IdleSequences(state, [0], [state.prompt], forks=request.n - 1))
@@ -348,14 +349,15 @@ class Scheduler:
     def plain_steps(self) -> PlainSteps | None:
         """Return the next steps if they can only add one token to each running sequence, to `schedule_plain` them.
 
-        None over a `KVCache`, with windows or states, while a step is in flight, without sequences, or if a request
-        waits, loads, is swapped out, computes its prompt or has stop tokens.
+        None over a `KVCache`, with windows or states, with draft tokens, without `overlap_io`, while a step is in
+        flight, without sequences, or if a request waits, loads, is swapped out, computes its prompt, has stop tokens or
+        has retained blocks.
         """
         rows, is_still = self._rows, self._in_flight is None and not (self._change.begun or self._loop)
         others = (self._waiting, self._swapping, self._leaving, self._refused, self._stop_tokens, self._defragment)
-        is_still &= not any(others) and not self._admission.retained
+        is_still &= not (any(others) or self._admission.retained or self._num_lookahead_tokens) and self._overlap_io
         is_plain = is_still and self._needs.is_full and 0 < rows.count == rows.decodes
-        return PlainSteps(rows) if is_plain and self._capacity <= self._pools[0].num_blocks else None
+        return PlainSteps(rows) if is_plain and not self._has_shrunk() else None
 
     def schedule_plain(self, token_ids: ArrayLike, times: Sequence[float]) -> tuple[int, Step | None]:
         """Decide plain steps in one call, for a simulated engine: the state is that after `schedule` and `update`.
@@ -667,7 +669,7 @@ class Scheduler:
                 self._waiting.push(idle)
             if not state.alive:
                 self._refused.append(state)
-        self._capacity = sys.maxsize  # check again which requests fit the device
+        self._capacity = [sys.maxsize] * len(self._capacity)  # check again which requests fit the device
         self._change.begun = False
 
     def _drop_leaving(self) -> None:
@@ -724,11 +726,15 @@ class Scheduler:
     def _lack_of_room(self, state: RequestState) -> OutOfBlocksError | None:
         return options.lack_of_room(self._needs, state)
 
+    def _has_shrunk(self) -> bool:
+        """Whether a page class has fewer blocks than at the last check which requests fit the device."""
+        return any(map(gt, self._capacity, self._needs.blocks()))
+
     def _refuse_what_no_longer_fits(self) -> None:
         """After the device shrank, end the requests that `add` would now refuse. No step is in flight."""
-        before, self._capacity = self._capacity, self._pools[0].num_blocks
-        if self._capacity >= before:
+        if not self._has_shrunk():
             return
+        self._capacity = self._needs.blocks()
         for state in self._requests.values():
             if state.error is None and (lack := self._lack_of_room(state)) is not None:
                 self._rows.leave(state)

@@ -127,8 +127,9 @@ class Swapping:
             if status == AllocStatus.LATER:
                 if fit.blocks and self._give_up_lease(idle.rank[:1], fit.blocks - fit.free):
                     continue  # those that wait come after it
-                break
-            if status == AllocStatus.NEVER:  # its room is gone for good, but it can be recomputed
+                if computed or self._is_busy():
+                    break
+            if status != AllocStatus.OK:  # its room is gone for good, but it can be recomputed
                 self.recompute(idle)
                 continue
             self.swapped.pop()
@@ -140,6 +141,10 @@ class Swapping:
                 continue
             computed = True
             self._run_now(idle)
+
+    def _is_busy(self) -> bool:
+        """Whether anything runs, comes back or is copied, after which there may be more room."""
+        return bool(self._rows.count or self._returning or self._landed or self._manager.num_open_tickets)
 
     def _run_now(self, idle: IdleSequences) -> None:
         """Seat sequences that have just come back, with their next tokens, in this step."""

@@ -198,8 +198,13 @@ class ExternalTier:
         return self._health[1:]
 
     @property
+    def can_write(self) -> bool:
+        """Whether `write` writes: all workers have mapped host memory, and the store has forgotten what it must."""
+        return self._region.is_complete and self._has_forgotten
+
+    @property
     def num_coming(self) -> int:
-        """Chunks that are being read, or will be from the end of this step on."""
+        """Chunks that are being read, or will be from the end of this step on, and that have no place yet."""
         with self._state:
             return len(self._wanted) + len(self._coming)
 
@@ -290,7 +295,7 @@ class ExternalTier:
             keys: of the chunks.
             reader: a request; what it has loaded from the store is not written.
         """
-        if not self._region.is_complete or not self._has_forgotten:
+        if not self.can_write:
             return
         self._reap()
         with self._state:
@@ -415,6 +420,9 @@ class ExternalTier:
                 store = keep(job.stores, partial(self._offload.prepare_store, deadline=deadline), keys)
                 if store is not None:
                     self._report([], store.evicted)
+                    with self._state:
+                        for key in store.keys:
+                            self._coming.pop(key, None)  # it is pending in host memory from now on
                 elif not self._give_room(len(keys)):
                     keys = keys[: len(keys) // 2]
         if store is None:

@@ -177,11 +177,6 @@ class BlockyardManager(OffloadingManager):
         """Chunks that a store can get: empty ones, and those whose keys can be evicted."""
         return self._offload.num_free
 
-    @property
-    def num_unwritten(self) -> int:
-        """Chunks that are being written to the store below, or wait for it."""
-        return 0 if self.external is None else self.external.num_unwritten
-
     def use_external(self, store: ExternalStore, region: SharedRegion, options: ExternalOptions) -> None:
         """Use a prefix store for chunks missing on the host, and write the host's chunks to it; see `ExternalTier`."""
         self._url = options.url

@@ -131,7 +131,7 @@ impl Pool {
     /// Peak number of blocks in use.
     #[must_use]
     pub fn peak(&self) -> usize {
-        self.peak
+        self.peak.max(self.used()) // leases take blocks of the cache into use, and do not note it
     }
 
     /// Key of a published block.

@@ -8,7 +8,7 @@ With several cache groups, of windows and states only those are stored where a l
 load needs and only the device has goes to the host first.
 
 With a prefix store below, what is computed passes through the host to the store at once, so that it outlives the
-engine. The host evicts these copies first.
+engine. Once written, these copies are the first that the host evicts.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _RunningStore:
         blocks: ids of the device blocks that it reads.
         running: number of workers that have not ended it.
         context: stands for a request.
-        is_copy: whether the device has the blocks as well.
+        copies: keys that the device will have as well when it ends.
         is_good: whether no worker has failed.
         is_stale: whether the cache was reset since.
     """
@@ -82,7 +82,7 @@ class _RunningStore:
     blocks: list[int]
     running: int
     context: ReqContext
-    is_copy: bool
+    copies: set[OffloadKey]
     is_good: bool = True
     is_stale: bool = False
 
@@ -117,11 +117,14 @@ class LenientScheduler(OffloadingConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Return the transfers of a step; vLLM 0.32 asserts that a request it has preempted does not load at once."""
-        is_idle = not (scheduler_output.total_num_scheduled_tokens or self._jobs)
+        is_idle = not (scheduler_output.total_num_scheduled_tokens or self._has_transfers())
         self._is_offered, self._is_stuck = False, self._is_offered and is_idle
         loading = {self._jobs[job].req_id for job in self._current_batch_load_jobs}
         preempted = set(scheduler_output.preempted_req_ids or ()) - loading
         return super().build_connector_meta(replace(scheduler_output, preempted_req_ids=preempted))
+
+    def _has_transfers(self) -> bool:
+        return bool(self._jobs)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note which transfers have ended, and which of them have failed."""
@@ -216,7 +219,7 @@ class ExclusiveScheduler(LenientScheduler):
         if not self._points.windows or self._brought[name] >= _MOST_BROUGHT:
             found, is_async = super().get_num_new_matched_tokens(request, computed, limit)
             return found, is_async
-        self.manager.is_elsewhere = self._is_on_device
+        self.manager.is_elsewhere, was_offered = self._is_on_device, self._is_offered
         try:
             found, is_async = super().get_num_new_matched_tokens(request, computed, limit)
         finally:
@@ -233,6 +236,7 @@ class ExclusiveScheduler(LenientScheduler):
         self._points.keep(needed)
         self._order.hold(self._held(needed))
         self._wanted.update(dict.fromkeys(missing))
+        self._is_offered = was_offered
         return None, False
 
     def _note_points(self, status: Any, found: int) -> None:
@@ -327,14 +331,24 @@ class ExclusiveScheduler(LenientScheduler):
             if (status := self._req_status.get(name)) is not None:
                 self._computed.update(dict.fromkeys(self._computed_before(status)))
         waiting = dict.fromkeys(islice(self._computed, self._num_copies()))
-        self._computed = dict.fromkeys(islice(self._computed, len(waiting), self._pool.num_gpu_blocks + len(waiting)))
+        later = islice(self._computed, len(waiting), self._pool.num_gpu_blocks + len(waiting))
         held = self.manager.find_all(list(waiting))
         new = [key for key, what in zip(waiting, held, strict=True) if what == "miss"]
-        self._store(self._computed_blocks(new, scheduler_output)[::-1], are_copies=True)
+        blocks = self._computed_blocks(new, scheduler_output)[::-1]
+        stored = self._store(blocks, are_copies=True)
+        left = [key for key, _ in reversed(blocks) if key not in stored] if self._has_transfers() else []
+        self._computed = dict.fromkeys(chain(left, later))
 
     def _num_copies(self) -> int:
         """Return how many blocks may be copied to the host for the store below."""
-        return max(0, max(1, int(self.manager.num_chunks * _COPY_SHARE)) - self.manager.num_unwritten)
+        external = self.manager.external
+        if external is None or not external.can_write:
+            return 0
+        under_way = external.num_unwritten + sum(len(store.copies) for store in self._running.values())
+        return max(0, max(1, int(self.manager.num_chunks * _COPY_SHARE)) - under_way)
+
+    def _has_transfers(self) -> bool:
+        return bool(self._running) or super()._has_transfers()
 
     def _computed_before(self, status: Any) -> list[OffloadKey]:
         """Return the keys that a request has computed since the last call, before this step, and can be needed."""
@@ -376,14 +390,24 @@ class ExclusiveScheduler(LenientScheduler):
         if given:
             self._store([(watched.pop(at), at) for at in list(watched) if at in given])
 
-    def _store(self, blocks: list[tuple[OffloadKey, int]], *, are_copies: bool = False) -> None:
+    def _store(self, blocks: list[tuple[OffloadKey, int]], *, are_copies: bool = False) -> set[OffloadKey]:
         """Store blocks whose keys the host lacks; if it has too little room, those that the pool gives away last.
 
         Of what is not at a point, states get chunks that would be empty; a window's block serves nobody alone.
+
+        Args:
+            blocks: keys, and the ids of their blocks on the device.
+            are_copies: whether the device goes on having them.
+
+        Returns:
+            The keys that are being stored.
         """
         if not blocks:
-            return
+            return set()
         found = self.manager.find_all([key for key, _ in blocks])
+        if not are_copies:  # what is being copied, too, will be on the host alone
+            for store in self._running.values():
+                store.copies.difference_update(key for key, _ in blocks)
         self._hold([key for (key, _), what in zip(blocks, found, strict=True) if what == "hit"])
         new = {key: at for (key, at), what in zip(blocks, found, strict=True) if what == "miss"}
         useful, others = self._points.sort(new)
@@ -394,19 +418,21 @@ class ExclusiveScheduler(LenientScheduler):
         context = ReqContext(req_id="")
         output = self.manager.prepare_store(keys, context) if keys else None
         if output is None or not output.keys_to_store:
-            return
+            return set()
         for key in output.evicted_keys:
             self._order.drop(key)
         stored, job = list(output.keys_to_store), self._generate_job_id()
         ids = [new[key] for key in stored]
         kept = set(stored)
         in_order = [key for key in new if key in kept]
-        self._running[job] = _RunningStore(in_order, ids, self.config.num_workers, context, are_copies)
+        copies = set(kept) if are_copies else set()
+        self._running[job] = _RunningStore(in_order, ids, self.config.num_workers, context, copies)
         self._read_by.update(dict.fromkeys(ids, job))
         sizes = Counter(map(self._place, stored))
         group_sizes = [sizes[place] for place in range(len(self._places))]
         source = GPULoadStoreSpec(ids, group_sizes=group_sizes, block_indices=[0] * len(group_sizes))
         self._new[job] = TransferJob(req_id="", src_spec=source, dst_spec=output.store_spec)
+        return kept
 
     def _place(self, key: OffloadKey) -> int:
         """Return which of the groups a key is of."""
@@ -446,8 +472,10 @@ class ExclusiveScheduler(LenientScheduler):
         """Follow what the threads of the store below have read to the host, and evicted for it."""
         if not self.manager.changes:
             return
-        changes, self.manager.changes = self.manager.changes, []
+        with self.manager.lock:
+            changes, self.manager.changes = self.manager.changes, []
         for stored, evicted in changes:
+            self._points.keep(stored)  # a request has asked for them
             for key, what in zip(evicted, self.manager.find_all(evicted), strict=True):
                 if what == "miss":
                     self._order.drop(key)
@@ -468,8 +496,9 @@ class ExclusiveScheduler(LenientScheduler):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping."""
-        has_copies = bool(self._computed) and self._num_copies() > 0
-        return has_copies or bool(self._running) or super().has_pending_push_work()
+        external = self.manager.external
+        has_copies = bool(self._computed) and external is not None and external.can_write
+        return has_copies or self._has_transfers() or super().has_pending_push_work()
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Note which transfers have ended."""
@@ -501,10 +530,9 @@ class ExclusiveScheduler(LenientScheduler):
                 del self._read_by[at]
         if not store.is_stale:
             self.manager.complete_store(store.keys, store.context, store.is_good)
-            if store.is_good and store.is_copy:
-                self._order.copy(store.keys)
-            elif store.is_good:
-                self._hold(store.keys)
+            if store.is_good:
+                self._order.copy(key for key in store.keys if key in store.copies)
+                self._hold([key for key in store.keys if key not in store.copies])
 
     def _hold(self, keys: Collection[OffloadKey]) -> None:
         """Note that only the host holds keys; what is not at a point is evicted first."""
