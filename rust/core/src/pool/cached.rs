@@ -131,7 +131,7 @@ impl Pool {
     /// Peak number of blocks in use.
     #[must_use]
     pub fn peak(&self) -> usize {
-        self.peak.max(self.used()) // leases take blocks of the cache into use, and do not note it
+        self.peak
     }
 
     /// Key of a published block.
