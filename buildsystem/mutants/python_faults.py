@@ -70,8 +70,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
                 "            if not state.seats:\n                state.lost = True",
             ),
             ("                self.manager.fail(ticket)\n", "                pass\n"),
-            ("        self._capacity = sys.maxsize  # check", "        self._capacity = 0  # check"),
-            ("        if self._capacity >= before:", "        if self._capacity <= before:"),
+            ("        self._capacity = [sys.maxsize] *", "        self._capacity = [0] *"),
+            ("        if not self._has_shrunk():", "        if self._has_shrunk():"),
         ],
     ),
     (

@@ -217,7 +217,7 @@ def step_of_cache(**options: Any) -> Any:
 
 
 def plain(token_ids: Any) -> Any:
-    scheduler = Scheduler(BlockManager(block_size=4, device_blocks=8))
+    scheduler = Scheduler(BlockManager(block_size=4, device_blocks=8), overlap_io=True)
     for name in "ab":
         scheduler.add(Request(name, [1, 2, 3], max_tokens=4))
     step = scheduler.schedule()
