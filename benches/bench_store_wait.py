@@ -3,7 +3,7 @@
     python benches/bench_store_wait.py [--requests 4000]
 
 One engine prefills prompts one after the other; four threads read chunks of 64 tokens for all waiting requests, in
-order. A request that waits no longer computes what has not arrived, and its reads that have not begun are dropped.
+order. Once a request stops waiting, it computes what has not arrived; reads that have not begun are dropped.
 For each store and each rule: mean and 99th percentile of the time to first token, and the share of stored tokens that
 were not computed. Virtual time: the figures are the same everywhere. `5 s` and `.25 s` are the times of vLLM's adapter
 and of `KVCache` alone. `today` is what a `KVCache` does: .25 s, and after a load that was late, one request at a time

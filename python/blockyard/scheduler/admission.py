@@ -183,7 +183,7 @@ class Admission:
     def _need(self, head: IdleSequences, share: tuple[int, int] | None, taken: int, room: int) -> int:
         """Return the bytes that a prompt takes. Sets its chunk: as long as the device could hold if it were empty.
 
-        With full attention alone, chunks make no difference.
+        With full attention alone in blocks of one page class, chunks make no difference.
         """
         needs = self.needs
         shared = needs.shared(share[1]) if share else 0

@@ -129,7 +129,7 @@ class Swapping:
                     continue  # those that wait come after it
                 if computed or self._is_busy():
                     break
-            if status != AllocStatus.OK:  # its room is gone for good, but it can be recomputed
+            if status != AllocStatus.OK:  # nothing will make room for it, but it can be recomputed
                 self.recompute(idle)
                 continue
             self.swapped.pop()

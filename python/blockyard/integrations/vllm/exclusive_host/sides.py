@@ -37,7 +37,7 @@ __all__ = ["ExclusiveScheduler", "ExclusiveWorker", "LenientScheduler"]
 _STEPS_AHEAD: Final = 2
 """Number of steps whose blocks are stored in advance: a store ends one or two steps later."""
 _COPY_SHARE: Final = 0.125
-"""Share of the host that chunks on their way to the store take at most."""
+"""Share of the host up to which blocks that the device has as well are copied to it for the store."""
 _MOST_BROUGHT: Final = 2
 """How often a request waits while blocks of the device go to the host for it."""
 
