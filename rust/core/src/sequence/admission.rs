@@ -133,13 +133,15 @@ impl Sequences {
             hold(start, prompt.saturating_add(answer));
             return most;
         }
-        let mut grow = |mut from: u32, to: u32, chunk: u32| {
-            let steps = (to - from).div_ceil(chunk);
-            from += chunk * steps.saturating_sub(self.groups.period(chunk, size));
-            while from < to {
-                let end = to.min(from.saturating_add(chunk));
-                hold(from, end);
-                from = end;
+        let mut grow = |from: u32, to: u32, chunk: u32| {
+            let period = self.groups.period(chunk, size);
+            // Most is held in the last steps, or in the last ones that begin before chunked attention leaves a chunk.
+            let ends = self.groups.chunk_ends(from..to, chunk).map(|end| (end - from).div_ceil(chunk));
+            for last in ends.chain([(to - from).div_ceil(chunk)]) {
+                for step in last.saturating_sub(period)..last {
+                    let begin = from + step * chunk;
+                    hold(begin, to.min(begin.saturating_add(chunk)));
+                }
             }
         };
         let mut from = start;
