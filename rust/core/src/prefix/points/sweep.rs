@@ -65,6 +65,7 @@ impl Both<'_> {
                 self.bury(block);
             } else if now > 0 && self.points.outside.unbury(block) {
                 self.order.insert(block);
+                self.points.bring_companions(block, false);
             }
         }
     }
