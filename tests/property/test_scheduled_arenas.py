@@ -1,4 +1,4 @@
-"""Schedulers over page classes whose device is resized: what `add` accepts ends, and all runs of a program are alike."""
+"""Schedulers over page classes whose device is resized: what `add` accepts ends, and all runs are alike."""
 
 import os
 import subprocess
@@ -29,7 +29,9 @@ def test_the_same_program_decides_the_same_in_another_process_at_the_same_times(
 
     def output(hash_seed: str) -> str:
         environment = {**os.environ, "PYTHONPATH": f"{SUPPORT}", "PYTHONHASHSEED": hash_seed}
-        made = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True)
+        made = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True
+        )
         return made.stdout
 
     first, second = output("1"), output("2")

@@ -76,7 +76,9 @@ class ArenaProgram:
     def add(self) -> None:
         """Add a request, if it could finish."""
         random, scheduler = self.random, self.scheduler
-        prompt = [7] * random.choice([0, 0, 4, 9]) + [random.randrange(5) for _ in range(random.choice([1, 2, 5, 9, 20]))]
+        prompt = [7] * random.choice([0, 0, 4, 9]) + [
+            random.randrange(5) for _ in range(random.choice([1, 2, 5, 9, 20]))
+        ]
         self.counts["added"] += 1
         name, most, count = f"{self.counts['added']}", random.choice([1, 3, 9, 30]), random.choice([1, 1, 1, 2])
         try:
@@ -107,7 +109,7 @@ class ArenaProgram:
         for finished in self.scheduler.update(step, [self.random.randrange(5) for _ in range(step.num_draws)]):
             self.digest.update(repr((finished.request.request_id, finished.outputs)).encode())
             self.counts["shrunk away" if finished.error else "finished"] += 1
-        alone = getattr(self.scheduler._rows, "alone", None)  # noqa: SLF001 (whether the case that this is about was met)
+        alone = self.scheduler._rows.alone  # whether the case that this is about was met
         self.counts["alone"] += alone is not None and alone.alive
 
     def run(self) -> None:

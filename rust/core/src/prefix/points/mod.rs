@@ -283,6 +283,9 @@ impl Points {
 
     /// Puts the unused companions of an anchor among the dead, unless another anchor needs them, or takes them out.
     fn bring_companions(&mut self, anchor: BlockId, to_dead: bool) {
+        if self.companions == 0 {
+            return;
+        }
         let companions = self.bundles.get(&anchor).map_or_else(Vec::new, |bundle| bundle.companions.to_vec());
         for block in companions {
             if to_dead && !self.serves_another(block, anchor) && self.outside.remove_idle(block) {
@@ -396,8 +399,11 @@ impl Both<'_> {
     fn enliven(&mut self, mut anchor: BlockId, mut before: impl Iterator<Item = BlockId>) {
         let has_dead = self.points.outside.has_dead();
         loop {
-            if has_dead && self.points.outside.unbury(anchor) {
-                self.order.insert(anchor);
+            if has_dead {
+                if self.points.outside.unbury(anchor) {
+                    self.order.insert(anchor);
+                }
+                // A sequence can use it, and have copies of its companions, while these are still among the dead.
                 self.points.bring_companions(anchor, false);
             }
             self.points.is_broken |= self.points.companions(anchor).is_none();

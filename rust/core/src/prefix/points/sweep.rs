@@ -63,8 +63,10 @@ impl Both<'_> {
             self.points.reasons[block.index()] = now;
             if now == 0 && before > 0 && self.order.remove(block, Departure::Gone) {
                 self.bury(block);
-            } else if now > 0 && self.points.outside.unbury(block) {
-                self.order.insert(block);
+            } else if now > 0 {
+                if self.points.outside.unbury(block) {
+                    self.order.insert(block);
+                }
                 self.points.bring_companions(block, false);
             }
         }
