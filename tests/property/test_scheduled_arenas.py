@@ -9,13 +9,13 @@ from pathlib import Path
 from arena_program import ArenaProgram
 from hypothesis import settings
 
-PROGRAMS = 3000 if settings().max_examples >= 1000 else 150
+PROGRAMS = range(4000) if settings().max_examples >= 1000 else [*range(140), 193, 267, 288, 388, 399]
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def test_what_a_scheduler_accepts_ends_whatever_the_sizes_of_its_device_were_before():
     counts: Counter[str] = Counter()
-    for seed in range(PROGRAMS):
+    for seed in PROGRAMS:
         program = ArenaProgram(seed)
         program.run()
         assert not program.scheduler.num_unfinished, f"program {seed}: {program.counts}"
