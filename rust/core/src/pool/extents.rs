@@ -472,7 +472,7 @@ impl Pool {
 
     /// Whether classes pack their blocks.
     #[inline]
-    pub(super) fn is_packing(&self) -> bool {
+    pub(crate) fn is_packing(&self) -> bool {
         self.extents.as_deref().is_some_and(|extents| extents.packing.is_some())
     }
 

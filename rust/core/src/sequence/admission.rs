@@ -41,8 +41,9 @@ impl Sequences {
     /// Gives up what keeps a prompt from fitting, where it fits without that. With several page classes that is what it
     /// found: an extent with a found block cannot go to another class, and the prompt could wait for it forever. A found
     /// window or chunk stays beside the blocks that the first new tokens take, so it could raise the peak: where nothing
-    /// is in use, waiting would not help. With states it is its resume points, if the device has no room for the states
-    /// there besides its own.
+    /// is in use, waiting would not help. While classes pack their blocks, the only sequence finds nothing: what it found
+    /// would lie in as many extents as before. With states it is its resume points, if the device has no room for the
+    /// states there besides its own.
     pub(super) fn give_up<'a>(
         &self,
         view: View<'_>,
@@ -55,9 +56,10 @@ impl Sequences {
         if !hits_may_lack && !keeps_states {
             return;
         }
+        let packs = device.is_packing() && !self.rows.iter().any(|(_, row)| row.tier == Tier::Device);
         for (prompt, found) in prompts.iter().zip(matches) {
             let status = |found: &Match<'a>| self.fit_of(view, prompt, std::slice::from_ref(found), grows).status;
-            if hits_may_lack && found.hits > 0 && status(found) != AllocStatus::Ok {
+            if hits_may_lack && found.hits > 0 && (packs || status(found) != AllocStatus::Ok) {
                 let alone = found.without_hits();
                 if status(&alone) == AllocStatus::Ok {
                     *found = alone;
