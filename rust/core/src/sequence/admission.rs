@@ -56,7 +56,7 @@ impl Sequences {
         if !hits_may_lack && !keeps_states {
             return;
         }
-        let packs = device.is_packing() && !self.rows.iter().any(|(_, row)| row.tier == Tier::Device);
+        let packs = self.begins_packed(view);
         for (prompt, found) in prompts.iter().zip(matches) {
             let status = |found: &Match<'a>| self.fit_of(view, prompt, std::slice::from_ref(found), grows).status;
             if hits_may_lack && found.hits > 0 && (packs || status(found) != AllocStatus::Ok) {
@@ -73,6 +73,11 @@ impl Sequences {
                 }
             }
         }
+    }
+
+    /// Whether a sequence that begins now is the only one on a device whose classes pack their blocks.
+    pub(super) fn begins_packed(&self, view: View<'_>) -> bool {
+        view.tiers.device().is_packing() && !self.rows.iter().any(|(_, row)| row.tier == Tier::Device)
     }
 
     /// Whether a prompt fits that has found what is its only match.
