@@ -19,6 +19,7 @@ from blockyard.errors import (
 )
 from blockyard.integrations.transformers import Generator
 from blockyard.stores import ThreadedStore, register
+from blockyard.stores.url import read_bytes
 
 SIZES: dict[str, Any] = {"num_layers": 2, "block_size": 4, "num_kv_heads": 1, "head_size": 8}
 LAYOUT = KVLayout("kv_first", dtype="float32", **SIZES)
@@ -41,6 +42,13 @@ def test_host_bytes_that_are_too_many_blocks_name_the_argument_that_was_given():
     assert str(error.value) == (
         "host_bytes is '100TiB', 214748364800 blocks of 512 bytes, must be at most 2147483647 blocks"
     )
+
+
+@pytest.mark.parametrize(("given", "meant"), [("20MiB", "20"), (20, "20"), ("0.5 kB", "0.5"), ("5000", ""), ("0", "")])
+def test_a_size_that_holds_no_chunk_asks_whether_gib_were_meant(given: Any, meant: str):
+    with pytest.raises(InvalidArgumentError) as error:
+        read_bytes("host_bytes", given, holds=1 << 30, what="chunk")
+    assert str(error.value).endswith(f'bytes; did you mean "{meant}GiB"?' if meant else "chunk of 1073741824 bytes")
 
 
 def test_a_prefix_store_needs_prefix_caching():

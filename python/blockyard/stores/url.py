@@ -21,6 +21,7 @@ __all__ = [
     "StoreURL",
     "hide_secrets",
     "is_secret_name",
+    "meant",
     "parse_size",
     "public_repr",
     "public_url",
@@ -295,7 +296,7 @@ def read_bytes(name: str, value: int | str, *, holds: int, what: str = "block") 
         what: name of the item.
 
     Raises:
-        InvalidArgumentError: the value is not a size, or too small. For a small bare number, the message suggests GiB.
+        InvalidArgumentError: the value is not a size, or too small. For a small number, the message suggests GiB.
     """
     try:
         size = parse_size(value) if isinstance(value, str) else index(value)
@@ -306,7 +307,7 @@ def read_bytes(name: str, value: int | str, *, holds: int, what: str = "block") 
     if isinstance(value, bool) or not 0 <= size <= MAX_BYTES:
         raise InvalidArgumentError(f'{name} is {value!r}, must be 0 to 2**62 bytes, or text such as "64GiB"')
     if size < holds:
-        raise InvalidArgumentError(f"{name} is {value}: {_too_small(size, holds, what)}")
+        raise InvalidArgumentError(f"{name} is {value}: {size} bytes hold no {what} of {holds} bytes{meant(value)}")
     return size
 
 
@@ -324,10 +325,12 @@ def require_room(url: str, bytes_per_block: int) -> None:
         except ValueError:
             continue
         if 0 < size < bytes_per_block:
-            why = _too_small(size, bytes_per_block, "slot" if name == "size" else "block")
+            what = "slot" if name == "size" else "block"
+            why = f"{size} bytes hold no {what} of {bytes_per_block} bytes{meant(options[name])}"
             raise kind(f"{public_url(url)!r}: '{name}={options[name]}': {why}")
 
 
-def _too_small(size: int, holds: int, what: str) -> str:
-    """Return a message for a size that is too small. Every unit is at least 1 kB, so a number below has no unit."""
-    return f"{size} bytes hold no {what} of {holds} bytes" + (f'; did you mean "{size}GiB"?' if 0 < size < 1000 else "")
+def meant(value: int | str) -> str:
+    """Return a remedy for a size that is too small: `; did you mean "20GiB"?` for 20 or `"20MiB"`, or nothing."""
+    match = re.fullmatch(r"0*([0-9]{1,3}(?:\.[0-9]{1,6})?) ?(?:[kKM]i?B|B)?", str(value), flags=re.ASCII)
+    return f'; did you mean "{match[1]}GiB"?' if match and float(match[1]) else ""
