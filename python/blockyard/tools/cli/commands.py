@@ -57,6 +57,8 @@ def doctor(options: argparse.Namespace) -> Result:
     """Check the installation, and a set-up if one is named."""
     from blockyard.tools.doctor import run_doctor, worst  # noqa: PLC0415 (looks for torch)
 
+    if options.config is not None and not options.config.exists():
+        raise InvalidArgumentError(f"cannot read {options.config}: there is no such file")
     with show_progress("doctor", quiet=options.quiet) as view:
         checks = run_doctor(view)
         if options.store is not None:
