@@ -57,7 +57,7 @@ def test_a_server_lists_namespaces_tenants_and_swap_space(server: Server):
         report = chosen(url)
         assert by_model(report) == {"tiny": 8, "big": 3, "swap": 2}
         tenants = {group.parts.get("model"): group.tenant for group in report.groups}
-        assert tenants["big"] == ""
+        assert tenants == {"tiny": TENANT.hex()[:16], "big": "", None: ""}, "the digits that a file has for it, too"
         assert chosen(url, tenant=tenants["tiny"]).blocks == 8
         assert report.bytes > 13 * LAYOUT.bytes_per_block
         assert report.facts["used_memory"] > report.bytes

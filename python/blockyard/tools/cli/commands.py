@@ -191,7 +191,8 @@ def store(options: argparse.Namespace) -> Result:
         stores.show(found, options.action, stream)
         if is_rm:
             count = len(places)
-            done = f"removed {removed} of {count} blocks" if options.yes else f"would remove {count} blocks: give --yes"
+            would = f"would remove {count} blocks: give --yes" if count else "no block is chosen, see ls"
+            done = f"removed {removed} of {count} blocks" if options.yes else would
             print(done, file=stream)
 
     return Result(data, show, EXIT_WRONG if found.damaged and not removed else EXIT_OK)
