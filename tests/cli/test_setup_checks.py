@@ -84,6 +84,14 @@ def test_a_server_with_less_memory_or_fewer_rights_than_a_store_needs_is_named(t
         assert not [key for key in client.scan_iter() if b":order" in key or b":listed" in key]
 
 
+def test_a_server_that_wants_a_password_or_no_tls_is_said_so(tmp_path: Path):
+    with serving("valkey-server", tmp_path, "--requirepass", "pw") as server:
+        (check,) = setup_checks.check_store(f"redis://127.0.0.1:{server.port}?size=1MiB")
+        assert "password_file=" in check.advice
+        (check,) = setup_checks.check_store(f"valkeys://127.0.0.1:{server.port}?size=1MiB&timeout_base=0.5")
+        assert check.advice == "perhaps the port does not speak TLS: then write valkey://"
+
+
 @pytest.mark.parametrize(
     ("allocator", "most", "status", "wanted"),
     [

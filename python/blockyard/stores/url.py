@@ -53,6 +53,11 @@ _SECRET_NAME = re.compile(
     r"secret|token|pass|pwd|credential|sas|^sig$|(?<!skip_)signature|key|private|auth(?!ority)|account$|^pin$",
     re.IGNORECASE,
 )
+_PLACES = {
+    "password_file": re.compile(r"(?:/|%2F)[\w./%-]*", re.ASCII),
+    "password_env": re.compile(r"[A-Z_][A-Z0-9_]*", re.ASCII),
+}
+"""Options that say where a secret is, and what such a place looks like: anything else may be the secret itself."""
 _MASK = "***"
 
 Value = TypeVar("Value")
@@ -116,9 +121,14 @@ def _public_option(option: str) -> str:
     name, equals, value = option.partition("=")
     if name in _URLS:
         return f"{name}{equals}{public_url(value)}"
-    if name in _SHOWN or (_PLAIN.fullmatch(value) and not is_secret_name(name)) or not option:
+    is_shown = name in _SHOWN or _is_place(name, value) or (_PLAIN.fullmatch(value) and not is_secret_name(name))
+    if is_shown or not option:
         return option
     return f"{name}={_MASK}" if equals and re.fullmatch(r"[\w.-]*", name) else _MASK
+
+
+def _is_place(name: str, value: str) -> bool:
+    return name in _PLACES and _PLACES[name].fullmatch(value) is not None
 
 
 def is_secret_name(name: str) -> bool:
@@ -132,7 +142,7 @@ def secrets_of(url: str) -> list[str]:
     found = [user[:-1], *user[:-1].split(":", 1)]
     for option in rest.partition("?")[2].split("&"):
         name, _, value = option.partition("=")
-        if is_secret_name(name):
+        if is_secret_name(name) and not _is_place(name, value):
             found.append(value)
     return [text for text in dict.fromkeys([*found, *map(unquote, found)]) if text and text != _MASK]
 

@@ -88,7 +88,19 @@ def check_store(url: str, *, makes_parents: bool = False, above: int = 0) -> Ite
             found = f"{shown} is smaller than the {size_text(above)} of host memory above it, so it adds few hits"
             yield Check("store_size", "warn", found, "give it several times the size of the host memory")
     except BlockyardError as error:
-        yield Check("store", "fail", str(error), f"{_page('reference/store-urls')} has each store's options and set-up")
+        yield Check("store", "fail", str(error), _remedy(url, str(error)))
+
+
+def _remedy(url: str, error: str) -> str:
+    """Return what to do about a store that cannot be opened."""
+    scheme = url.partition(":")[0]
+    if "NOAUTH" in error:
+        return "name the server's password in the URL: password_file=/run/secrets/redis or password_env=NAME"
+    if scheme.startswith(("rediss", "valkeys")) and "answer" in error:
+        return (
+            f"perhaps the port does not speak TLS: then write {scheme.replace('ss', 's', 1).replace('ys', 'y', 1)}://"
+        )
+    return f"{_page('reference/store-urls')} has each store's options and set-up"
 
 
 @contextmanager
