@@ -117,6 +117,7 @@ class Counts:
     loaded: int = 0
     missed: int = 0
     written: int = 0
+    present: int = 0  # known to be in the store already
     not_written: int = 0
 
 
@@ -439,6 +440,7 @@ class ExternalTier:
             self._give_back(job)
             with self._state:
                 self.counts.written += done
+                self.counts.present += len(keys) - len(new)
                 self.counts.not_written += len(new) - done
             self._write_more()
 
