@@ -51,6 +51,30 @@ def test_a_size_that_holds_no_chunk_asks_whether_gib_were_meant(given: Any, mean
     assert str(error.value).endswith(f'bytes; did you mean "{meant}GiB"?' if meant else "chunk of 1073741824 bytes")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"salt": "tenant"}, "salt is 'tenant', must be bytes, or one for each prompt"),
+        ({"lora_id": "x"}, "lora_id is 'x', must be an int, or one for each prompt"),
+        ({"extras": [("a", 1, b"x")]}, "extras[0][0] is 'a', must be an int, 0 to 4294967295"),
+    ],
+)
+def test_what_a_key_depends_on_is_refused_with_the_type_that_it_needs(wrong: dict[str, Any], message: str):
+    manager = BlockManager(block_size=4, device_blocks=8, prefix_caching=True)
+    with pytest.raises(InvalidArgumentError) as error:
+        manager.allocate([1, 2, 3, 4, 5], **wrong)
+    assert str(error.value) == message
+    assert manager.pool("device").num_free == 8
+    manager.check()
+
+
+def test_a_goal_that_there_is_not_lists_the_names():
+    manager = BlockManager(block_size=4, device_blocks=8)
+    with pytest.raises(InvalidArgumentError) as error:
+        manager.defrag.run("compact", 3)
+    assert str(error.value) == 'goal is "compact", must be "max_id", "free_tail", "dense" or "contiguous"'
+
+
 def test_a_prefix_store_needs_prefix_caching():
     with pytest.raises(InvalidArgumentError) as error:
         KVCache(LAYOUT, device_blocks=4, prefix_store="memory://", namespace=b"model")
