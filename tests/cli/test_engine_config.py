@@ -14,7 +14,7 @@ import engine_drivers
 import pytest
 import vllm_modules
 
-from blockyard.integrations import vllm_options
+from blockyard.integrations.options import vllm as vllm_options
 from blockyard.tools import setup_checks
 from blockyard.tools.doctor import Check
 from blockyard.tools.engine_config import _POLICY, _SPEC, _TIER, VllmConfig

@@ -16,7 +16,8 @@ import vllm_modules
 from engine_drivers import FaultyStore
 
 from blockyard.errors import BlockyardError, InvalidArgumentError
-from blockyard.integrations import sglang_options, vllm_options
+from blockyard.integrations.options import sglang as sglang_options
+from blockyard.integrations.options import vllm as vllm_options
 from blockyard.offload import OffloadManager
 from blockyard.stores import register
 from blockyard.stores.adapters import objects

@@ -12,7 +12,9 @@ from typing import Any, Final, NamedTuple
 
 import blockyard
 from blockyard.errors import BlockyardError, InvalidArgumentError
-from blockyard.integrations import lmcache_options, sglang_options, vllm_options
+from blockyard.integrations.options import lmcache as lmcache_options
+from blockyard.integrations.options import sglang as sglang_options
+from blockyard.integrations.options import vllm as vllm_options
 from blockyard.stores.adapters.objects import place_url
 from blockyard.stores.adapters.options import nearest, read_choice, refuse_unknown
 from blockyard.stores.url import meant, public_url

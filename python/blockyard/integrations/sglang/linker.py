@@ -34,10 +34,10 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log, require_fit
+from blockyard.integrations.options.sglang import read_linker
 from blockyard.integrations.sglang.identity import identify
 from blockyard.integrations.sglang.pages import as_bytes, refuse_own_folders, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
-from blockyard.integrations.sglang_options import read_linker
 from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.jobs import Steps
 from blockyard.stores.adapters.objects import PrefixObjects, store_url

@@ -20,10 +20,10 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
+from blockyard.integrations.options.sglang import read_hicache
 from blockyard.integrations.sglang.identity import current_server_args, identify
 from blockyard.integrations.sglang.pages import as_bytes, leading, refuse_own_folders, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
-from blockyard.integrations.sglang_options import read_hicache
 from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.objects import PrefixObjects, bytes_taken, share_of, store_url
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 
 from blockyard.integrations.compat import engine_log
+from blockyard.integrations.options.vllm import TIMEOUT_BASE_SECONDS
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
-from blockyard.integrations.vllm_options import TIMEOUT_BASE_SECONDS
 from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.adapters.chunks import ChunkRows
 from blockyard.stores.adapters.jobs import Steps, StoreJobs

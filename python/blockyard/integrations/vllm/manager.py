@@ -27,13 +27,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.integrations.options.vllm import ExternalOptions
 from blockyard.integrations.vllm.external import ExternalTier, UsedBefore
 from blockyard.integrations.vllm.hints import OUTCOMES, Pins, read_hints
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.integrations.vllm.recording import ChunkRecorder
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.integrations.vllm.units import UnitOffload, Units
-from blockyard.integrations.vllm_options import ExternalOptions
 from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.base import ExternalStore
 from blockyard.workers import keep

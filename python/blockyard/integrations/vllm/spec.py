@@ -9,6 +9,14 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from blockyard._core import CacheGroup
 from blockyard.integrations.compat import engine_log
+from blockyard.integrations.options.vllm import (
+    POLICIES,
+    ExternalOptions,
+    check_connectors,
+    read_external,
+    read_host_bytes,
+    unused_options,
+)
 from blockyard.integrations.vllm.identity import current_config, identify
 from blockyard.integrations.vllm.manager import BlockyardManager
 from blockyard.integrations.vllm.metrics import definitions
@@ -17,14 +25,6 @@ from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.integrations.vllm.tier import namespace
 from blockyard.integrations.vllm.units import Units
 from blockyard.integrations.vllm.worker import BlockyardWorker
-from blockyard.integrations.vllm_options import (
-    POLICIES,
-    ExternalOptions,
-    check_connectors,
-    read_external,
-    read_host_bytes,
-    unused_options,
-)
 from blockyard.stores import open_store
 from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.objects import about_store

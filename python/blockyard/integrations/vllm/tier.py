@@ -17,8 +17,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
+from blockyard.integrations.options.vllm import check_tier
 from blockyard.integrations.vllm.metrics import hit_source
-from blockyard.integrations.vllm_options import check_tier
 from blockyard.stores import open_store
 from blockyard.stores.adapters.chunks import ChunkRows
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
