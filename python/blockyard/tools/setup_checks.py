@@ -133,7 +133,7 @@ def _is_locked(slab: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file ends it
     except BlockingIOError:
         return True
-    except OSError:  # there is no slab yet, or the store's own error names it
+    except OSError:  # it does not exist yet, or the store's own error names it
         pass
     return False
 
@@ -296,7 +296,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidArgumentError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
-        raise InvalidArgumentError(f"{path} is no JSON: {error}") from None
+        raise InvalidArgumentError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise InvalidArgumentError(f"{path} has a {type(found).__name__}, must have an object")
     return found
