@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as LateError
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -34,20 +34,19 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log, require_fit
+from blockyard.integrations.options.sglang import read_linker
 from blockyard.integrations.sglang.identity import identify
 from blockyard.integrations.sglang.pages import as_bytes, refuse_own_folders, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
 from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.jobs import Steps
-from blockyard.stores.adapters.objects import PrefixObjects, check_place, store_url
-from blockyard.stores.adapters.options import read_seconds, read_size, read_text, refuse_unknown
-from blockyard.stores.url import public_repr
+from blockyard.stores.adapters.objects import PrefixObjects, store_url
+from blockyard.stores.adapters.options import read_size
 from blockyard.workers import keep
 
-__all__ = ["BlockyardLinker", "LinkerOptions", "read_options"]
+__all__ = ["BlockyardLinker"]
 
 _LOG = engine_log("SGLang")
-_OPTIONS: Final = ("root_dir", "url", "size", "revision", "staging", "lookup_seconds")
 _MAX_READS: Final = 16
 """Maximum number of reads that outlived their lookup, and whose pages are kept for the next one."""
 _Pages = dict[tuple[str, str], NDArray[np.uint8]]
@@ -80,7 +79,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         extra_config: Mapping[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        options = read_options(extra_config or {})
+        options = read_linker(extra_config or {})
         identity, problem = identify(server_args)
         require_revision(options.revision, options.url or "", problem)
         self.forward_stream = forward_stream
@@ -394,35 +393,6 @@ def _enter(stream: Any) -> None:
 
 def _bytes_of(pages: _Pages) -> int:
     return sum(data.nbytes for data in pages.values())
-
-
-class LinkerOptions(NamedTuple):
-    """What a `linker_extra_config` says; see `BlockyardLinker`."""
-
-    root_dir: Any
-    url: Any
-    size: Any
-    revision: str
-    staging: int
-    lookup_seconds: float
-
-    def __repr__(self) -> str:
-        return f"LinkerOptions({public_repr(self.root_dir)}, {public_repr(self.url)})"
-
-
-def read_options(given: Mapping[str, Any]) -> LinkerOptions:
-    """Read and check the options, before anything is created.
-
-    Raises:
-        InvalidArgumentError: as for `BlockyardLinker`.
-    """
-    refuse_unknown("linker_extra_config", given, _OPTIONS)
-    root_dir, url, size, revision, staging, seconds = map(given.get, _OPTIONS)
-    check_place(root_dir, url, size)
-    revision = read_text("revision", revision)
-    staging = 1 << 30 if staging is None else read_size("staging", staging)
-    seconds = read_seconds("lookup_seconds", seconds, 0.1, most=10, above_zero=False)
-    return LinkerOptions(root_dir, url, size, revision, staging, seconds)
 
 
 def _device_pools(params: Any, components: Any) -> Any:

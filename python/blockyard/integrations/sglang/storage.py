@@ -20,19 +20,16 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
+from blockyard.integrations.options.sglang import read_hicache
 from blockyard.integrations.sglang.identity import current_server_args, identify
 from blockyard.integrations.sglang.pages import as_bytes, leading, refuse_own_folders, restorable_pages
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
 from blockyard.stores.adapters.checkpoint import require_revision
-from blockyard.stores.adapters.objects import PrefixObjects, bytes_taken, check_place, share_of, store_url
-from blockyard.stores.adapters.options import read_flag, read_kv_dtype, read_text, refuse_unknown
-from blockyard.stores.url import public_repr
+from blockyard.stores.adapters.objects import PrefixObjects, bytes_taken, share_of, store_url
 
-__all__ = ["SGLANGS_OWN", "BlockyardHiCache", "HiCacheOptions", "read_options"]
+__all__ = ["BlockyardHiCache"]
 
 _LOG = engine_log("SGLang")
-_OPTIONS: Final = ("root_dir", "url", "size", "revision", "kv_dtype", "interface_v1")
-SGLANGS_OWN: Final = ("backend_name", "module_path", "class_name")
 """Options with which SGLang finds the class; it requires them, and passes them on."""
 _SHARDED: Final = {"mamba", "draft", "draft_swa"}
 """Pools that are sharded by rank even if the main pool is the same on all ranks."""
@@ -64,34 +61,6 @@ class _HostPages(NamedTuple):
         self.host.set_from_flat_data_page(index, page)
 
 
-class HiCacheOptions(NamedTuple):
-    """What an `extra_config` says; see `BlockyardHiCache`."""
-
-    root_dir: Any
-    url: Any
-    size: Any
-    revision: str
-    kv_dtype: str
-
-    def __repr__(self) -> str:
-        return f"HiCacheOptions({public_repr(self.root_dir)}, {public_repr(self.url)})"
-
-
-def read_options(extra_config: Mapping[str, Any]) -> HiCacheOptions:
-    """Read and check the options, before anything is created.
-
-    Raises:
-        InvalidArgumentError: as for `BlockyardHiCache`.
-    """
-    given = {name: value for name, value in extra_config.items() if name not in SGLANGS_OWN}
-    refuse_unknown("extra_config", given, _OPTIONS)
-    root_dir, url, size, revision, kv_dtype, interface = map(given.get, _OPTIONS)
-    check_place(root_dir, url, size)
-    revision, kv_dtype = read_text("revision", revision), read_kv_dtype("kv_dtype", kv_dtype)
-    read_flag("interface_v1", interface, default=False)  # SGLang reads "0" as true
-    return HiCacheOptions(root_dir, url, size, revision, kv_dtype)
-
-
 class BlockyardHiCache(HiCacheStorage):
     """Pages of SGLang's host pools in a Blockyard store. SGLang loads it as storage backend `dynamic`.
 
@@ -112,7 +81,7 @@ class BlockyardHiCache(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         self._config = storage_config
-        self._root, self._url, self._size, self._revision, self._kv_dtype = read_options(
+        self._root, self._url, self._size, self._revision, self._kv_dtype = read_hicache(
             storage_config.extra_config or {}
         )
         refuse_own_folders(self._root, storage_config.tp_size, share_pages=storage_config.is_mla_model)

@@ -27,7 +27,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.vllm.external import ExternalOptions, ExternalTier, UsedBefore
+from blockyard.integrations.options.vllm import ExternalOptions
+from blockyard.integrations.vllm.external import ExternalTier, UsedBefore
 from blockyard.integrations.vllm.hints import OUTCOMES, Pins, read_hints
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.integrations.vllm.recording import ChunkRecorder
@@ -138,7 +139,7 @@ class BlockyardManager(OffloadingManager):
         self._ended: list[object] = []
         self._evictions = 0  # by `evict`
         self._reported_evictions = 0
-        self._reported_external = [0] * 5
+        self._reported_external = [0] * 6
         self._weights_fixed = weights_fixed
         self._url = ""  # of the external store
         self.external: ExternalTier | None = None
@@ -499,7 +500,7 @@ class BlockyardManager(OffloadingManager):
         if self.external is not None:
             counts, (is_up, num_damaged) = self.external.counts, self.external.health()
             stats.set_gauge(Metrics.EXTERNAL_UP, float(is_up))
-            now = [counts.loaded, counts.missed, counts.written, counts.not_written, num_damaged]
+            now = [counts.loaded, counts.missed, counts.written, counts.present, counts.not_written, num_damaged]
             for name, count, before in zip(Metrics.EXTERNAL, now, self._reported_external, strict=True):
                 stats.increase_counter(name, count - before)
             self._reported_external = now

@@ -17,13 +17,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
+from blockyard.integrations.options.vllm import check_tier
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.stores import open_store
-from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.chunks import ChunkRows
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
-from blockyard.stores.adapters.objects import BATCH_BYTES, about_store, check_place, place_url, store_url
-from blockyard.stores.adapters.options import read_text, refuse_unknown
+from blockyard.stores.adapters.objects import BATCH_BYTES, about_store, store_url
 from blockyard.stores.namespace import Namespace
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
@@ -31,9 +30,7 @@ from blockyard.workers import keep
 __all__ = ["BlockyardTier", "namespace"]
 
 _LOG = engine_log("vLLM")
-_OPTIONS: Final = ("type", "module_path", "root_dir", "size", "url", "revision", "backpressure")
 _DOMAIN: Final = b"blockyard vllm tier 2"
-_UNSEEN: Final = "vLLM tells a tier the model's name, not its weights and settings"
 _PARALLEL: Final = ("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 
 
@@ -114,7 +111,7 @@ class BlockyardTier(SecondaryTierManager):
         revision: str | None = None,
         **unknown: object,
     ) -> None:
-        _, revision = check_options(root_dir=root_dir, size=size, url=url, revision=revision, **unknown)
+        _, revision = check_tier(root_dir=root_dir, size=size, url=url, revision=revision, **unknown)
         url = store_url(root_dir, url, size)
         super().__init__(
             offloading_spec=offloading_spec,
@@ -218,26 +215,6 @@ class BlockyardTier(SecondaryTierManager):
 
     def _parts(self, count: int) -> Iterable[slice]:
         return (slice(first, min(first + self._batch, count)) for first in range(0, count, self._batch))
-
-
-def check_options(
-    *,
-    root_dir: str | None = None,
-    size: int | str | None = None,
-    url: str | None = None,
-    revision: str | None = None,
-    **unknown: object,
-) -> tuple[str, str]:
-    """Check the options of a tier; return the URL of its store, and the revision. Creates nothing.
-
-    Raises:
-        InvalidArgumentError: as for `BlockyardTier`.
-    """
-    refuse_unknown("secondary_tiers", unknown, _OPTIONS)
-    check_place(root_dir, url, size)
-    revision = read_text("revision", revision)
-    require_revision(revision, url or "", _UNSEEN)
-    return place_url(root_dir, url, size), revision
 
 
 def _rows(view: memoryview) -> NDArray[np.uint8]:

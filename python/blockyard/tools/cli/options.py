@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from blockyard import __version__
 from blockyard.scheduler import PREEMPTION_MODES
 from blockyard.tools.demo.report import SABOTAGE_KINDS
 from blockyard.tools.setup_checks import ENGINES
+from blockyard.tools.store.contents import DIGITS
 from blockyard.workers import missing
 
 __all__ = ["EXIT_CODES", "make_parser"]
@@ -514,7 +517,13 @@ def _add_store(commands: Any) -> None:
         metavar="TEXT",
         help="first digits of the namespace, or NAME=VALUE of one of its parts; repeat it to narrow the choice",
     )
-    chosen.add_argument("--tenant", default="", metavar="DIGITS", help="first digits of the tenant")
+    chosen.add_argument(
+        "--tenant",
+        type=_tenant,
+        default="",
+        metavar="DIGITS",
+        help="first digits of the tenant: of the SHA-256 of its salt, in hexadecimal",
+    )
     chosen.add_argument(
         "--older-than",
         type=_age,
@@ -614,6 +623,14 @@ def _age(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not an age such as 90s, 15min, 12h or 7d")
     return value
+
+
+def _tenant(text: str) -> str:
+    """Parse the first digits of a tenant; an argparse type."""
+    if re.fullmatch("[0-9a-fA-F]{0,64}", text):
+        return text.lower()[:DIGITS]
+    digits = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:DIGITS]
+    raise argparse.ArgumentTypeError(f"{text!r} is not a digest: the tenant with this salt is {digits}")
 
 
 def _factor(text: str) -> float:
