@@ -27,7 +27,7 @@ from blockyard.tools.replay.packed import PackedTrace
 from blockyard.tools.replay.plan import GIB
 from blockyard.tools.replay.serving import Served, serve_all
 from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStepTime, StepTime
-from blockyard.tools.replay.step_time.fit import fit_run, lower_bounds
+from blockyard.tools.replay.step_time.fit import errors_text, fit_run, lower_bounds
 from blockyard.tools.replay.sweep import Point, open_executor, read_blocks, sweep
 from blockyard.tools.timeline import Timeline
 from blockyard.traces import TraceRequest, read_groups, read_trace
@@ -60,12 +60,17 @@ class FittedStepTime(LinearStepTime):
 
     Attributes:
         condition: how much an error of the recorded times can grow in the four numbers, at least 1.
+        errors: relative errors of the predicted mean times of the run.
     """
 
     condition: float
+    errors: Mapping[str, float]
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; fitted, condition {self.condition:.3g}"
+        return (
+            f"{super().__str__()}; fitted, condition {self.condition:.3g}; predicts this run's mean "
+            f"{errors_text(self.errors)}"
+        )
 
 
 def replay(options: argparse.Namespace) -> Result:
@@ -135,7 +140,7 @@ def _fit(options: argparse.Namespace) -> FittedStepTime:
             raise InvalidArgumentError(f"--device-bandwidth has no use with this model: {error}") from None
         bounds = lower_bounds(weights, token, bandwidth)
     fit = fit_run(EngineRun.read(options.fit), limits, LinearStepTime, at_least=bounds)
-    return FittedStepTime(*(*fit.numbers, fit.condition))
+    return FittedStepTime(*fit.numbers, condition=fit.condition, errors=fit.errors)
 
 
 # ---- hits ----
