@@ -29,12 +29,14 @@ from blockyard.tools.replay.serving import Served, serve_all
 from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStepTime, StepTime
 from blockyard.tools.replay.step_time.fit import errors_text, fit_run, lower_bounds
 from blockyard.tools.replay.sweep import Point, open_executor, read_blocks, sweep
+from blockyard.tools.replay.traffic import has_prefixes, part_of, spread_by_prefix
 from blockyard.tools.timeline import Timeline
 from blockyard.traces import TraceRequest, read_groups, read_trace
 
 __all__ = [
     "bytes_per_block",
     "count_of",
+    "drawn_of",
     "engine_of",
     "memory_of_cache",
     "modes_of",
@@ -49,6 +51,8 @@ _log = logging.getLogger("blockyard.tools.replay")
 
 _MILLISECONDS: Final = 1e3
 _MIB: Final = 1 << 20
+_MAX_DRAWN: Final = 4
+"""Engines whose timeline is drawn; each has three panels or four."""
 _ENOUGH: Final = 0.9
 """Share of a policy's most hits from which on a larger cache is said to bring little."""
 _BYTES_PER_TOKEN: Final = 131072  # of Llama-3.1-8B in bfloat16
@@ -428,7 +432,7 @@ def _times(
         if isinstance(step_time, FittedStepTime):
             print(f"step time: {step_time}", file=stream)
         for (path, engines), (_, requests) in zip(reports, traces, strict=True):
-            _show_times(f"{path.name}: {count_of(requests)}", engines, stream)
+            _show_times(f"{path.name}: {count_of(requests)}", engines, stream, is_known=has_prefixes(requests))
 
     found = [{"trace": str(path), "engines": [engine.as_dict() for engine in engines]} for path, engines in reports]
     timeline = timeline_of(options, traces[0][1], reports[0][1][0].options, step_time)
@@ -438,14 +442,25 @@ def _times(
 
 
 def timeline_of(
-    options: argparse.Namespace, requests: Sequence[TraceRequest], engine: EngineOptions, step_time: StepTime
+    options: argparse.Namespace,
+    requests: Sequence[TraceRequest],
+    engine: EngineOptions,
+    step_time: StepTime,
+    engines: int = 1,
 ) -> Timeline | None:
-    """Replay a trace with one engine for its timeline; None if no file shows it."""
+    """Replay a trace with engines that share it for the timeline of the first ones; None if no file shows it."""
     if not pictures.have_timeline(options):
         return None
-    history = History()
-    replay_times(requests, engine, step_time, watch=history)
-    return history.timeline
+    timeline = Timeline("s")
+    for number, part in enumerate(spread_by_prefix(requests, engines)[:_MAX_DRAWN], 1):
+        history = History(timeline, f"engine {number}: " if engines > 1 else "")
+        replay_times(part_of(requests, part), engine, step_time, watch=history)
+    return timeline
+
+
+def drawn_of(engines: int) -> str:
+    """Say which of several engines `timeline_of` shows, if not all."""
+    return f"; engines 1 to {_MAX_DRAWN} of {engines}" if engines > _MAX_DRAWN else ""
 
 
 def _engines(options: argparse.Namespace, path: Path, requests: Sequence[TraceRequest]) -> list[EngineOptions]:
@@ -538,7 +553,8 @@ _TIMES_LEGEND: Final = (
 )
 
 
-def _show_times(title: str, engines: Sequence[Served], stream: TextIO) -> None:
+def _show_times(title: str, engines: Sequence[Served], stream: TextIO, *, is_known: bool) -> None:
+    """Print the times of engines, and their hits if it is known which prompts share a beginning."""
     print(f"{title}; times in milliseconds", file=stream)
     print(
         "   device     host policy   preempt   TTFT mean      p99  TPOT mean  latency  tokens/s  hits  preempted",
@@ -550,7 +566,8 @@ def _show_times(title: str, engines: Sequence[Served], stream: TextIO) -> None:
         sizes = f"{options.device_blocks:>9} {options.host_blocks:>8}"
         what = f"{options.eviction:<8} {options.preemption_mode:<9}"
         times = f"{_ms(ttft, 'mean'):>9} {_ms(ttft, 'p99'):>8} {_ms(tpot, 'mean', 1):>10} {_ms(latency, 'mean'):>8}"
-        rates = f"{served.output_rate:>9.0f} {served.times.hit_rate:>5.1%} {served.preemptions:>10}"
+        hits = f"{served.times.hit_rate:.1%}" if is_known else "-"
+        rates = f"{served.output_rate:>9.0f} {hits:>5} {served.preemptions:>10}"
         print(f"{sizes} {what} {times} {rates}", file=stream)
         _show_classes(served.times.classes, stream)
         if served.times.refused:
