@@ -24,7 +24,7 @@ from blockyard.tools.replay.engine import EngineOptions, replay_times
 from blockyard.tools.replay.history import History
 from blockyard.tools.replay.hits import OPTIMAL, ClassMemory, HybridMemory
 from blockyard.tools.replay.packed import PackedTrace
-from blockyard.tools.replay.plan import GIB
+from blockyard.tools.replay.plan import GIB, three_digits
 from blockyard.tools.replay.serving import Served, serve_all
 from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStepTime, StepTime
 from blockyard.tools.replay.step_time.fit import errors_text, fit_run, lower_bounds
@@ -192,10 +192,19 @@ def _hits(
 ) -> Result:
     reports: list[_HitReport] = []
     for path, requests in traces:
+        if not has_prefixes(requests):
+            raise InvalidArgumentError(
+                f"{path}: no request has hash ids, so shared prefixes are unknown: give --step-time, or use plan"
+            )
         try:
             trace = PackedTrace.of(requests)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{path}: {error}") from None
+        if options.block_size > trace.block_tokens:
+            raise InvalidArgumentError(
+                f"--block-size is {options.block_size}, must be at most {trace.block_tokens}, the tokens of a hash id of "
+                f"{path}: larger blocks are shared less than its ids"
+            )
         hybrid, size = memory_of_cache(options, path, requests, trace.block_tokens)
         sizes = _sizes(options, size, trace.num_distinct * trace.block_tokens // options.block_size)
         caches = _caches(options, sizes, is_hybrid=hybrid is not None)
@@ -224,20 +233,28 @@ def _hits(
         path.name: f"{count}, {trace.num_distinct} distinct blocks of {trace.block_tokens} tokens"
         for path, count, trace, *_ in reports
     }
-    files = pictures.files_of(options, "Hits over capacity", None, facts, partial(_draw_hits, reports))
+    draw = partial(_draw_hits, reports, in_gib=(options.device_gib, options.host_gib) != (None, None))
+    files = pictures.files_of(options, "Hits over capacity", None, facts, draw)
     found = [report.as_dict(options.block_size) for report in reports]
     return Result({"window": options.window, "traces": found}, show, files=files)
 
 
-def _draw_hits(reports: Sequence[_HitReport], drawing: Any) -> dict[str, object]:
+def _draw_hits(reports: Sequence[_HitReport], drawing: Any, *, in_gib: bool) -> dict[str, object]:
+    """Draw the hits over the size that varies, in the unit of the command line."""
     figures = {}
-    for path, _, _, points, *_ in reports:
+    for path, _, _, points, block_bytes, *_ in reports:
+        unit, scale = ("GiB", block_bytes / GIB) if in_gib else ("blocks", 1)
+        devices, hosts = ({getattr(point, f"{tier}_blocks") for point in points} for tier in ("device", "host"))
+        over_host = len(devices) == 1 and len(hosts) > 1
+        what = "host memory" if over_host else "device and host memory" if any(hosts) else "device memory"
         curves: dict[str, list[tuple[float, float]]] = {}
         for point in points:
-            name = f"{point.policy}, {point.host_blocks} host blocks" if point.host_blocks else point.policy
-            curves.setdefault(name, []).append((point.device_blocks, point.hit_rate))
+            size = point.host_blocks + (0 if over_host else point.device_blocks)
+            host = f", {three_digits(point.host_blocks * scale)} {unit} of it host"
+            name = point.policy + (host if point.host_blocks and not over_host else "")
+            curves.setdefault(name, []).append((float(f"{size * scale:.6g}"), point.hit_rate))
         optimum = curves.pop(OPTIMAL, [])
-        figures[f"Hit rate of {path.name}"] = drawing.hit_rate_figure(curves, optimum=optimum)
+        figures[f"Hit rate of {path.name}"] = drawing.hit_rate_figure(curves, optimum=optimum, capacity=(what, unit))
     return figures
 
 
@@ -373,7 +390,7 @@ def _show_hits(report: _HitReport, block_size: int, stream: TextIO) -> None:
     for point in points:
         host, way = _share_of(point.host_hit_tokens, point.hit_tokens), _way(point, hits)
         blocks = point.device_blocks + point.host_blocks
-        both = f"{blocks * block_size:>10} {blocks * block_bytes / GIB:>8.3g}"
+        both = f"{blocks * block_size:>10} {three_digits(blocks * block_bytes / GIB):>8}"
         sizes = f"{point.device_blocks:>9} {point.host_blocks:>9} {both}"
         found = f"{sizes} {point.policy:<9} {point.hit_rate:>8.2%} {host:>10} {way:>11} {point.too_long or '':>8}"
         print(found.rstrip(), file=stream)
@@ -390,14 +407,21 @@ def _show_classes(classes: Sequence[ClassMemory], stream: TextIO) -> None:
 
 
 def _knee(points: Sequence[Point], block_bytes: int) -> str:
-    """Return a sentence: which size of the first policy finds nearly as much as its largest one."""
-    sizes = {one.device_blocks + one.host_blocks: one.hit_rate for one in points if one.policy == points[0].policy}
+    """Return a sentence: which sizes of the first policy find nearly as much as any, and as much."""
+    sizes: dict[int, float] = {}
+    for point in points:
+        if point.policy == points[0].policy:
+            size = point.device_blocks + point.host_blocks
+            sizes[size] = max(point.hit_rate, sizes.get(size, 0.0))
     best = max(sizes.values())
-    enough = min(size for size, rate in sizes.items() if rate >= _ENOUGH * best)
     if len(sizes) < 2 or not best:
         return ""
-    small, large = (f"{blocks * block_bytes / GIB:.3g} GiB" for blocks in (enough, max(sizes)))
-    return f"{points[0].policy} finds {sizes[enough]:.1%} with {small}, and at most {best:.1%} with {large}."
+    enough = min(size for size, rate in sizes.items() if rate >= _ENOUGH * best)
+    most = min(size for size, rate in sizes.items() if f"{rate:.1%}" == f"{best:.1%}")
+    small, large = (f"{three_digits(blocks * block_bytes / GIB)} GiB" for blocks in (enough, most))
+    both = " on device and host together" if any(point.host_blocks for point in points) else ""
+    first = f"{sizes[enough]:.1%} with {small}{both}, and " if enough < most else ""
+    return f"{points[0].policy} finds {first}at most {best:.1%}, with {large}{'' if first else both}."
 
 
 def _share_of(part: int, whole: int) -> str:
