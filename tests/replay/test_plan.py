@@ -363,7 +363,9 @@ def test_weights_and_cache_must_fit_the_machine(tmp_path: Path, capsys: pytest.C
     assert "is 1.8 GiB; the weights take 1 GiB, and 90 blocks take 0.9 GiB" in capsys.readouterr().err
     assert main([*command[:-4], "--step-time", "0.01,1e-3,0,0", "--memory-gib", "2", "--weights-gib", "2"]) == 2
     error = capsys.readouterr().err
-    assert "--memory-gib is 2: 0.9 of it, on one accelerator, is 1.8 GiB; the weights take 2 GiB, and the cache" in error
+    assert (
+        "--memory-gib is 2: 0.9 of it, on one accelerator, is 1.8 GiB; the weights take 2 GiB, and the cache" in error
+    )
 
 
 def test_a_model_whose_weights_are_not_known_needs_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

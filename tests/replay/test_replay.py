@@ -108,7 +108,10 @@ def test_sizes_are_those_of_the_engines_blocks_with_and_without_times(
         (["--device-blocks", "0", "--step-time", "1,0,0,0"], "--device-blocks: size '0' is not from 1 to"),
         (["--device-gib", "0"], "--device-gib: 0 GiB hold no block of 524288 bytes"),
         (["--block-size", "8"], "--block-size is 8, must be at most 4, the tokens of a hash id of"),
-        (["--block-size", "8", "--step-time", "1,0,0,0"], "block_size is 8, must divide the tokens of a hash id, [4.0]"),
+        (
+            ["--block-size", "8", "--step-time", "1,0,0,0"],
+            "block_size is 8, must divide the tokens of a hash id, [4.0]",
+        ),
         (["--window", "1"], "argument --window: '1' is not a number of at least 0 and below 1"),
         (["--policies", "clock"], "policy is 'clock', must be one of lru, adaptive, optimal"),
         (["--device-blocks", "x"], "size 'x' is neither a number nor a percentage"),
@@ -129,7 +132,9 @@ def test_a_trace_without_hash_ids_is_refused(tmp_path: Path, capsys: pytest.Capt
     path = tmp_path / "lengths.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 17, "output_length": 1}')
     assert main(["replay", str(path), "--jobs", "1"]) == 2
-    assert "no request has hash ids, so shared prefixes are unknown: give --step-time, or use" in capsys.readouterr().err
+    assert (
+        "no request has hash ids, so shared prefixes are unknown: give --step-time, or use" in capsys.readouterr().err
+    )
 
 
 def test_the_smallest_size_that_finds_the_most_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

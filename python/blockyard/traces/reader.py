@@ -141,7 +141,7 @@ def _infer_hash_tokens(path: Path, requests: list[TraceRequest], lines: list[int
         return 0
     if sizes := _sizes_of(shapes):
         return max(sizes, key=lambda size: (_roundness(size), size))
-    end = bisect_left(range(1, len(shapes) + 1), True, key=lambda count: not _sizes_of(shapes[:count]))
+    end = bisect_left(range(1, len(shapes) + 1), 1, key=lambda count: not _sizes_of(shapes[:count]))
     length, count = shapes[end]
     raise TraceError(
         f"{path}, line {lines[places[end]]}: {count} hash ids for {length} tokens: no number of tokens per id up to "

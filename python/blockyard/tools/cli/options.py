@@ -439,8 +439,8 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         "--fit-blocks",
         type=_count(1),
         metavar="N",
-        help="blocks that the engine of --fit had: vLLM logs its KV cache's size in tokens, divide it by the block size "
-        "(default: from the meta.json beside the file, as are its limits)",
+        help="blocks that the engine of --fit had: vLLM logs its KV cache's size in tokens; divide it by the block "
+        "size (default: from the meta.json beside the file, as are its limits)",
     )
     group.add_argument(
         "--device-bandwidth",

@@ -15,7 +15,7 @@ from blockyard.progress import show_progress
 from blockyard.tools.cli import pictures, replays
 from blockyard.tools.cli.result import EXIT_OK, EXIT_WRONG, Result
 from blockyard.tools.replay.engine import EngineOptions
-from blockyard.tools.replay.plan import GIB, Choice, Plan, Prices, three_digits, make_plan
+from blockyard.tools.replay.plan import GIB, Choice, Plan, Prices, make_plan, three_digits
 from blockyard.tools.replay.sweep import open_executor
 
 __all__ = ["plan"]
@@ -92,7 +92,9 @@ def _device_blocks(options: argparse.Namespace, size: int) -> int:
     if options.device_gib is not None:
         blocks = int(options.device_gib * GIB // size)
         if not blocks:
-            raise InvalidArgumentError(f"--device-gib is {options.device_gib:g}, a block takes {three_digits(size / GIB)} GiB")
+            raise InvalidArgumentError(
+                f"--device-gib is {options.device_gib:g}, a block takes {three_digits(size / GIB)} GiB"
+            )
     if options.memory_gib is None:
         return blocks or _DEVICE_BLOCKS
     if options.model_config is None and options.weights_gib is None:
@@ -111,7 +113,9 @@ def _device_blocks(options: argparse.Namespace, size: int) -> int:
             f"--memory-gib is {options.memory_gib:g}: {options.memory_utilization:g} of it, on {on}, is "
             f"{three_digits(all_memory / GIB)} GiB"
         )
-        cache = f"{blocks} blocks take {three_digits(blocks * size / GIB)} GiB" if blocks else "the cache needs some, too"
+        cache = (
+            f"{blocks} blocks take {three_digits(blocks * size / GIB)} GiB" if blocks else "the cache needs some, too"
+        )
         raise InvalidArgumentError(f"{given}; the weights take {three_digits(weights / GIB)} GiB, and {cache}")
     return blocks or fit
 
@@ -149,7 +153,6 @@ _LEGEND: Final = (
     "hour: price of all engines; million: cost of a million generated tokens; *: no other choice is cheaper and faster",
     "refused: requests that need more blocks than the device has; the other columns leave them out",
 )
-_OF_HYBRID: Final = ", the mean over the trace's requests"
 
 
 def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
@@ -158,11 +161,11 @@ def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
     size = device.device_blocks * device.bytes_per_block / GIB
     tokens, ranks = device.device_blocks * device.block_size, found.tensor_parallel_size
     each = f", {three_digits(size / ranks)} GiB on each of {ranks} accelerators" if ranks > 1 else ""
+    mean = ", the mean over the trace's requests" if device.hybrid is not None else ""
     print(
         f"device of an engine: {device.device_blocks} blocks of {device.block_size} tokens = {tokens} tokens = "
-        f"{three_digits(size)} GiB{each}; {device.bytes_per_block / device.block_size:.0f} bytes a token"
-        f"{_OF_HYBRID if device.hybrid is not None else ''}\n\nengines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million "
-        "refused",
+        f"{three_digits(size)} GiB{each}; {device.bytes_per_block / device.block_size:.0f} bytes a token{mean}\n\n"
+        "engines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million refused",
         file=stream,
     )
     for choice in found.choices:
@@ -183,6 +186,6 @@ def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
         print(f"\n{paste.kv_cache}\n{paste.scheduler}", file=stream)
         print(f"\n{paste.vllm}" + (f" --kv-transfer-config '{config}'" if config else ""), file=stream)
         if config and found.has_prefixes:
-            print("vLLM and this connector evict in an order of their own, whatever the plan says.", file=stream)
+            print("vLLM and this connector choose themselves what to evict, whatever the plan says.", file=stream)
         if found.recommended.options.preemption_mode != "recompute" and found.recommended.served.preemptions:
             print("vLLM recomputes what it preempts, whatever the plan says.", file=stream)

@@ -144,7 +144,8 @@ def _fit(options: argparse.Namespace) -> FittedStepTime:
             raise InvalidArgumentError(f"--device-bandwidth has no use with this model: {error}") from None
         bounds = lower_bounds(weights, token, bandwidth)
     fit = fit_run(EngineRun.read(options.fit), limits, LinearStepTime, at_least=bounds)
-    return FittedStepTime(*fit.numbers, condition=fit.condition, errors=fit.errors)
+    fixed, prefill_token, decode_row, context_token = fit.numbers
+    return FittedStepTime(fixed, prefill_token, decode_row, context_token, fit.condition, fit.errors)
 
 
 # ---- hits ----
@@ -202,8 +203,8 @@ def _hits(
             raise InvalidArgumentError(f"{path}: {error}") from None
         if options.block_size > trace.block_tokens:
             raise InvalidArgumentError(
-                f"--block-size is {options.block_size}, must be at most {trace.block_tokens}, the tokens of a hash id of "
-                f"{path}: larger blocks are shared less than its ids"
+                f"--block-size is {options.block_size}, must be at most {trace.block_tokens}, the tokens of a hash id "
+                f"of {path}: larger blocks are shared less than its ids"
             )
         hybrid, size = memory_of_cache(options, path, requests, trace.block_tokens)
         sizes = _sizes(options, size, trace.num_distinct * trace.block_tokens // options.block_size)
@@ -483,7 +484,7 @@ def timeline_of(
 
 
 def drawn_of(engines: int) -> str:
-    """Say which of several engines `timeline_of` shows, if not all."""
+    """Return which of several engines `timeline_of` shows, if not all."""
     return f"; engines 1 to {_MAX_DRAWN} of {engines}" if engines > _MAX_DRAWN else ""
 
 

@@ -162,8 +162,8 @@ def _bars(timeline: Timeline, pixel: float) -> list[dict[str, Any]]:
         for mark in marks_of[track]:
             marks[mark.name].append((first, mark))
         first += max(1, len(lanes))
-    first = _ENGINES_OWN if any(name in bars for name in _ENGINES_OWN) else ()
-    names = {name: number for number, name in enumerate(dict.fromkeys([*first, *bars, *marks]))}
+    known = _ENGINES_OWN if any(name in bars for name in _ENGINES_OWN) else ()
+    names = {name: number for number, name in enumerate(dict.fromkeys([*known, *bars, *marks]))}
     colors = {name: COLORS[number % len(COLORS)] for name, number in names.items()}
     found = [_bar(name, rows, colors[name], timeline.time_unit) for name, rows in bars.items()]
     return found + [_mark(name, rows, colors[name], names[name], timeline.time_unit) for name, rows in marks.items()]

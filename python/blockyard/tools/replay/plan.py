@@ -181,8 +181,8 @@ class Plan:
         highest = max(other.per_million_tokens for other in self.choices)
         why = "the cheapest" if self.max_ttft == float("inf") else f"the cheapest within {self.max_ttft:g} s"
         return about + (
-            f"Take {self._words(choice)}: {three_digits(choice.per_million_tokens)}{_spread(choice.costs)} per million generated "
-            f"tokens, and 90 % of first tokens within {three_digits(choice.ttft)}{_spread(choice.ttfts)} s."
+            f"Take {self._words(choice)}: {three_digits(choice.per_million_tokens)}{_spread(choice.costs)} per million "
+            f"generated tokens, and 90 % of first tokens within {three_digits(choice.ttft)}{_spread(choice.ttfts)} s."
             + (f" It is {why}; the most expensive costs {three_digits(highest)}." if len(self.choices) > 1 else "")
             + f"{self._ties()}{self._knee()}"
         )
@@ -365,10 +365,8 @@ def make_plan(
     if arrival_seeds < 1:
         raise InvalidArgumentError(f"arrival_seeds is {arrival_seeds}, must be at least 1")
     prefixes = has_prefixes(requests) and engine.prefix_caching
-    if not prefixes:
-        store_gib, policies = (0,), policies[:1]
-    kinds = _kinds(engine, host_gib, store_gib, policies, preemption_modes)
-    counts = list(engines) or [1]
+    store_gib, policies = (store_gib, policies) if prefixes else ((0,), policies[:1])
+    kinds, counts = _kinds(engine, host_gib, store_gib, policies, preemption_modes), list(engines) or [1]
     spread = [spread_by_prefix(requests, count) for count in counts]
     drawn = [redraw_arrivals(requests, seed) for seed in range(arrival_seeds)]
     calls, places = [], []
@@ -391,8 +389,8 @@ def make_plan(
         )
         for index, (options, count) in enumerate(product(kinds, counts))
     ]
-    marked, chosen = _marked(choices, _recommend(choices, max_ttft))
-    return Plan(marked, chosen, max_ttft, prefixes, arguments, tensor_parallel_size)
+    marked = _marked(choices, _recommend(choices, max_ttft))
+    return Plan(*marked, max_ttft, prefixes, arguments, tensor_parallel_size)
 
 
 def _kinds(

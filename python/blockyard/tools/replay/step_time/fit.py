@@ -34,7 +34,7 @@ _LONG_STEP: Final = 1.0
 """Seconds of a step above which the times of the run are probably in another unit."""
 _MEASURED: Final = {"ttft": "first token", "tpot": "time per token", "latency": "end to end"}
 _TAKE_TIME: Final = {0: "a step", 1: "a prompt token", 3: "a cached token"}
-"""The numbers that are above 0 in an engine, by their place; that of a decoding sequence may be too small to be seen."""
+"""The numbers that are above 0 in an engine, by their place; that of a decoding sequence may be too small to see."""
 _log = logging.getLogger("blockyard.tools.replay")
 
 
@@ -71,8 +71,8 @@ class Fit:
             )
         if zeros := [name for place, name in _TAKE_TIME.items() if not self.numbers[place]]:
             found.append(
-                f"{' and '.join(zeros)} would take no time, which no engine reaches: do not use these numbers for other "
-                "loads than that of the run"
+                f"{' and '.join(zeros)} would take no time, which no engine reaches: do not use these numbers for "
+                "other loads than that of the run"
             )
         if self.condition > _UNSURE:
             bounded = (

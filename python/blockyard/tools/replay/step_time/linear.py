@@ -86,8 +86,8 @@ class LinearStepTime:
             limits: limits that the engine ran with.
             first: fit the times of the first requests only; all are replayed.
             at_least: lower bounds of the four numbers, such as `fit.lower_bounds` of the hardware. In a run whose cache
-                was always full, the number of rows hardly changes, and several fits match equally well. A warning in the log
-                says so, and also if the fit does not explain the run.
+                was always full, the number of rows hardly changes, and several fits match equally well. A warning in
+                the log says so, and also if the fit does not explain the run.
 
         Raises:
             TraceError: the file cannot be read or a line is malformed.
