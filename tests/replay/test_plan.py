@@ -215,6 +215,25 @@ def test_ranks_share_the_bytes_of_the_cache_that_is_pasted(tmp_path: Path, capsy
     assert "--store-gib is 0,1024, must be 0 for a model with windows or states" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("shape", "ranks", "per_token"),
+    [
+        ({"model_type": "llama", "num_key_value_heads": 2}, 1, 2 * 2 * 2 * 16 * 2),
+        ({"model_type": "llama", "num_key_value_heads": 2}, 2, 2 * 2 * 2 * 16 * 2),
+        ({"model_type": "llama", "num_key_value_heads": 2}, 4, 2 * 2 * 4 * 16 * 2),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_rope_head_dim": 8}, 4, 4 * 2 * (16 + 8) * 2),
+    ],
+)
+def test_what_every_rank_holds_takes_memory_on_each(
+    shape: dict[str, object], ranks: int, per_token: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"torch_dtype": "float16"} | shape))
+    options = f"--block-size 4 --model-config {tmp_path / 'config.json'} --host-gib 0 --store-gib 0 --jobs 1"
+    options += f" --step-time 0.01,1e-3,0,0 --device-blocks 60 --tensor-parallel-size {ranks}"
+    assert main(["plan", str(write(tmp_path)), *options.split()]) == 0
+    assert f"; {per_token} bytes a token\n" in capsys.readouterr().out
+
+
 def test_the_timeline_is_that_of_the_recommended_engines(tmp_path: Path):
     options = "--device-blocks 60 --block-size 4 --bytes-per-token 2684354 --host-gib 0 --store-gib 0 --jobs 1"
     command = ["plan", str(write(tmp_path)), *options.split(), "--step-time", "0.01,1e-3,0,0"]

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TextIO, cast
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.layout.arena import ArenaLayout
-from blockyard.layout.model import ModelMemory
+from blockyard.layout.model import LayerCache, ModelMemory
 from blockyard.layout.weights import weight_bytes
 from blockyard.progress import Progress, show_progress
 from blockyard.scheduler import PREEMPTION_MODES, PreemptionMode
@@ -544,9 +544,18 @@ def bytes_per_block(options: argparse.Namespace, requests: Sequence[TraceRequest
 
 
 def _memory_of(options: argparse.Namespace) -> ModelMemory:
-    """Return what the model of `--model-config` caches."""
+    """Return what the model of `--model-config` caches on all ranks together."""
     dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    return ModelMemory.from_config(options.model_config, dtype=dtype)
+    memory = ModelMemory.from_config(options.model_config, dtype=dtype)
+    return replace(memory, layers=tuple(_on_ranks(layer, options.tensor_parallel_size) for layer in memory.layers))
+
+
+def _on_ranks(layer: LayerCache, ranks: int) -> LayerCache:
+    """Return what a layer caches on several ranks: each has a head at least, and latent entries as a whole."""
+    if layer.kind in {"recurrent", "conv"}:
+        return layer
+    copies = max(1, ranks // layer.heads) if layer.heads else ranks
+    return replace(layer, entry_bytes=layer.entry_bytes * copies, heads=layer.heads * copies)
 
 
 def _distinct(requests: Sequence[TraceRequest], block_size: int) -> int:
