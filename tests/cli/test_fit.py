@@ -55,7 +55,7 @@ def test_a_fit_is_printed(command: str, run: Path, capsys: pytest.CaptureFixture
     assert found == asdict(fitted)
     within = errors_text(errors)
     assert line == f"step time: {fitted}; fitted, condition {condition:.3g}; predicts this run's mean {within}"
-    assert within.startswith(f"first token within {100 * abs(errors['ttft']):.3g} %, time per token within ")
+    assert within.startswith(f"first token within {100 * abs(errors['ttft']):.1f} %, time per token within ")
     assert condition > 1
 
 

@@ -92,7 +92,7 @@ def errors_text(errors: Mapping[str, float]) -> str:
     found = []
     for name, error in errors.items():
         share = 100 * abs(error)
-        found.append(f"{_MEASURED[name]} within {f'{share:.0f}' if share >= 100 else f'{share:.3g}'} %")
+        found.append(f"{_MEASURED[name]} within {share:.{0 if share >= 100 else 1}f} %")
     return ", ".join(found)
 
 
