@@ -164,6 +164,14 @@ def test_a_number_of_blocks_that_the_run_did_not_have_is_doubted():
     assert "a cached token would take no time, which no engine reaches" in doubts
 
 
+def test_a_run_of_answers_of_one_token_is_fitted():
+    few = arrivals()
+    run = serve(replace(few, output_tokens=np.ones_like(few.output_tokens)), TRUTH, LIMITS).run
+    fit = fit_run(run, LIMITS, LinearStepTime)
+    assert fit.numbers[:2] == pytest.approx((TRUTH.fixed, TRUTH.prefill_token), rel=0.1)
+    assert fit.errors["tpot"] == 0
+
+
 def test_a_run_in_milliseconds_is_doubted(caplog: pytest.LogCaptureFixture):
     run = serve(arrivals(), TRUTH, LIMITS).run
     names = ("arrival", "queued", "scheduled", "first_token", "last_token")

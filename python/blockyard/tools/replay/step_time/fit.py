@@ -88,7 +88,7 @@ class Fit:
 
 
 def errors_text(errors: Mapping[str, float]) -> str:
-    """Return errors in words: `the mean first token within 0.1 %, ...`."""
+    """Return errors in words: `first token within 0.1 %, time per token within ...`."""
     found = []
     for name, error in errors.items():
         share = 100 * abs(error)
@@ -192,7 +192,8 @@ def _condition(work: NDArray[np.float64]) -> float:
 def _guess(run: EngineRun) -> tuple[float, ...]:
     """Guess from the median time between tokens, and the shortest time to first token per prompt token."""
     prompt = float(np.min((run.first_token - run.scheduled) / run.input_tokens))
-    return float(np.median(run.tpot)) / 2, prompt / 2, 0.0, 0.0
+    times = run.tpot if len(run.tpot) else run.first_token - run.scheduled  # answers of one token each
+    return float(np.median(times)) / 2, prompt / 2, 0.0, 0.0
 
 
 def _sums(run: EngineRun, served: ServedRun, known: slice) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
