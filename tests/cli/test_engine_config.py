@@ -18,6 +18,10 @@ from blockyard.integrations.options import vllm as vllm_options
 from blockyard.tools import setup_checks
 from blockyard.tools.doctor import Check
 from blockyard.tools.engine_config import _POLICY, _SPEC, _TIER, VllmConfig
+from blockyard.tools.replay.engine import EngineOptions
+from blockyard.tools.replay.plan import Prices, make_plan
+from blockyard.tools.replay.step_time import LinearStepTime
+from blockyard.traces import TraceRequest
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +73,18 @@ def test_a_configuration_of_vllm_is_checked_with_its_store_and_shared_memory(che
     assert not (tmp_path / "new").exists(), "the tier creates it, and doctor leaves nothing"
     both = {"connectors": [ours({"host_bytes": 1 << 20}), config({}, "NixlConnector")]}
     assert statuses(checked(config(both, "MultiConnector"))) == [(name, "ok") for name in names[:3]]
+
+
+def test_what_a_plan_prints_is_accepted(checked: Any, tmp_path: Path):
+    rows = [TraceRequest(float(at), 33, 2, (at % 3, 5), 16.0) for at in range(6)]
+    engine = EngineOptions(device_blocks=20, bytes_per_block=1 << 20)
+    for store in (0, 0.0625):
+        found = make_plan(
+            rows, engine, LinearStepTime(0.01, 1e-4, 0, 0), Prices(1, 1, 1), host_gib=[0.03125], store_gib=[store]
+        )
+        given = json.dumps(found.configuration().kv_transfer_config).replace("/var/cache", str(tmp_path))
+        assert {status for _, status in statuses(checked(given))} == {"ok"}
+        assert "host memory" in next(check.found for check in checked(given) if check.name == "engine_options")
 
 
 @pytest.mark.parametrize("policy", ["AdaptivePolicy", "LRUPolicy"])

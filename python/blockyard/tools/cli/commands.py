@@ -124,7 +124,7 @@ def simulate(options: argparse.Namespace) -> Result:
     def show(stream: TextIO) -> None:
         faults = ", ".join(f"{kind} {count}" for kind, count in sorted(found.faults.items())) or "none"
         print(f"{found.num_seeds} seeds, {found.num_operations} operations; faults: {faults}", file=stream)
-        print(f"log digest {found.digest}", file=stream)
+        print(f"{found.show_blocks()}\nlog digest {found.digest}", file=stream)
         if found.failure is None:
             print("no promise was broken", file=stream)
             return
