@@ -11,8 +11,11 @@ state before it. The arena has room for that once, too. The second figure is the
 the third the share of the arena that cached blocks fill: the rest is that room, null blocks, padding and part-filled
 extents. The fourth is what vLLM's layout would hold of the optimum, see `Plan`.
 
-`--check` stops with an error if a goal is missed: whole prompts as a share of the optimum, or that vLLM's layout holds
-more, by a prompt or more. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
+The last rows are the reach: the share of a prompt of 1,000 tokens that is found when the same prompt comes again, in a
+`BlockManager` and after whole blocks of vLLM's layout.
+
+`--check` stops with an error if a goal is missed: whole prompts as a share of the optimum, that vLLM's layout holds
+more, by a prompt or more, or the reach. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -34,6 +37,12 @@ CACHED = 1
 LENGTHS = (1024, 4096, 32768, 131072)
 CHECKED, GOALS = 4096, {40: 0.98, 10: 0.95}
 """Share of the optimum for prompts of this length and more, by GiB; the optimum is not rounded to whole prompts."""
+
+
+ASKED = 1000
+"""Tokens of the prompt whose reach counts."""
+REACH, REACH_OF_COMPRESSORS = 0.95, 0.89
+"""Goals for the reach; compressors of 128 tokens make no entry of less."""
 
 
 class Plan(NamedTuple):
@@ -154,6 +163,45 @@ MODELS = {
 }
 
 
+V4, V4_BLOCK, V4_PLAN = "DeepSeek-V4-Flash", 128, 256
+"""A model with compressors: tokens of our blocks, and those after whose multiples vLLM's layout can continue."""
+
+
+def compressors() -> list[CacheGroup]:
+    """Return the groups of DeepSeek-V4-Flash in FP8: entries, window, and what CSA and HCA still read."""
+    return [
+        CacheGroup.full_attention().with_blocks(bytes=3915 * V4_BLOCK),
+        CacheGroup.sliding_window(128).with_blocks(tokens=64, bytes=1_609_920),
+        CacheGroup.sliding_window(2 * 4).with_blocks(tokens=4, bytes=870_912),
+        CacheGroup.chunked_attention(128).with_blocks(tokens=8, bytes=656_640),
+    ]
+
+
+def reach(groups: list[CacheGroup], block_size: int) -> float:
+    """Return the share of a prompt that is found when it comes again."""
+    arena = Arena(device_bytes=4 * GIB)
+    manager = BlockManager(block_size=block_size, groups=groups, arena=arena, prefix_caching=True, watermark=0)
+    prompt = np.arange(ASKED, dtype=np.uint32)
+    if not compute(manager, prompt):
+        raise AssertionError(f"a prompt of {ASKED} tokens does not fit")
+    return float(manager.prefix.lookup(prompt).tokens / ASKED)
+
+
+def print_reach(names: list[str]) -> list[str]:
+    """Print the reach of each model; return the goals that are missed, in words."""
+    rows = {name: (reach(MODELS[name].groups(), BLOCK), MODELS[name].plan().tokens, REACH) for name in names}
+    rows[V4] = (reach(compressors(), V4_BLOCK), V4_PLAN, REACH_OF_COMPRESSORS)
+    print(f"\nreach of a prompt of {ASKED} tokens: ours, vLLM's")
+    missed = []
+    for name, (ours, step, goal) in rows.items():
+        theirs = (ASKED - 1) // step * step / ASKED
+        print(f"{name:24}{ours:>10.3f}{theirs:>10.3f}")
+        record({f"reach_{name}": ours, f"reach_{name}_vllm": theirs})
+        if ours < max(goal, theirs):
+            missed.append(f"{name}: the reach is {ours:.3f}, must be at least {goal} and vLLM's, {theirs:.3f}")
+    return missed
+
+
 def compute(manager: BlockManager, tokens: np.ndarray) -> bool:
     """Admit a prompt, compute it in chunks and free it; return whether it fits."""
     if not manager.can_allocate(tokens, chunk_tokens=CHUNK):
@@ -227,6 +275,7 @@ def main() -> None:
                 missed.append(f"{name} at {length}: {found} of {best} prompts, vLLM's would hold {theirs:.3f}")
         print(row, flush=True)
         record(figures)
+    missed += print_reach(options.models)
     if options.check and missed:
         sys.exit("\n".join(missed))
 

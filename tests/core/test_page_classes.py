@@ -410,8 +410,8 @@ def test_each_class_of_a_split_is_resized_on_its_own() -> None:
     [
         ({"device_bytes": 9 * EXTENT}, "device extents is 9, must be 2 to 8: 1 for null blocks, 0 pinned"),
         ({"device_bytes": EXTENT}, "device extents is 1, must be 2 to 8"),
-        ({"blocks": 9}, "number of page classes is 2, must be 1 to resize a number of blocks"),
-        ({"blocks": [9, 9]}, "numbers of device blocks is 2, must be 2, the page classes, if they are several"),
+        ({"blocks": 9}, "number of page classes is 2, must be 1 to resize one number of blocks; give device_bytes"),
+        ({"blocks": [9, 9]}, "number of sizes in blocks is 2, must be 0 over an arena, .*; give device_bytes"),
         ({"blocks": 9, "device_bytes": 9}, "give either blocks or device_bytes"),
         ({}, "give either blocks or device_bytes"),
     ],
@@ -422,9 +422,17 @@ def test_a_resize_that_cannot_be_changes_nothing(arguments: dict, message: str) 
         owner.defrag.resize(**arguments)
     assert owner.defrag.progress().blocks == 4
     split = BlockManager(block_size=4, groups=[FULL, STATE], arena=Arena.split(device_blocks=[9, 4]))
-    for blocks, text in (([10, 4], "device_blocks is 10, must be 2 to 9 of page class 0"), ([9], "numbers of device")):
+    one = BlockManager(block_size=4, device_blocks=9)
+    for other, size, text in (
+        (split, {"blocks": [10, 4]}, "device_blocks is 10, must be 2 to 9 of page class 0"),
+        (split, {"blocks": [9]}, "numbers of device blocks is 1, must be 2, one for each page class"),
+        (split, {"blocks": 9}, "must be 1 to resize one number of blocks; give a list, one number for each class"),
+        (split, {"device_bytes": 9}, "extents that page classes share is 0, must be at least 1 .*; give a list"),
+        (one, {"blocks": [9]}, "number of page classes is 1, must be at least 2 to resize a list .*; give one number"),
+        (one, {"device_bytes": 9}, "extents that page classes share is 0, must be at least 1 .*; give a number"),
+    ):
         with pytest.raises(InvalidArgumentError, match=text):
-            split.defrag.resize(blocks)
+            other.defrag.resize(**size)
     for make, text in (
         (lambda: Arena(device_bytes=9, max_device_bytes=8), "max_device_bytes is 8, must be at least device_bytes, 9"),
         (lambda: Arena.split(device_blocks=[9], max_device_blocks=[8]), r"max_device_blocks is \[8\], must have"),

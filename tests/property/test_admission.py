@@ -23,6 +23,7 @@ _kinds = st.one_of(
     st.just(CacheGroup.drafter()),
     st.just(CacheGroup.recurrent()),
     st.integers(1, 300).map(CacheGroup.sliding_window),
+    st.integers(1, 100).map(CacheGroup.chunked_attention),
 )
 
 

@@ -281,6 +281,31 @@ def test_a_request_that_lacks_blocks_of_one_class_once_a_split_has_shrunk_is_ref
         scheduler.add(Request("late", list(range(300)), max_tokens=100))
 
 
+def split_of(blocks: list[int]) -> Scheduler:
+    """Return a scheduler over a split of full blocks of 64 bytes and states of 4,096."""
+    groups = [FULL.with_blocks(bytes=64), STATE.with_blocks(bytes=1 << 12)]
+    arena = Arena.split(device_blocks=blocks)
+    return Scheduler(BlockManager(block_size=4, groups=groups, arena=arena, watermark=0.0, prefix_caching=False))
+
+
+def test_a_request_fits_a_split_by_the_blocks_of_each_class_not_by_the_bytes_of_the_first():
+    scheduler = split_of([20, 3])  # 1,280 bytes of full blocks; two states take 8,192
+    scheduler.add(Request("fits", [*range(60)], 8))
+    assert len(run(scheduler)) == 1
+    with pytest.raises(OutOfBlocksError, match="needs up to 9600 bytes of device blocks, there are 9408") as caught:
+        scheduler.add(Request("long", [*range(60)], 26))
+    assert caught.value.total == 20 * 64 + 3 * 4096
+
+
+def test_all_sequences_of_a_request_fit_a_split_or_it_is_refused():
+    scheduler = split_of([400, 3])  # bytes for six states, and two of them
+    with pytest.raises(OutOfBlocksError, match=r"more blocks of a page class than the \[400, 3\]"):
+        scheduler.add(Request("two", [*range(60)], 8, n=2))
+    scheduler = split_of([40, 5])
+    scheduler.add(Request("two", [*range(60)], 8, n=2))
+    assert len(run(scheduler)) == 2
+
+
 @pytest.mark.parametrize("caching", [False, True])
 def test_prompts_whose_bytes_fit_a_split_wait_for_the_blocks_of_each_class(caching: bool):
     full = CacheGroup.full_attention()

@@ -101,7 +101,7 @@ class Admission:
         builder, rows = self._builder, self._rows
         if rows.seats_left < 1 or rows.decodes + len(builder.counts) < rows.count:
             return  # no seat is free, or a running prompt got no tokens: admit no new one
-        while self._waiting and (left := builder.left) > 0:
+        while self._waiting and (left := builder.left) > 0 and not rows.is_closed:
             if builder.ends and builder.ends[-1] < rows.fields[LENGTH, rows.count - 1]:
                 break  # its chunk has ended early; rows are ordered by which finishes first
             batch, siblings = self._pick(left)
@@ -441,7 +441,7 @@ class Precedence:
         decodes = rows.fields[LENGTH, : rows.decodes]
         begun = int(np.count_nonzero((decodes - 1) % self._manager.block_size == 0))
         begun *= self._admission.needs.all(1)  # bytes that running sequences take
-        seats = len(first.indices) + first.forks - rows.seats_left
+        seats = max(len(first.indices) + first.forks - rows.seats_left, rows.is_closed)
         if first.status is SequenceStatus.WAITING:
             return self._admission.bytes_lacking(first, begun), seats
         fit = self._manager.can_swap_in(first.handles)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import le
 from typing import Final, Literal, TypeAlias, cast
 
 import numpy as np
@@ -183,8 +184,11 @@ class BlockNeeds:
         self._pools = [manager.pool("device", number) for number in range(manager.num_page_classes)]
         self.has_classes = len(self._pools) > 1
         strides = {pool.block_bytes: pool.block_stride or pool.block_bytes for pool in self._pools}
-        first = self._pools[0]
-        self._first, self._first_bytes = first, first.block_stride or first.block_bytes
+        bytes_of = [pool.block_stride or pool.block_bytes for pool in self._pools]
+        # The blocks of one class fill an arena; those of all classes a fixed split.
+        self._shares = list(zip(self._pools, bytes_of, strict=True))[: None if self._pools[0].per_extent is None else 1]
+        pages = [pool.block_bytes for pool in self._pools]
+        self._classes = [pages.index(group.block_bytes or 1) for group in self.groups]
         self.sizes = [(group.block_tokens or self._size, strides[group.block_bytes or 1]) for group in self.groups]
         self._only = self.sizes[0] if len(self.sizes) == 1 else None  # as in most managers
         each = zip(self.groups, self.sizes, strict=True)
@@ -192,7 +196,7 @@ class BlockNeeds:
         kinds = {group.kind for group in self.groups}
         self.is_full = kinds == {"full_attention"}
         self._has_nulls = not kinds <= {"full_attention", "drafter"}
-        self._nulls = self._has_nulls * (first.per_extent or 1)
+        self._nulls = self._has_nulls * (self._pools[0].per_extent or 1)
         self.has_states = "recurrent" in kinds
         self.keeps_states = self.has_states and manager.prefix.enabled
 
@@ -221,12 +225,28 @@ class BlockNeeds:
         if not self.has_classes:
             return False
         if state.left > 1:
-            parts = len(self._pools) * (self._first.per_extent or 1) * (self._first.block_stride or 1)
-            return self.to_end(state) + parts > self.usable()
+            return not self._has_blocks(self._to_end_by_class(state))
         # With their ids, prompts keep states at resume points.
         given = state.prompt if self._manager.prefix.enabled else len(state.prompt)
         fit = self._manager.can_allocate(given, chunk_tokens=1, max_tokens=state.limit - len(state.prompt))
         return fit.status == AllocStatus.NEVER
+
+    def _to_end_by_class(self, state: RequestState) -> list[int]:
+        """Blocks of each class that `to_end` counts."""
+        wanted = self._manager.can_allocate(state.limit, chunk_tokens=1).wanted
+        counts = [state.left * count for count in wanted[: len(self._pools)]]
+        for group, (size, _), number in zip(self.groups, self.sizes, self._classes, strict=True):
+            if group.kind == "full_attention":
+                counts[number] -= (state.left - 1) * ((len(state.prompt) - 1) // size)
+        return counts
+
+    def _has_blocks(self, counts: list[int]) -> bool:
+        """Whether an empty device has these blocks of each class for sequences."""
+        most = [pool.num_blocks - pool.reserved - self._nulls for pool in self._pools]
+        if (of_first := self._pools[0].per_extent) is None:
+            return all(map(le, counts, most))
+        extents = sum(-(-count // (pool.per_extent or 1)) for count, pool in zip(counts, self._pools, strict=True))
+        return extents * of_first <= most[0]
 
     def rest(self, tokens: int, done: int) -> int:
         """Maximum bytes that it takes in addition to those of its first `done` tokens."""
@@ -244,7 +264,7 @@ class BlockNeeds:
 
     def total(self) -> int:
         """Bytes of all device blocks."""
-        return self._first.num_blocks * self._first_bytes
+        return sum(pool.num_blocks * num_bytes for pool, num_bytes in self._shares)
 
     def blocks(self) -> list[int]:
         """Device blocks of each page class."""
@@ -252,7 +272,8 @@ class BlockNeeds:
 
     def usable(self) -> int:
         """Bytes of device blocks that sequences may use: all but null blocks, or their extent, and the watermark."""
-        return (self._first.num_blocks - self._first.reserved - self._nulls) * self._first_bytes
+        each = self._shares
+        return sum((pool.num_blocks - pool.reserved - self._nulls) * num_bytes for pool, num_bytes in each)
 
     def free(self, owed: int) -> int:
         """Bytes that are available to new sequences once others take those that they are owed.

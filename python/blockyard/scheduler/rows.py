@@ -81,6 +81,8 @@ class SequenceRows:
         seats_left: seats neither in use nor reserved for forks of a prompt or for returning sequences.
         count: rows in use.
         decodes: rows past their prompts.
+        alone: a request that lacked blocks of a page class although nothing else ran: until it has ended, sequences run
+            one at a time, so that its blocks lie in as few extents as they fill.
     """
 
     def __init__(self, capacity: int, manager: BlockManager, num_lookahead_tokens: int = 0) -> None:
@@ -102,6 +104,7 @@ class SequenceRows:
         self.seats_left = capacity
         self.count = 0
         self.decodes = 0
+        self.alone: RequestState | None = None
         self._free_seats = list(range(capacity))[::-1]
 
     def _use_tables(self, tables: NDArray[np.int32]) -> None:
@@ -135,6 +138,11 @@ class SequenceRows:
             tables = np.zeros((groups, capacity, wider), np.int32)
             tables[..., :width] = self.block_tables
             self._use_tables(tables)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no sequences may start beside those that run or return, see `alone`."""
+        return self.alone is not None and self.alone.alive and self.seats_left < len(self.owners)
 
     def read_tables(self, rows: slice) -> None:
         """Take the block tables of rows from the manager."""

@@ -536,7 +536,10 @@ class Scheduler:
                 if self._admission.ahead.give_up_last():
                     continue
                 if not lookahead:
-                    self._preempt(self._rows.worst())
+                    gone = self._rows.worst()
+                    if len(gone) == self._rows.count and self._needs.has_classes:
+                        self._rows.alone = self._rows.owner(int(gone[0]))[0]
+                    self._preempt(gone)
                     preempted = True
                 lookahead = 0
             else:

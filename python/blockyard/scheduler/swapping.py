@@ -116,7 +116,7 @@ class Swapping:
         Those of a lower priority than `priority` stay.
         """
         computed = False
-        while (idle := self.swapped.head()) is not None and idle.rank[0] <= priority:
+        while (idle := self.swapped.head()) is not None and idle.rank[0] <= priority and not self._rows.is_closed:
             apart = self._overlap_io and self._manager.tier(int(idle.handles[0])) == "external"
             # A ticket with store reads ends late: nothing in this step may depend on it.
             mixed = computed if apart else bool(self._returning)

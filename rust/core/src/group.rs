@@ -189,6 +189,15 @@ pub(crate) fn classes_of(groups: &[PagedGroup]) -> Result<(Vec<u8>, Vec<u64>)> {
     Ok((classes, bytes))
 }
 
+/// The least common multiple; at most the largest number.
+fn lcm(a: u32, b: u32) -> u32 {
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    (a / x).saturating_mul(b)
+}
+
 /// The groups of a manager, growing ones first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Groups {
@@ -400,6 +409,21 @@ impl Groups {
         let blocks = self.leaving.len().checked_div(keeping).map_or(1, |more| more + 3);
         let tokens = u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(block_size);
         tokens / chunk + 2
+    }
+
+    /// Ends of the chunks of chunked attention within some tokens, as many of each group as steps of `chunk` tokens can meet
+    /// in different ways.
+    pub(crate) fn chunk_ends(&self, tokens: Range<u32>, chunk: u32) -> impl Iterator<Item = u32> {
+        let Range { start, end } = tokens;
+        let sizes = self.growing().iter().filter_map(|group| match *group {
+            Group::Chunked { chunk } => Some(chunk),
+            _ => None,
+        });
+        let all = sizes.clone().fold(chunk, lcm);
+        sizes.flat_map(move |size| {
+            let last = end.saturating_sub(1) / size;
+            (start / size + 1..=last).rev().take((all / size) as usize).map(move |at| at * size)
+        })
     }
 
     /// Least number of keys between the resume points of a long prompt; 0 if no group keeps what lies between.

@@ -212,7 +212,8 @@ pub(crate) fn groups(groups: Option<Vec<PyCacheGroup>>, block_size: u32) -> Vec<
 ///     extent_bytes: bytes of an extent, a multiple of the number of blocks of each class in it; None for a size that
 ///         loses little.
 ///     max_device_bytes: bytes of device memory that `defrag.resize` can reach; None for `device_bytes`. Block ids that it
-///         adds take memory from the start, as soon as a class with higher ids is used.
+///         adds take memory from the start, as soon as a class with higher ids is used. With one page class it has no
+///         effect: any number of blocks can be reached.
 /// Raises:
 ///     InvalidArgumentError: a number is out of range.
 ///

@@ -52,7 +52,8 @@ impl PyPool {
         self.shared.lock().pool(self.tier).len_of(self.page_class)
     }
 
-    /// Number of ids that blocks of the class can have after a resize.
+    /// Number of ids that blocks of the class can have after a resize. With one page class there is no such limit, and this
+    /// is `num_blocks`.
     #[getter]
     fn max_blocks(&self) -> usize {
         self.shared.lock().pool(self.tier).capacity_of(self.page_class)

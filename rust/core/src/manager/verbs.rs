@@ -467,7 +467,9 @@ impl Manager {
             return Err(invalid("device_blocks", blocks as i128, format!("at most {MAX_BLOCKS}")));
         }
         if self.num_classes() > 1 {
-            let must = "1 to resize a number of blocks".to_owned();
+            let has_extents = self.tiers.device().num_extents().is_some();
+            let instead = if has_extents { "device_bytes, for an arena" } else { "a list, one number for each class" };
+            let must = format!("1 to resize one number of blocks; give {instead}");
             return Err(invalid("number of page classes", self.num_classes() as i128, must));
         }
         let (null, pinned) = (usize::from(self.sequences.has_nulls()), self.pins.num_blocks());
@@ -499,8 +501,10 @@ impl Manager {
     pub fn resize_extents(&mut self, extents: usize) -> Result<Resize> {
         let device = self.tiers.device();
         let (Some(most), Some(bytes)) = (device.most_extents(), device.extent_bytes()) else {
-            let must = "at least 2, over an arena of extents".to_owned();
-            return Err(invalid("number of page classes", self.num_classes() as i128, must));
+            let instead =
+                if self.num_classes() == 1 { "a number of blocks" } else { "a list, one number for each class" };
+            let must = format!("at least 1 to resize device_bytes; give {instead}");
+            return Err(invalid("number of extents that page classes share", 0, must));
         };
         let null = usize::from(self.sequences.has_nulls());
         let pinned = device.filled_by(device.count(self.pins.all()));
@@ -525,8 +529,16 @@ impl Manager {
     /// for, or too small for the null block, pinned blocks, the watermark, and one to allocate.
     pub fn resize_split(&mut self, blocks: &[usize]) -> Result<Resize> {
         let (device, classes) = (self.tiers.device(), self.num_classes());
-        if classes == 1 || device.num_extents().is_some() || blocks.len() != classes {
-            let must = format!("{classes}, the page classes, if they are several with blocks of their own");
+        if classes == 1 {
+            let must = "at least 2 to resize a list of blocks; give one number".to_owned();
+            return Err(invalid("number of page classes", 1, must));
+        }
+        if device.num_extents().is_some() {
+            let must = "0 over an arena, whose classes share its extents; give device_bytes".to_owned();
+            return Err(invalid("number of sizes in blocks", blocks.len() as i128, must));
+        }
+        if blocks.len() != classes {
+            let must = format!("{classes}, one for each page class");
             return Err(invalid("numbers of device blocks", blocks.len() as i128, must));
         }
         let (null, pinned) = (usize::from(self.sequences.has_nulls()), device.count(self.pins.all()));

@@ -3,6 +3,11 @@
 //! A class takes its own free blocks first, and cached ones that serve nobody; then an extent that nobody uses, if what
 //! serves nobody goes; then its own cached blocks; then an extent of another class in which nothing is in use.
 //!
+//! So the blocks in use of a class can come to lie in all extents, while there are bytes for another class, but no extent.
+//! Once a sequence has failed for that, classes pack their blocks: until all have been released twice, they take blocks in
+//! the extents that they use before others, and what is cached there goes. A sequence that starts again alone then never
+//! uses more extents than its blocks fill: that is what admission counts, see [`Pool::could_have`].
+//!
 //! Invariant: the blocks of an extent that a class does not own hold nothing and are in no set.
 
 use super::Pool;
@@ -35,6 +40,17 @@ pub(super) struct Extents {
     owned: PerClass,
     idle: PerClass,
     vacant: [BlockSet; MAX_CLASSES],
+    /// Set while classes pack their blocks.
+    packing: Option<Box<Packing>>,
+}
+
+/// See the file's head.
+#[derive(Debug, Clone)]
+struct Packing {
+    /// By class: its extents in which some blocks are held, but not all.
+    partly: [BlockSet; MAX_CLASSES],
+    /// How often all blocks will have been released when it ends.
+    releases: u8,
 }
 
 impl Extents {
@@ -56,6 +72,7 @@ impl Extents {
             owned: PerClass::default(),
             idle: PerClass::default(),
             vacant: std::array::from_fn(|_| BlockSet::empty(most)),
+            packing: None,
         }
     }
 
@@ -143,6 +160,56 @@ impl Extents {
                 self.mark_vacant(class, extent, is[1] == 1);
             }
         }
+        if self.packing.is_some() {
+            self.note_packed(class, extent, was[0] < is[0]);
+        }
+    }
+
+    /// Follows a block while classes pack theirs; `is_released`: its extent has no held block any longer.
+    #[cold]
+    fn note_packed(&mut self, class: usize, extent: usize, is_released: bool) {
+        let is_partly = self.is_partly(extent) && self.owners[extent] == owner(class);
+        let Some(packing) = &mut self.packing else { return };
+        if is_partly {
+            packing.partly[class].insert(BlockId(id(extent)));
+        } else {
+            packing.partly[class].remove(BlockId(id(extent)));
+        }
+        if is_released && self.idle == self.owned {
+            packing.releases -= 1;
+            if packing.releases == 0 {
+                self.packing = None;
+            }
+        }
+    }
+
+    /// Whether some blocks of an extent of a class are held, but not all.
+    fn is_partly(&self, extent: usize) -> bool {
+        let (by, held) = (self.owners[extent], self.held[extent] as usize);
+        by != NOBODY && extent < self.len && held > 0 && held < self.per_extent.get(usize::from(by))
+    }
+
+    /// Lets classes pack their blocks until all have been released `releases` times.
+    fn pack(&mut self, releases: u8) {
+        let mut partly = std::array::from_fn(|_| BlockSet::empty(self.owners.len()));
+        for extent in (0..self.len).filter(|&extent| self.is_partly(extent)) {
+            partly[usize::from(self.owners[extent])].insert(BlockId(id(extent)));
+        }
+        self.packing = Some(Box::new(Packing { partly, releases }));
+    }
+
+    /// Counts the extents of a packing again, after some have left or come.
+    pub(super) fn repack(&mut self) {
+        if let Some(Packing { releases, .. }) = self.packing.as_deref() {
+            self.pack(*releases);
+        }
+    }
+
+    /// While classes pack their blocks: the extent that a class with unused blocks takes the next ones from.
+    fn next_packed(&self, class: usize) -> Option<usize> {
+        let partly = &self.packing.as_deref()?.partly[class];
+        let cached = || (0..self.len).find(|&extent| self.owners[extent] == owner(class) && self.held[extent] == 0);
+        partly.next(0).or_else(|| self.vacant[class].next(0)).map(BlockId::index).or_else(cached)
     }
 
     fn mark_vacant(&mut self, class: usize, extent: usize, is_vacant: bool) {
@@ -367,6 +434,48 @@ impl Pool {
         }
     }
 
+    /// A call has failed for `wanted` blocks: classes pack theirs from now on if there were bytes for these.
+    pub(crate) fn note_lack(&mut self, wanted: PerClass) {
+        let has_bytes = self.bytes_of(wanted) <= self.available_bytes(PerClass::default(), true);
+        if let (true, Some(extents)) = (has_bytes, self.extents.as_deref_mut()) {
+            extents.pack(2);
+        }
+    }
+
+    /// While classes pack their blocks: takes up to `count` of a class, extent by extent, as [`Pool::take_of`] does.
+    pub(super) fn take_packed(&mut self, class: usize, count: usize, filling: bool, out: &mut Vec<BlockId>) {
+        let end = out.len() + count;
+        while out.len() < end {
+            let Some(extents) = self.extents.as_deref() else { return };
+            let Some(extent) = extents.next_packed(class) else { return };
+            let (all, before) = (extents.blocks(&self.classes, class, extent), out.len());
+            for drops_cached in [false, true] {
+                for block in all.clone().map(BlockId) {
+                    if drops_cached && out.len() < end {
+                        self.drop_cached(block);
+                    }
+                    if out.len() < end && self.sets[class].free.contains(block) {
+                        self.know(block);
+                        self.change(block, |block| block.take(filling));
+                        if let Some((tracker, blocks)) = self.tracker_mut() {
+                            tracker.note_written(block, blocks);
+                        }
+                        out.push(block);
+                    }
+                }
+            }
+            if out.len() == before {
+                return;
+            }
+        }
+    }
+
+    /// Whether classes pack their blocks.
+    #[inline]
+    pub(crate) fn is_packing(&self) -> bool {
+        self.extents.as_deref().is_some_and(|extents| extents.packing.is_some())
+    }
+
     /// Frees the cached blocks of other classes that serve nobody; returns whether there were any.
     fn drop_dead(&mut self, class: usize) -> bool {
         let mut any = false;
@@ -486,6 +595,15 @@ impl Pool {
         let is_vacant = |(counted, found): (&BlockSet, &BlockSet)| counted.iter().eq(found.iter());
         if !vacant.iter().zip(&extents.vacant).all(is_vacant) {
             return Some(format!("empty extents of each class are {vacant:?}, not {:?}", extents.vacant));
+        }
+        if let Some(packing) = extents.packing.as_deref() {
+            let is_partly =
+                |class: usize, extent: usize| usize::from(extents.owners[extent]) == class && extents.is_partly(extent);
+            let counted = |class| (0..extents.owners.len()).filter(move |&extent| is_partly(class, extent));
+            let is_right = |(class, of): (usize, &BlockSet)| counted(class).eq(of.iter().map(BlockId::index));
+            if !packing.partly.iter().enumerate().all(is_right) {
+                return Some(format!("extents that are used in part are not {:?}", packing.partly));
+            }
         }
         let spare = extents.spare.iter().all(|extent| extents.owners[extent.index()] == NOBODY);
         let all = owned.total() + extents.spare.len() == extents.usable(self.has_null);

@@ -196,7 +196,12 @@ impl Pool {
     /// Like [`Pool::take`], of one class.
     #[inline]
     pub(crate) fn take_of(&mut self, class: usize, count: usize, filling: bool, out: &mut Vec<BlockId>) -> bool {
-        let first = out.len();
+        let (mut first, mut count) = (out.len(), count);
+        if self.is_packing() {
+            self.take_packed(class, count, filling, out);
+            count -= out.len() - first;
+            first = out.len();
+        }
         let mut end = 0;
         self.sets[class].free.take_runs(count, |run| {
             end = end.max(run.end);

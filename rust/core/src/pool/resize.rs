@@ -276,6 +276,9 @@ impl Pool {
                 extents.join(extent);
             }
         }
+        if let Some(extents) = self.extents.as_deref_mut() {
+            extents.repack();
+        }
     }
 
     /// Counts blocks of a class beyond the end that changed from `before` to `now`.

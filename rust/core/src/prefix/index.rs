@@ -8,6 +8,9 @@ const BUCKET: usize = 8;
 const SLOTS: usize = BUCKET - 1;
 /// Maximum average of blocks per bucket if all are cached: overflow is rare, at 21 bytes per block.
 const BLOCKS: usize = 3;
+/// The same with several page classes, at 13 bytes per block: only once one class has all extents, one bucket in eight
+/// overflows.
+const BLOCKS_OF_CLASS: usize = 5;
 
 /// Which block holds the bytes of a key.
 ///
@@ -27,17 +30,19 @@ pub(crate) struct PrefixIndex {
 
 impl PrefixIndex {
     pub(crate) fn new(blocks: usize) -> Self {
-        let buckets = blocks / BLOCKS + 1;
+        Self::with_buckets(blocks, blocks / BLOCKS + 1)
+    }
+
+    fn with_buckets(blocks: usize, buckets: usize) -> Self {
         let words = vec![0; (buckets + 1) * BUCKET];
         let first = words.as_ptr().align_offset(64).min(SLOTS);
         Self { words, first, buckets, keys: Vec::with_capacity(blocks), len: 0 }
     }
 
-    /// Reserves memory for `blocks` keys only, while there are none: blocks of other page classes have no keys.
+    /// Reserves memory for the `blocks` keys of one of several page classes, while there are none.
     pub(crate) fn expect(&mut self, blocks: usize) {
-        if blocks / BLOCKS + 1 < self.buckets {
-            *self = Self { keys: std::mem::take(&mut self.keys), ..Self::new(blocks) };
-        }
+        let keys = std::mem::take(&mut self.keys);
+        *self = Self { keys, ..Self::with_buckets(0, blocks / BLOCKS_OF_CLASS + 1) };
     }
 
     /// Makes room for `blocks` blocks; existing entries stay.

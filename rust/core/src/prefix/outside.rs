@@ -65,8 +65,9 @@ impl Owners {
 
 impl Outside {
     pub(super) fn new(blocks: usize, classes: Classes) -> Self {
-        let idle: Box<[BlockSet]> = vec![BlockSet::empty(blocks); classes.len()].into();
-        let (dead, leaving) = (idle.clone(), Rings::new(blocks, 1));
+        // Not copies of one: those would touch their memory.
+        let sets = || (0..classes.len()).map(|_| BlockSet::empty(blocks)).collect();
+        let (idle, dead, leaving) = (sets(), sets(), Rings::new(blocks, 1));
         Self { classes, idle, dead, leaving, num_leaving: PerClass::default(), owners: Owners::default() }
     }
 

@@ -89,7 +89,8 @@ impl FreeBlocks {
     /// All ids of a run, none of them used before.
     pub(crate) fn full(order: ReuseOrder, run: Range<u32>) -> Self {
         let end = run.end as usize;
-        let mut by_id = BlockSet::full(end);
+        // Without blocks, its memory stays untouched.
+        let mut by_id = if run.is_empty() { BlockSet::empty(end) } else { BlockSet::full(end) };
         by_id.remove_run(0..run.start);
         Self { by_id, returned: Returned::none(order, end) }
     }

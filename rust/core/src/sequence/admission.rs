@@ -41,8 +41,9 @@ impl Sequences {
     /// Gives up what keeps a prompt from fitting, where it fits without that. With several page classes that is what it
     /// found: an extent with a found block cannot go to another class, and the prompt could wait for it forever. A found
     /// window or chunk stays beside the blocks that the first new tokens take, so it could raise the peak: where nothing
-    /// is in use, waiting would not help. With states it is its resume points, if the device has no room for the states
-    /// there besides its own.
+    /// is in use, waiting would not help. While classes pack their blocks, the only sequence finds nothing: what it found
+    /// would lie in as many extents as before. With states it is its resume points, if the device has no room for the
+    /// states there besides its own.
     pub(super) fn give_up<'a>(
         &self,
         view: View<'_>,
@@ -55,9 +56,10 @@ impl Sequences {
         if !hits_may_lack && !keeps_states {
             return;
         }
+        let packs = self.begins_packed(view);
         for (prompt, found) in prompts.iter().zip(matches) {
             let status = |found: &Match<'a>| self.fit_of(view, prompt, std::slice::from_ref(found), grows).status;
-            if hits_may_lack && found.hits > 0 && status(found) != AllocStatus::Ok {
+            if hits_may_lack && found.hits > 0 && (packs || status(found) != AllocStatus::Ok) {
                 let alone = found.without_hits();
                 if status(&alone) == AllocStatus::Ok {
                     *found = alone;
@@ -71,6 +73,11 @@ impl Sequences {
                 }
             }
         }
+    }
+
+    /// Whether a sequence that begins now is the only one on a device whose classes pack their blocks.
+    pub(super) fn begins_packed(&self, view: View<'_>) -> bool {
+        view.tiers.device().is_packing() && !self.rows.iter().any(|(_, row)| row.tier == Tier::Device)
     }
 
     /// Whether a prompt fits that has found what is its only match.
@@ -133,13 +140,15 @@ impl Sequences {
             hold(start, prompt.saturating_add(answer));
             return most;
         }
-        let mut grow = |mut from: u32, to: u32, chunk: u32| {
-            let steps = (to - from).div_ceil(chunk);
-            from += chunk * steps.saturating_sub(self.groups.period(chunk, size));
-            while from < to {
-                let end = to.min(from.saturating_add(chunk));
-                hold(from, end);
-                from = end;
+        let mut grow = |from: u32, to: u32, chunk: u32| {
+            let period = self.groups.period(chunk, size);
+            // Most is held in the last steps, or in the last ones that begin before chunked attention leaves a chunk.
+            let ends = self.groups.chunk_ends(from..to, chunk).map(|end| (end - from).div_ceil(chunk));
+            for last in ends.chain([(to - from).div_ceil(chunk)]) {
+                for step in last.saturating_sub(period)..last {
+                    let begin = from + step * chunk;
+                    hold(begin, to.min(begin.saturating_add(chunk)));
+                }
             }
         };
         let mut from = start;

@@ -148,6 +148,16 @@ impl Tiers {
         overlapped
     }
 
+    /// An append has failed; see [`Pool::note_lack`].
+    pub(crate) fn note_lack(&mut self, wanted: PerClass) {
+        self.pools[0].note_lack(wanted);
+    }
+
+    /// Drops what is only cached on the device.
+    pub(crate) fn drop_all_cached(&mut self) {
+        self.at(Tier::Device, |pool| pool.evictable_blocks().into_iter().for_each(|block| pool.drop_cached(block)));
+    }
+
     /// Gives classes the extents for `wanted` blocks; see [`Pool::make_room`].
     pub(crate) fn make_room(&mut self, tier: Tier, wanted: PerClass, overlappable_too: bool) {
         let lost = self.at(tier, |pool| pool.make_room(wanted, overlappable_too));

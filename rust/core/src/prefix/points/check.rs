@@ -1,6 +1,6 @@
 //! Whether the points agree with the keys and the eviction order.
 
-use super::{Both, Bundle, PrefixCache};
+use super::{Both, Bundle, MANY, PrefixCache};
 use crate::hash::Key;
 use crate::id::BlockId;
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -55,6 +55,7 @@ impl PrefixCache {
         let wrong = (0..)
             .map(BlockId)
             .take(points.reasons.len())
+            .filter(|block| points.reasons(*block) & MANY < MANY)
             .find(|block| points.reasons(*block) != counted.get(block).copied().unwrap_or(0));
         wrong.map(|block| {
             format!("block {block} has reasons {:#x}, counted {:?}", points.reasons(block), counted.get(&block))

@@ -24,7 +24,17 @@ mod check;
 mod sweep;
 
 /// Bit of an anchor's reasons: it has a point itself. The others count the next anchors that lead to one.
-const POINT: u32 = 1 << 31;
+const POINT: u16 = 1 << 15;
+
+/// This many next anchors are no longer counted down: such an anchor stays live until the eviction order reaches it, or
+/// a sweep counts all again.
+const MANY: u16 = POINT - 1;
+
+/// Reasons with one more anchor that leads to a point.
+#[inline]
+fn one_more(reasons: u16) -> u16 {
+    if reasons & !POINT == MANY { reasons } else { reasons + 1 }
+}
 
 /// Room for this many anchors' lists is never given back.
 const LEAST_ROOM: usize = 1024;
@@ -67,7 +77,7 @@ pub(crate) struct Points {
     /// By anchor: the link to the one before it, 0 for the first.
     parents: Vec<u64>,
     /// By anchor: why it is kept.
-    reasons: Vec<u32>,
+    reasons: Vec<u16>,
     /// By block: the points and anchors that it hangs on.
     owners: Vec<u32>,
     bundles: FxHashMap<BlockId, Bundle>,
@@ -118,10 +128,10 @@ impl Points {
     }
 
     /// Memory of one block.
-    pub(crate) const BYTES: usize = 5 * size_of::<u32>() + 8;
+    pub(crate) const BYTES: usize = size_of::<u64>() + size_of::<u16>() + size_of::<u32>() + 12;
 
     #[inline]
-    fn reasons(&self, block: BlockId) -> u32 {
+    fn reasons(&self, block: BlockId) -> u16 {
         self.reasons.get(block.index()).copied().unwrap_or(0)
     }
 
@@ -273,6 +283,9 @@ impl Points {
 
     /// Puts the unused companions of an anchor among the dead, unless another anchor needs them, or takes them out.
     fn bring_companions(&mut self, anchor: BlockId, to_dead: bool) {
+        if self.companions == 0 {
+            return;
+        }
         let companions = self.bundles.get(&anchor).map_or_else(Vec::new, |bundle| bundle.companions.to_vec());
         for block in companions {
             if to_dead && !self.serves_another(block, anchor) && self.outside.remove_idle(block) {
@@ -386,8 +399,11 @@ impl Both<'_> {
     fn enliven(&mut self, mut anchor: BlockId, mut before: impl Iterator<Item = BlockId>) {
         let has_dead = self.points.outside.has_dead();
         loop {
-            if has_dead && self.points.outside.unbury(anchor) {
-                self.order.insert(anchor);
+            if has_dead {
+                if self.points.outside.unbury(anchor) {
+                    self.order.insert(anchor);
+                }
+                // A sequence can use it, and have copies of its companions, while these are still among the dead.
                 self.points.bring_companions(anchor, false);
             }
             self.points.is_broken |= self.points.companions(anchor).is_none();
@@ -395,7 +411,7 @@ impl Both<'_> {
                 Ok(Some(parent)) => {
                     self.points.know(parent);
                     let reasons = &mut self.points.reasons[parent.index()];
-                    *reasons += 1;
+                    *reasons = one_more(*reasons);
                     if *reasons != 1 {
                         return;
                     }
@@ -419,7 +435,7 @@ impl Both<'_> {
             let Ok(Some(parent)) = self.parent(anchor) else { return };
             // After a loss a parent may be back that does not count this one yet: the next sweep counts all again.
             let reasons = &mut self.points.reasons[parent.index()];
-            if *reasons & !POINT == 0 {
+            if matches!(*reasons & !POINT, 0 | MANY) {
                 return;
             }
             *reasons -= 1;
@@ -528,7 +544,9 @@ impl PrefixCache {
     /// Starts to keep points, while nothing is cached; blocks with keys are of the page class `ordered`.
     pub(crate) fn use_points(&mut self, points: Points, ordered: usize) {
         self.ordered = ordered;
-        self.index.expect(points.outside.capacity_of(ordered));
+        if points.num_classes() > 1 {
+            self.index.expect(points.outside.capacity_of(ordered));
+        }
         self.points = Some(Box::new(points));
     }
 
@@ -776,9 +794,8 @@ impl PrefixCache {
             }
             points.bundles.insert(to, bundle);
         }
-        for list in [&mut points.reasons, &mut points.owners] {
-            list[to_at] = std::mem::take(&mut list[from_at]);
-        }
+        points.reasons[to_at] = std::mem::take(&mut points.reasons[from_at]);
+        points.owners[to_at] = std::mem::take(&mut points.owners[from_at]);
         points.parents[to_at] = std::mem::take(&mut points.parents[from_at]);
         points.leaving.staying.iter_mut().filter(|block| **block == from).for_each(|block| *block = to);
         for set in [&mut points.keyless, &mut points.departing, &mut points.followers] {

@@ -1,6 +1,6 @@
 //! Finds what no prompt can reach since an anchor before it is gone.
 
-use super::{Both, POINT};
+use super::{Both, POINT, one_more};
 use crate::id::BlockId;
 use crate::prefix::evict::Departure;
 use std::collections::HashMap;
@@ -63,29 +63,32 @@ impl Both<'_> {
             self.points.reasons[block.index()] = now;
             if now == 0 && before > 0 && self.order.remove(block, Departure::Gone) {
                 self.bury(block);
-            } else if now > 0 && self.points.outside.unbury(block) {
-                self.order.insert(block);
+            } else if now > 0 {
+                if self.points.outside.unbury(block) {
+                    self.order.insert(block);
+                }
+                self.points.bring_companions(block, false);
             }
         }
     }
 
     /// The reasons of all live anchors, counted from their points.
-    pub(super) fn counted(&self) -> HashMap<BlockId, u32> {
+    pub(super) fn counted(&self) -> HashMap<BlockId, u16> {
         let mut counted = HashMap::new();
         for anchor in (0..).map(BlockId).take(self.points.reasons.len()) {
             if self.points.reasons(anchor) & POINT == 0 {
                 continue;
             }
-            let reasons: &mut u32 = counted.entry(anchor).or_default();
+            let reasons: &mut u16 = counted.entry(anchor).or_default();
             let was_live = *reasons > 0;
             *reasons |= POINT;
             let mut at = anchor;
             let mut is_new = !was_live;
             while is_new {
                 let Ok(Some(parent)) = self.parent(at) else { break };
-                let reasons: &mut u32 = counted.entry(parent).or_default();
+                let reasons: &mut u16 = counted.entry(parent).or_default();
                 is_new = *reasons == 0;
-                *reasons += 1;
+                *reasons = one_more(*reasons);
                 at = parent;
             }
         }

@@ -247,6 +247,9 @@ impl Sequences {
             work.keeps_tails = false;
             wanted = self.require_slow(step.view(), batch, work, &mut blocks);
         }
+        if let Err(Error::OutOfBlocks { page_class: Some(_), .. }) = wanted {
+            step.tiers.note_lack(work.lacking);
+        }
         let result = wanted.map(|wanted| {
             // From here on nothing fails: every check is above, so the call succeeds whole or changes nothing.
             if self.groups.has_states() {
@@ -290,7 +293,8 @@ impl Sequences {
         shared.clear();
         let new = self.slow_needs(view, batch, work, shared)?;
         let copies = if shared.is_empty() { PerClass::default() } else { copies(view, shared)? };
-        view.require(Request::device((new + copies).saturating_sub(work.freed)), Vec::new)?;
+        work.lacking = (new + copies).saturating_sub(work.freed);
+        view.require(Request::device(work.lacking), Vec::new)?;
         Ok(new + copies)
     }
 

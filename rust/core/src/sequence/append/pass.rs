@@ -39,6 +39,8 @@ pub(in crate::sequence) struct Work {
     pub(in crate::sequence) keeps_tails: bool,
     /// How many blocks these rows leave behind for others.
     pub(in crate::sequence) freed: PerClass,
+    /// How many more they take.
+    pub(in crate::sequence) lacking: PerClass,
     /// Tables of a moving batch whose blocks nothing else uses.
     pub(in crate::sequence) private: Vec<bool>,
 }

@@ -336,6 +336,9 @@ impl Sequences {
             step.view(),
             prompts.iter().zip(&matches).map(|(prompt, found)| self.passed(step.view(), prompt, found, chunk)),
         )?;
+        if self.begins_packed(step.view()) {
+            step.tiers.drop_all_cached(); // else its blocks would give way to cached ones with the same keys
+        }
         for found in &matches {
             found.tables().for_each(|table| step.tiers.claim_all(Tier::Device, table));
             found.blocks_behind().for_each(|&block| step.tiers.claim((Tier::Device, block)));

@@ -1,0 +1,128 @@
+"""A scheduler over random page classes, whose arena or split is resized while requests run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from random import Random
+
+import numpy as np
+
+from blockyard import Arena, BlockManager, CacheGroup, PrefixCaching
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.scheduler import DefragPolicy, Request, Scheduler
+from blockyard.stores.threaded.runtime import use_runtime
+from blockyard.tools.virtual_time import VirtualTime
+
+EXTENT = 960
+ENOUGH = 6000
+"""Steps in which a few short requests surely end."""
+
+
+class ArenaProgram:
+    """A random manager, its scheduler, and random requests.
+
+    Args:
+        seed: of all choices.
+
+    Attributes:
+        counts: requests by how they ended, and steps in which a request runs alone.
+        digest: of all steps and outputs.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random = Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.digest = hashlib.sha256()
+        self._time = VirtualTime()
+        self.extents = random.choice([6, 8, 12, 16])
+        self.split = [random.choice([8, 16, 40]) for _ in range(4)] if random.random() < 0.25 else []
+        self.manager = self._make_manager(random.choice([1, 2, 3, 4]))
+        options = {
+            "max_num_seqs": random.choice([2, 6]),
+            "max_num_batched_tokens": random.choice([2, 4, 16, 64]),
+            "preemption_mode": random.choice(["auto", "swap", "recompute"]),
+            "num_lookahead_tokens": random.choice([0, 0, 2]),
+            "max_overtakes": random.choice([0, 2]),
+        }
+        if not self.split and random.random() < 0.3:
+            options["defragment"] = DefragPolicy([("extents", 0)])
+        with use_runtime(self._time):
+            self.scheduler = Scheduler(self.manager, **options)
+
+    def _make_manager(self, block_size: int) -> BlockManager:
+        random = self.random
+        others = [
+            CacheGroup.sliding_window(random.choice([1, 2, 5, 9, 17])),
+            CacheGroup.recurrent(),
+            CacheGroup.chunked_attention(random.choice([4, 8]) * block_size),
+            CacheGroup.full_attention(),
+        ]
+        groups = [CacheGroup.full_attention(), *random.sample(others, random.choice([1, 2, 2, 3]))]
+        sizes = random.sample([64, 96, 160, 320, 480], len(groups))
+        groups = [group.with_blocks(bytes=size) for group, size in zip(groups, sizes, strict=True)]
+        caching, host = random.choice([False, "lru", "adaptive"]), random.choice([0, 4, 10])
+        if caching:
+            caching = PrefixCaching(eviction=caching, host=host > 0)
+        self.split = self.split[: len(groups)]
+        if self.split:
+            arena = Arena.split(device_blocks=self.split, host_blocks=[3 * host] * len(groups))
+        else:
+            bytes_of = {"device_bytes": self.extents * EXTENT, "host_bytes": host * EXTENT}
+            arena = Arena(**bytes_of, extent_bytes=EXTENT)
+        options = {"watermark": random.choice([0, 0, 0.1]), "reuse_order": random.choice(["lowest", "fifo", "lru"])}
+        return BlockManager(block_size=block_size, groups=groups, arena=arena, prefix_caching=caching, **options)
+
+    def add(self) -> None:
+        """Add a request, if it could finish."""
+        random, scheduler = self.random, self.scheduler
+        prompt = [7] * random.choice([0, 0, 4, 9]) + [
+            random.randrange(5) for _ in range(random.choice([1, 2, 5, 9, 20]))
+        ]
+        self.counts["added"] += 1
+        name, most, count = f"{self.counts['added']}", random.choice([1, 3, 9, 30]), random.choice([1, 1, 1, 2])
+        try:
+            scheduler.add(Request(name, prompt, most, count, priority=random.choice([0, 0, 1])))
+        except OutOfBlocksError:
+            self.counts["refused"] += 1
+
+    def resize(self) -> None:
+        """Resize the device to a size that it can have."""
+        random, defrag = self.random, self.manager.defrag
+        try:
+            if self.split:
+                defrag.resize([random.randint(2, most) for most in self.split])
+            else:
+                defrag.resize(device_bytes=random.randint(2, self.extents) * EXTENT)
+        except InvalidArgumentError:  # less than the watermark
+            self.counts["resizes refused"] += 1
+
+    def step(self) -> None:
+        """Run a step."""
+        self._time.now += 0.01
+        step = self.scheduler.schedule()
+        self.digest.update(repr([step.owner(row) for row in range(step.rows)]).encode())
+        self.digest.update(np.ascontiguousarray(step.slot_mapping).tobytes())
+        for kind, pairs in step.decision.transfers():
+            self.digest.update(repr((kind, pairs.ids.tolist())).encode())
+        self.scheduler.complete(step.decision.ticket)
+        for finished in self.scheduler.update(step, [self.random.randrange(5) for _ in range(step.num_draws)]):
+            self.digest.update(repr((finished.request.request_id, finished.outputs)).encode())
+            self.counts["shrunk away" if finished.error else "finished"] += 1
+        alone = self.scheduler._rows.alone  # whether the case that this is about was met
+        self.counts["alone"] += alone is not None and alone.alive
+
+    def run(self) -> None:
+        """Add requests, run steps and resize; then run to the end."""
+        for _ in range(self.random.choice([30, 80])):
+            if self.scheduler.num_unfinished < 9 and self.random.random() < 0.4:
+                self.add()
+            if self.random.random() < 0.12:
+                self.resize()
+            self.step()
+            self.manager.check()
+        for _ in range(ENOUGH):
+            if not self.scheduler.num_unfinished:
+                break
+            self.step()
+        self.manager.check()
