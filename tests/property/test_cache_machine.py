@@ -119,6 +119,18 @@ def test_a_swapped_request_is_recomputed_if_nothing_else_can_make_room():
     assert failure(Program(config, NO_EXTENT_LEFT)) is None
 
 
+def test_states_without_a_prefix_cache_are_marked():
+    """Those that are passed over count as published, and have no keys."""
+    config = Config(device=12, most=20, host=0, external=5, prefix="", groups="state", lookahead=1)
+    ops = (
+        Op("allocate", seed=724446819),
+        Op("step", c=11577, seed=409806223),
+        Op("append", b=64554, seed=452266839),
+        Op("step", c=16194, seed=788527699),
+    )
+    assert failure(Program(config, ops)) is None
+
+
 def test_after_real_signals_no_byte_is_wrong_and_nothing_is_stuck(programs: int):
     for seed in range(programs // 8):
         config = replace(random_config(Random(seed)), interrupts=0.5, signals=True)

@@ -442,13 +442,15 @@ def simulated(clock: Clock) -> Iterator[None]:
 
 
 def _watch(loads: Loads) -> None:
-    """Let each load that has all it can have be checked: no other may still bring blocks of its prompt."""
-    finish = loads._finish
+    """Let each load that has all it can have be checked: no other may still bring blocks that its prompt could use."""
+    finish, jobs = loads._finish, loads._manager.prefix.store_jobs
 
     def checked(load: Load, miss: str = "") -> bool:
         if miss in {"", "absent"}:
-            *_, loading = loads._manager.prefix.store_jobs.missing(load.prompt, 1 << 20)
-            assert not len(loading), f"a load is done ({miss!r}), and others are bringing {len(loading)} of its blocks"
+            for point in range(1, 1 + len(load.prompt) // loads._manager.block_size) if loads._has_points else [None]:
+                keys, _, loading = jobs.missing(load.prompt, 1 << 20, point=point)
+                is_complete = not len(keys) or not loads._has_points
+                assert not (is_complete and len(loading)), f"a load is done ({miss!r}), others bring point {point}"
         return finish(load, miss)
 
     loads._finish = checked  # type: ignore[method-assign]
