@@ -119,6 +119,38 @@ def test_a_swapped_request_is_recomputed_if_nothing_else_can_make_room():
     assert failure(Program(config, NO_EXTENT_LEFT)) is None
 
 
+SLIDING_OVER_EXTENTS = (
+    Op("allocate", 57314, 0, 0, 35004, 1009030668, -1),
+    Op("allocate", 42005, 0, 0, 0, 53578384, -1),
+    Op("step", 0, 0, 0, 0, 813306532, -1),
+    Op("step", 0, 0, 17893, 0, 785814805, -1),
+    Op("write", 36092, 0, 0, 0, 300895592, -1),
+    Op("truncate", 0, 0, 0, 13785, 153458692, -1),
+    Op("append", 0, 0, 0, 0, 106207764, -1),
+    Op("swap", 0, 0, 23833, 0, 660606515, -1),
+    Op("resize", 0, 0, 0, 0, 917872889, -1),
+    Op("truncate", 0, 0, 0, 32952, 924296614, -1),
+    Op("swap", 0, 0, 0, 57997, 469184393, -1),
+    Op("allocate", 30485, 31845, 60769, 25988, 575713471, -1),
+)
+
+
+def test_a_window_takes_no_more_extents_than_it_fills():
+    """It slid over three extents of four, needed two, and its own answer never got a block: it was recomputed for ever."""
+    sizes: dict[str, Any] = {
+        "device": 24,
+        "most": 32,
+        "host": 23,
+        "external": 3,
+        "prefix": "",
+        "staging": 6,
+        "chunk": 1,
+    }
+    more: dict[str, Any] = {"groups": "full window", "classes": True, "reuse": "lru", "outstanding": 1, "room": 6}
+    config = Config(**sizes, **more, scheduler=True, mode="swap", swap_cost=1e9)
+    assert failure(Program(config, SLIDING_OVER_EXTENTS)) is None
+
+
 def test_states_without_a_prefix_cache_are_marked():
     """Those that are passed over count as published, and have no keys."""
     config = Config(device=12, most=20, host=0, external=5, prefix="", groups="state", lookahead=1)

@@ -1,6 +1,6 @@
 //! Extents: the pieces of a tier that its page classes take and give back.
 //!
-//! A class takes its own free blocks first, and cached ones that serve nobody; then an extent that nobody uses, if what
+//! A class takes its own free blocks first, those of its empty extents last, and cached ones that serve nobody; then an extent that nobody uses, if what
 //! serves nobody goes; then its own cached blocks; then an extent of another class in which nothing is in use.
 //!
 //! Invariant: the blocks of an extent that a class does not own hold nothing and are in no set.
@@ -343,6 +343,7 @@ impl Pool {
     /// Gives one class extents until it can take its blocks; what it can evict itself stays, as far as others are empty.
     fn grow_class(&mut self, class: usize, wanted: PerClass, overlappable_too: bool) -> usize {
         let (count, mut lost) = (wanted.get(class), 0);
+        self.return_vacant(class, count);
         loop {
             let available = self.available_in(overlappable_too);
             let surplus = available.saturating_sub(wanted);
@@ -364,6 +365,20 @@ impl Pool {
             let cheapest = || extents.cheapest(class, surplus).map(|(extent, by)| (extent, Some(by)));
             let Some((extent, from)) = empty.or_else(cheapest) else { return lost };
             lost += self.give(extent, from, class);
+        }
+    }
+
+    /// Returns the empty extents that a class does not need to take `count` blocks, so that these fill its other ones:
+    /// a window that slides over more extents than it needs would keep each of them from other classes.
+    fn return_vacant(&mut self, class: usize, count: usize) {
+        while let Some(extents) = self.extents.as_deref_mut().filter(|_| count > 0) {
+            let Some(extent) = extents.vacant[class].next(0) else { return };
+            if self.sets[class].free.len() < count + extents.per_extent.get(class) {
+                return;
+            }
+            self.sets[class].free.cut(extents.blocks(&self.classes, class, extent.index()));
+            extents.set_owner(extent.index(), None);
+            extents.spare.insert(extent);
         }
     }
 
