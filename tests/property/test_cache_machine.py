@@ -136,7 +136,7 @@ SLIDING_OVER_EXTENTS = (
 
 
 def test_a_window_takes_no_more_extents_than_it_fills():
-    """It slid over three extents of four, needed two, and its own answer never got a block: it was recomputed for ever."""
+    """It slid over three extents of four and needed two, so its own answer never got a block."""
     sizes: dict[str, Any] = {
         "device": 24,
         "most": 32,
@@ -149,6 +149,14 @@ def test_a_window_takes_no_more_extents_than_it_fills():
     more: dict[str, Any] = {"groups": "full window", "classes": True, "reuse": "lru", "outstanding": 1, "room": 6}
     config = Config(**sizes, **more, scheduler=True, mode="swap", swap_cost=1e9)
     assert failure(Program(config, SLIDING_OVER_EXTENTS)) is None
+
+
+def test_a_quota_holds_although_no_block_leads_to_a_point():
+    """Blocks beside those of a drafter hung on these, which no longer led to a point, and stayed beyond the quota."""
+    sizes: dict[str, Any] = {"block_size": 3, "host": 24, "external": 6, "prefix": "device", "staging": 2, "chunk": 1}
+    config = Config(**sizes, groups="all", classes=True, scheduler=True, mode="recompute", swap_cost=0.0)
+    ops = (Op("quota", b=35938, seed=936556885), Op("allocate", d=41757, seed=429400330))
+    assert failure(Program(config, ops)) is None
 
 
 def test_states_without_a_prefix_cache_are_marked():
