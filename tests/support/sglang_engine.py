@@ -1,0 +1,155 @@
+"""SGLang's own cache of prefixes over its own device pools, on a CPU, with an external linker below it.
+
+A request goes through SGLang's match, load, insert and release as in its scheduler. Only the model is ours: the KV of a
+token is a digest of all tokens up to it, and the answer is a digest of the KV of the whole prompt, as read from the pools.
+"""
+
+import hashlib
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+PAGE, LAYERS, PAGES = 64, 3, 40
+SECONDS = 60.0
+
+
+class Answer(NamedTuple):
+    """What a request comes to."""
+
+    token: str  # empty if SGLang aborts the request
+    loaded: int  # pages from the store
+    seconds: float  # of the scheduler's thread
+
+
+class SGLangEngine:
+    """One rank of SGLang with a model that has sparse attention: a main pool, and the small pool of its index.
+
+    Args:
+        backend: the linker's, as in `--unified-cache-external-linker-backend`; None for SGLang without one.
+        config: the linker's configuration.
+    """
+
+    def __init__(self, backend: str | None = None, config: dict[str, Any] | None = None) -> None:
+        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, ReqToTokenPool
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+        from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+        from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+        arguments = ServerArgs(model_path="dummy", page_size=PAGE)
+        set_global_server_args_for_scheduler(arguments)
+        size: Any = {"size": PAGES * PAGE, "page_size": PAGE, "dtype": torch.bfloat16, "device": "cpu"}
+        widths = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "kv_cache_dim": 80, "index_head_dim": 128}
+        self.pool = DSATokenToKVPool(**size, **widths, layer_num=LAYERS, enable_memory_saver=False)
+        self.slots = PagedTokenToKVPoolAllocator(**size, kvcache=self.pool, need_sort=False)
+        self.rows = ReqToTokenPool(size=4, max_context_len=PAGES * PAGE, device="cpu", enable_memory_saver=False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.slots,
+            page_size=PAGE,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend="python",
+        )
+        self.cache = UnifiedRadixCache(params=params)
+        self.asked = 0
+        if backend is not None:
+            linker = create_unified_cache_linker(
+                SimpleNamespace(model_path="dummy", enable_linker_mla_dedup=False),
+                params,
+                backend=backend,
+                config=config,
+                components={ComponentType.FULL},
+            )
+            self.cache.init_cache_linker(linker)
+
+    def ask(self, prompt: Sequence[int], between: Callable[[], None] = lambda: None) -> Answer:
+        """Serve a request for one token, with a call between its lookup and its load."""
+        from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+        from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+        from sglang.srt.mem_cache.common import release_kv_cache
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        self.asked += 1
+        began = time.monotonic()
+        self.cache.check_hicache_events()
+        request = Req(
+            rid=f"request {self.asked}",
+            origin_input_text="",
+            origin_input_ids=array("q", prompt),
+            sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+        )
+        self.rows.alloc([request])
+        request.init_next_round_input(self.cache)
+        stall = time.monotonic()
+        between()
+        stall = time.monotonic() - stall
+        known, loaded = request.prefix_len, 0
+        request.lock = self.cache.lock(request.last_node)
+        if request.host_hit_length:
+            how = InitLoadBackParams(
+                best_match_node=request.best_match_node, host_hit_length=request.host_hit_length, req=request
+            )
+            loaded, request.last_node = self.cache.init_load_back(how)
+            request.prefix_len += loaded
+        request.extend_end = len(prompt)
+        own = self.slots.alloc(-(-request.extend_len // PAGE) * PAGE)
+        places = torch.cat([self.cache.prefix_device_indices(request), own])
+        self.rows.write((request.kv.req_pool_idx, slice(0, len(places))), places)
+        request.kv.kv_committed_len = request.kv.kv_allocated_len = len(prompt)
+        token = self._forward(prompt, places, request.prefix_len)
+        if self.cache.finish_external_linker_loads([request]):
+            token = ""
+        request.finished_reason = FINISH_LENGTH(length=0)
+        release_kv_cache(request, self.cache, checkpoint=bool(token))
+        seconds = time.monotonic() - began - stall
+        assert known % PAGE == loaded % PAGE == 0
+        return Answer(token, loaded // PAGE if token else 0, seconds)
+
+    def _forward(self, prompt: Sequence[int], places: torch.Tensor, known: int) -> str:
+        """Compute a prompt from token `known` on, layer by layer, once the layers before it have come."""
+        index = self.cache.ready_to_load_host_cache() if self.cache.linker else -1
+        counter = self.cache.linker.layer_done_counter if self.cache.linker else None
+        if counter is not None:
+            counter.set_consumer(index)
+        found = hashlib.sha256()
+        for layer in range(LAYERS):
+            if counter is not None:
+                counter.wait_until(layer)
+            main, index_keys = self.pool.kv_buffer[layer], self.pool.index_k_with_scale_buffer[layer]
+            for first in range(known - known % PAGE, len(prompt), PAGE):
+                page = int(places[first]) // PAGE
+                rows = main[page * PAGE : (page + 1) * PAGE].view(torch.uint8)
+                for part in (rows, index_keys[page]):
+                    seed = hashlib.sha256(repr((list(prompt[: first + PAGE]), layer, part.numel())).encode()).digest()
+                    drawn = np.random.default_rng(np.frombuffer(seed, np.uint32)).bytes(part.numel())
+                    part.view(-1)[:] = torch.frombuffer(bytearray(drawn), dtype=torch.uint8)
+            pages = places[::PAGE] // PAGE
+            found.update(main.view(-1, PAGE, main.shape[-1])[pages].view(torch.uint8).numpy().tobytes())
+            found.update(index_keys[pages].numpy().tobytes())
+        return found.hexdigest()[:8]
+
+    def settle(self) -> None:
+        """Run steps without requests until nothing is being stored."""
+        until = time.monotonic() + SECONDS
+        while self.cache.linker and self.cache.linker.pending_offloads:
+            self.cache.check_hicache_events()
+            assert time.monotonic() < until, "pages are still being stored"
+            time.sleep(0.005)
+
+    def evict(self) -> None:
+        """Take all pages from the device that are not in use."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.cache.evict(EvictParams(num_tokens=PAGES * PAGE))
+
+    def close(self) -> None:
+        if self.cache.linker:
+            self.cache.linker.close()
