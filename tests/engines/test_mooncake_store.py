@@ -35,6 +35,7 @@ WIDTH = 1 << 20
 KEYS = [bytes([number]) * 32 for number in range(1, 17)]
 ROWS = np.random.default_rng(0).integers(0, 256, (len(KEYS), WIDTH), np.uint8)
 
+
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with ExitStack() as stack:

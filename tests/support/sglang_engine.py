@@ -1,7 +1,7 @@
 """SGLang's own cache of prefixes over its own device pools, on a CPU, with an external linker below it.
 
-A request goes through SGLang's match, load, insert and release as in its scheduler. Only the model is ours: the KV of a
-token is a digest of all tokens up to it, and the answer is a digest of the KV of the whole prompt, as read from the pools.
+A request goes through SGLang's match, load, insert and release as in its scheduler. Only the model is ours: the KV of
+a token is a digest of all tokens up to it, and the answer is a digest of the whole prompt's KV, as read from the pools.
 """
 
 import hashlib
