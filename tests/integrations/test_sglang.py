@@ -57,13 +57,15 @@ def test_pages_of_two_pools_travel_by_one_key_and_come_back_whole(storage: Any, 
     engine.close()
 
 
-@pytest.mark.parametrize(("place", "pages"), [("root_dir", 31), ("url", 33)])
+@pytest.mark.parametrize(("place", "pages"), [("root_dir", 31), ("file", 31), ("memory", 33)])
 def test_a_small_pages_pool_takes_about_its_own_bytes(storage: Any, tmp_path: Path, place: str, pages: int):
     """Pages of 256 KiB with an index of 8,640 bytes each, as of sparse attention: 280 KiB in files, 265 elsewhere."""
     index = HostPool(pages=40, width=4320)
-    options = (
-        {"root_dir": str(tmp_path), "size": "9MiB"} if place == "root_dir" else {"url": "memory://small?size=9MiB"}
-    )
+    options: dict[str, str] = {
+        "root_dir": {"root_dir": str(tmp_path), "size": "9MiB"},
+        "file": {"url": f"file://{tmp_path}/store?size=9MiB"},
+        "memory": {"url": "memory://small?size=9MiB"},
+    }[place]
     engine = SGLang(options, main_width=128 << 10, pools={"indexer": index})
     engine.pool.data[:] = torch.randn(engine.pool.data.shape).half()
     index.data[:] = torch.randn(index.data.shape).half()

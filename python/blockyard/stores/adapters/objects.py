@@ -44,6 +44,7 @@ __all__ = [
     "about_store",
     "bytes_taken",
     "check_place",
+    "folder_of",
     "place_url",
     "share_of",
     "store_url",
@@ -110,6 +111,14 @@ def share_of(url: str, share: float) -> str:
     return re.sub(r"([?&]size=)([^&]*)", shared, url)
 
 
+def folder_of(url: str, name: str) -> str:
+    """Return the URL of the same store in folders of this name; the same if its store is not in folders."""
+    if not url.startswith("file:"):
+        return url
+    folders, mark, options = url.partition("?")
+    return ",".join(f"{folder.rstrip('/')}/{name}" for folder in folders.split(",")) + mark + options
+
+
 def place_url(root_dir: str | None, url: str | None, size: int | str | None, part: str = "") -> str:
     """Return the URL of a store: `url`, or a file store in `root_dir` or its folder `part`. Creates nothing.
 
@@ -157,7 +166,8 @@ class PrefixObjects:
 
     Args:
         url: URL of the store, see `blockyard.open_store`.
-        sizes: the lengths of the objects, one for each kind. If there is one kind, an object fills one block.
+        sizes: the lengths of the objects, one for each kind, or as often as a kind occurs. If there is one kind, an
+            object fills one block.
         fields: everything that determines an object's bytes besides its key, JSON-serializable.
 
     Raises:
