@@ -5,6 +5,7 @@ a token is a digest of all tokens up to it, and the answer is a digest of the wh
 """
 
 import hashlib
+import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -14,8 +15,75 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # SGLang looks for its model there
 PAGE, LAYERS, PAGES = 64, 3, 40
 SECONDS = 60.0
+
+
+def make_cache(kind: str) -> Any:
+    """Return SGLang's cache of prefixes over the device pools of a model, and what it was made of.
+
+    Args:
+        kind: `index` for sparse attention with an index, `window` for windows of a page in five layers of six, `state`
+            for recurrent states in three layers of four.
+    """
+    from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.memory_pool import (
+        DSATokenToKVPool,
+        HybridLinearKVPool,
+        HybridReqToTokenPool,
+        ReqToTokenPool,
+    )
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    size: Any = {"size": PAGES * PAGE, "page_size": PAGE, "dtype": torch.bfloat16, "device": "cpu"}
+    requests: Any = {"size": 4, "max_context_len": PAGES * PAGE, "device": "cpu", "enable_memory_saver": False}
+    heads, off = {"head_num": 2, "head_dim": 32}, {"enable_memory_saver": False}
+    rows, components, allocator = ReqToTokenPool(**requests), [ComponentType.FULL], PagedTokenToKVPoolAllocator
+    more: dict[str, Any] = {}
+    if kind == "index":
+        widths = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "kv_cache_dim": 80, "index_head_dim": 128}
+        pool = DSATokenToKVPool(**size, **widths, **off, layer_num=LAYERS)
+    elif kind == "window":
+        layers = {"swa_attention_layer_ids": [0, 2, 3, 4, 5], "full_attention_layer_ids": [1]}
+        more = {"size_swa": PAGES * PAGE}
+        pool = SWAKVPool(**size, **heads, **layers, **more)
+        components, allocator = [*components, ComponentType.SWA], SWATokenToKVPoolAllocator
+    else:
+        shape = Mamba2StateShape.create(
+            tp_world_size=1, intermediate_size=256, n_groups=1, num_heads=4, head_dim=64, state_size=32, conv_kernel=4
+        )
+        states: Any = {"mamba_size": 20, "mamba_spec_state_size": 4, "mamba_layer_ids": [0, 2, 3]}
+        states |= {"enable_mamba_extra_buffer": True, "speculative_num_draft_tokens": 3}
+        rows = HybridReqToTokenPool(**requests, **states, cache_params=Mamba2CacheParams(shape=shape, layers=[0, 2, 3]))
+        pool = HybridLinearKVPool(**size, **heads, **off, full_attention_layer_ids=[1], mamba_pool=rows.mamba_pool)
+        components = [*components, ComponentType.MAMBA]
+    params = CacheInitParams(
+        disable=False,
+        req_to_token_pool=rows,
+        token_to_kv_pool_allocator=allocator(**size, **more, kvcache=pool, need_sort=False),
+        page_size=PAGE,
+        tree_components=tuple(components),
+        sliding_window_size=PAGE if kind == "window" else None,
+        tree_core_backend="python",
+        enable_mamba_extra_buffer=kind == "state",
+    )
+    return UnifiedRadixCache(params=params), params
+
+
+def serve_arguments(**more: Any) -> Any:
+    """Set the arguments of the server that SGLang's code finds."""
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+    arguments = ServerArgs(model_path="dummy", page_size=PAGE, **more)
+    arguments._mamba_cache_chunk_size = PAGE  # else from the model's configuration
+    set_global_server_args_for_scheduler(arguments)
+    return arguments
 
 
 class Answer(NamedTuple):
@@ -35,30 +103,12 @@ class SGLangEngine:
     """
 
     def __init__(self, backend: str | None = None, config: dict[str, Any] | None = None) -> None:
-        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, ReqToTokenPool
-        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
         from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-        from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-        arguments = ServerArgs(model_path="dummy", page_size=PAGE)
-        set_global_server_args_for_scheduler(arguments)
-        size: Any = {"size": PAGES * PAGE, "page_size": PAGE, "dtype": torch.bfloat16, "device": "cpu"}
-        widths = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "kv_cache_dim": 80, "index_head_dim": 128}
-        self.pool = DSATokenToKVPool(**size, **widths, layer_num=LAYERS, enable_memory_saver=False)
-        self.slots = PagedTokenToKVPoolAllocator(**size, kvcache=self.pool, need_sort=False)
-        self.rows = ReqToTokenPool(size=4, max_context_len=PAGES * PAGE, device="cpu", enable_memory_saver=False)
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.rows,
-            token_to_kv_pool_allocator=self.slots,
-            page_size=PAGE,
-            tree_components=(ComponentType.FULL,),
-            tree_core_backend="python",
-        )
-        self.cache = UnifiedRadixCache(params=params)
+        serve_arguments()
+        self.cache, params = make_cache("index")
+        self.slots, self.rows = params.token_to_kv_pool_allocator, params.req_to_token_pool
+        self.pool = self.slots.get_kvcache()
         self.asked = 0
         if backend is not None:
             linker = create_unified_cache_linker(
@@ -66,7 +116,7 @@ class SGLangEngine:
                 params,
                 backend=backend,
                 config=config,
-                components={ComponentType.FULL},
+                components=set(self.cache.components),
             )
             self.cache.init_cache_linker(linker)
 
