@@ -1,4 +1,4 @@
-"""What a failed Mooncake cluster does to SGLang: Blockyard's linker beside SGLang's own, in SGLang's own cache of prefixes.
+"""What a failed Mooncake cluster does to SGLang: Blockyard's linker beside SGLang's own, in SGLang's prefix cache.
 
 `make test-sglang` runs this; with `-s` it prints the table of `docs/engines/sglang.md`.
 """
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from mooncake_cluster import Cluster
 from sglang_engine import PAGE, Answer, SGLangEngine
+from typing_extensions import Self
 
 from blockyard.errors import StoreError
 

@@ -91,7 +91,10 @@ class Engine:
     def pages(self, places: torch.Tensor, transfers: list[Any]) -> dict[str, list[torch.Tensor]]:
         found = {"kv": places} | {str(each.name): each.host_indices for each in transfers}
         return {
-            name: [self.pools[name].get_data_page(int(at)).clone().view(torch.uint8) for at in where[:: self.pools[name].page_size]]
+            name: [
+                self.pools[name].get_data_page(int(at)).clone().view(torch.uint8)
+                for at in where[:: self.pools[name].page_size]
+            ]
             for name, where in found.items()
         }
 

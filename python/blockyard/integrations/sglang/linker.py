@@ -351,7 +351,9 @@ class BlockyardLinker(UnifiedCacheLinker):
             for buffer, size in _parts(pool):
                 parts.append(as_bytes(buffer.index_select(0, rows).cpu()).reshape(len(keys), size))
         data = np.concatenate(parts, axis=1)
-        return all(self._objects.put([f"{source} {key}" for key in keys], [data.shape[1]] * len(keys), data.__getitem__))
+        return all(
+            self._objects.put([f"{source} {key}" for key in keys], [data.shape[1]] * len(keys), data.__getitem__)
+        )
 
     def num_completed_offloads(self) -> int:
         """Return how many ended offloads were not popped yet."""
