@@ -5,7 +5,6 @@ a token is a digest of all tokens up to it, and the answer is a digest of the wh
 """
 
 import hashlib
-import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # SGLang looks for its model there
 PAGE, LAYERS, PAGES = 64, 3, 40
 SECONDS = 60.0
 
