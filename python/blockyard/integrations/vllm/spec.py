@@ -12,7 +12,7 @@ from blockyard._core import CacheGroup
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
 from blockyard.integrations.vllm.external import PREFIX_WRITES, TIMEOUT_BASE_SECONDS, ExternalOptions
-from blockyard.integrations.vllm.identity import current_config, identify
+from blockyard.integrations.vllm.identity import current_config, cut_by_heads, identify
 from blockyard.integrations.vllm.manager import BlockyardManager
 from blockyard.integrations.vllm.metrics import definitions
 from blockyard.integrations.vllm.recording import ChunkRecorder
@@ -22,6 +22,7 @@ from blockyard.integrations.vllm.units import Units
 from blockyard.integrations.vllm.worker import BlockyardWorker
 from blockyard.stores import open_store
 from blockyard.stores.adapters.checkpoint import require_revision
+from blockyard.stores.adapters.chunks import HeadShards
 from blockyard.stores.adapters.objects import about_store
 from blockyard.stores.adapters.options import nearest, read_choice, read_flag, read_seconds, read_size, read_text
 from blockyard.stores.url import public_repr
@@ -40,6 +41,7 @@ _OPTIONS: Final = (
     "prefetch_timeout_base",
     "prefix_writes",
     "weights_fixed",
+    "canonical_layout",
 )
 _POLICIES: Final = ("lru", "adaptive", "priority")
 _CONNECTORS: Final = ("spec_name", "spec_module_path", "block_size", "offload_prompt_only", "self_describing_kv_events")
@@ -77,6 +79,7 @@ class BlockyardSpec(OffloadingSpec):
     | `prefetch_timeout_base` | seconds that a request waits for the store, plus one for every 16 MB | 5 |
     | `prefix_writes` | what is written there: `"through"`, all, or `"second_use"`, chunks used twice | `"through"` |
     | `weights_fixed` | whether the weights stay the same while the engine runs, even across sleep and reset | false |
+    | `canonical_layout` | whether engines of other tensor-parallel sizes share the store | false |
 
     Args:
         config: from vLLM.
@@ -102,6 +105,7 @@ class BlockyardSpec(OffloadingSpec):
         self.policy = read_choice("policy", options.get("policy"), _POLICIES, "lru")
         self.is_exclusive = False
         self._external = _external(options)
+        self._is_canonical = self._external is not None and bool(getattr(config, "canonical_layout", False))
         self._is_shared = bool(self.num_chunks) and (self._external is not None or self.replicated_layout)
         self._manager: BlockyardManager | None = None
         self._worker: BlockyardWorker | None = None
@@ -160,7 +164,7 @@ class BlockyardSpec(OffloadingSpec):
                 kv_caches,
                 blocks_per_chunk=self.blocks_per_chunk,
                 num_chunks=self.num_chunks,
-                region=self._region(rank, self._identity()) if self._is_shared else None,
+                region=self._region(rank, self._identity(), self._heads(kv_caches)) if self._is_shared else None,
                 block_bytes=self.config.worker_kv_bytes_per_block if self._is_shared else None,
                 stores=rank == 0 or not self.replicated_layout,
                 units=self.units,
@@ -180,13 +184,35 @@ class BlockyardSpec(OffloadingSpec):
         try:
             if bytes(32) in region.identities:
                 require_revision(external.revision, external.url, "the workers do not say what they compute with")
-            name = namespace(self, self.bytes_per_chunk, external.revision, region.identities)
-            store = open_store(external.url, bytes_per_block=self.bytes_per_chunk, namespace=name, use="prefix")
+            shards = self._shards(region)
+            width = self.bytes_per_chunk if shards is None else self._part_bytes * shards.num_shards
+            name = namespace(self, width, external.revision, region.identities, is_canonical=shards is not None)
+            store = open_store(external.url, bytes_per_block=width, namespace=name, use="prefix")
         except BaseException:
             region.close()
             raise
-        manager.use_external(store, region, external)
-        return about_store(store, external.url, name)
+        manager.use_external(store, region, external, shards)
+        sizes = "" if shards is None else ", for all tensor-parallel sizes"
+        return about_store(store, external.url, name) + sizes
+
+    def _heads(self, kv_caches: CanonicalKVCaches) -> tuple[int, int] | None:
+        """Return how this worker's blocks are cut by heads; None if they are not."""
+        if not self._is_canonical:
+            return None
+        try:
+            layers = [group.layer_names for group in self.config.groups]
+            return cut_by_heads(kv_caches, layers, self.config.worker_kv_bytes_per_block)
+        except InvalidArgumentError as error:
+            _LOG.warning("canonical_layout: engines of other tensor-parallel sizes do not share the store: %s", error)
+            return None
+
+    def _shards(self, region: SharedRegion) -> HeadShards | None:
+        """Return how the workers share the heads; None if a block of the store is a chunk of these workers."""
+        heads = [one for one in region.heads if one is not None]
+        if len(heads) != self.config.parallel.world_size or len({piece for piece, _ in heads}) != 1:
+            return None
+        copies = 1 if self.replicated_layout else len(heads)
+        return HeadShards(heads[0][0], tuple(shard for _, shard in heads[:copies]))
 
     def _identity(self) -> bytes:
         """Return what this worker computes with.
@@ -202,11 +228,16 @@ class BlockyardSpec(OffloadingSpec):
         require_revision(external.revision, external.url, found.problem)
         return found.digest
 
-    def _region(self, place: int, identity: bytes = bytes(32)) -> SharedRegion:
-        world = self.config.parallel.world_size
-        block = self.config.worker_kv_bytes_per_block if self.units is None else self.units.unit_bytes
-        part = self.num_chunks * self.blocks_per_chunk * block
-        return SharedRegion(self.config.engine_id, part, world, place, identity, is_one=self.replicated_layout)
+    @property
+    def _part_bytes(self) -> int:
+        """Bytes of one worker's part of a chunk."""
+        block: int = self.config.worker_kv_bytes_per_block if self.units is None else self.units.unit_bytes
+        return block * int(self.blocks_per_chunk)
+
+    def _region(self, place: int, identity: bytes = bytes(32), heads: tuple[int, int] | None = None) -> SharedRegion:
+        part, world = self.num_chunks * self._part_bytes, self.config.parallel.world_size
+        is_one = self.replicated_layout
+        return SharedRegion(self.config.engine_id, part, world, place, identity, heads=heads, is_one=is_one)
 
 
 class CheckedOptions(NamedTuple):
@@ -250,7 +281,7 @@ def check_connectors(options: Mapping[str, Any], config: OffloadingConfig | None
     Raises:
         InvalidArgumentError: an option has another value than vLLM uses, or would be refused by vLLM.
     """
-    for name in ("offload_prompt_only", "self_describing_kv_events"):
+    for name in ("offload_prompt_only", "self_describing_kv_events", "canonical_layout"):
         read_flag(name, options.get(name, False), default=None)
     sizes = {name: options[name] for name in ("blocks_per_chunk", "block_size") if options.get(name) is not None}
     if len(sizes) == 2:
@@ -285,7 +316,7 @@ def _why_unused(name: str, options: Mapping[str, Any], config: OffloadingConfig 
     if name in _INSTEAD:
         return f" (use {_INSTEAD[name]!r})"
     if (
-        name in {"revision", "prefetch_timeout_base", "prefix_writes", "weights_fixed"}
+        name in {"revision", "prefetch_timeout_base", "prefix_writes", "weights_fixed", "canonical_layout"}
         and "prefix_store" not in options
     ):
         return " (needs 'prefix_store')"
