@@ -233,7 +233,7 @@ def test_a_misspelt_option_is_named_with_the_right_one(adapter: Any, caplog: pyt
     [
         ({"eviction_policy": "arc", "store_threshold": 2}, "'eviction_policy' (use 'policy'), 'store_threshold'"),
         ({"secondary_tiers": [{"type": "fs"}]}, "'secondary_tiers' (use 'prefix_store')"),
-        ({"canonical_layout": True}, "'canonical_layout'"),
+        ({"prefix_store": None, "canonical_layout": True}, "'canonical_layout' (needs 'prefix_store')"),
         ({"prefix_store": None, "revision": "a"}, "'revision' (needs 'prefix_store')"),
         ({"prefix_store": None, "weights_fixed": True}, "'weights_fixed' (needs 'prefix_store')"),
         ({"prefix_store": None, "prefix_writes": "second_use"}, "'prefix_writes' (needs 'prefix_store')"),

@@ -58,6 +58,7 @@ _OURS: Final = (
     "prefetch_timeout_base",
     "prefix_writes",
     "weights_fixed",
+    "canonical_layout",
 )
 POLICIES: Final = ("lru", "adaptive", "priority")
 _CONNECTORS: Final = ("spec_name", "spec_module_path", "block_size", "offload_prompt_only", "self_describing_kv_events")
@@ -134,7 +135,7 @@ def check_connectors(options: Mapping[str, Any], config: OffloadingConfig | None
     Raises:
         InvalidArgumentError: an option has another value than vLLM uses, or would be refused by vLLM.
     """
-    for name in ("offload_prompt_only", "self_describing_kv_events"):
+    for name in ("offload_prompt_only", "self_describing_kv_events", "canonical_layout"):
         read_flag(name, options.get(name, False), default=None)
     sizes = {name: options[name] for name in ("blocks_per_chunk", "block_size") if options.get(name) is not None}
     if len(sizes) == 2:
@@ -169,7 +170,7 @@ def _why_unused(name: str, options: Mapping[str, Any], config: OffloadingConfig 
     if name in _INSTEAD:
         return f" (use {_INSTEAD[name]!r})"
     if (
-        name in {"revision", "prefetch_timeout_base", "prefix_writes", "weights_fixed"}
+        name in {"revision", "prefetch_timeout_base", "prefix_writes", "weights_fixed", "canonical_layout"}
         and "prefix_store" not in options
     ):
         return " (needs 'prefix_store')"

@@ -22,7 +22,7 @@ from blockyard.integrations.options.vllm import TIMEOUT_BASE_SECONDS
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager, PreparedStore
-from blockyard.stores.adapters.chunks import ChunkRows
+from blockyard.stores.adapters.chunks import ChunkRows, HeadShards
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.base import ExternalStore
 from blockyard.stores.value import is_damage
@@ -135,6 +135,7 @@ class ExternalTier:
         report: called with the keys stored in host memory, and the keys evicted.
         give_room: lets up to that number of chunks more be evicted; returns whether there was one.
         timeout_base: seconds that a request waits, plus one for every 16 MB that it requested.
+        shards: of the workers, if the store's blocks have the heads in order; None if they are the workers' chunks.
     """
 
     def __init__(
@@ -147,10 +148,11 @@ class ExternalTier:
         report: Report,
         give_room: Callable[[int], bool],
         timeout_base: float = TIMEOUT_BASE_SECONDS,
+        shards: HeadShards | None = None,
     ) -> None:
         self._store, self._region, self._offload = store, region, offload
         self._lock, self._report, self._give_room, self._timeout_base = lock, report, give_room, timeout_base
-        self._rows = ChunkRows(region.rows(offload.num_chunks))
+        self._rows = ChunkRows(region.rows(offload.num_chunks), shards)
         self._batch = max(1, _JOB_BYTES // store.bytes_per_block)
         self._max_writing = max(1, offload.num_chunks // 2)
         self._epoch = b""

@@ -35,6 +35,7 @@ from blockyard.integrations.vllm.recording import ChunkRecorder
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.integrations.vllm.units import UnitOffload, Units
 from blockyard.offload import OffloadManager, PreparedStore
+from blockyard.stores.adapters.chunks import HeadShards
 from blockyard.stores.base import ExternalStore
 from blockyard.workers import keep
 
@@ -178,7 +179,9 @@ class BlockyardManager(OffloadingManager):
         """Chunks that a store can get: empty ones, and those whose keys can be evicted."""
         return self._offload.num_free
 
-    def use_external(self, store: ExternalStore, region: SharedRegion, options: ExternalOptions) -> None:
+    def use_external(
+        self, store: ExternalStore, region: SharedRegion, options: ExternalOptions, shards: HeadShards | None = None
+    ) -> None:
         """Use a prefix store for chunks missing on the host, and write the host's chunks to it; see `ExternalTier`."""
         self._url = options.url
         if options.prefix_writes == "second_use":
@@ -191,6 +194,7 @@ class BlockyardManager(OffloadingManager):
             report=self._report_both,
             give_room=self.release_retained,
             timeout_base=options.timeout_base,
+            shards=shards,
         )
 
     # ---- requests and lookups ----

@@ -8,6 +8,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata,
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from blockyard._core import CacheGroup
+from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
 from blockyard.integrations.options.vllm import (
     POLICIES,
@@ -17,7 +18,7 @@ from blockyard.integrations.options.vllm import (
     read_host_bytes,
     unused_options,
 )
-from blockyard.integrations.vllm.identity import current_config, identify
+from blockyard.integrations.vllm.identity import current_config, cut_by_heads, identify
 from blockyard.integrations.vllm.manager import BlockyardManager
 from blockyard.integrations.vllm.metrics import definitions
 from blockyard.integrations.vllm.recording import ChunkRecorder
@@ -27,6 +28,7 @@ from blockyard.integrations.vllm.units import Units
 from blockyard.integrations.vllm.worker import BlockyardWorker
 from blockyard.stores import open_store
 from blockyard.stores.adapters.checkpoint import require_revision
+from blockyard.stores.adapters.chunks import HeadShards
 from blockyard.stores.adapters.objects import about_store
 from blockyard.stores.adapters.options import read_choice
 from blockyard.traces.recorder import record_from_environment
@@ -53,6 +55,7 @@ class BlockyardSpec(OffloadingSpec):
     | `prefetch_timeout_base` | seconds that a request waits for the store, plus one for every 16 MB | 5 |
     | `prefix_writes` | what is written there: `"through"`, all, or `"second_use"`, chunks used twice | `"through"` |
     | `weights_fixed` | whether the weights stay the same while the engine runs, even across sleep and reset | false |
+    | `canonical_layout` | whether engines of other tensor-parallel sizes share the store | false |
 
     Args:
         config: from vLLM.
@@ -78,6 +81,7 @@ class BlockyardSpec(OffloadingSpec):
         self.policy = read_choice("policy", options.get("policy"), POLICIES, "lru")
         self.is_exclusive = False
         self._external = read_external(options)
+        self._is_canonical = self._external is not None and bool(getattr(config, "canonical_layout", False))
         self._is_shared = bool(self.num_chunks) and (self._external is not None or self.replicated_layout)
         self._manager: BlockyardManager | None = None
         self._worker: BlockyardWorker | None = None
@@ -136,7 +140,7 @@ class BlockyardSpec(OffloadingSpec):
                 kv_caches,
                 blocks_per_chunk=self.blocks_per_chunk,
                 num_chunks=self.num_chunks,
-                region=self._region(rank, self._identity()) if self._is_shared else None,
+                region=self._region(rank, self._identity(), self._heads(kv_caches)) if self._is_shared else None,
                 block_bytes=self.config.worker_kv_bytes_per_block if self._is_shared else None,
                 stores=rank == 0 or not self.replicated_layout,
                 units=self.units,
@@ -156,13 +160,35 @@ class BlockyardSpec(OffloadingSpec):
         try:
             if bytes(32) in region.identities:
                 require_revision(external.revision, external.url, "the workers do not say what they compute with")
-            name = namespace(self, self.bytes_per_chunk, external.revision, region.identities)
-            store = open_store(external.url, bytes_per_block=self.bytes_per_chunk, namespace=name, use="prefix")
+            shards = self._shards(region)
+            width = self.bytes_per_chunk if shards is None else self._part_bytes * shards.num_shards
+            name = namespace(self, width, external.revision, region.identities, is_canonical=shards is not None)
+            store = open_store(external.url, bytes_per_block=width, namespace=name, use="prefix")
         except BaseException:
             region.close()
             raise
-        manager.use_external(store, region, external)
-        return about_store(store, external.url, name)
+        manager.use_external(store, region, external, shards)
+        sizes = "" if shards is None else ", for all tensor-parallel sizes"
+        return about_store(store, external.url, name) + sizes
+
+    def _heads(self, kv_caches: CanonicalKVCaches) -> tuple[int, int] | None:
+        """Return how this worker's blocks are cut by heads; None if they are not."""
+        if not self._is_canonical:
+            return None
+        try:
+            layers = [group.layer_names for group in self.config.groups]
+            return cut_by_heads(kv_caches, layers, self.config.worker_kv_bytes_per_block)
+        except InvalidArgumentError as error:
+            _LOG.warning("canonical_layout: engines of other tensor-parallel sizes do not share the store: %s", error)
+            return None
+
+    def _shards(self, region: SharedRegion) -> HeadShards | None:
+        """Return how the workers share the heads; None if a block of the store is a chunk of these workers."""
+        heads = [one for one in region.heads if one is not None]
+        if len(heads) != self.config.parallel.world_size or len({piece for piece, _ in heads}) != 1:
+            return None
+        copies = 1 if self.replicated_layout else len(heads)
+        return HeadShards(heads[0][0], tuple(shard for _, shard in heads[:copies]))
 
     def _identity(self) -> bytes:
         """Return what this worker computes with.
@@ -178,8 +204,13 @@ class BlockyardSpec(OffloadingSpec):
         require_revision(external.revision, external.url, found.problem)
         return found.digest
 
-    def _region(self, place: int, identity: bytes = bytes(32)) -> SharedRegion:
-        world = self.config.parallel.world_size
-        block = self.config.worker_kv_bytes_per_block if self.units is None else self.units.unit_bytes
-        part = self.num_chunks * self.blocks_per_chunk * block
-        return SharedRegion(self.config.engine_id, part, world, place, identity, is_one=self.replicated_layout)
+    @property
+    def _part_bytes(self) -> int:
+        """Bytes of one worker's part of a chunk."""
+        block: int = self.config.worker_kv_bytes_per_block if self.units is None else self.units.unit_bytes
+        return block * int(self.blocks_per_chunk)
+
+    def _region(self, place: int, identity: bytes = bytes(32), heads: tuple[int, int] | None = None) -> SharedRegion:
+        part, world = self.num_chunks * self._part_bytes, self.config.parallel.world_size
+        is_one = self.replicated_layout
+        return SharedRegion(self.config.engine_id, part, world, place, identity, heads=heads, is_one=is_one)

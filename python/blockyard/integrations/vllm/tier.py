@@ -33,6 +33,9 @@ _LOG = engine_log("vLLM")
 _DOMAIN: Final = b"blockyard vllm tier 2"
 _PARALLEL: Final = ("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 
+_CANONICAL: Final = ("kv_cache_layout", "canonical_layout")
+_LAYOUT: Final = ("kv_cache_layout", "replicated_layout", "canonical_layout")
+
 
 class _Outcome(NamedTuple):
     done: list[OffloadKey]
@@ -237,10 +240,13 @@ def _digests(keys: Sequence[OffloadKey]) -> list[bytes]:
     return [_digest(key) for key in keys]
 
 
-def namespace(spec: Any, width: int, revision: str, identities: Sequence[bytes] = ()) -> bytes:
+def namespace(
+    spec: Any, width: int, revision: str, identities: Sequence[bytes] = (), *, is_canonical: bool = False
+) -> bytes:
     """Digest everything that determines a chunk's bytes besides its key, which covers tokens, adapter and salt.
 
     `identities` tell what each worker computes with, so that a copy of the model under another name shares its chunks.
+    Canonical bytes do not depend on how many workers there are, and which heads each of them has.
     """
     config = getattr(spec, "config", None)
     model, cache, parallel = (getattr(config, name, None) for name in ("model", "cache", "parallel"))
@@ -249,12 +255,10 @@ def namespace(spec: Any, width: int, revision: str, identities: Sequence[bytes] 
         "revision": revision,
         "model": [None if all(map(any, identities)) and identities else getattr(model, "name", None)],
         "dtype": getattr(model, "dtype", None),
-        "workers": [identity.hex() for identity in identities],
+        "workers": [identity.hex() for identity in (sorted(set(identities)) if is_canonical else identities)],
         "cache": [getattr(cache, name, None) for name in ("tokens_per_hash", "blocks_per_chunk")],
-        "parallel": [getattr(parallel, name, None) for name in _PARALLEL],
-        "layout": [
-            getattr(config, name, None) for name in ("kv_cache_layout", "replicated_layout", "canonical_layout")
-        ],
+        "parallel": "any" if is_canonical else [getattr(parallel, name, None) for name in _PARALLEL],
+        "layout": [getattr(config, name, None) for name in (_CANONICAL if is_canonical else _LAYOUT)],
         "groups": [[group.tokens_per_block, *group.layer_names] for group in getattr(config, "groups", None) or ()],
     }
     digest = hashlib.sha256(_DOMAIN + json.dumps(fields, sort_keys=True).encode()).digest()
