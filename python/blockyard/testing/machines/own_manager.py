@@ -47,8 +47,7 @@ class OwnManagerMachine(RecordingMachine):
     @initialize(block_size=st.integers(1, 4), device_blocks=st.integers(2, 12))
     def start(self, block_size: int, device_blocks: int) -> None:
         """Create manager and memory."""
-        self.config = Config(block_size, device_blocks)
-        self.record.note(f"manager: {self.config}")
+        self.config = self.record.config = Config(block_size, device_blocks)
         self.manager = type(self).make_manager(self.config)
         self.memory = type(self).make_memory(self.config)
         self.sequences: list[tuple[Any, list[int]]] = []  # handles with the tokens that must be read back
