@@ -66,7 +66,7 @@ class DueHits:
                 self._watch.counts["hits due"] += 1
                 self._watch.counts["due hit"] += hit > 0
             if why and not hit:
-                sentence = f"in step {self._watch.step}, allocate hit nothing for sequence {handle}: {why}"
+                sentence = f"step {self._watch.step}: allocate hit nothing for sequence {handle}: {why}"
                 self.missed = (self._watch.headline(sentence), self._watch.timeline())
 
     def _request_of(self, text: Sequence[int | None], key: Key) -> Request | None:
