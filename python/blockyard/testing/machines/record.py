@@ -155,7 +155,7 @@ class _RecordedManager:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
-        return type(self._inner)
+        return self._inner.__class__  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)

@@ -275,15 +275,14 @@ class SequenceWatch(TicketWatch):
 
     def _key(self, salt: Any, lora_id: Any, extras: Any) -> Key:
         """Return the key that a call gives, as far as the requests have one."""
-        images = sorted((int(start), int(length), bytes(digest)) for start, length, digest in extras or ())
-        return self.key_of(Key(salt, int(lora_id or 0), tuple(images)))
+        return self.key_of(Key(salt, int(lora_id or 0), tuple(extras or ())))
 
     def key_of(self, request: Keyed) -> Key:
         """Return the part of a key that the requests have."""
         return Key(
             request.salt if "salt" in self.keyed else None,
             request.lora_id if "lora_id" in self.keyed else 0,
-            tuple(request.extras) if "extras" in self.keyed else (),
+            tuple(sorted(map(tuple, request.extras))) if "extras" in self.keyed else (),
         )
 
     def _after_fork(self, arguments: dict[str, Any], result: Any) -> None:
