@@ -125,7 +125,7 @@ class SchedulerMachine(RecordingMachine):
         super().__init__()
         self.live: dict[str, Request] = {}
         self.scheduled: dict[str, Request] = {}  # when the current step was scheduled
-        self.earlier: list[tuple[list[int], list[int]]] = []  # prompts, and prompts with outputs
+        self.earlier: list[tuple[Request, list[int]]] = []  # requests, each with its prompt and outputs
         self.idle = 0
 
     @initialize(
@@ -170,7 +170,7 @@ class SchedulerMachine(RecordingMachine):
         """Record a request that the scheduler accepted."""
         self.live[request.request_id] = request
         prompt = list(map(int, request.prompt))
-        self.earlier = [*self.earlier[-7:], (prompt, [*prompt, *reference_tokens(request, self.window)[0]])]
+        self.earlier = [*self.earlier[-7:], (request, [*prompt, *reference_tokens(request, self.window)[0]])]
         self.record.note(
             f"add(request_id={request.request_id!r}, prompt={show(prompt)}, n={request.n}, "
             f"max_tokens={request.max_tokens}" + (f", {key})" if (key := show_key(request)) else ")")

@@ -136,22 +136,24 @@ def follow_ups() -> st.SearchStrategy[FollowUp | None]:
     return st.none() | st.tuples(st.integers(0, 7), hows, st.integers(1, MAX_PROMPT))
 
 
-def follow_up(request: Request, earlier: Sequence[tuple[list[int], list[int]]], how: FollowUp | None) -> Request:
+def follow_up(request: Request, earlier: Sequence[tuple[Request, list[int]]], how: FollowUp | None) -> Request:
     """Make a request's prompt share a prefix with an earlier one.
 
     Args:
         request: request that provides the rest of the prompt.
-        earlier: for each earlier request, its prompt, and its prompt with outputs.
+        earlier: earlier requests, each with its prompt and outputs.
         how: value drawn from `follow_ups`.
 
     Returns:
-        The same prompt again, a prompt that extends the earlier outputs, or one that branches off; `request` if `how`
-        is None.
+        The same prompt again, or one that extends the earlier outputs, both with the earlier salt, adapter and extras;
+        or one that branches off. `request` if `how` is None.
     """
     if how is None or not earlier:
         return request
     pick, way, kept = how
-    prompt, whole = earlier[-1 - pick % len(earlier)]
+    one, whole = earlier[-1 - pick % len(earlier)]
     own = list(request.prompt)
-    text = {"repeat": prompt, "extend": [*whole, *own], "branch": [*whole[:kept], *own]}[way]
+    text = {"repeat": list(map(int, one.prompt)), "extend": [*whole, *own], "branch": [*whole[:kept], *own]}[way]
+    if way != "branch":
+        request = replace(request, salt=one.salt, lora_id=one.lora_id, extras=one.extras)
     return with_extras_inside(replace(request, prompt=text[:MAX_PROMPT]))
