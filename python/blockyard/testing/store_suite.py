@@ -289,7 +289,7 @@ class PrefixStoreSuite(ABC):
             self.check(store, [1, 2], [])
 
     def test_a_put_replaces_a_damaged_block(self) -> None:
-        """A store that keeps the first block of a key would miss for good: the key is known, and its block is damaged."""
+        """A store that keeps the first block of a key would report success, and miss."""
         with self.open_store() as store:
             if not isinstance(store, ThreadedStore):
                 return

@@ -85,7 +85,7 @@ class CallRecord:
         self._steps[-1].is_idle = False
 
     def idle(self) -> None:
-        """Mark the current step as one that did nothing. A failure shows several in a row as one, without their calls."""
+        """Mark the current step as one that did nothing; a failure shows several in a row as one, without calls."""
         self._steps[-1].is_idle = True
 
     def watch(self, manager: Any) -> Any:

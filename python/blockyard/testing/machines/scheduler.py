@@ -40,6 +40,7 @@ DRAFTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4)
 IDLE_STEPS = 3
 """Maximum number of consecutive steps that do nothing while requests wait."""
 
+
 def reference_tokens(request: Request, window: int | None = None) -> tuple[tuple[int, ...], ...]:
     """Return the tokens that each sequence of a request generates with unlimited memory, where no block is ever moved.
 

@@ -248,8 +248,8 @@ class _ForwardRow:
             block = self.table_at(at)
             raise AssertionError(
                 f"step {self.watch.step}: row {self.row}, {self.watch.name(handle)}: position {at} is slot "
-                f"{self.slot(at)} (block {block}), whose token was computed under another salt, adapter or extra; wanted "
-                f"{show_key(self.key) or 'none'}; block {block} was last written by {self.watch.writers.get(block)}"
+                f"{self.slot(at)} (block {block}), whose token was computed under another salt, adapter or extra; "
+                f"wanted {show_key(self.key) or 'none'}; block {block} was last written by {self.watch.writers.get(block)}"
             )
 
     @cached_property

@@ -89,7 +89,7 @@ def requests(
     max_n: int = 3,
     priorities: int = 2,
 ) -> st.SearchStrategy[Request]:
-    """Make requests: some have several sequences, stop early, or have a salt, an adapter, or extras, also after the prompt.
+    """Make requests: some have several sequences, stop early, or have a salt, an adapter or extras.
 
     Args:
         request_ids: strategy for ids; a few names by default, so that some are reused.

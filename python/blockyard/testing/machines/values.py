@@ -56,7 +56,7 @@ def draw_token(kv: Sequence[int], index: int) -> int:
 
 
 def seen(request: Keyed, tokens: Sequence[int], first: int = 0) -> list[int]:
-    """Return the values of some tokens of a request: they depend on its salt, its adapter, and the extras that cover them.
+    """Return the values of some tokens of a request. They depend on its salt, adapter, and the extras that cover them.
 
     A model does not know of salts. But the values of two tenants must stay apart, so here they differ.
 

@@ -37,7 +37,7 @@ class Followed:
     opened: int  # the step
     tokens: list[int | None]  # None: the manager does not know the id
     told: list[str]  # for each token: the call that named it
-    key: Key = Key()
+    key: Key
     request: str = ""
     freed: int | None = None
     lost: str = ""  # the call that reported the loss
@@ -267,8 +267,8 @@ class SequenceWatch(TicketWatch):
             if isinstance(prompt, HashedPrompt):
                 if id(prompt) not in self._hashed:
                     raise AssertionError(
-                        f"step {self.step}: allocate got prompts[{row}], a HashedPrompt that prefix.hash of the manager "
-                        f"under test has not returned"
+                        f"step {self.step}: allocate got prompts[{row}], a HashedPrompt that prefix.hash of the "
+                        f"manager under test has not returned"
                     )
                 _, texts[row], keys[row] = self._hashed[id(prompt)]
         return texts, keys
