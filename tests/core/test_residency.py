@@ -52,6 +52,13 @@ def test_copies_on_the_host_are_measured_too() -> None:
     assert sum(found["device"].lifetime[0]) == manager.stats().evicted_blocks["device"] > 0
 
 
+def test_a_host_that_caches_nothing_is_left_out() -> None:
+    manager = make_manager(block_size=4, device_blocks=4, host_blocks=2, watermark=0.0)
+    assert list(manager.prefix.residency()) == ["device"]
+    manager.prefix.sample_residency(1.0)
+    assert list(manager.prefix.residency()) == ["device"]
+
+
 def test_nothing_is_measured_unless_it_is_asked_for() -> None:
     manager = make_manager(block_size=4, device_blocks=4, watermark=0.0)
     for token in range(1, 6):

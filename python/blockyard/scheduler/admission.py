@@ -99,8 +99,8 @@ class Admission:
         """
         self._behind = behind
         builder, rows = self._builder, self._rows
-        if rows.decodes + len(builder.counts) < rows.count:
-            return  # a running prompt got no tokens: admit no new one
+        if rows.seats_left < 1 or rows.decodes + len(builder.counts) < rows.count:
+            return  # no seat is free, or a running prompt got no tokens: admit no new one
         while self._waiting and (left := builder.left) > 0:
             if builder.ends and builder.ends[-1] < rows.fields[LENGTH, rows.count - 1]:
                 break  # its chunk has ended early; rows are ordered by which finishes first

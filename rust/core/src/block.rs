@@ -104,8 +104,6 @@ pub(crate) enum Membership {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Block {
-    /// How often the block has been freed.
-    generation: u32,
     /// Entries of block tables.
     refs: u32,
     /// Leases of [`LeaseKind::Read`].
@@ -116,6 +114,8 @@ pub struct Block {
     tier_copy: u32,
     /// 0 unless published, else the tag of its key.
     tag: u32,
+    /// How often the block has been freed.
+    generation: u32,
 }
 
 const _: () = assert!(size_of::<Block>() == 20, "the loops over runs of blocks rely on small blocks");

@@ -45,11 +45,13 @@ impl Pool {
             } else if let Some(run) = as_run(blocks) {
                 self.release_private(run);
             } else {
+                // Blocks of one table are of one class.
+                let class = blocks.first().map_or(0, |&block| self.classes.of(block));
+                let (all, free) = (&mut self.blocks, &mut self.sets[class].free);
                 for &block in blocks.iter().rev() {
-                    Block::release_run(std::slice::from_mut(&mut self.blocks[block.index()]));
-                    let sets = &mut self.sets[self.classes.of(block)];
-                    sets.free.used(block);
-                    sets.free.insert(block);
+                    Block::release_run(std::slice::from_mut(&mut all[block.index()]));
+                    free.used(block);
+                    free.insert(block);
                 }
                 self.note_all(blocks, Membership::Neither, Membership::Free);
                 if let Some((tracker, all)) = self.tracker_mut() {

@@ -207,8 +207,10 @@ impl Outside {
     }
 
     /// Takes a block out, if it is here; returns whether it was.
+    #[inline]
     pub(super) fn remove(&mut self, block: BlockId) -> bool {
-        self.remove_idle(block) || self.unbury(block)
+        let class = self.classes.of(block);
+        (!self.idle[class].is_empty() && self.remove_idle(block)) || (self.num_dead(class) > 0 && self.unbury(block))
     }
 
     /// Whether there are dead blocks.

@@ -375,12 +375,14 @@ impl PyPrefix {
     /// Returns:
     ///     `Residency` for each tier that caches: `"device"` and `"host"`.
     fn residency<'py>(&self, py: Python<'py>) -> PyResult<BTreeMap<&'static str, Bound<'py, PyAny>>> {
-        let tiers = [Tier::Device, Tier::Host];
         let found = {
             let manager = self.0.lock();
-            tiers.map(|tier| manager.residency(tier).copied().unwrap_or_default())
+            // Nothing is measured before sampling starts, but the device caches, if any tier does.
+            let device = manager.residency(Tier::Device).copied().unwrap_or_default();
+            let host = manager.residency(Tier::Host).copied();
+            [Some((Tier::Device, device)), host.map(|host| (Tier::Host, host))]
         };
-        tiers.iter().zip(&found).map(|(tier, found)| Ok((tier.name(), residency(py, found)?))).collect()
+        found.iter().flatten().map(|(tier, found)| Ok((tier.name(), residency(py, found)?))).collect()
     }
 
     /// Return and remove all waiting events: blocks stored or removed, cache cleared. A router tracks the cache with
