@@ -99,7 +99,7 @@ class DueHits:
         """Return the blocks that hold the first tokens of a prompt, and are in no sequence for other tokens."""
         watch, size = self._watch, len(first)
         values = np.array(seen(key, first))
-        found = np.flatnonzero((watch.memory.tiers["device"] == values).all(1)).tolist()
+        found: list[int] = np.flatnonzero((watch.memory.tiers["device"] == values).all(1)).tolist()
         if found:
             for handle in watch.live():
                 blocks, followed = watch.blocks(handle), watch.sequences[handle]

@@ -246,10 +246,11 @@ class _ForwardRow:
         wanted = seen(self.key, text)
         if (at := common(values, wanted)) < len(wanted):
             block = self.table_at(at)
+            last = f"block {block} was last written by {self.watch.writers.get(block)}"
             raise AssertionError(
                 f"step {self.watch.step}: row {self.row}, {self.watch.name(handle)}: position {at} is slot "
                 f"{self.slot(at)} (block {block}), whose token was computed under another salt, adapter or extra; "
-                f"wanted {show_key(self.key) or 'none'}; block {block} was last written by {self.watch.writers.get(block)}"
+                f"wanted {show_key(self.key) or 'none'}; {last}"
             )
 
     @cached_property

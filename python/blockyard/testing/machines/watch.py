@@ -282,7 +282,9 @@ class SequenceWatch(TicketWatch):
         return Key(
             request.salt if "salt" in self.keyed else None,
             request.lora_id if "lora_id" in self.keyed else 0,
-            tuple(sorted(map(tuple, request.extras))) if "extras" in self.keyed else (),
+            tuple(sorted((start, length, digest) for start, length, digest in request.extras))
+            if "extras" in self.keyed
+            else (),
         )
 
     def _after_fork(self, arguments: dict[str, Any], result: Any) -> None:
