@@ -165,9 +165,9 @@ test-lmcache: dev .make/engines/.ready-lmcache
 test-mooncake: dev .make/engines/.ready-mooncake
 test-sglang test-lmcache test-mooncake: ENGINE = $(@:test-%=%)
 test-sglang test-lmcache test-mooncake:
-	PATH=$(CURDIR)/.make/engines/$(ENGINE)/bin:$$PATH .make/engines/$(ENGINE)/bin/python -m pytest -W default \
+	PATH=$(CURDIR)/.make/engines/$(ENGINE)/bin:$$PATH HF_HUB_OFFLINE=1 .make/engines/$(ENGINE)/bin/python -m pytest -W default \
 	    -p no:cacheprovider -k $(ENGINE) tests/integrations/test_engine_stores.py tests/integrations/test_engine_guides.py \
-	    $(wildcard tests/integrations/test_$(ENGINE)*.py tests/engines/test_$(ENGINE)*.py)
+	    $(wildcard tests/integrations/test_$(ENGINE)*.py tests/engines/test_$(ENGINE)*.py) $(ARGS)
 
 test-engines: test-sglang test-lmcache test-mooncake
 test-engines: dev .make/engines/.ready-$(VLLM_VERSION)

@@ -14,13 +14,18 @@ import engine_drivers
 import pytest
 import vllm_modules
 
+from blockyard.integrations.options import vllm as vllm_options
 from blockyard.tools import setup_checks
 from blockyard.tools.doctor import Check
 from blockyard.tools.engine_config import _POLICY, _SPEC, _TIER, VllmConfig
+from blockyard.tools.replay.engine import EngineOptions
+from blockyard.tools.replay.plan import Prices, make_plan
+from blockyard.tools.replay.step_time import LinearStepTime
+from blockyard.traces import TraceRequest
 
 ROOT = Path(__file__).parents[2]
 
-SPEC = {"spec_module_path": vllm_modules.OURS, "spec_name": "BlockyardSpec", "host_bytes": "1MiB"}
+SPEC = {"spec_module_path": vllm_modules.OURS, "spec_name": "BlockyardSpec", "host_bytes": 1 << 20}
 OURS = vllm_modules.OURS
 TIERING = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 20}
 TIER = {"type": "BlockyardTier", "module_path": OURS, "revision": "1", "size": "1MiB"}
@@ -59,22 +64,35 @@ def ours(extra: dict[str, Any], connector: str = "BlockyardKVConnector", **field
 
 def test_a_configuration_of_vllm_is_checked_with_its_store_and_shared_memory(checked: Any, tmp_path: Path):
     extra = SPEC | {"prefix_store": f"file://{tmp_path}/kv?size=1MiB"}
-    names = ["engine", "engine_options", "shared_memory", "store", "store_room"]
+    names = ["engine", "engine_options", "host_memory", "shared_memory", "store", "store_room"]
     assert statuses(checked(config(extra))) == [(name, "ok") for name in names]
-    assert statuses(checked(ours({"host_bytes": "1MiB"}))) == [("engine", "ok"), ("engine_options", "ok")]
+    assert statuses(checked(ours({"host_bytes": 1 << 20}))) == [(name, "ok") for name in names[:3]]
     tiers = TIERING | {"secondary_tiers": [TIER | {"root_dir": f"{tmp_path}/new/tier"}]}
-    names = ["engine", "engine_options", "store", "store_room"]
+    names.remove("shared_memory")
     assert statuses(checked(config(tiers))) == [(name, "ok") for name in names]
     assert not (tmp_path / "new").exists(), "the tier creates it, and doctor leaves nothing"
-    both = {"connectors": [ours({"host_bytes": "1MiB"}), config({}, "NixlConnector")]}
-    assert statuses(checked(config(both, "MultiConnector"))) == [("engine", "ok"), ("engine_options", "ok")]
+    both = {"connectors": [ours({"host_bytes": 1 << 20}), config({}, "NixlConnector")]}
+    assert statuses(checked(config(both, "MultiConnector"))) == [(name, "ok") for name in names[:3]]
+
+
+def test_what_a_plan_prints_is_accepted(checked: Any, tmp_path: Path):
+    rows = [TraceRequest(float(at), 33, 2, (at % 3, 5), 16.0) for at in range(6)]
+    engine = EngineOptions(device_blocks=20, bytes_per_block=1 << 20)
+    for store in (0, 0.0625):
+        found = make_plan(
+            rows, engine, LinearStepTime(0.01, 1e-4, 0, 0), Prices(1, 1, 1), host_gib=[0.03125], store_gib=[store]
+        )
+        given = json.dumps(found.configuration().kv_transfer_config).replace("/var/cache", str(tmp_path))
+        assert {status for _, status in statuses(checked(given))} == {"ok"}
+        assert "host memory" in next(check.found for check in checked(given) if check.name == "engine_options")
 
 
 @pytest.mark.parametrize("policy", ["AdaptivePolicy", "LRUPolicy"])
 def test_a_policy_in_vllms_own_spec_is_blockyards(policy: str, checked: Any):
     extra = POLICY | {"eviction_policy": policy}
     for spec in ({}, {"spec_name": "CPUOffloadingSpec"}, {"spec_name": "TieringOffloadingSpec"}):
-        assert statuses(checked(config(extra | spec))) == [("engine", "ok"), ("engine_options", "ok")]
+        names = ("engine", "engine_options", "host_memory")
+        assert statuses(checked(config(extra | spec))) == [(name, "ok") for name in names]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +102,10 @@ def test_a_policy_in_vllms_own_spec_is_blockyards(policy: str, checked: Any):
         (config(SPEC | {"revision": "2"}), "warn", "'revision' (needs 'prefix_store')"),
         (config(SPEC | {"policy": "fifo"}), "fail", "policy is 'fifo'"),
         (config(SPEC | {"cpu_bytes_to_use": 64}), "fail", "host_bytes and cpu_bytes_to_use is given"),
+        (config(SPEC | {"host_bytes": 20}), "fail", 'host_bytes is 20, 20 B; did you mean "20GiB"?'),
+        (config(SPEC | {"host_bytes": "20"}), "fail", 'did you mean "20GiB"?'),
+        (ours({"host_bytes": "20MiB"}), "warn", "host_bytes is '20MiB', 20 MiB; did you mean \"20GiB\"?"),
+        (config(POLICY | {"cpu_bytes_to_use": 20}), "fail", "cpu_bytes_to_use is 20, 20 B"),
         (config(SPEC | {"blocks_per_chunk": 1.5}), "fail", "blocks_per_chunk is 1.5, must be a whole number"),
         (config(SPEC | {"blocks_per_chunk": 2, "block_size": 32}), "fail", "must be at most one of them"),
         (config(SPEC | {"offload_prompt_only": "false"}), "fail", "offload_prompt_only is 'false'"),
@@ -155,7 +177,7 @@ def test_the_tables_have_the_options_that_vllm_reads(source: str):
     files = [offload / name for name in ("base.py", "factory.py", "cpu/spec.py", "tiering/spec.py")]
     text = "".join(file.read_text() for file in (*files, connector))
     with vllm_modules.loaded(source) as vllm:
-        options = vllm.ours.spec.OPTIONS
+        options = vllm_options.OPTIONS
         stand_in = {field.name for field in dataclasses.fields(vllm.current.KVTransferConfig)}
     known = {*options["CPUOffloadingSpec"], *options["TieringOffloadingSpec"]}
     assert set(re.findall(r'extra_config\.get\(\s*"(\w+)"', text)) == known
@@ -248,3 +270,55 @@ def test_every_wrong_name_is_said_at_once(checked: Any):
 def test_a_file_that_is_no_object_is_named(text: str, checked: Any, tmp_path: Path):
     assert checked(text)[1].status == "fail"
     assert str(tmp_path / "config.json") in checked(text)[1].found
+
+
+def test_the_names_known_without_vllm_are_those_that_it_reads():
+    with vllm_modules.loaded("stand-in 0.33") as vllm:
+        assert tuple(field.name for field in dataclasses.fields(vllm.current.KVTransferConfig)) == vllm_options.FIELDS
+
+
+MISSING: list[tuple[dict[str, Any], str, str]] = [
+    (config(SPEC | {"polcy": "lru"}), "warn", "'polcy' (did you mean 'policy'?)"),
+    (config(SPEC | {"host_bytes": "20GB x"}), "fail", "host_bytes: '20GB x' is not a size"),
+    (config(SPEC, kv_rol="kv_both"), "fail", "'kv_rol' (did you mean 'kv_role'?)"),
+    (config(SPEC, kv_role="kv_bth"), "fail", "kv_role is 'kv_bth' (did you mean 'kv_both'?)"),
+    (ours({"host_bytes": 1}, kv_connector_module_path=f"{OURS}.nowhere"), "fail", "kv_connector_module_path is"),
+    (config(TIERING | {"secondary_tiers": [TIER | {"sise": 1}]}), "fail", "'sise' (did you mean 'size'?)"),
+    (ours({"host_bytes": 1 << 20}, kv_connector_module_path=f"{OURS}.exclusive_host.connector"), "ok", "1 MiB"),
+    (HICACHE | {"url": "memory://x?size=1MiB", "sise": 1}, "fail", "'sise' (did you mean 'size'?)"),
+    (LINKER | {"linker_extra_config": {"url": "memory://x?size=1MiB", "stagin": 1}}, "fail", "'staging'?"),
+    (PLUGIN | {"adapter_params": PARAMS | {"revison": "1"}}, "fail", "'revision'?"),
+]
+
+
+@pytest.mark.parametrize(("given", "status", "said"), MISSING)
+def test_a_configuration_is_checked_without_its_engine(
+    given: dict[str, Any], status: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(setup_checks, "_version", lambda package: "")
+    engine = "vllm" if "kv_connector" in given else "lmcache" if "type" in given else "sglang"
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    missing, found, *_ = setup_checks.check_engine(engine, tmp_path / "config.json")
+    assert (missing.name, missing.status) == ("engine", "fail")
+    assert missing.found == (
+        f"{engine} is not installed for this Python: what it alone can read of its configuration is not checked"
+    )
+    assert (found.name, found.status) == ("engine_options", status)
+    assert said in f"{found.found} {found.advice}"
+
+
+def test_a_store_without_its_engine_is_checked(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(ours({"host_bytes": 1 << 20, "prefix_store": "redis://no size"})))
+    *_, store = setup_checks.check_engine("vllm", tmp_path / "config.json")
+    assert (store.name, store.status) == ("store", "fail")
+
+
+def test_a_store_smaller_than_the_host_memory_above_it_is_a_warning(checked: Any):
+    tier = TIERING | {"secondary_tiers": [MEMORY]}
+    for given in (
+        config(SPEC | {"prefix_store": "memory://x?size=1000KiB"}),
+        config(tier | {"cpu_bytes_to_use": 1 << 21}),
+    ):
+        small = checked(given)[-1]
+        assert (small.name, small.status) == ("store_size", "warn")
+        assert "of host memory above it" in small.found

@@ -9,6 +9,7 @@ import pytest
 from blockyard.errors import InvalidArgumentError
 from blockyard.tools import cli
 from blockyard.tools.replay.step_time import EngineLimits, LinearStepTime
+from blockyard.tools.replay.step_time.fit import errors_text
 
 STEP = {"arrival_time": 0.0, "queued_ts": 1.0, "scheduled_ts": 1.0, "first_token_ts": 1.1, "last_token_ts": 2.0}
 CONFIG = {
@@ -49,9 +50,12 @@ def test_a_fit_is_printed(command: str, run: Path, capsys: pytest.CaptureFixture
     assert cli.main([*arguments, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)["step_time"]
     fitted = LinearStepTime.fit_requests(run, EngineLimits(40))
-    condition = found.pop("condition")
+    condition, errors = found.pop("condition"), found.pop("errors")
+    assert list(errors) == ["ttft", "tpot", "latency"]
     assert found == asdict(fitted)
-    assert line == f"step time: {fitted}; fitted, condition {condition:.3g}"
+    within = errors_text(errors)
+    assert line == f"step time: {fitted}; fitted, condition {condition:.3g}; predicts this run's mean {within}"
+    assert within.startswith(f"first token within {100 * abs(errors['ttft']):.1f} %, time per token within ")
     assert condition > 1
 
 

@@ -21,6 +21,7 @@ from blockyard.tools.cli.options import EXIT_CODES, make_parser
 from blockyard.tools.demo import run as demo
 from blockyard.tools.doctor import run_doctor
 from blockyard.tools.sim.fleet.campaign import Campaign
+from blockyard.tools.sim.fleet.faults import FAULTS
 
 CHOICES = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)).choices
 COMMANDS = tuple(CHOICES)
@@ -41,6 +42,11 @@ def test_help_fits_80_columns_and_has_examples(
     text = help_of(*command, capsys=capsys)
     assert [line for line in text.splitlines() if len(line) > 80] == []
     assert "\nexamples:\n  blockyard " in text
+
+
+def test_help_lists_every_kind_of_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    words = help_of("simulate", capsys=capsys).replace(",", " ").replace(";", " ").split()
+    assert set(FAULTS) <= set(words)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -11,6 +11,7 @@ import pytest
 import redis
 from servers import admit, serving
 
+from blockyard.stores import open_store
 from blockyard.tools import cli, setup_checks
 from blockyard.tools.doctor import Check
 
@@ -40,7 +41,7 @@ def test_a_slow_store_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_disk_without_room_is_named_before_an_engine_fails_on_it(tmp_path: Path):
     *_, room = setup_checks.check_store(f"file://{tmp_path}/kv?size=900000GiB")
     assert (room.name, room.status) == ("store_room", "fail")
-    assert f"for 9e+05 GiB in {tmp_path}/kv" in room.found
+    assert f"for 879 TiB in {tmp_path}/kv" in room.found
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_a_server_with_less_memory_or_fewer_rights_than_a_store_needs_is_named(t
         _, room = setup_checks.check_store(url)
         assert (room.status, room.found) == (
             "ok",
-            "the server has no limit (maxmemory) for 0.0977 GiB, policy noeviction",
+            "the server has no limit (maxmemory) for 100 MiB, policy noeviction",
         )
         client.config_set("maxmemory", 50 << 20)
         _, room = setup_checks.check_store(url)
@@ -83,13 +84,21 @@ def test_a_server_with_less_memory_or_fewer_rights_than_a_store_needs_is_named(t
         assert not [key for key in client.scan_iter() if b":order" in key or b":listed" in key]
 
 
+def test_a_server_that_wants_a_password_or_no_tls_is_said_so(tmp_path: Path):
+    with serving("valkey-server", tmp_path, "--requirepass", "pw") as server:
+        (check,) = setup_checks.check_store(f"redis://127.0.0.1:{server.port}?size=1MiB")
+        assert "password_file=" in check.advice
+        (check,) = setup_checks.check_store(f"valkeys://127.0.0.1:{server.port}?size=1MiB&timeout_base=0.5")
+        assert check.advice == "perhaps the port does not speak TLS: then write valkey://"
+
+
 @pytest.mark.parametrize(
     ("allocator", "most", "status", "wanted"),
     [
-        ("jemalloc-5.3.0", 120, "warn", "0.122 GiB plus 550 bytes per block, a quarter more than size"),
+        ("jemalloc-5.3.0", 120, "warn", "125 MiB plus 550 bytes per block, a quarter more than size"),
         ("jemalloc-5.3.0", 125, "ok", ""),
         ("libc", 120, "ok", ""),
-        ("libc", 99, "warn", "set maxmemory to 0.0977 GiB plus 550 bytes per block"),
+        ("libc", 99, "warn", "set maxmemory to 100 MiB plus 550 bytes per block"),
         ("jemalloc-5.3.0", 0, "ok", ""),
     ],
 )
@@ -107,6 +116,41 @@ def test_shared_memory_is_compared_with_what_the_workers_share(tmp_path: Path):
     assert setup_checks.check_shared_memory(0, tmp_path).status == "ok"
     assert setup_checks.check_shared_memory(1 << 60, tmp_path).status == "fail"
     assert setup_checks.check_shared_memory(0, tmp_path / "none").status == "fail"
+
+
+def test_host_tiers_are_compared_with_the_memory_of_the_machine_and_of_its_container(tmp_path: Path):
+    facts, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    facts.write_text("MemTotal:       1024 kB\nMemFree: 1 kB\nMemAvailable:    512 kB\n")
+    for kib, most, status in (
+        (512, "max", "ok"),
+        (513, "max", "warn"),
+        (1024, "max", "warn"),
+        (1025, "max", "fail"),
+        (256, str(256 << 10), "ok"),
+        (257, str(256 << 10), "fail"),
+    ):
+        limit.write_text(most)
+        found = setup_checks.check_memory(kib << 10, facts, limit)
+        assert (found.name, found.status) == ("host_memory", status)
+    assert setup_checks.check_memory(1, tmp_path / "none", limit).status == "warn"
+    facts.write_text("no facts")
+    assert setup_checks.check_memory(1, facts, limit).status == "warn"
+
+
+def test_a_file_store_that_another_process_has_open_is_a_warning(tmp_path: Path):
+    url = f"file://{tmp_path}/kv?size=1MiB"
+    with open_store(url, bytes_per_block=4096, namespace=bytes(32), use="prefix"):
+        store, lock, room = setup_checks.check_store(url)
+        assert (store.status, room.status) == ("ok", "ok")
+        assert (lock.name, lock.status) == ("store_lock", "warn")
+        assert f"{tmp_path}/kv is in use by another process" in lock.found
+    assert statuses(setup_checks.check_store(url)) == [("store", "ok"), ("store_room", "ok")]
+
+
+def test_a_configuration_that_does_not_exist_is_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "none.json"
+    assert cli.main(["doctor", "--engine", "vllm", "--config", str(path)]) == 2
+    assert capsys.readouterr().err == f"blockyard: cannot read {path}: there is no such file\n"
 
 
 def test_an_engine_that_is_not_installed_fails(capsys: pytest.CaptureFixture[str]):

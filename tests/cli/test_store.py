@@ -218,6 +218,24 @@ def test_what_cannot_be_done_is_refused(
     assert "hidden" not in error
 
 
+def test_a_salt_in_place_of_its_digest_is_refused_with_the_digest(url: str, capsys: pytest.CaptureFixture[str]):
+    with opened(url, BIG) as store:
+        put(store, 5)
+    for action in ("ls", "rm"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["store", url, action, "--tenant", "secret of a tenant"])
+        assert ended.value.code == 2
+        digits = BIG.parts["salt"]  # type: ignore[attr-defined]
+        assert f"the tenant with this salt is {digits}" in capsys.readouterr().err
+    assert run(capsys, url, "rm", "--tenant", digits.upper(), "--yes")[1]["removed"] == 5
+
+
+def test_rm_of_nothing_asks_for_no_yes(url: str, capsys: pytest.CaptureFixture[str]):
+    fill(url)
+    assert cli.main(["store", url, "rm", "--tenant", "ffff"]) == 0
+    assert capsys.readouterr().out.endswith("no block is chosen, see ls\n")
+
+
 @pytest.mark.parametrize("text", ["7", "7w", "-1h", "h", "nand", "infd"])
 def test_an_age_has_a_unit(text: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):

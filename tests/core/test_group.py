@@ -185,6 +185,23 @@ def test_kept_tables_and_slots_have_one_part_for_each_group_while_a_window_slide
     assert (tables[1, 1] == 0).sum() > (tables[0, 1] == 0).sum(), "the window gave blocks back"
 
 
+@pytest.mark.parametrize("prompt", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("caching", [False, True])
+def test_states_whose_next_tokens_have_no_ids_are_marked(prompt: int, count: int, caching: bool) -> None:
+    manager = BlockManager(block_size=2, device_blocks=9, watermark=0.0, groups=[STATE], prefix_caching=caching)
+    sequence = manager.allocate(list(range(prompt)), chunk_tokens=2)
+    for rest in ([manager.next_chunk(sequence, 2)] if prompt > 2 else [], [count]):
+        for tokens in rest:
+            settle(manager)
+            manager.mark_computed(sequence)
+            manager.append(sequence, tokens)
+    settle(manager)
+    manager.mark_computed(sequence)
+    assert manager.num_tokens(sequence) == prompt + count
+    settle(manager)
+
+
 def test_a_recurrent_group_holds_two_states_at_most_and_a_fork_copies_the_one_it_writes() -> None:
     manager = BlockManager(block_size=4, device_blocks=16, groups=[STATE])
     (sequence,) = manager.allocate(counts=[30])

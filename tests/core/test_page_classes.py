@@ -208,7 +208,7 @@ def test_what_the_goal_extents_cannot_be_used_with_is_refused_by_name() -> None:
         (lambda: owner.defrag.run("extents", wanted=[-1]), r"wanted\[0\]|wanted is"),
         (lambda: owner.defrag.run("extents", cached="drop"), "without sequences, block_bytes and cached"),
         (lambda: owner.defrag.run("dense", 1, wanted=[1]), 'with the goal "extents" only'),
-        (lambda: owner.defrag.run([("extents", 1)]), 'there is no goal "extents"'),  # type: ignore[list-item]
+        (lambda: owner.defrag.run([("extents", 1)]), 'goal is "extents", must be "max_id"'),  # type: ignore[list-item]
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             call()

@@ -1,4 +1,4 @@
-"""vLLM's own CPU and tiering specs with our worker, for theirs refuses to run on a CPU; and ours with a late rank.
+"""vLLM's own CPU and tiering specs with our worker, for theirs refuses to run on a CPU; and ours with a fault.
 
 The managers of the first two are vLLM's.
 """
@@ -55,6 +55,15 @@ class UnevenRanks(BlockyardSpec):
         if is_new and parallel.rank == parallel.world_size - 1:
             worker._groups = [_hindered(group, what) for group in worker._groups]
         return worker
+
+
+class SwappedHeads(BlockyardSpec):
+    """Ours, with the heads of the ranks in the wrong order."""
+
+    def _shards(self, region: Any) -> Any:
+        found = super()._shards(region)
+        assert found is not None
+        return found._replace(of_workers=found.of_workers[::-1])
 
 
 def _hindered(group: _GroupCopies, what: str) -> _GroupCopies:

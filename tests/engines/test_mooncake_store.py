@@ -11,16 +11,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from servers import free_ports
+from mooncake_cluster import PATIENCE, Cluster, stopped, until
 
 from blockyard import KVLayout
 from blockyard.errors import StoreError
@@ -35,64 +34,6 @@ pytest.importorskip("mooncake.store", exc_type=ModuleNotFoundError)
 WIDTH = 1 << 20
 KEYS = [bytes([number]) * 32 for number in range(1, 17)]
 ROWS = np.random.default_rng(0).integers(0, 256, (len(KEYS), WIDTH), np.uint8)
-PATIENCE = 60.0
-
-
-class Cluster:
-    """A master, and processes that hold the values."""
-
-    def __init__(self, folder: Path, stack: ExitStack, holders: int = 2, size: str = "128MB") -> None:
-        self._folder, self._stack = folder, stack
-        self.port, self.admin = free_ports(2)
-        self.master = self.start_master()
-        self.holders = [self._start_holder(size) for _ in range(holders)]
-        until(lambda: len(self.ask("get_all_segments").split()) == holders)
-
-    @property
-    def url(self) -> str:
-        return f"mooncake://127.0.0.1:{self.port}?size=1GiB&admin={self.admin}"
-
-    def start_master(self) -> "subprocess.Popen[bytes]":
-        ports = [f"--rpc_port={self.port}", f"--metrics_port={self.admin}", "--rpc_thread_num=4"]
-        hosts = ["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
-        process = self._start("mooncake_master", *ports, *hosts, "--client_ttl=3", "--default_kv_lease_ttl=500")
-        until(lambda: "ok" in self.ask("health"))
-        return process
-
-    def ask(self, what: str) -> str:
-        try:
-            with urlopen(f"http://127.0.0.1:{self.admin}/{what}", timeout=5) as answer:
-                return answer.read().decode()
-        except OSError:
-            return ""
-
-    def _start_holder(self, size: str) -> "subprocess.Popen[bytes]":
-        options = ["--host=127.0.0.1", f"--port={free_ports(1)[0]}", f"--global_segment_size={size}"]
-        master = ["--metadata_server=P2PHANDSHAKE", f"--master_server_address=127.0.0.1:{self.port}"]
-        return self._start("mooncake_client", *options, *master)
-
-    def _start(self, name: str, *options: str) -> "subprocess.Popen[bytes]":
-        with (self._folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen([name, *options], stdout=log, stderr=log, cwd=self._folder)
-        self._stack.callback(process.wait)
-        self._stack.callback(process.kill)
-        return process
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < end, "it did not come to hold"
-        time.sleep(0.05)
-
-
-@contextmanager
-def stopped(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        process.send_signal(signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")

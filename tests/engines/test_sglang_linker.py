@@ -191,6 +191,71 @@ def test_a_lookup_waits_no_longer_than_it_may_and_a_load_without_one_is_refused(
     FaultyStore.fault = ""
 
 
+def test_pools_that_share_slots_are_one_value_and_a_main_pool_needs_none_of_its_own(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As of DeepSeek V4: compressed keys for the main pool's slots; for the windows', a window and its state."""
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry, DevicePoolGroup
+
+    from blockyard.integrations.sglang import linker
+
+    kinds = {"deepseek_v4_c4": ("kv", 96), "deepseek_v4_c128": ("kv", 8), "swa": ("swa", 200), "c4_state": ("swa", 24)}
+    names = {"c4_state": PoolName.DEEPSEEK_V4_C4_STATE}
+    made: list[dict[str, list[torch.Tensor]]] = []
+
+    def pools(params: Any, components: Any) -> DevicePoolGroup:
+        random = torch.Generator().manual_seed(len(made))
+        memory = {
+            kind: [torch.randint(0, 256, (16, width), generator=random).to(torch.uint8) for _ in range(LAYERS)]
+            for kind, (_, width) in kinds.items()
+        }
+        made.append(memory)
+        entries = [
+            DevicePoolEntry(
+                name=names.get(kind) or PoolName(kind),
+                indices_from_pool=PoolName(kinds[kind][0]),
+                device_pool=None,
+                components=[buffers],
+                layer_mapping={layer: layer for layer in range(LAYERS)},
+                page_size=PAGE,
+                rows_are_pages=True,
+            )
+            for kind, buffers in memory.items()
+        ]
+        return DevicePoolGroup(entries, LAYERS, PAGE, rank_replicated=True)
+
+    def transfers(keys: list[str], first: int, window: int, first_window: int) -> list[Any]:
+        places = [
+            torch.arange(start * PAGE, (start + count) * PAGE)
+            for start, count in ((first, len(keys)), (first_window, window))
+        ]
+        return [
+            PoolTransfer(PoolName.KV, device_indices=places[0], keys=list(keys)),
+            PoolTransfer(
+                *(PoolName.SWA, None, places[1], list(keys[-window:])), hit_policy=PoolHitPolicy.TRAILING_PAGES
+            ),
+        ]
+
+    monkeypatch.setattr(linker, "_device_pools", pools)
+    first, again = engine({"root_dir": str(tmp_path)}), None
+    assert first.linker.offload(transfers(KEYS, 1, 2, 9))
+    assert first.wait() is True
+    assert first.linker._objects.stats().cached_blocks == len(KEYS) + 2, "one value for each page and window"
+    first.linker.close()
+    again = engine({"root_dir": str(tmp_path)}, seed=1)
+    for keys, found in ((KEYS, [5]), (KEYS[:4], []), (KEYS[:3], [])):
+        assert again.linker.lookup(f"a {len(keys)}", transfers(keys, 1, 2, 1)) == found
+    before = {kind: torch.stack(buffers) for kind, buffers in made[1].items()}
+    assert again.linker.load("a 5", transfers(KEYS, 7, 2, 3))
+    index = again.linker.start_layer_wise_loading()
+    assert again.linker.finish_layer_wise_loading(index)
+    for kind, (source, _) in kinds.items():
+        to, at, count = (7, 1, 5) if source == "kv" else (3, 9, 2)
+        before[kind][:, to : to + count] = torch.stack(made[0][kind])[:, at : at + count]
+        assert torch.equal(torch.stack(made[1][kind]), before[kind]), kind
+
+
 @pytest.mark.parametrize("sabotage", ["no-op", "wrong pages"])
 def test_a_sabotaged_load_shows(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sabotage: str):
     from blockyard.integrations.sglang import linker

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_drivers
+import numpy as np
 import pytest
 from engine_drivers import FaultyStore
 
@@ -67,6 +68,30 @@ def test_a_chunks_objects_of_several_groups_keep_their_own_lengths(lmcache: Any)
         assert [bytes(place) for place in places] == [*groups.values()]
         other = [memoryview(bytearray(5))]
         assert outcome(connector, connector.submit_batch_get(["model@0@1@ab"], other)) == (True, "", [False])
+
+
+def test_lmcaches_own_adapter_keeps_the_objects_of_each_group(tmp_path: Path):
+    api = pytest.importorskip("lmcache.v1.distributed.api", exc_type=ModuleNotFoundError)
+    engine = engine_drivers.LMCache({"root_dir": str(tmp_path), "size": "1MiB"})
+    keys = [api.ObjectKey(b"ab", "model", 0, object_group_id=group) for group in range(4)]
+    random = np.random.default_rng(0)
+    data = [random.integers(0, 256, size, np.uint8) for size in (9000, 350, 5)]
+
+    def finish(ticket: int, event: int, found: Any) -> list[bool]:
+        assert select.select([event], [], [], engine_drivers.SECONDS)[0]
+        return engine_drivers._bits(found(ticket), len(keys))
+
+    adapter = engine.adapter
+    held = [engine._object(each.copy()) for each in data]  # LMCache holds them until the store task ends
+    ticket = adapter.submit_store_task(keys[:3], held)
+    assert select.select([adapter.get_store_event_fd()], [], [], engine_drivers.SECONDS)[0]
+    assert ticket in adapter.pop_completed_store_tasks()
+    places = [np.full(size, 7, np.uint8) for size in (9000, 350, 5, 350)]
+    ticket = adapter.submit_load_task(keys, [engine._object(place) for place in places])
+    found = finish(ticket, adapter.get_load_event_fd(), adapter.query_load_result)
+    assert found == [True, True, True, False]
+    assert all(map(np.array_equal, places, [*data, np.full(350, 7, np.uint8)]))
+    engine.close()
 
 
 def test_a_load_that_hangs_keeps_no_lookup_waiting_and_a_closed_connector_takes_nothing(lmcache: Any):

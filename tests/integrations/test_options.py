@@ -1,6 +1,5 @@
 """Each option of each engine's adapter, with each value that JSON can hold: used, refused by its name, or said once."""
 
-import importlib
 import itertools
 import logging
 import re
@@ -17,6 +16,8 @@ import vllm_modules
 from engine_drivers import FaultyStore
 
 from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.integrations.options import sglang as sglang_options
+from blockyard.integrations.options import vllm as vllm_options
 from blockyard.offload import OffloadManager
 from blockyard.stores import register
 from blockyard.stores.adapters import objects
@@ -151,7 +152,7 @@ class Linker(Adapter):
 
     def enter(self, stack: ExitStack) -> None:
         super().enter(stack)
-        self.read = importlib.import_module("blockyard.integrations.sglang.linker").read_options
+        self.read = sglang_options.read_linker
         # What needs a revision is known with the pools.
         self.taken |= {
             "revision": TEXTS,
@@ -232,7 +233,7 @@ def test_a_misspelt_option_is_named_with_the_right_one(adapter: Any, caplog: pyt
     [
         ({"eviction_policy": "arc", "store_threshold": 2}, "'eviction_policy' (use 'policy'), 'store_threshold'"),
         ({"secondary_tiers": [{"type": "fs"}]}, "'secondary_tiers' (use 'prefix_store')"),
-        ({"canonical_layout": True}, "'canonical_layout'"),
+        ({"prefix_store": None, "canonical_layout": True}, "'canonical_layout' (needs 'prefix_store')"),
         ({"prefix_store": None, "revision": "a"}, "'revision' (needs 'prefix_store')"),
         ({"prefix_store": None, "weights_fixed": True}, "'weights_fixed' (needs 'prefix_store')"),
         ({"prefix_store": None, "prefix_writes": "second_use"}, "'prefix_writes' (needs 'prefix_store')"),
@@ -250,7 +251,7 @@ def test_the_policies_are_those_of_the_offload_manager(
     stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     adapter = Spec(stack, tmp_path)
-    known = importlib.import_module("blockyard.integrations.vllm.spec")._POLICIES
+    known = vllm_options.POLICIES
     with pytest.raises(InvalidArgumentError, match=f"must be one of {', '.join(known)}$"):
         OffloadManager(1, eviction="other")
     for policy in known:

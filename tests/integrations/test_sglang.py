@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import math
+import mmap
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from engine_drivers import HostPool, SGLang, indices
 
 from blockyard.errors import InvalidArgumentError
+from blockyard.stores.adapters import objects
 
 KEYS = [f"{n:064x}" for n in range(6)]
 
@@ -57,13 +60,15 @@ def test_pages_of_two_pools_travel_by_one_key_and_come_back_whole(storage: Any, 
     engine.close()
 
 
-@pytest.mark.parametrize(("place", "pages"), [("root_dir", 31), ("url", 33)])
+@pytest.mark.parametrize(("place", "pages"), [("root_dir", 31), ("file", 31), ("memory", 33)])
 def test_a_small_pages_pool_takes_about_its_own_bytes(storage: Any, tmp_path: Path, place: str, pages: int):
     """Pages of 256 KiB with an index of 8,640 bytes each, as of sparse attention: 280 KiB in files, 265 elsewhere."""
     index = HostPool(pages=40, width=4320)
-    options = (
-        {"root_dir": str(tmp_path), "size": "9MiB"} if place == "root_dir" else {"url": "memory://small?size=9MiB"}
-    )
+    options: dict[str, str] = {
+        "root_dir": {"root_dir": str(tmp_path), "size": "9MiB"},
+        "file": {"url": f"file://{tmp_path}/store?size=9MiB"},
+        "memory": {"url": "memory://small?size=9MiB"},
+    }[place]
     engine = SGLang(options, main_width=128 << 10, pools={"indexer": index})
     engine.pool.data[:] = torch.randn(engine.pool.data.shape).half()
     index.data[:] = torch.randn(index.data.shape).half()
@@ -84,6 +89,29 @@ def test_a_small_pages_pool_takes_about_its_own_bytes(storage: Any, tmp_path: Pa
     engine.backend.clear()
     assert engine.backend.batch_exists_v2(keys, [wanted]).kv_hit_pages == 0
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("main", "other", "before", "now"),
+    [
+        (1310720, 7602176, 1.145, 1.003),  # Gemma 3 4B: 5 layers, and 29 with windows
+        (1474560, 12779520, 1.073, 1.005),  # MiMo-V2-Flash: 9 and 39
+        (786432, 81920, 1.032, 1.014),  # LFM2 1.2B: 6 and 10 short convolutions
+        (1572864, 77266944, 1.001, 1.001),  # Qwen3-Next 80B: 12 and 36 recurrent
+        (1048576, 102137856, 1.353, 1.008),  # Nemotron-H 8B: 4 and 24
+        (516096, 43417600, 1.721, 1.015),  # Kimi-Linear: 7 and 20
+    ],
+)
+def test_a_turns_pages_take_about_their_own_bytes(storage: Any, main: int, other: int, before: float, now: float):
+    """Files of 62 pages of 64 tokens, and one window or state, beside files with blocks for each kind alone."""
+    pages = importlib.import_module("blockyard.integrations.sglang.pages")
+    url = "file:///none"
+    own = 62 * objects.bytes_taken(url, [main]) + objects.bytes_taken(url, [other])
+    for sizes, ratio in (([main, other], before), (pages.sizes_of_store({"kv": main, "mamba": other}), now)):
+        part = objects._part_bytes(sizes, mmap.PAGESIZE)
+        blocks = 62 * math.ceil(main / part) + math.ceil(other / part)
+        taken = blocks * (objects._width(part, mmap.PAGESIZE) + mmap.PAGESIZE)
+        assert taken / own == pytest.approx(ratio, abs=0.0006)
 
 
 def test_a_prefix_is_restorable_where_all_pools_have_what_their_policy_wants(storage: Any, tmp_path: Path):

@@ -51,7 +51,8 @@ class HiCacheProgram(Caller):
     def run(self) -> None:
         whole = [self.store() and self.leading() == PAGES and self.load() and self.load_tensors() for _ in range(3)]
         assert sum(whole) >= 2, "what was not stored or found before is not now"
-        assert self.call(self.backend.clear) or self.backend.clear()
+        self.call(self.backend.clear)
+        assert not self.backend.clear(), "other engines keep their pages"
         assert self.leading() == 0
         assert self.store() or self.interrupt.where
         store = self.backend._objects["kv"]._store
@@ -107,6 +108,7 @@ class DevicePool:
     """A pool of a CPU with keys and values of each layer, as SGLang describes one."""
 
     name, layer_mapping = "kv", {layer: (layer, layer) for layer in range(LAYERS)}
+    indices_from_pool = "kv"
 
     def __init__(self) -> None:
         self.components = [[torch.zeros(64, WIDTH, dtype=torch.uint8) for _ in range(LAYERS)] for _ in range(2)]

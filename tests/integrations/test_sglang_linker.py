@@ -185,6 +185,7 @@ class Pool:
     """Keys and values of each layer, in pages of one slot."""
 
     name, layer_mapping = "kv", {layer: (layer, layer) for layer in range(LAYERS)}
+    indices_from_pool = "kv"
     buffer_meta: ClassVar = [[(0, 0, PAGE)] * LAYERS] * 2
 
     def __init__(self) -> None:
@@ -207,7 +208,7 @@ def ranked(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
     Buffer.selected_from = set()
     monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _: tensor)
     linker = make(1 << 20, "cuda:1")
-    linker._sizes = {"kv": 2 * LAYERS * PAGE}
+    linker._sizes, linker._spans = {"kv": 2 * LAYERS * PAGE}, {"kv": {"kv": slice(0, 2 * LAYERS * PAGE)}}
     linker._group.num_layers, linker.pools = LAYERS, {"kv": Pool()}
     linker._owner, linker._ranks = True, 1
     data = np.random.default_rng(1).integers(1, 256, (2, 2 * LAYERS * PAGE), np.uint8)

@@ -148,7 +148,7 @@ def test_each_configuration_of_the_guide_makes_what_it_names(vllm: SimpleNamespa
     for transfer in documented():
         extra = transfer["kv_connector_extra_config"]
         if transfer["kv_connector"] == "BlockyardKVConnector":  # tests/engines loads it, in vLLM
-            assert extra.keys() <= {"host_bytes", "prefix_store"}
+            assert extra.keys() <= {"host_bytes", "prefix_store", "canonical_layout"}
         if "prefix_store" in extra:
             extra |= {"prefix_store": f"file://{tmp_path}/store?size=8MiB", "host_bytes": "16MiB"}
             spec = vllm.ours.BlockyardSpec(vllm_modules.config(vllm, extra, engine_id=str(tmp_path)))

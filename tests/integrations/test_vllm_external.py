@@ -469,6 +469,16 @@ def test_keys_used_once_are_forgotten_beyond_a_number(vllm: SimpleNamespace):
     assert used.computed(KEYS[:4]) == [KEYS[0], KEYS[3]]
 
 
+def test_chunks_that_another_engine_has_written_count_as_present_and_not_as_lost(engine: Callable[..., Engine]):
+    first = engine()
+    first.compute(KEYS[:6])
+    first.close()
+    again = engine()
+    again.compute(KEYS[:8])
+    counts = again.tier.counts
+    assert (counts.written, counts.present, counts.not_written) == (2, 6, 0)
+
+
 def test_a_chunk_that_is_found_often_is_written_once(vllm: SimpleNamespace):
     used = importlib.import_module("blockyard.integrations.vllm.external").UsedBefore(4)
     assert used.found(KEYS[:2]) == KEYS[:2]

@@ -244,7 +244,7 @@ class KeepsBlocks(Numbered):
     ("bug", "says"),
     [
         (NumbersTheNextSlot, r"step \d+: (two tokens of slot_mapping share|row \d+|sequence \d+)"),
-        (KeepsBlocks, r"NoBlocks: \d+ blocks? wanted"),
+        (KeepsBlocks, r"step \d+: allocate\(counts=\[\d+\]\) raised NoBlocks: \d+ blocks? wanted"),
     ],
 )
 def test_a_scheduler_over_it_finds_its_bugs(bug: type, says: str):

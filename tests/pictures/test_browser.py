@@ -18,8 +18,8 @@ STEP = "--step-time 0.01,4e-5,2e-5,9e-8 --block-size 16 --jobs 1"
 COMMANDS = {
     "hits": "replay TRACE --jobs 1 --host-blocks 0,50%",
     "times": f"replay TRACE {STEP} --device-blocks 200,5% --host-blocks 0,400 --preemption-modes swap,recompute",
-    "plan": f"plan TRACE {STEP} --device-blocks 300 --host-gib 0,0.5,1,2 --store-gib 0,4 --policies lru,adaptive "
-    "--preemption-modes swap,recompute",
+    "plan": f"plan TRACE {STEP} --engines 2 --device-blocks 300 --host-gib 0,0.5,1,2 --store-gib 0,4 "
+    "--policies lru,adaptive --preemption-modes swap,recompute",
 }
 # Boxes of all texts that a figure shows; texts of the hover and of the buttons are none.
 TEXTS = """figures.map((_, number) => [...document.querySelectorAll(

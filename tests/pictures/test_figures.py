@@ -13,6 +13,7 @@ from plotly import graph_objects
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.tools.pictures import Figure, cdf_figure, hit_rate_figure, pareto_figure, timeline_figure
+from blockyard.tools.pictures.style import COLORS
 from blockyard.tools.timeline import Counter, Mark, Span, Timeline
 
 
@@ -155,3 +156,13 @@ def test_a_long_line_keeps_its_extremes_and_a_long_track_its_number_of_spans() -
         assert len(found[name]["x"]) <= 2100
         counts = [re.search(r"(\d+) spans", text) for text in found[name]["hovertext"]]
         assert sum(int(many[1]) if many else 1 for many in counts) == len(values) / 2
+
+
+@pytest.mark.parametrize("names", [("decode", "swap_in"), ("swap_in", "prefill", "decode"), ("prefill and decode",)])
+def test_a_kind_of_step_has_its_colour_on_every_page(names: tuple[str, ...]) -> None:
+    timeline = Timeline()
+    for at, name in enumerate(names):
+        timeline.add(Span("steps", name, at, at + 1))
+    colors = {bar["name"]: bar["marker"]["color"] for bar in timeline_figure(timeline)["data"]}
+    kinds = ("decode", "prefill", "prefill and decode", "swap_out", "swap_in")
+    assert colors == {name: COLORS[kinds.index(name)] for name in names}

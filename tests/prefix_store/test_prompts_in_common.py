@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from memory_stores import KeyedStore
 
-from blockyard import KVCache, KVLayout
+from blockyard import CacheGroup, KVCache, KVLayout
 from blockyard.prefix_store import Prefetch, PrefixStore
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=2, head_size=8, dtype="float32")
@@ -22,22 +22,22 @@ OWN_END = [1000 + token for token in range(3 * LAYOUT.block_size + 1)]
 
 
 class Gate:
-    """Holds the copies of loads as if they were slow; `error` is what they end with."""
+    """Holds the copies of loads but the first ones as if they were slow; `error` is what they end with."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int) -> None:
         self.is_open = False
-        self.held = 0
+        self.held = -first
         self.error: Exception | None = None
 
 
 class Held:
     def __init__(self, transfer: Any, gate: Gate) -> None:
-        self._transfer, self._gate = transfer, gate
+        self._transfer, self._gate, self._is_held = transfer, gate, gate.held >= 0
         gate.held += 1
 
     @property
     def done(self) -> bool:
-        return self._gate.is_open and self._transfer.done
+        return (self._gate.is_open or not self._is_held) and self._transfer.done
 
     @property
     def error(self) -> Exception | None:
@@ -45,7 +45,7 @@ class Held:
 
 
 class Kept(KeyedStore):
-    num_slots = 2 * BLOCKS
+    num_slots = 4 * BLOCKS
 
 
 @contextmanager
@@ -59,6 +59,21 @@ def cache_over(blocks: dict[bytes, np.ndarray], device_blocks: int) -> Iterator[
         prefetch_timeout_base=60.0,
     ) as cache:
         yield cache
+
+
+def with_points(blocks: dict[bytes, np.ndarray], host_blocks: int) -> KVCache:
+    """A cache of a model with a window, whose prompts continue at resume points."""
+    return KVCache(
+        LAYOUT,
+        groups=[CacheGroup.full_attention(), CacheGroup.sliding_window(12)],
+        device_blocks=8 * BLOCKS,
+        host_blocks=host_blocks,
+        prefix_caching=True,
+        prefix_store=Kept(blocks, bytes_per_block=SIZE),
+        namespace=b"model",
+        prefetch_timeout_base=60.0,
+        max_staging=BLOCKS * SIZE,  # reads of a quarter of the prompt
+    )
 
 
 def prefixes(cache: KVCache) -> PrefixStore:
@@ -82,14 +97,16 @@ def stored() -> tuple[dict[bytes, np.ndarray], np.ndarray]:
 
 
 @contextmanager
-def held(cache: KVCache, monkeypatch: pytest.MonkeyPatch, *, error: Exception | None = None) -> Iterator[Gate]:
-    """Let a first load of the prompt begin its copy, and hold it."""
-    gate, submit = Gate(), cache.engine.submit_write
+def held(
+    cache: KVCache, monkeypatch: pytest.MonkeyPatch, *, error: Exception | None = None, after: int = 0
+) -> Iterator[Gate]:
+    """Let a first load of the prompt begin a copy, `after` some that land, and hold it."""
+    gate, submit = Gate(after), cache.engine.submit_write
     gate.error = error
     with monkeypatch.context() as patch:
         patch.setattr(cache.engine, "submit_write", lambda *args, **options: Held(submit(*args, **options), gate))
         first = prefixes(cache).prefetch(PROMPT)
-        wait_until(lambda: first.done or gate.held)
+        wait_until(lambda: first.done or gate.held > 0)
         assert not first.done
     yield gate
 
@@ -135,6 +152,30 @@ def test_a_load_waits_for_blocks_that_another_is_bringing(
         gate.is_open = True
         np.testing.assert_array_equal(cached_rows(cache, fetch), rows)
         assert set(prefixes(cache).stats().misses) <= {"absent"}
+
+
+@pytest.mark.parametrize("end", [[], OWN_END], ids=["the_same", "own_end"])
+@pytest.mark.parametrize("host_blocks", [8 * BLOCKS, 3 * BLOCKS], ids=["room", "little_room"])
+def test_a_load_waits_for_a_point_that_another_is_bringing(
+    monkeypatch: pytest.MonkeyPatch, end: list[int], host_blocks: int
+):
+    """With little room, it has an earlier point at once, whose blocks have landed."""
+    blocks: dict[bytes, np.ndarray] = {}
+    with with_points(blocks, 8 * BLOCKS) as cache:
+        for length in (len(PROMPT) // 2, len(PROMPT)):
+            sequence = cache.manager.allocate(PROMPT[:length])
+            with cache.step():
+                pass
+            cache.manager.mark_computed(sequence)
+            cache.manager.free(sequence)
+        assert prefixes(cache).wait(60.0)
+    with with_points(blocks, host_blocks) as cache, held(cache, monkeypatch, after=2) as gate:
+        fetch = prefixes(cache).prefetch(PROMPT + end)
+        assert stays_open(fetch)
+        gate.is_open = True
+        wait_until(lambda: fetch.done)
+        assert cache.manager.prefix.lookup(fetch.prompt).tokens == BLOCKS * LAYOUT.block_size
+        cache.manager.check()
 
 
 def test_a_load_brings_the_blocks_of_another_whose_copy_failed(

@@ -119,6 +119,58 @@ def test_a_swapped_request_is_recomputed_if_nothing_else_can_make_room():
     assert failure(Program(config, NO_EXTENT_LEFT)) is None
 
 
+SLIDING_OVER_EXTENTS = (
+    Op("allocate", 57314, 0, 0, 35004, 1009030668, -1),
+    Op("allocate", 42005, 0, 0, 0, 53578384, -1),
+    Op("step", 0, 0, 0, 0, 813306532, -1),
+    Op("step", 0, 0, 17893, 0, 785814805, -1),
+    Op("write", 36092, 0, 0, 0, 300895592, -1),
+    Op("truncate", 0, 0, 0, 13785, 153458692, -1),
+    Op("append", 0, 0, 0, 0, 106207764, -1),
+    Op("swap", 0, 0, 23833, 0, 660606515, -1),
+    Op("resize", 0, 0, 0, 0, 917872889, -1),
+    Op("truncate", 0, 0, 0, 32952, 924296614, -1),
+    Op("swap", 0, 0, 0, 57997, 469184393, -1),
+    Op("allocate", 30485, 31845, 60769, 25988, 575713471, -1),
+)
+
+
+def test_a_window_takes_no_more_extents_than_it_fills():
+    """It slid over three extents of four and needed two, so its own answer never got a block."""
+    sizes: dict[str, Any] = {
+        "device": 24,
+        "most": 32,
+        "host": 23,
+        "external": 3,
+        "prefix": "",
+        "staging": 6,
+        "chunk": 1,
+    }
+    more: dict[str, Any] = {"groups": "full window", "classes": True, "reuse": "lru", "outstanding": 1, "room": 6}
+    config = Config(**sizes, **more, scheduler=True, mode="swap", swap_cost=1e9)
+    assert failure(Program(config, SLIDING_OVER_EXTENTS)) is None
+
+
+def test_a_quota_holds_although_no_block_leads_to_a_point():
+    """Blocks beside those of a drafter hung on these, which no longer led to a point, and stayed beyond the quota."""
+    sizes: dict[str, Any] = {"block_size": 3, "host": 24, "external": 6, "prefix": "device", "staging": 2, "chunk": 1}
+    config = Config(**sizes, groups="all", classes=True, scheduler=True, mode="recompute", swap_cost=0.0)
+    ops = (Op("quota", b=35938, seed=936556885), Op("allocate", d=41757, seed=429400330))
+    assert failure(Program(config, ops)) is None
+
+
+def test_states_without_a_prefix_cache_are_marked():
+    """Those that are passed over count as published, and have no keys."""
+    config = Config(device=12, most=20, host=0, external=5, prefix="", groups="state", lookahead=1)
+    ops = (
+        Op("allocate", seed=724446819),
+        Op("step", c=11577, seed=409806223),
+        Op("append", b=64554, seed=452266839),
+        Op("step", c=16194, seed=788527699),
+    )
+    assert failure(Program(config, ops)) is None
+
+
 def test_after_real_signals_no_byte_is_wrong_and_nothing_is_stuck(programs: int):
     for seed in range(programs // 8):
         config = replace(random_config(Random(seed)), interrupts=0.5, signals=True)

@@ -1,7 +1,9 @@
 """A scheduler with its own calls that knows n > 1, draft tokens, salts and stop tokens, and bugs planted in it."""
 
+import re
 import unittest
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +88,10 @@ class Wide:
         return rows
 
     def fits(self, request: Request) -> bool:
-        return bool(self.manager.can_allocate(list(request.prompt), salt=request.salt))
+        return bool(self.manager.can_allocate(self.hashed(request)))
+
+    def hashed(self, request: Request) -> Any:
+        return self.manager.prefix.hash(list(request.prompt), **self.key(request))
 
     def counted(self) -> tuple[list[int], list[int]]:
         rows = [row for job in self.running for row in job.rows]
@@ -139,7 +144,10 @@ class Wide:
     # ---- places for bugs ----
 
     def allocate(self, prompt: list[int], request: Request) -> Any:
-        return self.manager.allocate(prompt, salt=request.salt)
+        return self.manager.allocate(prompt, **self.key(request))
+
+    def key(self, request: Request) -> dict[str, Any]:
+        return {"salt": request.salt, "lora_id": request.lora_id, "extras": request.extras}
 
     def indices(self, rows: list[Row]) -> list[int]:
         return [row.index for row in rows]
@@ -160,20 +168,23 @@ def caching(config: Config) -> BlockManager:
     )
 
 
-def machine(scheduler: type = Wide) -> type[Any]:
+FIELDS = ("n", "priority", "salt", "lora_id", "extras", "stop_token_ids")
+
+
+def machine(scheduler: type = Wide, manager: Any = caching, fields: Sequence[str] = FIELDS) -> type[Any]:
     return scheduler_machine(
         lambda manager, _: scheduler(manager),
         add=lambda mine, request: mine.waiting.append(Job(request)),
         step=lambda mine, simulation: mine.step(simulation),
         abort=lambda mine, name: mine.abort(name),
-        manager=caching,
-        fields=("n", "priority", "salt", "stop_token_ids"),
+        manager=manager,
+        fields=fields,
     )
 
 
-def run(machine: type[Any]) -> str:
+def run(machine: type[Any], max_examples: int = 60) -> str:
     case, outcome = seed(0)(machine).TestCase, unittest.TestResult()
-    case.settings = settings(case.settings, database=None, max_examples=60)
+    case.settings = settings(case.settings, database=None, max_examples=max_examples)
     case("runTest").run(outcome)
     return "".join(text for _, text in [*outcome.failures, *outcome.errors])
 
@@ -188,6 +199,7 @@ def test_a_scheduler_with_all_fields_passes_and_the_run_says_what_it_covered(cap
         "finished",
         "aborts",
         "tokens hit",
+        "prefix caches",
         "hits due",
         "due hit",
         "tokens drafted",
@@ -207,8 +219,30 @@ class IgnoresStops(Wide):
 
 
 class MixesTenants(Wide):
+    def key(self, request: Request) -> dict[str, Any]:
+        return super().key(request) | {"salt": None}
+
+
+class MixesAdapters(Wide):
+    def key(self, request: Request) -> dict[str, Any]:
+        return super().key(request) | {"lora_id": 0}
+
+
+class MixesImages(Wide):
+    def key(self, request: Request) -> dict[str, Any]:
+        return super().key(request) | {"extras": ()}
+
+
+class HashesOnce(Wide):
+    """No bug. Prompts are hashed before they are admitted."""
+
     def allocate(self, prompt: list[int], request: Request) -> Any:
-        return self.manager.allocate(prompt)
+        return self.manager.allocate(self.hashed(request))
+
+
+class HashesWithoutTheSalt(HashesOnce):
+    def key(self, request: Request) -> dict[str, Any]:
+        return super().key(request) | {"salt": None}
 
 
 class BelievesDrafts(Wide):
@@ -232,6 +266,9 @@ class ReturnsOneOutput(Wide):
         (DrawsEverySequenceAlike, r"output \d+ of sequence [12] differs|position \d+"),
         (IgnoresStops, r"in endless memory .* differs"),
         (MixesTenants, r"sequence \d+.* was opened with salt None, its request '\w+' has salt b'"),
+        (MixesAdapters, r"sequence \d+.* was opened with lora_id 0, its request '\w+' has lora_id 7"),
+        (MixesImages, r"sequence \d+.* was opened with extras \(\), its request '\w+' has extras \(\("),
+        (HashesWithoutTheSalt, r"sequence \d+.* was opened with salt None, its request '\w+' has salt b'"),
         (BelievesDrafts, r"sequence \d+|request '\w+'"),
         (KeepsRejectedDrafts, r"sequence \d+"),
         (ReturnsOneOutput, r"request '\w+' returned 1 outputs, n is [23]"),
@@ -241,13 +278,87 @@ def test_a_bug_is_noticed(bug: type, says: str):
     noticing.assert_noticed(machine(bug), step_count=30, match=says)
 
 
+class Shares:
+    """Wrong: a manager whose prompts share blocks whatever one of salt, adapter and extras is."""
+
+    def __init__(self, inner: BlockManager, part: str) -> None:
+        self.inner, self.part = inner, part
+
+    def allocate(self, *prompts: Any, **options: Any) -> Any:
+        options.pop(self.part, None)
+        return self.inner.allocate(*prompts, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    @property
+    def __class__(self) -> type:  # so that our scheduler takes it
+        return BlockManager
+
+
+@pytest.mark.parametrize("part", ["salt", "lora_id", "extras"])
+def test_a_manager_whose_tenants_adapters_or_images_share_blocks_is_noticed(part: str):
+    shares = machine(manager=lambda config: Shares(caching(config), part))
+    says = r"whose token was computed under another salt, adapter or extra; wanted .* was last written by forward of"
+    noticing.assert_noticed(shares, step_count=30, match=says)
+    ours = scheduler_machine(manager=lambda config: Shares(caching(config), part))
+    noticing.assert_noticed(ours, step_count=30, match="in endless memory")
+
+
+def test_a_scheduler_may_hash_its_prompts(capsys: pytest.CaptureFixture[str]):
+    assert run(machine(HashesOnce, fields=("n", "salt")), max_examples=30) == ""
+    due, hit = (int(n) for n in re.findall(r"(?:hits due|due hit) (\d+)", capsys.readouterr().out))
+    assert hit >= due // 2 > 0
+
+
+class HashesElsewhere(HashesOnce):
+    def hashed(self, request: Request) -> Any:
+        return BlockManager(block_size=self.manager.block_size, device_blocks=8, prefix_caching=True).prefix.hash([1])
+
+
+def test_a_prompt_that_was_hashed_elsewhere_is_named():
+    assert "prompts[0], a HashedPrompt that prefix.hash of the manager under test" in run(machine(HashesElsewhere))
+
+
 class NeverMarks(Wide):
     def mark(self, row: Row) -> None:
         pass
 
 
-def test_a_scheduler_that_never_hits_where_hits_were_due_fails():
-    assert "allocate has never hit the prefix cache" in run(machine(NeverMarks))
+class NamesNoTokens(Wide):
+    def allocate(self, prompt: list[int], request: Request) -> Any:
+        return self.manager.allocate(len(prompt))
+
+
+class SaltsByName(Wide):
+    def key(self, request: Request) -> dict[str, Any]:
+        return {"salt": request.request_id[:1].encode()}
+
+
+@pytest.mark.parametrize("bug", [NeverMarks, NamesNoTokens, SaltsByName])
+def test_a_scheduler_that_hardly_hits_where_hits_were_due_fails(bug: type):
+    said = run(machine(bug, fields=("n",)), max_examples=60)
+    found = re.search(r"allocate has hit (\d+) of (\d+) prompts whose first block was in the prefix cache", said)
+    assert found is not None
+    assert int(found[1]) * 2 < int(found[2]) >= 20
+    assert (int(found[1]) > 0) == (bug is SaltsByName)
+    assert re.search(r"step \d+: allocate hit nothing for sequence \d+: its request '\w+' begins with", said)
+    assert "allocate(prompts=" in said.partition("The last ")[2]
+    assert "def judge" not in said
+
+
+class Plain(Wide):
+    def fits(self, request: Request) -> bool:
+        return bool(self.manager.can_allocate(len(request.prompt)))
+
+
+def test_a_run_says_when_hits_were_not_judged(capsys: pytest.CaptureFixture[str]):
+    assert run(machine(NeverMarks), max_examples=3) == ""
+    assert re.search(r"\nhits: not judged \(\d+ due, 20 needed\)", capsys.readouterr().out)
+    plain = machine(Plain, manager=lambda config: BlockManager(**config.arguments()), fields=("n",))
+    assert run(plain, max_examples=3) == ""
+    assert "prefix caches 0, " in (said := capsys.readouterr().out)
+    assert "\nhits: not tested, the manager has no prefix cache" in said
 
 
 def test_fields_that_a_request_does_not_have_are_refused():

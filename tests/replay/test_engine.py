@@ -16,6 +16,7 @@ from replayed import check_against_steps_one_by_one
 from blockyard.errors import InvalidArgumentError
 from blockyard.tools.replay.engine import EngineOptions, Times, replay_times
 from blockyard.tools.replay.history import History
+from blockyard.tools.timeline import Timeline
 from blockyard.traces import TraceRequest
 
 
@@ -232,10 +233,10 @@ def test_a_block_that_is_no_part_of_a_hash_id_is_refused():
 
 
 def test_an_engine_without_requests_is_recorded_as_idle_until_the_next_one():
-    history = History()
+    timeline = Timeline()
     rows = [TraceRequest(0.0, 9, 3), TraceRequest(1000.0, 9, 3)]
-    times = replay_times(rows, EngineOptions(100, prefix_caching=False), Steps(), watch=history)
+    times = replay_times(rows, EngineOptions(100, prefix_caching=False), Steps(), watch=History(timeline))
     ended, arrived = times.last_token[0], times.arrival[1]
-    running = [one for one in history.timeline.counters if (one.track, one.name) == ("requests", "running")]
+    running = [one for one in timeline.counters if (one.track, one.name) == ("requests", "running")]
     assert [one.value for one in running if ended <= one.time < arrived] == [0]
     assert [one.time for one in running if one.value == 0] == [ended, times.last_token[1]]

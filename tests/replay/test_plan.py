@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,11 @@ def test_a_store_is_a_choice_and_the_configuration_has_it():
     cache, vllm = paste.kv_cache, paste.kv_transfer_config
     assert vllm is not None
     assert 'prefix_store="file:///var/cache/blockyard?size=4GiB"' in cache
-    assert vllm["kv_connector_extra_config"]["prefix_store"].startswith("file:///var/cache/blockyard?size=")
+    assert vllm["kv_connector"] == "BlockyardKVConnector"
+    assert vllm["kv_connector_extra_config"] == {
+        "host_bytes": "2GiB",
+        "prefix_store": "file:///var/cache/blockyard?size=4GiB",
+    }
 
 
 def test_the_arguments_of_the_cache_are_those_that_it_takes(tmp_path: Path):
@@ -174,6 +179,77 @@ def test_a_trace_without_prefixes_says_so_and_compares_no_caches():
     assert "PrefixCaching" not in found.configuration().kv_cache
 
 
+def test_hits_that_a_trace_cannot_have_are_a_dash(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 17, "output_length": 2}')
+    options = [str(path), "--device-blocks", "60", "--step-time", "0.01,1e-3,0,0", "--jobs", "1"]
+    assert main(["plan", *options, "--host-gib", "0"]) == 0
+    assert capsys.readouterr().out.splitlines()[4].split()[3:6] == ["-", "auto", "-"]
+    assert main(["replay", *options, "--policies", "lru"]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[-2:] == ["-", "0"]
+
+
+MODEL = {"model_type": "gpt_oss", "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "hidden_size": 64}
+WINDOW = {"torch_dtype": "float16", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6}
+
+
+def test_ranks_share_the_bytes_of_the_cache_that_is_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | WINDOW))
+    options = f"--device-blocks 60 --block-size 4 --model-config {tmp_path / 'config.json'} --host-gib 1/1024 --jobs 1"
+    options = options.replace("1/1024", "0.0009765625") + " --step-time 0.01,1e-3,0,0 --memory-gib 1 --weights-gib 0.1"
+    pasted = {}
+    for ranks in ("1", "2"):
+        command = ["plan", str(write(tmp_path)), *options.split(), "--tensor-parallel-size", ranks]
+        assert main([*command, "--format", "json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert "No store was compared" in found["recommendation"]
+        pasted[ranks] = found["recommended"]
+    sizes = r"(?:device_bytes=|host_bytes=|--kv-cache-memory-bytes )(\d+)"
+    one, two = (re.findall(sizes, pasted[ranks]["kv_cache"] + pasted[ranks]["vllm"]) for ranks in "12")
+    assert [int(size) // 2 for size in one] == [int(size) for size in two]
+    assert len(one) == 3
+    assert "--tensor-parallel-size 2 --block-size 4 --kv-cache-memory-bytes" in pasted["2"]["vllm"]
+    host = [pasted[ranks]["kv_transfer_config"]["kv_connector_extra_config"]["host_bytes"] for ranks in "12"]
+    assert host[0] == host[1]  # of all workers
+    assert main([*command, "--store-gib", "0,1024"]) == 2
+    assert "--store-gib is 0,1024, must be 0 for a model with windows or states" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "per_token"),
+    [
+        ({"model_type": "llama", "num_key_value_heads": 2}, 1, 2 * 2 * 2 * 16 * 2),
+        ({"model_type": "llama", "num_key_value_heads": 2}, 2, 2 * 2 * 2 * 16 * 2),
+        ({"model_type": "llama", "num_key_value_heads": 2}, 4, 2 * 2 * 4 * 16 * 2),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_rope_head_dim": 8}, 4, 4 * 2 * (16 + 8) * 2),
+    ],
+)
+def test_what_every_rank_holds_takes_memory_on_each(
+    shape: dict[str, object], ranks: int, per_token: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"torch_dtype": "float16"} | shape))
+    options = f"--block-size 4 --model-config {tmp_path / 'config.json'} --host-gib 0 --store-gib 0 --jobs 1"
+    options += f" --step-time 0.01,1e-3,0,0 --device-blocks 60 --tensor-parallel-size {ranks}"
+    assert main(["plan", str(write(tmp_path)), *options.split()]) == 0
+    assert f"; {per_token} bytes a token\n" in capsys.readouterr().out
+
+
+def test_the_timeline_is_that_of_the_recommended_engines(tmp_path: Path):
+    options = "--device-blocks 60 --block-size 4 --bytes-per-token 2684354 --host-gib 0 --store-gib 0 --jobs 1"
+    command = ["plan", str(write(tmp_path)), *options.split(), "--step-time", "0.01,1e-3,0,0"]
+    page, events = tmp_path / "page.html", tmp_path / "events.json"
+    shown = {}
+    for engines in ("1", "3", "6"):
+        files = ["--html", str(page), "--trace-events", str(events)]
+        assert main([*command, "--engines", engines, *files]) == 0
+        tracks = [event["args"].get("name", "") for event in json.loads(events.read_text())["traceEvents"]]
+        shown[engines] = sorted(name for name in tracks if str(name).endswith("steps"))
+    assert shown["1"] == ["steps"]
+    assert shown["3"] == [f"engine {number}: steps" for number in (1, 2, 3)]
+    assert shown["6"] == [f"engine {number}: steps" for number in (1, 2, 3, 4)]
+    assert "the recommended choice: the only choice; engines 1 to 4 of 6" in page.read_text()
+
+
 def test_the_scheduler_to_paste_is_the_one_that_was_replayed():
     found = plan(host_gib=(2,), preemption_modes=("recompute",), arguments=" --kv-cache-dtype fp8")
     paste = found.configuration()
@@ -257,7 +333,7 @@ def test_the_command_prints_choices_recommendation_and_configuration(
     assert "KVCache(layout, device_blocks=60, host_blocks=" in outputs[0]
     assert outputs[1] == outputs[2]
     found = json.loads(outputs[1])
-    assert found["recommended"]["kv_transfer_config"]["kv_connector"] == "OffloadingConnector"
+    assert found["recommended"]["kv_transfer_config"]["kv_connector"] == "BlockyardKVConnector"
     assert main([*command, "--max-ttft", "1e-6", "-q"]) == 1
 
 
@@ -300,10 +376,15 @@ def test_weights_and_cache_must_fit_the_machine(tmp_path: Path, capsys: pytest.C
     assert main(command) == 0
     assert "device of an engine: 80 blocks of 4 tokens = 320 tokens = 0.8 GiB" in capsys.readouterr().out
     assert main([*command, "--tensor-parallel-size", "2", "--device-blocks", "90"]) == 0
+    two = "= 0.9 GiB, 0.45 GiB on each of 2 accelerators; 2684354 bytes a token\n"
+    assert two in capsys.readouterr().out
     assert main([*command, "--device-gib", "0.9"]) == 2
-    assert "leaves 0.8 GiB beside 1 GiB of weights; 90 blocks take 0.9 GiB" in capsys.readouterr().err
+    assert "is 1.8 GiB; the weights take 1 GiB, and 90 blocks take 0.9 GiB" in capsys.readouterr().err
     assert main([*command[:-4], "--step-time", "0.01,1e-3,0,0", "--memory-gib", "2", "--weights-gib", "2"]) == 2
-    assert "a block takes room, too" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert (
+        "--memory-gib is 2: 0.9 of it, on one accelerator, is 1.8 GiB; the weights take 2 GiB, and the cache" in error
+    )
 
 
 def test_a_model_whose_weights_are_not_known_needs_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

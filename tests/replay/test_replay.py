@@ -78,7 +78,7 @@ def test_the_command_prints_a_table_and_the_same_bytes_again(tmp_path: Path, cap
     assert outputs[0] == outputs[1]
     assert outputs[2] == outputs[3]
     assert outputs[0].startswith("loop.jsonl: 18 requests, 72 blocks of 4 tokens, 12 distinct; a block of the cache")
-    assert "lru finds 94.1% with 0.0781 GiB" in outputs[0]
+    assert "lru finds at most 94.1%, with 0.0781 GiB on device and host together.\n" in outputs[0]
     assert "LRU to best: how far from lru" in outputs[0]
     (found,) = json.loads(outputs[2])["traces"]
     assert len(found["caches"]) == 10  # `optimal` has no host tier
@@ -106,7 +106,12 @@ def test_sizes_are_those_of_the_engines_blocks_with_and_without_times(
     [
         (["--device-blocks", "0"], "--device-blocks: size '0' is not from 1 to"),
         (["--device-blocks", "0", "--step-time", "1,0,0,0"], "--device-blocks: size '0' is not from 1 to"),
-        (["--device-gib", "0"], "--device-gib: 0 GiB hold no block of 2097152 bytes"),
+        (["--device-gib", "0"], "--device-gib: 0 GiB hold no block of 524288 bytes"),
+        (["--block-size", "8"], "--block-size is 8, must be at most 4, the tokens of a hash id of"),
+        (
+            ["--block-size", "8", "--step-time", "1,0,0,0"],
+            "block_size is 8, must divide the tokens of a hash id, [4.0]",
+        ),
         (["--window", "1"], "argument --window: '1' is not a number of at least 0 and below 1"),
         (["--policies", "clock"], "policy is 'clock', must be one of lru, adaptive, optimal"),
         (["--device-blocks", "x"], "size 'x' is neither a number nor a percentage"),
@@ -116,7 +121,7 @@ def test_bad_usage_is_refused_with_its_reason(
     tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ):
     try:
-        code = main(["replay", str(write(tmp_path)), "--jobs", "1", *options])
+        code = main(["replay", str(write(tmp_path)), "--jobs", "1", "--block-size", "4", *options])
     except SystemExit as error:  # argparse
         code = error.code
     assert code == 2
@@ -127,7 +132,48 @@ def test_a_trace_without_hash_ids_is_refused(tmp_path: Path, capsys: pytest.Capt
     path = tmp_path / "lengths.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 17, "output_length": 1}')
     assert main(["replay", str(path), "--jobs", "1"]) == 2
-    assert "no request has hash ids" in capsys.readouterr().err
+    assert (
+        "no request has hash ids, so shared prefixes are unknown: give --step-time, or use" in capsys.readouterr().err
+    )
+
+
+def test_the_smallest_size_that_finds_the_most_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["replay", str(write(tmp_path)), "--jobs", "1", "--block-size", "4", "--bytes-per-token", "268435456"]
+    assert main([*command, "--device-gib", "8,14,40,200", "--policies", "lru"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "lru finds at most 78.4%, with 14 GiB."
+
+
+@pytest.mark.parametrize(
+    ("sizes", "capacity", "curves"),
+    [
+        ("--device-gib 8 --host-gib 0,6,60", ("host memory", "GiB"), {"lru": [0, 6, 60]}),
+        ("--device-gib 8,14", ("device memory", "GiB"), {"lru": [8, 14]}),
+        (
+            "--device-gib 8,14 --host-blocks 0,6",
+            ("device and host memory", "GiB"),
+            {"lru": [8, 14], "lru, 6 GiB of it host": [14, 20]},
+        ),
+        ("--device-blocks 8,14", ("device memory", "blocks"), {"lru": [8, 14]}),
+        ("--device-blocks 8 --host-blocks 0,6", ("host memory", "blocks"), {"lru": [0, 6]}),
+    ],
+)
+def test_hits_are_drawn_over_the_size_that_varies_in_the_unit_that_was_given(
+    sizes: str,
+    capacity: tuple[str, str],
+    curves: dict[str, list[float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    drawn = {}
+
+    def note(given: dict[str, list[tuple[float, float]]], **options: object) -> dict[str, object]:
+        drawn.update(options, curves={name: [x for x, _ in points] for name, points in given.items()})
+        return {"data": [], "layout": {}}
+
+    monkeypatch.setattr("blockyard.tools.pictures.hit_rate_figure", note)
+    command = ["replay", str(write(tmp_path)), "--jobs", "1", "--block-size", "4", "--bytes-per-token", "268435456"]
+    assert main([*command, *sizes.split(), "--policies", "lru", "--html", str(tmp_path / "page.html")]) == 0
+    assert (drawn["capacity"], drawn["curves"]) == (capacity, curves)
 
 
 def test_on_ctrl_c_the_processes_of_a_replay_end_at_once_and_say_nothing(tmp_path: Path):

@@ -13,6 +13,7 @@ from replayed import check_against_steps_one_by_one
 from blockyard.tools.replay.engine import EngineOptions, Times, replay_times
 from blockyard.tools.replay.history import History
 from blockyard.tools.replay.step_time import LinearStepTime
+from blockyard.tools.timeline import Timeline
 from blockyard.traces import TraceRequest
 
 STEP = LinearStepTime(fixed=0.01, prefill_token=1e-3, decode_row=0.0, context_token=0.0)
@@ -92,14 +93,14 @@ def test_nothing_is_written_if_writes_are_off():
 
 
 def test_the_history_has_what_each_tier_holds():
-    history = History()
-    times = replay_times(ROWS, replace(OPTIONS, host_blocks=64), STEP, watch=history)
+    timeline = Timeline()
+    times = replay_times(ROWS, replace(OPTIONS, host_blocks=64), STEP, watch=History(timeline))
     assert times.store is not None
-    last = {(counter.track, counter.name): counter.value for counter in history.timeline.counters}
+    last = {(counter.track, counter.name): counter.value for counter in timeline.counters}
     assert last["store (blocks)", "stored"] == times.store["cached_blocks"]
     assert last["host (blocks)", "size"] == 64
     assert last["device (blocks)", "size"] == OPTIONS.device_blocks
-    assert {span.track for span in history.timeline.spans} >= {"steps", "device to host"}
+    assert {span.track for span in timeline.spans} >= {"steps", "device to host"}
 
 
 prompts = st.builds(

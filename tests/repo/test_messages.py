@@ -19,6 +19,7 @@ from blockyard.errors import (
 )
 from blockyard.integrations.transformers import Generator
 from blockyard.stores import ThreadedStore, register
+from blockyard.stores.url import read_bytes
 
 SIZES: dict[str, Any] = {"num_layers": 2, "block_size": 4, "num_kv_heads": 1, "head_size": 8}
 LAYOUT = KVLayout("kv_first", dtype="float32", **SIZES)
@@ -41,6 +42,37 @@ def test_host_bytes_that_are_too_many_blocks_name_the_argument_that_was_given():
     assert str(error.value) == (
         "host_bytes is '100TiB', 214748364800 blocks of 512 bytes, must be at most 2147483647 blocks"
     )
+
+
+@pytest.mark.parametrize(("given", "meant"), [("20MiB", "20"), (20, "20"), ("0.5 kB", "0.5"), ("5000", ""), ("0", "")])
+def test_a_size_that_holds_no_chunk_asks_whether_gib_were_meant(given: Any, meant: str):
+    with pytest.raises(InvalidArgumentError) as error:
+        read_bytes("host_bytes", given, holds=1 << 30, what="chunk")
+    assert str(error.value).endswith(f'bytes; did you mean "{meant}GiB"?' if meant else "chunk of 1073741824 bytes")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"salt": "tenant"}, "salt is 'tenant', must be bytes, or one for each prompt"),
+        ({"lora_id": "x"}, "lora_id is 'x', must be an int, or one for each prompt"),
+        ({"extras": [("a", 1, b"x")]}, "extras[0][0] is 'a', must be an int, 0 to 4294967295"),
+    ],
+)
+def test_what_a_key_depends_on_is_refused_with_the_type_that_it_needs(wrong: dict[str, Any], message: str):
+    manager = BlockManager(block_size=4, device_blocks=8, prefix_caching=True)
+    with pytest.raises(InvalidArgumentError) as error:
+        manager.allocate([1, 2, 3, 4, 5], **wrong)
+    assert str(error.value) == message
+    assert manager.pool("device").num_free == 8
+    manager.check()
+
+
+def test_a_goal_that_there_is_not_lists_the_names():
+    manager = BlockManager(block_size=4, device_blocks=8)
+    with pytest.raises(InvalidArgumentError) as error:
+        manager.defrag.run("compact", 3)
+    assert str(error.value) == 'goal is "compact", must be "max_id", "free_tail", "dense" or "contiguous"'
 
 
 def test_a_prefix_store_needs_prefix_caching():

@@ -187,13 +187,13 @@ def test_prompts_whose_bytes_fit_at_once_start_as_their_blocks_of_each_class_are
 
 
 def steps_until_last_starts(policy: DefragPolicy | None) -> int:
-    """Two extents hold 8 and 2 full blocks, of 15; the last prompt lacks an extent for its state.
+    """Two extents hold 7 and 3 full blocks, of 15; the last prompt lacks an extent for its state.
 
-    The 8 are of a prompt whose answer begins in the other extent, in place of what has left.
+    The 7 are of a prompt whose first block is in the other extent, behind those of a prompt that has left.
     """
     scheduler = Scheduler(own_manager(4), defragment=policy)
     arrivals = {
-        0: [Request("leaves", [*range(240)], 2), Request("long", [*range(126)], 18)],
+        0: [Request("leaves", [*range(222)], 2), Request("long", [*range(126)], 18)],
         3: [Request("short", [1, 2], 14)],
         4: [Request("last", [1, 2], 2)],
     }

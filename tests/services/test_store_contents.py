@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,25 @@ def test_a_server_lists_namespaces_tenants_and_swap_space(server: Server):
         report = chosen(url)
         assert by_model(report) == {"tiny": 8, "big": 3, "swap": 2}
         tenants = {group.parts.get("model"): group.tenant for group in report.groups}
-        assert tenants["big"] == ""
+        assert tenants == {"tiny": TENANT.hex()[:16], "big": "", None: ""}, "the digits that a file has for it, too"
         assert chosen(url, tenant=tenants["tiny"]).blocks == 8
         assert report.bytes > 13 * LAYOUT.bytes_per_block
         assert report.facts["used_memory"] > report.bytes
         assert chosen(url, "model=tiny", "revision=1").blocks == 8
+
+
+def test_the_documented_script_removes_every_key_and_no_other(server: Server):
+    url = f"redis://127.0.0.1:{server.port}?size=1MiB"
+    text = (Path(__file__).parents[2] / "docs/operate/formats.md").read_text()
+    (script,) = re.findall(r'^redis-cli EVAL "(.*)" 0$', text, re.MULTILINE)
+    with opened(url) as store, redis.Redis(port=server.port) as client:
+        store.set_quota(TENANT, 9)
+        put(store, KEYS)
+        client.set("theirs", 1)
+        client.set("blockyardish", 1)
+        count = client.dbsize()
+        assert client.eval(script, 0) == count - 2
+        assert sorted(client.scan_iter()) == [b"blockyardish", b"theirs"]
 
 
 def test_the_age_is_the_time_since_the_last_use_and_looking_is_no_use(server: Server):

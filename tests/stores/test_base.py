@@ -77,6 +77,7 @@ def test_percent_signs_in_the_path_are_decoded(tmp_path: Path):
         ("file:///dir?size=1GiB&timeout_base=nan", "'timeout_base=nan' must be 1 to 86400 seconds"),
         ("file:///dir?sise=1GiB&size=1GiB", "'sise=1GiB' is not an option"),
         ("file:///dir?size=1GiB#***", "'#***' is not part"),
+        ("file:///dir/{rank}?size=1GiB", "{rank} is for Generator only"),
         ("file://[/dir?size=1GiB", "the host is malformed"),
     ],
 )

@@ -10,7 +10,7 @@ from blockyard.stores import open_store
 from blockyard.stores.adapters import chunks as module
 from blockyard.stores.adapters.chunks import ChunkRows
 
-WIDTHS = (4096, 8192)
+WIDTHS = (8192, 8192)
 
 
 def host(seed: int, count: int = 6) -> list[np.ndarray]:

@@ -454,6 +454,24 @@ def test_a_slot_lies_where_the_store_says(store: SlabStore):
     assert store.path.read_bytes()[start : start + WIDTH] == rows.tobytes()
 
 
+def test_a_slab_whose_first_page_is_damaged_says_how_many_blocks_are_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    url, options = f"file://{tmp_path}/kv?size=1MiB", {"bytes_per_block": 4096, "use": "prefix"}
+    with open_store(url, **options) as store:
+        assert store.wait(store.submit_put([bytes([n]) * 32 for n in (1, 2, 3)], np.ones((3, 4096), np.uint8))).ok.all()
+    slab = tmp_path / "kv" / "blockyard-prefix.slab"
+    with slab.open("r+b") as file:
+        file.write(bytes(4096))
+    lines = []
+    for _ in range(2):
+        caplog.clear()
+        with open_store(url, **options) as store:
+            assert store.stats().cached_blocks == 0
+        lines.append([record.getMessage() for record in caplog.records])
+    assert lines == [[f"the first page of {slab} is damaged: its 3 blocks are gone"], []]
+
+
 def test_counters_can_be_written_as_json(store: SlabStore):
     write(store, [0])
     reasons(store, [0, 1])

@@ -193,6 +193,31 @@ def test_jobs_in_flight_do_not_disturb_the_end_of_the_interpreter():
     assert (done.returncode, done.stderr) == (3, "")
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_job_that_begins_without_memory_is_not_lost(
+    store: KeyedStore, monkeypatch: pytest.MonkeyPatch, *, kept: bool
+):
+    class Short(list[Any]):
+        """A list that runs out of memory once, before or after it has grown."""
+
+        left = 1
+
+        def append(self, job: Any) -> None:
+            if kept or not self.left:
+                super().append(job)
+            if self.left:
+                self.left = 0
+                raise MemoryError
+
+    jobs = StoreJobs(store, "blockyard-test", {"one": 2})
+    monkeypatch.setattr(jobs, "_running", Short())
+    first = jobs.submit("one", get(store, 2))
+    assert first.result(PATIENCE) == ["", ""]
+    assert jobs.submit("one", get(store, 5)).result(PATIENCE) == ["", "", "", "", "absent"]
+    assert not store._batches.open
+    jobs.close()
+
+
 def test_the_thread_ends_when_it_has_nothing_to_do_and_begins_again(store: KeyedStore):
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "blockyard-idle"]

@@ -118,6 +118,38 @@ def test_an_object_that_has_lost_one_of_its_blocks_is_a_miss(tmp_path: Path):
     store.close()
 
 
+def test_a_clear_leaves_the_objects_of_others_alone():
+    fleet = [PrefixObjects("memory://fleet?size=1MiB", sizes=[100], fields={}) for _ in range(3)]
+    taken: dict[str, bytes] = {}
+
+    def put(number: int, key: str) -> bool:
+        return fleet[number].put([key], [100], lambda index: np.full(100, number, np.uint8)) == [True]
+
+    def get(number: int, key: str) -> bool:
+        return fleet[number].get([key], [100], lambda index, data: taken.update({key: data.tobytes()})) == [True]
+
+    assert put(0, "old")
+    assert fleet[0].clear() is False, "a later process finds them"
+    assert not fleet[0].contains(["old"])[0]
+    assert not get(0, "old")
+    assert get(1, "old")
+    assert get(2, "old")
+    assert put(1, "new")
+    assert get(2, "new"), "the others share on"
+    assert not get(0, "new")
+    assert put(0, "own")
+    assert get(0, "own")
+    assert not get(1, "own")
+    assert fleet[0].delete(["old"]) == fleet[0].delete(["own"]) == [True]
+    assert get(1, "old")
+    assert not get(0, "own")
+    fleet[1].clear()
+    assert not get(0, "old") and not get(1, "old") and get(2, "old")  # noqa: PT018 (one state of the fleet)
+    assert taken == {key: bytes([number]) * 100 for key, number in (("old", 0), ("new", 1), ("own", 0))}
+    for store in fleet:
+        store.close()
+
+
 def test_a_root_dir_is_made_for_its_owner_alone_and_any_path_is_one(tmp_path: Path):
     url = store_url(str(tmp_path / "a folder" / "100%"), None, "1MiB", "rank")
     PrefixObjects(url, sizes=[100], fields={}).close()

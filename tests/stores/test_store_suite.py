@@ -311,6 +311,42 @@ def test_a_wrong_prefix_store_is_noticed(store: type[KeyedDictStore], test: str)
         getattr(Suite(), test)()
 
 
+class KeepsTheFirst(KeyedStore):
+    """Wrong: a key that is there keeps its block."""
+
+    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        new = [index for index, key in enumerate(keys) if key.tobytes() not in self.blocks]
+        super().put(keys[new], rows[new])
+        return np.ones(len(keys), bool)
+
+
+class FindsEverything(KeyedStore):
+    """Wrong: `get` says that every key is there."""
+
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        super().get(keys, out)
+        return np.ones(len(keys), bool)
+
+
+@pytest.mark.parametrize(
+    ("kind", "test", "says"),
+    [
+        (KeepsTheFirst, "test_a_put_replaces_a_damaged_block", "reasons of a get after `put` was to replace"),
+        (FindsEverything, "test_a_key_that_was_never_put_has_no_block", "`get`.* of keys that were never put"),
+        (FindsEverything, "test_blocks_outlive_the_store", "`get`.* of keys that were never put"),
+    ],
+)
+def test_a_wrong_put_or_get_is_named(kind: type[KeyedStore], test: str, says: str):
+    medium: dict[bytes, NDArray[np.uint8]] = {}
+
+    class Suite(PrefixStoreSuite):
+        def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+            return kind(medium, bytes_per_block=self.bytes_per_block, namespace=namespace)
+
+    with pytest.raises(AssertionError, match=says):
+        getattr(Suite(), test)()
+
+
 def test_the_suite_shows_the_stores_last_error():
     class Suite(PrefixStoreSuite):
         def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:

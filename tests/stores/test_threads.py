@@ -211,17 +211,6 @@ def of_redis(client: object = None) -> RedisStore:
     return RedisStore(read_url("redis://localhost"), connect=lambda **options: client, **options)
 
 
-def test_threads_of_a_redis_store_share_the_names_of_few_tenants():
-    store = of_redis()
-
-    def names() -> None:
-        for number in range(20):
-            store._tenant(key(number))
-
-    hammer(*[names] * THREADS)
-    assert len(store._tenants) <= 2
-
-
 @pytest.mark.parametrize("fault", ["lost", "error", "no thread"])
 def test_quotas_that_are_lost_while_they_are_set_again_are_set_once_more(fault: str, monkeypatch: pytest.MonkeyPatch):
     """The server restarts after the first of them or does not answer, or no thread can set them."""

@@ -77,6 +77,8 @@ class Machine(World):
                 getattr(self, "do_" + op.name)(rig, op)
         rig.manager.check()
         self.check_quotas()
+        if op.name in {"step", "free", "drain"}:
+            self.check_device_quotas(rig)
 
     def pick(self, rig: Rig, number: int) -> Tracked | None:
         return rig.sequences[number % len(rig.sequences)] if rig.sequences else None

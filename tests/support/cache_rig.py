@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -442,13 +442,18 @@ def simulated(clock: Clock) -> Iterator[None]:
 
 
 def _watch(loads: Loads) -> None:
-    """Let each load that has all it can have be checked: no other may still bring blocks of its prompt."""
-    finish = loads._finish
+    """Let each load that has all it can have be checked: no other may still bring blocks that its prompt could use."""
+    finish, prefix, size = loads._finish, loads._manager.prefix, loads._manager.block_size
 
     def checked(load: Load, miss: str = "") -> bool:
         if miss in {"", "absent"}:
-            *_, loading = loads._manager.prefix.store_jobs.missing(load.prompt, 1 << 20)
-            assert not len(loading), f"a load is done ({miss!r}), and others are bringing {len(loading)} of its blocks"
+            points: Iterable[int | None] = [None]
+            if loads._has_points:
+                points = range(1 + prefix.lookup(load.prompt).tokens // size, 1 + (len(load.prompt) - 1) // size)
+            for point in points:
+                keys, _, loading = prefix.store_jobs.missing(load.prompt, 1 << 20, point=point)
+                is_usable = point is None or not len(keys)
+                assert not (is_usable and len(loading)), f"a load is done ({miss!r}), others bring point {point}"
         return finish(load, miss)
 
     loads._finish = checked  # type: ignore[method-assign]

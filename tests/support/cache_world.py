@@ -240,6 +240,14 @@ class World:
         with self.medium.lock:
             self._check_quotas()
 
+    def check_device_quotas(self, rig: Rig) -> None:
+        """Check that no tenant exceeds its quota on the device, once nothing holds what hangs on blocks with keys."""
+        stats = rig.manager.stats()
+        is_idle = not (stats.sequences or stats.leased_blocks["device"] or stats.pinned_blocks["device"])
+        for salt in SALTS if is_idle else ():
+            held, most = rig.manager.prefix.quota(salt) or (0, None)
+            assert most is None or held <= most, f"{salt!r} has {held} of {most} on the device"
+
     def _check_quotas(self) -> None:
         for salt in SALTS:
             tenant = tenant_of(salt)
@@ -409,6 +417,7 @@ class World:
             assert left == (0, 0, 0), f"blocks are being read, and nothing loads: {left}"
         self.drain(rig)
         manager = rig.manager
+        self.check_device_quotas(rig)
         leased = manager.stats().leased_blocks
         assert not any(leased.values()), f"leases are left behind: {leased}"
         null = int(any(kind not in {"full_attention", "drafter"} for _, kind, _ in rig.groups))

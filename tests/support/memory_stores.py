@@ -33,7 +33,7 @@ class MemoryStore(ThreadedStore):
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         self.before("put")
-        self.blocks.update((key.tobytes(), row.copy()) for key, row in zip(keys, rows, strict=True))
+        self.blocks.update((key.tobytes(), row) for key, row in zip(keys, rows, strict=True))  # rows may be kept
         return np.ones(len(keys), np.bool_)
 
     def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, ClassVar
@@ -32,6 +33,7 @@ class Job:
     tokens: list[int]
     prompt: int
     end: int
+    salt: bytes | None = None
     sequence: int = -1
 
 
@@ -56,8 +58,8 @@ class Embedder:
         self.waiting, self.running, self.swapped = deque[Job](), list[Job](), list[Job]()
         self.batch: list[Row] = []
 
-    def enqueue(self, name: str, prompt: list[int], max_tokens: int) -> None:
-        self.waiting.append(Job(name, list(prompt), len(prompt), len(prompt) + max_tokens))
+    def enqueue(self, name: str, prompt: list[int], max_tokens: int, salt: bytes | None = None) -> None:
+        self.waiting.append(Job(name, list(prompt), len(prompt), len(prompt) + max_tokens, salt))
 
     def abort(self, name: str) -> None:
         for jobs in (self.waiting, self.running, self.swapped):
@@ -106,7 +108,7 @@ class Embedder:
         for parent in self.running:
             both = zip(parent.tokens[:-1], job.tokens[:-1], strict=False)  # the last token is not computed yet
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
-            if shared:
+            if shared and parent.salt == job.salt:
                 child, new = self.manager.fork(parent.sequence), job.tokens[shared:]
                 self.manager.truncate(child, shared)
                 if not self.manager.can_append(child, len(new)):
@@ -124,12 +126,15 @@ class Embedder:
             self.append([job])
 
     def admit(self) -> None:
-        while self.waiting and not self.swapped and self.manager.can_allocate(self.waiting[0].tokens):
+        while self.waiting and not self.swapped and self.fits(self.waiting[0]):
             job = self.waiting.popleft()
-            sequence = self.manager.allocate(job.tokens)
+            sequence = self.manager.allocate(job.tokens, salt=job.salt)
             job.sequence, cached = int(sequence), self.trusted(sequence.cached_tokens)
             slots = self.manager.slot_mapping(job.sequence, cached, len(job.tokens)).tolist()
             self.batch.append(Row(job, job.tokens[cached:], slots))
+
+    def fits(self, job: Job) -> bool:
+        return bool(self.manager.can_allocate(job.tokens, salt=job.salt))
 
     def trusted(self, cached: int) -> int:
         return cached
@@ -479,18 +484,31 @@ class ForgetsTheSalt(LosesCopiesOfAppend):
         return self.inner.allocate(*prompts, **options)
 
 
+class SharesUnderAScheduler(ForgetsTheSalt):
+    """The same, found with a scheduler that knows salts."""
+
+    def can_allocate(self, *prompts: Any, salt: Any = None, **options: Any) -> Any:
+        return self.inner.can_allocate(*prompts, **options)
+
+
 def caching(config: Config, events: int = 0) -> BlockManager:
     return BlockManager(**config.arguments(), prefix_caching=PrefixCaching(max_events=events))
 
 
-def machine_of(scheduler: type[Embedder], memory: type[LateMemory] | None = None) -> type[Any]:
+def machine_of(
+    scheduler: type[Embedder],
+    memory: type[LateMemory] | None = None,
+    manager: Callable[[Config], Any] = caching,
+    fields: Sequence[str] = (),
+) -> type[Any]:
     """The machine as a user writes it."""
     machine = scheduler_machine(
         lambda manager, _: scheduler(manager),
-        add=lambda mine, request: mine.enqueue(request.request_id, request.prompt, request.max_tokens),
+        add=lambda mine, request: mine.enqueue(request.request_id, request.prompt, request.max_tokens, request.salt),
         step=lambda mine, simulation: mine.step(simulation),
         abort=lambda mine, name: mine.abort(name),
-        manager=caching,
+        manager=manager,
+        fields=fields,
     )
     if memory is not None:
         machine.make_memory = memory
@@ -505,6 +523,12 @@ class Fault:
     planted: Any
     names: str
 
+    @property
+    def kind(self) -> str:
+        """Which machine finds it."""
+        found: str = self.machine().__name__.removesuffix("MachineOf").lower()
+        return found
+
     def machine(self) -> type[Any]:
         if issubclass(self.planted, Embedder):
             return machine_of(self.planted)
@@ -512,6 +536,8 @@ class Fault:
             return scheduler_machine(lambda manager, _: self.planted(manager, preemption_mode="swap"))
         if issubclass(self.planted, LateMemory):
             return machine_of(CompletesLater if self.planted is WaitsForNoReads else Embedder, self.planted)
+        if self.planted is SharesUnderAScheduler:
+            return machine_of(Embedder, None, lambda config: SharesUnderAScheduler(caching(config)), ("salt",))
         if self.planted is ForgetsTheSalt:
             return prefix_machine(lambda config, events: ForgetsTheSalt(caching(config, events)))
         return manager_machine(lambda config: self.planted(BlockManager(**config.arguments())))
@@ -551,6 +577,7 @@ FAULTS = [
     Fault("a copy engine that loads the next block", LoadsTheNextBlock, r"block \d+"),
     Fault("a manager that forgets copies on write", LosesCopiesOfAppend, r"ticket \d+.*copy device"),
     Fault("a manager whose tenants share blocks", ForgetsTheSalt, r"sequence \d+|ticket \d+|salt"),
+    Fault("the same manager", SharesUnderAScheduler, r"sequence \d+.*block \d+\), whose token .* salt"),
 ]
 
 
@@ -568,7 +595,7 @@ def find(machine: type[Any], number: int) -> tuple[float, str]:
 
 def main(seeds: int = 10, word: str = "") -> None:
     """Print the table."""
-    print("| fault | found and named | median, s | longest, s | the message |\n|---|---|---|---|---|")
+    print("| fault | machine | found and named | median, s | longest, s | the message |\n|---|---|---|---|---|---|")
     for fault in (fault for fault in FAULTS if word in fault.title):
         outcomes = [find(fault.machine(), number) for number in range(seeds)]
         sentences = [text.partition("\n")[0] for _, text in outcomes]
@@ -576,7 +603,8 @@ def main(seeds: int = 10, word: str = "") -> None:
         seconds = [seconds for seconds, _ in outcomes]
         middle, longest = statistics.median(seconds), max(seconds)
         message = min(named, key=len, default="")
-        print(f"| {fault.title} | {len(named)} of {seeds} | {middle:.1f} | {longest:.1f} | {message} |", flush=True)
+        found = f"{fault.title} | {fault.kind} | {len(named)} of {seeds} | {middle:.1f} | {longest:.1f}"
+        print(f"| {found} | {message} |", flush=True)
 
 
 if __name__ == "__main__":

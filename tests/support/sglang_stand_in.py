@@ -200,6 +200,7 @@ def linker(page_bytes: int, staging_bytes: int, device: str = "cpu") -> Any:
     """Return a linker that can look up pages, over one pool and a store with all pages; without device pools."""
     made: Any = object.__new__(importlib.import_module("blockyard.integrations.sglang.linker").BlockyardLinker)
     made._group, made._objects, made._sizes = Group(), Objects(page_bytes), {"kv": page_bytes}
+    made._spans = {"kv": {"kv": slice(0, page_bytes)}}
     made._start(torch.device(device))
     made._staging_bytes, made._lookup_seconds = staging_bytes, 3600.0
     made.close = lambda: [made._reads.close(), made._loads.shutdown(), made._stores.shutdown()]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import vllm_modules
+from sharded_heads import Heads
 
 from blockyard.testing.faults import FailingStore
 
@@ -36,6 +37,7 @@ class Engine:
         world: workers.
         current: the configuration that vLLM shows its workers; if None, a revision names the weights.
         fields: fields of the spec's configuration. With `replicated_layout` the workers have the same bytes.
+        heads: what the blocks hold, if the workers share it by heads.
         options: of `BlockyardSpec`.
     """
 
@@ -50,28 +52,44 @@ class Engine:
         world: int = 1,
         current: Any = None,
         fields: dict[str, Any] | None = None,
+        heads: Heads | None = None,
         **options: Any,
     ) -> None:
         Engine.made += 1
-        self.vllm = vllm
+        self.vllm, self.heads, self.world = vllm, heads, world
         self.copies = 1 if (fields or {}).get("replicated_layout") else world
+        self.per_chunk = options.get("blocks_per_chunk", 1)
+        block_bytes = BLOCK if heads is None else heads.block_bytes(world)
         extra = {
-            "host_bytes": self.copies * chunks * BLOCK,
+            "host_bytes": self.copies * chunks * block_bytes * self.per_chunk,
             "prefix_store": f"file://{root}?size=1MiB&drop=on",
             **options,
         }
         if current is None:
             extra.setdefault("revision", "a")
         name = f"test-{os.getpid()}-{Engine.made}"
-        config = vllm_modules.config(vllm, extra, block_bytes=BLOCK, world_size=world, engine_id=name, **(fields or {}))
-        self.blocks = [torch.zeros((16, BLOCK), dtype=torch.int8) for _ in range(world)]
+        fields = {"block_bytes": block_bytes, "world_size": world, "engine_id": name, **(fields or {})}
+        if heads is not None:
+            fields["groups"] = tuple(
+                vllm.config.OffloadingGroupConfig(tokens_per_block=16, layer_names=names, group_id=group)
+                for group, names in enumerate(heads.layer_names)
+            )
+        config = vllm_modules.config(vllm, extra, **fields)
+        if heads is not None:
+            config.parallel.__dict__["tp_size"] = world
+        self.num_groups = len(config.groups)
+        self.blocks = [torch.zeros((16 * self.per_chunk, block_bytes), dtype=torch.int8) for _ in range(world)]
         self.workers = []
         for rank, blocks in enumerate(self.blocks):
             config.parallel.__dict__["rank"] = rank
             spec = vllm.ours.BlockyardSpec(config)
             base = vllm.base
-            caches = base.CanonicalKVCaches(
-                [base.CanonicalKVCacheTensor(blocks, BLOCK)], [[base.CanonicalKVCacheRef(0, BLOCK)]]
+            caches = (
+                base.CanonicalKVCaches(
+                    [base.CanonicalKVCacheTensor(blocks, BLOCK)], [[base.CanonicalKVCacheRef(0, BLOCK)]]
+                )
+                if heads is None
+                else heads.caches(base, blocks, rank, world)
             )
             vllm.current.current = current
             self.workers.append(spec.get_worker(caches))
@@ -104,8 +122,9 @@ class Engine:
         prepared = self.manager.prepare_store(keys, context)
         for block, key in enumerate(prepared.keys_to_store):
             for rank, blocks in enumerate(self.blocks):
-                blocks[block] = content(key, rank % self.copies)
-        self.copy("submit_store", list(range(len(prepared.keys_to_store))), prepared.store_spec)
+                self._of(blocks, block)[:] = self.content(key, rank)
+        group = _group_of(keys)
+        self.copy("submit_store", list(range(len(prepared.keys_to_store))), prepared.store_spec, group)
         self.manager.complete_store(prepared.keys_to_store, context)
 
     def load(self, keys: list[bytes]) -> bool:
@@ -113,17 +132,30 @@ class Engine:
         chunks = self.manager.prepare_load(keys, self.context())
         for blocks in self.blocks:
             blocks.zero_()
-        self.copy("submit_load", list(range(len(keys))), chunks)
+        self.copy("submit_load", list(range(len(keys))), chunks, _group_of(keys))
         self.manager.complete_load(keys, self.context())
         return all(
-            bool((blocks[place] == content(key, rank % self.copies)).all())
+            bool((self._of(blocks, place) == self.content(key, rank)).all())
             for rank, blocks in enumerate(self.blocks)
             for place, key in enumerate(keys)
         )
 
-    def copy(self, call: str, blocks: list[int], chunks: Any) -> None:
+    def content(self, key: bytes, rank: int) -> torch.Tensor:
+        """Return the bytes that a worker has under a key."""
+        if self.heads is not None:
+            return self.heads.part(key, rank, self.world, self.per_chunk)
+        return content(key, rank % self.copies)
+
+    def _of(self, blocks: torch.Tensor, place: int) -> torch.Tensor:
+        """Return the bytes of a chunk's blocks."""
+        return blocks.view(-1, self.per_chunk * blocks.shape[1])[place]
+
+    def copy(self, call: str, chunks_of_keys: list[int], chunks: Any, group: int = 0) -> None:
         self.jobs += 1
-        device = self.vllm.base.GPULoadStoreSpec(blocks, [len(blocks)], [0])
+        sizes = [0] * self.num_groups
+        blocks = [self.per_chunk * chunk + part for chunk in chunks_of_keys for part in range(self.per_chunk)]
+        sizes[group] = len(blocks)
+        device = self.vllm.base.GPULoadStoreSpec(blocks, sizes, [0] * self.num_groups)
         for worker in self.workers:
             both = (device, chunks) if call == "submit_store" else (chunks, device)
             assert getattr(worker, call)(self.jobs, *both)
@@ -168,3 +200,7 @@ class Engine:
 def content(key: bytes, rank: int) -> torch.Tensor:
     random = np.random.default_rng([*key[:4], rank])
     return torch.from_numpy(random.integers(-128, 128, BLOCK, dtype=np.int8))
+
+
+def _group_of(keys: list[bytes]) -> int:
+    return int.from_bytes(keys[0][-4:], "big") if keys else 0

@@ -11,6 +11,11 @@ from typing import Any
 import numpy as np
 
 Namespace = dict[str, Any]
+COPY_RUN = ("local_offset", "canonical_offset", "fragment_size", "num_fragments", "local_stride", "canonical_stride")
+PAGE_MAPPING = (
+    *("canonical_page_size_bytes", "local_page_size_bytes", "runs"),
+    *("num_writers", "writer_index", "parallelism_agnostic"),
+)
 
 
 def modules(version: str) -> dict[str, ModuleType]:
@@ -138,7 +143,9 @@ def records() -> Namespace:
         "GPULoadStoreSpec": GPULoadStoreSpec,
         "PrepareStoreOutput": record("PrepareStoreOutput", ["keys_to_store", "store_spec", "evicted_keys"]),
         "CanonicalKVCacheTensor": record("CanonicalKVCacheTensor", ["tensor", "page_size_bytes"]),
-        "CanonicalKVCacheRef": record("CanonicalKVCacheRef", ["tensor_idx", "page_size_bytes"]),
+        "CopyRun": record("CopyRun", COPY_RUN),
+        "CanonicalPageMapping": record("CanonicalPageMapping", PAGE_MAPPING),
+        "CanonicalKVCacheRef": record("CanonicalKVCacheRef", ["tensor_idx", "page_size_bytes", ("mapping", Any, None)]),
         "CanonicalKVCaches": record("CanonicalKVCaches", ["tensors", "group_data_refs"]),
         "TransferResult": record(
             "TransferResult", ["job_id", "success", ("transfer_size", int, None), ("transfer_time", float, None)]
@@ -215,7 +222,8 @@ def configuration() -> Namespace:
         "OffloadingConfig": "groups worker_kv_bytes_per_block enable_kv_cache_events extra_config engine_id model "
         "cache parallel",
     }
-    flags = [(name, bool, False) for name in ("replicated_layout", "canonical_layout")]
+    flags: list[Any] = [(name, bool, False) for name in ("replicated_layout", "canonical_layout")]
+    flags.append(("kv_cache_layout", str, None))
     more: Namespace = {"OffloadingConfig": flags}
     return {
         name: dataclasses.make_dataclass(name, [*fields.split(), *more.get(name, ())]) for name, fields in names.items()

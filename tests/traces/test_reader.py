@@ -216,13 +216,20 @@ def test_any_block_size_is_inferred_from_the_lengths(tmp_path: Path, size: int, 
 
 def test_lines_that_fit_no_block_size_are_refused_unless_it_is_given(tmp_path: Path) -> None:
     path = write(tmp_path, mooncake(input_length=160, hash_ids=[1, 2]) + mooncake(input_length=160, hash_ids=[3] * 9))
-    with pytest.raises(TraceError, match=r"fits the lengths of all 2 lines; give hash_tokens \(--hash-tokens\)"):
+    with pytest.raises(TraceError, match=r"line 2: 9 hash ids for 160 tokens: .*; give hash_tokens \(--hash-tokens\)"):
         read_trace(path)
     assert {row.hash_tokens for row in read_trace(path, hash_tokens=18)} == {18}
-    with pytest.raises(TraceError, match="request 2: 9 hash ids of 32 tokens for 160 tokens"):
+    with pytest.raises(TraceError, match="line 2: 9 hash ids of 32 tokens for 160 tokens"):
         read_trace(path, hash_tokens=32)
     with pytest.raises(InvalidArgumentError, match="hash_tokens is 0, must be at least 1"):
         read_trace(path, hash_tokens=0)
+
+
+def test_a_line_with_too_few_ids_is_named(tmp_path: Path) -> None:
+    rows = [mooncake(input_length=512 * count + 9, hash_ids=list(range(count))) for count in range(20, 60)]
+    rows[30] = mooncake(input_length=512 * 50 + 9, hash_ids=[1, 2])
+    with pytest.raises(TraceError, match=r"line 32: 2 hash ids for 25609 tokens: no number of tokens per id up to"):
+        read_trace(write(tmp_path, "\n" + "".join(rows)))
 
 
 def test_a_session_id_names_the_conversation_and_a_delay_follows_its_last_answer(tmp_path: Path) -> None:

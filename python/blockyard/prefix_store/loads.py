@@ -520,13 +520,33 @@ class Loads:
         return True
 
     def _end(self, load: Load, miss: str = "") -> bool:
-        """End a load that brings no more blocks, once no other is bringing blocks of its prompt."""
-        if load.found_at != self._num_changes:
-            self._find_missing(load)
-        if not len(load.loading):
+        """End a load that brings no more blocks, once no other is bringing blocks that its prompt can use."""
+        if self._has_points:
+            is_waiting = self._others_complete_a_point(load)
+        else:
+            if load.found_at != self._num_changes:
+                self._find_missing(load)
+            is_waiting = len(load.loading) > 0
+        if not is_waiting:
             return self._finish(load, miss)
         load.waits_from = self._num_changes
+        if load.point and load.points < _POINTS and not load.reads:
+            load.point, load.miss = 0, ""  # if the others fail, it looks for a point itself
         return False
+
+    def _others_complete_a_point(self, load: Load) -> bool:
+        """Whether other loads are bringing what a resume point of a prompt lacks."""
+        # Two loads whose rows have no room must not wait for each other's.
+        others = [other for other in self.open if other is not load and (other.copies or not load.reads)]
+        coming = {key.tobytes() for other in others for copy in other.copies for key in copy.job.keys}
+        if not load.reads:
+            for other in others:
+                coming.update(key.tobytes() for key in other.ahead)
+                coming.update(*(_names(read, read.num_placed, len(read.keys)) for read in other.reads))
+        if not coming:
+            return False
+        search = self._store_jobs.search(load.prompt)
+        return search.deepest([key.tobytes() in coming for key in search.keys], _ALL) > 0
 
     def _allow_all(self, load: Load) -> None:
         """Extend the deadline by the time for all blocks that are not there yet."""
@@ -572,6 +592,7 @@ class Loads:
             self._close_read(load)
         load.done = True
         self.open.remove(load)
+        self._num_changes += 1
         self._stats.load_seconds.observe(self._runtime.monotonic() - load.began)
         return True
 

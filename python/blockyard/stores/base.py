@@ -469,6 +469,9 @@ def open_store(
     num_slots = None if num_slots is None else _positive("num_slots", num_slots)
     _check_namespace(namespace)
     scheme = _scheme(url)
+    if "{rank}" in url:
+        why = "{rank} is for Generator only: write a number for each rank or engine"
+        raise StoreURLError(f"{public_url(url)!r}: {why}")
     options: dict[str, Any] = {
         name: value
         for name, value in (("codec", codec), ("mac_key", mac_key), ("revision", revision or None))

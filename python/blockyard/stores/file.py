@@ -192,6 +192,13 @@ def _open_slabs(
             )
         except InvalidArgumentError as error:
             found.parts.reject(directory, f"cannot be opened: {error}")
+        if store.lost_blocks:
+            _log.warning(
+                "the first page of %s is damaged: its %d blocks are gone",
+                store.path,
+                store.lost_blocks,
+                extra={"store": str(store.path), "blocks": store.lost_blocks},
+            )
         return cast("ExternalStore", store)
 
     if num_disks == 1:

@@ -21,6 +21,7 @@ __all__ = [
     "StoreURL",
     "hide_secrets",
     "is_secret_name",
+    "meant",
     "parse_size",
     "public_repr",
     "public_url",
@@ -52,6 +53,11 @@ _SECRET_NAME = re.compile(
     r"secret|token|pass|pwd|credential|sas|^sig$|(?<!skip_)signature|key|private|auth(?!ority)|account$|^pin$",
     re.IGNORECASE,
 )
+_PLACES = {
+    "password_file": re.compile(r"(?:/|%2F)[\w./%-]*", re.ASCII),
+    "password_env": re.compile(r"[A-Z_][A-Z0-9_]*", re.ASCII),
+}
+"""Options that say where a secret is, and what such a place looks like: anything else may be the secret itself."""
 _MASK = "***"
 
 Value = TypeVar("Value")
@@ -115,9 +121,14 @@ def _public_option(option: str) -> str:
     name, equals, value = option.partition("=")
     if name in _URLS:
         return f"{name}{equals}{public_url(value)}"
-    if name in _SHOWN or (_PLAIN.fullmatch(value) and not is_secret_name(name)) or not option:
+    is_shown = name in _SHOWN or _is_place(name, value) or (_PLAIN.fullmatch(value) and not is_secret_name(name))
+    if is_shown or not option:
         return option
     return f"{name}={_MASK}" if equals and re.fullmatch(r"[\w.-]*", name) else _MASK
+
+
+def _is_place(name: str, value: str) -> bool:
+    return name in _PLACES and _PLACES[name].fullmatch(value) is not None
 
 
 def is_secret_name(name: str) -> bool:
@@ -131,7 +142,7 @@ def secrets_of(url: str) -> list[str]:
     found = [user[:-1], *user[:-1].split(":", 1)]
     for option in rest.partition("?")[2].split("&"):
         name, _, value = option.partition("=")
-        if is_secret_name(name):
+        if is_secret_name(name) and not _is_place(name, value):
             found.append(value)
     return [text for text in dict.fromkeys([*found, *map(unquote, found)]) if text and text != _MASK]
 
@@ -295,7 +306,7 @@ def read_bytes(name: str, value: int | str, *, holds: int, what: str = "block") 
         what: name of the item.
 
     Raises:
-        InvalidArgumentError: the value is not a size, or too small. For a small bare number, the message suggests GiB.
+        InvalidArgumentError: the value is not a size, or too small. For a small number, the message suggests GiB.
     """
     try:
         size = parse_size(value) if isinstance(value, str) else index(value)
@@ -306,7 +317,7 @@ def read_bytes(name: str, value: int | str, *, holds: int, what: str = "block") 
     if isinstance(value, bool) or not 0 <= size <= MAX_BYTES:
         raise InvalidArgumentError(f'{name} is {value!r}, must be 0 to 2**62 bytes, or text such as "64GiB"')
     if size < holds:
-        raise InvalidArgumentError(f"{name} is {value}: {_too_small(size, holds, what)}")
+        raise InvalidArgumentError(f"{name} is {value}: {size} bytes hold no {what} of {holds} bytes{meant(value)}")
     return size
 
 
@@ -324,10 +335,12 @@ def require_room(url: str, bytes_per_block: int) -> None:
         except ValueError:
             continue
         if 0 < size < bytes_per_block:
-            why = _too_small(size, bytes_per_block, "slot" if name == "size" else "block")
+            what = "slot" if name == "size" else "block"
+            why = f"{size} bytes hold no {what} of {bytes_per_block} bytes{meant(options[name])}"
             raise kind(f"{public_url(url)!r}: '{name}={options[name]}': {why}")
 
 
-def _too_small(size: int, holds: int, what: str) -> str:
-    """Return a message for a size that is too small. Every unit is at least 1 kB, so a number below has no unit."""
-    return f"{size} bytes hold no {what} of {holds} bytes" + (f'; did you mean "{size}GiB"?' if 0 < size < 1000 else "")
+def meant(value: int | str) -> str:
+    """Return a remedy for a size that is too small: `; did you mean "20GiB"?` for 20 or `"20MiB"`, or nothing."""
+    match = re.fullmatch(r"0*([0-9]{1,3}(?:\.[0-9]{1,6})?) ?(?:[kKM]i?B|B)?", str(value), flags=re.ASCII)
+    return f'; did you mean "{match[1]}GiB"?' if match and float(match[1]) else ""

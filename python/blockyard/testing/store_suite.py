@@ -234,6 +234,10 @@ class PrefixStoreSuite(ABC):
         _check(not read.rows[len(found) :].any(), "the rows of misses must be zero")
         _equal([bool(reason) for reason in read.reasons], [not good for good in read.ok], "reasons")
 
+    def test_a_key_that_was_never_put_has_no_block(self) -> None:
+        with self.open_store() as store:
+            _refuse_liars(store)
+
     def test_blocks_come_back_by_key(self) -> None:
         with self.open_store() as store:
             self.put(store, *range(8))
@@ -284,6 +288,28 @@ class PrefixStoreSuite(ABC):
             self.put(store, 2)
             self.check(store, [1, 2], [])
 
+    def test_a_put_replaces_a_damaged_block(self) -> None:
+        """A store that keeps the first block of a key would report success, and miss."""
+        with self.open_store() as store:
+            if not isinstance(store, ThreadedStore):
+                return
+            self.put(store, 1)
+            put = store.put
+
+            def damage(keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+                damaged = rows.copy()
+                damaged[:, -1] ^= 1
+                return put(keys, damaged)
+
+            store.put = damage  # type: ignore[method-assign]
+            self.put(store, 2)
+            store.put = put  # type: ignore[method-assign]
+            store.wait(store.submit_get(self.keys(2)), PATIENCE)
+            self.put(store, 2)
+            read = store.wait(store.submit_get(self.keys(2)), PATIENCE)
+            _equal(list(read.reasons), [""], "reasons of a get after `put` was to replace a damaged block")
+            self.check(store, [1, 2], [])
+
     def test_a_full_store_takes_more_and_gives_no_wrong_block(self) -> None:
         with self.open_store() as store:
             numbers = range(2 * self.num_slots + 3)
@@ -299,8 +325,8 @@ class PrefixStoreSuite(ABC):
         with self.open_store() as store:
             self.put(store, 1, 2)
         with self.open_store() as store:
-            keys, there = self.keys(1, 2, 3), [True, True, False]
-            _soon(lambda: store.contains(keys).tolist() == there, "contains after opening again")
+            _refuse_liars(store)
+            _soon(partial(store.contains, self.keys(1, 2, 3)), [True, True, False], "contains after opening again")
             self.check(store, [2, 1], [3])
 
     def test_another_namespace_finds_nothing(self) -> None:
@@ -391,10 +417,18 @@ def _check(condition: bool, message: str) -> None:  # noqa: FBT001 (reads like a
         raise AssertionError(message)
 
 
-def _soon(holds: Callable[[], bool], what: str) -> None:
+def _refuse_liars(store: ExternalStore) -> None:
+    """Fail if a store has a block for a key that was never put. The record of the epoch would then never be found."""
+    if isinstance(store, ThreadedStore):
+        names = np.random.default_rng(0).integers(0, 256, (2, 32), dtype=np.uint8)
+        found = store.has(names).tolist()
+        _equal(found, [False, False], "`get` (or `has`, if the store has its own) of keys that were never put")
+
+
+def _soon(call: Callable[[], NDArray[np.bool_]], expected: list[bool], what: str) -> None:
     until = time.monotonic() + PATIENCE
-    while not holds():
-        _check(time.monotonic() < until, f"{what}: not so after {PATIENCE} s")
+    while (found := call().tolist()) != expected:
+        _check(time.monotonic() < until, f"{what}: found {found} for {PATIENCE} s, expected {expected}")
         time.sleep(0.001)
 
 

@@ -5,21 +5,32 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import blockyard
 from blockyard.errors import BlockyardError, InvalidArgumentError
+from blockyard.integrations.options import lmcache as lmcache_options
+from blockyard.integrations.options import sglang as sglang_options
+from blockyard.integrations.options import vllm as vllm_options
 from blockyard.stores.adapters.objects import place_url
-from blockyard.stores.adapters.options import nearest, refuse_unknown
-from blockyard.stores.url import public_url
+from blockyard.stores.adapters.options import nearest, read_choice, refuse_unknown
+from blockyard.stores.url import meant, public_url
+from blockyard.tools.store.report import size_text
 
-__all__ = ["EngineConfig", "LMCacheConfig", "SGLangConfig", "VllmConfig", "gib"]
+__all__ = ["EngineConfig", "LMCacheConfig", "SGLangConfig", "VllmConfig"]
 
 _VLLM: Final = "blockyard.integrations.vllm"
 _SGLANG: Final = "blockyard.integrations.sglang"
 _LMCACHE: Final = "blockyard.integrations.lmcache"
 _ALIKE: Final = 0.8
 """Likeness from which on a name is a misspelt one of ours, whatever stands beside it."""
+_SMALL_HOST: Final = 1 << 30
+"""Bytes of a host tier below which GiB were probably meant."""
+_LEAST_CHUNK: Final = 1000
+"""Bytes of a host tier that hold no chunk of any model."""
 
 
 class ClassPlace(NamedTuple):
@@ -68,21 +79,24 @@ class EngineConfig:
         ours: what it names of Blockyard, and its sizes.
         wrong: what keeps the engine from starting, or makes it use something else.
         unused: options without effect, each with its remedy.
-        urls: the URLs of its stores.
+        doubts: values that an engine takes, but that are probably meant otherwise.
+        urls: the URLs of its stores, each with the bytes of the host tier above it; 0 if unknown.
         folders: those in a `root_dir`, whose parents the adapter creates.
-        shared_bytes: bytes that its workers share in `/dev/shm`.
+        host_bytes: bytes of its host tiers.
+        shared_bytes: those that its workers share in `/dev/shm`.
     """
 
     page = ""
-    """Where the options are described."""
+    """The docs page with the options."""
 
     def __init__(self) -> None:
         self.ours: list[str] = []
         self.wrong: list[str] = []
         self.unused: list[str] = []
-        self.urls: list[str] = []
+        self.doubts: list[str] = []
+        self.urls: dict[str, int] = {}
         self.folders: list[str] = []
-        self.shared_bytes = 0
+        self.host_bytes = self.shared_bytes = 0
 
     def _note(self, check: Callable[[dict[str, Any]], None], given: Any) -> None:
         """Call a check, and keep what it refuses."""
@@ -113,9 +127,9 @@ class EngineConfig:
             )
         return True
 
-    def _use(self, url: str, root_dir: object, what: str = "a store,") -> None:
+    def _use(self, url: str, root_dir: object, what: str = "a store,", above: int = 0) -> None:
         self.ours.append(f"{what} {public_url(url)}")
-        self.urls.append(url)
+        self.urls[url] = above
         if root_dir is not None:
             self.folders.append(url)
 
@@ -127,11 +141,10 @@ class VllmConfig(EngineConfig):
         config: the JSON.
     """
 
-    page = "docs/engines/vllm.md"
+    page = "engines/vllm"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self._adapter = import_module(f"{_VLLM}.spec")
         self._connector(config)
 
     def _connector(self, config: Mapping[str, Any]) -> None:
@@ -151,19 +164,30 @@ class VllmConfig(EngineConfig):
             self._note(self._read_ours if self._is_ours(_SPEC, extra) else self._read_theirs, extra)
 
     def _read_ours(self, extra: dict[str, Any]) -> None:
-        options = self._adapter.check_options(extra)
+        options = vllm_options.check_options(extra)
         self.unused += options.unused
-        self.ours.append(f"{gib(options.host_bytes)} of host memory")
+        self.ours.append(f"{size_text(options.host_bytes)} of host memory")
+        self._doubt(options.host_bytes, extra, "host_bytes", "cpu_bytes_to_use")
+        self.host_bytes += options.host_bytes
         if options.url is not None:
-            self.urls.append(options.url)
+            self.urls[options.url] = options.host_bytes
             self.shared_bytes += options.host_bytes
+
+    def _doubt(self, size: int, extra: dict[str, Any], *names: str) -> None:
+        """Ask about a host tier that is smaller than any that pays."""
+        name = next(name for name in names if extra.get(name) is not None)
+        if size < _SMALL_HOST and (remedy := meant(extra[name])):
+            where = self.wrong if size < _LEAST_CHUNK else self.doubts
+            where.append(
+                f"{name} is {extra[name]!r}, {size_text(size)}{remedy} If no chunk fits, the engine does not start"
+            )
 
     def _read_theirs(self, extra: dict[str, Any]) -> None:
         """Read the options of a spec of vLLM, which may name a policy or tiers of ours."""
         spec = extra.get("spec_name", "CPUOffloadingSpec")
         if spec not in _SPEC.builtin:
             return  # somebody else's
-        known = self._adapter.OPTIONS
+        known = vllm_options.OPTIONS
         for name in extra:
             if name not in known[spec]:
                 others = [other for other in _SPEC.builtin if name in known[other]]
@@ -172,17 +196,21 @@ class VllmConfig(EngineConfig):
         is_named = self._is_ours(_POLICY, extra)
         if is_named:
             self.ours.append(f"eviction policy {extra.get('eviction_policy')}")
+        given = vllm_options.whole(extra.get("cpu_bytes_to_use"))
         for tier in extra.get("secondary_tiers") or () if "secondary_tiers" in known[spec] else ():
             if isinstance(tier, dict) and self._is_ours(_TIER, tier):
                 is_named = True
-                self._note(self._read_tier, tier)
+                self._note(partial(self._read_tier, max(0, given)), tier)
         if is_named:
-            self._note(self._adapter.check_connectors, extra)
+            self._note(vllm_options.check_connectors, extra)
             self._note(_check_numbers, extra)
+            if given > 0:
+                self.host_bytes += given
+                self._doubt(given, extra, "cpu_bytes_to_use")
 
-    def _read_tier(self, tier: dict[str, Any]) -> None:
-        url, _ = import_module(f"{_VLLM}.tier").check_options(**tier)
-        self._use(url, tier.get("root_dir"), "a tier over")
+    def _read_tier(self, above: int, tier: dict[str, Any]) -> None:
+        url, _ = vllm_options.check_tier(**tier)
+        self._use(url, tier.get("root_dir"), "a tier over", above)
 
 
 class SGLangConfig(EngineConfig):
@@ -192,7 +220,7 @@ class SGLangConfig(EngineConfig):
         config: the JSON.
     """
 
-    page = "docs/engines/sglang.md"
+    page = "engines/sglang"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -204,12 +232,11 @@ class SGLangConfig(EngineConfig):
             self._note(self._read_hicache, config)
 
     def _read_linker(self, config: Mapping[str, Any]) -> None:
-        found = import_module(f"{_SGLANG}.linker").read_options(config.get("linker_extra_config") or {})
+        found = sglang_options.read_linker(config.get("linker_extra_config") or {})
         self._use(place_url(found.root_dir, found.url, found.size, "doctor"), found.root_dir)
 
     def _read_hicache(self, config: Mapping[str, Any]) -> None:
-        storage = import_module(f"{_SGLANG}.storage")
-        for name in storage.SGLANGS_OWN:
+        for name in sglang_options.SGLANGS_OWN:
             if name not in config:
                 raise InvalidArgumentError(f"{name} is missing, which SGLang needs for a dynamic backend")
         for name, types in _HICACHES_OWN.items():
@@ -217,7 +244,9 @@ class SGLangConfig(EngineConfig):
             if name in config and (not isinstance(value, types) or (bool not in types and isinstance(value, bool))):
                 wanted = " or ".join(kind.__name__ for kind in types)
                 raise InvalidArgumentError(f"{name} is {value!r:.100}, must be {wanted}")
-        found = storage.read_options({name: value for name, value in config.items() if name not in _HICACHES_OWN})
+        found = sglang_options.read_hicache(
+            {name: value for name, value in config.items() if name not in _HICACHES_OWN}
+        )
         self._use(place_url(found.root_dir, found.url, found.size, "doctor"), found.root_dir)
 
 
@@ -228,7 +257,7 @@ class LMCacheConfig(EngineConfig):
         config: the JSON.
     """
 
-    page = "docs/engines/lmcache.md"
+    page = "engines/lmcache"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
@@ -240,15 +269,23 @@ class LMCacheConfig(EngineConfig):
             self._note(self._read, config.get("adapter_params") or {})
 
     def _read(self, given: Mapping[str, Any]) -> None:
-        import_module(f"{_LMCACHE}.connector").read_options(given)
+        lmcache_options.read_options(given)
         self._use(
             place_url(given.get("root_dir"), given.get("url"), given.get("size"), "lmcache"), given.get("root_dir")
         )
 
 
 def _check_fields(config: Mapping[str, Any]) -> None:
-    """Check the names and values that vLLM reads itself, as it does."""
-    theirs = import_module("vllm.config").KVTransferConfig
+    """Check the names and values that vLLM reads itself, as it does; without vLLM, names and role."""
+    try:
+        theirs = import_module("vllm.config").KVTransferConfig
+    except ImportError:
+        refuse_unknown("--kv-transfer-config", config, vllm_options.FIELDS)
+        if config.get("kv_connector") is not None:
+            read_choice("kv_role", config.get("kv_role") or "", vllm_options.ROLES, "")
+        if not isinstance(config.get("kv_connector_extra_config") or {}, dict):
+            raise InvalidArgumentError("kv_connector_extra_config is no object") from None
+        return
     refuse_unknown("--kv-transfer-config", config, [field.name for field in dataclasses.fields(theirs)])
     try:
         theirs(**config)
@@ -285,10 +322,6 @@ def _has(path: object, name: object, place: ClassPlace) -> bool:
         return False
     try:
         return hasattr(import_module(str(path)), str(name))
-    except ImportError:
-        return False
-
-
-def gib(count: int) -> str:
-    """Return a number of bytes in GiB, with three digits."""
-    return f"{count / (1 << 30):.3g} GiB"
+    except ImportError:  # perhaps only the engine is missing
+        file = Path(blockyard.__file__).parent.joinpath(*str(path).split(".")[1:])
+        return file.with_suffix(".py").is_file() or file.is_dir()

@@ -5,6 +5,7 @@ Nothing stays behind: the store is tried with swap space of one block, which is 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -29,12 +30,16 @@ from blockyard.stores.redis import read_url as read_redis_url
 from blockyard.stores.redis.lists import SEGMENTS
 from blockyard.stores.url import public_url
 from blockyard.tools.doctor import Check, Status
-from blockyard.tools.engine_config import EngineConfig, LMCacheConfig, SGLangConfig, VllmConfig, gib
+from blockyard.tools.engine_config import EngineConfig, LMCacheConfig, SGLangConfig, VllmConfig
+from blockyard.tools.store.report import size_text
 from blockyard.tools.store.servers import Servers
 
-__all__ = ["ENGINES", "check_engine", "check_shared_memory", "check_store"]
+__all__ = ["ENGINES", "check_engine", "check_memory", "check_shared_memory", "check_store"]
 
 _SHARED: Final = Path("/dev/shm")  # noqa: S108 (it is shared memory)
+_MEMORY: Final = Path("/proc/meminfo")
+_CGROUP: Final = Path("/sys/fs/cgroup/memory.max")
+_DOCS: Final = "https://github.com/blockyard/blockyard/blob/main/docs/"
 _BYTES: Final = 64 << 10
 _SLOW: Final = 0.05
 """Seconds for a block of 64 KiB from which on a store is called slow."""
@@ -58,12 +63,13 @@ ENGINES: Final = tuple(_ENGINES)
 _SERVERS: Final = ("redis", "rediss", "unix", "valkey", "valkeys")
 
 
-def check_store(url: str, *, makes_parents: bool = False) -> Iterator[Check]:
+def check_store(url: str, *, makes_parents: bool = False, above: int = 0) -> Iterator[Check]:
     """Check that a store can be opened, keeps what is written and has room for its size.
 
     Args:
         url: as for `blockyard.open_store`.
         makes_parents: whether its user creates the folders above that of a file store.
+        above: bytes of the host tier above it; 0 if unknown.
     """
     shown = public_url(url)
     try:
@@ -75,9 +81,26 @@ def check_store(url: str, *, makes_parents: bool = False) -> Iterator[Check]:
         with _nothing_left(url, makes_parents=makes_parents):
             yield _round_trip(url, shown)
         _check_rights(url)
-        yield from _check_room(url, parse_size(options["size"]))
+        yield from _check_lock(url)
+        size = parse_size(options["size"])
+        yield from _check_room(url, size)
+        if size < above:
+            found = f"{shown} is smaller than the {size_text(above)} of host memory above it, so it adds few hits"
+            yield Check("store_size", "warn", found, "give it several times the size of the host memory")
     except BlockyardError as error:
-        yield Check("store", "fail", str(error), "docs/reference/store-urls.md has each store's options and set-up")
+        yield Check("store", "fail", str(error), _remedy(url, str(error)))
+
+
+def _remedy(url: str, error: str) -> str:
+    """Return what to do about a store that cannot be opened."""
+    scheme = url.partition(":")[0]
+    if "NOAUTH" in error:
+        return "name the server's password in the URL: password_file=/run/secrets/redis or password_env=NAME"
+    if scheme.startswith(("rediss", "valkeys")) and "answer" in error:
+        return (
+            f"perhaps the port does not speak TLS: then write {scheme.replace('ss', 's', 1).replace('ys', 'y', 1)}://"
+        )
+    return f"{_page('reference/store-urls')} has each store's options and set-up"
 
 
 @contextmanager
@@ -94,6 +117,25 @@ def _nothing_left(url: str, *, makes_parents: bool) -> Iterator[None]:
         for directory in made:
             with suppress(OSError):  # not empty, or never created
                 directory.rmdir()
+
+
+def _check_lock(url: str) -> Iterator[Check]:
+    """Check that no other process has a prefix store in the directories of a URL open."""
+    for directory in read_url(url).directories if url.startswith("file:") else ():
+        if _is_locked(Path(directory, "blockyard-prefix.slab")):
+            found = f"{directory} is in use by another process; an engine with this URL will not start meanwhile"
+            yield Check("store_lock", "warn", found, "give each engine a directory, or share a store on a server")
+
+
+def _is_locked(slab: Path) -> bool:
+    try:
+        with slab.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # closing the file ends it
+    except BlockingIOError:
+        return True
+    except OSError:  # it does not exist yet, or the store's own error names it
+        pass
+    return False
 
 
 def _check_rights(url: str) -> None:
@@ -131,17 +173,18 @@ def _check_room(url: str, size: int) -> Iterator[Check]:
             slab = Path(directory, "blockyard-prefix.slab")
             held = slab.stat().st_blocks * 512 if slab.is_file() else 0
             free, wanted = shutil.disk_usage(place).free + held, size // len(directories)
-            found = f"{gib(free)} for {gib(wanted)} in {directory}"
+            found = f"{size_text(free)} for {size_text(wanted)} in {directory}"
             advice = "" if free >= wanted else "name a smaller size, or a larger disk: the store takes its size at once"
             yield Check("store_room", "fail" if advice else "ok", found, advice)
     elif url.partition(":")[0] in _SERVERS:  # nodes of a cluster differ
         facts = Servers(read_redis_url(url)).info()
         most, policy = int(facts.get("maxmemory", 0)), facts.get("maxmemory_policy", "unknown")
-        found = f"the server has {gib(most) if most else 'no limit (maxmemory)'} for {gib(size)}, policy {policy}"
+        has = size_text(most) if most else "no limit (maxmemory)"
+        found = f"the server has {has} for {size_text(size)}, policy {policy}"
         rounds_up = str(facts.get("mem_allocator", "")).startswith("jemalloc")
         wanted = size * 5 // 4 if rounds_up else size
         why = f", a quarter more than size: its {facts.get('mem_allocator')} rounds values up" if rounds_up else ""
-        advice = f"set maxmemory to {gib(wanted)} plus 550 bytes per block{why}" if 0 < most < wanted else ""
+        advice = f"set maxmemory to {size_text(wanted)} plus 550 bytes per block{why}" if 0 < most < wanted else ""
         yield Check("store_room", "warn" if advice else "ok", found, advice)
 
 
@@ -156,35 +199,72 @@ def check_shared_memory(wanted: int = 0, folder: Path = _SHARED) -> Check:
         return Check("shared_memory", "fail", f"there is no {folder}", "mount a tmpfs there")
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
-    text = f"{gib(free)} free in {folder}" + (f", {gib(wanted)} needed" if wanted else "")
+    text = f"{size_text(free)} free in {folder}" + (f", {size_text(wanted)} needed" if wanted else "")
     advice = "in Docker --shm-size, or --ipc=host; in Kubernetes an emptyDir of medium Memory"
     if free < wanted:
         return Check("shared_memory", "fail", text, advice)
     return Check("shared_memory", "ok", text)
 
 
+def _page(name: str) -> str:
+    """Return the address of a docs page: an installed package has no docs."""
+    return f"{_DOCS}{name}.md"
+
+
+def check_memory(wanted: int, meminfo: Path = _MEMORY, limit: Path = _CGROUP) -> Check:
+    """Check that this machine has the memory for host tiers.
+
+    Args:
+        wanted: bytes of the tiers.
+        meminfo: what the kernel says of memory.
+        limit: the limit of this container.
+    """
+    try:
+        lines = (line.split() for line in meminfo.read_text(encoding="utf-8").splitlines())
+        facts = {name: int(count) << 10 for name, count, *_ in lines}
+        most, free = facts["MemTotal:"], facts["MemAvailable:"]
+    except (OSError, ValueError, KeyError) as error:
+        return Check("host_memory", "warn", f"cannot read {meminfo}: {error}", "compare the host tier with the memory")
+    with suppress(OSError, ValueError):  # there is no limit
+        most = min(most, int(limit.read_text(encoding="utf-8")))
+    found = f"{size_text(wanted)} of host tiers, {size_text(min(most, free))} available of {size_text(most)}"
+    if wanted > most:
+        return Check(
+            "host_memory", "fail", found, "make host_bytes smaller, or give the machine or container more memory"
+        )
+    if wanted > min(most, free):
+        return Check("host_memory", "warn", found, "stop what uses the memory before the engine starts")
+    return Check("host_memory", "ok", found)
+
+
 def check_engine(engine: str, config: Path | None) -> Iterator[Check]:
     """Check an engine's version and interfaces, and the options for Blockyard in its configuration.
+
+    A configuration is checked even if the engine is missing, except for the values that the engine itself reads.
 
     Args:
         engine: one of `ENGINES`.
         config: file with the JSON that the engine gets, such as vLLM's `--kv-transfer-config`; None if there is none.
     """
     known = _ENGINES[engine]
-    found = next(filter(None, map(_version, known.packages)), "")
-    if not found:
-        yield Check("engine", "fail", f"{engine} is not installed for this Python", "run doctor where the engine runs")
-        return
-    is_loaded, why = _load(known)
-    if not is_loaded:
-        yield Check("engine", "fail", f"{engine} {found}: {why}", "install a supported version")
-        return
-    yield Check("engine", "warn" if why else "ok", f"{engine} {found}{f': {why}' if why else ''}")
+    yield _check_version(engine, known, is_configured=config is not None)
     if config is not None:
         try:
             yield from _check_options(known.read(_read(config)))
         except BlockyardError as error:
-            yield Check("engine_options", "fail", str(error), f"{known.read.page} has a table of the options")
+            yield Check("engine_options", "fail", str(error), f"{_page(known.read.page)} has a table of the options")
+
+
+def _check_version(engine: str, known: _Engine, *, is_configured: bool) -> Check:
+    found = next(filter(None, map(_version, known.packages)), "")
+    if not found:
+        unseen = ": what it alone can read of its configuration is not checked" if is_configured else ""
+        what = f"{engine} is not installed for this Python{unseen}"
+        return Check("engine", "fail", what, "run doctor where the engine runs")
+    is_loaded, why = _load(known)
+    if not is_loaded:
+        return Check("engine", "fail", f"{engine} {found}: {why}", "install a supported version")
+    return Check("engine", "warn" if why else "ok", f"{engine} {found}{f': {why}' if why else ''}")
 
 
 def _version(package: str) -> str:
@@ -213,8 +293,10 @@ def _load(engine: _Engine) -> tuple[bool, str]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"{path} is no JSON: {error}") from None
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise InvalidArgumentError(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise InvalidArgumentError(f"{path} has a {type(found).__name__}, must have an object")
     return found
@@ -226,15 +308,18 @@ def _check_options(found: EngineConfig) -> Iterator[Check]:
     status: Status = "ok"
     about, advice = found.ours, unused
     if found.wrong:
-        status, about, advice = "fail", found.wrong, [f"{found.page} has the options", *unused]
+        status, about, advice = "fail", found.wrong, [f"{_page(found.page)} has the options", *unused]
     elif not found.ours:
-        status, about, advice = "warn", ["Blockyard is not named"], [f"{found.page} shows what to write", *unused]
-    elif unused:
-        status = "warn"
+        status, about = "warn", ["Blockyard is not named"]
+        advice = [f"{_page(found.page)} shows what to write", *unused]
+    elif unused or found.doubts:
+        status, advice = "warn", [*found.doubts, *unused]
     yield Check("engine_options", status, "; ".join(about), "; ".join(advice))
     if found.wrong:
         return
+    if found.host_bytes:
+        yield check_memory(found.host_bytes)
     if found.shared_bytes:
         yield check_shared_memory(found.shared_bytes)
-    for url in found.urls:
-        yield from check_store(url, makes_parents=url in found.folders)
+    for url, above in found.urls.items():
+        yield from check_store(url, makes_parents=url in found.folders, above=above)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from io import BufferedIOBase
@@ -42,14 +43,15 @@ def read_trace(path: str | Path, *, first: int | None = None, hash_tokens: int |
         if value is not None and value < 1:
             raise InvalidArgumentError(f"{name} is {value}, must be at least 1")
     path = Path(path)
-    rows = list(islice(iter_trace(path), first))
-    if not rows:
+    numbered = list(islice(iter_trace(path), first))
+    if not numbered:
         raise TraceError(f"{path}, line 1: the trace holds no requests")
-    return _in_order(path, rows, hash_tokens)
+    lines, rows = [line for line, _ in numbered], [row for _, row in numbered]
+    return _in_order(path, rows, lines, hash_tokens)
 
 
-def iter_trace(path: Path) -> Iterator[Row]:
-    """Yield the requests in the order of the file, each with its time on the trace's clock in nanoseconds.
+def iter_trace(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yield the requests in the order of the file: line, time on the trace's clock in nanoseconds, and request.
 
     The first line that is not blank determines the format.
 
@@ -63,7 +65,7 @@ def iter_trace(path: Path) -> Iterator[Row]:
                 parse, has_header = parser_for(text)
                 if has_header:
                     continue
-            yield from parse(text)
+            yield from ((number, row) for row in parse(text))
         except ValueError as error:
             raise TraceError(f"{path}, line {number}: {error}") from None
 
@@ -98,16 +100,13 @@ def _lines(path: Path, file: BufferedIOBase) -> Iterator[tuple[int, str]]:
             yield number, text
 
 
-def _in_order(path: Path, rows: list[Row], hash_tokens: int | None) -> list[TraceRequest]:
+def _in_order(path: Path, rows: list[Row], lines: list[int], hash_tokens: int | None) -> list[TraceRequest]:
     """Sort requests by arrival and renumber `after`. Ties keep the order of the file."""
     order = sorted(range(len(rows)), key=lambda index: rows[index][0])
     place = {index: position for position, index in enumerate(order)}
     start = rows[order[0]][0]
     requests = [request for _, request in rows]
-    try:
-        size = float(hash_tokens or infer_hash_tokens(requests))
-    except ValueError as error:
-        raise TraceError(f"{path}: {error}; give hash_tokens (--hash-tokens)") from None
+    size = float(hash_tokens or _infer_hash_tokens(path, requests, lines))
     found = [
         replace(
             request,
@@ -120,13 +119,13 @@ def _in_order(path: Path, rows: list[Row], hash_tokens: int | None) -> list[Trac
     for index, request in zip(order, found, strict=True):
         if request.hash_ids and (len(request.hash_ids) - 1) * request.hash_tokens >= request.input_tokens:
             raise TraceError(
-                f"{path}, request {index + 1}: {len(request.hash_ids)} hash ids of {request.hash_tokens:g} tokens "
+                f"{path}, line {lines[index]}: {len(request.hash_ids)} hash ids of {request.hash_tokens:g} tokens "
                 f"for {request.input_tokens} tokens"
             )
     return found
 
 
-def infer_hash_tokens(requests: list[TraceRequest]) -> int:
+def _infer_hash_tokens(path: Path, requests: list[TraceRequest], lines: list[int]) -> int:
     """Infer the tokens per hash id from the lengths, for formats without this number; 0 if every request has it.
 
     In some traces a last, partial block has an id, in others it does not: all lines follow one of the two, or each line
@@ -134,11 +133,24 @@ def infer_hash_tokens(requests: list[TraceRequest]) -> int:
     factors of two and five.
 
     Raises:
-        ValueError: no number fits every line.
+        TraceError: no number fits every line; the message names the first line that does not fit those before it.
     """
-    shapes = [(one.input_tokens, len(one.hash_ids)) for one in requests if one.hash_ids and not one.hash_tokens]
+    places = [place for place, one in enumerate(requests) if one.hash_ids and not one.hash_tokens]
+    shapes = [(requests[place].input_tokens, len(requests[place].hash_ids)) for place in places]
     if not shapes:
         return 0
+    if sizes := _sizes_of(shapes):
+        return max(sizes, key=lambda size: (_roundness(size), size))
+    end = bisect_left(range(1, len(shapes) + 1), 1, key=lambda count: not _sizes_of(shapes[:count]))
+    length, count = shapes[end]
+    raise TraceError(
+        f"{path}, line {lines[places[end]]}: {count} hash ids for {length} tokens: no number of tokens per id up to "
+        f"{_MAX_HASH_TOKENS} fits this line and those before it; give hash_tokens (--hash-tokens)"
+    )
+
+
+def _sizes_of(shapes: list[tuple[int, int]]) -> list[int]:
+    """Return the numbers of tokens per hash id that fit all lines, each with a length and a number of ids."""
     # With n ids: length // size == n for size in (length / (n + 1), length / n], and -(-length // size) == n for
     # size in [length / n, length / (n - 1)).
     whole = (max(length // (n + 1) + 1 for length, n in shapes), min(length // n for length, n in shapes))
@@ -147,10 +159,8 @@ def infer_hash_tokens(requests: list[TraceRequest]) -> int:
     for ranges in ([whole, (least, most)], [(whole[0], most)]):
         sizes = [size for low, high in ranges for size in range(low, min(high, _MAX_HASH_TOKENS) + 1)]
         if sizes:
-            return max(sizes, key=lambda size: (_roundness(size), size))
-    raise ValueError(
-        f"no number of tokens up to {_MAX_HASH_TOKENS} per hash id fits the lengths of all {len(shapes)} lines"
-    )
+            return sizes
+    return []
 
 
 def _roundness(size: int) -> int:

@@ -11,8 +11,12 @@ use crate::rows::Rows;
 use crate::share::share;
 use std::sync::{Mutex, PoisonError};
 
-/// From this many bytes on, writes bypass the processor's caches, where they would evict data in use.
+/// From this many bytes on, writes bypass the processor's caches, where they would evict data in use. Not those of rows
+/// that alternate: line by line, short pieces take longer that way.
 const STREAM_BYTES: usize = 2 << 20;
+
+/// Rows of at most this many bytes that alternate with those of other caches are copied with those.
+const WOVEN_ROW_BYTES: usize = 64 << 10;
 
 /// Determines how this process streams.
 static STREAMING: Contest = Contest::new();
@@ -138,7 +142,22 @@ impl Caches {
 /// The caches have the named rows, all of one width. No row of a target is named twice, and none shares memory with a
 /// row that is read or with a row of another target.
 unsafe fn copy_apart(sources: &[Rows], targets: &[Rows], pairs: &[[u32; 2]], threads: usize) {
-    let bytes = sources.iter().map(|rows| rows.width()).fold(0, usize::saturating_add).saturating_mul(pairs.len());
+    let each = sources.iter().map(|rows| rows.width()).fold(0, usize::saturating_add);
+    let bytes = each.saturating_mul(pairs.len());
+    let alternate = sources.len() > 1 && sources.iter().chain(targets).any(|rows| !rows.are_dense());
+    if alternate && widest(sources) <= WOVEN_ROW_BYTES {
+        // In the order of addresses, which the processor fetches ahead.
+        share(1, pairs, each, threads, |_, part| {
+            for &[from, to] in part {
+                for (source, target) in sources.iter().zip(targets) {
+                    // SAFETY: the caller promises that the rows exist, have one width and share no memory; the maker of
+                    // `Rows` promised that nobody else uses them.
+                    unsafe { target.row(to).copy_from_nonoverlapping(source.row(from), source.width()) };
+                }
+            }
+        });
+        return;
+    }
     share(sources.len(), pairs, widest(sources), threads, |cache, part| {
         let width = sources[cache].width();
         if bytes < STREAM_BYTES {

@@ -1,6 +1,7 @@
 """`LinearStepTime`: its sum, and its fit to runs."""
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -129,15 +130,60 @@ BOUNDS = (TRUTH.fixed, 0.0, 0.0, TRUTH.context_token)
 def test_a_run_with_a_full_cache_is_called_doubtful_and_one_with_a_changing_load_is_not():
     run, limits = crowded()
     doubtful = fit_run(serve(run, TRUTH, limits).run, limits, LinearStepTime)
-    assert "lower bounds from the hardware" in doubtful.remedy
-    assert not fit_run(serve(arrivals(), TRUTH, LIMITS).run, LIMITS, LinearStepTime).remedy
+    assert "lower bounds from the hardware (at_least, or --device-bandwidth with" in doubtful.doubts[-1]
+    good = fit_run(serve(arrivals(), TRUTH, LIMITS).run, LIMITS, LinearStepTime)
+    assert (good.doubts, max(map(abs, good.errors.values())) < 0.01) == ([], True)
 
 
 def test_no_fitted_number_is_below_its_bound(caplog: pytest.LogCaptureFixture):
     run, limits = crowded()
     fit = fit_run(serve(run, TRUTH, limits).run, limits, LinearStepTime, at_least=BOUNDS)
     assert all(number >= least for number, least in zip(fit.numbers, BOUNDS, strict=True))
-    assert "only their bounds hold" in caplog.text
+    assert "The lower bounds stand for what the run leaves open; a run whose batch sizes" in caplog.text
+
+
+def fit_of(run: EngineRun, limits: EngineLimits = LIMITS) -> str:
+    return "\n".join(fit_run(run, limits, LinearStepTime).doubts)
+
+
+@pytest.mark.parametrize("spread", [1.0, 20.0])
+def test_times_of_other_requests_are_not_explained(spread: float):
+    few = arrivals()
+    run = serve(replace(few, arrival=few.arrival * spread), TRUTH, LIMITS).run
+    order = np.random.default_rng(3).permutation(len(run))
+    to_first, to_last = (run.first_token - run.scheduled)[order], (run.last_token - run.first_token)[order]
+    first = run.scheduled + to_first
+    doubts = fit_of(replace(run, first_token=first, last_token=first + to_last))
+    assert "the fit does not explain the run: it predicts first token within" in doubts
+    assert "that each line has the times of its own request" in doubts
+
+
+def test_a_number_of_blocks_that_the_run_did_not_have_is_doubted():
+    doubts = fit_of(serve(arrivals(), TRUTH, LIMITS).run, replace(LIMITS, num_blocks=100))
+    assert "Check the run's number of blocks (--fit-blocks)" in doubts
+    assert "a cached token would take no time, which no engine reaches" in doubts
+
+
+def test_a_run_of_answers_of_one_token_is_fitted():
+    few = arrivals()
+    run = serve(replace(few, output_tokens=np.ones_like(few.output_tokens)), TRUTH, LIMITS).run
+    fit = fit_run(run, LIMITS, LinearStepTime)
+    assert fit.numbers[:2] == pytest.approx((TRUTH.fixed, TRUTH.prefill_token), rel=0.1)
+    assert fit.errors["tpot"] == 0
+
+
+def test_a_run_in_milliseconds_is_doubted(caplog: pytest.LogCaptureFixture):
+    run = serve(arrivals(), TRUTH, LIMITS).run
+    names = ("arrival", "queued", "scheduled", "first_token", "last_token")
+    fit_of(replace(run, **{name: 1e3 * getattr(run, name) for name in names}))
+    assert "a step takes 10 s: are the times of the run in seconds?" in caplog.messages
+
+
+def test_a_time_before_the_one_that_it_follows_names_file_and_line(tmp_path: Path):
+    run = serve(arrivals(3), TRUTH, LIMITS).run
+    path = write(replace(run, first_token=run.first_token - np.array([0, 9, 0])), tmp_path / "requests.jsonl")
+    with pytest.raises(TraceError, match=r"requests\.jsonl, line 2: first_token_ts is .*, before scheduled_ts, 5"):
+        EngineRun.read(path)
 
 
 def test_the_bounds_are_the_reads_of_weights_and_cached_tokens():

@@ -18,7 +18,9 @@ from blockyard.tools.cli import main
 from blockyard.tools.sim import FAULTS, Fault, FleetOptions, read_faults, run_campaign, simulate_fleet
 from blockyard.tools.sim.fleet.campaign import shrink
 from blockyard.tools.sim.fleet.faults import OF_CLUSTER, draw_faults
+from blockyard.tools.sim.fleet.log import BlockCounts, FleetLog
 from blockyard.tools.sim.fleet.serving import ServingEngine
+from blockyard.tools.sim.loop import Loop
 
 SEEDS = 30
 MODELS_WITH_POINTS = ("window", "states", "hybrid")
@@ -156,11 +158,40 @@ def test_faults_are_read_as_they_are_printed():
         (lambda: FleetOptions(seconds=0.0), "seconds is 0.0, must be over 0"),
         (lambda: FleetOptions(model="moe"), "model is 'moe', must be one of full, window, states, hybrid"),
         (lambda: FleetOptions(kinds=("crash", "flood")), "kinds has 'flood', must be some of lossy"),
+        (lambda: FleetOptions(kinds=("crash", "move")), "has 'move', which needs the store 'cluster'; store is 'both'"),
+        (lambda: FleetOptions(kinds=("failover",), store="object"), "which needs the store 'redis' or 'cluster'"),
+        (lambda: FleetOptions(kinds=("page",), store="cluster"), "which needs the store 'object'; store is 'cluster'"),
+        (lambda: FleetOptions(kinds=("copy",), work="calls"), "has 'copy', which needs the work 'serving'"),
+        (
+            lambda: simulate_fleet(0, None, [Fault("move", -1, 0.5, 2.0)]),
+            "has 'move:-1:0.5:2', which needs the store 'cluster'; with seed 0 the store is 'object', work 'calls'",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused(make: Callable[[], object], message: str):
     with pytest.raises(InvalidArgumentError, match=message):
         make()
+
+
+def test_what_a_store_lost_is_counted_apart_from_what_it_never_had():
+    log = FleetLog(Loop(0), 1)
+    log.count("put", ["a", "b", "c"], ["", "", "timeout"])
+    log.count("get", ["a", "b", "c"], ["", "absent", "absent"])
+    log.count("delete", ["a"], [""])
+    log.count("get", ["a", "b"], ["absent", "damaged"])
+    assert log.blocks == BlockCounts(read=5, found=1, computed_again=2, written=3, stored=2)
+
+
+@pytest.mark.parametrize("work", ["calls", "serving"])
+def test_a_campaign_says_what_its_stores_were_worth(work: str):
+    found = run_campaign(range(4), FleetOptions(work=work, kinds=("node_loss", "crash"), seconds=2.0))
+    counts = found.as_dict()["counts"]
+    assert 0 < counts["found"]["sum"] < counts["read"]["sum"]
+    assert counts["stored"]["sum"] <= counts["written"]["sum"]
+    assert counts["computed_again"]["sum"] > 0
+    low, high = counts["read"]["by_seed"]
+    assert 0 < low < high < counts["read"]["sum"]
+    assert found.show_blocks().startswith(f"read: {counts['found']['sum']} of {counts['read']['sum']} blocks found (")
 
 
 def test_the_command_writes_the_same_bytes_for_the_same_seed_in_any_process(tmp_path: Path):

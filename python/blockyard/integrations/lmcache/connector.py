@@ -6,31 +6,27 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.integrations.compat import engine_log
-from blockyard.stores.adapters.checkpoint import require_revision
+from blockyard.integrations.options.lmcache import read_options
 from blockyard.stores.adapters.jobs import Steps
-from blockyard.stores.adapters.objects import PrefixObjects, check_place, store_url
-from blockyard.stores.adapters.options import read_kv_dtype, read_size, read_text, refuse_unknown
+from blockyard.stores.adapters.objects import PrefixObjects, store_url
 from blockyard.workers import open_event
 
-__all__ = ["BlockyardConnector", "read_options"]
+__all__ = ["BlockyardConnector"]
 
 _LOG = engine_log("LMCache")
-_OPTIONS = ("kv_dtype", "root_dir", "url", "size", "part", "revision")
 _LANES = {"lookup": 16, "load": 4, "store": 1}
 """Concurrent operations of each kind: lookups never queue behind loads or stores, nor loads behind stores."""
-_UNSEEN = "LMCache tells an adapter the model's name, not its weights and settings"
 _Completion = tuple[int, bool, str, list[bool]]
 
 
@@ -48,23 +44,6 @@ class _Operation:
         if self.is_put and not all(found):
             error = error or f"{found.count(False)} of {self.count} objects were not stored"
         return ticket, not error, error, found
-
-
-def read_options(given: Mapping[str, Any]) -> tuple[str, int, str]:
-    """Read and check the options, before anything is created; return dtype, bytes of a part and revision.
-
-    Raises:
-        InvalidArgumentError: as for `BlockyardConnector`.
-    """
-    refuse_unknown("adapter_params", given, _OPTIONS)
-    kv_dtype, root_dir, url, size, part, revision = map(given.get, _OPTIONS)
-    dtype, revision = read_kv_dtype("kv_dtype", kv_dtype or ""), read_text("revision", revision)
-    part_bytes = 1 << 20 if part is None else read_size("part", part)
-    if not 1 << 12 <= part_bytes <= 1 << 26:
-        raise InvalidArgumentError(f"part is {part!r}, must be 4KiB to 64MiB")
-    check_place(root_dir, url, size)
-    require_revision(revision, url or "", _UNSEEN)
-    return dtype, part_bytes, revision
 
 
 class BlockyardConnector:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as LateError
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -34,23 +34,23 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log, require_fit
+from blockyard.integrations.options.sglang import read_linker
 from blockyard.integrations.sglang.identity import identify
-from blockyard.integrations.sglang.pages import as_bytes, refuse_own_folders, restorable_pages
+from blockyard.integrations.sglang.pages import as_bytes, refuse_own_folders, restorable_pages, sizes_of_store
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
 from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.jobs import Steps
-from blockyard.stores.adapters.objects import PrefixObjects, check_place, store_url
-from blockyard.stores.adapters.options import read_seconds, read_size, read_text, refuse_unknown
-from blockyard.stores.url import public_repr
+from blockyard.stores.adapters.objects import PrefixObjects, store_url
+from blockyard.stores.adapters.options import read_size
 from blockyard.workers import keep
 
-__all__ = ["BlockyardLinker", "LinkerOptions", "read_options"]
+__all__ = ["BlockyardLinker"]
 
 _LOG = engine_log("SGLang")
-_OPTIONS: Final = ("root_dir", "url", "size", "revision", "staging", "lookup_seconds")
 _MAX_READS: Final = 16
 """Maximum number of reads that outlived their lookup, and whose pages are kept for the next one."""
 _Pages = dict[tuple[str, str], NDArray[np.uint8]]
+"""Values by source and key: the pages that all pools with the slots of this source have for the key, in one piece."""
 
 
 class BlockyardLinker(UnifiedCacheLinker):
@@ -80,7 +80,7 @@ class BlockyardLinker(UnifiedCacheLinker):
         extra_config: Mapping[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        options = read_options(extra_config or {})
+        options = read_linker(extra_config or {})
         identity, problem = identify(server_args)
         require_revision(options.revision, options.url or "", problem)
         self.forward_stream = forward_stream
@@ -91,7 +91,12 @@ class BlockyardLinker(UnifiedCacheLinker):
         self._owner, self._ranks = not self._group.rank_replicated or rank == 0, ranks
         place = [params.pp_rank, params.pp_size, params.attn_cp_rank, params.attn_cp_size]
         place += [] if self._group.rank_replicated else [rank, ranks]
-        self._sizes = {str(name): sum(size for _, size in _parts(pool)) for name, pool in self.pools.items()}
+        self._spans: dict[str, dict[Any, slice]] = {}  # by source, the bytes of each pool in its values
+        for entry in self._group.entries:
+            spans = self._spans.setdefault(str(entry.indices_from_pool), {})
+            begin = max((span.stop for span in spans.values()), default=0)
+            spans[entry.name] = slice(begin, begin + sum(size for _, size in _parts(entry)))
+        self._sizes = {source: max(span.stop for span in spans.values()) for source, spans in self._spans.items()}
         self._staging_bytes = read_size("staging", options.staging, holds=max(self._sizes.values()), what="page")
         self._lookup_seconds = options.lookup_seconds
         self._objects = PrefixObjects(
@@ -101,7 +106,7 @@ class BlockyardLinker(UnifiedCacheLinker):
                 options.size,
                 f"linker-tp{rank}-pp{params.pp_rank}-cp{params.attn_cp_rank}",
             ),
-            sizes=list(self._sizes.values()),
+            sizes=sizes_of_store(self._sizes),
             fields={
                 "engine": f"sglang linker {sglang_version}",
                 "model": identity or server_args.model_path,
@@ -109,6 +114,7 @@ class BlockyardLinker(UnifiedCacheLinker):
                 "place": place,
                 "page": params.page_size,
                 "pools": {str(name): _describe(pool) for name, pool in self.pools.items()},
+                "values": {source: list(map(str, spans)) for source, spans in self._spans.items()},
             },
         )
         self.layer_done_counter = LayerWiseLoadCounter(self._group.num_layers)
@@ -141,13 +147,12 @@ class BlockyardLinker(UnifiedCacheLinker):
         Waits `lookup_seconds` at most. Pages that arrive later are used by the request's next lookup.
         """
         until = time.monotonic() + self._lookup_seconds
-        expanded = self._group.resolve_transfers(transfers)
         keys = next((list(transfer.keys) for transfer in transfers if transfer.name == PoolName.KV), [])
         if self._recorder is not None:
             self._recorder.add_request(rid, keys)
-        if not expanded or not keys:
+        if not keys or not self._group.resolve_transfers(transfers):
             return []
-        others = [transfer for transfer in expanded if transfer.name != PoolName.KV]
+        others = [transfer for transfer in transfers if transfer.name != PoolName.KV and transfer.name in self._sizes]
         found = restorable_pages(others, lambda name: self._contains(str(name), keys, until))
         pages = found.kv_hit_pages
         if not pages:
@@ -170,8 +175,6 @@ class BlockyardLinker(UnifiedCacheLinker):
         return list(range(1, [*whole, False].index(False) + 1))
 
     def _contains(self, name: str, keys: Sequence[str], until: float) -> list[bool]:
-        if name not in self._sizes:
-            return [False] * len(keys)
         names, sizes = [f"{name} {key}" for key in keys], [self._sizes[name]] * len(keys)
         return self._objects.contains(names, sizes, until)
 
@@ -239,8 +242,10 @@ class BlockyardLinker(UnifiedCacheLinker):
             staged = self._unstage(rid)
         work: list[tuple[PoolTransfer, NDArray[np.uint8] | None]] = []
         for transfer in expanded:
-            pages = [staged.get((str(transfer.name), key)) for key in transfer.keys]
-            whole = [page for page in pages if page is not None]
+            source = str(self.pools[transfer.name].indices_from_pool)
+            span = self._spans[source][transfer.name]
+            pages = [staged.get((source, key)) for key in transfer.keys]
+            whole = [page[span] for page in pages if page is not None]
             if len(whole) < len(pages) and self._ranks == 1:
                 return False
             # All ranks must give the same answer, so a rank that lost pages accepts the load and lets it fail.
@@ -327,18 +332,27 @@ class BlockyardLinker(UnifiedCacheLinker):
         _enter(self._store_stream)
         for event in ready:
             event.synchronize()
-        # Store every pool, even after one has failed.
-        return min(self._put_pool(transfer) for transfer in transfers)
+        by_name = {transfer.name: transfer for transfer in transfers}
+        # Store every source, even after one has failed.
+        stored = [
+            self._put_source(source, [by_name[name] for name in spans])
+            for source, spans in self._spans.items()
+            if all(name in by_name for name in spans)
+        ]
+        return all(stored)
 
-    def _put_pool(self, transfer: PoolTransfer) -> bool:
-        pool, keys = self.pools[transfer.name], list(transfer.keys)
-        rows = _rows(pool, transfer.host_indices)
-        data = np.concatenate(
-            [as_bytes(buffer.index_select(0, rows).cpu()).reshape(len(keys), size) for buffer, size in _parts(pool)],
-            axis=1,
+    def _put_source(self, source: str, transfers: list[PoolTransfer]) -> bool:
+        keys = list(transfers[0].keys)
+        parts = []
+        for transfer in transfers:
+            pool = self.pools[transfer.name]
+            rows = _rows(pool, transfer.host_indices)
+            for buffer, size in _parts(pool):
+                parts.append(as_bytes(buffer.index_select(0, rows).cpu()).reshape(len(keys), size))
+        data = np.concatenate(parts, axis=1)
+        return all(
+            self._objects.put([f"{source} {key}" for key in keys], [data.shape[1]] * len(keys), data.__getitem__)
         )
-        names = [f"{transfer.name} {key}" for key in keys]
-        return all(self._objects.put(names, [data.shape[1]] * len(keys), data.__getitem__))
 
     def num_completed_offloads(self) -> int:
         """Return how many ended offloads were not popped yet."""
@@ -394,35 +408,6 @@ def _enter(stream: Any) -> None:
 
 def _bytes_of(pages: _Pages) -> int:
     return sum(data.nbytes for data in pages.values())
-
-
-class LinkerOptions(NamedTuple):
-    """What a `linker_extra_config` says; see `BlockyardLinker`."""
-
-    root_dir: Any
-    url: Any
-    size: Any
-    revision: str
-    staging: int
-    lookup_seconds: float
-
-    def __repr__(self) -> str:
-        return f"LinkerOptions({public_repr(self.root_dir)}, {public_repr(self.url)})"
-
-
-def read_options(given: Mapping[str, Any]) -> LinkerOptions:
-    """Read and check the options, before anything is created.
-
-    Raises:
-        InvalidArgumentError: as for `BlockyardLinker`.
-    """
-    refuse_unknown("linker_extra_config", given, _OPTIONS)
-    root_dir, url, size, revision, staging, seconds = map(given.get, _OPTIONS)
-    check_place(root_dir, url, size)
-    revision = read_text("revision", revision)
-    staging = 1 << 30 if staging is None else read_size("staging", staging)
-    seconds = read_seconds("lookup_seconds", seconds, 0.1, most=10, above_zero=False)
-    return LinkerOptions(root_dir, url, size, revision, staging, seconds)
 
 
 def _device_pools(params: Any, components: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,9 +14,12 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
 
-__all__ = ["as_bytes", "leading", "refuse_own_folders", "restorable_pages"]
+__all__ = ["as_bytes", "is_page_by_page", "leading", "refuse_own_folders", "restorable_pages", "sizes_of_store"]
 
 _LOG = engine_log("SGLang")
+_TRAILING: Final = {"swa", "auxiliary_swa", "draft_swa", "mamba"}
+_PAGES_PER_TRAILING: Final = 16
+"""Pages of the main pool for one of a window or a state: a prompt may resume every 1,024 tokens, with pages of 64."""
 
 
 def restorable_pages(transfers: Sequence[PoolTransfer], contains: Callable[[Any], list[bool]]) -> PoolTransferResult:
@@ -48,6 +51,20 @@ def restorable_pages(transfers: Sequence[PoolTransfer], contains: Callable[[Any]
             hits[transfer.name] = max(good)
         restorable = [pages for pages in restorable if pages in good]
     return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+
+def is_page_by_page(name: str) -> bool:
+    """Return whether a pool has a page for each one of the main pool; of windows and states, there are far fewer."""
+    return name not in _TRAILING and not name.endswith("_state")
+
+
+def sizes_of_store(sizes: Mapping[str, int]) -> list[int]:
+    """Return the lengths of a store's values, each as often as the store has it.
+
+    Args:
+        sizes: bytes of a value, by pool.
+    """
+    return [size for name, size in sizes.items() for _ in range(_PAGES_PER_TRAILING if is_page_by_page(name) else 1)]
 
 
 def as_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:

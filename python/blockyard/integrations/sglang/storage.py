@@ -20,24 +20,25 @@ from sglang.version import __version__ as sglang_version
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
+from blockyard.integrations.options.sglang import read_hicache
 from blockyard.integrations.sglang.identity import current_server_args, identify
-from blockyard.integrations.sglang.pages import as_bytes, leading, refuse_own_folders, restorable_pages
+from blockyard.integrations.sglang.pages import (
+    as_bytes,
+    is_page_by_page,
+    leading,
+    refuse_own_folders,
+    restorable_pages,
+    sizes_of_store,
+)
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
 from blockyard.stores.adapters.checkpoint import require_revision
-from blockyard.stores.adapters.objects import PrefixObjects, bytes_taken, check_place, share_of, store_url
-from blockyard.stores.adapters.options import read_flag, read_kv_dtype, read_text, refuse_unknown
-from blockyard.stores.url import public_repr
+from blockyard.stores.adapters.objects import PrefixObjects, bytes_taken, folder_of, share_of, store_url
 
-__all__ = ["SGLANGS_OWN", "BlockyardHiCache", "HiCacheOptions", "read_options"]
+__all__ = ["BlockyardHiCache"]
 
 _LOG = engine_log("SGLang")
-_OPTIONS: Final = ("root_dir", "url", "size", "revision", "kv_dtype", "interface_v1")
-SGLANGS_OWN: Final = ("backend_name", "module_path", "class_name")
-"""Options with which SGLang finds the class; it requires them, and passes them on."""
 _SHARDED: Final = {"mamba", "draft", "draft_swa"}
 """Pools that are sharded by rank even if the main pool is the same on all ranks."""
-_PAGE_BY_PAGE: Final = {"indexer", "draft_indexer", "deepseek_v4_c4", "deepseek_v4_c4_indexer", "deepseek_v4_c128"}
-"""Pools that have a page for each one of the main pool, and so a known share of a store's bytes."""
 _APART: Final = 0.95
 """Share of the bytes in a common store that pools in stores of their own may take at most."""
 
@@ -64,34 +65,6 @@ class _HostPages(NamedTuple):
         self.host.set_from_flat_data_page(index, page)
 
 
-class HiCacheOptions(NamedTuple):
-    """What an `extra_config` says; see `BlockyardHiCache`."""
-
-    root_dir: Any
-    url: Any
-    size: Any
-    revision: str
-    kv_dtype: str
-
-    def __repr__(self) -> str:
-        return f"HiCacheOptions({public_repr(self.root_dir)}, {public_repr(self.url)})"
-
-
-def read_options(extra_config: Mapping[str, Any]) -> HiCacheOptions:
-    """Read and check the options, before anything is created.
-
-    Raises:
-        InvalidArgumentError: as for `BlockyardHiCache`.
-    """
-    given = {name: value for name, value in extra_config.items() if name not in SGLANGS_OWN}
-    refuse_unknown("extra_config", given, _OPTIONS)
-    root_dir, url, size, revision, kv_dtype, interface = map(given.get, _OPTIONS)
-    check_place(root_dir, url, size)
-    revision, kv_dtype = read_text("revision", revision), read_kv_dtype("kv_dtype", kv_dtype)
-    read_flag("interface_v1", interface, default=False)  # SGLang reads "0" as true
-    return HiCacheOptions(root_dir, url, size, revision, kv_dtype)
-
-
 class BlockyardHiCache(HiCacheStorage):
     """Pages of SGLang's host pools in a Blockyard store. SGLang loads it as storage backend `dynamic`.
 
@@ -112,7 +85,7 @@ class BlockyardHiCache(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
         self._config = storage_config
-        self._root, self._url, self._size, self._revision, self._kv_dtype = read_options(
+        self._root, self._url, self._size, self._revision, self._kv_dtype = read_hicache(
             storage_config.extra_config or {}
         )
         refuse_own_folders(self._root, storage_config.tp_size, share_pages=storage_config.is_mla_model)
@@ -159,8 +132,10 @@ class BlockyardHiCache(HiCacheStorage):
         taken = [self._taken(url, names) for names in stores]
         try:
             for names, share in zip(stores, taken, strict=True):
-                part = folder if str(PoolName.KV) in names else f"{folder}-{names[0]}"
-                self._open(share_of(store_url(self._root, self._url, self._size, part), share / sum(taken)), names)
+                if str(PoolName.KV) not in names:
+                    own = None if self._url is None else folder_of(self._url, names[0])
+                    url = store_url(self._root, own, self._size, f"{folder}-{names[0]}")
+                self._open(share_of(url, share / sum(taken)), names)
         except BaseException:
             self.close()
             self._objects.clear()
@@ -170,12 +145,12 @@ class BlockyardHiCache(HiCacheStorage):
 
     def _open(self, url: str, names: Sequence[str]) -> None:
         """Open the store of some pools."""
-        sizes = [self._pools[name].page_bytes for name in names]
         fields: dict[str, Any] = {"engine": "sglang", "main": self._pools[names[0]].name}
         fields |= {"rank": self._rank(PoolName.KV), "revision": self._revision}
-        objects = PrefixObjects(url, sizes=sizes, fields=fields)
+        objects = PrefixObjects(url, sizes=self._sizes(names), fields=fields)
         self._objects |= dict.fromkeys(names, objects)
-        _LOG.info("Blockyard: pages of %s bytes, %s", ", ".join(map(str, sizes)), objects.about)
+        sizes = ", ".join(str(self._pools[name].page_bytes) for name in names)
+        _LOG.info("Blockyard: pages of %s bytes, %s", sizes, objects.about)
 
     def _stores(self, url: str) -> list[list[str]]:
         """Return which pools share a store, the main pool first.
@@ -184,16 +159,17 @@ class BlockyardHiCache(HiCacheStorage):
         is known get stores of their own, if they take less then.
         """
         together = list(self._pools)
-        own = [name for name in together if name in _PAGE_BY_PAGE]
-        if self._root is None and url.startswith("file:"):
-            own = []  # only one store can be in a folder
+        own = [name for name in together if name != PoolName.KV and is_page_by_page(name)]
         apart = [[name for name in together if name not in own], *([name] for name in own)]
         is_less = sum(self._taken(url, names) for names in apart) <= _APART * self._taken(url, together)
         return apart if own and is_less else [together]
 
     def _taken(self, url: str, names: Sequence[str]) -> int:
         """Return the bytes of a store that a page of each pool takes."""
-        return bytes_taken(url, [self._pools[name].page_bytes for name in names])
+        return bytes_taken(url, self._sizes(names))
+
+    def _sizes(self, names: Sequence[str]) -> list[int]:
+        return sizes_of_store({name: self._pools[name].page_bytes for name in names})
 
     # ---- pages of the main pool ----
 

@@ -11,28 +11,26 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 
 from blockyard.integrations.compat import engine_log
+from blockyard.integrations.options.vllm import TIMEOUT_BASE_SECONDS
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager, PreparedStore
-from blockyard.stores.adapters.chunks import ChunkRows
+from blockyard.stores.adapters.chunks import ChunkRows, HeadShards
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.base import ExternalStore
-from blockyard.stores.url import public_repr
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep, start_worker
 
-__all__ = ["PREFIX_WRITES", "ExternalOptions", "ExternalTier", "UsedBefore"]
+__all__ = ["ExternalTier", "UsedBefore"]
 
 _LOG = engine_log("vLLM")
-TIMEOUT_BASE_SECONDS: Final = 5.0
-PREFIX_WRITES: Final = ("through", "second_use")
 _BYTES_PER_SECOND: Final = 16_000_000  # slower storage causes misses
 _WINDOW: Final = 64  # keys of one request looked up before the first answer is known
 _JOB_BYTES: Final = 8 << 20  # of a job: one is copied while others are read, and it holds its host chunks until it ends
@@ -49,19 +47,6 @@ _NOT_FORGOTTEN: Final = (
 _NOTHING: Final[list[Any]] = []  # replaces returned chunks: assigning it cannot raise
 
 Report = Callable[[list[OffloadKey], list[OffloadKey]], None]
-
-
-class ExternalOptions(NamedTuple):
-    """Options of a store below the host, see `BlockyardSpec`."""
-
-    url: str
-    revision: str
-    timeout_base: float
-    weights_fixed: bool
-    prefix_writes: str
-
-    def __repr__(self) -> str:
-        return f"ExternalOptions({public_repr(self.url)})"
 
 
 class UsedBefore:
@@ -132,6 +117,7 @@ class Counts:
     loaded: int = 0
     missed: int = 0
     written: int = 0
+    present: int = 0  # known to be in the store already
     not_written: int = 0
 
 
@@ -149,6 +135,7 @@ class ExternalTier:
         report: called with the keys stored in host memory, and the keys evicted.
         give_room: lets up to that number of chunks more be evicted; returns whether there was one.
         timeout_base: seconds that a request waits, plus one for every 16 MB that it requested.
+        shards: of the workers, if the store's blocks have the heads in order; None if they are the workers' chunks.
     """
 
     def __init__(
@@ -161,10 +148,11 @@ class ExternalTier:
         report: Report,
         give_room: Callable[[int], bool],
         timeout_base: float = TIMEOUT_BASE_SECONDS,
+        shards: HeadShards | None = None,
     ) -> None:
         self._store, self._region, self._offload = store, region, offload
         self._lock, self._report, self._give_room, self._timeout_base = lock, report, give_room, timeout_base
-        self._rows = ChunkRows(region.rows(offload.num_chunks))
+        self._rows = ChunkRows(region.rows(offload.num_chunks), shards)
         self._batch = max(1, _JOB_BYTES // store.bytes_per_block)
         self._max_writing = max(1, offload.num_chunks // 2)
         self._epoch = b""
@@ -454,6 +442,7 @@ class ExternalTier:
             self._give_back(job)
             with self._state:
                 self.counts.written += done
+                self.counts.present += len(keys) - len(new)
                 self.counts.not_written += len(new) - done
             self._write_more()
 

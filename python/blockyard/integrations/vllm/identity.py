@@ -1,7 +1,7 @@
-"""What a worker of vLLM computes its KV cache with, as a digest for the namespace of a store.
+"""What a worker of vLLM computes its KV cache with, as a digest for the namespace of a store, and which heads it has.
 
-vLLM tells a spec the model's name and dtype, and its workers, while they start, the whole configuration. So a worker
-makes the digest, and the scheduler reads it from the memory that they share.
+vLLM tells a spec the model's name and dtype, and its workers, while they start, the whole configuration and their KV
+caches. So a worker makes the digest and finds its heads, and the scheduler reads both from the memory that they share.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, make_dataclass
 from typing import Any, Final, NamedTuple
 
+from vllm.v1.kv_offload.base import CanonicalKVCaches
+
+from blockyard.errors import InvalidArgumentError
 from blockyard.stores.adapters.checkpoint import canonical, describe_config, name_weights
 
-__all__ = ["Identity", "current_config", "identify"]
+__all__ = ["Identity", "current_config", "cut_by_heads", "identify"]
 
 # Everything else in these configurations counts, also what later versions add.
 _MODEL: Final = frozenset(
@@ -143,3 +146,58 @@ def _backends(config: Any, layers: Iterable[str]) -> list[str]:
     found = getattr(getattr(config, "compilation_config", None), "static_forward_context", {})
     parts = (found.get(name) for name in layers)
     return sorted({f"{type(part).__name__} {canonical(getattr(part, 'attn_backend', None))}" for part in parts})
+
+
+def cut_by_heads(kv_caches: CanonicalKVCaches, layers: Sequence[Sequence[str]], block_bytes: int) -> tuple[int, int]:
+    """Return the bytes of a piece of a worker's blocks, and its shard of the heads, see `HeadShards`.
+
+    vLLM derives, for each layer, which bytes of a worker's page belong where in a page of all heads, and whether such a
+    page is the same at every tensor-parallel size.
+
+    Args:
+        kv_caches: from vLLM.
+        layers: names of the layers of each group.
+        block_bytes: bytes per block of all layers.
+
+    Raises:
+        InvalidArgumentError: blocks have bytes of this worker alone; the message names the first layer that has them.
+    """
+    widths = [cache.page_size_bytes for cache in kv_caches.tensors]
+    if sum(widths) != block_bytes:
+        raise InvalidArgumentError(f"blocks have {block_bytes} bytes, their layers {sum(widths)}")
+    found: dict[tuple[int, int, int], str] = {}
+    for names, refs in zip(layers, kv_caches.group_data_refs, strict=True):
+        for name, ref in zip(names, refs, strict=False):
+            mapping = getattr(ref, "mapping", None)
+            if mapping is None or not mapping.parallelism_agnostic:
+                raise InvalidArgumentError(f"vLLM cannot tell which bytes of {name} belong to which heads")
+            if ref.page_size_bytes != widths[ref.tensor_idx]:
+                raise InvalidArgumentError(f"{name} uses {ref.page_size_bytes} bytes of {widths[ref.tensor_idx]}")
+            found.setdefault(_pieces(mapping, name), name)
+    if all(count == 1 for _, _, count in found):
+        return block_bytes, 0
+    if len(found) > 1:
+        raise InvalidArgumentError(f"these layers share their heads in unequal ways: {', '.join(found.values())}")
+    ((piece, shard, _),) = found
+    return piece, shard
+
+
+def _pieces(mapping: Any, name: str) -> tuple[int, int, int]:
+    """Return the bytes of a page's pieces, this worker's shard, and the number of shards."""
+    pieces: list[list[int]] = []
+    for run in mapping.runs:
+        for index in range(run.num_fragments):
+            local = run.local_offset + index * run.local_stride
+            place = run.canonical_offset + index * run.canonical_stride
+            if pieces and [sum(pieces[-1][::2]), pieces[-1][1] + pieces[-1][2]] == [local, place]:
+                pieces[-1][2] += run.fragment_size
+            else:
+                pieces.append([local, place, run.fragment_size])
+    size = pieces[0][2]
+    count = mapping.canonical_page_size_bytes // mapping.local_page_size_bytes
+    shard = pieces[0][1] // size
+    if pieces != [[index * size, (index * count + shard) * size, size] for index in range(len(pieces))] or (
+        len(pieces) * size != mapping.local_page_size_bytes
+    ):
+        raise InvalidArgumentError(f"the heads of {name} do not lie side by side")
+    return size, shard, count

@@ -27,13 +27,15 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.vllm.external import ExternalOptions, ExternalTier, UsedBefore
+from blockyard.integrations.options.vllm import ExternalOptions
+from blockyard.integrations.vllm.external import ExternalTier, UsedBefore
 from blockyard.integrations.vllm.hints import OUTCOMES, Pins, read_hints
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.integrations.vllm.recording import ChunkRecorder
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.integrations.vllm.units import UnitOffload, Units
 from blockyard.offload import OffloadManager, PreparedStore
+from blockyard.stores.adapters.chunks import HeadShards
 from blockyard.stores.base import ExternalStore
 from blockyard.workers import keep
 
@@ -138,7 +140,7 @@ class BlockyardManager(OffloadingManager):
         self._ended: list[object] = []
         self._evictions = 0  # by `evict`
         self._reported_evictions = 0
-        self._reported_external = [0] * 5
+        self._reported_external = [0] * 6
         self._weights_fixed = weights_fixed
         self._url = ""  # of the external store
         self.external: ExternalTier | None = None
@@ -177,7 +179,9 @@ class BlockyardManager(OffloadingManager):
         """Chunks that a store can get: empty ones, and those whose keys can be evicted."""
         return self._offload.num_free
 
-    def use_external(self, store: ExternalStore, region: SharedRegion, options: ExternalOptions) -> None:
+    def use_external(
+        self, store: ExternalStore, region: SharedRegion, options: ExternalOptions, shards: HeadShards | None = None
+    ) -> None:
         """Use a prefix store for chunks missing on the host, and write the host's chunks to it; see `ExternalTier`."""
         self._url = options.url
         if options.prefix_writes == "second_use":
@@ -190,6 +194,7 @@ class BlockyardManager(OffloadingManager):
             report=self._report_both,
             give_room=self.release_retained,
             timeout_base=options.timeout_base,
+            shards=shards,
         )
 
     # ---- requests and lookups ----
@@ -499,7 +504,7 @@ class BlockyardManager(OffloadingManager):
         if self.external is not None:
             counts, (is_up, num_damaged) = self.external.counts, self.external.health()
             stats.set_gauge(Metrics.EXTERNAL_UP, float(is_up))
-            now = [counts.loaded, counts.missed, counts.written, counts.not_written, num_damaged]
+            now = [counts.loaded, counts.missed, counts.written, counts.present, counts.not_written, num_damaged]
             for name, count, before in zip(Metrics.EXTERNAL, now, self._reported_external, strict=True):
                 stats.increase_counter(name, count - before)
             self._reported_external = now

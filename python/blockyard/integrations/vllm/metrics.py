@@ -24,7 +24,8 @@ _EXTERNAL: Final = (
     "Chunks that came from the external store to the host.",
     "Requested chunks that did not arrive: absent, damaged, refused or late.",
     "Chunks that were written to the external store.",
-    "Chunks that were not written: present already, too many at a time, or refused.",
+    "Chunks that were not written because the external store had them already.",
+    "Chunks that were not written: evicted before their turn, or refused by the store.",
     "Damaged chunks that the external store returned; they were refused.",
 )
 
@@ -40,7 +41,7 @@ class Metrics:
     HINTS: Final = tuple(f"blockyard:kv_hints_{outcome}" for outcome in OUTCOMES)
     EXTERNAL: Final = tuple(
         f"blockyard:kv_offload_external_{what}_chunks"
-        for what in ("loaded", "missed", "written", "not_written", "damaged")
+        for what in ("loaded", "missed", "written", "present", "not_written", "damaged")
     )
     EXTERNAL_UP: Final[str] = "blockyard:kv_offload_external_up"
 

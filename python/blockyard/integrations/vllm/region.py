@@ -25,6 +25,7 @@ _FOLDER: Final = Path("/dev/shm")  # noqa: S108 (files there are 0600, and never
 _WORD: Final = np.dtype("<u8")
 _MAX_PLACES: Final = 8 * _WORD.itemsize
 _DIGEST_BYTES: Final = 32
+_HEADS: Final = struct.Struct("<QI")  # bytes of a piece, 0 for none, and the shard, see `HeadShards`
 _LOCK: Final = struct.Struct("hhqqi")  # `struct flock` of a 64-bit Linux
 
 
@@ -32,10 +33,10 @@ class SharedRegion:
     """One process's view of the host memory shared by an engine's workers and its scheduler.
 
     The file in `/dev/shm` has one part per worker, or one for all, and a page that records which processes have mapped
-    it, and what each worker computes with. The last process to map it unlinks the name, so the memory is freed with the
-    last process, however that ends. Each process holds a lock on its place while it has the memory mapped; the lock
-    ends with the process. A file without such locks was left by dead processes: the next process removes it and creates
-    a new one.
+    it, what each worker computes with, and how its blocks are cut by heads. The last process to map it unlinks the
+    name, so the memory is freed with the last process, however that ends. Each process holds a lock on its place while
+    it has the memory mapped; the lock ends with the process. A file without such locks was left by dead processes: the
+    next process removes it and creates a new one.
 
     Args:
         engine_id: the engine's id, from vLLM.
@@ -43,6 +44,8 @@ class SharedRegion:
         world_size: number of workers, all on this machine.
         place: rank of this worker; `world_size` for the scheduler.
         identity: digest of what this worker computes with; see `identity`.
+        heads: the bytes of a piece of this worker's blocks and its shard of the heads, see `HeadShards`; None if its
+            blocks cannot be cut by heads.
         is_one: whether all workers use one part, since they have the same bytes.
 
     Raises:
@@ -58,6 +61,7 @@ class SharedRegion:
         place: int,
         identity: bytes = bytes(_DIGEST_BYTES),
         *,
+        heads: tuple[int, int] | None = None,
         is_one: bool = False,
     ) -> None:
         if not 0 <= place <= world_size < _MAX_PLACES:
@@ -69,7 +73,7 @@ class SharedRegion:
         self._path = _FOLDER / f"blockyard-{os.geteuid()}-{hashlib.sha256(engine_id.encode()).hexdigest()[:32]}"
         file = self._open()
         try:
-            self._attach(file, place, identity)
+            self._attach(file, place, identity + _HEADS.pack(*(heads or (0, 0))))
             # The mapping keeps the descriptor open, and with it the lock.
             fcntl.flock(file, fcntl.LOCK_UN)
             self._state = HostMapping(mmap.PAGESIZE, file=file, offset=self._stride * self._num_parts)
@@ -100,6 +104,14 @@ class SharedRegion:
         places = (_place_of_identity(rank) for rank in range(self._world_size))
         return [page[place : place + _DIGEST_BYTES].tobytes() for place in places]
 
+    @property
+    def heads(self) -> list[tuple[int, int] | None]:
+        """The pieces of each worker, as it gave them; None also for a worker that has not mapped the memory yet."""
+        page = self._state.tensor.numpy()
+        places = (_place_of_identity(rank) + _DIGEST_BYTES for rank in range(self._world_size))
+        found = (_HEADS.unpack(page[place : place + _HEADS.size].tobytes()) for place in places)
+        return [one if one[0] else None for one in found]
+
     def close(self) -> None:
         """Unlink the file if not all processes have mapped it; the memory stays while it is used.
 
@@ -126,7 +138,7 @@ class SharedRegion:
                 raise
             os.close(file)
 
-    def _attach(self, file: int, place: int, identity: bytes) -> None:
+    def _attach(self, file: int, place: int, record: bytes) -> None:
         """Register this process; the first one creates the file, the last one unlinks it. The lock is held."""
         at = self._stride * self._num_parts
         size = at + mmap.PAGESIZE
@@ -144,7 +156,7 @@ class SharedRegion:
             raise InvalidArgumentError(f"place is {place}, which another process has in {self._path}")
         _hold(file, place)
         if place < self._world_size:
-            os.pwrite(file, identity, at + _place_of_identity(place))
+            os.pwrite(file, record, at + _place_of_identity(place))
         present |= 1 << place
         os.pwrite(file, np.array([present], _WORD).tobytes(), at)
         if present == self._all:
@@ -161,7 +173,7 @@ class SharedRegion:
 
 def _place_of_identity(rank: int) -> int:
     """Return where the state's page holds what a worker computes with: after the word of places."""
-    return _MAX_PLACES + rank * _DIGEST_BYTES
+    return _MAX_PLACES + rank * (_DIGEST_BYTES + _HEADS.size)
 
 
 def _lock_name(path: Path, file: int) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingSpec
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -11,8 +10,15 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from blockyard._core import CacheGroup
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
-from blockyard.integrations.vllm.external import PREFIX_WRITES, TIMEOUT_BASE_SECONDS, ExternalOptions
-from blockyard.integrations.vllm.identity import current_config, identify
+from blockyard.integrations.options.vllm import (
+    POLICIES,
+    ExternalOptions,
+    check_connectors,
+    read_external,
+    read_host_bytes,
+    unused_options,
+)
+from blockyard.integrations.vllm.identity import current_config, cut_by_heads, identify
 from blockyard.integrations.vllm.manager import BlockyardManager
 from blockyard.integrations.vllm.metrics import definitions
 from blockyard.integrations.vllm.recording import ChunkRecorder
@@ -22,42 +28,14 @@ from blockyard.integrations.vllm.units import Units
 from blockyard.integrations.vllm.worker import BlockyardWorker
 from blockyard.stores import open_store
 from blockyard.stores.adapters.checkpoint import require_revision
+from blockyard.stores.adapters.chunks import HeadShards
 from blockyard.stores.adapters.objects import about_store
-from blockyard.stores.adapters.options import nearest, read_choice, read_flag, read_seconds, read_size, read_text
-from blockyard.stores.url import public_repr
+from blockyard.stores.adapters.options import read_choice
 from blockyard.traces.recorder import record_from_environment
 
-__all__ = ["OPTIONS", "BlockyardSpec", "CheckedOptions", "check_connectors", "check_options"]
+__all__ = ["BlockyardSpec"]
 
 _LOG = engine_log("vLLM")
-_OPTIONS: Final = (
-    "host_bytes",
-    "cpu_bytes_to_use",
-    "policy",
-    "blocks_per_chunk",
-    "prefix_store",
-    "revision",
-    "prefetch_timeout_base",
-    "prefix_writes",
-    "weights_fixed",
-)
-_POLICIES: Final = ("lru", "adaptive", "priority")
-_CONNECTORS: Final = ("spec_name", "spec_module_path", "block_size", "offload_prompt_only", "self_describing_kv_events")
-"""Options that vLLM's connector uses with any spec."""
-OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "BlockyardSpec": (*_OPTIONS, *_CONNECTORS),
-    "CPUOffloadingSpec": (
-        *(*_CONNECTORS, "blocks_per_chunk", "canonical_layout", "cpu_bytes_to_use"),
-        *("eviction_policy", "cache_policy_module_path", "store_threshold", "max_tracker_size"),
-    ),
-    "TieringOffloadingSpec": (
-        *(*_CONNECTORS, "blocks_per_chunk", "canonical_layout", "cpu_bytes_to_use"),
-        *("eviction_policy", "cache_policy_module_path", "secondary_tiers", "backpressure"),
-    ),
-}
-"""Options that our spec and those of vLLM read."""
-_INSTEAD: Final = {"eviction_policy": "policy", "secondary_tiers": "prefix_store", "num_cpu_blocks": "host_bytes"}
-"""Options of vLLM's own specs, and ours for the same purpose."""
 _INFO = ("blockyard_num_chunks", "blockyard_blocks_per_chunk", "blockyard_bytes_per_chunk", "blockyard_policy")
 
 
@@ -77,6 +55,7 @@ class BlockyardSpec(OffloadingSpec):
     | `prefetch_timeout_base` | seconds that a request waits for the store, plus one for every 16 MB | 5 |
     | `prefix_writes` | what is written there: `"through"`, all, or `"second_use"`, chunks used twice | `"through"` |
     | `weights_fixed` | whether the weights stay the same while the engine runs, even across sleep and reset | false |
+    | `canonical_layout` | whether engines of other tensor-parallel sizes share the store | false |
 
     Args:
         config: from vLLM.
@@ -93,15 +72,16 @@ class BlockyardSpec(OffloadingSpec):
         self.replicated_layout = config.parallel.world_size > 1 and getattr(config, "replicated_layout", False)
         copies = 1 if self.replicated_layout else config.parallel.world_size
         self.bytes_per_chunk: int = config.worker_kv_bytes_per_block * copies * config.cache.blocks_per_chunk
-        self._unused = _unused(options, config)
-        self._host_bytes = _host_bytes(options, self.bytes_per_chunk, self._unused)
+        self._unused = unused_options(options, config)
+        self._host_bytes = read_host_bytes(options, self.bytes_per_chunk, self._unused)
         # Without blocks there is nothing to store, and nothing to size chunks by.
         self.num_chunks: int = self._host_bytes // self.bytes_per_chunk if self.bytes_per_chunk else 0
         self.units: Units | None = None
         self.cache_groups: tuple[CacheGroup, ...] = ()  # named in recordings; a spec is not told them
-        self.policy = read_choice("policy", options.get("policy"), _POLICIES, "lru")
+        self.policy = read_choice("policy", options.get("policy"), POLICIES, "lru")
         self.is_exclusive = False
-        self._external = _external(options)
+        self._external = read_external(options)
+        self._is_canonical = self._external is not None and bool(getattr(config, "canonical_layout", False))
         self._is_shared = bool(self.num_chunks) and (self._external is not None or self.replicated_layout)
         self._manager: BlockyardManager | None = None
         self._worker: BlockyardWorker | None = None
@@ -160,7 +140,7 @@ class BlockyardSpec(OffloadingSpec):
                 kv_caches,
                 blocks_per_chunk=self.blocks_per_chunk,
                 num_chunks=self.num_chunks,
-                region=self._region(rank, self._identity()) if self._is_shared else None,
+                region=self._region(rank, self._identity(), self._heads(kv_caches)) if self._is_shared else None,
                 block_bytes=self.config.worker_kv_bytes_per_block if self._is_shared else None,
                 stores=rank == 0 or not self.replicated_layout,
                 units=self.units,
@@ -180,13 +160,35 @@ class BlockyardSpec(OffloadingSpec):
         try:
             if bytes(32) in region.identities:
                 require_revision(external.revision, external.url, "the workers do not say what they compute with")
-            name = namespace(self, self.bytes_per_chunk, external.revision, region.identities)
-            store = open_store(external.url, bytes_per_block=self.bytes_per_chunk, namespace=name, use="prefix")
+            shards = self._shards(region)
+            width = self.bytes_per_chunk if shards is None else self._part_bytes * shards.num_shards
+            name = namespace(self, width, external.revision, region.identities, is_canonical=shards is not None)
+            store = open_store(external.url, bytes_per_block=width, namespace=name, use="prefix")
         except BaseException:
             region.close()
             raise
-        manager.use_external(store, region, external)
-        return about_store(store, external.url, name)
+        manager.use_external(store, region, external, shards)
+        sizes = "" if shards is None else ", for all tensor-parallel sizes"
+        return about_store(store, external.url, name) + sizes
+
+    def _heads(self, kv_caches: CanonicalKVCaches) -> tuple[int, int] | None:
+        """Return how this worker's blocks are cut by heads; None if they are not."""
+        if not self._is_canonical:
+            return None
+        try:
+            layers = [group.layer_names for group in self.config.groups]
+            return cut_by_heads(kv_caches, layers, self.config.worker_kv_bytes_per_block)
+        except InvalidArgumentError as error:
+            _LOG.warning("canonical_layout: engines of other tensor-parallel sizes do not share the store: %s", error)
+            return None
+
+    def _shards(self, region: SharedRegion) -> HeadShards | None:
+        """Return how the workers share the heads; None if a block of the store is a chunk of these workers."""
+        heads = [one for one in region.heads if one is not None]
+        if len(heads) != self.config.parallel.world_size or len({piece for piece, _ in heads}) != 1:
+            return None
+        copies = 1 if self.replicated_layout else len(heads)
+        return HeadShards(heads[0][0], tuple(shard for _, shard in heads[:copies]))
 
     def _identity(self) -> bytes:
         """Return what this worker computes with.
@@ -202,123 +204,13 @@ class BlockyardSpec(OffloadingSpec):
         require_revision(external.revision, external.url, found.problem)
         return found.digest
 
-    def _region(self, place: int, identity: bytes = bytes(32)) -> SharedRegion:
-        world = self.config.parallel.world_size
-        block = self.config.worker_kv_bytes_per_block if self.units is None else self.units.unit_bytes
-        part = self.num_chunks * self.blocks_per_chunk * block
-        return SharedRegion(self.config.engine_id, part, world, place, identity, is_one=self.replicated_layout)
+    @property
+    def _part_bytes(self) -> int:
+        """Bytes of one worker's part of a chunk."""
+        block: int = self.config.worker_kv_bytes_per_block if self.units is None else self.units.unit_bytes
+        return block * int(self.blocks_per_chunk)
 
-
-class CheckedOptions(NamedTuple):
-    """What a configuration says before the model is known.
-
-    Attributes:
-        host_bytes: host memory of all workers.
-        url: URL of the prefix store, None for none.
-        unused: options without effect, each with its remedy.
-    """
-
-    host_bytes: int
-    url: str | None
-    unused: list[str]
-
-    def __repr__(self) -> str:
-        return f"CheckedOptions({self.host_bytes}, {public_repr(self.url)}, {self.unused})"
-
-
-def check_options(extra_config: Mapping[str, Any]) -> CheckedOptions:
-    """Check the options of a spec without an engine.
-
-    Raises:
-        InvalidArgumentError: as for `BlockyardSpec`.
-    """
-    options = {name: value for name, value in extra_config.items() if value is not None}
-    check_connectors(extra_config)
-    unused = _unused(options, None)
-    read_choice("policy", options.get("policy"), _POLICIES, "lru")
-    external = _external(options)
-    return CheckedOptions(_host_bytes(options, 1, unused), None if external is None else external.url, unused)
-
-
-def check_connectors(options: Mapping[str, Any], config: OffloadingConfig | None = None) -> None:
-    """Refuse what vLLM's connector reads as something else: its `int(2.5)` is 2, its `bool("false")` is True.
-
-    Args:
-        options: of any spec.
-        config: what vLLM has read; None before the engine starts.
-
-    Raises:
-        InvalidArgumentError: an option has another value than vLLM uses, or would be refused by vLLM.
-    """
-    for name in ("offload_prompt_only", "self_describing_kv_events"):
-        read_flag(name, options.get(name, False), default=None)
-    sizes = {name: options[name] for name in ("blocks_per_chunk", "block_size") if options.get(name) is not None}
-    if len(sizes) == 2:
-        raise InvalidArgumentError("blocks_per_chunk and block_size are given, must be at most one of them")
-    for name, value in sizes.items():
-        number = _whole(value)
-        if config is None:
-            is_used, why = number > 0, "must be a whole number above 0"
-        else:
-            tokens = config.groups[0].tokens_per_block if config.groups else 0
-            used = config.cache.blocks_per_chunk * (tokens if name == "block_size" else 1)
-            is_used, why = number == used, f"but vLLM uses {used}: write a whole number"
-        if not is_used:
-            raise InvalidArgumentError(f"{name} is {value!r:.100}, {why}")
-
-
-def _whole(value: object) -> int:
-    """Return a whole number, also from text as vLLM reads it; -1 for anything else."""
-    try:
-        number = float(value)  # type: ignore[arg-type]
-        return int(number) if number.is_integer() and not isinstance(value, bool) else -1
-    except (TypeError, ValueError, OverflowError):
-        return -1
-
-
-def _unused(options: Mapping[str, Any], config: OffloadingConfig | None) -> list[str]:
-    """Return the options that have no effect, each with its remedy or reason."""
-    return [f"{name!r}{why}" for name in options if (why := _why_unused(name, options, config)) is not None]
-
-
-def _why_unused(name: str, options: Mapping[str, Any], config: OffloadingConfig | None) -> str | None:
-    if name in _INSTEAD:
-        return f" (use {_INSTEAD[name]!r})"
-    if (
-        name in {"revision", "prefetch_timeout_base", "prefix_writes", "weights_fixed"}
-        and "prefix_store" not in options
-    ):
-        return " (needs 'prefix_store')"
-    if config is not None and name == "prefix_store" and not config.worker_kv_bytes_per_block:
-        return " (the model has no blocks)"
-    if config is not None and name == "self_describing_kv_events" and not config.enable_kv_cache_events:
-        return " (KV cache events are off)"
-    known = OPTIONS["BlockyardSpec"]
-    return None if name in known else nearest(name, known)
-
-
-def _external(options: Mapping[str, Any]) -> ExternalOptions | None:
-    """Read the options of the external store; None if there is none."""
-    url = options.get("prefix_store")
-    if url is not None and (not isinstance(url, str) or not url):
-        raise InvalidArgumentError(f"prefix_store is {public_repr(url)}, must be a URL: file:///dir?size=500GiB")
-    revision = read_text("revision", options.get("revision"))
-    base = read_seconds(
-        "prefetch_timeout_base",
-        options.get("prefetch_timeout_base"),
-        TIMEOUT_BASE_SECONDS,
-        most=3600,
-        above_zero=True,
-    )
-    fixed = read_flag("weights_fixed", options.get("weights_fixed"), default=False)
-    writes = read_choice("prefix_writes", options.get("prefix_writes"), PREFIX_WRITES, PREFIX_WRITES[0])
-    return None if url is None else ExternalOptions(url, revision, base, fixed, writes)
-
-
-def _host_bytes(options: Mapping[str, Any], bytes_per_chunk: int, unused: list[str]) -> int:
-    given = [name for name in ("host_bytes", "cpu_bytes_to_use") if name in options]
-    if len(given) != 1:
-        found = " and ".join(given) or "neither"
-        rest = f"; without effect: {', '.join(unused)}" if unused else ""
-        raise InvalidArgumentError(f"{found} is given, must be exactly one of host_bytes and cpu_bytes_to_use{rest}")
-    return read_size(given[0], options[given[0]], holds=max(1, bytes_per_chunk), what="chunk")
+    def _region(self, place: int, identity: bytes = bytes(32), heads: tuple[int, int] | None = None) -> SharedRegion:
+        part, world = self.num_chunks * self._part_bytes, self.config.parallel.world_size
+        is_one = self.replicated_layout
+        return SharedRegion(self.config.engine_id, part, world, place, identity, heads=heads, is_one=is_one)

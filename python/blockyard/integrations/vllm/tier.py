@@ -17,13 +17,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
+from blockyard.integrations.options.vllm import check_tier
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.stores import open_store
-from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.chunks import ChunkRows
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
-from blockyard.stores.adapters.objects import BATCH_BYTES, about_store, check_place, place_url, store_url
-from blockyard.stores.adapters.options import read_text, refuse_unknown
+from blockyard.stores.adapters.objects import BATCH_BYTES, about_store, store_url
 from blockyard.stores.namespace import Namespace
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep
@@ -31,10 +30,11 @@ from blockyard.workers import keep
 __all__ = ["BlockyardTier", "namespace"]
 
 _LOG = engine_log("vLLM")
-_OPTIONS: Final = ("type", "module_path", "root_dir", "size", "url", "revision", "backpressure")
 _DOMAIN: Final = b"blockyard vllm tier 2"
-_UNSEEN: Final = "vLLM tells a tier the model's name, not its weights and settings"
 _PARALLEL: Final = ("rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+
+_CANONICAL: Final = ("kv_cache_layout", "canonical_layout")
+_LAYOUT: Final = ("kv_cache_layout", "replicated_layout", "canonical_layout")
 
 
 class _Outcome(NamedTuple):
@@ -114,7 +114,7 @@ class BlockyardTier(SecondaryTierManager):
         revision: str | None = None,
         **unknown: object,
     ) -> None:
-        _, revision = check_options(root_dir=root_dir, size=size, url=url, revision=revision, **unknown)
+        _, revision = check_tier(root_dir=root_dir, size=size, url=url, revision=revision, **unknown)
         url = store_url(root_dir, url, size)
         super().__init__(
             offloading_spec=offloading_spec,
@@ -220,26 +220,6 @@ class BlockyardTier(SecondaryTierManager):
         return (slice(first, min(first + self._batch, count)) for first in range(0, count, self._batch))
 
 
-def check_options(
-    *,
-    root_dir: str | None = None,
-    size: int | str | None = None,
-    url: str | None = None,
-    revision: str | None = None,
-    **unknown: object,
-) -> tuple[str, str]:
-    """Check the options of a tier; return the URL of its store, and the revision. Creates nothing.
-
-    Raises:
-        InvalidArgumentError: as for `BlockyardTier`.
-    """
-    refuse_unknown("secondary_tiers", unknown, _OPTIONS)
-    check_place(root_dir, url, size)
-    revision = read_text("revision", revision)
-    require_revision(revision, url or "", _UNSEEN)
-    return place_url(root_dir, url, size), revision
-
-
 def _rows(view: memoryview) -> NDArray[np.uint8]:
     """View vLLM's host memory as uint8 `[chunks, bytes]`, without a copy."""
     array = np.asarray(view)
@@ -260,10 +240,13 @@ def _digests(keys: Sequence[OffloadKey]) -> list[bytes]:
     return [_digest(key) for key in keys]
 
 
-def namespace(spec: Any, width: int, revision: str, identities: Sequence[bytes] = ()) -> bytes:
+def namespace(
+    spec: Any, width: int, revision: str, identities: Sequence[bytes] = (), *, is_canonical: bool = False
+) -> bytes:
     """Digest everything that determines a chunk's bytes besides its key, which covers tokens, adapter and salt.
 
     `identities` tell what each worker computes with, so that a copy of the model under another name shares its chunks.
+    Canonical bytes do not depend on how many workers there are, and which heads each of them has.
     """
     config = getattr(spec, "config", None)
     model, cache, parallel = (getattr(config, name, None) for name in ("model", "cache", "parallel"))
@@ -272,12 +255,10 @@ def namespace(spec: Any, width: int, revision: str, identities: Sequence[bytes] 
         "revision": revision,
         "model": [None if all(map(any, identities)) and identities else getattr(model, "name", None)],
         "dtype": getattr(model, "dtype", None),
-        "workers": [identity.hex() for identity in identities],
+        "workers": [identity.hex() for identity in (sorted(set(identities)) if is_canonical else identities)],
         "cache": [getattr(cache, name, None) for name in ("tokens_per_hash", "blocks_per_chunk")],
-        "parallel": [getattr(parallel, name, None) for name in _PARALLEL],
-        "layout": [
-            getattr(config, name, None) for name in ("kv_cache_layout", "replicated_layout", "canonical_layout")
-        ],
+        "parallel": "any" if is_canonical else [getattr(parallel, name, None) for name in _PARALLEL],
+        "layout": [getattr(config, name, None) for name in (_CANONICAL if is_canonical else _LAYOUT)],
         "groups": [[group.tokens_per_block, *group.layer_names] for group in getattr(config, "groups", None) or ()],
     }
     digest = hashlib.sha256(_DOMAIN + json.dumps(fields, sort_keys=True).encode()).digest()

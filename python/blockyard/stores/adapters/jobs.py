@@ -226,8 +226,14 @@ class StoreJobs:
                         # Otherwise whoever waits for it, such as `close`, would wait forever.
                         waiting.popleft().future.set_running_or_notify_cancel()
                         continue
-                    self._running.append(waiting.popleft())
-                    return self._running[-1]
+                    # In this order, a turn that fails in between loses no job: it may leave it in both.
+                    job = waiting[0]
+                    begins = job not in self._running
+                    if begins:
+                        self._running.append(job)
+                    waiting.popleft()
+                    if begins:
+                        return job
         return None
 
     def _advance(self, job: _Job) -> None:

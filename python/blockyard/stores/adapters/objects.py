@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import mmap
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ __all__ = [
     "about_store",
     "bytes_taken",
     "check_place",
+    "folder_of",
     "place_url",
     "share_of",
     "store_url",
@@ -109,6 +111,14 @@ def share_of(url: str, share: float) -> str:
     return re.sub(r"([?&]size=)([^&]*)", shared, url)
 
 
+def folder_of(url: str, name: str) -> str:
+    """Return the URL of the same store in folders of this name; the same if its store is not in folders."""
+    if not url.startswith("file:"):
+        return url
+    folders, mark, options = url.partition("?")
+    return ",".join(f"{folder.rstrip('/')}/{name}" for folder in folders.split(",")) + mark + options
+
+
 def place_url(root_dir: str | None, url: str | None, size: int | str | None, part: str = "") -> str:
     """Return the URL of a store: `url`, or a file store in `root_dir` or its folder `part`. Creates nothing.
 
@@ -156,7 +166,8 @@ class PrefixObjects:
 
     Args:
         url: URL of the store, see `blockyard.open_store`.
-        sizes: the lengths of the objects, one for each kind. If there is one kind, an object fills one block.
+        sizes: the lengths of the objects, one for each kind, or as often as a kind occurs. If there is one kind, an
+            object fills one block.
         fields: everything that determines an object's bytes besides its key, JSON-serializable.
 
     Raises:
@@ -169,7 +180,9 @@ class PrefixObjects:
         self._width = _width(self._part_bytes, grain)
         self._buffers = Buffers()  # fresh rows take several times as long as the disk
         # A file store knows its keys without asking.
-        self._patience = 0.0 if url.startswith("file:") else _ASK_SECONDS
+        self._is_shared = not url.startswith("file:")
+        self._patience = _ASK_SECONDS if self._is_shared else 0.0
+        self._part_of = ""  # of every name; another one after `clear`
         text = json.dumps(fields, sort_keys=True, default=str)
         namespace = Namespace(hashlib.sha256(_DOMAIN + text.encode(errors="surrogatepass")).digest(), fields)
         self._store: ExternalStore = open_store(url, bytes_per_block=self._width, namespace=namespace, use="prefix")
@@ -282,7 +295,7 @@ class PrefixObjects:
                         take(index, data[:, _HEADER : _HEADER + self._part_bytes].reshape(-1)[: sizes[index]])
                         loaded[index] = True
                     elif ok.all() and _length(data) == sizes[index]:
-                        bad.append(_name(keys[index], 0))  # an intact part belongs to another object
+                        bad.append(self._name(keys[index]))  # an intact part belongs to another object
                 self._give(target, found)
                 if bad:
                     yield self._store.submit_delete, bad
@@ -301,7 +314,7 @@ class PrefixObjects:
         self, keys: Sequence[str], sizes: Sequence[int] | None = None, until: float = math.inf
     ) -> Steps[list[bool]]:
         """Return which objects can probably be loaded; see `contains`."""
-        names = [_name(key, 0) for key in keys] if sizes is None else self._names(keys, sizes)
+        names = [self._name(key) for key in keys] if sizes is None else self._names(keys, sizes)
         patience = min(until, time.monotonic() + self._patience)
         try:
             found = self._store.contains(names)
@@ -321,14 +334,21 @@ class PrefixObjects:
     def delete_steps(self, keys: Sequence[str]) -> Steps[list[bool]]:
         """Delete objects; see `delete`."""
         try:
-            done = yield self._store.submit_delete, [_name(key, 0) for key in keys]
+            done = yield self._store.submit_delete, [self._name(key) for key in keys]
             return [bool(ok) for ok in done.ok]
         except Exception:  # noqa: BLE001 (the caller counts it)
             _LOG.exception("%d objects were not deleted", len(keys))
             return [False] * len(keys)
 
     def clear(self) -> bool:
-        """Delete everything under this store's fields; return whether this also holds for later processes."""
+        """Find nothing stored before from now on; return whether this also holds for later processes.
+
+        A file store is this process's alone, and forgets. Elsewhere other engines have the same objects in use: they
+        keep them, and this process shares none with them until it is opened again. What it stored ages.
+        """
+        if self._is_shared:
+            self._part_of = os.urandom(16).hex()
+            return False
         try:
             self._store.forget()
         except Exception:  # noqa: BLE001 (the caller counts it)
@@ -348,7 +368,14 @@ class PrefixObjects:
         return max(1, -(-size // self._part_bytes))
 
     def _names(self, keys: Sequence[str], sizes: Sequence[int]) -> list[bytes]:
-        return [_name(key, part) for key, size in zip(keys, sizes, strict=True) for part in range(self._parts(size))]
+        return [
+            self._name(key, part) for key, size in zip(keys, sizes, strict=True) for part in range(self._parts(size))
+        ]
+
+    def _name(self, key: str, part: int = 0) -> bytes:
+        """Return the name of one block of an object in the store."""
+        text = f"{self._part_of}{part} {key}"
+        return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
     def _split(self, rows: NDArray[Any], sizes: Sequence[int]) -> list[NDArray[Any]]:
         ends = np.cumsum([self._parts(size) for size in sizes])
@@ -421,8 +448,3 @@ def _is_one(rows: NDArray[np.uint8], size: int) -> bool:
 def _length(rows: NDArray[np.uint8]) -> int:
     """Return the length of an object, from its first block."""
     return int.from_bytes(rows[0, :_LENGTH_BYTES].tobytes(), "little")
-
-
-def _name(key: str, part: int) -> bytes:
-    """Return the name of one block of an object in the store."""
-    return hashlib.sha256(f"{part} {key}".encode(errors="surrogatepass")).digest()

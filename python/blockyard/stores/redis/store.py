@@ -23,6 +23,7 @@ __all__ = ["RedisStore", "open_redis"]
 _KEYS: Final = 512  # keys per round trip
 _BYTES: Final = (1 << 20) + 64 * HEADER  # a mebibyte of blocks of 16 KiB or more, with their headers
 _CONNECT_SECONDS: Final = 2.0
+_TENANT: Final = 16  # bytes of a tenant, the SHA-256 of its salt, that name it on the server
 _SWAP_TTL: Final = 86_400.0
 # Returns the record, the id of the server's history, its offset there, and the offset that each replica has confirmed.
 # `GETEX` counts as a write, so a server that may not write refuses this.
@@ -116,7 +117,6 @@ class RedisStore(RemoteStore):
         self._prefix = b"blockyard:%b%b:" % (b"swap:" if use == "swap" else b"", digits)
         self._lists = self._new_lists(digits, segments if found.client["cluster"] else 0) if use == "prefix" else []
         self.keeps_quotas = len(self._lists) == 1
-        self._tenants: dict[bytes, bytes] = {}  # names of tenants with blocks in this process
         self._quotas: dict[bytes, int] = {}  # by name, as set by this process
         self._setting = self._runtime.lock()  # held while quotas are set: the last call wins
         self._are_quotas_lost = False
@@ -159,7 +159,7 @@ class RedisStore(RemoteStore):
         parents = list({key.tobytes() for key in owners.parents} - {bytes(32)})
         name_of = dict(zip(parents, (name.tobytes() for name in self._names_of(parents, epoch.token)), strict=True))
         whose = [
-            self._tenant(tenant.tobytes()) + name_of.get(parent.tobytes(), b"")
+            tenant.tobytes()[:_TENANT] + name_of.get(parent.tobytes(), b"")
             for tenant, parent in zip(owners.tenants, owners.parents, strict=True)
         ]
         return self._put_listed(names, rows, whose)
@@ -332,7 +332,7 @@ class RedisStore(RemoteStore):
         """Limit the blocks of one tenant, in all processes; see `ExternalStore.set_quota`."""
         check_quota(tenant, num_blocks)
         self._require_quotas()
-        name = self._tenant(tenant)
+        name = tenant[:_TENANT]
         with self._setting:
             self._enforce(name, num_blocks)
             self._quotas.pop(name, None)
@@ -343,7 +343,7 @@ class RedisStore(RemoteStore):
         """Return how many blocks a tenant has, of all processes, and its quota; see `ExternalStore.quota`."""
         check_quota(tenant)
         self._require_quotas()
-        held, most = self._accepted(self._lists[0].quota(self._tenant(tenant)))
+        held, most = self._accepted(self._lists[0].quota(tenant[:_TENANT]))
         return None if most is None else (int(held or 0), int(most))
 
     def _require_quotas(self) -> None:
@@ -357,16 +357,6 @@ class RedisStore(RemoteStore):
     def _enforce(self, name: bytes, num_blocks: int | None) -> None:
         while self._accepted([self._lists[0].set_quota(name, num_blocks)])[0]:
             pass
-
-    def _tenant(self, tenant: bytes) -> bytes:
-        """Return the server's name for a tenant, which does not reveal the salt."""
-        with self._lock:
-            name = self._tenants.get(tenant)
-            if name is None:
-                name = self._tenants[tenant] = self._digest_of(b"BLKYTENANT1", tenant)[:16]
-                if len(self._tenants) > self.num_slots:
-                    del self._tenants[next(iter(self._tenants))]
-        return name
 
     # ---- repairing what the server has lost ----
 

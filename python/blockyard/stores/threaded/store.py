@@ -82,7 +82,7 @@ class ThreadedStore(ExternalStore):
         ...         self.blocks = {}
         ...
         ...     def put(self, keys, rows):
-        ...         self.blocks.update((key.tobytes(), row.copy()) for key, row in zip(keys, rows))
+        ...         self.blocks.update((key.tobytes(), row) for key, row in zip(keys, rows))
         ...         return np.ones(len(keys), bool)
         ...
         ...     def get(self, keys, out):
@@ -174,8 +174,8 @@ class ThreadedStore(ExternalStore):
 
         Args:
             keys: uint8 `[n, 32]`, no repeats. No other call uses these keys, unless it missed its deadline.
-            rows: the rows to store, uint8 `[n, width]`; only this call uses them. `width` is `bytes_per_block`, except
-                in a prefix store or with a codec or a MAC key.
+            rows: the rows to store, uint8 `[n, width]`; only this call uses them, and it may keep them. `width` is
+                `bytes_per_block`, except in a prefix store or with a codec or a MAC key.
 
         Returns:
             Whether each block was stored, bool `[n]`; False is a miss, `"refused"`.

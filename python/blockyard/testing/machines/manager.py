@@ -71,7 +71,7 @@ class ManagerMachine(SideBySide, RecordingMachine):
     @initialize(config=configs(), lengths=_lengths)
     def start(self, config: Config, lengths: list[int]) -> None:
         """Create manager, model, memory and a few sequences."""
-        self.record.note(f"manager: {config}")
+        self.record.config = config
         made = type(self).make_manager(config)
         if missing := lacking(made, vars(ManagerLike)):
             raise AssertionError(

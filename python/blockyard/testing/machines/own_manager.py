@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NoReturn
 
 import numpy as np
 from hypothesis import strategies as st
@@ -47,8 +47,7 @@ class OwnManagerMachine(RecordingMachine):
     @initialize(block_size=st.integers(1, 4), device_blocks=st.integers(2, 12))
     def start(self, block_size: int, device_blocks: int) -> None:
         """Create manager and memory."""
-        self.config = Config(block_size, device_blocks)
-        self.record.note(f"manager: {self.config}")
+        self.config = self.record.config = Config(block_size, device_blocks)
         self.manager = type(self).make_manager(self.config)
         self.memory = type(self).make_memory(self.config)
         self.sequences: list[tuple[Any, list[int]]] = []  # handles with the tokens that must be read back
@@ -129,7 +128,7 @@ class OwnManagerMachine(RecordingMachine):
         if len(table) * size < len(tokens):
             self.refuse(f"block_table(sequence={handle!r}) is {show(table)}, {len(tokens)} tokens need more blocks")
         places = [table[i // size] * size + i % size for i in range(len(tokens) - count, len(tokens))]
-        if told is not None and [int(slot) for slot in np.atleast_1d(told)] != places:
+        if told is not None and np.atleast_1d(told).tolist() != places:
             self.refuse(f"append(sequence={handle!r}) returned slot {show(told)}, its block table names {places[0]}")
         return list(zip(places, tokens[-count:], strict=True))
 
@@ -137,7 +136,7 @@ class OwnManagerMachine(RecordingMachine):
         """Execute the copies, write the tokens, and read every sequence back."""
         try:
             if "copies" in self.calls:
-                ids = [(int(src), int(dst)) for src, dst in self.call("copies")]
+                ids = self.copies()
                 for pair in ids:
                     self.memory.transfer("copy", Pairs("device", "device", np.array([pair])))
                 self.record.counts["copies"] += len(ids)
@@ -153,6 +152,17 @@ class OwnManagerMachine(RecordingMachine):
                     )
         except MappingError as error:
             self.refuse(str(error))
+
+    def copies(self) -> list[tuple[int, int]]:
+        """Return the copies on write since the last call."""
+        given = self.call("copies")
+        try:
+            ids = [(int(src), int(dst)) for src, dst in given]
+        except (TypeError, ValueError):
+            self.refuse(f"copies() returned {show(given)}, must be pairs of block ids (from, to)")
+        if ids:
+            self.record.note(f"copies() -> {show(ids)}")
+        return ids
 
     def sharers(self, table: list[int], at: int) -> str:
         """Name the sequences that use the block of a position."""
@@ -185,7 +195,8 @@ class OwnManagerMachine(RecordingMachine):
             text = f"step {self.record.step}: {name}({shown}) raised {type(error).__name__}: {error}{hint}"
             raise AssertionError(text) from error
         self.record.counts[name] += name != "copies"
-        self.record.note(f"{name}({shown})" + ("" if result is None else f" -> {show(result)}"))
+        if name != "copies":
+            self.record.note(f"{name}({shown})" + ("" if result is None else f" -> {show(result)}"))
         if result is None and name in ("allocate", "fork"):
             self.refuse(f"{name}({shown}) returned None, must return the new sequence")
         return result
@@ -196,14 +207,19 @@ class OwnManagerMachine(RecordingMachine):
 
     def table(self, handle: Any) -> list[int]:
         """Return the block table of a sequence."""
-        given: Iterable[Any] = self.calls["block_table"](self.manager, handle)
-        return [int(block) for block in given]
+        try:
+            given: Iterable[Any] = self.calls["block_table"](self.manager, handle)
+            return [int(block) for block in given]
+        except Exception as error:
+            text = f"block_table({show(handle)}) raised {type(error).__name__}"
+            self.record.note(text)
+            raise AssertionError(f"step {self.record.step}: {text}: {error}") from error
 
     def fresh(self, count: int) -> list[int]:
         """Return tokens that no other position holds."""
         self.next_token += count
         return list(range(self.next_token - count, self.next_token))
 
-    def refuse(self, text: str) -> None:
+    def refuse(self, text: str) -> NoReturn:
         """Fail the example."""
         raise AssertionError(f"step {self.record.step}: {text}")

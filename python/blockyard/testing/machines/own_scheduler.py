@@ -23,21 +23,27 @@ from blockyard.testing.machines.scheduler import (
     reference_tokens,
 )
 from blockyard.testing.machines.simulation import Simulation
-from blockyard.testing.machines.strategies import FollowUp, configs, follow_up, follow_ups, requests
+from blockyard.testing.machines.strategies import (
+    FollowUp,
+    configs,
+    follow_up,
+    follow_ups,
+    requests,
+    with_extras_inside,
+)
+from blockyard.testing.machines.values import Key
 from blockyard.testing.machines.watch import SequenceWatch, common
 
 __all__ = ["OwnSchedulerMachine", "Simulation", "scheduler_machine"]
 
-SALTS = st.sampled_from([None, None, b"", b"tenant"])
-OWN_REQUESTS = st.builds(lambda request, salt: replace(request, salt=salt), requests(), SALTS)
-REQUESTS = st.tuples(OWN_REQUESTS, follow_ups())
+REQUESTS = st.tuples(requests(), follow_ups())
 ARRIVALS = st.lists(REQUESTS, max_size=2)
 LOSSES: st.SearchStrategy[list[int]] = st.just([]) | st.lists(st.integers(0, 63), min_size=1, max_size=2)
 
-FIELDS = {"n": 1, "priority": 0, "salt": None, "stop_token_ids": frozenset[int]()}
+FIELDS = {"n": 1, "priority": 0, "salt": None, "lora_id": 0, "extras": (), "stop_token_ids": frozenset[int]()}
 """Fields of a request that a scheduler may have no use for, and what they are then."""
 JUDGED = 20
-"""Number of due hits from which a run must have hit the prefix cache."""
+"""Number of due hits from which a run is judged by how many of them hit: at least half."""
 BEYOND = 4
 """Number of tokens that a scheduler may compute beyond the end of a request."""
 
@@ -54,9 +60,11 @@ class OwnSchedulerMachine(SchedulerMachine):
         run_step: runs one step and returns the outputs of finished requests, by request id.
         abort_request: aborts a request by id; None if the scheduler cannot.
         fields: what is drawn of a request beside its id, prompt and `max_tokens`.
+        missed: the last prompt that should have hit the prefix cache, and the steps up to it.
     """
 
     fields: ClassVar[frozenset[str]] = frozenset()
+    missed: ClassVar[tuple[str, str] | None] = None
 
     add_request: ClassVar[Callable[[Any, Request], object]]
     run_step: ClassVar[Callable[[Any, Simulation], Mapping[str, Any]]]
@@ -68,7 +76,7 @@ class OwnSchedulerMachine(SchedulerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.added = 0
-        self.ended: list[Request] = []
+        self.record.keyed = self.fields & frozenset(Key._fields)
 
     @initialize(
         config=configs(
@@ -77,19 +85,21 @@ class OwnSchedulerMachine(SchedulerMachine):
             host_blocks=st.integers(0, 12),
             watermarks=st.sampled_from([0.0, 0.0, 0.1]),
         ),
-        first=st.lists(OWN_REQUESTS, min_size=2, max_size=8),
+        first=st.lists(requests(), min_size=2, max_size=8),
     )
     def start(self, config: Config, first: list[Request]) -> None:
         """Create manager, scheduler and memory, and submit a few requests."""
+        self.record.config = config
         real = completed(type(self).make_manager(config), config, self.record.live)
         self.memory = type(self).make_memory(config)
         self.record.manager, self.record.memory = real, self.memory
+        self.record.counts["prefix caches"] += real.prefix.enabled
         self.manager = self.record.watch(real)
         self.scheduler = type(self).make_scheduler(self.manager, config)
         for request in first:
             self.add(request)
 
-    @rule(request=OWN_REQUESTS, like=follow_ups())
+    @rule(request=requests(), like=follow_ups())
     def add(self, request: Request, like: FollowUp | None = None) -> None:
         """Add a request, truncated so that the device can hold it to its end."""
         device = self.manager.pool("device")
@@ -104,37 +114,44 @@ class OwnSchedulerMachine(SchedulerMachine):
         self.added += 1
         name = f"{request.request_id[0]}{self.added}"
         own: dict[str, Any] = {field: plain for field, plain in FIELDS.items() if field not in self.fields}
-        own = {"n": n} | own | {"request_id": name, "prompt": prompt, "max_tokens": most, "extras": ()}
-        request = replace(request, **own)
+        own = {"n": n} | own | {"request_id": name, "prompt": prompt, "max_tokens": most}
+        request = with_extras_inside(replace(request, **own))
+        self.record.keys[name] = self.record.key_of(request)
         self.accept(request)
         # A scheduler that runs a step ahead continues beyond the end and drops those tokens.
         beyond = replace(request, max_tokens=most + BEYOND, stop_token_ids=frozenset())
         for index, drawn in enumerate(reference_tokens(beyond)):
             self.record.texts[name, index] = [*prompt, *drawn]
-        if "salt" in self.fields:
-            self.record.salts[name] = request.salt
         self.record.counts["requests"] += 1
-        if self.is_due(request):
-            self.record.counts["hits due"] += 1
-            self.record.due.add(tuple(prompt))
+        self.record.hits.add(request)
         type(self).add_request(self.scheduler, request)
         self.manager.check()
 
-    def is_due(self, request: Request) -> bool:
-        """Return whether a finished request has computed at least the first block of a prompt, under the same salt."""
-        size, start = self.manager.block_size, list(request.prompt[:-1])
-        same = [ended for ended in self.ended if ended.salt == request.salt] if self.manager.prefix.enabled else []
-        return any(common(start, list(ended.prompt)) >= size for ended in same)
+    @classmethod
+    def begin(cls) -> None:
+        """Begin a run."""
+        super().begin()
+        cls.missed = None
 
     @classmethod
-    def judge(cls) -> None:
+    def covered(cls) -> str:
+        """Return how often the run did what, and whether its hits can be judged."""
+        due, said = cls.totals["hits due"], super().covered()
+        if not cls.totals["prefix caches"]:
+            return f"{said}\nhits: not tested, the manager has no prefix cache (`manager=` makes one that has)"
+        return said if due >= JUDGED else f"{said}\nhits: not judged ({due} due, {JUDGED} needed)"
+
+    @classmethod
+    def judge(cls) -> AssertionError | None:
         """A scheduler over a prefix cache must have hits."""
-        due = cls.totals["hits due"]
-        if due >= JUDGED and not cls.totals["tokens hit"]:
-            raise AssertionError(
-                f"{due} prompts began like that of a finished request, and allocate has never hit the prefix cache: "
-                f"pass token ids to allocate and append, and call mark_computed after each step"
-            )
+        due, hit = cls.totals["hits due"], cls.totals["due hit"]
+        if due < JUDGED or hit * 2 >= due or cls.missed is None:
+            return None
+        sentence, steps = cls.missed
+        return AssertionError(
+            f"allocate has hit {hit} of {due} prompts whose first block was in the prefix cache: pass token ids to "
+            f"allocate and append, and call mark_computed after each step\n{sentence}\n\n{steps}"
+        )
 
     @rule(pick=st.integers(0, 7))
     def abort(self, pick: int) -> None:
@@ -145,7 +162,7 @@ class OwnSchedulerMachine(SchedulerMachine):
             self.record.note(f"abort(request_id={name!r})")
             self.record.counts["aborts"] += 1
             abort_request(self.scheduler, name)
-            del self.live[name]
+            self.record.hits.end(self.live.pop(name), finished=False)
             self.manager.check()
 
     @rule(lost=LOSSES, arrivals=ARRIVALS, drafts=DRAFTS)
@@ -165,10 +182,13 @@ class OwnSchedulerMachine(SchedulerMachine):
             self.end(name, tokens)
         self.manager.check()
         self.idle = 0 if simulation.worked or finished or not self.live else self.idle + 1
+        if not (simulation.worked or finished):
+            self.record.idle()
         if self.idle > IDLE_STEPS:
+            waiting = "; ".join(self.record.last_of(name) for name in sorted(self.live)[:8])
             raise AssertionError(
-                f"step {self.record.step}: {self.record.culprit(self.live)}{len(self.live)} requests wait "
-                f"({', '.join(map(repr, sorted(self.live)[:8]))}) and {self.idle} steps did nothing"
+                f"step {self.record.step}: {self.record.culprit(self.live)}{len(self.live)} requests wait and "
+                f"{self.idle} steps did nothing: {waiting}"
             )
 
     @rule(count=st.integers(2, 8), arrivals=ARRIVALS, drafts=DRAFTS)
@@ -190,7 +210,7 @@ class OwnSchedulerMachine(SchedulerMachine):
         request = self.live.pop(name, None)
         if request is None:
             raise AssertionError(f"step {self.record.step}: request {name!r} finished and is not live")
-        self.ended = [*self.ended[-7:], request]
+        self.record.hits.end(request)
         self.record.counts["finished"] += 1
         outputs = [list(map(int, one)) for one in (tokens if "n" in self.fields else [tokens])]
         if len(outputs) != request.n:
@@ -207,6 +227,11 @@ class OwnSchedulerMachine(SchedulerMachine):
                     f"step {self.record.step}: request {name!r}{of} drew {show(output)}, in endless memory "
                     f"{show(expected)}: output {at}{which} differs"
                 )
+
+    def teardown(self) -> None:
+        """Run to the end, check that every block is free, and keep the prompt that should have hit."""
+        super().teardown()
+        type(self).missed = self.record.hits.missed or type(self).missed
 
     def run_undisturbed(self) -> None:
         """Run one step at the end."""
@@ -241,8 +266,8 @@ def scheduler_machine(
         abort: aborts a request by id; requests are never aborted if None.
         manager: makes the manager; defaults to Blockyard's. With `step` it can be another one whose sequences are ints,
             with `block_size`, `allocate`, `append`, `free`, `block_table` and `num_tokens` as those of `BlockManager`.
-        fields: what else to draw of a request, for a scheduler with `step`: any of "n", "priority", "salt" and
-            "stop_token_ids". With "n", `step` returns a list of `n` outputs for each finished request.
+        fields: what else to draw of a request, for a scheduler with `step`: any of "n", "priority", "salt", "lora_id",
+            "extras" and "stop_token_ids". With "n", `step` returns a list of `n` outputs for each finished request.
         resize: whether to also shrink and grow the device, see `ResizingSchedulerMachine`; not with `step`.
 
     Returns:

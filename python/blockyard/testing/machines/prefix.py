@@ -87,7 +87,8 @@ class PrefixMachine(RecordingMachine):
     @initialize(config=configs(device_blocks=st.integers(3, 16)), events=st.sampled_from([3, 10_000, 10_000]))
     def start(self, config: Config, events: int) -> None:
         """Create manager, model and memory."""
-        self.record.note(f"manager: {config}, {events} events")
+        self.record.config = config
+        self.record.note(f"the manager keeps {events} events")
         self.manager = self.record.watch(type(self).make_manager(config, events))
         self.model = ReferencePrefixCache(config.block_size)
         self.memory = type(self).make_memory(config)

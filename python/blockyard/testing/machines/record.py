@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import traceback
 import unittest
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Final, cast
@@ -18,7 +20,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from blockyard._core import BlockManager, Defrag, Pairs, Prefix, Sequence, StepDecision
-from blockyard.errors import BlockyardError
+from blockyard.testing.interfaces import Config
 
 __all__ = ["CallRecord", "RecordingMachine", "named", "show"]
 
@@ -33,6 +35,22 @@ CALLS: Final = frozenset(
     )
 )
 """Calls that change a manager; of other calls only errors are recorded."""
+FOLLOWED: Final = frozenset(("hash",))
+"""Other calls whose results are followed."""
+
+
+@dataclass(slots=True)
+class _Steps:
+    """A step, or several in a row that did nothing."""
+
+    first: int
+    last: int
+    lines: list[str] = field(default_factory=list)
+    is_idle: bool = True
+
+    def __str__(self) -> str:
+        name = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}: nothing ran"
+        return f"  {name}" + "".join(f"\n    {line}" for line in self.lines)
 
 
 class CallRecord:
@@ -40,24 +58,35 @@ class CallRecord:
 
     Attributes:
         step: number of the current step.
+        config: sizes of the manager, once there is one.
         counts: what was covered, by name: for managers the number of calls.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.config: Config | None = None
         self.counts: Counter[str] = Counter()
-        self._steps: deque[tuple[int, list[str]]] = deque([(0, [])], maxlen=STEPS)
+        self._steps: deque[_Steps] = deque([_Steps(0, 0)], maxlen=STEPS)
         self._refused: tuple[BaseException, str, dict[str, Any]] | None = None
 
     def next_step(self) -> None:
         """Begin a step."""
         self.step += 1
         self.counts["steps"] += 1
-        self._steps.append((self.step, []))
+        steps = self._steps
+        if len(steps) > 1 and steps[-1].is_idle and steps[-2].is_idle:
+            last = steps.pop().last
+            steps[-1].last, steps[-1].lines = last, []
+        steps.append(_Steps(self.step, self.step))
 
     def note(self, line: str) -> None:
         """Add a line to the current step."""
-        self._steps[-1][1].append(line)
+        self._steps[-1].lines.append(line)
+        self._steps[-1].is_idle = False
+
+    def idle(self) -> None:
+        """Mark the current step as one that did nothing; a failure shows several in a row as one, without calls."""
+        self._steps[-1].is_idle = True
 
     def watch(self, manager: Any) -> Any:
         """Wrap a manager to record the calls that change it; everything else passes through."""
@@ -65,16 +94,21 @@ class CallRecord:
 
     def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Make a manager call and record it."""
-        if name not in CALLS:
+        if name not in CALLS and name not in FOLLOWED:
             return self.query(name, function, args, options)
         args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
         options = {key: list(value) if isinstance(value, Iterator) else value for key, value in options.items()}
         arguments = named(name, args, options)
         text = show_call(name, arguments)
-        self.before(name, arguments, text)
+        try:
+            self.before(name, arguments, text)
+        except AssertionError:
+            self.note(text)
+            raise
         result = self.query(name, function, args, options)
-        self.counts[name] += 1
-        self.note(text if result is None else f"{text} -> {show(result)}")
+        if name in CALLS:
+            self.counts[name] += 1
+            self.note(text if result is None else f"{text} -> {show(result)}")
         self.after(name, arguments, result)
         return result
 
@@ -82,7 +116,7 @@ class CallRecord:
         """Make a manager call; record it only if it raises."""
         try:
             return function(*args, **options)
-        except BlockyardError as error:
+        except Exception as error:
             arguments = named(name, args, options)
             text = f"{show_call(name, arguments)} raised {type(error).__name__}"
             self.note(text)
@@ -102,10 +136,15 @@ class CallRecord:
         text = " ".join(str(error).split())
         return text if isinstance(error, AssertionError) and text else f"{type(error).__name__}: {text}"
 
+    def headline(self, sentence: str) -> str:
+        """Return the first line of a failure: the sentence, and the sizes of the manager."""
+        return sentence if self.config is None else f"{sentence} [{self.config}]"
+
     def timeline(self) -> str:
         """Return the last steps, one call per line."""
-        blocks = [f"  step {number}" + "".join(f"\n    {line}" for line in lines) for number, lines in self._steps]
-        return f"The last {len(blocks)} of {self.step + 1} steps (step 0 is the start):\n" + "\n".join(blocks)
+        count = sum(steps.last - steps.first + 1 for steps in self._steps)
+        title = f"The last {count} of {self.step + 1} steps (step 0 is the start):"
+        return "\n".join([title, *map(str, self._steps)])
 
 
 class _RecordedManager:
@@ -116,7 +155,7 @@ class _RecordedManager:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
-        return type(self._inner)
+        return self._inner.__class__  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)
@@ -176,6 +215,9 @@ def show(value: Any) -> str:
     return repr(value)
 
 
+_BLOB: Final = re.compile(r"reproduce_failure\(.*\)")
+
+
 class _TestCaseOf:
     """The `TestCase` of a machine."""
 
@@ -186,30 +228,30 @@ class _TestCaseOf:
 @cache
 def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
     class MachineTestCase(unittest.TestCase):
-        # A failure shows within a second; finding its shortest example takes minutes.
+        # A failure shows within a second; finding its shortest example may take minutes.
         shrink = False
         settings = hypothesis.settings(
             deadline=None,
             suppress_health_check=list(HealthCheck),
             stateful_step_count=machine.step_count,
-            print_blob=False,
         )
 
         def runTest(self) -> None:  # noqa: N802 (unittest's name)
             __tracebackhide__ = True
             failure = None
-            machine.totals = Counter()
+            machine.begin()
             left_out = () if self.shrink else (Phase.shrink, Phase.explain)
             phases = [phase for phase in self.settings.phases if phase not in left_out]
-            used = hypothesis.settings(self.settings, phases=phases, report_multiple_bugs=False)
+            used = hypothesis.settings(self.settings, phases=phases, report_multiple_bugs=False, print_blob=True)
             try:
                 run_state_machine_as_test(machine, settings=used)
             except Exception as error:  # noqa: BLE001 (anything the object under test raises is a failure)
                 failure = _failure(machine, error, calls=self.shrink)
+            if failure is None:
+                print(f"{machine.__name__} covered {machine.covered()}")
+                failure = machine.judge()
             if failure is not None:
                 raise failure from None
-            print(f"{machine.__name__} covered {machine.covered()}")
-            machine.judge()
 
     run: Any = MachineTestCase.runTest
     run.is_hypothesis_test = True
@@ -224,12 +266,17 @@ def _failure(machine: type[RecordingMachine], error: Exception, *, calls: bool) 
     record = machine.last
     if record is None or isinstance(error, hypothesis.errors.HypothesisException):
         return error
-    lines = [record.sentence(error), "", record.timeline()]
+    notes: list[str] = getattr(error, "__notes__", [])
+    blobs = [note for note in notes if "@reproduce_failure(" in note]
+    lines = [record.headline(record.sentence(error)), "", record.timeline()]
     # Where a rule says in its own words what the code under test raised, the lines are in the cause.
     if frames := list(_own_frames(error)) or list(_own_frames(error.__cause__)):
         lines += ["", "Raised at:", *frames]
     if calls:
-        lines += ["", *getattr(error, "__notes__", ())]
+        lines += ["", *(note for note in notes if note not in blobs)]
+    for call in [_BLOB.search(blob) for blob in blobs[:1]]:
+        if call is not None:
+            lines += ["", f"Replay: hypothesis.{call[0]}(machine), where machine.TestCase is this test"]
     return AssertionError("\n".join(lines))
 
 
@@ -266,13 +313,19 @@ class RecordingMachine(RuleBasedStateMachine):
         self._outer = sys.exc_info()[1]
 
     @classmethod
+    def begin(cls) -> None:
+        """Begin a run."""
+        cls.totals = Counter()
+
+    @classmethod
     def covered(cls) -> str:
         """Return how often the run did what."""
         return ", ".join(f"{name} {count:,}" for name, count in cls.totals.items())
 
     @classmethod
-    def judge(cls) -> None:
-        """Check at the end of a run what only all of its examples show."""
+    def judge(cls) -> AssertionError | None:
+        """Check at the end of a run what only all of its examples show. Returns the failure, if any."""
+        return None
 
     @property
     def failed(self) -> bool:

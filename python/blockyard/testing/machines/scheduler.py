@@ -20,6 +20,7 @@ from blockyard.testing.interfaces import Config, SchedulerLike, TierName
 from blockyard.testing.machines.record import RecordingMachine, show
 from blockyard.testing.machines.side_by_side import refuse_open
 from blockyard.testing.machines.strategies import VOCABULARY, FollowUp, configs, follow_up, follow_ups, requests
+from blockyard.testing.machines.values import draw_token, seen, show_key
 from blockyard.testing.machines.watch import TicketWatch
 from blockyard.testing.memory import LateMemory, SimulatedMemory
 
@@ -31,44 +32,13 @@ __all__ = [
     "min_blocks",
     "read_back",
     "reference_tokens",
+    "seen",
 ]
 
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
 DRAFTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4)
 IDLE_STEPS = 3
 """Maximum number of consecutive steps that do nothing while requests wait."""
-
-
-def draw_token(kv: Sequence[int], index: int) -> int:
-    """Draw the next token from all earlier ones, so that any wrong token changes it.
-
-    Args:
-        kv: tokens at positions 0, 1, ...
-        index: index of the sequence in its request.
-
-    Returns:
-        A token id below `VOCABULARY`.
-    """
-    state = index * 7919 + 13
-    for token in kv:
-        state = (state * 31 + token + 1) % 1_000_003
-    return state % VOCABULARY
-
-
-def seen(request: Request, tokens: Sequence[int], first: int = 0) -> list[int]:
-    """Return what a model sees at some tokens of a request: each token with the extras that cover it.
-
-    Args:
-        request: the request.
-        tokens: token ids.
-        first: position of the first of them.
-    """
-    found = list(map(int, tokens))
-    for start, length, digest in request.extras:
-        code = VOCABULARY * (1 + int.from_bytes(digest[:2], "little"))
-        for at in range(max(0, start - first), min(len(found), start + length - first)):
-            found[at] += code
-    return found
 
 
 def reference_tokens(request: Request, window: int | None = None) -> tuple[tuple[int, ...], ...]:
@@ -82,7 +52,7 @@ def reference_tokens(request: Request, window: int | None = None) -> tuple[tuple
     for index in range(request.n):
         tokens = list(request.prompt)
         while len(tokens) < len(request.prompt) + request.max_tokens:
-            kv = seen(request, tokens) if request.extras else tokens
+            kv = seen(request, tokens)
             tokens.append(draw_token(kv[-window:] if window else kv, index))
             if tokens[-1] in request.stop_token_ids:
                 break
@@ -99,7 +69,7 @@ def draw_tokens(
         step: returned by `schedule`.
         memory: the memory after the step's transfers.
         window: number of last tokens that the model sees; None for all.
-        requests: the requests of the step by id; needed if some have extras.
+        requests: the requests of the step by id; needed if some have a salt, an adapter or extras.
 
     Returns:
         The tokens for `update`, one per draw; 0 for void rows.
@@ -156,7 +126,7 @@ class SchedulerMachine(RecordingMachine):
         super().__init__()
         self.live: dict[str, Request] = {}
         self.scheduled: dict[str, Request] = {}  # when the current step was scheduled
-        self.earlier: list[tuple[list[int], list[int]]] = []  # prompts, and prompts with outputs
+        self.earlier: list[tuple[Request, list[int]]] = []  # requests, each with its prompt and outputs
         self.idle = 0
 
     @initialize(
@@ -165,6 +135,7 @@ class SchedulerMachine(RecordingMachine):
     )
     def start(self, config: Config, first: list[Request]) -> None:
         """Create manager, scheduler and memory, and submit a few requests."""
+        self.record.config = config
         self.manager = self.record.watch(type(self).make_manager(config))
         self.scheduler = type(self).make_scheduler(self.manager, config)
         self.memory = self.record.memory = type(self).make_memory(config)
@@ -200,10 +171,10 @@ class SchedulerMachine(RecordingMachine):
         """Record a request that the scheduler accepted."""
         self.live[request.request_id] = request
         prompt = list(map(int, request.prompt))
-        self.earlier = [*self.earlier[-7:], (prompt, [*prompt, *reference_tokens(request, self.window)[0]])]
+        self.earlier = [*self.earlier[-7:], (request, [*prompt, *reference_tokens(request, self.window)[0]])]
         self.record.note(
             f"add(request_id={request.request_id!r}, prompt={show(prompt)}, n={request.n}, "
-            f"max_tokens={request.max_tokens}, extras={list(request.extras)})"
+            f"max_tokens={request.max_tokens}" + (f", {key})" if (key := show_key(request)) else ")")
         )
 
     @rule(pick=st.integers(0, 7))
@@ -263,6 +234,8 @@ class SchedulerMachine(RecordingMachine):
         self.manager.check()
         busy = rows > 0 or len(step.decision) > 0 or bool(losses) or not self.live
         self.idle = 0 if busy else self.idle + 1
+        if not busy:
+            self.record.idle()
         if self.idle > IDLE_STEPS:
             raise AssertionError(f"{len(self.live)} requests wait and {self.idle} steps did nothing")
 

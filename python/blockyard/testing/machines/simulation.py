@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -13,8 +14,8 @@ from numpy.typing import NDArray
 from blockyard._core import Pairs, StepDecision
 from blockyard.errors import BlockyardError, MappingError
 from blockyard.testing.machines.record import show
-from blockyard.testing.machines.scheduler import draw_token
 from blockyard.testing.machines.strategies import VOCABULARY
+from blockyard.testing.machines.values import Key, draw_token, seen, show_key, token_of
 from blockyard.testing.machines.watch import SequenceWatch, common, holds
 
 __all__ = ["Simulation"]
@@ -123,12 +124,12 @@ class Simulation:
         ]
         self._refuse_shared_slots(rows, slots)
         try:
-            self.watch.memory.write(slots, tokens)
+            self.watch.memory.write(slots, [value for row in rows for value in row.values])
         except MappingError as error:
             raise AssertionError(f"step {self.watch.step}: forward: {error}") from error
         for row in rows:
             for slot in row.slots:
-                self.watch.writers[slot // self.watch.memory.block_size] = f"forward of step {self.watch.step}"
+                self.watch.writers[slot // self.watch.memory.block_size] = row.written()
         texts = [row.read() for row in rows]
         drawn = [
             draw_token(text[: len(text) - left], turn)
@@ -177,35 +178,52 @@ class _ForwardRow:
         self.size = self.watch.memory.block_size
         self.table = self.table[: -(-self.length // self.size)]
 
+    @property
+    def key(self) -> Key:
+        """Key of its sequence."""
+        return Key() if self.owner is None else self.watch.sequences[self.owner].key
+
+    @cached_property
+    def values(self) -> list[int]:
+        """What the model stores for its new tokens."""
+        return seen(self.key, self.tokens, self.length - len(self.tokens)) if self.watch.keyed else self.tokens
+
+    def written(self) -> str:
+        """Describe its writes."""
+        key = show_key(self.key)
+        return f"forward of step {self.watch.step}" + (f" for sequence {self.owner} with {key}" if key else "")
+
     def read(self) -> list[int]:
-        """Read the row's tokens, and check that they are a request's."""
+        """Read the row's values, and check that they are a request's."""
         try:
-            text = self.watch.memory.read(self.table, self.length)
+            values = self.watch.memory.read(self.table, self.length)
         except MappingError:
             raise AssertionError(f"step {self.watch.step}: {self.explain([])}") from None
-        sure = self.length - self.drafts
+        text, sure = list(map(token_of, values)), self.length - self.drafts
         names = [name for (name, _), whole in self.watch.texts.items() if whole[:sure] == text[:sure]]
         if not names or text[self.length - len(self.tokens) :] != self.tokens:
             raise AssertionError(f"step {self.watch.step}: {self.explain(text)}")
-        owner = self.owner()
-        if owner is not None:
-            self.claim(owner, names)
-            self.compare_told(owner, text)
-        return text
+        if self.owner is not None:
+            self.claim(self.owner, names)
+            self.compare_told(self.owner, text)
+            self.compare_keys(self.owner, text, values)
+        return values
 
     def claim(self, handle: int, names: Sequence[str]) -> None:
         """Record which request the sequence belongs to."""
         followed = self.watch.sequences[handle]
         taken = {self.watch.sequences[other].request for other in self.watch.live() if other != handle}
         followed.table = tuple(self.table)
-        salts = {name: self.watch.salts.get(name) for name in names}
-        if self.watch.salts:
-            if followed.salt not in salts.values():
+        if self.watch.keyed:
+            keys = {name: self.watch.keys[name] for name in names}
+            if followed.key not in keys.values():
+                own, wanted = followed.key._asdict(), keys[names[-1]]._asdict()
+                part = next(part for part, value in own.items() if value != wanted[part])
                 raise AssertionError(
-                    f"step {self.watch.step}: {self.watch.name(handle)} was opened with salt {followed.salt!r}, its "
-                    f"request {names[-1]!r} has salt {salts[names[-1]]!r}"
+                    f"step {self.watch.step}: {self.watch.name(handle)} was opened with {part} {own[part]!r}, its "
+                    f"request {names[-1]!r} has {part} {wanted[part]!r}"
                 )
-            names = [name for name in names if salts[name] == followed.salt]
+            names = [name for name in names if keys[name] == followed.key]
         if followed.request not in names:
             followed.request = next((name for name in reversed(names) if name not in taken), names[-1])
 
@@ -221,8 +239,23 @@ class _ForwardRow:
                     f"at position {at} of {self.watch.name(handle)}, slot {self.slot(at)} (block {self.table_at(at)})"
                 )
 
+    def compare_keys(self, handle: int, text: Sequence[int], values: Sequence[int]) -> None:
+        """Check that all values were computed under the key of the sequence."""
+        if not self.watch.keyed:
+            return
+        wanted = seen(self.key, text)
+        if (at := common(values, wanted)) < len(wanted):
+            block = self.table_at(at)
+            last = f"block {block} was last written by {self.watch.writers.get(block)}"
+            raise AssertionError(
+                f"step {self.watch.step}: row {self.row}, {self.watch.name(handle)}: position {at} is slot "
+                f"{self.slot(at)} (block {block}), whose token was computed under another salt, adapter or extra; "
+                f"wanted {show_key(self.key) or 'none'}; {last}"
+            )
+
+    @cached_property
     def owner(self) -> int | None:
-        """Return the sequence with this block table."""
+        """The sequence with this block table."""
         for handle in self.watch.live():
             blocks = self.watch.blocks(handle) if self.watch.manager.tier(handle) == "device" else []
             if blocks and blocks[: len(self.table)] == self.table:
@@ -250,7 +283,7 @@ class _ForwardRow:
 
     def title(self) -> str:
         """Name the row and its sequence."""
-        handle = self.owner()
+        handle = self.owner
         handle = self.writer() if handle is None else handle
         return f"row {self.row}" + ("" if handle is None else f", {self.watch.name(handle)}")
 
@@ -264,7 +297,7 @@ class _ForwardRow:
 
     def explain(self, text: Sequence[int]) -> str:
         """Explain why a row reads tokens that are not its request's."""
-        owner, writer = self.owner(), self.writer()
+        owner, writer = self.owner, self.writer()
         if writer is not None and owner != writer:
             return self.explain_table(owner, writer)
         if owner is None:

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from blockyard.scheduler import Request
 from blockyard.testing.interfaces import Config
 
-__all__ = ["VOCABULARY", "FollowUp", "configs", "follow_up", "follow_ups", "prompts", "requests"]
+__all__ = [
+    "VOCABULARY",
+    "FollowUp",
+    "configs",
+    "follow_up",
+    "follow_ups",
+    "prompts",
+    "requests",
+    "with_extras_inside",
+]
 
 VOCABULARY = 97
 """Token ids are below this number."""
@@ -26,6 +35,8 @@ _OTHER_BLOCKS = st.integers(0, 16)
 _WATERMARKS = st.sampled_from([0.0, 0.01, 0.1, 0.2])
 _EXTRA = st.tuples(st.integers(-4, 3), st.integers(1, 4), st.sampled_from([b"cat", b"dog"]))
 _EXTRAS: st.SearchStrategy[list[tuple[int, int, bytes]]] = st.lists(_EXTRA, max_size=2)
+_SALTS = st.sampled_from([None, None, b"", b"tenant"])
+_ADAPTERS = st.sampled_from([0, 0, 0, 7])
 
 
 def configs(
@@ -78,7 +89,7 @@ def requests(
     max_n: int = 3,
     priorities: int = 2,
 ) -> st.SearchStrategy[Request]:
-    """Make requests: some have several sequences, some stop early, some have extras in the prompt or after it.
+    """Make requests: some have several sequences, stop early, or have a salt, an adapter or extras.
 
     Args:
         request_ids: strategy for ids; a few names by default, so that some are reused.
@@ -99,6 +110,8 @@ def requests(
         priority=st.integers(0, priorities - 1),
         arrival=st.sampled_from([0.0, 1.0]),
         stop_token_ids=st.frozensets(st.integers(0, VOCABULARY - 1), max_size=3),
+        salt=_SALTS,
+        lora_id=_ADAPTERS,
         extras=st.one_of(*[st.builds(list)] * 3, _EXTRAS),
     ).map(_with_extras_at_end)
 
@@ -106,12 +119,12 @@ def requests(
 def _with_extras_at_end(request: Request) -> Request:
     """Let the starts of a request's extras count from its prompt's end: most then lie in a partial block."""
     end = len(request.prompt)
-    return _with_extras_inside(
+    return with_extras_inside(
         replace(request, extras=[(max(0, end + at), n, image) for at, n, image in request.extras])
     )
 
 
-def _with_extras_inside(request: Request) -> Request:
+def with_extras_inside(request: Request) -> Request:
     """Drop a request's extras beyond its end."""
     end = len(request.prompt) + request.max_tokens
     return replace(request, extras=[extra for extra in request.extras if extra[0] + extra[1] <= end])
@@ -123,22 +136,24 @@ def follow_ups() -> st.SearchStrategy[FollowUp | None]:
     return st.none() | st.tuples(st.integers(0, 7), hows, st.integers(1, MAX_PROMPT))
 
 
-def follow_up(request: Request, earlier: Sequence[tuple[list[int], list[int]]], how: FollowUp | None) -> Request:
+def follow_up(request: Request, earlier: Sequence[tuple[Request, list[int]]], how: FollowUp | None) -> Request:
     """Make a request's prompt share a prefix with an earlier one.
 
     Args:
         request: request that provides the rest of the prompt.
-        earlier: for each earlier request, its prompt, and its prompt with outputs.
+        earlier: earlier requests, each with its prompt and outputs.
         how: value drawn from `follow_ups`.
 
     Returns:
-        The same prompt again, a prompt that extends the earlier outputs, or one that branches off; `request` if `how`
-        is None.
+        The same prompt again, or one that extends the earlier outputs, both with the earlier salt, adapter and extras;
+        or one that branches off. `request` if `how` is None.
     """
     if how is None or not earlier:
         return request
     pick, way, kept = how
-    prompt, whole = earlier[-1 - pick % len(earlier)]
+    one, whole = earlier[-1 - pick % len(earlier)]
     own = list(request.prompt)
-    text = {"repeat": prompt, "extend": [*whole, *own], "branch": [*whole[:kept], *own]}[way]
-    return _with_extras_inside(replace(request, prompt=text[:MAX_PROMPT]))
+    text = {"repeat": list(map(int, one.prompt)), "extend": [*whole, *own], "branch": [*whole[:kept], *own]}[way]
+    if way != "branch":
+        request = replace(request, salt=one.salt, lora_id=one.lora_id, extras=one.extras)
+    return with_extras_inside(replace(request, prompt=text[:MAX_PROMPT]))

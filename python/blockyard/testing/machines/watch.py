@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from blockyard._core import BlockManager, Pairs, StepDecision
+from blockyard._core import BlockManager, HashedPrompt, Pairs, StepDecision
 from blockyard.errors import BlockyardError
+from blockyard.testing.machines.hits import DueHits
 from blockyard.testing.machines.record import CallRecord, show
 from blockyard.testing.machines.side_by_side import MAX_OPEN
+from blockyard.testing.machines.values import Key, Keyed, token_of
 from blockyard.testing.memory import EMPTY, LOST, LateMemory
 
 __all__ = ["Followed", "SequenceWatch", "Ticket", "TicketWatch", "common", "holds"]
@@ -35,7 +37,7 @@ class Followed:
     opened: int  # the step
     tokens: list[int | None]  # None: the manager does not know the id
     told: list[str]  # for each token: the call that named it
-    salt: bytes | None = None
+    key: Key
     request: str = ""
     freed: int | None = None
     lost: str = ""  # the call that reported the loss
@@ -165,7 +167,9 @@ class SequenceWatch(TicketWatch):
     Attributes:
         manager: the manager under the scheduler.
         texts: all tokens of each sequence of a request, prompt first, as with unlimited memory.
-        salts: the salt of each request.
+        keyed: which parts of `Key` the requests have.
+        keys: the key of each request.
+        hits: which prompts should hit the prefix cache.
         writers: last writer of each device block.
     """
 
@@ -175,9 +179,11 @@ class SequenceWatch(TicketWatch):
         super().__init__()
         self.sequences: dict[int, Followed] = {}
         self.texts: dict[tuple[str, int], list[int]] = {}
-        self.salts: dict[str, bytes | None] = {}
-        self.due: set[tuple[int | None, ...]] = set()  # prompts that should hit when they are first allocated
+        self.keyed: frozenset[str] = frozenset()
+        self.keys: dict[str, Key] = {}
+        self.hits = DueHits(self)
         self.writers: dict[int, str] = {}
+        self._hashed: dict[int, tuple[HashedPrompt, list[int | None], Key]] = {}  # by id, which is kept alive
 
     # ---- calls of the manager ----
 
@@ -186,6 +192,8 @@ class SequenceWatch(TicketWatch):
         super().before(name, arguments, text)
         if name == "mark_computed" and self.manager.prefix.enabled:
             self._mark(arguments, text)
+        elif name == "allocate":
+            self.hits.before(*self._prompts(arguments))
 
     def after(self, name: str, arguments: dict[str, Any], result: Any) -> None:
         """Follow what a call has changed."""
@@ -215,7 +223,7 @@ class SequenceWatch(TicketWatch):
                     continue
                 table = self.manager.block_table(handle).tolist()
                 length = self.manager.num_tokens(handle) if counts is None else int(np.atleast_1d(counts)[row])
-                found = self.memory.read(table, length)
+                found = list(map(token_of, self.memory.read(table, length)))
             except BlockyardError:
                 continue  # the manager refuses it
             size = self.memory.block_size
@@ -232,27 +240,59 @@ class SequenceWatch(TicketWatch):
 
     def _after_allocate(self, arguments: dict[str, Any], result: Any) -> None:
         opened = handles(result)
-        texts = [_tokens(prompt) for prompt in arguments.get("prompts", ())]
-        texts = texts or [[None] * length for length in map(self.manager.num_tokens, opened)]
-        given = arguments.get("salt")
-        salts = given if isinstance(given, list | tuple) else [given] * len(opened)
-        for handle, text, salt in zip(opened, texts, salts, strict=True):
-            self.sequences[handle] = Followed(self.step, text, [f"allocate in step {self.step}"] * len(text), salt)
+        texts, keys = self._prompts(arguments)
+        if not texts:  # a call of the manager's own
+            texts = [[None] * length for length in map(self.manager.num_tokens, opened)]
+            keys = [Key()] * len(texts)
+        for handle, text, key in zip(opened, texts, keys, strict=True):
+            self.sequences[handle] = Followed(self.step, text, [f"allocate in step {self.step}"] * len(text), key)
         results = result if isinstance(result, tuple) else (result,)
-        for sequence, text in zip(results, texts, strict=False):
-            hit = getattr(sequence, "cached_tokens", 0)
-            self.counts["tokens hit"] += hit
-            if tuple(text) in self.due:
-                self.due.remove(tuple(text))
-                self.counts["due allocated"] += 1
-                self.counts["due hit"] += hit > 0
+        hits = [int(getattr(sequence, "cached_tokens", 0)) for sequence in results]
+        self.counts["tokens hit"] += sum(hits)
+        self.hits.after(opened, hits)
+
+    def _after_hash(self, arguments: dict[str, Any], result: Any) -> None:
+        key = self._key(arguments.get("salt"), arguments.get("lora_id"), arguments.get("extras"))
+        self._hashed[id(result)] = (result, _tokens(arguments["token_ids"]), key)
+
+    def _prompts(self, arguments: dict[str, Any]) -> tuple[list[list[int | None]], list[Key]]:
+        """Return tokens and key of each prompt of `allocate`."""
+        prompts = arguments.get("prompts") or list(map(int, np.atleast_1d(arguments.get("counts") or [])))
+        extras = arguments.get("extras") or ()
+        if all(extra and isinstance(extra[0], int) for extra in extras):
+            extras = [extras] * len(prompts)
+        given = zip(*(_each(arguments.get(name), len(prompts)) for name in ("salt", "lora_id")), extras, strict=False)
+        texts, keys = list(map(_tokens, prompts)), [self._key(*parts) for parts in given]
+        for row, prompt in enumerate(prompts):
+            if isinstance(prompt, HashedPrompt):
+                if id(prompt) not in self._hashed:
+                    raise AssertionError(
+                        f"step {self.step}: allocate got prompts[{row}], a HashedPrompt that prefix.hash of the "
+                        f"manager under test has not returned"
+                    )
+                _, texts[row], keys[row] = self._hashed[id(prompt)]
+        return texts, keys
+
+    def _key(self, salt: Any, lora_id: Any, extras: Any) -> Key:
+        """Return the key that a call gives, as far as the requests have one."""
+        return self.key_of(Key(salt, int(lora_id or 0), tuple(extras or ())))
+
+    def key_of(self, request: Keyed) -> Key:
+        """Return the part of a key that the requests have."""
+        return Key(
+            request.salt if "salt" in self.keyed else None,
+            request.lora_id if "lora_id" in self.keyed else 0,
+            tuple(sorted((start, length, digest) for start, length, digest in request.extras))
+            if "extras" in self.keyed
+            else (),
+        )
 
     def _after_fork(self, arguments: dict[str, Any], result: Any) -> None:
         parent, shared = self.sequences[int(arguments["sequence"])], arguments.get("shared_tokens")
         rest = 0 if shared is None else int(arguments["num_tokens"]) - int(shared)
         for handle in handles(result):
             tokens, told = [*parent.tokens[:shared], *[None] * rest], [*parent.told[:shared], *[""] * rest]
-            self.sequences[handle] = Followed(self.step, tokens, told, parent.salt)
+            self.sequences[handle] = Followed(self.step, tokens, told, parent.key)
 
     def _after_truncate(self, arguments: dict[str, Any], _: Any) -> None:
         followed, kept = self.sequences[int(arguments["sequence"])], int(arguments["num_tokens"])
@@ -316,6 +356,13 @@ class SequenceWatch(TicketWatch):
             return f"has lost bytes, {followed.lost} returned it: free it and start again"
         return f"was opened in step {followed.opened}{owner} and is on the {self.manager.tier(handle)}"
 
+    def last_of(self, request: str) -> str:
+        """Describe a request by what became of its last sequence."""
+        own = [handle for handle, followed in self.sequences.items() if followed.request == request]
+        if not own:
+            return f"{request!r}, for which forward has computed no sequence"
+        return f"{request!r}, whose sequence {own[-1]} {self.state(own[-1]).replace(f' for request {request!r}', '')}"
+
     def culprit(self, live: Iterable[str]) -> str:
         """Name what keeps requests from finishing, if known."""
         live = set(live)
@@ -341,7 +388,7 @@ class SequenceWatch(TicketWatch):
 
 def holds(token: int) -> str:
     """Describe the content of a slot."""
-    return {EMPTY: "was never written", LOST: "was lost by a transfer"}.get(token, f"holds token {token}")
+    return {EMPTY: "was never written", LOST: "was lost by a transfer"}.get(token, f"holds token {token_of(token)}")
 
 
 def handles(given: Any) -> list[int]:
@@ -355,6 +402,10 @@ def _counts(given: Any, rows: int) -> list[int]:
     if given is None or isinstance(given, int):
         return [1 if given is None else given] * rows
     return [int(count) for count in np.broadcast_to(given, rows)]
+
+
+def _each(given: Any, count: int) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple | np.ndarray) else [given] * count
 
 
 def _tokens(prompt: Any) -> list[int | None]:

@@ -57,6 +57,8 @@ def doctor(options: argparse.Namespace) -> Result:
     """Check the installation, and a set-up if one is named."""
     from blockyard.tools.doctor import run_doctor, worst  # noqa: PLC0415 (looks for torch)
 
+    if options.config is not None and not options.config.exists():
+        raise InvalidArgumentError(f"cannot read {options.config}: there is no such file")
     with show_progress("doctor", quiet=options.quiet) as view:
         checks = run_doctor(view)
         if options.store is not None:
@@ -122,7 +124,7 @@ def simulate(options: argparse.Namespace) -> Result:
     def show(stream: TextIO) -> None:
         faults = ", ".join(f"{kind} {count}" for kind, count in sorted(found.faults.items())) or "none"
         print(f"{found.num_seeds} seeds, {found.num_operations} operations; faults: {faults}", file=stream)
-        print(f"log digest {found.digest}", file=stream)
+        print(f"{found.show_blocks()}\nlog digest {found.digest}", file=stream)
         if found.failure is None:
             print("no promise was broken", file=stream)
             return
@@ -189,7 +191,8 @@ def store(options: argparse.Namespace) -> Result:
         stores.show(found, options.action, stream)
         if is_rm:
             count = len(places)
-            done = f"removed {removed} of {count} blocks" if options.yes else f"would remove {count} blocks: give --yes"
+            would = f"would remove {count} blocks: give --yes" if count else "no block is chosen, see ls"
+            done = f"removed {removed} of {count} blocks" if options.yes else would
             print(done, file=stream)
 
     return Result(data, show, EXIT_WRONG if found.damaged and not removed else EXIT_OK)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from blockyard import __version__
 from blockyard.scheduler import PREEMPTION_MODES
 from blockyard.tools.demo.report import SABOTAGE_KINDS
 from blockyard.tools.setup_checks import ENGINES
+from blockyard.tools.store.contents import DIGITS
 from blockyard.workers import missing
 
 __all__ = ["EXIT_CODES", "make_parser"]
@@ -279,7 +282,7 @@ def _add_simulate(commands: Any) -> None:
         metavar="KINDS",
         help="kinds of faults, separated by commas: all, none, or some of lossy, repeat, slow, straggle, "
         "partition, mute, garbled, page, crash, clock, forget, update, copy, gray, full, node_loss, record_loss, "
-        "damage, torn, failover, server_clock",
+        "damage, torn, failover, server_clock; of a cluster also node_down, cut_off, move",
     )
     which.add_argument(
         "--replay",
@@ -387,7 +390,12 @@ def _add_plan(commands: Any) -> None:
         help="serve each choice with N draws of the arrivals, so that noise does not choose",
     )
     command.add_argument("--host-gib", type=_numbers, default="0,32,128", metavar="LIST", help="sizes of host memory")
-    command.add_argument("--store-gib", type=_numbers, default="0,1024", metavar="LIST", help="sizes of the store")
+    command.add_argument(
+        "--store-gib",
+        type=_numbers,
+        metavar="LIST",
+        help="sizes of each engine's own store (default: 0,1024; 0 for a model with windows or states)",
+    )
     command.add_argument("--policies", default="adaptive", metavar="NAMES", help="eviction policies: lru, adaptive")
     command.add_argument(
         "--max-ttft",
@@ -396,7 +404,7 @@ def _add_plan(commands: Any) -> None:
         help="limit of the time to first token in seconds, for 90 %% of requests",
     )
     prices = command.add_argument_group("prices per hour, in any currency")
-    prices.add_argument("--device-price", type=_factor, default=2.5, metavar="X", help="accelerators of one engine")
+    prices.add_argument("--device-price", type=_factor, default=2.5, metavar="X", help="all accelerators of one engine")
     prices.add_argument(
         "--host-price", type=_price, default=0.005, metavar="X", help="a GiB of host memory; 0 for memory that you own"
     )
@@ -434,7 +442,8 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         "--fit-blocks",
         type=_count(1),
         metavar="N",
-        help="blocks that the engine of --fit had (default: from the meta.json beside the file, as are its limits)",
+        help="blocks that the engine of --fit had: vLLM logs its KV cache's size in tokens; divide it by the block "
+        "size (default: from the meta.json beside the file, as are its limits)",
     )
     group.add_argument(
         "--device-bandwidth",
@@ -514,7 +523,13 @@ def _add_store(commands: Any) -> None:
         metavar="TEXT",
         help="first digits of the namespace, or NAME=VALUE of one of its parts; repeat it to narrow the choice",
     )
-    chosen.add_argument("--tenant", default="", metavar="DIGITS", help="first digits of the tenant")
+    chosen.add_argument(
+        "--tenant",
+        type=_tenant,
+        default="",
+        metavar="DIGITS",
+        help="first digits of the tenant: of the SHA-256 of its salt, in hexadecimal",
+    )
     chosen.add_argument(
         "--older-than",
         type=_age,
@@ -614,6 +629,14 @@ def _age(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not an age such as 90s, 15min, 12h or 7d")
     return value
+
+
+def _tenant(text: str) -> str:
+    """Parse the first digits of a tenant; an argparse type."""
+    if re.fullmatch("[0-9a-fA-F]{0,64}", text):
+        return text.lower()[:DIGITS]
+    digits = hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:DIGITS]
+    raise argparse.ArgumentTypeError(f"{text!r} is not a digest: the tenant with this salt is {digits}")
 
 
 def _factor(text: str) -> float:

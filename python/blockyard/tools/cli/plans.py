@@ -15,13 +15,15 @@ from blockyard.progress import show_progress
 from blockyard.tools.cli import pictures, replays
 from blockyard.tools.cli.result import EXIT_OK, EXIT_WRONG, Result
 from blockyard.tools.replay.engine import EngineOptions
-from blockyard.tools.replay.plan import GIB, Choice, Plan, Prices, gib_text, make_plan
+from blockyard.tools.replay.plan import GIB, Choice, Plan, Prices, make_plan, three_digits
 from blockyard.tools.replay.sweep import open_executor
 
 __all__ = ["plan"]
 
 _DEVICE_BLOCKS: Final = 20000
 """Blocks on the device if nothing says how many."""
+_STORE_GIB: Final = (0, 1024)
+"""Sizes of the store if nothing says which, except for models that are replayed without one."""
 
 
 def plan(options: argparse.Namespace) -> Result:
@@ -47,14 +49,21 @@ def plan(options: argparse.Namespace) -> Result:
             engines=options.engines or (),
             arrival_seeds=options.arrival_seeds,
             max_ttft=options.max_ttft or float("inf"),
-            arguments=_arguments(options),
+            arguments="" if options.kv_cache_dtype == "auto" else f" --kv-cache-dtype {options.kv_cache_dtype}",
+            tensor_parallel_size=options.tensor_parallel_size,
             executor=executor,
             show=partial(view.step, note="replays"),
         )
     shown = found.recommended or min(found.choices, key=lambda choice: choice.ttft)
-    timeline = replays.timeline_of(options, requests, shown.options, step_time)
+    timeline = replays.timeline_of(options, requests, shown.options, step_time, shown.engines)
     trace = f"{options.trace.name}: {replays.count_of(requests)}"
-    facts = {"trace": trace, "step time": str(step_time), "recommendation": found.sentence()}
+    facts = {
+        "trace": trace,
+        "step time": str(step_time),
+        "recommendation": found.sentence(),
+        "over time": f"the {'fastest' if found.recommended is None else 'recommended'} choice: {_name(shown, found)}"
+        + replays.drawn_of(shown.engines),
+    }
     files = pictures.files_of(options, f"Plan for {options.trace.name}", timeline, facts, partial(_draw, found))
     code = EXIT_WRONG if found.recommended is None else EXIT_OK
     data = {"trace": str(options.trace), "step_time": asdict(step_time)} | found.as_dict()
@@ -68,10 +77,11 @@ def _store_gib(options: argparse.Namespace, engine: EngineOptions) -> Sequence[f
     Raises:
         InvalidArgumentError: the command line asks for a store below a hybrid model's caches.
     """
-    sizes: Sequence[float] = options.store_gib
-    if engine.hybrid is None or not any(sizes):
-        return sizes
-    if (shown := ",".join(f"{size:g}" for size in sizes)) != options.default_of("store_gib"):
+    sizes: Sequence[float] | None = options.store_gib
+    if engine.hybrid is None:
+        return _STORE_GIB if sizes is None else sizes
+    if sizes is not None and any(sizes):
+        shown = ",".join(f"{size:g}" for size in sizes)
         raise InvalidArgumentError(f"--store-gib is {shown}, must be 0 for a model with windows or states")
     return (0,)
 
@@ -82,7 +92,9 @@ def _device_blocks(options: argparse.Namespace, size: int) -> int:
     if options.device_gib is not None:
         blocks = int(options.device_gib * GIB // size)
         if not blocks:
-            raise InvalidArgumentError(f"--device-gib is {options.device_gib:g}, a block takes {size / GIB:.3g} GiB")
+            raise InvalidArgumentError(
+                f"--device-gib is {options.device_gib:g}, a block takes {three_digits(size / GIB)} GiB"
+            )
     if options.memory_gib is None:
         return blocks or _DEVICE_BLOCKS
     if options.model_config is None and options.weights_gib is None:
@@ -92,22 +104,20 @@ def _device_blocks(options: argparse.Namespace, size: int) -> int:
         weights = weight_bytes(options.model_config) if weights is None else weights * GIB
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"--memory-gib needs --weights-gib with this model: {error}") from None
-    room = options.memory_gib * GIB * options.memory_utilization * options.tensor_parallel_size - weights
-    fit = int(room // size)
+    ranks = options.tensor_parallel_size
+    all_memory = options.memory_gib * GIB * options.memory_utilization * ranks
+    fit = int((all_memory - weights) // size)
     if fit < 1 or (blocks or 0) > fit:
-        wanted = f"{blocks} blocks take {blocks * size / GIB:.3g} GiB" if blocks else "a block takes room, too"
-        raise InvalidArgumentError(
-            f"--memory-gib is {options.memory_gib:g}: {options.memory_utilization:g} of it, on "
-            f"{options.tensor_parallel_size} accelerators, leaves {room / GIB:.3g} GiB beside "
-            f"{weights / GIB:.3g} GiB of weights; {wanted}"
+        on = f"{ranks} accelerators" if ranks > 1 else "one accelerator"
+        given = (
+            f"--memory-gib is {options.memory_gib:g}: {options.memory_utilization:g} of it, on {on}, is "
+            f"{three_digits(all_memory / GIB)} GiB"
         )
+        cache = (
+            f"{blocks} blocks take {three_digits(blocks * size / GIB)} GiB" if blocks else "the cache needs some, too"
+        )
+        raise InvalidArgumentError(f"{given}; the weights take {three_digits(weights / GIB)} GiB, and {cache}")
     return blocks or fit
-
-
-def _arguments(options: argparse.Namespace) -> str:
-    """Return the arguments of `vllm serve` that all choices share."""
-    found = f" --tensor-parallel-size {options.tensor_parallel_size}" if options.tensor_parallel_size > 1 else ""
-    return found + (f" --kv-cache-dtype {options.kv_cache_dtype}" if options.kv_cache_dtype != "auto" else "")
 
 
 def _draw(found: Plan, drawing: Any) -> dict[str, object]:
@@ -132,8 +142,9 @@ def _name(choice: Choice, found: Plan) -> str:
 
 
 def _parts(choice: Choice) -> tuple[str, ...]:
-    sizes = (f"{gib_text(choice.host_gib)} GiB host", f"{gib_text(choice.store_gib)} GiB store")
-    return (f"{choice.engines} engines", *sizes, choice.options.eviction, choice.options.preemption_mode)
+    sizes = (f"{three_digits(choice.host_gib)} GiB host", f"{three_digits(choice.store_gib)} GiB store")
+    engines = f"{choice.engines} engine{'s' if choice.engines > 1 else ''}"
+    return (engines, *sizes, choice.options.eviction, choice.options.preemption_mode)
 
 
 _LEGEND: Final = (
@@ -148,20 +159,23 @@ def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
     print("\n".join(heads), file=stream)
     device = found.choices[0].options
     size = device.device_blocks * device.bytes_per_block / GIB
-    tokens = device.device_blocks * device.block_size
+    tokens, ranks = device.device_blocks * device.block_size, found.tensor_parallel_size
+    each = f", {three_digits(size / ranks)} GiB on each of {ranks} accelerators" if ranks > 1 else ""
+    mean = ", the mean over the trace's requests" if device.hybrid is not None else ""
     print(
         f"device of an engine: {device.device_blocks} blocks of {device.block_size} tokens = {tokens} tokens = "
-        f"{size:.3g} GiB\n\nengines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million "
-        "refused",
+        f"{three_digits(size)} GiB{each}; {device.bytes_per_block / device.block_size:.0f} bytes a token{mean}\n\n"
+        "engines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million refused",
         file=stream,
     )
     for choice in found.choices:
         served, options = choice.served, choice.options
         tpot = served.times.tpot
         policy = options.eviction if found.has_prefixes else "-"
-        host, store = gib_text(choice.host_gib), gib_text(choice.store_gib)
+        host, store = three_digits(choice.host_gib), three_digits(choice.store_gib)
         sizes = f"{choice.engines:>7} {host:>5} {store:>5} {policy:<8} {options.preemption_mode:<9}"
-        times = f"{served.times.hit_rate:>6.1%} {choice.ttft:>10.3f} {tpot.mean() * 1e3 if len(tpot) else 0:>8.1f}"
+        hits = f"{served.times.hit_rate:.1%}" if found.has_prefixes else "-"
+        times = f"{hits:>6} {choice.ttft:>10.3f} {tpot.mean() * 1e3 if len(tpot) else 0:>8.1f}"
         mark = " *" if choice.is_best else ""
         costs = f"{choice.per_hour:>8.3f} {choice.per_million_tokens:>10.4f}"
         print(f"{sizes} {times} {costs} {choice.refused or '':>7}{mark}".rstrip(), file=stream)
@@ -171,5 +185,7 @@ def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
         config = "" if paste.kv_transfer_config is None else json.dumps(paste.kv_transfer_config)
         print(f"\n{paste.kv_cache}\n{paste.scheduler}", file=stream)
         print(f"\n{paste.vllm}" + (f" --kv-transfer-config '{config}'" if config else ""), file=stream)
+        if config and found.has_prefixes:
+            print("vLLM and this connector choose themselves what to evict, whatever the plan says.", file=stream)
         if found.recommended.options.preemption_mode != "recompute" and found.recommended.served.preemptions:
             print("vLLM recomputes what it preempts, whatever the plan says.", file=stream)

@@ -109,7 +109,7 @@ def read_contents(path: Path) -> TraceContents:
     requests = inputs = outputs = blocks = repeated = 0
     first: int | None = None
     last = 0
-    for clock, request in iter_trace(path):
+    for _, (clock, request) in iter_trace(path):
         first = clock if first is None else min(first, clock)
         last = max(last, clock)
         requests += 1

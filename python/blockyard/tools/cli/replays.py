@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TextIO, cast
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.layout.arena import ArenaLayout
-from blockyard.layout.model import ModelMemory
+from blockyard.layout.model import LayerCache, ModelMemory
 from blockyard.layout.weights import weight_bytes
 from blockyard.progress import Progress, show_progress
 from blockyard.scheduler import PREEMPTION_MODES, PreemptionMode
@@ -24,17 +24,19 @@ from blockyard.tools.replay.engine import EngineOptions, replay_times
 from blockyard.tools.replay.history import History
 from blockyard.tools.replay.hits import OPTIMAL, ClassMemory, HybridMemory
 from blockyard.tools.replay.packed import PackedTrace
-from blockyard.tools.replay.plan import GIB
+from blockyard.tools.replay.plan import GIB, three_digits
 from blockyard.tools.replay.serving import Served, serve_all
 from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStepTime, StepTime
-from blockyard.tools.replay.step_time.fit import fit_run, lower_bounds
+from blockyard.tools.replay.step_time.fit import errors_text, fit_run, lower_bounds
 from blockyard.tools.replay.sweep import Point, open_executor, read_blocks, sweep
+from blockyard.tools.replay.traffic import has_prefixes, part_of, spread_by_prefix
 from blockyard.tools.timeline import Timeline
 from blockyard.traces import TraceRequest, read_groups, read_trace
 
 __all__ = [
     "bytes_per_block",
     "count_of",
+    "drawn_of",
     "engine_of",
     "memory_of_cache",
     "modes_of",
@@ -49,6 +51,8 @@ _log = logging.getLogger("blockyard.tools.replay")
 
 _MILLISECONDS: Final = 1e3
 _MIB: Final = 1 << 20
+_MAX_DRAWN: Final = 4
+"""Engines whose timeline is drawn; each has three panels or four."""
 _ENOUGH: Final = 0.9
 """Share of a policy's most hits from which on a larger cache is said to bring little."""
 _BYTES_PER_TOKEN: Final = 131072  # of Llama-3.1-8B in bfloat16
@@ -60,12 +64,17 @@ class FittedStepTime(LinearStepTime):
 
     Attributes:
         condition: how much an error of the recorded times can grow in the four numbers, at least 1.
+        errors: relative errors of the predicted mean times of the run.
     """
 
     condition: float
+    errors: Mapping[str, float]
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; fitted, condition {self.condition:.3g}"
+        return (
+            f"{super().__str__()}; fitted, condition {self.condition:.3g}; predicts this run's mean "
+            f"{errors_text(self.errors)}"
+        )
 
 
 def replay(options: argparse.Namespace) -> Result:
@@ -135,7 +144,8 @@ def _fit(options: argparse.Namespace) -> FittedStepTime:
             raise InvalidArgumentError(f"--device-bandwidth has no use with this model: {error}") from None
         bounds = lower_bounds(weights, token, bandwidth)
     fit = fit_run(EngineRun.read(options.fit), limits, LinearStepTime, at_least=bounds)
-    return FittedStepTime(*(*fit.numbers, fit.condition))
+    fixed, prefill_token, decode_row, context_token = fit.numbers
+    return FittedStepTime(fixed, prefill_token, decode_row, context_token, fit.condition, fit.errors)
 
 
 # ---- hits ----
@@ -183,10 +193,19 @@ def _hits(
 ) -> Result:
     reports: list[_HitReport] = []
     for path, requests in traces:
+        if not has_prefixes(requests):
+            raise InvalidArgumentError(
+                f"{path}: no request has hash ids, so shared prefixes are unknown: give --step-time, or use plan"
+            )
         try:
             trace = PackedTrace.of(requests)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{path}: {error}") from None
+        if options.block_size > trace.block_tokens:
+            raise InvalidArgumentError(
+                f"--block-size is {options.block_size}, must be at most {trace.block_tokens}, the tokens of a hash id "
+                f"of {path}: larger blocks are shared less than its ids"
+            )
         hybrid, size = memory_of_cache(options, path, requests, trace.block_tokens)
         sizes = _sizes(options, size, trace.num_distinct * trace.block_tokens // options.block_size)
         caches = _caches(options, sizes, is_hybrid=hybrid is not None)
@@ -215,20 +234,28 @@ def _hits(
         path.name: f"{count}, {trace.num_distinct} distinct blocks of {trace.block_tokens} tokens"
         for path, count, trace, *_ in reports
     }
-    files = pictures.files_of(options, "Hits over capacity", None, facts, partial(_draw_hits, reports))
+    draw = partial(_draw_hits, reports, in_gib=(options.device_gib, options.host_gib) != (None, None))
+    files = pictures.files_of(options, "Hits over capacity", None, facts, draw)
     found = [report.as_dict(options.block_size) for report in reports]
     return Result({"window": options.window, "traces": found}, show, files=files)
 
 
-def _draw_hits(reports: Sequence[_HitReport], drawing: Any) -> dict[str, object]:
+def _draw_hits(reports: Sequence[_HitReport], drawing: Any, *, in_gib: bool) -> dict[str, object]:
+    """Draw the hits over the size that varies, in the unit of the command line."""
     figures = {}
-    for path, _, _, points, *_ in reports:
+    for path, _, _, points, block_bytes, *_ in reports:
+        unit, scale = ("GiB", block_bytes / GIB) if in_gib else ("blocks", 1)
+        devices, hosts = ({getattr(point, f"{tier}_blocks") for point in points} for tier in ("device", "host"))
+        over_host = len(devices) == 1 and len(hosts) > 1
+        what = "host memory" if over_host else "device and host memory" if any(hosts) else "device memory"
         curves: dict[str, list[tuple[float, float]]] = {}
         for point in points:
-            name = f"{point.policy}, {point.host_blocks} host blocks" if point.host_blocks else point.policy
-            curves.setdefault(name, []).append((point.device_blocks, point.hit_rate))
+            size = point.host_blocks + (0 if over_host else point.device_blocks)
+            host = f", {three_digits(point.host_blocks * scale)} {unit} of it host"
+            name = point.policy + (host if point.host_blocks and not over_host else "")
+            curves.setdefault(name, []).append((float(f"{size * scale:.6g}"), point.hit_rate))
         optimum = curves.pop(OPTIMAL, [])
-        figures[f"Hit rate of {path.name}"] = drawing.hit_rate_figure(curves, optimum=optimum)
+        figures[f"Hit rate of {path.name}"] = drawing.hit_rate_figure(curves, optimum=optimum, capacity=(what, unit))
     return figures
 
 
@@ -364,7 +391,7 @@ def _show_hits(report: _HitReport, block_size: int, stream: TextIO) -> None:
     for point in points:
         host, way = _share_of(point.host_hit_tokens, point.hit_tokens), _way(point, hits)
         blocks = point.device_blocks + point.host_blocks
-        both = f"{blocks * block_size:>10} {blocks * block_bytes / GIB:>8.3g}"
+        both = f"{blocks * block_size:>10} {three_digits(blocks * block_bytes / GIB):>8}"
         sizes = f"{point.device_blocks:>9} {point.host_blocks:>9} {both}"
         found = f"{sizes} {point.policy:<9} {point.hit_rate:>8.2%} {host:>10} {way:>11} {point.too_long or '':>8}"
         print(found.rstrip(), file=stream)
@@ -381,14 +408,21 @@ def _show_classes(classes: Sequence[ClassMemory], stream: TextIO) -> None:
 
 
 def _knee(points: Sequence[Point], block_bytes: int) -> str:
-    """Return a sentence: which size of the first policy finds nearly as much as its largest one."""
-    sizes = {one.device_blocks + one.host_blocks: one.hit_rate for one in points if one.policy == points[0].policy}
+    """Return a sentence: which sizes of the first policy find nearly as much as any, and as much."""
+    sizes: dict[int, float] = {}
+    for point in points:
+        if point.policy == points[0].policy:
+            size = point.device_blocks + point.host_blocks
+            sizes[size] = max(point.hit_rate, sizes.get(size, 0.0))
     best = max(sizes.values())
-    enough = min(size for size, rate in sizes.items() if rate >= _ENOUGH * best)
     if len(sizes) < 2 or not best:
         return ""
-    small, large = (f"{blocks * block_bytes / GIB:.3g} GiB" for blocks in (enough, max(sizes)))
-    return f"{points[0].policy} finds {sizes[enough]:.1%} with {small}, and at most {best:.1%} with {large}."
+    enough = min(size for size, rate in sizes.items() if rate >= _ENOUGH * best)
+    most = min(size for size, rate in sizes.items() if f"{rate:.1%}" == f"{best:.1%}")
+    small, large = (f"{three_digits(blocks * block_bytes / GIB)} GiB" for blocks in (enough, most))
+    both = " on device and host together" if any(point.host_blocks for point in points) else ""
+    first = f"{sizes[enough]:.1%} with {small}{both}, and " if enough < most else ""
+    return f"{points[0].policy} finds {first}at most {best:.1%}, with {large}{'' if first else both}."
 
 
 def _share_of(part: int, whole: int) -> str:
@@ -423,7 +457,7 @@ def _times(
         if isinstance(step_time, FittedStepTime):
             print(f"step time: {step_time}", file=stream)
         for (path, engines), (_, requests) in zip(reports, traces, strict=True):
-            _show_times(f"{path.name}: {count_of(requests)}", engines, stream)
+            _show_times(f"{path.name}: {count_of(requests)}", engines, stream, is_known=has_prefixes(requests))
 
     found = [{"trace": str(path), "engines": [engine.as_dict() for engine in engines]} for path, engines in reports]
     timeline = timeline_of(options, traces[0][1], reports[0][1][0].options, step_time)
@@ -433,14 +467,25 @@ def _times(
 
 
 def timeline_of(
-    options: argparse.Namespace, requests: Sequence[TraceRequest], engine: EngineOptions, step_time: StepTime
+    options: argparse.Namespace,
+    requests: Sequence[TraceRequest],
+    engine: EngineOptions,
+    step_time: StepTime,
+    engines: int = 1,
 ) -> Timeline | None:
-    """Replay a trace with one engine for its timeline; None if no file shows it."""
+    """Replay a trace with engines that share it for the timeline of the first ones; None if no file shows it."""
     if not pictures.have_timeline(options):
         return None
-    history = History()
-    replay_times(requests, engine, step_time, watch=history)
-    return history.timeline
+    timeline = Timeline("s")
+    for number, part in enumerate(spread_by_prefix(requests, engines)[:_MAX_DRAWN], 1):
+        history = History(timeline, f"engine {number}: " if engines > 1 else "")
+        replay_times(part_of(requests, part), engine, step_time, watch=history)
+    return timeline
+
+
+def drawn_of(engines: int) -> str:
+    """Return which of several engines `timeline_of` shows, if not all."""
+    return f"; engines 1 to {_MAX_DRAWN} of {engines}" if engines > _MAX_DRAWN else ""
 
 
 def _engines(options: argparse.Namespace, path: Path, requests: Sequence[TraceRequest]) -> list[EngineOptions]:
@@ -499,9 +544,18 @@ def bytes_per_block(options: argparse.Namespace, requests: Sequence[TraceRequest
 
 
 def _memory_of(options: argparse.Namespace) -> ModelMemory:
-    """Return what the model of `--model-config` caches."""
+    """Return what the model of `--model-config` caches on all ranks together."""
     dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    return ModelMemory.from_config(options.model_config, dtype=dtype)
+    memory = ModelMemory.from_config(options.model_config, dtype=dtype)
+    return replace(memory, layers=tuple(_on_ranks(layer, options.tensor_parallel_size) for layer in memory.layers))
+
+
+def _on_ranks(layer: LayerCache, ranks: int) -> LayerCache:
+    """Return what a layer caches on several ranks: each has a head at least, and latent entries as a whole."""
+    if layer.kind in {"recurrent", "conv"}:
+        return layer
+    copies = max(1, ranks // layer.heads) if layer.heads else ranks
+    return replace(layer, entry_bytes=layer.entry_bytes * copies, heads=layer.heads * copies)
 
 
 def _distinct(requests: Sequence[TraceRequest], block_size: int) -> int:
@@ -533,7 +587,8 @@ _TIMES_LEGEND: Final = (
 )
 
 
-def _show_times(title: str, engines: Sequence[Served], stream: TextIO) -> None:
+def _show_times(title: str, engines: Sequence[Served], stream: TextIO, *, is_known: bool) -> None:
+    """Print the times of engines, and their hits if it is known which prompts share a beginning."""
     print(f"{title}; times in milliseconds", file=stream)
     print(
         "   device     host policy   preempt   TTFT mean      p99  TPOT mean  latency  tokens/s  hits  preempted",
@@ -545,7 +600,8 @@ def _show_times(title: str, engines: Sequence[Served], stream: TextIO) -> None:
         sizes = f"{options.device_blocks:>9} {options.host_blocks:>8}"
         what = f"{options.eviction:<8} {options.preemption_mode:<9}"
         times = f"{_ms(ttft, 'mean'):>9} {_ms(ttft, 'p99'):>8} {_ms(tpot, 'mean', 1):>10} {_ms(latency, 'mean'):>8}"
-        rates = f"{served.output_rate:>9.0f} {served.times.hit_rate:>5.1%} {served.preemptions:>10}"
+        hits = f"{served.times.hit_rate:.1%}" if is_known else "-"
+        rates = f"{served.output_rate:>9.0f} {hits:>5} {served.preemptions:>10}"
         print(f"{sizes} {what} {times} {rates}", file=stream)
         _show_classes(served.times.classes, stream)
         if served.times.refused:

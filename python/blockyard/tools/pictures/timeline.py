@@ -20,6 +20,8 @@ _AROUND_PIXELS: Final = 110
 _MAX_POINTS: Final = 2000
 """Maximum number of points of a line; more would share pixels."""
 _MAX_SHADES: Final = 300
+_ENGINES_OWN: Final = ("decode", "prefill", "prefill and decode", "swap_out", "swap_in")
+"""Spans of an engine, which have the same colours on every page, whichever of them a run has."""
 _FILL: Final = "rgba(0, 114, 178, 0.2)"  # the first of `COLORS`
 
 
@@ -59,7 +61,7 @@ def timeline_figure(timeline: Timeline, *, shade: Collection[str] = ("faults",))
         place = {"xaxis": "x", "yaxis": f"y{suffix}", "legend": f"legend{suffix}"}
         if number <= len(panels):
             track = list(panels)[number - 1]
-            layout[f"yaxis{suffix}"] |= {"title": {"text": track}, "rangemode": "tozero"}
+            layout[f"yaxis{suffix}"] |= {"title": {"text": track.replace(": ", "<br>")}, "rangemode": "tozero"}
             data += [trace | place for trace in _lines(panels[track])]
         else:
             layout[f"yaxis{suffix}"] |= _lane_axis(lanes)
@@ -160,7 +162,8 @@ def _bars(timeline: Timeline, pixel: float) -> list[dict[str, Any]]:
         for mark in marks_of[track]:
             marks[mark.name].append((first, mark))
         first += max(1, len(lanes))
-    names = {name: number for number, name in enumerate([*bars, *(name for name in marks if name not in bars)])}
+    known = _ENGINES_OWN if any(name in bars for name in _ENGINES_OWN) else ()
+    names = {name: number for number, name in enumerate(dict.fromkeys([*known, *bars, *marks]))}
     colors = {name: COLORS[number % len(COLORS)] for name, number in names.items()}
     found = [_bar(name, rows, colors[name], timeline.time_unit) for name, rows in bars.items()]
     return found + [_mark(name, rows, colors[name], names[name], timeline.time_unit) for name, rows in marks.items()]

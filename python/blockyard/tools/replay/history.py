@@ -19,19 +19,21 @@ _COPIES: Final = {"swap_in": "host to device", "swap_out": "device to host"}
 class History:
     """Records steps, copies and the use of each tier in a timeline.
 
-    Attributes:
-        timeline: the timeline so far.
+    Args:
+        timeline: a timeline in seconds; several engines can share one.
+        engine: put before the names of the engine's tracks.
     """
 
-    def __init__(self) -> None:
-        self.timeline = Timeline("s", ["steps", *_COPIES.values()])
+    def __init__(self, timeline: Timeline, engine: str = "") -> None:
+        timeline.tracks = [*timeline.tracks, *(f"{engine}{track}" for track in ("steps", *_COPIES.values()))]
+        self._timeline, self._engine = timeline, engine
         self._values: dict[tuple[str, str], float] = {}
 
     def step(self, start: float, end: float, step: Step, scheduler: Scheduler, stored: int) -> None:
         """Record a step, and the contents of the pools and queues."""
         kind = "decode" if step.decodes == step.rows else "prefill" if not step.decodes else "prefill and decode"
         args = {"sequences": step.rows, "tokens": len(step.token_ids)}
-        self.timeline.add(Span("steps", kind, start, end, args))
+        self._timeline.add(Span(f"{self._engine}steps", kind, start, end, args))
         if stored or ("store (blocks)", "stored") in self._values:
             self._count("store (blocks)", "stored", start, stored)
         self._state(start, scheduler)
@@ -39,7 +41,7 @@ class History:
     def plain_steps(self, start: float, end: float, contexts: NDArray[np.int64], scheduler: Scheduler) -> None:
         """Record steps of plain decoding as one span."""
         args = {"steps": len(contexts), "sequences": contexts.shape[1], "tokens": contexts.size}
-        self.timeline.add(Span("steps", "decode", start, end, args))
+        self._timeline.add(Span(f"{self._engine}steps", "decode", start, end, args))
         self._state(start, scheduler)
 
     def idle(self, time: float, scheduler: Scheduler) -> None:
@@ -61,9 +63,9 @@ class History:
 
     def copies(self, start: float, end: float, way: str, blocks: int) -> None:
         """Record a batch of copies."""
-        self.timeline.add(Span(_COPIES[way], way, start, end, {"blocks": blocks}))
+        self._timeline.add(Span(f"{self._engine}{_COPIES[way]}", way, start, end, {"blocks": blocks}))
 
     def _count(self, panel: str, name: str, time: float, value: float) -> None:
         if self._values.get((panel, name)) != value:
             self._values[panel, name] = value
-            self.timeline.add(Counter(panel, name, time, value))
+            self._timeline.add(Counter(f"{self._engine}{panel}", name, time, value))

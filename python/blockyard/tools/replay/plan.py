@@ -133,10 +133,10 @@ class Configuration:
     """What to paste to get the recommended engines.
 
     Attributes:
-        kv_cache: the call of `KVCache`.
+        kv_cache: the call of `KVCache`, whose sizes are those of one rank.
         scheduler: the call of `Scheduler`.
         vllm: the arguments of `vllm serve`, without the next one.
-        kv_transfer_config: its `--kv-transfer-config`; None without host memory, which vLLM's offloading needs.
+        kv_transfer_config: its `--kv-transfer-config`; None without host memory, which the connector needs.
     """
 
     kv_cache: str
@@ -157,6 +157,7 @@ class Plan:
         max_ttft: that limit in seconds; infinite without one.
         has_prefixes: whether the trace says which prompts share a beginning. If not, it says nothing about caches.
         arguments: more arguments of `vllm serve`.
+        tensor_parallel_size: accelerators of an engine, which share the bytes of every block.
     """
 
     choices: Sequence[Choice]
@@ -164,23 +165,26 @@ class Plan:
     max_ttft: float
     has_prefixes: bool = True
     arguments: str = ""
+    tensor_parallel_size: int = 1
 
     def sentence(self) -> str:
         """Return sentences that recommend a choice, and say why and what more memory would bring."""
         about = self._refusals() + ("" if self.has_prefixes else _NO_PREFIXES)
+        about += _NO_STORE if self.has_prefixes and self.choices[0].options.hybrid is not None else ""
         if self.recommended is None:
             quickest = min(_least_refusing(self.choices), key=lambda choice: choice.ttft)
             return about + (
                 f"No choice gives 90 % of first tokens within {self.max_ttft:g} s; the fastest gives them within "
-                f"{quickest.ttft:.3g} s: {self._words(quickest)}."
+                f"{three_digits(quickest.ttft)} s: {self._words(quickest)}."
             )
         choice = self.recommended
         highest = max(other.per_million_tokens for other in self.choices)
         why = "the cheapest" if self.max_ttft == float("inf") else f"the cheapest within {self.max_ttft:g} s"
         return about + (
-            f"Take {self._words(choice)}: {choice.per_million_tokens:.3g}{_spread(choice.costs)} per million generated "
-            f"tokens, and 90 % of first tokens within {choice.ttft:.3g}{_spread(choice.ttfts)} s. It is {why}; the "
-            f"most expensive costs {highest:.3g}.{self._ties()}{self._knee()}"
+            f"Take {self._words(choice)}: {three_digits(choice.per_million_tokens)}{_spread(choice.costs)} per million "
+            f"generated tokens, and 90 % of first tokens within {three_digits(choice.ttft)}{_spread(choice.ttfts)} s."
+            + (f" It is {why}; the most expensive costs {three_digits(highest)}." if len(self.choices) > 1 else "")
+            + f"{self._ties()}{self._knee()}"
         )
 
     def _refusals(self) -> str:
@@ -194,13 +198,14 @@ class Plan:
         )
 
     def _words(self, choice: Choice) -> str:
+        """Return a choice in words."""
         options = choice.options
         engines = f"{choice.engines} engines, each with " if choice.engines > 1 else ""
-        device = options.device_blocks * options.bytes_per_block / GIB
-        host = f"{gib_text(choice.host_gib)} GiB of host memory" if options.host_blocks else "no host memory"
-        store = f", a store of {gib_text(choice.store_gib)} GiB" if options.store_blocks else ""
+        device = three_digits(options.device_blocks * options.bytes_per_block / GIB)
+        host = f"{three_digits(choice.host_gib)} GiB of host memory" if options.host_blocks else "no host memory"
+        store = f", a store of {three_digits(choice.store_gib)} GiB" if options.store_blocks else ""
         policy = f", {options.eviction} eviction" if self.has_prefixes else ""
-        rest = f"and {options.preemption_mode} preemption, beside {device:.3g} GiB on the device"
+        rest = f"and {options.preemption_mode} preemption, beside {device} GiB on the device"
         return f"{engines}{host}{store}{policy} {rest}"
 
     def _ties(self) -> str:
@@ -233,9 +238,9 @@ class Plan:
         share, found = f"{100 * _KNEE:g} %", ""
         for time, knee in knees.items():
             if knee == most:
-                found += f" Host memory up to {gib_text(most)} GiB, the most tried, still saves {share} of {time}."
+                found += f" Host memory up to {three_digits(most)} GiB, the most tried, still saves {share} of {time}."
             else:
-                beyond = f" beyond {gib_text(knee)} GiB" if knee else ""
+                beyond = f" beyond {three_digits(knee)} GiB" if knee else ""
                 found += f" Host memory{beyond} saves less than {share} of {time}."
         return found
 
@@ -252,30 +257,35 @@ class Plan:
         store = options.store_blocks * options.bytes_per_block
         device = options.device_blocks * options.bytes_per_block
         in_bytes = options.hybrid is not None and options.hybrid.block_bytes > 0
+        ranks = self.tensor_parallel_size
         lines = [f"device_blocks={options.device_blocks}", f"host_blocks={options.host_blocks}"]
         if in_bytes:  # blocks of each group's own size
-            lines = [f"device_bytes={device}", f"host_bytes={host}"]
+            lines = [f"device_bytes={device // ranks}", f"host_bytes={host // ranks}"]
         if self.has_prefixes and options.prefix_caching:
             caching = f'PrefixCaching(eviction="{options.eviction}", host={options.host_blocks > 0})'
             lines.append(f"prefix_caching={caching}")
-        extra: dict[str, Any] = {
-            "spec_module_path": "blockyard.integrations.vllm",
-            "spec_name": "BlockyardSpec",
-            "host_bytes": f"{gib_text(host / GIB)}GiB",
-            "policy": options.eviction,
-        }
+        extra: dict[str, Any] = {"host_bytes": f"{three_digits(host / GIB)}GiB"}  # of all workers
         if store:
-            url = f"file:///var/cache/blockyard?size={gib_text(store / GIB)}GiB"
+            url = f"file:///var/cache/blockyard?size={three_digits(store / GIB)}GiB"
             lines.append(f'prefix_store="{url}", prefix_writes="{options.store_writes}", namespace=b"MODEL@REVISION"')
             extra["prefix_store"] = url
         limits = (("max_num_seqs", options.max_num_seqs), ("max_num_batched_tokens", options.max_num_batched_tokens))
         scheduler = ", ".join(f"{name}={value}" for name, value in limits)
         flags = [f"--{name.replace('_', '-')} {value}" for name, value in limits]
         memory = (
-            f"--kv-cache-memory-bytes {device}" if in_bytes else f"--num-gpu-blocks-override {options.device_blocks}"
+            f"--kv-cache-memory-bytes {device // ranks}"  # of each accelerator
+            if in_bytes
+            else f"--num-gpu-blocks-override {options.device_blocks}"
         )
         flags = [f"--block-size {options.block_size}", memory, *flags]
-        vllm = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        flags = [f"--tensor-parallel-size {ranks}"] * (ranks > 1) + flags
+        # Its host holds what the device evicts, as that of the replay does. It has no option for the policy.
+        vllm = {
+            "kv_connector": "BlockyardKVConnector",
+            "kv_connector_module_path": "blockyard.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
         return Configuration(
             f"KVCache(layout, {', '.join(lines)})",
             f'Scheduler(cache, {scheduler}, preemption_mode="{options.preemption_mode}")',
@@ -308,6 +318,7 @@ _NO_PREFIXES: Final = (
     "The trace does not say which prompts share a beginning, so this plan says nothing about caches: eviction policies "
     "and stores were not compared. "
 )
+_NO_STORE: Final = "No store was compared: a model with windows or states is replayed without one. "
 
 
 def make_plan(
@@ -324,6 +335,7 @@ def make_plan(
     arrival_seeds: int = 1,
     max_ttft: float = float("inf"),
     arguments: str = "",
+    tensor_parallel_size: int = 1,
     executor: Executor | None = None,
     show: Callable[[int, int], object] = max,
 ) -> Plan:
@@ -343,6 +355,7 @@ def make_plan(
         arrival_seeds: how often each choice serves the trace, each time with other arrivals of the same kind.
         max_ttft: time in seconds within which 90 % of first tokens must arrive.
         arguments: more arguments of `vllm serve`, for what to paste.
+        tensor_parallel_size: accelerators of an engine, for what to paste.
         executor: runs the replays; None for this thread.
         show: called with the number of replays that are done, and of all.
 
@@ -352,10 +365,8 @@ def make_plan(
     if arrival_seeds < 1:
         raise InvalidArgumentError(f"arrival_seeds is {arrival_seeds}, must be at least 1")
     prefixes = has_prefixes(requests) and engine.prefix_caching
-    if not prefixes:
-        store_gib, policies = (0,), policies[:1]
-    kinds = _kinds(engine, host_gib, store_gib, policies, preemption_modes)
-    counts = list(engines) or [1]
+    store_gib, policies = (store_gib, policies) if prefixes else ((0,), policies[:1])
+    kinds, counts = _kinds(engine, host_gib, store_gib, policies, preemption_modes), list(engines) or [1]
     spread = [spread_by_prefix(requests, count) for count in counts]
     drawn = [redraw_arrivals(requests, seed) for seed in range(arrival_seeds)]
     calls, places = [], []
@@ -378,8 +389,8 @@ def make_plan(
         )
         for index, (options, count) in enumerate(product(kinds, counts))
     ]
-    marked, chosen = _marked(choices, _recommend(choices, max_ttft))
-    return Plan(marked, chosen, max_ttft, prefixes, arguments)
+    marked = _marked(choices, _recommend(choices, max_ttft))
+    return Plan(*marked, max_ttft, prefixes, arguments, tensor_parallel_size)
 
 
 def _kinds(
@@ -442,13 +453,14 @@ def _knee_of(seconds: Mapping[float, float]) -> float:
     return min(size for size, time in seconds.items() if time <= min(seconds.values()) * (1 + _KNEE))
 
 
-def gib_text(size: float) -> str:
-    """Return a size in GiB to three significant digits, or to a whole number: blocks do not fill a size exactly."""
-    return f"{size:.0f}" if size >= 100 else f"{size:.3g}"
+def three_digits(value: float) -> str:
+    """Return a number to three significant digits, or a whole number: blocks do not fill a size in GiB exactly."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _spread(values: Sequence[float]) -> str:
-    return f" ({min(values):.3g} to {max(values):.3g} for {len(values)} seeds of arrivals)" if len(values) > 1 else ""
+    low, high = three_digits(min(values)), three_digits(max(values))
+    return f" ({low} to {high} for {len(values)} seeds of arrivals)" if len(values) > 1 else ""
 
 
 def _join(parts: Sequence[Times], places: Sequence[Sequence[int]], count: int) -> Times:

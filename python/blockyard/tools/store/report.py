@@ -11,7 +11,7 @@ import numpy as np
 
 from blockyard.tools.store.contents import Contents, DamagedBlock, Selection
 
-__all__ = ["StoreReport", "StoredGroup", "show", "survey"]
+__all__ = ["StoreReport", "StoredGroup", "show", "size_text", "survey"]
 
 _MAX_SHOWN: Final = 20
 """Maximum number of damaged blocks listed as text."""
@@ -120,7 +120,7 @@ def show(found: StoreReport, action: str, stream: TextIO) -> None:
             for name, value in group.parts.items():
                 say(f"    {name}: {value}")
     if action == "stat" or not (found.groups or found.damaged):
-        say(f"{found.blocks} blocks, {_size(found.bytes)}")
+        say(f"{found.blocks} blocks, {size_text(found.bytes)}")
     if action == "stat":
         for name, value in found.facts.items():
             say(f"{name}: {value}")
@@ -137,7 +137,7 @@ def _row(group: StoredGroup) -> tuple[str, ...]:
         group.namespace,
         group.tenant or "-",
         str(group.blocks),
-        _size(group.bytes),
+        size_text(group.bytes),
         " to ".join(ages) or "-",
         ", ".join(names),
     )
@@ -148,9 +148,10 @@ def _age(seconds: float) -> str:
     return f"{seconds / length:.0f} {unit}"
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
+    """Return a number of bytes with three digits, in the largest unit of which there is one."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+            return f"{count:.3g} {unit}" if unit != "B" and count < 1000 else f"{count:.0f} {unit}"
         count /= 1024
-    return f"{count:.3g} TiB"
+    return f"{count:.3g} TiB" if count < 1000 else f"{count:.0f} TiB"

@@ -145,11 +145,11 @@ impl KeySpecs {
         lora_id: Option<&Bound<'_, PyAny>>,
         prompts: usize,
     ) -> PyResult<Self> {
-        let salts: Vec<Option<PyBackedBytes>> = one_or_each(salt, None, &"salt", prompts, |value| {
+        let salts: Vec<Option<PyBackedBytes>> = one_or_each(salt, None, &"salt", "bytes", prompts, |value| {
             let one: PyResult<PyBackedBytes> = value.extract().map_err(PyErr::from);
             one.ok().map(|salt| Ok(Some(salt)))
         })?;
-        let adapters: Vec<u64> = one_or_each(lora_id, 0, &"lora_id", prompts, |value| {
+        let adapters: Vec<u64> = one_or_each(lora_id, 0, &"lora_id", "an int", prompts, |value| {
             // An array has an `__index__` too, but can be iterated.
             let is_numpy_int = || value.hasattr("__index__").unwrap_or(false) && value.try_iter().is_err();
             (value.is_instance_of::<PyInt>() || is_numpy_int()).then(|| u64::read(value, &"lora_id"))
@@ -190,7 +190,7 @@ impl Extras {
             let is_one = value.get_item(0).map_or(true, |first| !is_list_of_extras(&first));
             is_one.then(|| Vec::read(value, &"extras"))
         };
-        one_or_each(Some(all.as_any()), Vec::new(), &"extras", prompts, of_all).map(Self)
+        one_or_each(Some(all.as_any()), Vec::new(), &"extras", "a list", prompts, of_all).map(Self)
     }
 
     /// Returns the extras of one prompt.
@@ -206,15 +206,17 @@ impl Extras {
 /// Whether a value can be a prompt's list of extras; an extra starts with an int.
 fn is_list_of_extras(value: &Bound<'_, PyAny>) -> bool {
     let first = value.try_iter().map(|mut items| items.next());
-    first.is_ok_and(|first| first.is_none_or(|item| item.is_ok_and(|item| item.try_iter().is_ok())))
+    let is_extra = |item: Bound<'_, PyAny>| !item.is_instance_of::<PyString>() && item.try_iter().is_ok();
+    first.is_ok_and(|first| first.is_none_or(|item| item.is_ok_and(is_extra)))
 }
 
 /// Reads one value for all prompts (returned as a list of one), or a list with one for each prompt. `one` reads a
-/// value for all, if it is one.
+/// value for all, if it is one; `must` says what one is.
 fn one_or_each<'py, T: Argument<'py>>(
     value: Option<&Bound<'py, PyAny>>,
     default: T,
     name: &dyn Display,
+    must: &str,
     prompts: usize,
     one: impl Fn(&Bound<'py, PyAny>) -> Option<PyResult<T>>,
 ) -> PyResult<Vec<T>> {
@@ -222,8 +224,8 @@ fn one_or_each<'py, T: Argument<'py>>(
     if let Some(value) = one(value) {
         return Ok(vec![value?]);
     }
-    if value.try_iter().is_err() {
-        return Err(invalid(format!("{name} is {}, must be one value or one per prompt", shown(value))));
+    if value.is_instance_of::<PyString>() || value.try_iter().is_err() {
+        return Err(invalid(format!("{name} is {}, must be {must}, or one for each prompt", shown(value))));
     }
     let each = items(value, name, |item, at| T::read(item, &format_args!("{name}[{at}]")))?;
     if each.len() == prompts {

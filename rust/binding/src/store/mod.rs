@@ -210,6 +210,12 @@ impl PySlabStore {
         self.direct
     }
 
+    /// Number of blocks that the file held when it was opened, and that are gone since its first page is damaged.
+    #[getter]
+    fn lost_blocks(&self) -> usize {
+        self.store.lost_blocks()
+    }
+
     /// Messages about features that the system refused.
     #[getter]
     fn notes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {

@@ -39,7 +39,7 @@ impl Goal {
     /// The goal of that name.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is no such goal, or the number of runs is 0.
+    /// [`Error::UnknownGoal`] if there is no such goal, [`Error::InvalidArgument`] if the number of runs is 0.
     pub fn from_name(name: &str, number: u32) -> Result<Self> {
         match name {
             "max_id" => Ok(Self::MaxId(number)),
@@ -47,11 +47,7 @@ impl Goal {
             "dense" => Ok(Self::Dense(number)),
             "contiguous" if number > 0 => Ok(Self::Contiguous(number)),
             "contiguous" => Err(Error::InvalidArgument { what: "runs", found: 0, must: "at least 1".to_owned() }),
-            _ => Err(Error::InvalidArgument {
-                what: "goal",
-                found: number.into(),
-                must: format!("the number of max_id, free_tail, dense or contiguous; there is no goal {name:?}"),
-            }),
+            _ => Err(Error::UnknownGoal { name: name.to_owned() }),
         }
     }
 

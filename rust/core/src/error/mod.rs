@@ -138,6 +138,12 @@ pub enum Error {
         /// The pin.
         pin: PinId,
     },
+    /// There is no goal of this name.
+    #[error("goal is {name:?}, must be \"max_id\", \"free_tail\", \"dense\" or \"contiguous\"")]
+    UnknownGoal {
+        /// The name.
+        name: String,
+    },
     /// There is no such job of a prefix store, or it has ended.
     #[error("job {job} of the prefix store is unknown or has ended")]
     UnknownJob {

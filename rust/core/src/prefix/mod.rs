@@ -459,7 +459,9 @@ impl PrefixCache {
     /// Removes a block of a tenant over its quota from the eviction order.
     pub(crate) fn pop_over_quota(&mut self) -> Option<BlockId> {
         self.note_idle();
-        let block = self.order.quotas_mut().and_then(Quotas::pop_over)?;
+        let Some(block) = self.order.quotas_mut().and_then(Quotas::pop_over) else {
+            return self.pop_dead_over_quota();
+        };
         self.pass_popped(block);
         Some(block)
     }

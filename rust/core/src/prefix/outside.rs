@@ -2,6 +2,7 @@
 //! no point.
 
 use super::PrefixCache;
+use super::evict::Quotas;
 use crate::id::BlockId;
 use crate::page::{Classes, MAX_CLASSES, PerClass};
 use crate::reuse::BlockSet;
@@ -168,6 +169,14 @@ impl Outside {
         Some(block)
     }
 
+    /// Takes a tenant's lowest block out that serves nobody.
+    fn take_dead_of(&mut self, tenant: u16) -> Option<BlockId> {
+        let owner = |block: &BlockId| self.owners.tenants.get(block.index()) == Some(&tenant);
+        let block = self.dead.iter().flat_map(BlockSet::iter).find(owner)?;
+        self.unbury(block);
+        Some(block)
+    }
+
     /// Takes blocks of a class out that serve nobody, at most `count`, the lowest first.
     pub(super) fn pop_dead(&mut self, class: usize, count: usize, out: &mut Vec<BlockId>) {
         self.dead[class].take_runs(count, |run| out.extend(run.map(BlockId)));
@@ -302,6 +311,19 @@ impl PrefixCache {
     /// Takes out an evictable block of a class that serves nobody, and follows no point to the host.
     pub(crate) fn pop_dead(&mut self, class: usize) -> Option<BlockId> {
         self.points.as_deref_mut()?.outside.take_dead(class)
+    }
+
+    /// Takes out a block that serves nobody, of a tenant whose blocks outside the policy's order exceed its quota: they
+    /// may hang on it.
+    pub(super) fn pop_dead_over_quota(&mut self) -> Option<BlockId> {
+        while let Some(tenant) = self.order.quotas_mut().and_then(Quotas::pop_idle_over) {
+            let block = self.points.as_deref_mut()?.outside.take_dead_of(tenant);
+            if block.is_some() {
+                self.order.quotas_mut()?.note(tenant);
+                return block;
+            }
+        }
+        None
     }
 
     /// Evictable blocks of a class that serve nobody.

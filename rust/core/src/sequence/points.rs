@@ -336,10 +336,12 @@ impl Sequences {
         let (group, row) = (id.group, self.rows.table(id));
         let end = keys.keys.len().min(self.groups.whole(computed, self.block_size) as usize);
         let mut at = row.published as usize;
-        let (has_new, alone) = (at < end, self.groups.num_companions() == 0);
-        if has_new {
-            step.tiers.continue_chain(at.checked_sub(1).map(|before| row.table[self.anchor_entry(before)]));
+        // Without a prefix cache, states that are passed over count as published, and there are no keys.
+        if at >= end {
+            return;
         }
+        let alone = self.groups.num_companions() == 0;
+        step.tiers.continue_chain(at.checked_sub(1).map(|before| row.table[self.anchor_entry(before)]));
         let found_by = keys.found_by();
         let mut parent = at.checked_sub(1).map_or(0, |before| found_by[before].of_group(group).link());
         while at < end {
@@ -366,9 +368,7 @@ impl Sequences {
             }
             at += 1;
         }
-        if has_new {
-            step.tiers.continue_chain(None);
-        }
+        step.tiers.continue_chain(None);
         let row = self.rows.table_mut(id);
         row.published = row.published.max(u32::try_from(at).unwrap_or(u32::MAX));
     }

@@ -2,7 +2,8 @@
 //! classes. A tenant is identified by its salt.
 //!
 //! All unused blocks that a prompt can find count; windows, states and blocks of other groups go with the block that
-//! they hang on, and while that is in use they may keep a tenant beyond its quota. Blocks beyond a quota are freed when
+//! they hang on, and while that is in use they may keep a tenant beyond its quota. At rest none is beyond its quota:
+//! what hangs on blocks that lead to no point goes with these. Blocks beyond a quota are freed when
 //! sequences are freed, tickets end and decisions are taken, the tenant's least recently used block first. If room is
 //! needed in between, they are evicted before all other blocks.
 

@@ -21,11 +21,12 @@ impl SlabStore {
     /// be started.
     pub fn open_keyed(device: Arc<dyn BlockDevice>, options: StoreOptions) -> Result<Self> {
         options.check()?;
-        let landed = options.recover(&*device).map_err(failed("recover the blocks of"))?;
+        let (landed, lost) = options.recover(&*device).map_err(failed("recover the blocks of"))?;
         let mut queue = options.queue(landed.next_generation);
         queue.restore(&landed);
         let quotas = options.kept_quotas(&*device);
-        let store = Self::start(device, options, queue, true)?;
+        let mut store = Self::start(device, options, queue, true)?;
+        store.lost_blocks = lost;
         for (tenant, most) in quotas {
             // Blocks beyond a quota are there only if the process that set it was killed before they were wiped. If the
             // device refuses now, the quota holds all the same.

@@ -105,6 +105,7 @@ pub struct SlabStore {
     keyed: bool,
     floor: Arc<Floor>,
     quota_file: QuotaFile,
+    lost_blocks: usize,
 }
 
 #[derive(Debug)]
@@ -163,7 +164,8 @@ impl SlabStore {
         let done = std::array::from_fn(|_| Condvar::new());
         let shared = Arc::new(Shared { state, work: Condvar::new(), done, left: Condvar::new() });
         let (floor, owner) = (Arc::new(Floor::new(options.revision)), std::process::id());
-        let store = Self { options, shared, owner, keyed, floor, quota_file: QuotaFile::default() };
+        let quota_file = QuotaFile::default();
+        let store = Self { options, shared, owner, keyed, floor, quota_file, lost_blocks: 0 };
         for _ in 0..store.options.threads {
             store.start_thread()?;
         }
@@ -195,6 +197,13 @@ impl SlabStore {
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.check_process().is_ok() && self.shared.lock().device.is_none()
+    }
+
+    /// Blocks of any namespace that the slab held when it was opened, and that count as forgotten since its first page
+    /// is lost.
+    #[must_use]
+    pub fn lost_blocks(&self) -> usize {
+        self.lost_blocks
     }
 
     /// Slots and their length.

@@ -21,14 +21,15 @@ impl StoreOptions {
     /// Reads what a slab holds under this namespace. Writes the superblock if the slab has none, or one with another
     /// geometry.
     ///
-    /// Without a superblock it is unknown which blocks were forgotten, so all of them are. So are the blocks of another
-    /// revision.
-    pub(super) fn recover(&self, device: &dyn BlockDevice) -> io::Result<Landed> {
+    /// Without a superblock it is unknown which blocks were forgotten, so all of them are: the second value is their
+    /// number, of any namespace. So are the blocks of another revision.
+    pub(super) fn recover(&self, device: &dyn BlockDevice) -> io::Result<(Landed, usize)> {
         let checkpoint = device.take_checkpoint(self.longest_checkpoint());
         let is_of_ours = |page: &Superblock| {
             page.payload_bytes == self.geometry.payload_bytes as u64 && page.revision == self.revision
         };
-        let before = read_superblock(device)?.filter(is_of_ours);
+        let page = read_superblock(device)?;
+        let before = page.filter(is_of_ours);
         let hint = before.and_then(|page| self.read_checkpoint(&checkpoint?, page.floor));
         let headers = if hint.is_none() { self.read_headers(device) } else { Vec::new() };
         let newest = headers.iter().map(|(_, header)| header.generation).max().unwrap_or(0);
@@ -40,7 +41,8 @@ impl StoreOptions {
         }
         let (blocks, older) =
             hint.map_or_else(|| self.newest_of_each_key(&headers, floor), |landed| (landed.blocks, landed.older));
-        Ok(Landed { floor, next_generation: next.max(floor + 1), blocks, older })
+        let lost = if page.is_none() { headers.len() } else { 0 };
+        Ok((Landed { floor, next_generation: next.max(floor + 1), blocks, older }, lost))
     }
 
     /// Writes the superblock; returns once it would survive a loss of power.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Final
@@ -16,7 +16,7 @@ from blockyard.tools.replay.engine import StepTime
 from blockyard.tools.replay.step_time.run import EngineLimits, EngineRun
 from blockyard.tools.replay.step_time.serve import ServedRun, serve
 
-__all__ = ["Fit", "fit_run", "lower_bounds"]
+__all__ = ["Fit", "errors_text", "fit_run", "lower_bounds"]
 
 _ROUNDS: Final = 30
 _CLOSE: Final = 1e-3
@@ -26,6 +26,15 @@ _CLOSE: Final = 1e-3
 _UNSURE: Final = 300
 """Condition above which a run does not tell the four numbers apart: 74, 97 and 221 for runs that did, 445 and 996 for
 runs that did not (`benches/bench_step_time.py`)."""
+_FAR: Final = 0.05
+"""Error of a mean time above which the four numbers do not explain the run: at most .003 for the two real runs."""
+_SINGLY_FAR: Final = 0.25
+"""The same for the mean error of single requests: at most .007 there, .2 or more if times are of other requests."""
+_LONG_STEP: Final = 1.0
+"""Seconds of a step above which the times of the run are probably in another unit."""
+_MEASURED: Final = {"ttft": "first token", "tpot": "time per token", "latency": "end to end"}
+_TAKE_TIME: Final = {0: "a step", 1: "a prompt token", 3: "a cached token"}
+"""The numbers that are above 0 in an engine, by their place; that of a decoding sequence may be too small to see."""
 _log = logging.getLogger("blockyard.tools.replay")
 
 
@@ -37,19 +46,54 @@ class Fit:
         numbers: those of a `LinearStepTime`.
         condition: how much an error of the recorded times can grow in the numbers, at least 1.
         at_least: the lower bounds.
+        errors: relative errors of the predicted mean `"ttft"`, `"tpot"` and `"latency"` of the fitted requests.
+        single_errors: mean errors of single requests, relative to the mean time.
     """
 
     numbers: tuple[float, ...]
     condition: float
     at_least: tuple[float, ...]
+    errors: Mapping[str, float]
+    single_errors: Mapping[str, float]
 
     @property
-    def remedy(self) -> str:
-        """What to do about numbers that the run does not tell apart; empty if it does."""
-        if self.condition <= _UNSURE:
-            return ""
-        bounded = "only their bounds hold" if any(self.at_least) else "give it lower bounds from the hardware"
-        return f"{bounded}, or fit a run whose batches differ more"
+    def doubts(self) -> list[str]:
+        """Reasons not to trust the numbers, each with what to do about it."""
+        found = []
+        if self.numbers[0] > _LONG_STEP:
+            found.append(f"a step takes {self.numbers[0]:.3g} s: are the times of the run in seconds?")
+        far = any(abs(error) > _FAR for error in self.errors.values())
+        if far or max(self.single_errors.values()) > _SINGLY_FAR:
+            found.append(
+                f"the fit does not explain the run: it predicts {errors_text(self.errors)}, and single requests "
+                f"{errors_text(self.single_errors)}. Check the run's number of blocks (--fit-blocks), its limits, and "
+                "that each line has the times of its own request"
+            )
+        if zeros := [name for place, name in _TAKE_TIME.items() if not self.numbers[place]]:
+            found.append(
+                f"{' and '.join(zeros)} would take no time, which no engine reaches: do not use these numbers for "
+                "other loads than that of the run"
+            )
+        if self.condition > _UNSURE:
+            bounded = (
+                "The lower bounds stand for what the run leaves open"
+                if any(self.at_least)
+                else "Give lower bounds from the hardware (at_least, or --device-bandwidth with --model-config)"
+            )
+            found.append(
+                f"the run does not tell the four numbers apart (condition {self.condition:.3g}, above {_UNSURE}). "
+                f"{bounded}; a run whose batch sizes and prompt lengths vary more tells them apart"
+            )
+        return found
+
+
+def errors_text(errors: Mapping[str, float]) -> str:
+    """Return errors in words: `first token within 0.1 %, time per token within ...`."""
+    found = []
+    for name, error in errors.items():
+        share = 100 * abs(error)
+        found.append(f"{_MEASURED[name]} within {share:.{0 if share >= 100 else 1}f} %")
+    return ", ".join(found)
 
 
 def fit_run(
@@ -77,14 +121,14 @@ def fit_run(
         raise InvalidArgumentError(f"at_least is {tuple(at_least)}, must be four finite numbers of at least 0")
     known = slice(first)
     numbers = np.maximum(_guess(run), bounds)
-    best, least, condition = numbers, np.inf, 1.0
+    best, least, condition, explained = numbers, np.inf, 1.0, run
     before = np.zeros(0)
     is_close = False
     for _ in range(_ROUNDS):
         served = serve(run, make(*numbers.tolist()), limits)
         work, seconds = _sums(run, served, known)
         if (error := _error(run, served, known)) < least:
-            best, least, condition = numbers, error, _condition(work)
+            best, least, condition, explained = numbers, error, _condition(work), served.run
         if is_close:
             break
         found = bounds + _nonnegative_least_squares(work, seconds - work @ bounds)
@@ -93,14 +137,10 @@ def fit_run(
         is_close = before.shape == after.shape and np.abs(after / np.maximum(before, 1e-12) - 1).max() < _CLOSE
         before = after
     # A preemption more or less changes all that follows, so rounds need not converge: the best one counts.
-    fit = Fit(tuple(best.tolist()), condition, tuple(bounds.tolist()))
-    if fit.remedy:
-        _log.warning(
-            "the run does not tell the four numbers apart (condition %d, above %d): %s",
-            fit.condition,
-            _UNSURE,
-            fit.remedy,
-        )
+    errors, single = _errors(run.part(known), explained.part(known))
+    fit = Fit(tuple(best.tolist()), condition, tuple(bounds.tolist()), errors, single)
+    for doubt in fit.doubts:
+        _log.warning("%s", doubt)
     return fit
 
 
@@ -122,6 +162,17 @@ def lower_bounds(weights: int, token_bytes: float, bandwidth: float) -> tuple[fl
     return weights / bandwidth, 0.0, 0.0, token_bytes / bandwidth
 
 
+def _errors(recorded: EngineRun, found: EngineRun) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the errors of the mean times, and the mean errors of single requests, both relative to the mean."""
+    means, single = {}, {}
+    for name in _MEASURED:
+        before, after = getattr(recorded, name), getattr(found, name)
+        mean = max(float(before.mean()), 1e-12) if len(before) else 1.0
+        means[name] = float((after - before).sum()) / max(len(before), 1) / mean
+        single[name] = float(np.abs(after - before).sum()) / max(len(before), 1) / mean
+    return means, single
+
+
 def _error(run: EngineRun, served: ServedRun, known: slice) -> float:
     """Return the sum of the squared errors of the times to first and to last token, each relative to its mean."""
     recorded, found = run.part(known), served.run.part(known)
@@ -141,7 +192,8 @@ def _condition(work: NDArray[np.float64]) -> float:
 def _guess(run: EngineRun) -> tuple[float, ...]:
     """Guess from the median time between tokens, and the shortest time to first token per prompt token."""
     prompt = float(np.min((run.first_token - run.scheduled) / run.input_tokens))
-    return float(np.median(run.tpot)) / 2, prompt / 2, 0.0, 0.0
+    times = run.tpot if len(run.tpot) else run.first_token - run.scheduled  # answers of one token each
+    return float(np.median(times)) / 2, prompt / 2, 0.0, 0.0
 
 
 def _sums(run: EngineRun, served: ServedRun, known: slice) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -41,8 +41,9 @@ class LinearStepTime:
 
     def __str__(self) -> str:
         return (
-            f"{self.fixed * 1e3:.4g} ms a step, {self.prefill_token * 1e6:.4g} us a prompt token, "
-            f"{self.decode_row * 1e6:.4g} us a decoding sequence, {self.context_token * 1e9:.4g} ns a cached token"
+            f"{_digits(self.fixed * 1e3)} ms a step, {_digits(self.prefill_token * 1e6)} us a prompt token, "
+            f"{_digits(self.decode_row * 1e6)} us a decoding sequence, "
+            f"{_digits(self.context_token * 1e9)} ns a cached token"
         )
 
     def seconds(self, prefill: Sequence[tuple[int, int]], decode_context: NDArray[np.int64]) -> float:
@@ -85,8 +86,8 @@ class LinearStepTime:
             limits: limits that the engine ran with.
             first: fit the times of the first requests only; all are replayed.
             at_least: lower bounds of the four numbers, such as `fit.lower_bounds` of the hardware. In a run whose cache
-                was always full, the number of rows hardly changes, and several fits match equally well; a line in the
-                log says so.
+                was always full, the number of rows hardly changes, and several fits match equally well. A warning in
+                the log says so, and also if the fit does not explain the run.
 
         Raises:
             TraceError: the file cannot be read or a line is malformed.
@@ -94,3 +95,8 @@ class LinearStepTime:
             InvalidArgumentError: a bound is out of range.
         """
         return cls(*fit_run(EngineRun.read(path), limits, cls, first=first, at_least=at_least).numbers)
+
+
+def _digits(value: float) -> str:
+    """Return a number with four significant digits, or as a whole number."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,7 +94,7 @@ class EngineRun:
         """Read the `requests.jsonl` of a run recorded by LLMServingSim's `bench`.
 
         Each line has `input_toks`, `output_toks`, `arrival_time`, `queued_ts`, `scheduled_ts`, `first_token_ts` and
-        `last_token_ts`; vLLM reports the last four per request.
+        `last_token_ts`; vLLM reports the last four per request, in this order of time.
 
         Raises:
             TraceError: the file cannot be read or a line is malformed.
@@ -180,4 +181,7 @@ def _row(path: str | Path, number: int, line: str) -> tuple[float, ...]:
     for name in _TIMES:
         if type(row[name]) not in {int, float} or not abs(row[name]) < 2**53:
             raise TraceError(f"{path}, line {number}: {name} is {row[name]!r}, not seconds")
+    for name, after in pairwise(_TIMES[1:]):  # the first is on another clock
+        if row[after] < row[name]:
+            raise TraceError(f"{path}, line {number}: {after} is {row[after]!r}, before {name}, {row[name]!r}")
     return tuple(row[name] for name in (*_COUNTS, *_TIMES))

@@ -6,13 +6,14 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from multiprocessing import get_context
 from typing import Any, Final
 
 from blockyard.tools.sim.fleet.faults import FAULTS, Fault
 from blockyard.tools.sim.fleet.fleet import FleetOptions, FleetReport, digest_of, simulate_fleet
+from blockyard.tools.sim.fleet.log import BlockCounts
 from blockyard.tools.timeline import Timeline
 from blockyard.workers import interrupts_blocked
 
@@ -31,6 +32,7 @@ class Campaign:
         num_operations: number of calls by all engines of all seeds.
         faults: how often each kind of fault happened.
         reasons: the reasons of all blocks read or written, "" for success.
+        blocks: what the engines of each seed read and wrote.
         digest: digest of all logs, in the order of the seeds.
         failure: the run that broke a promise, with the fewest faults that break it; None if none did.
     """
@@ -40,6 +42,7 @@ class Campaign:
     num_operations: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
+    blocks: list[BlockCounts] = field(default_factory=list)
     digest: str = ""
     failure: FleetReport | None = None
 
@@ -57,6 +60,23 @@ class Campaign:
             f"--replay {shlex.quote(faults)}"
         )
 
+    def show_blocks(self) -> str:
+        """Return what the stores were worth: blocks found, computed again and not stored, with the range by seed."""
+        counts = self._counts()
+        shares = [each.found / each.read for each in self.blocks if each.read] or [0.0]
+        again, read, written = counts["computed_again"], sum(counts["read"]), sum(counts["written"])
+        lost = [each.written - each.stored for each in self.blocks] or [0]
+        return (
+            f"read: {sum(counts['found'])} of {read} blocks found ({min(shares):.1%} to {max(shares):.1%} by seed)\n"
+            f"computed again: {sum(again)} blocks that the store had before ({min(again)} to {max(again)} by seed)\n"
+            f"not stored: {sum(lost)} of {written} blocks ({min(lost)} to {max(lost)} by seed)"
+        )
+
+    def _counts(self) -> dict[str, list[int]]:
+        """Return each count of every seed, by name."""
+        blocks = self.blocks or [BlockCounts()]
+        return {one.name: [getattr(each, one.name) for each in blocks] for one in fields(BlockCounts)}
+
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dictionary."""
         found: dict[str, Any] = {
@@ -69,6 +89,7 @@ class Campaign:
             "num_operations": self.num_operations,
             "faults": {kind: self.faults[kind] for kind in FAULTS},
             "blocks": {reason or "ok": count for reason, count in sorted(self.reasons.items())},
+            "counts": {name: {"sum": sum(of), "by_seed": [min(of), max(of)]} for name, of in self._counts().items()},
             "digest": self.digest,
             "failure": None,
         }
@@ -107,6 +128,7 @@ def run_campaign(
             found.num_operations += report.num_operations
             found.faults.update(fault.kind for fault in report.faults)
             found.reasons.update(report.reasons)
+            found.blocks.append(report.blocks)
             digests.append(report.digest)
             show(found.num_seeds)
             if report.broken:

@@ -407,6 +407,7 @@ class SimulatedEngine(FleetEngine):
         self._counted.update(done.reasons)
         self._say(f"{batch.ticket}: {','.join(reason or 'ok' for reason in done.reasons)}")
         self._log.add_batch(self._who, batch.kind, batch.at, done.reasons)
+        self._log.count(batch.kind, [(batch.weights, key) for key in batch.keys], done.reasons)
         self._judge(batch, done)
         if batch.rows is not None and not set(done.reasons) & {"timeout", "closed"}:
             batch.rows[:] = 7  # the caller may reuse its rows now

@@ -30,7 +30,7 @@ from blockyard.tools.sim.fleet.faults import (
     Fault,
     draw_faults,
 )
-from blockyard.tools.sim.fleet.log import FleetLog
+from blockyard.tools.sim.fleet.log import BlockCounts, FleetLog
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.tools.sim.fleet.servers.link import Server, is_record, key_in
 from blockyard.tools.sim.fleet.servers.object_server import CAPACITY, ObjectServer
@@ -49,7 +49,13 @@ _RECOVERY_SECONDS: Final = 60.0
 _SWEEP_SECONDS: Final = 70.0  # how long a killed sweeper keeps others from sweeping
 _CALL_SECONDS: Final = 15.0  # maximum duration of a blocking call of the store
 _MAX_SECONDS: Final = 300.0  # how long after the work everything must have ended
-_LEFT_OUT: Final = {"object": OF_REDIS, "redis": OF_CLUSTER | OF_OBJECTS, "cluster": OF_OBJECTS}
+_LEFT_OUT: Final = {"object": OF_REDIS, "redis": OF_CLUSTER | OF_OBJECTS, "cluster": OF_OBJECTS, "both": OF_CLUSTER}
+_NEEDS: Final = {
+    **dict.fromkeys(OF_REDIS, "the store 'redis' or 'cluster'"),
+    **dict.fromkeys(OF_CLUSTER, "the store 'cluster'"),
+    **dict.fromkeys(OF_OBJECTS, "the store 'object'"),
+    **dict.fromkeys(OF_SERVING, "the work 'serving'"),
+}
 _OF_LINK: Final[dict[str, tuple[str, Any, Any]]] = {
     "lossy": ("loss", 1 / 3, 0.0),
     "repeat": ("repeats", 1.0, 0.0),
@@ -101,6 +107,11 @@ class FleetOptions:
             raise InvalidArgumentError(f"model is {self.model!r}, must be one of {', '.join(MODELS)}")
         if self.work not in WORK:
             raise InvalidArgumentError(f"work is {self.work!r}, must be one of {', '.join(WORK)}")
+        idle = [kind for kind in self.kinds if kind in _left_out(self.store, self.work)]
+        if idle and self.kinds != tuple(FAULTS):
+            raise InvalidArgumentError(
+                f"kinds has {idle[0]!r}, which needs {_NEEDS[idle[0]]}; store is {self.store!r}, work {self.work!r}"
+            )
 
     def work_of(self, seed: int) -> str:
         """Return what the engines of a seed's fleet do."""
@@ -109,6 +120,11 @@ class FleetOptions:
     def store_of(self, seed: int) -> str:
         """Return the store of a seed's fleet."""
         return STORES[seed % 2] if self.store == "both" else self.store
+
+
+def _left_out(store: str, work: str) -> frozenset[str]:
+    """Return the kinds of faults that have no effect."""
+    return _LEFT_OUT[store] | (OF_SERVING if work == "calls" else frozenset())
 
 
 @dataclass
@@ -121,6 +137,7 @@ class FleetReport:
         broken: the promise that was broken, "" if none was.
         num_operations: number of calls by all engines.
         reasons: the reasons of all blocks read or written, "" for success.
+        blocks: what the engines read and wrote.
         digest: digest of the log; equal runs have equal digests.
         log: a line for each call, answer and fault.
         timeline: what `log` says, as spans, marks and counters; see `FleetLog`.
@@ -131,6 +148,7 @@ class FleetReport:
     broken: str = ""
     num_operations: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    blocks: BlockCounts = field(default_factory=BlockCounts)
     digest: str = ""
     log: list[str] = field(default_factory=list)
     timeline: Timeline = field(default_factory=Timeline)
@@ -150,7 +168,7 @@ def simulate_fleet(
         The report; `broken` says what went wrong.
 
     Raises:
-        InvalidArgumentError: a fault is of an engine that the fleet does not have.
+        InvalidArgumentError: a fault is of an engine that the fleet does not have, or has no effect on its store.
     """
     options = options or FleetOptions()
     for fault in faults or ():
@@ -158,16 +176,20 @@ def simulate_fleet(
             raise InvalidArgumentError(
                 f"faults has '{fault}', its engine must be from 0 to {options.engines - 1}, or -1 for the server"
             )
+    left_out = _left_out(options.store_of(seed), options.work_of(seed))
+    if idle := [fault for fault in faults or () if fault.kind in left_out]:
+        raise InvalidArgumentError(
+            f"faults has '{idle[0]}', which needs {_NEEDS[idle[0].kind]}; with seed {seed} the store is "
+            f"{options.store_of(seed)!r}, work {options.work_of(seed)!r}"
+        )
     if faults is None:
-        left_out = set(_LEFT_OUT[options.store_of(seed)])
-        left_out |= set() if options.work_of(seed) == "serving" else OF_SERVING
         kinds = tuple(kind for kind in options.kinds if kind not in left_out)
         faults = draw_faults(
             seed, kinds=kinds, engines=options.engines, count=options.num_faults, until=options.seconds
         )
     loop = Loop(seed)
     log = FleetLog(loop, options.engines)
-    report = FleetReport(seed, list(faults), log=log.lines, timeline=log.timeline)
+    report = FleetReport(seed, list(faults), blocks=log.blocks, log=log.lines, timeline=log.timeline)
     with use_runtime(loop), _logged(report.log):
         _Fleet(loop, options, report, log).run()
     report.digest = digest_of(report.log)

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from blockyard.tools.sim.loop import Loop
 from blockyard.tools.timeline import Counter, Mark, Span, Timeline
 
-__all__ = ["FleetLog"]
+__all__ = ["BlockCounts", "FleetLog"]
 
 _COUNTED: Final = {"get": ("reads (blocks)", "hits", "misses"), "put": ("writes (blocks)", "stored", "not stored")}
+
+
+@dataclass
+class BlockCounts:
+    """What the engines of a fleet read from the store and wrote to it.
+
+    Attributes:
+        read: blocks read.
+        found: those that were found.
+        computed_again: those that were missed although an engine with the same weights had stored them before: they
+            were evicted, forgotten, or lost to a fault.
+        written: blocks written.
+        stored: those whose write was confirmed.
+    """
+
+    read: int = 0
+    found: int = 0
+    computed_again: int = 0
+    written: int = 0
+    stored: int = 0
 
 
 class FleetLog:
@@ -28,12 +49,15 @@ class FleetLog:
     Attributes:
         lines: the lines.
         timeline: the timeline.
+        blocks: the counts of all engines.
     """
 
     def __init__(self, loop: Loop, engines: int) -> None:
         self.lines: list[str] = []
         self.timeline = Timeline("s", ["faults", *(f"engine {number}" for number in range(engines))])
         self._loop = loop
+        self.blocks = BlockCounts()
+        self._stored = set[Hashable]()
         self._counts: Counts[str] = Counts()
         self._faults: list[tuple[float, str, str]] = []  # those that have begun
 
@@ -73,6 +97,22 @@ class FleetLog:
         if kind in _COUNTED:
             track, good, bad = _COUNTED[kind]
             self._count(track, {good: counts["ok"], bad: len(reasons) - counts["ok"]})
+
+    def count(self, kind: str, names: Sequence[Hashable], reasons: Sequence[str]) -> None:
+        """Count a store's answer to a batch of blocks, whose names tell apart blocks of different weights."""
+        found = [name for name, reason in zip(names, reasons, strict=True) if not reason]
+        if kind == "get":
+            self.blocks.read += len(names)
+            self.blocks.found += len(found)
+            self.blocks.computed_again += sum(
+                bool(reason) and name in self._stored for name, reason in zip(names, reasons, strict=True)
+            )
+        elif kind == "put":
+            self.blocks.written += len(names)
+            self.blocks.stored += len(found)
+            self._stored.update(found)
+        else:
+            self._stored.difference_update(found)
 
     def add_request(self, who: str, name: str, start: float, *, prompt: int, tokens: int) -> None:
         """Add a finished request with the number of its tokens."""

@@ -155,7 +155,7 @@ class ServingEngine(FleetEngine):
 
     def _open(self, link: Link) -> WatchedStore:
         store = link.open(self.weights, BLOCK_SIZE * CELL_BYTES)
-        return WatchedStore(store, self.loop, self.oracle, self._texts, self.weights)
+        return WatchedStore(store, self.loop, self.oracle, self._texts, self.weights, self._log)
 
     def run(self, until: float) -> None:
         """Serve until a time, then finish the open requests."""

@@ -13,6 +13,7 @@ from blockyard.stores.arguments import checked_keys
 from blockyard.stores.base import Keys
 from blockyard.stores.remote import RemoteStore
 from blockyard.testing.wrapped_store import WrappedStore
+from blockyard.tools.sim.fleet.log import FleetLog
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError, Oracle
 from blockyard.tools.sim.fleet.texts import Texts
 from blockyard.tools.sim.loop import Loop
@@ -37,6 +38,7 @@ class WatchedStore(WrappedStore):
         loop: provides the time.
         oracle: knows when the current weights became valid.
         texts: knows what each block must hold.
+        log: counts the blocks of the fleet.
 
     Attributes:
         store: as given.
@@ -49,7 +51,9 @@ class WatchedStore(WrappedStore):
         is_forgotten: a read missed as `"forgotten"` since the caller last set this to False.
     """
 
-    def __init__(self, store: RemoteStore, loop: Loop, oracle: Oracle, texts: Texts, weights: str) -> None:
+    def __init__(
+        self, store: RemoteStore, loop: Loop, oracle: Oracle, texts: Texts, weights: str, log: FleetLog
+    ) -> None:
         super().__init__(store)
         self.store, self.weights = store, weights
         self.reasons: Counter[str] = Counter()
@@ -57,7 +61,7 @@ class WatchedStore(WrappedStore):
         self.reads: Counter[bytes] = Counter()
         self.broken: BrokenPromiseError | None = None
         self.is_forgotten = False
-        self._loop, self._oracle, self._texts = loop, oracle, texts
+        self._loop, self._oracle, self._texts, self._log = loop, oracle, texts, log
         self._open: dict[int, _WatchedBatch] = {}
 
     def __repr__(self) -> str:
@@ -119,6 +123,7 @@ class WatchedStore(WrappedStore):
         if batch is None:
             return done
         self.reasons.update(done.reasons)
+        self._log.count(batch.kind, [(batch.weights, key) for key in batch.keys], done.reasons)
         found = int(done.ok.sum())
         if batch.kind == "put":
             self.stored += found

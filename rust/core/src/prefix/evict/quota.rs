@@ -38,12 +38,16 @@ pub(crate) struct Quotas {
     rings: Rings,
     /// Tenants that have more than their quotas.
     over: BTreeSet<u16>,
+    /// Tenants with none in the order that have more than their quotas outside, and more or fewer than when it was last
+    /// asked for them.
+    idle_over: BTreeSet<u16>,
 }
 
 impl Quotas {
     pub(super) fn new(inner: Policy, blocks: usize, weight: usize) -> Self {
         let (owners, rings) = (vec![0; blocks], Rings::new(blocks, 0));
-        Self { inner, tenants: Vec::new(), weight, owners, rings, over: BTreeSet::new() }
+        let (over, idle_over) = Default::default();
+        Self { inner, tenants: Vec::new(), weight, owners, rings, over, idle_over }
     }
 
     /// Sets a tenant's quota; a new tenant has the next number.
@@ -114,12 +118,16 @@ impl Quotas {
         self.note(tenant);
     }
 
-    fn note(&mut self, tenant: u16) {
-        if self.tenants[usize::from(tenant) - 1].is_over(self.weight) {
-            self.over.insert(tenant);
-        } else {
-            self.over.remove(&tenant);
-        }
+    pub(crate) fn note(&mut self, tenant: u16) {
+        let known = self.tenants[usize::from(tenant) - 1];
+        let put = |set: &mut BTreeSet<u16>, is_in| if is_in { set.insert(tenant) } else { set.remove(&tenant) };
+        put(&mut self.over, known.is_over(self.weight));
+        put(&mut self.idle_over, known.held == 0 && known.idle > known.quota);
+    }
+
+    /// Takes out a tenant that has more than its quota although none of its blocks is in the order.
+    pub(crate) fn pop_idle_over(&mut self) -> Option<u16> {
+        self.idle_over.pop_first()
     }
 
     fn left(&mut self, block: BlockId) {
