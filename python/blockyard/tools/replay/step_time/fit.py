@@ -140,7 +140,7 @@ def fit_run(
     errors, single = _errors(run.part(known), explained.part(known))
     fit = Fit(tuple(best.tolist()), condition, tuple(bounds.tolist()), errors, single)
     for doubt in fit.doubts:
-        _log.warning("%s", doubt)
+        _log.warning("the fit is doubtful: %s", doubt)
     return fit
 
 
