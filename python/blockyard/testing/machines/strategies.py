@@ -19,7 +19,6 @@ __all__ = [
     "follow_ups",
     "prompts",
     "requests",
-    "with_extras_inside",
 ]
 
 VOCABULARY = 97
