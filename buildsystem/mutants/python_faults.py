@@ -61,8 +61,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
             ("            self.manager.free(handles)\n", "            pass\n"),
             ("        self._stop_tokens.add(state.stops)\n            # Else", "        # Else"),
             (
-                "                    self._preempt(self._rows.worst())\n                    preempted = True",
-                "                    self._preempt(self._rows.worst())\n                    preempted = False",
+                "                    self._preempt(gone)\n                    preempted = True",
+                "                    self._preempt(gone)\n                    preempted = False",
             ),
             ("forks=rows.fork_count(row)))", "forks=0))"),
             (
@@ -193,7 +193,7 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         "scheduler/options.py",
         SCHEDULER,
         [
-            ("self._nulls = self._has_nulls * (first.per_extent or 1)", "self._nulls = 0"),
+            ("self._nulls = self._has_nulls * (self._pools[0].per_extent or 1)", "self._nulls = 0"),
             ("(tokens, chunk_tokens=min(chunk, tokens)).bytes", "(tokens).bytes"),
         ],
     ),
