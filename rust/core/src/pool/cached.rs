@@ -193,7 +193,10 @@ impl Pool {
         before: impl Iterator<Item = BlockId>,
     ) {
         if let Some(cache) = &mut self.cache {
-            cache.add_point(anchor, point, before);
+            // The key of one that another block took the place of is that of its bytes, but it may be found no more.
+            let blocks = &self.blocks;
+            let found = before.map(|block| Some(block).filter(|block| blocks[block.index()].is_published()));
+            cache.add_point(anchor, point, found);
         }
     }
 
@@ -588,6 +591,23 @@ mod tests {
         assert_eq!(taken, blocks[..70]);
         assert!(taken.iter().all(|block| pool.find(&key(block.0)).is_none() && pool.refs(*block) == 1));
         assert_eq!((pool.evictions(), pool.published()), (70, 30));
+    }
+
+    #[test]
+    fn a_point_leads_to_no_block_that_had_the_key_before_it_and_lost_it() {
+        let mut pool = Pool::new(Tier::Device, 8, true).unwrap();
+        pool.use_points(0, 0, false).unwrap();
+        let mut blocks = Vec::new();
+        pool.take(3, false, &mut blocks);
+        let (former, anchor, tail) = (blocks[0], blocks[1], blocks[2]);
+        assert_eq!(pool.publish(former, key(1), 0), Published::Now);
+        pool.unpublish(former);
+        assert_eq!(pool.publish(anchor, key(2), 1), Published::Now);
+        pool.set_parent(anchor, key(1).link());
+        assert!(pool.add_keyless(tail, key(9)));
+        pool.add_point(anchor, (&[tail], false), [former].into_iter());
+        assert!(pool.points().is_some_and(|points| points.has_point(anchor) && !points.leads_on(former)));
+        assert_eq!(pool.check_points(), None);
     }
 
     #[test]

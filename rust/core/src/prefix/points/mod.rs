@@ -396,7 +396,7 @@ impl Both<'_> {
     }
 
     /// An anchor has become live: so are those `before` it in its chain, last one first; what they leave out is looked up.
-    fn enliven(&mut self, mut anchor: BlockId, mut before: impl Iterator<Item = BlockId>) {
+    fn enliven(&mut self, mut anchor: BlockId, mut before: impl Iterator<Item = Option<BlockId>>) {
         let has_dead = self.points.outside.has_dead();
         loop {
             if has_dead {
@@ -407,7 +407,7 @@ impl Both<'_> {
                 self.points.bring_companions(anchor, false);
             }
             self.points.is_broken |= self.points.companions(anchor).is_none();
-            match self.parent_or(anchor, before.next()) {
+            match self.parent_or(anchor, before.next().flatten()) {
                 Ok(Some(parent)) => {
                     self.points.know(parent);
                     let reasons = &mut self.points.reasons[parent.index()];
@@ -595,7 +595,7 @@ impl PrefixCache {
         &mut self,
         anchor: BlockId,
         (tail, is_junction): (&[BlockId], bool),
-        before: impl Iterator<Item = BlockId>,
+        before: impl Iterator<Item = Option<BlockId>>,
     ) {
         let Some(mut both) = self.both() else { return };
         let points = &mut *both.points;
