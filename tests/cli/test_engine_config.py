@@ -162,7 +162,7 @@ def test_an_option_that_is_wrong_or_unused_is_named(given: object, status: str, 
 
 def test_each_documented_configuration_is_right():
     blocks = re.findall(r"```json\n(.*?)```", (ROOT / "docs/engines/vllm.md").read_text(), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     with vllm_modules.loaded("stand-in 0.33"):
         for block in blocks:
             found = VllmConfig(json.loads(block))

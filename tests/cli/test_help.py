@@ -25,6 +25,8 @@ from blockyard.tools.sim.fleet.faults import FAULTS
 
 CHOICES = next(action for action in make_parser()._actions if isinstance(action, argparse._SubParsersAction)).choices
 COMMANDS = tuple(CHOICES)
+KV_TRANSFER_CONFIG = """{"kv_connector": "BlockyardKVConnector", "kv_role": "kv_both",
+"kv_connector_module_path": "blockyard.integrations.vllm", "kv_connector_extra_config": {"host_bytes": "1GiB"}}"""
 
 
 def help_of(*command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -89,6 +91,7 @@ def test_example_runs(
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in ("trace.jsonl", "sessions.jsonl.gz"):
         (tmp_path / name).write_text('{"timestamp": 0, "input_length": 33, "output_length": 1, "hash_ids": [5, 6]}')
+    (tmp_path / "kv-transfer-config.json").write_text(KV_TRANSFER_CONFIG)
     options = {"bytes_per_block": 5000, "num_slots": 8, "use": "prefix"}
     with open_store(f"file://{tmp_path}/kv", **options) as store:  # type: ignore[arg-type]
         store.wait(store.submit_put([bytes(32)], np.ones((1, 5000), np.uint8)))

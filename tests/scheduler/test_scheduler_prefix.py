@@ -255,7 +255,9 @@ class Crowd:
         waiting = list(self.requests)
         for _ in range(3000):
             while waiting and self.random.random() < 0.5:
-                self.engine.scheduler.add(waiting.pop())
+                request = waiting.pop()
+                self.engine.scheduler.add(request)
+                self.engine.requests[request.request_id] = request
             self.step()
             if not waiting and not self.engine.scheduler.num_unfinished:
                 break
