@@ -244,6 +244,14 @@ def rows_of(keys: dict[str, bytes]) -> NDArray[np.uint8]:
     return np.random.default_rng(1).integers(0, 256, (len(keys), WIDTH), np.uint8)
 
 
+def read_when_up(store: ExternalStore, key: bytes) -> str:
+    """As `read`, once the store is asked again: on a busy machine, calls that came late count as failures."""
+    until = time.monotonic() + 60
+    while (reason := read(store, key)) == "unavailable" and time.monotonic() < until:
+        time.sleep(0.05)
+    return reason
+
+
 def read(store: ExternalStore, key: bytes) -> str:
     """Return the reason for a miss; `""` for a hit."""
     done = store.wait(store.submit_get([key], np.zeros((1, WIDTH), np.uint8)))
@@ -273,7 +281,7 @@ def test_what_is_wrong_on_the_way_is_a_hit_later(name: str, tmp_path: Path):
                     assert not store.contains([keys[fault]])[0]
             kind.place.hook(store, lambda value: value)
             assert kind.place.read(store, keys[fault]), f"{name}, {fault}: deleted"
-            assert read(store, keys[fault]) == "", f"{name}, {fault}"
+            assert read_when_up(store, keys[fault]) == "", f"{name}, {fault}"
             cells[fault] = f"{looks[0]}, hit later"
         with kind.open() as other:
             assert other.wait(other.submit_get(list(keys.values()))).ok.all()

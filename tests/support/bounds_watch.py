@@ -116,7 +116,11 @@ class BoundsWatch:
         def watch() -> None:
             try:
                 while not is_over.wait(pause):
-                    self.check(self.count())
+                    try:
+                        found = self.count()
+                    except redis.ConnectionError:  # troubles cut connections, also one just opened
+                        found = self.count()
+                    self.check(found)
             except Exception as error:  # noqa: BLE001 (raised below)
                 errors.append(error)
 

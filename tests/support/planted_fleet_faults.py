@@ -493,7 +493,7 @@ _REDIS: dict[str, tuple[int, Patch]] = {
     "a full server drops nothing": (40, _script("settle", b"drop_beyond(tonumber(ARGV[1]), count)", b"")),
     "a put does not look at quotas": (40, _script("settle", b"drop_of(tenant, quota, 1)", b"if true then return end")),
     "a quota waits for blocks that the server has lost": (
-        100,
+        150,
         _script("set_quota", b"not has_dropped and", b"false and"),
     ),
     "blocks in no list stay": (80, _no_sweeps),
@@ -607,7 +607,7 @@ _FOUND_BY = {
     "a key that failed is never read again": 22,
     "a full server drops nothing": 2,
     "a put does not look at quotas": 3,
-    "a quota waits for blocks that the server has lost": 14,
+    "a quota waits for blocks that the server has lost": 139,
     "blocks in no list stay": 1,
     "a block leaves its list before it is deleted": 16,
     "a script runs where half of its keys are": 4,
