@@ -104,16 +104,16 @@ pub(crate) enum Membership {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Block {
+    /// 0 for none, else tier and id of the copy, plus 1.
+    tier_copy: u32,
+    /// 0 unless published, else the tag of its key.
+    tag: u32,
     /// Entries of block tables.
     refs: u32,
     /// Leases of [`LeaseKind::Read`].
     reads: u16,
     /// Leases of [`LeaseKind::OverlappableRead`], and [`FILLING`].
     overlap: u16,
-    /// 0 for none, else tier and id of the copy, plus 1.
-    tier_copy: u32,
-    /// 0 unless published, else the tag of its key.
-    tag: u32,
     /// How often the block has been freed.
     generation: u32,
 }
