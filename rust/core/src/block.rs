@@ -235,7 +235,7 @@ impl Block {
     /// Whether the block has `refs` references and the tag, and nothing else: no lease, no copy.
     #[inline]
     pub(crate) fn is_only(self, refs: u32, tag: u32) -> bool {
-        self.is(Self { refs, tag, ..Self::default() }.words())
+        self.is(Self { tag, refs, ..Self::default() }.words())
     }
 
     /// All but the generation. Laid out so that the compiler reads it as two words.
