@@ -14,6 +14,7 @@ class RaisingStore(KeyedStore):
     """`get` raises for a key that is absent, as a dict does; `put` raises what the test says."""
 
     error: Exception | None = None
+    timeout_base = 60.0  # on a busy machine, too, each call is made
 
     def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
         if self.error is not None:
