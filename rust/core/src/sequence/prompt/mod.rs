@@ -336,8 +336,9 @@ impl Sequences {
             step.view(),
             prompts.iter().zip(&matches).map(|(prompt, found)| self.passed(step.view(), prompt, found, chunk)),
         )?;
-        if self.begins_packed(step.view()) {
-            step.tiers.drop_all_cached(); // else its blocks would give way to cached ones with the same keys
+        // Else its blocks would give way to cached ones with the same keys. What was found stays: without it, one may not fit.
+        if self.begins_packed(step.view()) && matches.iter().all(|found| found.hits == 0) {
+            step.tiers.drop_all_cached();
         }
         for found in &matches {
             found.tables().for_each(|table| step.tiers.claim_all(Tier::Device, table));
