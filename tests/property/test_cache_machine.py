@@ -12,7 +12,7 @@ import pytest
 from cache_machine import Op
 from cache_rig import Config, random_config
 from hypothesis import settings
-from random_cache_programs import Program, failure, on_device, random_program, shrink
+from random_cache_programs import Program, config_with_groups, failure, on_device, random_program, shrink
 
 LENGTH = 300
 PARTS = 10  # a test may take ten minutes
@@ -41,16 +41,8 @@ def test_whatever_features_work_together_no_byte_is_wrong_and_no_block_is_lost(p
 @pytest.mark.parametrize("part", range(PARTS))
 def test_points_on_the_host_and_in_stores_have_their_bytes(programs: int, part: int):
     """Of models with windows, states and drafters: whole, late, lost or partial, and after restarts."""
-    configs = ((seed, config_with_points(seed)) for seed in range(part, programs, PARTS))
+    configs = ((seed, config_with_groups(seed, stored=True)) for seed in range(part, programs, PARTS))
     no_byte_is_wrong(random_program(seed, LENGTH, config) for seed, config in configs)
-
-
-def config_with_points(seed: int) -> Config:
-    random = Random(seed)
-    while True:
-        config = random_config(random)
-        if config.groups != "full" and config.store:
-            return config
 
 
 LAST_EXTENTS = (

@@ -91,6 +91,15 @@ def place(random: Random) -> int:
     return int(math.exp(random.uniform(0.0, 6.5))) - 1
 
 
+def config_with_groups(seed: int, *, stored: bool) -> Config:
+    """Draw sizes of a model with windows, states or a drafter; `stored`: over a prefix store."""
+    random = Random(seed)
+    while True:
+        config = random_config(random)
+        if config.groups != "full" and (config.store or not stored):
+            return config
+
+
 def random_program(seed: int, length: int, config: Config | None = None) -> Program:
     """Make the program of a seed."""
     random = Random(seed)
