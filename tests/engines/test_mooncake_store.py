@@ -193,10 +193,19 @@ def test_processes_that_forget_at_once_share_blocks_again(shared: Cluster):
         stores = [stack.enter_context(opened(shared, namespace=namespace)) for _ in range(count)]
         for step in range(10):
             with ThreadPoolExecutor(count) as pool:
-                list(pool.map(lambda store, step=step: store.forget(f"step-{step}"), stores))
-            assert stores[0].wait(stores[0].submit_put(KEYS[:2], ROWS[:2])).ok.all()
+                list(pool.map(lambda store, step=step: until(lambda: forgets(store, f"step-{step}")), stores))
+            until(lambda: stores[0].wait(stores[0].submit_put(KEYS[:2], ROWS[:2])).ok.all())
             for store in stores:
-                assert store.wait(store.submit_get(KEYS[:2])).ok.all()
+                until(lambda store=store: store.wait(store.submit_get(KEYS[:2])).ok.all())
+
+
+def forgets(store: ExternalStore, revision: str) -> bool:
+    """Forget; return whether it was confirmed, which on a busy machine may not be so before the deadline."""
+    try:
+        store.forget(revision)
+    except StoreError:
+        return False
+    return True
 
 
 HUNG = """
