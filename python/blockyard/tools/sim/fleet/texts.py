@@ -156,8 +156,8 @@ class Texts:
     def _keys_in_stores(self, text: _Text, end: int) -> list[bytes]:
         """Return the keys that the block of a text's first `end` tokens may have in a store; see `export_keys`.
 
-        In a model with a drafter they also depend on the next token; only the drafter's own block tells which it is. See
-        docs/decisions/0074 and 0092.
+        In a model with a drafter they also depend on the next token; only the drafter's own block tells which it is.
+        See docs/decisions/0074 and 0092.
         """
         salt = bytes(32) if text.salt is None else hashlib.sha256(text.salt).digest()
         stream = b"BLKYKEYS" + _words(1, BLOCK_SIZE, 0, 0, 0, 0) + salt
