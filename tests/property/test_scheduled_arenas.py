@@ -14,7 +14,7 @@ from hypothesis import settings
 SUPPORT = Path(__file__).parents[1] / "support"
 OPERATIONS = 118
 """Those of a program, on average."""
-FEW = [*range(140), 193, 267, 288, 388, 399]
+FEW = [*range(140), 193, 267, 288, 388, 399, 1162]
 PARTS = 5
 
 
