@@ -15,7 +15,7 @@
 #   make docs                      the site: docs/_build/html
 #   make fuzz [FUZZ_SECONDS=180]   random operations, forged decisions and slabs, grown by libFuzzer; the
 #       targets share the time
-#   make fuzz-caches [OPERATIONS=1000000]  random programs over whole caches, every byte compared
+#   make fuzz-caches [OPERATIONS=1000000]  random programs over whole caches, every byte compared, and over arenas
 #   make mutants [N=200 SEED=0]    how many of N small changes to the Rust core and store their tests catch
 #   make mutants-python [N=200 SEED=0]  how many of N faults planted in the Python sources their tests catch
 #   make bench [BENCH_JSON=FILE]   the benchmarks; FILE gets one flat JSON object
@@ -197,7 +197,7 @@ fuzz: $(CARGO_FUZZ)/bin/cargo-fuzz
 
 fuzz-caches: dev
 	BLOCKYARD_OPERATIONS=$(OPERATIONS) $(BIN)/python -m pytest --numprocesses logical --dist worksteal \
-	    tests/property/test_cache_machine.py
+	    tests/property/test_cache_machine.py tests/property/test_scheduled_arenas.py
 
 $(CARGO_MUTANTS)/bin/cargo-mutants:
 	cargo install --quiet --locked --debug --root $(CARGO_MUTANTS) cargo-mutants@$(CARGO_MUTANTS_VERSION)

@@ -163,6 +163,62 @@ def test_states_without_a_prefix_cache_are_marked():
     assert failure(Program(config, ops)) is None
 
 
+LATE_DEATH = (
+    Op("fork", 62519, 0, 44309, 21612, 134657827, -1),
+    Op("step", 0, 0, 29972, 0, 19885361, -1),
+    Op("append", 0, 0, 56055, 0, 662415900, -1),
+    Op("step", 0, 0, 60688, 0, 559364857, -1),
+    Op("allocate", 63108, 0, 0, 38837, 516928151, -1),
+    Op("poll", 0, 0, 0, 0, 564982804, -1),
+    Op("step", 0, 0, 46545, 0, 768733560, -1),
+    Op("write", 60291, 0, 0, 27097, 711132072, -1),
+    Op("note", 37411, 0, 53800, 7805, 162878277, -1),
+    Op("swap", 0, 0, 46196, 0, 743673275, -1),
+    Op("drain", 2075, 0, 0, 0, 1044417332, -1),
+    Op("swap", 0, 0, 35933, 0, 331128516, -1),
+    Op("append", 0, 0, 7622, 0, 101065207, -1),
+    Op("step", 0, 0, 34174, 0, 272703199, -1),
+    Op("quota", 7718, 5626, 0, 0, 904472447, -1),
+    Op("step", 0, 0, 0, 0, 484634466, -1),
+    Op("allocate", 62281, 0, 7878, 29816, 857244219, -1),
+    Op("swap", 0, 0, 2936, 0, 1018222645, -1),
+    Op("step", 0, 0, 50413, 0, 398302492, -1),
+    Op("load", 527, 0, 0, 25837, 1025019539, -1),
+    Op("append", 0, 0, 41737, 0, 799675970, -1),
+    Op("step", 0, 0, 408, 0, 903778208, -1),
+    Op("step", 0, 0, 50674, 0, 881782760, -1),
+    Op("swap", 322, 0, 26504, 41475, 907997223, -1),
+    Op("append", 0, 0, 54119, 0, 37486811, -1),
+    Op("free", 0, 0, 0, 0, 637833848, -1),
+)
+
+
+def test_what_hangs_on_a_block_that_dies_late_goes_if_its_tenant_is_beyond_its_quota():
+    """It was looked for only while the block was still in use, and stayed for good."""
+    config = Config(
+        block_size=3,
+        device=8,
+        host=9,
+        external=20,
+        store="through",
+        groups="all",
+        eviction="priority",
+        reuse="fifo",
+        staging=2,
+        chunk=2,
+        fail=0.02,
+        scheduler=True,
+        max_pinned=0.9,
+        swap_cost=3.0,
+        scraped=True,
+        outstanding=1,
+        classes=True,
+    )
+    assert failure(Program(config, LATE_DEATH)) is None
+
+
+# Python itself swallows an interrupt that arrives in a weak reference's callback.
+@pytest.mark.filterwarnings("ignore:Exception ignored in.*:pytest.PytestUnraisableExceptionWarning")
 def test_after_real_signals_no_byte_is_wrong_and_nothing_is_stuck(programs: int):
     for seed in range(programs // 8):
         config = replace(random_config(Random(seed)), interrupts=0.5, signals=True)

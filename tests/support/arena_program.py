@@ -24,14 +24,16 @@ class ArenaProgram:
 
     Args:
         seed: of all choices.
+        pins: whether prompts are pinned and unpinned meanwhile, if the manager caches; the end comes without pins.
 
     Attributes:
-        counts: requests by how they ended, and steps in which a request runs alone.
+        counts: requests by how they ended, pins, steps in which a request runs alone, and all operations.
         digest: of all steps and outputs.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, pins: bool = False) -> None:
         self.random = random = Random(seed)
+        self._pinning = Random(seed)  # of its own: without pins a seed's program stays the same
         self.counts: Counter[str] = Counter()
         self.digest = hashlib.sha256()
         self._time = VirtualTime()
@@ -47,6 +49,8 @@ class ArenaProgram:
         }
         if not self.split and random.random() < 0.3:
             options["defragment"] = DefragPolicy([("extents", 0)])
+        self._pins: list[int] | None = [] if pins and self.manager.prefix is not None else None
+        self._prompts: list[list[int]] = []
         with use_runtime(self._time):
             self.scheduler = Scheduler(self.manager, **options)
 
@@ -80,11 +84,27 @@ class ArenaProgram:
             random.randrange(5) for _ in range(random.choice([1, 2, 5, 9, 20]))
         ]
         self.counts["added"] += 1
+        self.counts["operations"] += 1
+        self._prompts.append(prompt)
         name, most, count = f"{self.counts['added']}", random.choice([1, 3, 9, 30]), random.choice([1, 1, 1, 2])
         try:
             scheduler.add(Request(name, prompt, most, count, priority=random.choice([0, 0, 1])))
         except OutOfBlocksError:
             self.counts["refused"] += 1
+
+    def pin(self, pins: list[int]) -> None:
+        """Pin what is cached of a prompt, or unpin."""
+        random = self._pinning
+        if pins and random.random() < 0.5:
+            self.manager.pins.unpin(pins.pop(random.randrange(len(pins))))
+        elif self._prompts:
+            try:
+                pin, tokens = self.manager.pins.pin_prompt(random.choice(self._prompts[-6:]))
+            except OutOfBlocksError:  # more than may be pinned
+                return
+            pins.append(pin)
+            self.counts["pinned"] += tokens > 0
+            self.counts["pinned alone"] += tokens > 0 and self.scheduler._rows.alone is not None
 
     def resize(self) -> None:
         """Resize the device to a size that it can have."""
@@ -100,6 +120,7 @@ class ArenaProgram:
     def step(self) -> None:
         """Run a step."""
         self._time.now += 0.01
+        self.counts["operations"] += 1
         step = self.scheduler.schedule()
         self.digest.update(repr([step.owner(row) for row in range(step.rows)]).encode())
         self.digest.update(np.ascontiguousarray(step.slot_mapping).tobytes())
@@ -119,8 +140,15 @@ class ArenaProgram:
                 self.add()
             if self.random.random() < 0.12:
                 self.resize()
+                self.counts["operations"] += 1
+            if self._pins is not None and self._pinning.random() < 0.3:
+                self.pin(self._pins)
+                self.counts["operations"] += 1
+                self.manager.check()
             self.step()
             self.manager.check()
+        for pin in self._pins or []:
+            self.manager.pins.unpin(pin)
         for _ in range(ENOUGH):
             if not self.scheduler.num_unfinished:
                 break

@@ -24,7 +24,7 @@ from blockyard.stores.threaded.epochs import Epoch, SharedEpoch
 from blockyard.tools.sim import FleetOptions
 from blockyard.tools.sim.fleet.servers.redis_cluster import RedisClusterLink
 from blockyard.tools.sim.fleet.servers.redis_server import RedisLink
-from blockyard.tools.sim.fleet.texts import BLOCK_SIZE
+from blockyard.tools.sim.fleet.texts import BLOCK_SIZE, Texts
 from blockyard.tools.sim.fleet.upkeep import Upkeep
 
 __all__ = ["PLANTED", "planted"]
@@ -474,6 +474,50 @@ def _states_of_other_positions_loaded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefix_loads, "_rows_of", exchange)
 
 
+def _before_other_tokens(patch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Return a function that gives drafters' blocks the last entry that their tokens had before another next token."""
+    known, check, last = list[Texts](), Texts.check_block, dict[int, int]()
+
+    def note(self: Texts, row: Any, key: bytes, weights: str) -> Any:
+        if not known or known[0] is not self:  # another seed begins
+            last.clear()
+        known[:] = [self]
+        return check(self, row, key, weights)
+
+    def exchange(rows: Any) -> None:
+        for row in rows:
+            keys = row.view(np.int64)[:BLOCK_SIZE]
+            first, end = keys.tolist()
+            text = known[0]._texts.get(end) if known else None
+            if text is not None and known[0].is_drafter(text.group):
+                keys[-1], last[first] = last.get(first, end), end
+
+    patch.setattr(Texts, "check_block", note)
+    return exchange
+
+
+def _drafts_of_other_tokens_found(patch: pytest.MonkeyPatch) -> None:
+    wait, exchange = ThreadedStore.wait, _before_other_tokens(patch)
+
+    def give(self: Any, ticket: int, timeout: float | None = None) -> Completion:
+        done = wait(self, ticket, timeout)
+        exchange(done.rows)
+        return done
+
+    patch.setattr(ThreadedStore, "wait", give)
+
+
+def _drafts_of_other_tokens_loaded(patch: pytest.MonkeyPatch) -> None:
+    rows_of, exchange = prefix_loads._rows_of, _before_other_tokens(patch)
+
+    def give(job: Any, keys: Any, rows: Any) -> Any:
+        found = rows_of(job, keys, rows)
+        exchange(found[1])
+        return found
+
+    patch.setattr(prefix_loads, "_rows_of", give)
+
+
 _SERVING: dict[str, tuple[int, Patch]] = {
     "an empty block is given for one that is missing": (20, _empty_for_missing),
     "blocks count as loaded whose copy failed": (40, _loaded_though_failed),
@@ -488,6 +532,8 @@ _SERVING: dict[str, tuple[int, Patch]] = {
     "memory is given back while blocks use it": (40, _given_back_in_use),
     "a state of another position is found": (20, _states_of_other_positions_found),
     "a state of another position is loaded": (20, _states_of_other_positions_loaded),
+    "a drafter's block is found before another token": (20, _drafts_of_other_tokens_found),
+    "a drafter's block is loaded before another token": (20, _drafts_of_other_tokens_loaded),
 }
 _REDIS: dict[str, tuple[int, Patch]] = {
     "a full server drops nothing": (40, _script("settle", b"drop_beyond(tonumber(ARGV[1]), count)", b"")),
@@ -560,6 +606,8 @@ _LONG: dict[str, Any] = {"store": "object", "seconds": 12.0}
 _FLEETS: dict[str, dict[str, Any]] = {
     "a state of another position is found": {"model": "hybrid"},
     "a state of another position is loaded": {"model": "states"},
+    "a drafter's block is found before another token": {"model": "eagle"},
+    "a drafter's block is loaded before another token": {"model": "mtp"},
     "the record replaced whatever is there": {"kinds": ("update", "slow", "gray")},
     "a deletion uses an epoch of a second ago": {"kinds": ("record_loss", "forget"), "store": "object"},
     "a refused put is said to be stored": {"kinds": ("full",)},
@@ -623,6 +671,8 @@ _FOUND_BY = {
     "blocks of a failed load stay leased": 24,
     "blocks are reused while a write reads them": 3,
     "a failed move counts as landed": 1,
+    "a drafter's block is found before another token": 8,
+    "a drafter's block is loaded before another token": 3,
 }
 _ALL = (
     *((name, *fault, "calls", "both") for name, fault in _FAULTS.items()),

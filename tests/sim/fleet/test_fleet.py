@@ -23,7 +23,7 @@ from blockyard.tools.sim.fleet.serving import ServingEngine
 from blockyard.tools.sim.loop import Loop
 
 SEEDS = 30
-MODELS_WITH_POINTS = ("window", "states", "hybrid")
+HYBRIDS = ("window", "states", "hybrid", "eagle", "mtp")
 
 
 def test_no_seed_breaks_a_promise():
@@ -42,17 +42,17 @@ def test_no_seed_over_a_cluster_breaks_a_promise():
     assert set(found.faults) > OF_CLUSTER
 
 
-@pytest.mark.parametrize("model", MODELS_WITH_POINTS)
-def test_no_seed_breaks_a_promise_to_a_model_with_resume_points(model: str):
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_no_seed_breaks_a_promise_to_a_hybrid_model(model: str):
     for store, count in (("both", 4), ("cluster", 1)):
         found = run_campaign(range(count), FleetOptions(work="serving", store=store, model=model))
         assert found.failure is None, found.replay_command()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS_WITH_POINTS)
+@pytest.mark.parametrize("model", HYBRIDS)
 @pytest.mark.parametrize("store", ["both", "cluster"])
-def test_no_seed_of_many_breaks_a_promise_to_a_model_with_resume_points(model: str, store: str):
+def test_no_seed_of_many_breaks_a_promise_to_a_hybrid_model(model: str, store: str):
     options = FleetOptions(work="serving", store=store, model=model)
     found = run_campaign(range(1000), options, jobs=len(os.sched_getaffinity(0)))
     assert found.failure is None, found.replay_command()
@@ -156,7 +156,7 @@ def test_faults_are_read_as_they_are_printed():
         (lambda: simulate_fleet(0, FleetOptions(engines=1), [Fault("gray", -2, 0.5, 2.0)]), "has 'gray:-2:0.5:2', its"),
         (lambda: FleetOptions(engines=0), "engines is 0, must be 1 to 64"),
         (lambda: FleetOptions(seconds=0.0), "seconds is 0.0, must be over 0"),
-        (lambda: FleetOptions(model="moe"), "model is 'moe', must be one of full, window, states, hybrid"),
+        (lambda: FleetOptions(model="moe"), "model is 'moe', must be one of full, window, states, hybrid, eagle, mtp"),
         (lambda: FleetOptions(kinds=("crash", "flood")), "kinds has 'flood', must be some of lossy"),
         (lambda: FleetOptions(kinds=("crash", "move")), "has 'move', which needs the store 'cluster'; store is 'both'"),
         (lambda: FleetOptions(kinds=("failover",), store="object"), "which needs the store 'redis' or 'cluster'"),

@@ -262,9 +262,10 @@ def _add_simulate(commands: Any) -> None:
     )
     command.add_argument(
         "--model",
-        choices=("full", "window", "states", "hybrid"),
+        choices=("full", "window", "states", "hybrid", "eagle", "mtp"),
         default="full",
-        help="what engines serve: full attention, windows, states, or a hybrid of the three",
+        help="what engines serve: full attention, windows, states, a hybrid of the three, full attention and a "
+        "drafter, or a drafter and states",
     )
     command.add_argument("--engines", type=_count(1), default=3, metavar="N", help="engines that share the store")
     command.add_argument("--seed", type=_count(0), default=0, metavar="N", help="first seed")

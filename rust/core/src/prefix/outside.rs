@@ -51,8 +51,20 @@ impl Owners {
         let Some(tenant @ 1..) = self.tenants.get(block.index()).copied() else { return };
         let (idle, weight) = (&mut self.idle[usize::from(tenant) - 1], self.weights[class]);
         *idle = if more { *idle + weight } else { *idle - weight };
+        self.note(tenant);
+    }
+
+    fn note(&mut self, tenant: u16) {
         if self.changed.last() != Some(&tenant) {
             self.changed.push(tenant);
+        }
+    }
+
+    /// Notes that a block serves nobody: what hangs on it may be beyond its tenant's quota, and can go now.
+    #[inline]
+    fn note_dead(&mut self, block: BlockId) {
+        if let Some(tenant @ 1..) = self.tenants.get(block.index()).copied() {
+            self.note(tenant);
         }
     }
 
@@ -141,6 +153,7 @@ impl Outside {
     /// Puts a block that is in no set where it goes first of all.
     pub(super) fn bury(&mut self, grave: Grave, block: BlockId) {
         let class = self.classes.of(block);
+        self.owners.note_dead(block);
         if grave == Grave::Leaving {
             self.leaving.push(0, block);
             *self.num_leaving.at(class) += 1;
@@ -169,10 +182,10 @@ impl Outside {
         Some(block)
     }
 
-    /// Takes a tenant's lowest block out that serves nobody.
+    /// Takes a tenant's lowest block out that serves nobody, else its first that follows its point.
     fn take_dead_of(&mut self, tenant: u16) -> Option<BlockId> {
         let owner = |block: &BlockId| self.owners.tenants.get(block.index()) == Some(&tenant);
-        let block = self.dead.iter().flat_map(BlockSet::iter).find(owner)?;
+        let block = self.dead.iter().flat_map(BlockSet::iter).chain(self.leaving.iter(0)).find(owner)?;
         self.unbury(block);
         Some(block)
     }
@@ -209,6 +222,9 @@ impl Outside {
 
     /// Puts neighbours of one class, which are in no set, where they go first of all.
     pub(super) fn bury_run(&mut self, run: Range<u32>) {
+        if !self.owners.tenants.is_empty() {
+            run.clone().map(BlockId).for_each(|block| self.owners.note_dead(block));
+        }
         self.dead[self.classes.of(BlockId(run.start))].insert_run(run);
     }
 

@@ -230,17 +230,21 @@ impl Sequences {
         self.parted = Some(view.tiers.device().evictions());
     }
 
+    /// Whether points at intervals were of use lately. A call that takes blocks asks once, before: taking changes it.
+    pub(super) fn parted_lately(&self, view: View<'_>) -> bool {
+        let device = view.tiers.device();
+        let is_recent = |at: u64| device.evictions().saturating_sub(at) <= TURNOVERS * device.published() as u64;
+        self.parted.is_some_and(is_recent)
+    }
+
     /// Where a prompt of `length` tokens makes points, if the first `cached` are found: at its last boundary, where a
     /// longer run than its point was found, and, if prompts part there, at intervals before it.
-    pub(super) fn due_points(&self, view: View<'_>, (run, parts): (usize, bool), cached: u32, length: u32) -> Vec<u32> {
+    pub(super) fn due_points(&self, (run, at_intervals): (usize, bool), cached: u32, length: u32) -> Vec<u32> {
         if !self.groups.has_nulls() {
             return Vec::new();
         }
-        let device = view.tiers.device();
-        let is_recent = |at: u64| device.evictions().saturating_sub(at) <= TURNOVERS * device.published() as u64;
-        let is_of_use = parts || self.parted.is_some_and(is_recent);
         let size = self.block_size;
-        let interval = if is_of_use { self.groups.interval() } else { 0 };
+        let interval = if at_intervals { self.groups.interval() } else { 0 };
         let tokens = |blocks: usize| u32::try_from(blocks).unwrap_or(u32::MAX).saturating_mul(size);
         let end = (length.saturating_sub(1) / size) as usize;
         let mut due = vec![tokens(run), tokens(end)];

@@ -81,8 +81,8 @@ class FleetOptions:
             scheduler, a block manager and a prefix store, and needs torch; `"both"` serves for half of the seeds.
         store: `"object"`, `"redis"`, `"cluster"`, or `"both"`: an object store with even seeds, one Redis server with
             odd ones.
-        model: what serving engines serve: `"full"` attention, a `"window"` in each layer, `"states"` alone, or a
-            `"hybrid"` of the three.
+        model: what serving engines serve: `"full"` attention, a `"window"` in each layer, `"states"` alone, a
+            `"hybrid"` of the three, full attention and a drafter (`"eagle"`), or a drafter and states (`"mtp"`).
     """
 
     engines: int = 3

@@ -36,7 +36,9 @@ from blockyard.tools.sim.loop import Loop
 __all__ = ["ServingEngine"]
 
 _HOST_BLOCKS: Final = 4
-_POINT_BLOCKS: Final = 6  # on the host, for each cache group: half of them must hold a point of four blocks
+# On the host, for each cache group, and for each that keeps every block: half of them must hold a point of four blocks.
+_POINT_BLOCKS: Final = (6, 8)
+_WHOLE: Final = frozenset(("full_attention", "drafter"))  # groups that keep every block
 _MAX_OPEN: Final = 4  # requests
 _STEP_SECONDS: Final = 0.03
 _PATIENCE: Final = 12.0  # seconds within which a request must end, whatever fails
@@ -78,8 +80,9 @@ class _Life:
         self.link = link
         self.streams = SimulatedStreams(loop)
         self.store = make_store(link)
-        self.has_points = groups != MODELS["full"]
-        host_blocks = _POINT_BLOCKS * len(groups) if self.has_points else _HOST_BLOCKS
+        num_whole = sum(group.kind in _WHOLE for group in groups)
+        point_blocks = max(_POINT_BLOCKS[0] * len(groups), _POINT_BLOCKS[1] * num_whole)
+        host_blocks = _HOST_BLOCKS if groups == MODELS["full"] else point_blocks
         self.engine = CacheEngine(
             _LAYOUT, device_blocks=MAX_DEVICE_BLOCKS * len(groups), host_blocks=host_blocks, streams=self.streams
         )
@@ -91,6 +94,7 @@ class _Life:
             groups=groups,
             prefix_caching=PrefixCaching(host=True, max_pinned=MAX_PINNED),
         )
+        self.has_null = num_whole < len(groups)
         self._steps = StepOwner(self.manager, instead="the scheduler's step")
         self.prefix_store = PrefixStore(self.manager, self.engine, self.store, writes=writes)
         defragment = draw_defragmentation(loop.random)
@@ -99,6 +103,7 @@ class _Life:
         self.upkeep = Upkeep(self.manager, self.cells, loop.random, say)  # the scheduler calls `give_back` at once
         self.scheduler = Scheduler(self, max_num_seqs=3, max_num_batched_tokens=8, defragment=defragment)
         self.requests: dict[str, float] = {}  # arrival times of the open requests
+        self.begun: set[int] = set()  # sequences that have had a step
         self.forgot_at = 0.0  # when it last called `forget` to begin an epoch; one that it joins may have older blocks
         self.confirmed_at = 0.0  # the same, of the calls that the store confirmed
 
@@ -291,31 +296,42 @@ class ServingEngine(FleetEngine):
         tables = step.block_tables.reshape(count, step.rows, step.block_tables.shape[-1])
         slots = step.slot_mapping.reshape(count, begins[-1])
         starts, ends = step.start.tolist(), (step.start + step.lengths).tolist()
-        digests = [self._digests(step, row, end) for row, end in enumerate(ends)]
+        of_rows = [self._keys(step, row, end) for row, end in enumerate(ends)]
         parts = [(row, group) for row in range(step.rows) for group in range(count)]
         states = [part for part in parts if texts.is_state(part[1])]
         read = [
             _read(life, row, (start - 1) // BLOCK_SIZE * BLOCK_SIZE, right * BLOCK_SIZE, tables[group, row])
             for row, group in states
             if (start := starts[row])
-            for right in [digests[row][group][start - 1 : start]]
+            for right in [of_rows[row][group][start - 1 : start]]
         ]
         for row, group in parts:
-            at, keys = slots[group, begins[row] : begins[row + 1]], digests[row][group][starts[row] :]
+            at, keys = slots[group, begins[row] : begins[row + 1]], of_rows[row][group][starts[row] :]
             if texts.is_state(group):
                 at, keys = at[-1] // BLOCK_SIZE * BLOCK_SIZE + np.arange(BLOCK_SIZE), keys[-1:]
             life.cells[0, at], life.cells[1, at] = keys, stamp
+            before = starts[row] - 1
+            # The drafter's entry before the tokens of this step was found, or waited for the first of them.
+            if texts.is_drafter(group) and before >= 0 and (row < step.decodes or step.handles[row] in life.begun):
+                place = tables[group, row, before // BLOCK_SIZE] * BLOCK_SIZE + before % BLOCK_SIZE
+                life.cells[0, place], life.cells[1, place] = of_rows[row][group][before], stamp
+        life.begun.update(step.handles.tolist())
         for row, group in parts:
             if not texts.is_state(group):
-                first = texts.first_needed(group, starts[row])
-                read.append(_read(life, row, first, digests[row][group][first:], tables[group, row]))
-        draws = [texts.next_token(digests[draw.row][0][draw.position - 1]) for draw in step.draws()]
+                first, end = texts.first_needed(group, starts[row]), ends[row] - texts.is_drafter(group)
+                read.append(_read(life, row, first, of_rows[row][group][first:end], tables[group, row]))
+        draws = [self._draw(step, draw.row, draw.position) for draw in step.draws()]
         return read, draws
 
-    def _digests(self, step: Step, row: int, end: int) -> list[list[int]]:
+    def _keys(self, step: Step, row: int, end: int) -> list[list[int]]:
         """Return the keys of a row's tokens in each group."""
         tokens, salt = step.all_token_ids(row)[:end].tolist(), self._salt_of(step, row)
-        return [self._texts.digests(self.weights, salt, tokens, group) for group in range(len(self._texts.groups))]
+        return [self._texts.keys(self.weights, salt, tokens, group) for group in range(len(self._texts.groups))]
+
+    def _draw(self, step: Step, row: int, position: int) -> int:
+        """Return the token that the model samples for a row's position."""
+        tokens = step.all_token_ids(row)[:position].tolist()
+        return self._texts.next_token(self._texts.digests(self.weights, self._salt_of(step, row), tokens)[-1])
 
     def _salt_of(self, step: Step, row: int) -> bytes | None:
         owner = step.owners[int(step.seats[row])]
@@ -372,7 +388,7 @@ class ServingEngine(FleetEngine):
             raise BrokenPromiseError(f"engine {self.number}: blocks are in use, but no request is open")
         for tier in ("device", "host"):
             pool = life.manager.pool(tier)
-            if pool.num_free != pool.num_blocks - life.has_points:  # the null block
+            if pool.num_free != pool.num_blocks - life.has_null:
                 raise BrokenPromiseError(
                     f"engine {self.number}: {pool.num_free} of {pool.num_blocks} {tier} blocks are free, none is in use"
                 )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from blockyard import CacheGroup
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError
 
-__all__ = ["BLOCK_SIZE", "CELL_BYTES", "MODELS", "Stamp", "Texts"]
+__all__ = ["BLOCK_SIZE", "CELL_BYTES", "GARBAGE", "MODELS", "Stamp", "Texts"]
 
 BLOCK_SIZE: Final = 2  # tokens
 CELL_BYTES: Final = 16  # a key and a value of one token
@@ -25,9 +25,13 @@ MODELS: Final = {
     "window": (CacheGroup.sliding_window(5),),
     "states": (CacheGroup.recurrent(),),
     "hybrid": (_FULL, CacheGroup.sliding_window(5), CacheGroup.recurrent()),
+    "eagle": (_FULL, CacheGroup.drafter()),
+    "mtp": (CacheGroup.drafter(), CacheGroup.recurrent()),
 }
 """Cache groups of the models that engines serve."""
-_KINDS: Final = {"sliding_window": 2, "recurrent": 4}  # in keys
+GARBAGE: Final = -1
+"""Key that no token has."""
+_KINDS: Final = {"full_attention": 0, "drafter": 1, "sliding_window": 2, "recurrent": 4}  # in keys
 
 
 class Stamp(NamedTuple):
@@ -55,8 +59,9 @@ class _Text(NamedTuple):
 class Texts:
     """Everything that the engines have computed.
 
-    A token's key is a digest of the weights, the salt, the cache group and all tokens up to it. Its value is the number
-    of a stamp. A state fills its block with key and value of the last token that it has read.
+    A token's key is a digest of the weights, the salt, the cache group and all tokens up to it; with a drafter, also of
+    the next one. Its value is the number of a stamp. A state fills its block with key and value of the last token that
+    it has read.
 
     Attributes:
         groups: cache groups of the model.
@@ -68,13 +73,16 @@ class Texts:
     _digests: dict[_Text, int] = field(default_factory=dict)
     _texts: dict[int, _Text] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._has_drafter = any(self.is_drafter(group) for group in range(len(self.groups)))
+
     def stamp(self, stamp: Stamp) -> int:
         """Return the number of a new stamp."""
         self.stamps.append(stamp)
         return len(self.stamps) - 1
 
     def digests(self, weights: str, salt: bytes | None, tokens: list[int], group: int = 0) -> list[int]:
-        """Return the key of each token in a group."""
+        """Return a digest of the tokens up to each token, in a group."""
         found, digest = list[int](), sum((1 + salt[0] if salt else 1, *weights.encode(), group << 20))
         for end, token in enumerate(tokens, 1):
             text = _Text(weights, salt, tuple(tokens[:end]), group)
@@ -83,6 +91,11 @@ class Texts:
             self._digests[text], self._texts[digest] = digest, text
             found.append(digest)
         return found
+
+    def keys(self, weights: str, salt: bytes | None, tokens: list[int], group: int) -> list[int]:
+        """Return the key of each token in a group. A drafter's last one waits for the next token."""
+        digests = self.digests(weights, salt, tokens, group)
+        return [*digests[1:], GARBAGE] if self.is_drafter(group) else digests
 
     def first_needed(self, group: int, position: int) -> int:
         """Return the first token that the token at a position attends to in a group."""
@@ -101,10 +114,14 @@ class Texts:
         """Return whether a group keeps states."""
         return self.groups[group].kind == "recurrent"
 
+    def is_drafter(self, group: int) -> bool:
+        """Return whether a group is a drafter's."""
+        return self.groups[group].kind == "drafter"
+
     def block(self, text: tuple[str, bytes | None, list[int]], group: int, end: int) -> list[int]:
         """Return the keys in the block of a group that ends with the first `end` tokens of a text."""
         weights, salt, tokens = text
-        keys = self.digests(weights, salt, tokens[:end], group)
+        keys = self.keys(weights, salt, tokens[: end + self.is_drafter(group)], group)[:end]
         return keys[-1:] * BLOCK_SIZE if self.is_state(group) else keys[-BLOCK_SIZE:]
 
     @staticmethod
@@ -130,21 +147,28 @@ class Texts:
         if text.weights != weights:
             raise BrokenPromiseError(f"an engine with weights {weights!r} has a block of {text.weights!r}")
         tokens = list(text.tokens)
-        is_key = len(tokens) % BLOCK_SIZE == 0 and key == self._key(text)
-        if not is_key or keys != self.block((weights, text.salt, tokens), text.group, len(tokens)):
+        end = len(tokens) - self.is_drafter(text.group)
+        is_key = end % BLOCK_SIZE == 0 and key in self._keys_in_stores(text, end)
+        if not is_key or keys != self.block((weights, text.salt, tokens), text.group, end):
             raise BrokenPromiseError(f"a block of the tokens {tokens} is under another key, or incomplete")
         return [self.stamps[value] for value in values]
 
-    def _key(self, text: _Text) -> bytes:
-        """Return the key in a store of the block that ends with a text; see `export_keys` and docs/decisions/0074."""
+    def _keys_in_stores(self, text: _Text, end: int) -> list[bytes]:
+        """Return the keys that the block of a text's first `end` tokens may have in a store; see `export_keys`.
+
+        In a model with a drafter they also depend on the next token; only the drafter's own block tells which it is.
+        See docs/decisions/0074 and 0092.
+        """
         salt = bytes(32) if text.salt is None else hashlib.sha256(text.salt).digest()
         stream = b"BLKYKEYS" + _words(1, BLOCK_SIZE, 0, 0, 0, 0) + salt
-        for at in range(0, len(text.tokens), BLOCK_SIZE):
+        for at in range(0, end, BLOCK_SIZE):
             stream += _words(*text.tokens[at : at + BLOCK_SIZE]).ljust(64, b"\xff")
-        if (group := self.groups[text.group]) != _FULL:
+        group, marks = self.groups[text.group], [b""]
+        if self._has_drafter or group != _FULL:
             mark = _words(0xFFFFFFFF, text.group, _KINDS[group.kind], group.window or 0)
-            stream += mark.ljust(128, b"\xff")
-        return hashlib.sha256(stream).digest()
+            following = text.tokens[end:] or range(_TOKENS)
+            marks = [mark + _words(token) for token in following] if self._has_drafter else [mark]
+        return [hashlib.sha256(stream + mark.ljust(128, b"\xff") * bool(mark)).digest() for mark in marks]
 
 
 def _words(*numbers: int) -> bytes:

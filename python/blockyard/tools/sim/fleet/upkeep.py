@@ -13,7 +13,7 @@ from blockyard import BlockManager
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.scheduler import DefragPolicy, Goal
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError
-from blockyard.tools.sim.fleet.texts import BLOCK_SIZE
+from blockyard.tools.sim.fleet.texts import BLOCK_SIZE, GARBAGE
 
 __all__ = ["DEVICE_BLOCKS", "MAX_DEVICE_BLOCKS", "MAX_PINNED", "Upkeep", "draw_defragmentation"]
 
@@ -29,7 +29,6 @@ _GOALS: Final[tuple[tuple[Goal, ...], ...]] = (
     (("free_tail", 0), ("dense", 2)),
     (("contiguous", 1),),
 )
-_GARBAGE: Final = -1
 _RESIZES: Final = 0.04
 """Share of steps that resize the pool."""
 _PINS: Final = 0.1
@@ -77,7 +76,7 @@ class Upkeep:
 
     def give_back(self) -> None:
         """Overwrite the memory beyond the last block in use."""
-        self._cells[:, self._manager.defrag.progress().extent * BLOCK_SIZE :] = _GARBAGE
+        self._cells[:, self._manager.defrag.progress().extent * BLOCK_SIZE :] = GARBAGE
 
     def unpin_all(self) -> None:
         """Remove all pins."""

@@ -226,6 +226,8 @@ pub(super) struct Match<'a> {
     pub(super) run: usize,
     /// Whether a point at an interval served it, or would have.
     pub(super) parts: bool,
+    /// Whether it makes points at intervals.
+    at_intervals: bool,
     /// The first group's table, and those of the others.
     found: Vec<BlockId>,
     others: Vec<Vec<BlockId>>,
@@ -252,6 +254,7 @@ impl Match<'_> {
             hits: 0,
             run: 0,
             parts: self.parts,
+            at_intervals: self.at_intervals,
             found: Vec::new(),
             others: none(&self.others),
             tails: Vec::new(),
@@ -555,6 +558,7 @@ impl Sequences {
             hits,
             run,
             parts,
+            at_intervals: parts || self.parted_lately(view),
             found,
             others,
             tails,
@@ -573,7 +577,7 @@ impl Sequences {
     /// Where chunks of a prompt end besides its end: at the points for which a state is kept.
     pub(super) fn chunk_ends(&self, view: View<'_>, found: &Match<'_>, cached: u32, length: u32) -> Vec<u32> {
         let ends = found.keeps_points && self.keeps_states(view);
-        if ends { self.due_points(view, (found.run, found.parts), cached, length) } else { Vec::new() }
+        if ends { self.due_points((found.run, found.at_intervals), cached, length) } else { Vec::new() }
     }
 
     /// Number of tokens in a prompt's sequence that are cached, and of all once it is opened.
@@ -614,11 +618,8 @@ impl Sequences {
         let (cached, length) = self.opened(step.view(), prompt, &found, chunk);
         let on_device = found.on_device();
         let all = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
-        let mut due = if found.keeps_points {
-            self.due_points(step.view(), (found.run, found.parts), cached, all)
-        } else {
-            Vec::new()
-        };
+        let mut due =
+            if found.keeps_points { self.due_points((found.run, found.at_intervals), cached, all) } else { Vec::new() };
         if found.parts {
             self.note_parting(step.view());
         }
