@@ -426,9 +426,8 @@ def build_cache_machine(folder: Path) -> Path:
 
 def search_core(machine: Path, number: int, seed: int, cases: int = 1 << 24, **limits: float) -> float | None:
     """Let the core's random programs search for a fault."""
-    # It notes a program that fails beside the sources that it finds from its folder.
     settings = {"PROPTEST_CASES": str(cases), "PROPTEST_RNG_SEED": str(seed), "PROPTEST_MAX_SHRINK_ITERS": "0"}
-    # Else it would begin with the programs that found other faults.
+    # Else it would note programs that fail beside the sources, and begin with those that found other faults.
     settings["PROPTEST_DISABLE_FAILURE_PERSISTENCE"] = "true"
     return search([str(machine), "every_token"], machine.parent, number, settings, **limits)
 
