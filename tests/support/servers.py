@@ -300,6 +300,7 @@ def serving_objects(
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     options = ["server", f"-dir={folder}", "-filer", "-s3", f"-s3.config={folder / 'users.json'}", "-volume.max=60"]
     options += ["-master.volumeSizeLimitMB=64", "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    options += ["-volume.minFreeSpace=100MiB"]  # not a share: 1 % of a large disk is more than all tests write
     options += [f"-{name}={port}" for name, port in ports.items()]
     with ExitStack() as stack:
         found = ObjectServer(stack.enter_context(_weed(folder, options)), ports["s3.port"], folder)
@@ -308,7 +309,7 @@ def serving_objects(
             place = folder / f"volume-{number}"
             place.mkdir()
             own, inner = free_ports(2)
-            options = ["volume", f"-dir={place}", "-max=60", f"-port={own}", f"-port.grpc={inner}"]
+            options = ["volume", f"-dir={place}", "-max=60", "-minFreeSpace=100MiB", f"-port={own}", f"-port.grpc={inner}"]
             options.append(f"-master={master}.{ports['master.port.grpc']}")
             found.volumes.append(Server(stack.enter_context(_weed(place, options)), own, place))
         keys = {"access_key_id": "tester", "secret_access_key": secret, "region": "us-east-1"}
