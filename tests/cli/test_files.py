@@ -123,7 +123,7 @@ def test_a_plan_for_a_device_that_holds_no_request_recommends_nothing(trace: Pat
 
 
 def test_a_prompt_of_two_thousand_million_tokens_takes_no_memory_where_it_does_not_fit(trace: Path):
-    trace.write_text(json.dumps(LINE | {"input_length": 2**31 - 1}) + "\n" + json.dumps(LINE) + "\n")
+    trace.write_text(json.dumps(LINE | {"input_length": 2**31 - 1, "hash_ids": []}) + "\n" + json.dumps(LINE) + "\n")
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30)); "
     program = limit + "from blockyard.tools import cli; sys.exit(cli.main())"
     command = [sys.executable, "-c", program, "replay", str(trace), "--jobs", "1", *STEP]

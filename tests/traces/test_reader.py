@@ -38,6 +38,21 @@ def test_hash_block_is_found_for_traces_that_leave_out_the_last_partial_block(tm
     assert read_trace(path)[0].hash_tokens == 16.0
 
 
+@pytest.mark.parametrize(("hash_tokens", "fields"), [(16, {}), (None, {"block_size": 16})])
+def test_ids_that_end_before_their_prompts_are_named_once(
+    tmp_path: Path, hash_tokens: int | None, fields: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, few = mooncake(input_length=47, **fields), mooncake(timestamp=1, **fields)
+    path = write(tmp_path, whole + few * 2)
+    assert len(read_trace(path, hash_tokens=hash_tokens)) == 3
+    assert caplog.messages == [
+        f"{path}, line 2: 2 hash ids of 16 tokens for 700 tokens: what ids do not cover is not shared; such lines: 2"
+    ]
+    caplog.clear()
+    read_trace(write(tmp_path, whole), hash_tokens=hash_tokens)
+    assert not caplog.messages
+
+
 def test_azure_rows_keep_all_seven_digits_of_a_second(tmp_path: Path) -> None:
     rows = "2023-11-16 23:59:59.9999999,374,44\r\n2023-11-17 00:00:01.0000001,396,109\r\n"
     path = write(tmp_path, f"{AZURE_HEADER}\r\n{rows}")

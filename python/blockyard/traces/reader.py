@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import logging
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from blockyard.errors import InvalidArgumentError, TraceError
 from blockyard.traces.formats import Row, TraceRequest, parser_for
+
+_log = logging.getLogger("blockyard.traces")
 
 MAX_LINE_BYTES = 16 * 2**20
 _MAX_HASH_TOKENS = 2**14
@@ -116,6 +119,7 @@ def _in_order(path: Path, rows: list[Row], lines: list[int], hash_tokens: int | 
         )
         for clock, request in (rows[index] for index in order)
     ]
+    _warn_of_few_ids(path, {lines[index]: request for index, request in zip(order, found, strict=True)})
     for index, request in zip(order, found, strict=True):
         if request.hash_ids and (len(request.hash_ids) - 1) * request.hash_tokens >= request.input_tokens:
             raise TraceError(
@@ -123,6 +127,22 @@ def _in_order(path: Path, rows: list[Row], lines: list[int], hash_tokens: int | 
                 f"for {request.input_tokens} tokens"
             )
     return found
+
+
+def _warn_of_few_ids(path: Path, requests: dict[int, TraceRequest]) -> None:
+    """Warn once if hash ids end before the last whole block of their prompts; `requests` are by line."""
+    few = {
+        line: one
+        for line, one in requests.items()
+        if one.hash_ids and len(one.hash_ids) < one.input_tokens // one.hash_tokens
+    }
+    if few:
+        line = min(few)
+        one = few[line]
+        _log.warning(
+            "%s, line %d: %d hash ids of %d tokens for %d tokens: what ids do not cover is not shared; such lines: %d",
+            *(path, line, len(one.hash_ids), one.hash_tokens, one.input_tokens, len(few)),
+        )
 
 
 def _infer_hash_tokens(path: Path, requests: list[TraceRequest], lines: list[int]) -> int:
