@@ -45,6 +45,7 @@ def test_curves_differ_in_more_than_colour() -> None:
 def test_capacities_far_apart_get_a_logarithmic_axis() -> None:
     near, far = (hit_rate_figure({"lru": [(100, 0.1), (most, 0.2)]}) for most in (200, 5000))
     assert (near["layout"]["xaxis"]["type"], far["layout"]["xaxis"]["type"]) == ("linear", "log")
+    assert near["layout"]["xaxis"]["tickformat"] == ",.12~r"  # without the 12, 1284736 reads 1,284,740
 
 
 def test_a_small_sample_is_drawn_whole_with_its_percentiles() -> None:

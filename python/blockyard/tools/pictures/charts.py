@@ -44,7 +44,7 @@ def hit_rate_figure(
         trace["y"] = [100 * rate for rate in trace["y"]]
         trace["hovertemplate"] = f"%{{x:,}} {capacity[1]}: %{{y:.2f}} %<extra>%{{fullData.name}}</extra>"
     capacities = sorted({size for points in (*curves.values(), optimum) for size, _ in points})
-    ticks = {"tickvals": capacities, "tickformat": ",~r"} if len(capacities) <= _MAX_TICKS else {}
+    ticks = {"tickvals": capacities, "tickformat": ",.12~r"} if len(capacities) <= _MAX_TICKS else {}
     layout = {
         "xaxis": axis_of(capacity, capacities) | ticks,
         "yaxis": {"title": title_of(("hit rate", "% of prompt tokens")), "rangemode": "tozero"},
