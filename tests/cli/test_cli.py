@@ -96,6 +96,22 @@ def test_unusable_option_is_named_with_its_value(
     assert wording in complaint(capsys, "demo", *arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--requests", "0"], "blockyard demo: error: argument --requests: 0 is not between 1 and 2147483647"),
+        (["--sed", "3", "--request=2"], "blockyard: error: unrecognized arguments: --sed 3; did you mean --seed?"),
+        (["--zzz"], "blockyard: error: unrecognized arguments: --zzz"),
+    ],
+)
+def test_a_wrong_option_is_explained_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    assert run("demo", *arguments) == 2
+    command = line.partition(": ")[0]
+    assert capsys.readouterr().err == f"{line}; see {command} --help\n"
+
+
 def test_trace_that_is_absent_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     line = complaint(capsys, "replay", str(tmp_path / "absent.csv"))
     assert line.startswith("blockyard: cannot read trace")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import hashlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from blockyard import __version__
 from blockyard.scheduler import PREEMPTION_MODES
@@ -31,6 +32,23 @@ exit codes:
 _SHELLS: Final = ("bash", "zsh", "fish")
 _AGES: Final = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 """Seconds of each unit of an age."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and which option may have been meant."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = self.parse_known_args(args, namespace)
+        if rest:
+            (commands,) = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))  # noqa: SLF001
+            known = [name for action in _actions(commands.choices[found.command]) for name in action.option_strings]
+            words = [word.partition("=")[0] for word in rest if word.startswith("--")]
+            meant = ", ".join(name for word in words for name in difflib.get_close_matches(word, known, 1))
+            self.error(f"unrecognized arguments: {' '.join(rest)}" + (f"; did you mean {meant}?" if meant else ""))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -66,7 +84,7 @@ class _PrintCompletion(argparse.Action):
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the whole command line; `command` is the name of a function in `commands`."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="blockyard",
         description="Tracks the blocks of a paged KV cache and moves them between device, host and storage.",
         epilog=_epilog("doctor --format json", "demo --help"),
