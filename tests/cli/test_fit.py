@@ -65,6 +65,25 @@ def test_a_fit_takes_the_number_of_blocks_from_the_file_beside_the_run(run: Path
     assert (code, "request 0 needs 6 blocks, the cache has 4" in error) == (2, True)
 
 
+@pytest.mark.parametrize("command", ["replay", "plan"])
+def test_replayed_engines_have_the_limits_of_the_run(command: str, run: Path, capsys: pytest.CaptureFixture[str]):
+    meta = {
+        "kv_cache": {"num_gpu_blocks": 40},
+        "engine_kwargs": {"max_num_seqs": 2, "max_num_batched_tokens": 32},
+        "resolved_config": {"scheduler_config": {"async_scheduling": False}},
+    }
+    (run.parent / "meta.json").write_text(json.dumps(meta), "utf-8")
+    options = f"--fit {run} --device-blocks 40 --jobs 1".split()
+    for given, tokens in ([], 32), (["--max-num-batched-tokens", "64"], 64):
+        assert cli.main([command, str(run), *options, *given]) == 0
+        assert f"a step has at most 2 sequences and {tokens} tokens" in capsys.readouterr().out
+        assert cli.main([command, str(run), *options, *given, "--format", "json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        engine = (found["choices"] if command == "plan" else found["traces"][0]["engines"])[0]["engine"]
+        limits = (engine["max_num_seqs"], engine["max_num_batched_tokens"], engine["async_scheduling"])
+        assert limits == (2, tokens, False)
+
+
 def test_the_hardware_bounds_a_fit(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     bounds = []
 

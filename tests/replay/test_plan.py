@@ -416,7 +416,8 @@ def test_replay_serves_engines_where_a_step_has_a_time(tmp_path: Path, capsys: p
     command = ["replay", str(write(tmp_path)), *options.split(), "0.01,1e-3,0,0"]
     assert main([*command, "--html", str(page), "--trace-events", str(events)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("rows.jsonl: 360 requests; times in milliseconds\n")
+    limits = "a step has at most 256 sequences and 8192 tokens"
+    assert text.startswith(f"rows.jsonl: 360 requests; {limits}; times in milliseconds\n")
     assert len(text.splitlines()) == 4 + 3  # title, columns, two engines, and the legend
     for column in text.splitlines()[1].split():
         assert column in {"mean", "p99"} or column in "\n".join(text.splitlines()[4:])

@@ -435,7 +435,8 @@ def _add_plan(commands: Any) -> None:
 def _add_engine_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `replay` and `plan`: where engines run, and what they are like."""
     command.add_argument("--jobs", type=_count(1), metavar="N", help="number of processes (default: one per core)")
-    command.add_argument("--max-num-batched-tokens", type=_count(1), default=8192, metavar="N", help="tokens per step")
+    tokens = "tokens per step (default: as in the run of --fit, else 8192)"
+    command.add_argument("--max-num-batched-tokens", type=_count(1), metavar="N", help=tokens)
     command.add_argument(
         "--hash-tokens",
         type=_count(1),
@@ -474,7 +475,8 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="dtype of keys and values")
     group.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
     group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens per block of the engine")
-    group.add_argument("--max-num-seqs", type=_count(1), default=256, metavar="N", help="sequences per step")
+    sequences = "sequences per step (default: as in the run of --fit, else 256)"
+    group.add_argument("--max-num-seqs", type=_count(1), metavar="N", help=sequences)
     group.add_argument("--preemption-modes", default="auto", metavar="NAMES", help="swap, recompute, auto")
     group.add_argument(
         "--prefix-caching",

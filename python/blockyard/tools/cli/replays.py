@@ -38,6 +38,7 @@ __all__ = [
     "count_of",
     "drawn_of",
     "engine_of",
+    "limits_text",
     "memory_of_cache",
     "modes_of",
     "names_of",
@@ -55,6 +56,8 @@ _MAX_DRAWN: Final = 4
 """Engines whose timeline is drawn; each has three panels or four."""
 _ENOUGH: Final = 0.9
 """Share of a policy's most hits from which on a larger cache is said to bring little."""
+_LIMITS: Final = ("max_num_seqs", "max_num_batched_tokens")
+"""Options that `--fit` can take from its run."""
 _BYTES_PER_TOKEN: Final = 131072  # of Llama-3.1-8B in bfloat16
 
 
@@ -122,16 +125,7 @@ def step_time_of(options: argparse.Namespace) -> LinearStepTime | None:
 
 def _fit(options: argparse.Namespace) -> FittedStepTime:
     """Fit step times to a run of an engine, whose limits are in the `meta.json` beside it."""
-    try:
-        limits = EngineLimits.of_run(
-            options.fit,
-            num_blocks=options.fit_blocks,
-            block_size=options.block_size,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-        )
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"--fit needs --fit-blocks: {error}") from None
+    limits = _limits_of_run(options)
     bounds = (0.0, 0.0, 0.0, 0.0)
     if options.device_bandwidth is not None:
         if options.model_config is None:
@@ -146,6 +140,29 @@ def _fit(options: argparse.Namespace) -> FittedStepTime:
     fit = fit_run(EngineRun.read(options.fit), limits, LinearStepTime, at_least=bounds)
     fixed, prefill_token, decode_row, context_token = fit.numbers
     return FittedStepTime(fixed, prefill_token, decode_row, context_token, fit.condition, fit.errors)
+
+
+def _limits_of_run(options: argparse.Namespace) -> EngineLimits:
+    """Return the limits of the engine of `--fit`; what its `meta.json` does not have is as given, or usual."""
+    usual: dict[str, int] = {"block_size": options.block_size}
+    usual |= {name: given for name in _LIMITS if (given := getattr(options, name)) is not None}
+    try:
+        return EngineLimits.of_run(options.fit, num_blocks=options.fit_blocks, **usual)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"--fit needs --fit-blocks: {error}") from None
+
+
+def _limits_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the limits of replayed engines: those given, else those of the run of `--fit`, else the usual ones."""
+    of_run = EngineLimits(1) if options.fit is None else _limits_of_run(options)
+    given = {name: getattr(options, name) for name in _LIMITS}
+    limits = {name: getattr(of_run, name) if value is None else value for name, value in given.items()}
+    return limits | {"async_scheduling": of_run.async_scheduling}
+
+
+def limits_text(engine: EngineOptions) -> str:
+    """Return the limits of a step in words."""
+    return f"a step has at most {engine.max_num_seqs} sequences and {engine.max_num_batched_tokens} tokens"
 
 
 # ---- hits ----
@@ -213,7 +230,7 @@ def _hits(
             trace,
             [(policy, *_in_trace(options, trace, device, host)) for policy, device, host in caches],
             first=int(len(trace) * options.window),
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_num_batched_tokens=options.max_num_batched_tokens or EngineLimits.max_num_batched_tokens,
             hybrid=hybrid,
             executor=executor,
             show=partial(view.step, total=len(caches), note="caches"),
@@ -457,7 +474,8 @@ def _times(
         if isinstance(step_time, FittedStepTime):
             print(f"step time: {step_time}", file=stream)
         for (path, engines), (_, requests) in zip(reports, traces, strict=True):
-            _show_times(f"{path.name}: {count_of(requests)}", engines, stream, is_known=has_prefixes(requests))
+            title = f"{path.name}: {count_of(requests)}; {limits_text(engines[0].options)}"
+            _show_times(title, engines, stream, is_known=has_prefixes(requests))
 
     found = [{"trace": str(path), "engines": [engine.as_dict() for engine in engines]} for path, engines in reports]
     timeline = timeline_of(options, traces[0][1], reports[0][1][0].options, step_time)
@@ -523,13 +541,12 @@ def engine_of(options: argparse.Namespace, path: Path, requests: Sequence[TraceR
     return EngineOptions(
         device_blocks=1,
         block_size=options.block_size,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
         bytes_per_block=size,
         hybrid=hybrid,
         host_bandwidth=options.host_bandwidth * 1e9,
         prefix_caching=options.prefix_caching,
         max_concurrent_sessions=options.sessions,
+        **_limits_of(options),
     )
 
 
