@@ -22,7 +22,7 @@ from blockyard import AllocStatus, Arena, BlockManager, CacheGroup, PrefixCachin
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import Step
 from blockyard.tools.replay.engine import EngineOptions, replay_times
-from blockyard.tools.replay.hits import HybridMemory, replay_hits
+from blockyard.tools.replay.hits import HybridMemory, class_memory, replay_hits
 from blockyard.tools.replay.optimal import optimal_hits
 from blockyard.tools.replay.packed import NEVER, PackedTrace
 from blockyard.traces import TraceRequest, read_trace
@@ -406,6 +406,13 @@ def test_copies_of_a_hybrid_model_take_the_time_of_their_own_bytes():
 OPTIONS_OF_HYBRIDS = EngineOptions(
     device_blocks=58, host_blocks=58, block_size=SIZE, eviction="lru", watermark=0.0, host_bandwidth=1e6, host_latency=0
 )
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_the_null_block_counts_as_no_memory(kind: str):
+    manager = HybridMemory(HYBRIDS[kind], 128).manager(SIZE, 40, 0, 0.0, None)
+    assert manager is not None
+    assert [(one.device, one.host) for one in class_memory(manager)] == [(0, 0)] * manager.num_page_classes
 
 
 def test_a_store_below_a_hybrid_model_is_refused():

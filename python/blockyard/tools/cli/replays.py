@@ -235,8 +235,14 @@ def _hits(
             executor=executor,
             show=partial(view.step, total=len(caches), note="caches"),
         )
+        block_bytes = size * trace.block_tokens // options.block_size  # of a block of the trace
         points = [
-            replace(point, device_blocks=device, host_blocks=host)
+            replace(
+                point,
+                device_blocks=device,
+                host_blocks=host,
+                classes=tuple(one.of_blocks(block_bytes) for one in point.classes),
+            )
             for point, (_, device, host) in zip(points, caches, strict=True)
         ]
         mean = int((trace.input_tokens + trace.output_tokens).mean())

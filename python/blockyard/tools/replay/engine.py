@@ -380,7 +380,7 @@ class _Replay:
             hit_rate=stats.hit_rate,
             loaded_blocks=stats.loaded_blocks,
             store=None if self._tier is None else _counts(self._tier.stats),
-            classes=class_memory(self._manager),
+            classes=tuple(one.of_blocks(self._options.bytes_per_block) for one in class_memory(self._manager)),
         )
 
     def _take_in(self) -> None:

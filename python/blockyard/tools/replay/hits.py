@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -87,7 +87,7 @@ class ClassMemory:
 
     Attributes:
         kinds: kinds of the cache groups whose blocks it has.
-        block_bytes: bytes of a block; 1 if the groups have none.
+        block_bytes: bytes of a block; 1 if they are not known: the other sizes then count blocks.
         device: bytes of device blocks that are cached or in use.
         host: bytes of such host blocks.
     """
@@ -97,17 +97,23 @@ class ClassMemory:
     device: int
     host: int
 
+    def of_blocks(self, size: int) -> ClassMemory:
+        """Return the same with `size` bytes per block, if they are not known."""
+        if self.block_bytes != 1:
+            return self
+        return replace(self, block_bytes=size, device=self.device * size, host=self.host * size)
+
 
 def class_memory(manager: BlockManager) -> tuple[ClassMemory, ...]:
     """Return what the blocks of each page class take at the moment."""
     found, kinds_of_all = [], {group.kind for group in manager.groups}
-    nulls = int(not kinds_of_all <= {"full_attention", "drafter"})  # of each class
+    nulls = int(not kinds_of_all <= {"full_attention", "drafter"})  # of the first class: it has the null block of all
     for number in range(manager.num_page_classes):
         device, host = manager.pool("device", number), manager.pool("host", number)
         size = device.block_bytes
         kinds = dict.fromkeys(group.kind for group in manager.groups if (group.block_bytes or 1) == size)
         held = [int(np.count_nonzero(pool.uses())) * size for pool in (device, host)]
-        found.append(ClassMemory(tuple(kinds), size, held[0] - nulls * size, held[1]))
+        found.append(ClassMemory(tuple(kinds), size, held[0] - nulls * size * (number == 0), held[1]))
     return tuple(found)
 
 
