@@ -278,7 +278,11 @@ class _Replay:
         self._decode_seconds: Callable[[NDArray[np.int64]], Iterator[float]]
         self._decode_seconds = getattr(step_time, "decode_seconds", partial(_one_by_one, step_time))
         caching = PrefixCaching(eviction=options.eviction, host=options.host_blocks > 0)
-        self._manager = _manager(options, caching if options.prefix_caching else None)
+        manager = _manager(options, caching if options.prefix_caching else None)
+        self._holds_none = manager is None
+        if manager is None:
+            manager = BlockManager(block_size=options.block_size, device_blocks=1)  # it serves nobody
+        self._manager = manager
         sizes_of = [
             self._manager.pool("device", number).block_bytes for number in range(self._manager.num_page_classes)
         ]
@@ -395,7 +399,7 @@ class _Replay:
     def _add(self, number: int) -> None:
         row, options = self._requests[number], self._options
         most = options.device_blocks * options.block_size
-        if options.hybrid is None and row.input_tokens + row.output_tokens > most:
+        if self._holds_none or (options.hybrid is None and row.input_tokens + row.output_tokens > most):
             self._refuse(number)  # before its text takes memory
             return
         try:
@@ -572,7 +576,7 @@ class _Replay:
         self._time.now = self._decided_at = max(self._time.now, later)
 
 
-def _manager(options: EngineOptions, caching: PrefixCaching | None) -> BlockManager:
+def _manager(options: EngineOptions, caching: PrefixCaching | None) -> BlockManager | None:
     blocks = options.device_blocks, options.host_blocks
     if options.hybrid is not None:
         return options.hybrid.manager(options.block_size, *blocks, options.watermark, caching)

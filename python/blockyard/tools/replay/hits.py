@@ -70,15 +70,20 @@ class HybridMemory:
 
     def manager(
         self, block_size: int, device_blocks: int, host_blocks: int, watermark: float, caching: PrefixCaching | None
-    ) -> BlockManager:
-        """Return a manager of caches of such sizes."""
+    ) -> BlockManager | None:
+        """Return a manager of caches of such sizes; None if the device holds too few blocks for any request."""
         size = self.block_bytes
         tiers: dict[str, Any] = {"device_blocks": device_blocks, "host_blocks": host_blocks}
         if size:
             tiers = {"arena": Arena(device_bytes=device_blocks * size, host_bytes=host_blocks * size)}
-        return BlockManager(
-            block_size=block_size, groups=self.groups, watermark=watermark, prefix_caching=caching or False, **tiers
-        )
+        try:
+            return BlockManager(
+                block_size=block_size, groups=self.groups, watermark=watermark, prefix_caching=caching or False, **tiers
+            )
+        except InvalidArgumentError as error:
+            if device_blocks < 1 or not str(error).startswith("device_blocks is "):
+                raise
+            return None  # a class has no block, or only the null block
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,9 @@ def replay_hits(
         none, too_long = np.zeros(len(trace), np.int64), int((trace.needed > device_blocks).sum())
         return Hits(policy, device_blocks, 0, optimal_hits(trace, device_blocks), none, too_long)
     manager = _manager(trace, policy, device_blocks, host_blocks, hybrid)
+    if manager is None:
+        none = np.zeros(len(trace), np.int64)
+        return Hits(policy, device_blocks, host_blocks, none, none, len(trace))
     server = _RequestServer(trace, manager, max_num_batched_tokens, policy, is_hybrid=hybrid is not None)
     device, host, too_long = server.serve_all()
     return Hits(policy, device_blocks, host_blocks, device, host, too_long, class_memory(manager))
@@ -193,7 +201,7 @@ def replay_hits(
 
 def _manager(
     trace: PackedTrace, policy: str, device_blocks: int, host_blocks: int, hybrid: HybridMemory | None
-) -> BlockManager:
+) -> BlockManager | None:
     caching = PrefixCaching(eviction=policy, host=host_blocks > 0)
     if hybrid is None:
         return BlockManager(

@@ -377,8 +377,7 @@ def make_plan(
     times = iter(run_all(calls, executor, lambda done: show(done, len(calls))))
     runs = [_join([next(times) for _ in parts], parts, len(requests)) for parts in places]
     if all(run.refused == len(requests) for run in runs):
-        shortest = min(-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests)
-        raise InvalidArgumentError(f"device_blocks is {engine.device_blocks}, the shortest request needs {shortest}")
+        raise InvalidArgumentError(f"device_blocks is {engine.device_blocks}, {_least_of(requests, engine)}")
     choices = [
         Choice(
             options,
@@ -391,6 +390,14 @@ def make_plan(
     ]
     marked = _marked(choices, _recommend(choices, max_ttft))
     return Plan(*marked, max_ttft, prefixes, arguments, tensor_parallel_size)
+
+
+def _least_of(requests: Sequence[TraceRequest], engine: EngineOptions) -> str:
+    """Say what the shortest request needs, as far as that is a number of blocks."""
+    if engine.hybrid is not None:
+        return "too few for any request: beside its blocks, each has the windows and states of the model"
+    shortest = min(-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests)
+    return f"the shortest request needs {shortest}"
 
 
 def _kinds(
