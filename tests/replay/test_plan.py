@@ -234,6 +234,26 @@ def test_what_every_rank_holds_takes_memory_on_each(
     assert f"; {per_token} bytes a token\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("heads", "ranks", "message"),
+    [
+        ((64, 8), 3, "--tensor-parallel-size is 3, must divide the 64 attention heads"),
+        ((24, 8), 3, "--tensor-parallel-size is 3, must divide the 8 heads of keys"),
+        ((24, 8), 24, ""),
+        ((24, 8), 4, ""),
+    ],
+)
+def test_accelerators_that_cannot_share_the_heads_are_refused(
+    heads: tuple[int, int], ranks: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shape = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "torch_dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"model_type": "llama"} | shape))
+    options = f"--block-size 4 --model-config {tmp_path / 'config.json'} --host-gib 0 --store-gib 0 --jobs 1"
+    options += f" --step-time 0.01,1e-3,0,0 --device-blocks 60 --tensor-parallel-size {ranks}"
+    assert main(["plan", str(write(tmp_path)), *options.split()]) == (2 if message else 0)
+    assert message in capsys.readouterr().err
+
+
 def test_the_timeline_is_that_of_the_recommended_engines(tmp_path: Path):
     options = "--device-blocks 60 --block-size 4 --bytes-per-token 2684354 --host-gib 0 --store-gib 0 --jobs 1"
     command = ["plan", str(write(tmp_path)), *options.split(), "--step-time", "0.01,1e-3,0,0"]

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TextIO, cast
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.layout.arena import ArenaLayout
-from blockyard.layout.model import LayerCache, ModelMemory
+from blockyard.layout.model import LayerCache, ModelMemory, read_config
 from blockyard.layout.weights import weight_bytes
 from blockyard.progress import Progress, show_progress
 from blockyard.scheduler import PREEMPTION_MODES, PreemptionMode
@@ -570,7 +570,19 @@ def _memory_of(options: argparse.Namespace) -> ModelMemory:
     """Return what the model of `--model-config` caches on all ranks together."""
     dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     memory = ModelMemory.from_config(options.model_config, dtype=dtype)
+    _check_ranks(options, memory)
     return replace(memory, layers=tuple(_on_ranks(layer, options.tensor_parallel_size) for layer in memory.layers))
+
+
+def _check_ranks(options: argparse.Namespace, memory: ModelMemory) -> None:
+    """Refuse a number of accelerators that cannot share the model's heads equally, as vLLM does."""
+    ranks = options.tensor_parallel_size
+    of_queries = read_config(options.model_config).get("num_attention_heads")
+    if isinstance(of_queries, int) and of_queries % ranks:
+        raise InvalidArgumentError(f"--tensor-parallel-size is {ranks}, must divide the {of_queries} attention heads")
+    for heads in (layer.heads for layer in memory.layers if layer.heads % ranks):
+        if ranks % heads:
+            raise InvalidArgumentError(f"--tensor-parallel-size is {ranks}, must divide the {heads} heads of keys")
 
 
 def _on_ranks(layer: LayerCache, ranks: int) -> LayerCache:
