@@ -65,7 +65,7 @@ def test_the_cheapest_is_recommended_that_keeps_the_limit():
 
 def test_a_mode_of_preemption_is_tried_once_without_a_host():
     modes = [(choice.host_gib > 0, choice.served.options.preemption_mode) for choice in plan().choices]
-    assert sorted(modes) == [(False, "swap"), (True, "recompute"), (True, "swap")]
+    assert sorted(modes) == [(False, "recompute"), (True, "recompute"), (True, "swap")]
 
 
 def test_a_store_is_a_choice_and_the_configuration_has_it():
@@ -329,6 +329,28 @@ def test_sizes_are_rounded_in_text_and_configuration():
     assert vllm["kv_connector_extra_config"]["host_bytes"] == "1.99GiB"
 
 
+def test_each_rank_gets_its_own_part_of_the_store():
+    found = plan(host_gib=(2,), store_gib=(4,), preemption_modes=("swap",), tensor_parallel_size=2)
+    paste = found.configuration()
+    assert 'prefix_store="file:///var/cache/blockyard-RANK?size=2GiB"' in paste.kv_cache
+    assert paste.kv_transfer_config is not None
+    extra = paste.kv_transfer_config["kv_connector_extra_config"]
+    assert extra["prefix_store"] == "file:///var/cache/blockyard?size=4GiB"  # of all workers
+
+
+def test_engines_that_cannot_keep_up_are_named():
+    quick = [replace(row, arrival=row.arrival / 1000) for row in ROWS]  # 36 ms of work each 10 ms
+    options: Any = {"host_gib": (0,), "preemption_modes": ("swap",)}
+    for limit in (float("inf"), 0.1):
+        found = make_plan(quick, ENGINE, STEP, PRICES, max_ttft=limit, **options).sentence()
+        assert "One engine cannot keep up: the requests arrive within 3.59 s and need" in found
+        assert found.endswith(" s of its time; try more (--engines).")
+    assert "keep up" not in plan(**options).sentence()
+    two = make_plan(quick, ENGINE, STEP, PRICES, engines=(2,), **options).sentence()
+    assert " 2 engines cannot keep up: " in two
+    assert "keep up" not in make_plan(quick, ENGINE, STEP, PRICES, engines=(10,), **options).sentence()
+
+
 def write(folder: Path, rows: list[TraceRequest] = ROWS) -> Path:
     path = folder / "rows.jsonl"
     lines = [
@@ -398,6 +420,13 @@ def test_weights_and_cache_must_fit_the_machine(tmp_path: Path, capsys: pytest.C
     assert main([*command, "--tensor-parallel-size", "2", "--device-blocks", "90"]) == 0
     two = "= 0.9 GiB, 0.45 GiB on each of 2 accelerators; 2684354 bytes a token\n"
     assert two in capsys.readouterr().out
+    for option in ("device", "memory", "host"):
+        size = [f"--{option}-gib", "8e10"]
+        more = ["--memory-gib", "1e11"] if option == "device" else []
+        assert main([*command, *more, *size]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"blockyard: --{option}-gib is 8e+10: ")
+        assert error.endswith(" blocks, must be at most 2147483647\n")
     assert main([*command, "--device-gib", "0.9"]) == 2
     assert "is 1.8 GiB; the weights take 1 GiB, and 90 blocks take 0.9 GiB" in capsys.readouterr().err
     assert main([*command[:-4], "--step-time", "0.01,1e-3,0,0", "--memory-gib", "2", "--weights-gib", "2"]) == 2

@@ -107,13 +107,15 @@ def test_sizes_are_those_of_the_engines_blocks_with_and_without_times(
         (["--device-blocks", "0"], "--device-blocks: size '0' is not from 1 to"),
         (["--device-blocks", "0", "--step-time", "1,0,0,0"], "--device-blocks: size '0' is not from 1 to"),
         (["--device-gib", "0"], "--device-gib: 0 GiB hold no block of 524288 bytes"),
+        (["--device-gib", "8e10"], "--device-gib: 8e+10 GiB hold 163840000000000 blocks of 524288 bytes, must be at"),
         (["--block-size", "8"], "--block-size is 8, must be at most 4, the tokens of a hash id of"),
         (
             ["--block-size", "8", "--step-time", "1,0,0,0"],
             "block_size is 8, must divide the tokens of a hash id, [4.0]",
         ),
         (["--window", "1"], "argument --window: '1' is not a number of at least 0 and below 1"),
-        (["--policies", "clock"], "policy is 'clock', must be one of lru, adaptive, optimal"),
+        (["--policies", "lru,clock"], "--policies has 'clock', must be one of lru, adaptive, optimal"),
+        (["--policies", "priority", "--step-time", "1,0,0,0"], "--policies has 'priority', must be one of lru"),
         (["--device-blocks", "x"], "size 'x' is neither a number nor a percentage"),
     ],
 )
@@ -148,12 +150,13 @@ def test_the_smallest_size_that_finds_the_most_is_named(tmp_path: Path, capsys: 
     [
         ("--device-gib 8 --host-gib 0,6,60", ("host memory", "GiB"), {"lru": [0, 6, 60]}),
         ("--device-gib 8,14", ("device memory", "GiB"), {"lru": [8, 14]}),
+        ("--device-gib 8,256 --bytes-per-token 700000", ("device memory", "GiB"), {"lru": [8, 256]}),
         (
             "--device-gib 8,14 --host-blocks 0,6",
             ("device and host memory", "GiB"),
             {"lru": [8, 14], "lru, 6 GiB of it host": [14, 20]},
         ),
-        ("--device-blocks 8,14", ("device memory", "blocks"), {"lru": [8, 14]}),
+        ("--device-blocks 8,1284736,8", ("device memory", "blocks"), {"lru": [8, 1284736]}),
         ("--device-blocks 8 --host-blocks 0,6", ("host memory", "blocks"), {"lru": [0, 6]}),
     ],
 )
@@ -218,3 +221,43 @@ def test_the_models_configuration_says_which_groups_share_a_cache(tmp_path: Path
     assert [cache["hit_tokens"] for cache in found["window"]["caches"]] == [15 * 16] * 2
     assert main([*command, "--policies", "optimal"]) == 2
     assert "the best order to evict windows and states in is not known" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("times", [[], ["--step-time", "1,0,0,0"]])
+def test_a_device_that_holds_no_state_of_the_model_holds_no_request(
+    tmp_path: Path, times: list[str], capsys: pytest.CaptureFixture[str]
+):
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "hidden_size": 64, "dtype": "float16"}
+    config |= {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
+    config |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+    config |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ["replay", str(write(tmp_path)), "--jobs", "1", "--block-size", "4", "--device-blocks", "1,400"]
+    command += ["--model-config", str(tmp_path / "config.json"), "--policies", "lru", *times]
+    assert main([*command, "--format", "json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["traces"]
+    rows = [row["refused"] for row in found["engines"]] if times else [row["too_long"] for row in found["caches"]]
+    assert rows == [len(LOOP), 0]
+    if times:
+        command = ["1" if word == "1,400" else word for word in command]
+        assert main(["plan", *command[1:], "--host-gib", "0"]) == 2
+        assert "device_blocks is 1, too few for any request" in capsys.readouterr().err
+
+
+def test_what_a_plain_model_holds_at_the_end_is_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = "--jobs 1 --block-size 4 --device-blocks 16 --policies lru --bytes-per-token 100 --format json"
+    held = []
+    for times in ([], ["--step-time", "1,0,0,0"]):
+        assert main(["replay", str(write(tmp_path)), *options.split(), *times]) == 0
+        (found,) = json.loads(capsys.readouterr().out)["traces"]
+        held += found["engines" if times else "caches"][0]["classes"]
+    assert [(one["block_bytes"], one["device"], one["host"]) for one in held] == [(400, 12 * 400, 0)] * 2
+
+
+def test_a_mode_of_preemption_is_tried_once_without_a_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    options = "--jobs 1 --block-size 4 --device-blocks 16 --host-blocks 0,8 --policies lru --step-time 1,0,0,0"
+    command = ["replay", str(write(tmp_path)), *options.split(), "--preemption-modes", "swap,recompute"]
+    assert main([*command, "--format", "json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["traces"]
+    rows = [(row["engine"]["host_blocks"], row["engine"]["preemption_mode"]) for row in found["engines"]]
+    assert rows == [(0, "recompute"), (8, "swap"), (8, "recompute")]

@@ -33,9 +33,11 @@ def plan(options: argparse.Namespace) -> Result:
     if step_time is None:
         raise InvalidArgumentError("plan needs step times: give --step-time or --fit")
     requests = replays.requests_of(options.trace, options)
-    policies, modes = replays.names_of(options.policies), replays.modes_of(options)
+    policies, modes = replays.policies_of(options), replays.modes_of(options)
     engine = replays.engine_of(options, options.trace, requests)
     engine = replace(engine, device_blocks=_device_blocks(options, engine.bytes_per_block))
+    for size in options.host_gib:
+        _refuse_more("--host-gib", size, int(size * GIB // engine.bytes_per_block))
     with open_executor(options.jobs) as executor, show_progress("plan", quiet=options.quiet) as view:
         found = make_plan(
             requests,
@@ -95,6 +97,7 @@ def _device_blocks(options: argparse.Namespace, size: int) -> int:
             raise InvalidArgumentError(
                 f"--device-gib is {options.device_gib:g}, a block takes {three_digits(size / GIB)} GiB"
             )
+        _refuse_more("--device-gib", options.device_gib, blocks)
     if options.memory_gib is None:
         return blocks or _DEVICE_BLOCKS
     if options.model_config is None and options.weights_gib is None:
@@ -117,7 +120,13 @@ def _device_blocks(options: argparse.Namespace, size: int) -> int:
             f"{blocks} blocks take {three_digits(blocks * size / GIB)} GiB" if blocks else "the cache needs some, too"
         )
         raise InvalidArgumentError(f"{given}; the weights take {three_digits(weights / GIB)} GiB, and {cache}")
+    _refuse_more("--memory-gib", options.memory_gib, blocks or fit)
     return blocks or fit
+
+
+def _refuse_more(option: str, gib: float, blocks: int) -> None:
+    if blocks >= 2**31:
+        raise InvalidArgumentError(f"{option} is {gib:g}: {blocks} blocks, must be at most {2**31 - 1}")
 
 
 def _draw(found: Plan, drawing: Any) -> dict[str, object]:

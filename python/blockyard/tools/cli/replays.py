@@ -22,10 +22,10 @@ from blockyard.tools.cli import pictures
 from blockyard.tools.cli.result import Result
 from blockyard.tools.replay.engine import EngineOptions, replay_times
 from blockyard.tools.replay.history import History
-from blockyard.tools.replay.hits import OPTIMAL, ClassMemory, HybridMemory
+from blockyard.tools.replay.hits import OPTIMAL, POLICIES, ClassMemory, HybridMemory
 from blockyard.tools.replay.packed import PackedTrace
 from blockyard.tools.replay.plan import GIB, three_digits
-from blockyard.tools.replay.serving import Served, serve_all
+from blockyard.tools.replay.serving import Served, modes_with, serve_all
 from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStepTime, StepTime
 from blockyard.tools.replay.step_time.fit import errors_text, fit_run, lower_bounds
 from blockyard.tools.replay.sweep import Point, open_executor, read_blocks, sweep
@@ -41,7 +41,7 @@ __all__ = [
     "limits_text",
     "memory_of_cache",
     "modes_of",
-    "names_of",
+    "policies_of",
     "replay",
     "requests_of",
     "step_time_of",
@@ -276,7 +276,7 @@ def _draw_hits(reports: Sequence[_HitReport], drawing: Any, *, in_gib: bool) -> 
             size = point.host_blocks + (0 if over_host else point.device_blocks)
             host = f", {three_digits(point.host_blocks * scale)} {unit} of it host"
             name = point.policy + (host if point.host_blocks and not over_host else "")
-            curves.setdefault(name, []).append((float(f"{size * scale:.6g}"), point.hit_rate))
+            curves.setdefault(name, []).append((float(three_digits(size * scale)) if in_gib else size, point.hit_rate))
         optimum = curves.pop(OPTIMAL, [])
         figures[f"Hit rate of {path.name}"] = drawing.hit_rate_figure(curves, optimum=optimum, capacity=(what, unit))
     return figures
@@ -336,7 +336,7 @@ def _bytes_by_kind(
 def _caches(
     options: argparse.Namespace, sizes: Sequence[tuple[int, int]], *, is_hybrid: bool
 ) -> list[tuple[str, int, int]]:
-    policies = names_of(options.policies)
+    policies = policies_of(options, OPTIMAL)
     if is_hybrid and OPTIMAL in policies:
         _refuse_given_optimal(options, "the best order to evict windows and states in is not known")
         policies.remove(OPTIMAL)
@@ -372,13 +372,15 @@ def _sizes(options: argparse.Namespace, block_bytes: int, distinct: int) -> list
                 sizes = [_blocks_of(size, block_bytes, least) for size in in_gib]
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{_option(name)}: {error}") from None
-        found.append(sizes)
+        found.append(dict.fromkeys(sizes))
     return [(device, host) for device, host in product(*found)]
 
 
 def _blocks_of(gib: float, size: int, least: int) -> int:
     if (blocks := int(gib * GIB // size)) < least:
         raise InvalidArgumentError(f"{gib:g} GiB hold no block of {size} bytes")
+    if blocks >= 2**31:
+        raise InvalidArgumentError(f"{gib:g} GiB hold {blocks} blocks of {size} bytes, must be at most {2**31 - 1}")
     return blocks
 
 
@@ -386,9 +388,13 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def names_of(text: str) -> list[str]:
-    """Split a comma-separated list of names."""
-    return [name.strip() for name in text.split(",")]
+def _names_of(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """Split a comma-separated list of known names."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in known:
+            raise InvalidArgumentError(f"{option} has {name!r}, must be one of {', '.join(known)}")
+    return names
 
 
 _HITS_LEGEND: Final = (
@@ -516,23 +522,25 @@ def _engines(options: argparse.Namespace, path: Path, requests: Sequence[TraceRe
     engine = engine_of(options, path, requests)
     sizes = _sizes(options, engine.bytes_per_block, _distinct(requests, options.block_size))
     modes = modes_of(options)
-    policies = names_of(options.policies)
+    policies = policies_of(options, OPTIMAL)
     if OPTIMAL in policies:
         _refuse_given_optimal(options, "engines do not know the future, give lru, adaptive")
         policies = [policy for policy in policies if policy != OPTIMAL]
     return [
         replace(engine, device_blocks=device, host_blocks=host, preemption_mode=mode, eviction=policy)
-        for (device, host), policy, mode in product(sizes, policies, modes)
+        for (device, host), policy in product(sizes, policies)
+        for mode in modes_with(host, modes)
     ]
+
+
+def policies_of(options: argparse.Namespace, *more: str) -> list[str]:
+    """Return the eviction policies to try; a trace has no priorities, so the policy that reads them is none of them."""
+    return _names_of("--policies", options.policies, (*POLICIES, *more))
 
 
 def modes_of(options: argparse.Namespace) -> list[PreemptionMode]:
     """Return the preemption modes to try."""
-    modes = names_of(options.preemption_modes)
-    for mode in modes:
-        if mode not in PREEMPTION_MODES:
-            raise InvalidArgumentError(f"--preemption-modes has {mode!r}, must be one of {', '.join(PREEMPTION_MODES)}")
-    return cast(list[PreemptionMode], modes)
+    return cast(list[PreemptionMode], _names_of("--preemption-modes", options.preemption_modes, PREEMPTION_MODES))
 
 
 def engine_of(options: argparse.Namespace, path: Path, requests: Sequence[TraceRequest]) -> EngineOptions:

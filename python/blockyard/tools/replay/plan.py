@@ -14,7 +14,7 @@ import numpy as np
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import PreemptionMode
 from blockyard.tools.replay.engine import EngineOptions, StepTime, Times, replay_times
-from blockyard.tools.replay.serving import Served
+from blockyard.tools.replay.serving import Served, modes_with
 from blockyard.tools.replay.sweep import run_all
 from blockyard.tools.replay.traffic import has_prefixes, part_of, redraw_arrivals, spread_by_prefix
 from blockyard.traces import TraceRequest
@@ -25,6 +25,8 @@ GIB: Final = 1 << 30
 _QUANTILE: Final = 0.9
 _SAME: Final = 1e-6
 """Relative difference up to which two costs are equal."""
+_BEHIND: Final = 0.1
+"""Share of the time of all arrivals that engines must be behind, and first tokens late, to be overloaded."""
 _KNEE: Final = 0.05
 """Share of the time that more host memory must save to be worth a mention."""
 
@@ -133,7 +135,7 @@ class Configuration:
     """What to paste to get the recommended engines.
 
     Attributes:
-        kv_cache: the call of `KVCache`, whose sizes are those of one rank.
+        kv_cache: the call of `KVCache`, whose sizes are those of one rank. Each rank has its own directory.
         scheduler: the call of `Scheduler`.
         vllm: the arguments of `vllm serve`, without the next one.
         kv_transfer_config: its `--kv-transfer-config`; None without host memory, which the connector needs.
@@ -175,7 +177,7 @@ class Plan:
             quickest = min(_least_refusing(self.choices), key=lambda choice: choice.ttft)
             return about + (
                 f"No choice gives 90 % of first tokens within {self.max_ttft:g} s; the fastest gives them within "
-                f"{three_digits(quickest.ttft)} s: {self._words(quickest)}."
+                f"{three_digits(quickest.ttft)} s: {self._words(quickest)}.{_overload(quickest)}"
             )
         choice = self.recommended
         highest = max(other.per_million_tokens for other in self.choices)
@@ -184,7 +186,7 @@ class Plan:
             f"Take {self._words(choice)}: {three_digits(choice.per_million_tokens)}{_spread(choice.costs)} per million "
             f"generated tokens, and 90 % of first tokens within {three_digits(choice.ttft)}{_spread(choice.ttfts)} s."
             + (f" It is {why}; the most expensive costs {three_digits(highest)}." if len(self.choices) > 1 else "")
-            + f"{self._ties()}{self._knee()}"
+            + f"{self._ties()}{self._knee()}{_overload(choice)}"
         )
 
     def _refusals(self) -> str:
@@ -222,11 +224,10 @@ class Plan:
         """Say from which host size on more of it saves little of the busy time, and of the time to first token."""
         if (chosen := self.recommended) is None or not self.has_prefixes:
             return ""
-        fixed = replace(chosen.options, host_blocks=0)
         alike = [
             one
             for one in _least_refusing(self.choices)
-            if one.engines == chosen.engines and replace(one.options, host_blocks=0) == fixed
+            if one.engines == chosen.engines and _differ_in_host(one.options, chosen.options)
         ]
         most = max(one.host_gib for one in alike)
         knees = {
@@ -254,7 +255,7 @@ class Plan:
             raise InvalidArgumentError(f"max_ttft is {self.max_ttft:g} seconds, and no choice is that fast")
         options = self.recommended.options
         host = options.host_blocks * options.bytes_per_block
-        store = options.store_blocks * options.bytes_per_block
+        store = options.store_blocks * options.bytes_per_block / GIB
         device = options.device_blocks * options.bytes_per_block
         in_bytes = options.hybrid is not None and options.hybrid.block_bytes > 0
         ranks = self.tensor_parallel_size
@@ -266,9 +267,10 @@ class Plan:
             lines.append(f"prefix_caching={caching}")
         extra: dict[str, Any] = {"host_bytes": f"{three_digits(host / GIB)}GiB"}  # of all workers
         if store:
-            url = f"file:///var/cache/blockyard?size={three_digits(store / GIB)}GiB"
+            folder = "file:///var/cache/blockyard"
+            url = f"{folder}{'-RANK' * (ranks > 1)}?size={three_digits(store / ranks)}GiB"
             lines.append(f'prefix_store="{url}", prefix_writes="{options.store_writes}", namespace=b"MODEL@REVISION"')
-            extra["prefix_store"] = url
+            extra["prefix_store"] = f"{folder}?size={three_digits(store)}GiB"  # of all workers
         limits = (("max_num_seqs", options.max_num_seqs), ("max_num_batched_tokens", options.max_num_batched_tokens))
         scheduler = ", ".join(f"{name}={value}" for name, value in limits)
         flags = [f"--{name.replace('_', '-')} {value}" for name, value in limits]
@@ -349,7 +351,7 @@ def make_plan(
         host_gib: sizes of the host tier to try, in GiB.
         store_gib: sizes of the store to try, in GiB; none for a trace without prefixes.
         policies: eviction policies to try; only the first for a trace without prefixes.
-        preemption_modes: preemption modes to try; without host memory only the first, since nothing can be swapped.
+        preemption_modes: preemption modes to try; without host memory only `"auto"` or `"recompute"`, see `modes_with`.
         engines: numbers of engines to try, which share the requests by prefix, and cost money all the time. Empty for
             one engine that is always busy: its pauses cost nothing.
         arrival_seeds: how often each choice serves the trace, each time with other arrivals of the same kind.
@@ -407,14 +409,33 @@ def _kinds(
     policies: Sequence[str],
     preemption_modes: Sequence[PreemptionMode],
 ) -> list[EngineOptions]:
-    """Return every combination; without host memory only the first mode."""
-    found = []
-    for host, store, policy, mode in product(host_gib, store_gib, policies, preemption_modes):
-        if host or mode == preemption_modes[0]:
-            blocks = [int(size * GIB // engine.bytes_per_block) for size in (host, store)]
-            sized = replace(engine, host_blocks=blocks[0], store_blocks=blocks[1])
-            found.append(replace(sized, eviction=policy, preemption_mode=mode))
-    return found
+    """Return every combination."""
+    found: dict[EngineOptions, None] = {}
+    for host, store, policy in product(host_gib, store_gib, policies):
+        blocks = [int(size * GIB // engine.bytes_per_block) for size in (host, store)]
+        sized = replace(engine, host_blocks=blocks[0], store_blocks=blocks[1], eviction=policy)
+        found |= dict.fromkeys(replace(sized, preemption_mode=mode) for mode in modes_with(blocks[0], preemption_modes))
+    return list(found)
+
+
+def _overload(choice: Choice) -> str:
+    """Return a sentence if requests arrive faster than the engines serve them, and so wait ever longer."""
+    times = choice.runs[0]
+    arrive, busy = float(np.nanmax(times.arrival)), times.busy_seconds / choice.engines
+    if busy < arrive * (1 + _BEHIND) or choice.ttft < arrive * _BEHIND:
+        return ""
+    engines = "One engine" if choice.engines == 1 else f"{choice.engines} engines"
+    return (
+        f" {engines} cannot keep up: the requests arrive within {three_digits(arrive)} s and need "
+        f"{three_digits(busy)} s of {'its' if choice.engines == 1 else 'their'} time; try more (--engines)."
+    )
+
+
+def _differ_in_host(one: EngineOptions, other: EngineOptions) -> bool:
+    """Whether engines differ at most in host memory, and without it in the preemption that it allows."""
+    has_both = one.host_blocks and other.host_blocks
+    mode = one.preemption_mode if has_both else other.preemption_mode
+    return replace(one, host_blocks=0, preemption_mode=mode) == replace(other, host_blocks=0)
 
 
 def _marked(choices: Sequence[Choice], recommended: Choice | None) -> tuple[list[Choice], Choice | None]:

@@ -11,11 +11,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from blockyard.scheduler import PreemptionMode
 from blockyard.tools.replay.engine import EngineOptions, StepTime, Times, replay_times
 from blockyard.tools.replay.sweep import run_all
 from blockyard.traces import TraceRequest
 
-__all__ = ["QUANTILES", "Served", "serve_all"]
+__all__ = ["QUANTILES", "Served", "modes_with", "serve_all"]
 
 QUANTILES: Final = (0.5, 0.9, 0.99)
 
@@ -76,6 +77,13 @@ def summary(values: NDArray[np.float64]) -> dict[str, float]:
     quantiles = np.quantile(values, QUANTILES).tolist()
     names = [f"p{round(100 * share)}" for share in QUANTILES]
     return {"mean": float(values.mean())} | dict(zip(names, quantiles, strict=True))
+
+
+def modes_with(host_blocks: int, modes: Sequence[PreemptionMode]) -> list[PreemptionMode]:
+    """Return the preemption modes that differ; without a host nothing can be swapped, so one of them is enough."""
+    if host_blocks:
+        return list(modes)
+    return ["auto" if modes[0] == "auto" else "recompute"]
 
 
 def serve_all(
