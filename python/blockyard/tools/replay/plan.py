@@ -395,7 +395,7 @@ def make_plan(
 
 
 def _least_of(requests: Sequence[TraceRequest], engine: EngineOptions) -> str:
-    """Say what the shortest request needs, as far as that is a number of blocks."""
+    """Return what the shortest request needs, in words."""
     if engine.hybrid is not None:
         return "too few for any request: beside its blocks, each has the windows and states of the model"
     shortest = min(-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests)
