@@ -65,6 +65,16 @@ def test_a_fit_takes_the_number_of_blocks_from_the_file_beside_the_run(run: Path
     assert (code, "request 0 needs 6 blocks, the cache has 4" in error) == (2, True)
 
 
+@pytest.mark.parametrize("value", [True, 0, "many", 1.5])
+def test_a_limit_of_the_run_that_is_no_number_is_refused(value: object, run: Path, capsys: pytest.CaptureFixture[str]):
+    (run.parent / "meta.json").write_text(json.dumps({"engine_kwargs": {"max_num_seqs": value}}), "utf-8")
+    code, error = fitted(run, capsys, "--fit-blocks", "40")
+    assert (code, error) == (
+        2,
+        f"blockyard: --fit: max_num_seqs of {run} is {value!r}, must be a whole number of at least 1\n",
+    )
+
+
 @pytest.mark.parametrize("command", ["replay", "plan"])
 def test_replayed_engines_have_the_limits_of_the_run(command: str, run: Path, capsys: pytest.CaptureFixture[str]):
     meta = {

@@ -149,7 +149,8 @@ def _limits_of_run(options: argparse.Namespace) -> EngineLimits:
     try:
         return EngineLimits.of_run(options.fit, num_blocks=options.fit_blocks, **usual)
     except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"--fit needs --fit-blocks: {error}") from None
+        needs = "" if options.fit_blocks else " needs --fit-blocks"
+        raise InvalidArgumentError(f"--fit{needs}: {error}") from None
 
 
 def _limits_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class EngineLimits:
 
         Raises:
             TraceError: `meta.json` cannot be read.
-            InvalidArgumentError: the number of blocks is neither given nor in the file.
+            InvalidArgumentError: the number of blocks is neither given nor in the file, or a limit is out of range.
         """
         meta = _read_meta(Path(path).parent / "meta.json")
         resolved = meta.get("resolved_config", {})
@@ -60,7 +60,11 @@ class EngineLimits:
             raise InvalidArgumentError(
                 f"{path} has no meta.json beside it with num_gpu_blocks: give the number of blocks that the run had"
             )
-        return cls(**{one.name: known[one.name] for one in fields(cls) if one.name in known})
+        limits = {one.name: known[one.name] for one in fields(cls) if one.name in known}
+        for name, value in limits.items():
+            if name != "async_scheduling" and not (type(value) is int and value > 0):
+                raise InvalidArgumentError(f"{name} of {path} is {value!r}, must be a whole number of at least 1")
+        return cls(**limits)
 
 
 @dataclass(frozen=True, eq=False)
