@@ -119,6 +119,13 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     assert any(simulate_fleet(seed, options).broken for seed in seeds), f"not found in {len(seeds)} seeds"
 
 
+@pytest.mark.parametrize("name", [name for name in PLANTED if "clock" in name or "another" in name])
+def test_a_planted_fault_remembers_nothing_of_the_seeds_before(name: str, monkeypatch: pytest.MonkeyPatch):
+    _, options = planted(name, monkeypatch)
+    first, _, again = (simulate_fleet(seed, options).digest for seed in (1, 0, 1))
+    assert first == again
+
+
 def test_a_failure_shrinks_to_the_faults_that_matter_and_repeats(monkeypatch: pytest.MonkeyPatch):
     planted("damage is not looked for", monkeypatch)
     options = FleetOptions(num_faults=8, work="calls")
