@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import VOCABULARY, tiny_model
-from transformers import DynamicCache
-from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
+from transformers import DynamicCache, cache_utils, modeling_layers
 
 from blockyard import CacheGroup, KVCache, PrefixCaching, Request, Scheduler
 from blockyard.engine.pages import field_tensors
@@ -29,14 +27,17 @@ BLOCK, TOKENS = 4, 8
 GROUPS = CacheGroup.full_attention(), CacheGroup.drafter()
 RESUMED = range(BLOCK, 25, BLOCK)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not hasattr(cache_utils, "MtpCache"), reason="this version of transformers has no MTP layers"),
+]
 
 
 @functools.cache
 def models() -> tuple[Any, Any]:
     """The main model, and its MTP layer."""
     main = tiny_model("DeepSeek-V3")
-    mtp = MtpModel(main, main.config.num_mtp_layers).double().eval()
+    mtp = modeling_layers.MtpModel(main, main.config.num_mtp_layers).double().eval()
     for weights in mtp.layers.parameters():  # transformers leaves some uninitialized
         if weights.dim() > 1:
             torch.nn.init.normal_(weights, std=0.3)
@@ -62,7 +63,7 @@ def drafted_by_transformers(text: list[int]) -> int:
     """Return the draft after a text, without blocks and without any earlier step."""
     main, mtp = models()
     output = main(torch.tensor([text[:-1]]), output_hidden_states=True, use_cache=False)
-    return draft(text, output.hidden_states[-1], MtpCache(config=mtp.config))
+    return draft(text, output.hidden_states[-1], cache_utils.MtpCache(config=mtp.config))
 
 
 class Server:
@@ -112,7 +113,8 @@ class Server:
             if start:
                 self.main.read(cache, step.block_tables[0, row], start)
             places = torch.arange(start, start + len(tokens))[None]
-            options = {"position_ids": places, "cache": cache, "use_cache": True, "output_hidden_states": True}
+            options = {"position_ids": places, "use_cache": True, "output_hidden_states": True}
+            options[hybrid._cache_name(models()[0])] = cache
             output = models()[0](torch.tensor([tokens]), **options)
             self.main.write(cache, step.slot_mapping[0, first:last], with_states=False)
             found[first:last] = said = output.logits[0].argmax(-1).numpy()
@@ -129,7 +131,7 @@ class Server:
     def draft(self, step: Step, row: int, text: list[int], hidden: torch.Tensor) -> None:
         """Compute the entries of the last tokens but one, and the draft after the last."""
         first, start = int(step.query_start_loc[row]), int(step.start[row])
-        cache = MtpCache(config=models()[1].config)
+        cache = cache_utils.MtpCache(config=models()[1].config)
         layers: Any = SimpleNamespace(layers=[None, None, *cache.layers])
         if start:
             self.own.read(layers, step.block_tables[1, row], start)
