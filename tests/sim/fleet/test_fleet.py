@@ -113,6 +113,12 @@ def test_blocks_that_a_killed_sweep_has_left_are_listed_when_others_are_stored()
     assert not simulate_fleet(124, options, read_faults(faults)).broken
 
 
+def test_weights_of_equal_letters_compute_other_blocks():
+    faults = "repeat:0:1.093:0.01,update:-1:1.094:0.476,full:-1:2.944:0.01,update:-1:3.245:2.843"
+    options = FleetOptions(work="serving", store="object", model="window")
+    assert not simulate_fleet(54, options, read_faults(faults)).broken
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
     seeds, options = planted(name, monkeypatch)
