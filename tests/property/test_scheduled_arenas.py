@@ -1,4 +1,4 @@
-"""Schedulers over page classes whose device is resized: no byte is wrong, what `add` accepts ends, all runs are alike."""
+"""Schedulers over page classes whose device is resized: no byte is wrong, what `add` accepts ends, runs are alike."""
 
 import os
 import subprocess

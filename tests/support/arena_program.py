@@ -74,12 +74,14 @@ class ArenaProgram:
         if self._is_late and not self.split and self._timing.random() < 0.2:
             sizes = sizes[:1] * len(groups)
         groups = [group.with_blocks(bytes=size) for group, size in zip(groups, sizes, strict=True)]
+        if self._is_late and self._timing.random() < 0.5:  # states of several groups
+            groups += [group for group in groups if group.kind == "recurrent"]
         caching, host = random.choice([False, "lru", "adaptive"]), random.choice([0, 4, 10])
         if caching:
             caching = PrefixCaching(eviction=caching, host=host > 0)
-        self.split = self.split[: len(groups)]
+        self.split = self.split[: len(set(sizes))]
         if self.split:
-            arena = Arena.split(device_blocks=self.split, host_blocks=[3 * host] * len(groups))
+            arena = Arena.split(device_blocks=self.split, host_blocks=[3 * host] * len(self.split))
         else:
             bytes_of = {"device_bytes": self.extents * EXTENT, "host_bytes": host * EXTENT}
             arena = Arena(**bytes_of, extent_bytes=EXTENT)

@@ -48,9 +48,7 @@ class CopyOps:
         self._unless_shared(check, partial(self.copy_within, caches, mapping))
         increment_version(caches)
 
-    def _between(
-        self, src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping, names: tuple[str, str]
-    ) -> None:
+    def _between(self, src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping, names: tuple[str, str]) -> None:
         check = check_swap(src, dst, names)
         self._unless_shared(check, partial(self.copy_between, src, dst, mapping))
 

@@ -25,9 +25,10 @@ pub(crate) const NINE: [Group; 9] = [
     Group::Chunked { chunk: 6 },
     WINDOW,
 ];
-const HYBRID: [&[Group]; 12] = [
+const HYBRID: [&[Group]; 13] = [
     &[FULL, WINDOW],
     &[FULL, STATE],
+    &[FULL, STATE, STATE],
     &[WINDOW, STATE, FULL],
     &[FULL, CHUNKED],
     &[FULL, FULL],
