@@ -25,10 +25,9 @@ pub(crate) const NINE: [Group; 9] = [
     Group::Chunked { chunk: 6 },
     WINDOW,
 ];
-const HYBRID: [&[Group]; 13] = [
+const HYBRID: [&[Group]; 12] = [
     &[FULL, WINDOW],
     &[FULL, STATE],
-    &[FULL, STATE, STATE],
     &[WINDOW, STATE, FULL],
     &[FULL, CHUNKED],
     &[FULL, FULL],
@@ -51,7 +50,12 @@ pub(crate) fn groups() -> impl Strategy<Value = &'static [Group]> {
 
 /// Groups of the tested models with blocks of several sizes; most have several.
 pub(crate) fn paged() -> impl Strategy<Value = &'static [Group]> {
-    prop_oneof![1 => Just(&[FULL][..]), 1 => prop::sample::select(&SINGLE[..]), 12 => prop::sample::select(&HYBRID[..])]
+    prop_oneof![
+        1 => Just(&[FULL][..]),
+        1 => prop::sample::select(&SINGLE[..]),
+        12 => prop::sample::select(&HYBRID[..]),
+        1 => Just(&[FULL, STATE, STATE][..]),
+    ]
 }
 
 /// Tokens of `len` that a group needs when those from `first` on are computed.
