@@ -582,6 +582,24 @@ fn extents_that_can_be_emptied_are_all_emptied_at_once() {
     world.verify();
 }
 
+#[test]
+fn free_blocks_of_extents_to_be_emptied_delay_no_move() {
+    let mut world = World::new(Setup {
+        blocks: [16, 2, 0],
+        policies: blockyard_core::Policies { reuse: blockyard_core::ReuseOrder::Lru, ..Default::default() },
+        groups: &[Group::Full, Group::Recurrent],
+        pages: Pages::of([4, 7, 4, 4, 4, 4, 4, 4, 4]),
+        host_cache: true,
+        store: None,
+    });
+    (0..9).for_each(|_| world.apply(Op::Allocate(1)));
+    world.apply(Op::Step(None));
+    // One block in each of three extents is left; the last extent's others are the first to be taken.
+    [7, 4, 1].into_iter().for_each(|first| world.apply(Op::Free(first, 2)));
+    world.apply(Op::Moves(moves::Op::SETTLED));
+    world.verify();
+}
+
 /// Number of random cases: `PROPTEST_CASES`, else enough to meet rare orders in a few seconds.
 fn cases() -> u32 {
     std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(2000)
