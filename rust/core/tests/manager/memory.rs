@@ -5,7 +5,7 @@
 //! garbage are garbage.
 
 use super::bytes::place;
-use super::groups::{entry, in_group, needed};
+use super::groups::{drafts_ahead, entry, in_group, needed};
 use super::{At, BLOCK, Bytes, GARBAGE, Slot, World};
 use blockyard_core::{BlockId, Error, Group, Kind, Pairs, SequenceId, Stats, StepDecision, TicketId, Tier};
 use std::collections::{BTreeMap, BTreeSet};
@@ -203,7 +203,7 @@ impl World {
     fn slots_from(&self, sequence: SequenceId, first: u32) -> Vec<Slot> {
         let end = self.truth[&sequence].len() as u32;
         // A drafter writes the entry before them, too, unless they follow cached tokens.
-        let first_of = |group| if group == Group::Drafter { first.saturating_sub(1) } else { first };
+        let first_of = |group| if drafts_ahead(group) { first.saturating_sub(1) } else { first };
         self.growing().flat_map(|(number, group)| self.slots(sequence, number, first_of(group)..end)).collect()
     }
 

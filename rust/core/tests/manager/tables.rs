@@ -1,7 +1,7 @@
 //! Rules for truncation and for block tables that are kept from append to append.
 
 use super::World;
-use super::groups::in_group;
+use super::groups::{drafts_ahead, in_group};
 use blockyard_core::{Error, Group, SequenceId, TableId, TableRows, Tier};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -129,7 +129,7 @@ impl World {
                 let at = i * tokens as usize;
                 let slots = &slots[at..at + tokens as usize];
                 self.place(group, slots, &truth, first);
-                if group.1 == Group::Drafter && first > 0 && tokens > 0 {
+                if drafts_ahead(group.1) && first > 0 && tokens > 0 {
                     let before = self.slots(*sequence, group.0, first - 1..first);
                     self.place_at(group, &before, &truth, first - 1);
                 }
