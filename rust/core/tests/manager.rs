@@ -29,6 +29,8 @@ mod memory;
 mod moves;
 #[path = "manager/ops.rs"]
 mod ops;
+#[path = "manager/plain.rs"]
+mod plain;
 #[path = "manager/resize.rs"]
 mod resize;
 #[path = "manager/store.rs"]
@@ -85,6 +87,8 @@ pub(crate) struct World {
     tickets: BTreeMap<TicketId, Vec<Transfer>>,
     tables: tables::Arrays,
     next: u64,
+    /// When the next step ends, once the manager was told a time.
+    now: Option<f64>,
     /// What the events say can be found, and how many events there were.
     cached: BTreeMap<(Tier, u8, [u8; 32]), BTreeSet<BlockId>>,
     events: u64,
@@ -137,6 +141,7 @@ impl World {
             tickets: BTreeMap::new(),
             tables: tables::Arrays::default(),
             next: 0,
+            now: None,
             cached: BTreeMap::new(),
             events: 0,
             has_events: is_even && is_recorded,
@@ -503,6 +508,7 @@ impl World {
                     self.append(&sequence, (tokens, drafts, lookahead), None);
                 }
             }
+            Op::Plain { first, count, steps } => self.plain_steps(first, count, steps),
             Op::Step(lost) => self.step(lost),
             Op::End(n) => self.nth_ticket(n).into_iter().for_each(|t| self.end(t)),
             Op::Return { pick, lost, tokens } => {

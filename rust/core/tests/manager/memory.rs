@@ -45,12 +45,27 @@ fn require_counted(decision: &StepDecision, before: &Stats, after: &Stats) {
 impl World {
     /// Ends the step: device-ordered work runs now, the rest when the ticket ends.
     pub(crate) fn step(&mut self, lost: Option<usize>) {
+        if let Some(now) = &mut self.now {
+            self.manager.set_now(*now).unwrap();
+            *now += 1.0;
+        }
         // Whether the step may be over before its loads have landed.
         let prefetch = self.manager.clone().take_prefetch().prefetch;
         let before = self.manager.stats();
         let decision = self.manager.take_decision();
         require_counted(&decision, &before, &self.manager.stats());
-        self.trace.decision(&decision);
+        self.run(&decision, prefetch, lost);
+    }
+
+    /// Ends the step, which may be over before its loads have landed.
+    pub(crate) fn prefetch_step(&mut self) -> StepDecision {
+        let decision = self.manager.take_prefetch();
+        self.run(&decision, decision.prefetch, None);
+        decision
+    }
+
+    fn run(&mut self, decision: &StepDecision, prefetch: bool, lost: Option<usize>) {
+        self.trace.decision(decision);
         let mut mine = Vec::new();
         for (kind, pairs) in &decision.transfers {
             let transfer = |&[from, to]: &[u32; 2]| Transfer {
