@@ -64,9 +64,7 @@ class Hybrid:
             for draw in step.draws()
         ]
 
-    def draft(
-        self: Any, step: Step, row: int, table: NDArray[np.int32], text: list[int], window: int | None
-    ) -> None:
+    def draft(self: Any, step: Step, row: int, table: NDArray[np.int32], text: list[int], window: int | None) -> None:
         """Write and read as a drafter: each entry depends on the next token, and the last waits for it."""
         device, size = self.memory.tiers["device"], self.manager.block_size
         self.begun = getattr(self, "begun", set())

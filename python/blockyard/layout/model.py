@@ -573,7 +573,8 @@ def _mtp_layers(fields: _Fields, names: Sequence[str]) -> list[LayerCache]:
         raise InvalidArgumentError(f"mtp is True, but config has no MTP layers: none of {', '.join(_MTP_COUNTS)}")
     pattern = fields.get("mtp_layers_block_type") or fields.get("mtp_hybrid_override_pattern") or ()
     types = [_ALIASES.get(one, one) for one in (_LETTERS.get(one, one) for one in pattern)]
-    usual = {"sliding_attention"} if fields.get("model_type") in _MTP_WINDOWS else {"full_attention", "indexed_attention"}
+    has_window = fields.get("model_type") in _MTP_WINDOWS
+    usual = {"sliding_attention"} if has_window else {"full_attention", "indexed_attention"}
     types = types or [name for name in names if name in usual][-1:]
     if unknown := [name for name in types if name not in _LAYERS]:
         known = ", ".join(_LAYERS)

@@ -87,7 +87,7 @@ pub(crate) struct World {
     tickets: BTreeMap<TicketId, Vec<Transfer>>,
     tables: tables::Arrays,
     next: u64,
-    /// When the next step ends, once the manager was told a time.
+    /// When the next step ends, once the manager has a time.
     now: Option<f64>,
     /// What the events say can be found, and how many events there were.
     cached: BTreeMap<(Tier, u8, [u8; 32]), BTreeSet<BlockId>>,
@@ -598,10 +598,14 @@ fn free_blocks_of_extents_to_be_emptied_delay_no_move() {
         host_cache: true,
         store: None,
     });
-    (0..9).for_each(|_| world.apply(Op::Allocate(1)));
+    for _ in 0..9 {
+        world.apply(Op::Allocate(1));
+    }
     world.apply(Op::Step(None));
     // One block in each of three extents is left; the last extent's others are the first to be taken.
-    [7, 4, 1].into_iter().for_each(|first| world.apply(Op::Free(first, 2)));
+    for first in [7, 4, 1] {
+        world.apply(Op::Free(first, 2));
+    }
     world.apply(Op::Moves(moves::Op::SETTLED));
     world.verify();
 }
