@@ -230,12 +230,6 @@ FAULTS = {
         "of.is_drafter()",
         "false",
     ),
-    "points before different tokens hang on one block": (
-        "group.rs",
-        "keeping.first().copied().or(drafter)",
-        "keeping.first().copied().or(drafter)",
-        "keeping.first().copied()",
-    ),
     "what lies behind lost companions is found": (
         "sequence/points.rs",
         "take_while(|&&block| points.companions(block).is_some())",
