@@ -207,6 +207,8 @@ class CacheGroup:
     @staticmethod
     def drafter() -> CacheGroup: ...
     @staticmethod
+    def windowed_drafter(window: int) -> CacheGroup: ...
+    @staticmethod
     def sliding_window(window: int) -> CacheGroup: ...
     @staticmethod
     def chunked_attention(chunk: int) -> CacheGroup: ...
@@ -218,7 +220,13 @@ class CacheGroup:
     def kind(
         self,
     ) -> Literal[
-        "full_attention", "drafter", "sliding_window", "chunked_attention", "recurrent", "cross_attention"
+        "full_attention",
+        "drafter",
+        "windowed_drafter",
+        "sliding_window",
+        "chunked_attention",
+        "recurrent",
+        "cross_attention",
     ]: ...
     @property
     def window(self) -> int | None: ...

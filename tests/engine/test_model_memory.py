@@ -277,6 +277,22 @@ def test_mtp_layers_share_the_group_of_full_attention_which_becomes_a_drafters()
     assert manager.prefix.lookup([*range(32), 7]).tokens == 16, "the drafter's last entry depends on the next token"
 
 
+def test_mtp_layers_with_a_window_share_the_group_of_that_window_which_becomes_a_drafters():
+    config = MIMO | {"num_nextn_predict_layers": 3}
+    window = CacheGroup.sliding_window(MIMO["sliding_window"])
+    drafter = CacheGroup.windowed_drafter(MIMO["sliding_window"])
+    plain, drafted = ArenaLayout.from_config(MIMO), ArenaLayout.from_config(config, mtp=True)
+    assert [group for group, _ in plain.groups] == [CacheGroup.full_attention(), window]
+    assert [group for group, _ in drafted.groups] == [CacheGroup.full_attention(), drafter]
+    layers = [layer for layer in ModelMemory.from_config(MIMO).layers if layer.kind == "window"]
+    assert drafted.block_bytes[1] == plain.block_bytes[1] // len(layers) * (len(layers) + 3)
+    small = {"num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64, "model_type": "gpt_oss"}
+    small |= {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 128}
+    small |= {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["sliding_attention"]}
+    groups = KVLayout.from_config(small, mtp=True).cache_groups
+    assert groups == (CacheGroup.full_attention(), *[CacheGroup.windowed_drafter(128)] * 2)
+
+
 @pytest.mark.parametrize(
     ("name", "count"), [("Qwen3-Next-80B", 4), ("Qwen3.5-35B-A3B", 3), ("Jamba-1.5-mini", 1), ("Bamba-9B", 1)]
 )
@@ -297,9 +313,9 @@ def test_large_states_are_in_several_groups_of_one_page_class_if_their_layers_ca
     ("config", "message"),
     [
         (LLAMA, "mtp is True, but config has no MTP layers: none of num_nextn_predict_layers"),
-        (MIMO | {"num_nextn_predict_layers": 3}, "MTP layers of types .* must have full attention"),
         (NEMOTRON | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "?"}, "an MTP layer of type '\\?'"),
         (NEMOTRON | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "E"}, "must have full attention"),
+        (NEMOTRON | {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "M"}, "full attention or a window"),
     ],
 )
 def test_mtp_layers_that_no_group_describes_are_refused_by_name(config: dict[str, Any], message: str):

@@ -27,6 +27,8 @@ MODELS = {
     "full drafter": [FULL, DRAFTER],
     "drafter": [DRAFTER],
     "drafter, state, full": [DRAFTER, STATE, FULL],
+    "full windowed drafter": [FULL, CacheGroup.windowed_drafter(20)],
+    "window, windowed drafter": [WINDOW, CacheGroup.windowed_drafter(9)],
 }
 PROMPTS = [[100 * number + at for at in range(58)] for number in range(1, 5)]
 

@@ -21,6 +21,7 @@ _ROOMY = 1 << 16
 _kinds = st.one_of(
     st.just(CacheGroup.full_attention()),
     st.just(CacheGroup.drafter()),
+    st.builds(CacheGroup.windowed_drafter, st.integers(1, 20)),
     st.just(CacheGroup.recurrent()),
     st.integers(1, 300).map(CacheGroup.sliding_window),
     st.integers(1, 100).map(CacheGroup.chunked_attention),

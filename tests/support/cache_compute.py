@@ -64,14 +64,14 @@ class Compute:
                 self.write_slots.append(of(slots))
                 self.write_values.append(sequence.values[kept:])
             return
-        entries, is_drafter = sequence.entries(kind), kind == "drafter"
+        entries, is_drafter = sequence.entries(kind), kind.endswith("drafter")
         if first < end:
             at = np.arange(first - (is_drafter and first > 0 and first != sequence.found), end)
             slots = table[at // size] * size + at % size
             assert window is None or (slots >= size).all(), "a token would be written to the null block"
             self.write_slots.append(of(slots))
             self.write_values.append(entries[at[0] : end])
-        begin = 0 if window is None else max(0, first + 1 - window)
+        begin = 0 if window is None else max(0, first + (not is_drafter) - window)
         at = np.arange(begin, max(begin, end - is_drafter))  # the next step writes a drafter's last entry
         self.slots.append(of(table[at // size] * size + at % size))
         self.expected.append(np.array(entries[begin : begin + len(at)], np.int64))

@@ -44,6 +44,7 @@ GROUPS = {
     "state": (CacheGroup.recurrent(),),
     "full window": (CacheGroup.full_attention(), CacheGroup.sliding_window(6)),
     "full drafter": (CacheGroup.full_attention(), CacheGroup.drafter()),
+    "windowed drafter": (CacheGroup.full_attention(), CacheGroup.sliding_window(3), CacheGroup.windowed_drafter(4)),
     "full state": (CacheGroup.full_attention(), CacheGroup.recurrent()),
     "all": (
         CacheGroup.sliding_window(3),
@@ -241,7 +242,7 @@ class Tracked:
 
     def entries(self, kind: str) -> list[int]:
         """What the layers of a group have of each token; a drafter's also depend on the next one."""
-        if kind != "drafter":
+        if not kind.endswith("drafter"):
             return self.values
         following = [*self.values[1:], 0]
         return [(value * 31 + after) & MASK for value, after in zip(self.values, following, strict=False)]

@@ -39,9 +39,9 @@ class Hybrid:
             self.states_read = (step.decision.ticket, earlier)
         texts: dict[int, list[int]] = {}
         for number, group in enumerate(groups):
-            if group.kind == "drafter":
+            if group.kind.endswith("drafter"):
                 for row in live:
-                    self.draft(step, row, tables[number, row], texts[row])
+                    self.draft(step, row, tables[number, row], texts[row], group.window)
                 continue
             if group.kind == "recurrent":
                 found = {row: self.states_read[1][number][row] + new[row] for row in live}
@@ -64,7 +64,7 @@ class Hybrid:
             for draw in step.draws()
         ]
 
-    def draft(self: Any, step: Step, row: int, table: NDArray[np.int32], text: list[int]) -> None:
+    def draft(self: Any, step: Step, row: int, table: NDArray[np.int32], text: list[int], window: int | None) -> None:
         """Write and read as a drafter: each entry depends on the next token, and the last waits for it."""
         device, size = self.memory.tiers["device"], self.manager.block_size
         self.begun = getattr(self, "begun", set())
@@ -74,8 +74,9 @@ class Hybrid:
         # The entry before the tokens of this step is right if it was found, and else written with them.
         new = at[first - (first > 0 and has_begun) :]
         device[table[new // size], new % size] = entries[new]
+        at = at[0 if window is None else max(0, first - window) :]
         found = device[table[at // size], at % size]
-        assert (found == entries)[:-1].all(), f"row {row} reads a drafter's entry before another token"
+        assert (found == entries[at])[:-1].all(), f"row {row} reads a drafter's entry before another token"
         self.begun.add(handle)
 
     @property

@@ -12,7 +12,7 @@ from blockyard.stores import ExternalStore
 SIZE = 4
 PROMPT = list(range(58))
 FULL, WINDOW, STATE = CacheGroup.full_attention(), CacheGroup.sliding_window(10), CacheGroup.recurrent()
-WIDTHS = {"full_attention": 64, "sliding_window": 12, "recurrent": 1200, "drafter": 8}  # bytes
+WIDTHS = {"full_attention": 64, "sliding_window": 12, "recurrent": 1200, "drafter": 8, "windowed_drafter": 8}  # bytes
 MODELS = {
     "window": [FULL, WINDOW],
     "state": [FULL, STATE],
@@ -21,6 +21,7 @@ MODELS = {
     "states of two groups": [FULL, STATE, STATE],
     "drafter": [FULL, STATE, CacheGroup.drafter()],
     "uneven": [FULL.with_blocks(tokens=2), WINDOW.with_blocks(tokens=1), STATE],
+    "windowed drafter": [FULL, CacheGroup.windowed_drafter(10)],
     "uneven drafter": [FULL, STATE, CacheGroup.drafter().with_blocks(tokens=1)],
 }
 

@@ -218,6 +218,30 @@ FAULTS = {
         "len.saturating_sub(self.ahead)",
         "len",
     ),
+    "a windowed drafter's window is a token short": (
+        "group.rs",
+        "Self::WindowedDrafter { window } => computed.saturating_sub(window),",
+        "computed.saturating_sub(window)",
+        "computed.saturating_add(1).saturating_sub(window)",
+    ),
+    "a windowed drafter writes into a block that others have": (
+        "group.rs",
+        "if of.is_drafter() || !of.leaves_nulls()",
+        "of.is_drafter()",
+        "false",
+    ),
+    "what lies behind lost companions is found": (
+        "sequence/points.rs",
+        "take_while(|&&block| points.companions(block).is_some())",
+        "points.companions(block).is_some()",
+        "true",
+    ),
+    "a point is made behind tokens that are not computed": (
+        "sequence/points.rs",
+        "keys.computed.min(self.groups.whole(row.len, self.block_size))",
+        "keys.computed",
+        "u32::MAX",
+    ),
     "a copy goes to a block of another class": (
         "host_cache.rs",
         "self.take((Tier::Host, class), 1",

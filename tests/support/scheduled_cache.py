@@ -216,7 +216,7 @@ class ScheduledMachine(Machine):
                 if kind == "recurrent"
             }
             for number, kind, _ in rig.groups:
-                if kind not in {"recurrent", "drafter"}:
+                if kind != "recurrent" and not kind.endswith("drafter"):
                     cells[:, rig.slots(number, slots[number])] = cells_of(np.array(written, np.int64), layer)
             for row, (first, end) in enumerate(zip(starts, ends, strict=True)):
                 for number, kind, window in rig.groups:
@@ -231,12 +231,12 @@ class ScheduledMachine(Machine):
                         )
                         continue
                     tokens = self.config.tokens(number)
-                    if kind == "drafter":
+                    if kind.endswith("drafter"):
                         at = np.arange(self.first_entry(step, row, first), end)
                         entries = np.array(texts[row].entries(kind)[at[0] : end], np.int64)
                         places = tables[number, row, at // tokens] * tokens + at % tokens
                         cells[:, rig.slots(number, places)] = cells_of(entries, layer)
-                    at = np.arange(begin_of(kind, window, first), end - (kind == "drafter"))
+                    at = np.arange(begin_of(kind, window, first), end - kind.endswith("drafter"))
                     places = tables[number, row, at // tokens] * tokens + at % tokens
                     found[row].append(cells[:, rig.slots(number, places)])
 
@@ -285,7 +285,7 @@ class ScheduledMachine(Machine):
             for at, cells in enumerate(found[row]):
                 layer, (number, kind, window) = at // len(groups), groups[at % len(groups)]
                 begin, end = begin_of(kind, window, first), first if kind == "recurrent" else len(values)
-                end -= kind == "drafter"  # the next step writes its last entry
+                end -= kind.endswith("drafter")  # the next step writes its last entry
                 self.counts["cells"] += end - begin
                 wanted = cells_of(np.array(texts[row].entries(kind)[begin:end], np.int64), layer)
                 assert np.array_equal(cells, wanted), (
@@ -371,7 +371,8 @@ def begin_of(kind: str, window: int | None, first: int) -> int:
     """The first token whose bytes a step needs that goes on after `first` tokens."""
     if kind == "recurrent":
         return max(0, first - 1)
-    return 0 if window is None else max(0, first + 1 - window)
+    # A drafter writes the entry before them again, too.
+    return 0 if window is None else max(0, first + (kind != "windowed_drafter") - window)
 
 
 def drawn(text: Tracked, _name: str, sequence: int, position: int | None = None) -> int:

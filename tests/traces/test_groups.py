@@ -17,6 +17,7 @@ GROUPS = (
     CacheGroup.chunked_attention(64).with_blocks(bytes=4096),
     CacheGroup.recurrent().with_blocks(bytes=65536),
     CacheGroup.drafter(),
+    CacheGroup.windowed_drafter(128),
     CacheGroup.cross_attention(),
 )
 

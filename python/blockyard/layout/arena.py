@@ -43,6 +43,8 @@ _LIFECYCLES: Final[dict[str, str]] = {
     "cross": "cross_attention",
 }
 
+_DRAFTERS: Final = {"full_attention": "drafter", "sliding_window": "windowed_drafter"}
+
 
 @dataclass(frozen=True)
 class LayerField:
@@ -180,7 +182,8 @@ class ArenaLayout:
             block_size: number of tokens in a block.
             dtype: dtype of keys and values, see `ModelMemory.from_config`.
             state_dtype: dtype of recurrent states, see there.
-            mtp: also the model's MTP layers. They share the group of full attention, which becomes a drafter's.
+            mtp: also the model's MTP layers. They share the group of full attention, or of a window, which becomes a
+                drafter's.
             equal_blocks: as in the attributes.
 
         Raises:
@@ -199,10 +202,10 @@ class ArenaLayout:
             found.setdefault(key, []).extend(_fields_of(number, layer, memory.dtype))
         order = tuple(_LIFECYCLES.values())
         groups = sorted(found.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1]))
-        # Both keep every block; only the last entry of one tells a drafter's layers from others.
-        full = "drafter" if any(layer.is_draft for layer in memory.layers) else "full_attention"
+        # Both keep the same blocks; only the last entry of one tells a drafter's layers from others.
+        drafts = {(_LIFECYCLES[layer.kind], layer.entries or 0) for layer in memory.layers if layer.is_draft}
         lifecycles = (
-            (_group(full if kind == "full_attention" else kind, window), tuple(part))
+            (_group(_DRAFTERS[kind] if (kind, window) in drafts else kind, window), tuple(part))
             for (kind, window), fields in groups
             for part in _parts(fields)
         )

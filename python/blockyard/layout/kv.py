@@ -241,7 +241,8 @@ class KVLayout:
             config: a dictionary, the path of a `config.json` or its folder, or a configuration object of transformers.
             block_size: number of tokens in a block.
             dtype: dtype of keys and values, such as `"float8_e4m3fn"` or `"fp8"`; None for the configuration's.
-            mtp: also the model's MTP layers. They share the group of full attention, which becomes a drafter's.
+            mtp: also the model's MTP layers. They share the group of full attention, or of a window, which becomes a
+                drafter's.
 
         Returns:
             A layout of kind `"kv_first"`, or `"blocks tokens dim"` with latent attention, and its `cache_groups`.
@@ -506,10 +507,13 @@ def _group_width(layers: Sequence[LayerCache]) -> int:
 
 def _groups_of(layers: Sequence[LayerCache], width: int) -> tuple[CacheGroup, ...]:
     groups: list[CacheGroup] = []
-    # Both keep every block; only the last entry of one tells a drafter's layers from others.
-    full = CacheGroup.drafter() if any(layer.is_draft for layer in layers) else CacheGroup.full_attention()
+    # Both keep the same blocks; only the last entry of one tells a drafter's layers from others.
+    drafts = {layer.entries for layer in layers if layer.is_draft}
     for (_, window), count in _lifecycles(layers).items():
-        group = full if window is None else CacheGroup.sliding_window(window)
+        if window is None:
+            group = CacheGroup.drafter() if None in drafts else CacheGroup.full_attention()
+        else:
+            group = CacheGroup.windowed_drafter(window) if window in drafts else CacheGroup.sliding_window(window)
         groups += [group] * (count // width)
     return tuple(groups)
 

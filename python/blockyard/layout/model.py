@@ -129,7 +129,7 @@ class ModelMemory:
 
         Raises:
             InvalidArgumentError: a field is missing, or one that changes the cache is unknown; the message names it.
-                Or `mtp` is true, and the model has no MTP layers, or such without full attention.
+                Or `mtp` is true, and the model has no MTP layers, or such with neither full attention nor a window.
         """
         given = read_config(config)
         fields = _Fields(given)
@@ -567,20 +567,22 @@ def _encoder_layers(fields: _Fields, count: int) -> list[LayerCache]:
 
 
 def _mtp_layers(fields: _Fields, names: Sequence[str]) -> list[LayerCache]:
-    """The layers that draft tokens: of the type of the model's last full layer, if none is given."""
+    """The layers that draft tokens: of the type of the model's last full layer, or window, if none is given."""
     count = fields.first(*_MTP_COUNTS, default=0)
     if not count:
         raise InvalidArgumentError(f"mtp is True, but config has no MTP layers: none of {', '.join(_MTP_COUNTS)}")
     pattern = fields.get("mtp_layers_block_type") or fields.get("mtp_hybrid_override_pattern") or ()
     types = [_ALIASES.get(one, one) for one in (_LETTERS.get(one, one) for one in pattern)]
-    types = types or [name for name in names if name in {"full_attention", "indexed_attention"}][-1:]
+    has_window = fields.get("model_type") in _MTP_WINDOWS
+    usual = {"sliding_attention"} if has_window else {"full_attention", "indexed_attention"}
+    types = types or [name for name in names if name in usual][-1:]
     if unknown := [name for name in types if name not in _LAYERS]:
         known = ", ".join(_LAYERS)
         raise InvalidArgumentError(f"config has an MTP layer of type {unknown[0]!r}, must be one of {known}")
     found = [replace(cache, is_draft=True) for name in types for cache in _LAYERS[name](fields)]
     kinds = {cache.kind for cache in found}
-    if not kinds or not kinds <= {"full", "mla", "indexer"} or fields.get("model_type") in _MTP_WINDOWS:
-        raise InvalidArgumentError(f"config has MTP layers of types {types}, must have full attention")
+    if not kinds or not kinds <= {"full", "mla", "indexer", "window"}:
+        raise InvalidArgumentError(f"config has MTP layers of types {types}, must have full attention or a window")
     return found * count
 
 

@@ -311,7 +311,7 @@ class Admission:
     def _still_has(self, handle: int, tokens: int) -> bool:
         """Whether a running sequence still holds everything of its first `tokens` that the next token needs."""
         for number, (group, (size, _)) in enumerate(zip(self.needs.groups, self.needs.sizes, strict=True)):
-            if group.kind in {"recurrent", "drafter"}:
+            if group.kind in {"recurrent", "drafter", "windowed_drafter"}:
                 return False  # its state has moved past that token; a drafter's entry depends on the next one
             if group.window is not None:
                 first = max(0, tokens + 1 - group.window)

@@ -76,6 +76,7 @@ def _group(fields: Any) -> CacheGroup:
     makers: dict[Any, Any] = {
         "full_attention": CacheGroup.full_attention,
         "drafter": CacheGroup.drafter,
+        "windowed_drafter": CacheGroup.windowed_drafter,
         "recurrent": CacheGroup.recurrent,
         "sliding_window": CacheGroup.sliding_window,
         "chunked_attention": CacheGroup.chunked_attention,

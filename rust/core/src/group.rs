@@ -28,6 +28,12 @@ pub enum Group {
     /// compute an entry from a token's hidden state and the next token. A step that adds tokens writes the entry before
     /// them again.
     Drafter,
+    /// As [`Drafter`](Self::Drafter), with layers that see a window only. The entry before a step's tokens sees as many
+    /// entries as theirs, so a token needs one more than with a sliding window.
+    WindowedDrafter {
+        /// Tokens that one query sees, itself included.
+        window: u32,
+    },
     /// The token itself and the `window - 1` before it; earlier blocks are freed.
     SlidingWindow {
         /// Tokens that one query sees, itself included.
@@ -53,6 +59,7 @@ impl Group {
         let first = match self {
             Self::Full | Self::Drafter | Self::CrossAttention => 0,
             Self::SlidingWindow { window } => computed.saturating_add(1).saturating_sub(window),
+            Self::WindowedDrafter { window } => computed.saturating_sub(window),
             Self::Chunked { chunk } => computed - computed % chunk,
             Self::Recurrent => computed.saturating_sub(1),
         };
@@ -103,6 +110,7 @@ impl Group {
             Self::SlidingWindow { window } | Self::Chunked { chunk: window } => {
                 whole.min(blocks(u64::from(window) - 1 + step) + 1)
             }
+            Self::WindowedDrafter { window } => whole.min(blocks(u64::from(window) + step) + 1),
             Self::Recurrent => {
                 let states = if chunk >= tokens { 1 } else { 2 };
                 blocks(u64::from(tokens)).min(states).saturating_add(lookahead as usize)
@@ -135,12 +143,18 @@ impl Group {
             Self::Chunked { chunk } => [3, chunk],
             Self::Recurrent => [4, 0],
             Self::CrossAttention => [5, 0],
+            Self::WindowedDrafter { window } => [6, window],
         }
     }
 
     /// Whether table entries become the null block.
     pub(crate) fn leaves_nulls(self) -> bool {
-        matches!(self, Self::SlidingWindow { .. } | Self::Chunked { .. } | Self::Recurrent)
+        !matches!(self, Self::Full | Self::Drafter | Self::CrossAttention)
+    }
+
+    /// Whether an entry depends on the next token, too.
+    pub(crate) fn is_drafter(self) -> bool {
+        matches!(self, Self::Drafter | Self::WindowedDrafter { .. })
     }
 
     /// Blocks that a group which leaves blocks behind keeps for a resume point, at most.
@@ -149,6 +163,7 @@ impl Group {
             Self::SlidingWindow { window } | Self::Chunked { chunk: window } => {
                 (window - 1).div_ceil(block_size) as usize
             }
+            Self::WindowedDrafter { window } => window.div_ceil(block_size) as usize,
             _ => 1,
         }
     }
@@ -269,8 +284,13 @@ impl Groups {
                 must: format!("1 to {MAX_GROUPS}, at most one of them cross attention, after at least one other"),
             });
         }
-        for (what, empty) in [("window", Group::SlidingWindow { window: 0 }), ("chunk", Group::Chunked { chunk: 0 })] {
-            if groups.contains(&empty) {
+        for group in groups {
+            let what = match group {
+                Group::SlidingWindow { window: 0 } | Group::WindowedDrafter { window: 0 } => Some("window"),
+                Group::Chunked { chunk: 0 } => Some("chunk"),
+                _ => None,
+            };
+            if let Some(what) = what {
                 return Err(Error::InvalidArgument { what, found: 0, must: "at least 1".to_owned() });
             }
         }
@@ -298,10 +318,12 @@ impl Groups {
         let least_tokens = paged[..growing].iter().map(|paged| paged.block_tokens).min().unwrap_or(block_size);
         let null = groups.iter().any(|group| group.leaves_nulls());
         let (leaving, keeping): (Vec<usize>, _) = (0..growing).partition(|&at| groups[at].leaves_nulls());
-        let anchor = keeping.first().copied().unwrap_or(0);
+        // A drafter's last block is its sequence's own before another token follows, as one with a key must be.
+        let drafter = groups.iter().position(|group| group.is_drafter());
+        let anchor = keeping.first().copied().or(drafter).unwrap_or(0);
         let companions = keeping.into_iter().skip(1).collect();
         let states = groups.contains(&Group::Recurrent);
-        let (leaving, ahead) = (leaving.into(), u32::from(groups.contains(&Group::Drafter)));
+        let (leaving, ahead) = (leaving.into(), u32::from(drafter.is_some()));
         let interval = interval(&paged[..growing], block_size);
         Ok(Self {
             all: groups.into(),
@@ -550,8 +572,10 @@ impl Groups {
     /// The first token whose entry in a group is written when tokens follow the first `len`.
     #[inline]
     pub(crate) fn first_written(&self, len: u32, group: u8) -> u32 {
-        // With a drafter, blocks of other groups have a key of the same tokens, and share the fate of its blocks.
-        if self.ahead > 0 && !self.get(group).leaves_nulls() { len.saturating_sub(self.ahead) } else { len }
+        // With a drafter, blocks of groups that keep every block have a key of the same tokens, and share the fate of its
+        // blocks.
+        let of = self.get(group);
+        if of.is_drafter() || !of.leaves_nulls() { len.saturating_sub(self.ahead) } else { len }
     }
 
     /// Group of an encoder's tokens.
@@ -628,6 +652,18 @@ mod tests {
     }
 
     #[test]
+    fn a_windowed_drafter_needs_the_window_of_the_entry_before_a_token() {
+        let group = Group::WindowedDrafter { window: 4 };
+        // The query at position 8 sees 5 to 8, and the one before it 4 to 7.
+        assert_eq!([4, 7, 8, 9, 12].map(|tokens| group.needs(tokens, 4)), [0..1, 0..2, 1..2, 1..3, 2..3]);
+        assert_eq!(Group::WindowedDrafter { window: 1 }.needs(8, 4), 1..2, "its last block is written again");
+        let groups = of(&[Group::Recurrent, group]).unwrap();
+        assert_eq!((groups.anchor(), groups.whole(8, 4), groups.tail(1, 2, 4)), (1, 1, 1..1));
+        assert_eq!([0, 1].map(|group| groups.first_written(8, group)), [8, 7]);
+        assert_eq!(of(&[group, Group::Drafter]).unwrap().anchor(), 1);
+    }
+
+    #[test]
     fn a_chunk_needs_nothing_at_its_start() {
         let group = Group::Chunked { chunk: 8 };
         assert_eq!([7, 8, 9, 15, 16].map(|tokens| group.needs(tokens, 4)), [0..2, 2..2, 2..3, 2..4, 4..4]);
@@ -677,6 +713,7 @@ mod tests {
             assert!(of(groups).is_err(), "{groups:?}");
         }
         assert!(of(&[Group::SlidingWindow { window: 0 }]).is_err());
+        assert!(of(&[Group::WindowedDrafter { window: 0 }]).is_err());
         assert!(of(&[Group::Full, Group::Chunked { chunk: 0 }]).is_err());
     }
 
@@ -690,6 +727,8 @@ mod tests {
         // 4 tokens before a chunk, the chunk and the lookahead, starting anywhere in a block.
         assert_eq!([peak(window, 100, 0, 8), peak(window, 100, 4, 8), peak(window, 100, 9, 8)], [4, 5, 7]);
         assert_eq!([peak(window, 6, 0, 8), peak(window, 100, 0, 1)], [2, 3]);
+        let drafter = Group::WindowedDrafter { window: 5 };
+        assert_eq!([peak(drafter, 6, 0, 8), peak(drafter, 100, 0, 8), peak(drafter, 100, 0, 4)], [2, 5, 4]);
         assert_eq!([peak(Group::Recurrent, 4, 0, 8), peak(Group::Recurrent, 100, 0, 100)], [1, 1]);
         assert_eq!([peak(Group::Recurrent, 100, 5, 8), peak(Group::Recurrent, 100, 0, 99)], [7, 2]);
     }

@@ -29,6 +29,8 @@ mod memory;
 mod moves;
 #[path = "manager/ops.rs"]
 mod ops;
+#[path = "manager/plain.rs"]
+mod plain;
 #[path = "manager/resize.rs"]
 mod resize;
 #[path = "manager/store.rs"]
@@ -85,6 +87,8 @@ pub(crate) struct World {
     tickets: BTreeMap<TicketId, Vec<Transfer>>,
     tables: tables::Arrays,
     next: u64,
+    /// When the next step ends, once the manager has a time.
+    now: Option<f64>,
     /// What the events say can be found, and how many events there were.
     cached: BTreeMap<(Tier, u8, [u8; 32]), BTreeSet<BlockId>>,
     events: u64,
@@ -137,6 +141,7 @@ impl World {
             tickets: BTreeMap::new(),
             tables: tables::Arrays::default(),
             next: 0,
+            now: None,
             cached: BTreeMap::new(),
             events: 0,
             has_events: is_even && is_recorded,
@@ -503,6 +508,7 @@ impl World {
                     self.append(&sequence, (tokens, drafts, lookahead), None);
                 }
             }
+            Op::Plain { first, count, steps } => self.plain_steps(first, count, steps),
             Op::Step(lost) => self.step(lost),
             Op::End(n) => self.nth_ticket(n).into_iter().for_each(|t| self.end(t)),
             Op::Return { pick, lost, tokens } => {
@@ -578,6 +584,28 @@ fn extents_that_can_be_emptied_are_all_emptied_at_once() {
     world.apply(Op::Allocate(9));
     world.apply(Op::Step(None));
     world.apply(Op::Tables(tables::Op::Append { first: 5, count: 1, tokens: 0, drafts: 0, lookahead: 0, array: 0 }));
+    world.apply(Op::Moves(moves::Op::SETTLED));
+    world.verify();
+}
+
+#[test]
+fn free_blocks_of_extents_to_be_emptied_delay_no_move() {
+    let mut world = World::new(Setup {
+        blocks: [16, 2, 0],
+        policies: blockyard_core::Policies { reuse: blockyard_core::ReuseOrder::Lru, ..Default::default() },
+        groups: &[Group::Full, Group::Recurrent],
+        pages: Pages::of([4, 7, 4, 4, 4, 4, 4, 4, 4]),
+        host_cache: true,
+        store: None,
+    });
+    for _ in 0..9 {
+        world.apply(Op::Allocate(1));
+    }
+    world.apply(Op::Step(None));
+    // One block in each of three extents is left; the last extent's others are the first to be taken.
+    for first in [7, 4, 1] {
+        world.apply(Op::Free(first, 2));
+    }
     world.apply(Op::Moves(moves::Op::SETTLED));
     world.verify();
 }

@@ -63,6 +63,13 @@ impl PyCacheGroup {
         Self::of(Group::Drafter)
     }
 
+    /// As `drafter`, for layers that see the last `window` tokens; earlier blocks are freed. The model's own layers with
+    /// this window can share the group.
+    #[staticmethod]
+    fn windowed_drafter(#[pyo3(from_py_with = args::window)] window: u32) -> Self {
+        Self::of(Group::WindowedDrafter { window })
+    }
+
     /// The token itself and the `window - 1` before it; earlier blocks are freed. The prefix cache keeps those of a
     /// window at resume points only.
     #[staticmethod]
@@ -91,12 +98,14 @@ impl PyCacheGroup {
         Self::of(Group::CrossAttention)
     }
 
-    /// `"full_attention"`, `"drafter"`, `"sliding_window"`, `"chunked_attention"`, `"recurrent"` or `"cross_attention"`.
+    /// `"full_attention"`, `"drafter"`, `"windowed_drafter"`, `"sliding_window"`, `"chunked_attention"`, `"recurrent"` or
+    /// `"cross_attention"`.
     #[getter]
     fn kind(&self) -> &'static str {
         match self.kind {
             Group::Full => "full_attention",
             Group::Drafter => "drafter",
+            Group::WindowedDrafter { .. } => "windowed_drafter",
             Group::SlidingWindow { .. } => "sliding_window",
             Group::Chunked { .. } => "chunked_attention",
             Group::Recurrent => "recurrent",
@@ -108,7 +117,9 @@ impl PyCacheGroup {
     #[getter]
     fn window(&self) -> Option<u32> {
         match self.kind {
-            Group::SlidingWindow { window } | Group::Chunked { chunk: window } => Some(window),
+            Group::SlidingWindow { window } | Group::WindowedDrafter { window } | Group::Chunked { chunk: window } => {
+                Some(window)
+            }
             _ => None,
         }
     }

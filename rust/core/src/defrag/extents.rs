@@ -154,7 +154,8 @@ fn moving(tracker: &Tracker, device: &Pool) -> (PerClass, HashMap<usize, usize>)
 }
 
 /// Takes blocks of a class, to be filled, that lie in some extents, or anywhere, and that nothing reads. Other blocks that are taken on
-/// the way are free afterwards. If the host gets copies of what is evicted, these are read first: a later call finds them.
+/// the way are free afterwards. If the host gets copies of what is evicted, these are read first: a later call finds them,
+/// and more would be evicted for nothing now.
 fn take_in(step: &mut OpenStep<'_>, class: usize, count: usize, extents: Option<&HashSet<usize>>) -> Vec<BlockId> {
     let (mut targets, mut others, mut taken) = (Vec::with_capacity(count), Vec::new(), Vec::new());
     while targets.len() < count {
@@ -169,7 +170,8 @@ fn take_in(step: &mut OpenStep<'_>, class: usize, count: usize, extents: Option<
                 && !device.block(block).is_read_ahead();
             if is_there { &mut targets } else { &mut others }.push(block);
         }
-        if step.tiers.keeps_host_copies() {
+        let is_read = |block: &BlockId| step.tiers.device().block(*block).is_read_ahead();
+        if step.tiers.keeps_host_copies() && others.iter().any(is_read) {
             break;
         }
     }

@@ -275,7 +275,7 @@ fn end_jobs(manager: &mut Manager, loads: &[StoreJob], writes: &[StoreJob]) {
 }
 
 /// The whole state of a manager, except scratch data that a call leaves behind.
-fn dump(manager: &Manager) -> String {
+pub(crate) fn dump(manager: &Manager) -> String {
     let text = format!("{manager:?}");
     let (mut kept, mut rest) = (String::with_capacity(text.len()), text.as_str());
     let names = [" stamp: ", " epoch: ", " scratch: ", " work: "];
@@ -293,7 +293,7 @@ fn dump(manager: &Manager) -> String {
 }
 
 /// Where two dumps differ.
-fn difference(before: &str, after: &str) -> Option<String> {
+pub(crate) fn difference(before: &str, after: &str) -> Option<String> {
     let at = before.bytes().zip(after.bytes()).position(|(a, b)| a != b).unwrap_or(before.len().min(after.len()));
     let part = |text: &str| text.chars().skip(at.saturating_sub(60)).take(120).collect::<String>();
     (before != after).then(|| format!("{} became {}", part(before), part(after)))

@@ -10,10 +10,12 @@ const FULL: Group = Group::Full;
 const WINDOW: Group = Group::SlidingWindow { window: 6 };
 const STATE: Group = Group::Recurrent;
 const DRAFTER: Group = Group::Drafter;
+const NEAR_DRAFTER: Group = Group::WindowedDrafter { window: 5 };
 const CHUNKED: Group = Group::Chunked { chunk: 8 };
 
 /// Models with one group that frees blocks while it runs, and with several groups.
-const SINGLE: [&[Group]; 5] = [&[WINDOW], &[Group::SlidingWindow { window: 1 }], &[STATE], &[CHUNKED], &[DRAFTER]];
+const SINGLE: [&[Group]; 6] =
+    [&[WINDOW], &[Group::SlidingWindow { window: 1 }], &[STATE], &[CHUNKED], &[DRAFTER], &[NEAR_DRAFTER]];
 pub(crate) const NINE: [Group; 9] = [
     STATE,
     FULL,
@@ -25,7 +27,7 @@ pub(crate) const NINE: [Group; 9] = [
     Group::Chunked { chunk: 6 },
     WINDOW,
 ];
-const HYBRID: [&[Group]; 12] = [
+const HYBRID: [&[Group]; 15] = [
     &[FULL, WINDOW],
     &[FULL, STATE],
     &[WINDOW, STATE, FULL],
@@ -35,6 +37,9 @@ const HYBRID: [&[Group]; 12] = [
     &[DRAFTER, STATE, FULL],
     &[FULL, WINDOW, DRAFTER, FULL],
     &[FULL, WINDOW, FULL, STATE],
+    &[FULL, WINDOW, NEAR_DRAFTER],
+    &[WINDOW, Group::WindowedDrafter { window: 4 }, STATE],
+    &[DRAFTER, Group::WindowedDrafter { window: 1 }],
     &NINE,
     &[FULL, Group::CrossAttention],
     &[Group::SlidingWindow { window: 9 }, Group::SlidingWindow { window: 4 }, Group::CrossAttention],
@@ -67,6 +72,8 @@ pub(crate) fn needed(group: Group, first: u32, len: u32) -> Range<u32> {
         Group::Recurrent => first.saturating_sub(1)..first.min(len),
         // The next step writes the last entry.
         Group::Drafter => 0..len.saturating_sub(1),
+        // The step writes the entry before its tokens, too, unless it was found.
+        Group::WindowedDrafter { window } => first.saturating_sub(window)..len.saturating_sub(1),
         _ => 0..len,
     }
 }
@@ -78,8 +85,13 @@ pub(crate) fn in_group(number: usize, value: u64) -> u64 {
 
 /// What a group has of a token of a sequence: a drafter's entry depends on the next token, too.
 pub(crate) fn entry((number, group): (usize, Group), tokens: &[u64], at: u32) -> u64 {
-    let next = tokens.get(at as usize + 1).filter(|_| group == Group::Drafter);
+    let next = tokens.get(at as usize + 1).filter(|_| drafts_ahead(group));
     in_group(number, tokens[at as usize]) ^ next.map_or(0, |next| next.rotate_left(17))
+}
+
+/// Whether an entry of a group depends on the next token, too.
+pub(crate) fn drafts_ahead(group: Group) -> bool {
+    matches!(group, Group::Drafter | Group::WindowedDrafter { .. })
 }
 
 /// Whether a group leaves blocks behind.

@@ -5,7 +5,7 @@
 //! garbage are garbage.
 
 use super::bytes::place;
-use super::groups::{entry, in_group, needed};
+use super::groups::{drafts_ahead, entry, in_group, needed};
 use super::{At, BLOCK, Bytes, GARBAGE, Slot, World};
 use blockyard_core::{BlockId, Error, Group, Kind, Pairs, SequenceId, Stats, StepDecision, TicketId, Tier};
 use std::collections::{BTreeMap, BTreeSet};
@@ -45,12 +45,27 @@ fn require_counted(decision: &StepDecision, before: &Stats, after: &Stats) {
 impl World {
     /// Ends the step: device-ordered work runs now, the rest when the ticket ends.
     pub(crate) fn step(&mut self, lost: Option<usize>) {
+        if let Some(now) = &mut self.now {
+            self.manager.set_now(*now).unwrap();
+            *now += 1.0;
+        }
         // Whether the step may be over before its loads have landed.
         let prefetch = self.manager.clone().take_prefetch().prefetch;
         let before = self.manager.stats();
         let decision = self.manager.take_decision();
         require_counted(&decision, &before, &self.manager.stats());
-        self.trace.decision(&decision);
+        self.run(&decision, prefetch, lost);
+    }
+
+    /// Ends the step, which may be over before its loads have landed.
+    pub(crate) fn prefetch_step(&mut self) -> StepDecision {
+        let decision = self.manager.take_prefetch();
+        self.run(&decision, decision.prefetch, None);
+        decision
+    }
+
+    fn run(&mut self, decision: &StepDecision, prefetch: bool, lost: Option<usize>) {
+        self.trace.decision(decision);
         let mut mine = Vec::new();
         for (kind, pairs) in &decision.transfers {
             let transfer = |&[from, to]: &[u32; 2]| Transfer {
@@ -203,7 +218,7 @@ impl World {
     fn slots_from(&self, sequence: SequenceId, first: u32) -> Vec<Slot> {
         let end = self.truth[&sequence].len() as u32;
         // A drafter writes the entry before them, too, unless they follow cached tokens.
-        let first_of = |group| if group == Group::Drafter { first.saturating_sub(1) } else { first };
+        let first_of = |group| if drafts_ahead(group) { first.saturating_sub(1) } else { first };
         self.growing().flat_map(|(number, group)| self.slots(sequence, number, first_of(group)..end)).collect()
     }
 

@@ -87,6 +87,12 @@ pub(crate) enum Op {
     Keep(keep::Op),
     Moves(moves::Op),
     Store(store::Op),
+    /// Adds a token to each of some sequences in each of some steps.
+    Plain {
+        first: usize,
+        count: usize,
+        steps: usize,
+    },
     Free(usize, usize),
     SwapOut(usize, usize),
     SwapIn(usize, usize),
@@ -123,6 +129,8 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         5 => (pick.clone(), [1u32..9, 1u32..9], tables::drafts(), prop_oneof![2 => Just(0), 1 => 1u32..6])
             .prop_map(|(pick, tokens, drafts, lookahead)| Op::AppendTwice { pick, tokens, drafts, lookahead }),
         12 => tables::op().prop_map(Op::Tables),
+        2 => (pick.clone(), 1usize..4, 1usize..10)
+            .prop_map(|(first, count, steps)| Op::Plain { first, count, steps }),
         7 => keep::op().prop_map(Op::Keep),
         8 => moves::op().prop_map(Op::Moves),
         8 => store::op().prop_map(Op::Store),

@@ -1,7 +1,7 @@
 //! Rules for truncation and for block tables that are kept from append to append.
 
 use super::World;
-use super::groups::in_group;
+use super::groups::{drafts_ahead, in_group};
 use blockyard_core::{Error, Group, SequenceId, TableId, TableRows, Tier};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -9,6 +9,12 @@ use std::collections::BTreeMap;
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Op {
     Truncate(usize, u32),
+    /// Some of a sequence's draft tokens are rejected, and others follow.
+    Reject {
+        pick: usize,
+        drafts: u32,
+        rejected: u32,
+    },
     /// Appends, and updates the block tables in one of two arrays.
     Append {
         first: usize,
@@ -46,6 +52,8 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
     let pick = 0usize..64;
     prop_oneof![
         4 => (pick.clone(), 0u32..9).prop_map(|(s, n)| Op::Truncate(s, n)),
+        1 => (pick.clone(), 2u32..6, 1u32..5)
+            .prop_map(|(pick, drafts, rejected)| Op::Reject { pick, drafts, rejected: rejected.min(drafts) }),
         8 => (pick, 1usize..5, prop_oneof![0u32..4, 0u32..9], drafts(), prop_oneof![2 => Just(0), 1 => 1u32..3], 0usize..2)
             .prop_map(|(first, count, tokens, drafts, lookahead, array)| {
                 Op::Append { first, count, tokens, drafts, lookahead, array }
@@ -57,6 +65,17 @@ impl World {
     pub(crate) fn apply_tables(&mut self, op: Op) {
         match op {
             Op::Truncate(s, n) => self.pick(s, 1).into_iter().for_each(|s| self.truncate(s, n)),
+            Op::Reject { pick, drafts, rejected } => {
+                self.settle();
+                for sequence in self.pick(pick, 1) {
+                    if self.append(&[sequence], (drafts + 1, drafts, 0), None) {
+                        self.settle();
+                        self.truncate(sequence, rejected);
+                        self.append(&[sequence], (1, 0, 0), None);
+                        self.step(None);
+                    }
+                }
+            }
             Op::Append { first, count, tokens, drafts, lookahead, array } => {
                 let s = self.pick(first, count);
                 self.append_with_tables(&s, (tokens, drafts, lookahead), array);
@@ -129,7 +148,7 @@ impl World {
                 let at = i * tokens as usize;
                 let slots = &slots[at..at + tokens as usize];
                 self.place(group, slots, &truth, first);
-                if group.1 == Group::Drafter && first > 0 && tokens > 0 {
+                if drafts_ahead(group.1) && first > 0 && tokens > 0 {
                     let before = self.slots(*sequence, group.0, first - 1..first);
                     self.place_at(group, &before, &truth, first - 1);
                 }

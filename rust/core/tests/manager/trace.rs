@@ -14,7 +14,7 @@ const RUNS: usize = 300;
 const OPS: usize = 100;
 
 /// Change it only when decisions are meant to change, or when the strategies change.
-const EXPECTED: &str = "74474695d96df3922ad9c11f9a1798525e276547e6e27e4f90ca0ece4c513da4";
+const EXPECTED: &str = "0820934b5e22f9de1509fa20862c5c0ad6322e8554bd7a183f94a6c027ccee45";
 
 /// Digest of all decisions of a run so far. The standard hash of a value does not depend on the names of its fields.
 #[derive(Default)]

@@ -1,9 +1,9 @@
 //! Checks of the simulated world: of events after each operation, and of everything at the end.
 
-use super::groups::{leaves, needed};
+use super::groups::{drafts_ahead, leaves, needed};
 use super::{BLOCK, World, keep};
 use blockyard_core::hash::Chain;
-use blockyard_core::{Event, EventBatch, Group, Prompt, Tier};
+use blockyard_core::{Event, EventBatch, Prompt, Tier};
 
 impl World {
     /// Runs everything to its end and reads every token of every sequence.
@@ -41,7 +41,7 @@ impl World {
                     // a drafter, a block is cached once for each next token.
                     let keyed = self.groups.iter().position(|group| !leaves(*group));
                     let blocks = self.cached.entry((tier, group, key.0)).or_default();
-                    let many = Some(group.into()) != keyed || self.groups.contains(&Group::Drafter);
+                    let many = Some(group.into()) != keyed || self.groups.iter().any(|group| drafts_ahead(*group));
                     assert!(blocks.insert(block) && (many || blocks.len() == 1), "stored twice");
                     assert!(parent.is_none_or(|parent| parent != key));
                 }

@@ -29,6 +29,12 @@ impl PrefixCache {
         if points.hangs_on.as_ref().is_some_and(|all| *all != hung()) {
             return Some("what blocks hang on is not what the points say".to_owned());
         }
+        let is_left = |anchor: &BlockId, bundle: &Bundle| {
+            both.index.key(*anchor).is_none() || (bundle.tail.is_some() && !points.has_point(*anchor))
+        };
+        if let Some((anchor, _)) = points.bundles.iter().find(|(anchor, bundle)| is_left(anchor, bundle)) {
+            return Some(format!("blocks hang on block {anchor}, which has no point or is not published"));
+        }
         let hangs_on_dead = |(anchor, bundle): (&BlockId, &Bundle)| {
             let is_kept = points.is_live(*anchor) && !points.outside.is_dead(*anchor);
             let companions = bundle.companions.iter().filter(|_| is_kept);

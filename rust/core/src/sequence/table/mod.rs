@@ -457,7 +457,7 @@ impl SequenceRows {
             unused: Vec::new(),
             worn_out: 0,
             epoch: 0,
-            recent: RecentTokens::new(block_size, u32::from(groups.contains(&Group::Drafter))),
+            recent: RecentTokens::new(block_size, u32::from(groups.iter().any(|group| group.is_drafter()))),
         }
     }
 
