@@ -185,6 +185,8 @@ def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
         config = "" if paste.kv_transfer_config is None else json.dumps(paste.kv_transfer_config)
         print(f"\n{paste.kv_cache}\n{paste.scheduler}", file=stream)
         print(f"\n{paste.vllm}" + (f" --kv-transfer-config '{config}'" if config else ""), file=stream)
+        if config and not found.recommended.options.host_blocks:
+            print("vLLM reaches a store through host memory, of which the plan has none: host_bytes.", file=stream)
         if config and found.has_prefixes:
             print("vLLM and this connector choose themselves what to evict, whatever the plan says.", file=stream)
         if found.recommended.options.preemption_mode != "recompute" and found.recommended.served.preemptions:
