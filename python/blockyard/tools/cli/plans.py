@@ -31,7 +31,8 @@ def plan(options: argparse.Namespace) -> Result:
     pictures.require(options)
     step_time = replays.step_time_of(options)
     if step_time is None:
-        raise InvalidArgumentError("plan needs step times: give --step-time or --fit")
+        how = "docs/operate/replay.md says how to get them for your GPU"
+        raise InvalidArgumentError(f"plan needs step times: give --step-time or --fit ({how})")
     requests = replays.requests_of(options.trace, options)
     policies, modes = replays.names_of(options.policies), replays.modes_of(options)
     engine = replays.engine_of(options, options.trace, requests)
