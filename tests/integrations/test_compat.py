@@ -11,7 +11,14 @@ import engine_drivers
 import pytest
 import vllm_modules
 
-from blockyard.integrations.compat import engine_log, log_through, require_bases, require_fields, require_fit, warn_version
+from blockyard.integrations.compat import (
+    engine_log,
+    log_through,
+    require_bases,
+    require_fields,
+    require_fit,
+    warn_version,
+)
 
 
 class Theirs(ABC):

@@ -415,6 +415,8 @@ def test_a_smaller_size_than_that_of_others_is_said_when_the_store_is_opened(
             assert not caplog.messages
         with opened(server, 20) as small:
             (said,) = caplog.messages
-            assert said.endswith("holds 30 blocks, its size only 20: puts drop the rest for every process of the namespace")
+            assert said.endswith(
+                "holds 30 blocks, its size only 20: puts drop the rest for every process of the namespace"
+            )
             assert put(small, chain(1, 1)) == [True]
         assert hits(large, chain(0, 30)) == 19

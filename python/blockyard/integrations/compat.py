@@ -5,8 +5,12 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from typing import Final
 
 __all__ = ["engine_log", "log_through", "require_bases", "require_fields", "require_fit", "warn_version"]
+
+_OURS: Final = "blockyard"
+"""The logger above all of ours but those of the adapters."""
 
 
 def engine_log(engine: str) -> logging.Logger:
@@ -30,7 +34,7 @@ def log_through(engine: str) -> None:
 
     The last engine counts. Handlers that the user gives to `blockyard` or below it get the lines, too.
     """
-    ours = logging.getLogger("blockyard")
+    ours = logging.getLogger(_OURS)
     for handler in [one for one in ours.handlers if isinstance(one, _Through)]:
         ours.removeHandler(handler)
     ours.addHandler(_Through(engine_log(engine)))

@@ -507,10 +507,7 @@ class ThreadedStore(ExternalStore):
             now = self._runtime.monotonic()
             if not batch.ticket:
                 if self._batches.end_lookup(now, answered=now - began < _DEAR):
-                    if error is None:
-                        self._failures.worked()
-                    for _ in range(min(len(self._batches.ready), self.threads)):
-                        self._call_thread()
+                    self._go_up(works=error is None)
             elif batch.ended:
                 self._batches.release(batch)
             else:
@@ -598,6 +595,13 @@ class ThreadedStore(ExternalStore):
         if self._batches.trip(self._runtime.monotonic()):
             self._failures.failed("it does not answer")
             self._tell()
+
+    def _go_up(self, *, works: bool) -> None:
+        """Run batches again: a probe was answered, perhaps only with an error."""
+        if works:
+            self._failures.worked()
+        for _ in range(min(len(self._batches.ready), self.threads)):
+            self._call_thread()
 
     def _refuses(self, now: float) -> bool:
         if self._batches.is_probe_due(now):
