@@ -11,6 +11,7 @@ __all__ = ["engine_log", "log_through", "require_bases", "require_fields", "requ
 
 _OURS: Final = "blockyard"
 """The logger above all of ours but those of the adapters."""
+_NAME: Final = "blockyard to its engine"
 
 
 def engine_log(engine: str) -> logging.Logger:
@@ -23,6 +24,7 @@ class _Through(logging.Handler):
 
     def __init__(self, log: logging.Logger) -> None:
         super().__init__()
+        self.name = _NAME
         self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -35,7 +37,7 @@ def log_through(engine: str) -> None:
     The last engine counts. Handlers that the user gives to `blockyard` or below it get the lines, too.
     """
     ours = logging.getLogger(_OURS)
-    for handler in [one for one in ours.handlers if isinstance(one, _Through)]:
+    for handler in [one for one in ours.handlers if one.name == _NAME]:  # of a module that was loaded anew, too
         ours.removeHandler(handler)
     ours.addHandler(_Through(engine_log(engine)))
     ours.propagate = False  # the engine's logger passes the line on to the root, if it does so with its own
