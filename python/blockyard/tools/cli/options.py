@@ -22,7 +22,7 @@ __all__ = ["EXIT_CODES", "make_parser"]
 EXIT_CODES: Final = """\
 exit codes:
   0      all is well
-  1      something is wrong: different tokens, damaged blocks, a failed check, a store that cannot be opened
+  1      something is wrong: different tokens, damaged blocks, a failed check
   2      bad usage; one line explains it
   3      the output cannot be written: a full disk, a closed pipe
   4      an internal error; a traceback says where

@@ -389,9 +389,11 @@ def make_plan(
         calls += [partial(replay_times, part_of(arrivals, part), options, step_time) for part in parts]
     times = iter(run_all(calls, executor, lambda done: show(done, len(calls))))
     runs = [_join([next(times) for _ in parts], parts, len(requests)) for parts in places]
+    lengths = [-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests]
     if all(run.refused == len(requests) for run in runs):
-        shortest = min(-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests)
-        raise InvalidArgumentError(f"device_blocks is {engine.device_blocks}, the shortest request needs {shortest}")
+        raise InvalidArgumentError(
+            f"device_blocks is {engine.device_blocks}, the shortest request needs {min(lengths)}"
+        )
     choices = [
         Choice(
             options,
@@ -403,8 +405,7 @@ def make_plan(
         for index, (options, count) in enumerate(product(kinds, counts))
     ]
     marked = _marked(choices, _recommend(choices, max_ttft))
-    longest = max(-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests)
-    return Plan(*marked, max_ttft, prefixes, arguments, tensor_parallel_size, longest)
+    return Plan(*marked, max_ttft, prefixes, arguments, tensor_parallel_size, max(lengths))
 
 
 def _kinds(
