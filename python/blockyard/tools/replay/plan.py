@@ -404,8 +404,14 @@ def make_plan(
         )
         for index, (options, count) in enumerate(product(kinds, counts))
     ]
-    marked = _marked(choices, _recommend(choices, max_ttft))
-    return Plan(*marked, max_ttft, prefixes, arguments, tensor_parallel_size, max(lengths))
+    return Plan(
+        *_marked(choices, _recommend(choices, max_ttft)),
+        max_ttft,
+        prefixes,
+        arguments,
+        tensor_parallel_size,
+        max(lengths),
+    )
 
 
 def _kinds(
