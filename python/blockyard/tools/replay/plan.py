@@ -389,11 +389,9 @@ def make_plan(
         calls += [partial(replay_times, part_of(arrivals, part), options, step_time) for part in parts]
     times = iter(run_all(calls, executor, lambda done: show(done, len(calls))))
     runs = [_join([next(times) for _ in parts], parts, len(requests)) for parts in places]
-    lengths = [-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests]
+    sizes = [-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests]
     if all(run.refused == len(requests) for run in runs):
-        raise InvalidArgumentError(
-            f"device_blocks is {engine.device_blocks}, the shortest request needs {min(lengths)}"
-        )
+        raise InvalidArgumentError(f"device_blocks is {engine.device_blocks}, the shortest request needs {min(sizes)}")
     choices = [
         Choice(
             options,
@@ -404,14 +402,8 @@ def make_plan(
         )
         for index, (options, count) in enumerate(product(kinds, counts))
     ]
-    return Plan(
-        *_marked(choices, _recommend(choices, max_ttft)),
-        max_ttft,
-        prefixes,
-        arguments,
-        tensor_parallel_size,
-        max(lengths),
-    )
+    marked = _marked(choices, _recommend(choices, max_ttft))
+    return Plan(*marked, max_ttft, prefixes, arguments, tensor_parallel_size, max(sizes))
 
 
 def _kinds(
