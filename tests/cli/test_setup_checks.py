@@ -33,6 +33,13 @@ def test_a_file_store_is_tried_and_leaves_nothing(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_store_in_a_shared_directory_is_tried_and_leaves_nothing(tmp_path: Path):
+    (tmp_path / "there").mkdir()
+    for folder in ("there", "new/kv"):
+        assert statuses(setup_checks.check_store(f"local://{tmp_path}/{folder}?size=1MiB")) == [("store", "ok")]
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
 def test_a_slow_store_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(setup_checks, "_SLOW", 0.0)
     assert next(setup_checks.check_store(f"file://{tmp_path}/kv?size=1MiB")).status == "warn"
@@ -153,17 +160,30 @@ def test_a_configuration_that_does_not_exist_is_bad_usage(tmp_path: Path, capsys
     assert capsys.readouterr().err == f"blockyard: cannot read {path}: there is no such file\n"
 
 
+def test_a_right_configuration_passes_where_its_engine_is_not_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path, url = tmp_path / "config.json", f"file://{tmp_path}/kv?size=1MiB"
+    fields = {"kv_role": "kv_both", "kv_connector_module_path": "blockyard.integrations.vllm"}
+    fields |= {"kv_connector": "BlockyardKVConnector", "kv_load_failure_policy": "recompute"}
+    path.write_text(json.dumps(fields | {"kv_connector_extra_config": {"host_bytes": 4096, "prefix_store": url}}))
+    assert cli.main(["doctor", "--engine", "vllm", "--config", str(path), "--format", "json"]) == 0
+    found = [(check["name"], check["status"]) for check in json.loads(capsys.readouterr().out)["checks"]]
+    assert ("engine", "warn") in found
+    assert [name for name, _ in found].count("shared_memory") == 1
+
+
 def test_an_engine_that_is_not_installed_fails(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["doctor", "--engine", "vllm", "--format", "json"]) == 1
     checks = json.loads(capsys.readouterr().out)["checks"]
-    assert [check["name"] for check in checks[-2:]] == ["shared_memory", "engine"]
-    assert checks[-1]["found"] == "vllm is not installed for this Python"
+    assert [check["name"] for check in checks[-2:]] == ["engine", "shared_memory"]
+    assert checks[-2]["found"] == "vllm is not installed for this Python"
     assert cli.main(["doctor", "--config", "file.json"]) == 2
     assert "--config has no effect without --engine" in capsys.readouterr().err
 
 
 def test_an_untested_version_is_a_warning_and_a_foreign_one_a_failure(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(setup_checks, "_version", lambda package: "9.9" if package == "vllm" else "")
-    (check,) = setup_checks.check_engine("vllm", None)
+    check, _ = setup_checks.check_engine("vllm", None)
     assert check.status == "fail"
     assert "needs vLLM 0.32 or 0.33" in check.found

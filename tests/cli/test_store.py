@@ -146,7 +146,7 @@ def test_a_file_in_use_is_listed_and_neither_verified_nor_changed(tmp_path: Path
         assert run(capsys, url, "ls")[1]["blocks"] == 3
         for arguments in (("stat", "--verify"), ("rm", "--all", "--yes"), ("rm", "--damaged")):
             code, message = run(capsys, url, *arguments)
-            assert code == 2
+            assert code == 1
             assert "is in use by another store" in message
         assert store.wait(store.submit_get(keys(3))).ok.all()
 
@@ -196,9 +196,24 @@ def test_a_text_that_others_may_have_written_harms_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["file:///nowhere", "rm"], "rm needs a choice: --namespace"),
         (["file:///nowhere", "ls"], "cannot open"),
         (["local:///nowhere", "ls"], "there is no store in this directory"),
+        (["redis://user:hidden@127.0.0.1:1", "ls"], "'redis://***@127.0.0.1:1'"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_is_no_bad_usage(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    code, error = run(capsys, *arguments)
+    assert code == 1
+    assert message in error
+    assert "hidden" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["file:///nowhere", "rm"], "rm needs a choice: --namespace"),
         (["memory://here", "ls"], "the scheme 'memory' cannot be looked into"),
         (["local:///nowhere", "stat", "--verify"], "--verify and --damaged are for file stores"),
         (["file:///nowhere", "ls", "--yes"], "--yes has no effect with ls and stat"),
@@ -206,7 +221,6 @@ def test_a_text_that_others_may_have_written_harms_nothing(
         (["file:///nowhere", "rm", "--damaged", "--tenant", "5f"], "--tenant has no effect with --damaged"),
         (["file:///nowhere", "rm", "--all", "--older-than", "1h"], "--all has no effect with a choice"),
         (["/var/cache/kv", "ls"], "has no scheme"),
-        (["redis://user:hidden@127.0.0.1:1", "ls"], "'redis://***@127.0.0.1:1'"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -215,7 +229,6 @@ def test_what_cannot_be_done_is_refused(
     code, error = run(capsys, *arguments)
     assert code == 2
     assert message in error
-    assert "hidden" not in error
 
 
 def test_a_salt_in_place_of_its_digest_is_refused_with_the_digest(url: str, capsys: pytest.CaptureFixture[str]):
@@ -252,5 +265,5 @@ def test_a_file_that_is_no_slab_is_named(tmp_path: Path, capsys: pytest.CaptureF
     for mode, message in ((0o600, "is not a slab"), (0o644, "is not a file that only this user can read")):
         slab.chmod(mode)
         code, error = run(capsys, f"file://{folder}", "ls")
-        assert code == 2
+        assert code == 1
         assert message in error

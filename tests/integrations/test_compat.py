@@ -1,12 +1,25 @@
 """What is said where an engine's interfaces are not those we were written for."""
 
+import importlib
 import logging
+import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import engine_drivers
 import pytest
+import vllm_modules
 
-from blockyard.integrations.compat import require_bases, require_fields, require_fit, warn_version
+from blockyard.integrations.compat import (
+    engine_log,
+    log_through,
+    require_bases,
+    require_fields,
+    require_fit,
+    warn_version,
+)
 
 
 class Theirs(ABC):
@@ -93,3 +106,56 @@ def test_a_version_that_was_not_tested_is_a_warning(caplog: pytest.LogCaptureFix
     caplog.clear()
     warn_version("Engine", version, "4", "5.23")
     assert bool(caplog.messages) == warns
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.names.append(record.name)
+
+
+@contextmanager
+def lines_of(log: logging.Logger) -> Iterator[list[str]]:
+    """Collect the names of the loggers whose lines arrive at one; none goes further."""
+    ours, handler, passes = logging.getLogger("blockyard"), Lines(), log.propagate
+    before = (ours.handlers[:], ours.propagate)
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield handler.names
+    finally:
+        log.removeHandler(handler)
+        log.propagate = passes
+        ours.handlers[:], ours.propagate = before
+
+
+def test_every_line_arrives_once_where_the_engine_writes_its_own(caplog: pytest.LogCaptureFixture):
+    with lines_of(engine_log("Engine")) as of_engine, lines_of(engine_log("Other")) as of_other:
+        log_through("Engine")
+        log_through("Other")
+        logging.getLogger("blockyard.stores").warning("a store fails")
+        engine_log("Other").propagate = True  # as of an engine that sets up the root
+        logging.getLogger("blockyard.prefix_store").warning("a block is lost")
+        assert (of_engine, of_other) == ([], ["blockyard.stores", "blockyard.prefix_store"])
+        assert caplog.messages == ["a block is lost"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "module", "modules"),
+    [
+        ("vLLM", "vllm", lambda: vllm_modules.loaded("stand-in 0.33")),
+        ("SGLang", "sglang", engine_drivers.sglang),
+        ("LMCache", "lmcache", engine_drivers.lmcache),
+    ],
+)
+def test_lines_of_stores_go_to_the_engine_of_each_adapter(engine: str, module: str, modules):  # type: ignore[no-untyped-def]
+    with lines_of(engine_log(engine)) as lines, modules():
+        adapter = importlib.import_module(f"blockyard.integrations.{module}")
+        compat = sys.modules.pop("blockyard.integrations.compat")
+        importlib.reload(adapter)  # another test may have imported it, and our module is loaded anew
+        sys.modules["blockyard.integrations.compat"] = compat
+        logging.getLogger("blockyard.stores").warning("a store fails")
+        assert lines == ["blockyard.stores"]

@@ -153,7 +153,13 @@ def test_vllms_metrics_say_whether_the_store_answers_and_what_it_damaged(
     answers = StoreStats(misses={"absent": 3, "payload_checksum": 2, "key": 1}, is_down=True)
     assert reported(0.5) == (1, 0), "a store is asked once a second"
     assert reported(0.6) == (0, 3)
-    answers = StoreStats(misses=answers.misses)
+    answers = StoreStats(misses=answers.misses, errors=1, errors_in_a_row=1)
+    assert reported(2) == (0, 0), "it refuses connections"
+    answers = StoreStats(misses=answers.misses, errors=3, errors_in_a_row=3)
+    assert reported(2) == (0, 0)
+    assert reported(2) == (1, 0), "nothing has failed since"
+    answers = StoreStats(misses=answers.misses, errors=4)
+    assert reported(2) == (1, 0), "something has succeeded since"
     one.tier._has_forgotten = False
     assert reported(2) == (0, 0), "until a reset is confirmed it is not used"
     one.tier._has_forgotten = True

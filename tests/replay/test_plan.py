@@ -83,6 +83,39 @@ def test_a_store_is_a_choice_and_the_configuration_has_it():
     }
 
 
+@pytest.mark.parametrize("writes", ["through", "second_use"])
+def test_what_is_pasted_has_all_that_was_recommended(writes: str):
+    engine, tried = replace(ENGINE, store_writes=writes), {"host_gib": (0, 2), "store_gib": (0, 4)}
+    choices = make_plan(ROWS[:12], engine, STEP, PRICES, **tried, policies=("lru", "adaptive")).choices
+    assert len({(one.host_gib > 0, one.store_gib > 0) for one in choices}) == 4
+    for winner in choices:
+        options = winner.options
+        paste = Plan(choices, winner, float("inf"), longest_blocks=10).configuration()
+        assert f"device_blocks={options.device_blocks}, host_blocks={options.host_blocks}," in paste.kv_cache
+        assert f'eviction="{options.eviction}"' in paste.kv_cache
+        assert ("size=4GiB" in paste.kv_cache) == (winner.store_gib > 0)
+        assert f'preemption_mode="{options.preemption_mode}"' in paste.scheduler
+        assert f"--num-gpu-blocks-override {options.device_blocks}" in paste.vllm
+        if not options.host_blocks and not options.store_blocks:
+            assert paste.kv_transfer_config is None
+            continue
+        assert paste.kv_transfer_config is not None
+        extra = paste.kv_transfer_config["kv_connector_extra_config"]
+        # Without a host tier, twice the longest request.
+        assert extra.pop("host_bytes") == ("2GiB" if options.host_blocks else "1GiB")
+        store = {"prefix_store": "file:///var/cache/blockyard?size=4GiB"} if options.store_blocks else {}
+        assert extra == store | ({"prefix_writes": writes} if store and writes != "through" else {})
+
+
+def test_host_memory_before_a_store_holds_the_longest_request_twice():
+    found = plan(host_gib=(0,), store_gib=(4,))
+    assert found.longest_blocks == max(-(-(row.input_tokens + row.output_tokens) // 4) for row in ROWS)
+    assert found.recommended is not None
+    config = replace(found, longest_blocks=3 * GIB // ENGINE.bytes_per_block).configuration().kv_transfer_config
+    assert config is not None
+    assert config["kv_connector_extra_config"]["host_bytes"] == "6GiB"
+
+
 def test_the_arguments_of_the_cache_are_those_that_it_takes(tmp_path: Path):
     found = plan(host_gib=(0.1,), store_gib=(0.1,), preemption_modes=("swap",))
     cache = found.configuration().kv_cache
@@ -377,6 +410,12 @@ def test_the_command_prints_choices_recommendation_and_configuration(
     found = json.loads(outputs[1])
     assert found["recommended"]["kv_transfer_config"]["kv_connector"] == "BlockyardKVConnector"
     assert main([*command, "--max-ttft", "1e-6", "-q"]) == 1
+    assert "vLLM reaches a store through host memory" not in outputs[0]
+    command[command.index("0,2")], command[command.index("--store-gib") + 1] = "0", "2"
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert '"prefix_store": "file:///var/cache/blockyard?size=2GiB"' in text
+    assert "vLLM reaches a store through host memory, of which the plan has none: host_bytes." in text
 
 
 def test_the_command_shows_refused_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

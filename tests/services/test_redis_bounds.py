@@ -404,3 +404,19 @@ def test_a_smaller_size_drops_a_bounded_number_of_blocks_with_each_put(server: S
             assert store.wait(store.submit_put([bytes(31) + bytes([number + 1])], row)).ok.all()
             held.append(client.zcard(store._lists[0]._order))
     assert held == [many - 1000, many - 2000, 100, 100]
+
+
+def test_a_smaller_size_than_that_of_others_is_said_when_the_store_is_opened(
+    server: Server, client: "redis.Redis", caplog: pytest.LogCaptureFixture
+):
+    with opened(server, 40) as large:
+        put(large, chain(0, 30))
+        with opened(server, 30):
+            assert not caplog.messages
+        with opened(server, 20) as small:
+            (said,) = caplog.messages
+            assert said.endswith(
+                "holds 30 blocks, its size only 20: puts drop the rest for every process of the namespace"
+            )
+            assert put(small, chain(1, 1)) == [True]
+        assert hits(large, chain(0, 30)) == 19

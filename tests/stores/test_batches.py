@@ -183,6 +183,57 @@ def test_batches_that_nobody_polled_while_storage_hung_go_on_when_it_answers():
         assert [store.wait(ticket).reasons for ticket in waiting[1:]] == [("",)] * 4
 
 
+def test_a_store_that_nothing_uses_says_that_its_storage_works_again():
+    with hanging_store(1, PATIENCE) as (store, gate, waiting):
+        assert store.wait(waiting[0]).reasons == ("unavailable",)
+        assert store.stats().is_down
+        gate.set()
+        until = time.monotonic() + PATIENCE
+        while store.stats().is_down:
+            assert time.monotonic() < until, "an idle cache is said to have no store for ever"
+            time.sleep(0.01)
+
+
+def test_reads_that_do_not_ask_the_storage_do_not_say_that_it_works_again(caplog: pytest.LogCaptureFixture):
+    def refuse(name: str) -> None:
+        raise OSError("connection refused")
+
+    with KeyedStore() as store:
+        put(store, 1)
+        store.before = refuse
+        assert get(store, 1) == ("error",)
+        assert get(store, 1) == ("absent",), "it is not read again for a while"
+        until = time.monotonic() + PATIENCE
+        while store.stats().errors < 3:
+            assert time.monotonic() < until, "nothing tries the storage"
+            time.sleep(0.001)
+        assert store.stats().errors_in_a_row >= 3
+        assert "works again" not in caplog.text
+        store.before = lambda name: None
+        while store.stats().errors_in_a_row:
+            assert time.monotonic() < until, "an idle cache is said to have a failing store for ever"
+            time.sleep(0.001)
+        while "works again" not in caplog.text:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+
+def test_a_probe_that_fails_at_once_ends_the_wait_and_not_the_failure(caplog: pytest.LogCaptureFixture):
+    def refuse(name: str) -> None:
+        raise OSError("connection refused")
+
+    with hanging_store(1, PATIENCE) as (store, gate, waiting):
+        assert store.wait(waiting[0]).reasons == ("unavailable",)
+        store.before = refuse
+        until = time.monotonic() + PATIENCE
+        while store.stats().is_down:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert store.stats().errors_in_a_row
+        assert "works again" not in caplog.text
+        gate.set()
+
+
 def test_storage_whose_errors_come_late_is_left_alone_until_a_probe_is_answered():
     with KeyedStore() as store:
         put(store, 2)

@@ -5,13 +5,42 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from typing import Final
 
-__all__ = ["engine_log", "require_bases", "require_fields", "require_fit", "warn_version"]
+__all__ = ["engine_log", "log_through", "require_bases", "require_fields", "require_fit", "warn_version"]
+
+_OURS: Final = "blockyard"
+"""The logger above all of ours but those of the adapters."""
+_NAME: Final = "blockyard to its engine"
 
 
 def engine_log(engine: str) -> logging.Logger:
     """Return our logger below an engine's own, `vllm.blockyard`: the engine's format, level and handlers apply."""
     return logging.getLogger(f"{engine.lower()}.blockyard")
+
+
+class _Through(logging.Handler):
+    """Passes lines to an engine's logger, and the handlers that it has by then."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        super().__init__()
+        self.name = _NAME
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.handle(record)
+
+
+def log_through(engine: str) -> None:
+    """Pass the lines of all our loggers, such as those of stores, to an engine's: most engines set up no others.
+
+    The last engine counts. Handlers that the user gives to `blockyard` or below it get the lines, too.
+    """
+    ours = logging.getLogger(_OURS)
+    for handler in [one for one in ours.handlers if one.name == _NAME]:  # of a module that was loaded anew, too
+        ours.removeHandler(handler)
+    ours.addHandler(_Through(engine_log(engine)))
+    ours.propagate = False  # the engine's logger passes the line on to the root, if it does so with its own
 
 
 def warn_version(engine: str, version: str, *supported: str) -> None:

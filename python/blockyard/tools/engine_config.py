@@ -145,7 +145,13 @@ class VllmConfig(EngineConfig):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
+        self._uses_connector = False
         self._connector(config)
+        if self._uses_connector and config.get("kv_load_failure_policy") is None:
+            self.doubts.append(
+                "kv_load_failure_policy is not given: vLLM then ends a request whose blocks cannot be loaded with an "
+                'error; "recompute" computes them again'
+            )
 
     def _connector(self, config: Mapping[str, Any]) -> None:
         self._note(_check_fields, config)
@@ -159,7 +165,10 @@ class VllmConfig(EngineConfig):
             for name, ours in (("spec_name", "BlockyardSpec"), ("spec_module_path", _VLLM)):
                 if extra.get(name, ours) != ours:
                     self.wrong.append(f"{name} is {extra[name]!r:.100}, but BlockyardKVConnector has {ours!r}")
+            self._uses_connector = True
             self._note(self._read_ours, extra)
+            if not self.wrong and (why := _why_all_blocks(extra)):
+                self.doubts.append(f"with {why}, the host copies every computed block, as that of BlockyardSpec does")
         elif config.get("kv_connector") == "OffloadingConnector":
             self._note(self._read_ours if self._is_ours(_SPEC, extra) else self._read_theirs, extra)
 
@@ -264,7 +273,12 @@ class LMCacheConfig(EngineConfig):
         if self._is_ours(_ADAPTER, config):
             if config.get("type") != "native_plugin":
                 self.wrong.append(f"type is {config.get('type')!r:.100}, must be 'native_plugin'")
-            if "max_capacity_gb" in config:
+            if "max_capacity_gb" in config and config.get("eviction"):
+                self.doubts.append(
+                    "with 'max_capacity_gb' and 'eviction', LMCache deletes chunks, too: leave both out, as the store "
+                    "has its own limit, size, and evicts the least recently used chunks"
+                )
+            elif "max_capacity_gb" in config:
                 self.unused.append("'max_capacity_gb' (leave it out: the store has its own limit, size)")
             self._note(self._read, config.get("adapter_params") or {})
 
@@ -283,6 +297,8 @@ def _check_fields(config: Mapping[str, Any]) -> None:
         refuse_unknown("--kv-transfer-config", config, vllm_options.FIELDS)
         if config.get("kv_connector") is not None:
             read_choice("kv_role", config.get("kv_role") or "", vllm_options.ROLES, "")
+            policy = config.get("kv_load_failure_policy")
+            read_choice("kv_load_failure_policy", policy, vllm_options.LOAD_FAILURE_POLICIES, "")
         if not isinstance(config.get("kv_connector_extra_config") or {}, dict):
             raise InvalidArgumentError("kv_connector_extra_config is no object") from None
         return
@@ -293,6 +309,15 @@ def _check_fields(config: Mapping[str, Any]) -> None:
         details = error.errors() if hasattr(error, "errors") else ()  # pydantic's
         said = [": ".join([*map(str, detail["loc"]), detail["msg"]]) for detail in details]
         raise InvalidArgumentError("; ".join(said) or str(error)) from None
+
+
+def _why_all_blocks(extra: Mapping[str, Any]) -> str:
+    """Return the option with which the host of `BlockyardKVConnector` keeps what the device has, too; empty if none."""
+    if extra.get("policy") is not None:
+        return "'policy'"
+    if extra.get("prefix_writes") == "second_use" and extra.get("prefix_store") is not None:
+        return '"prefix_writes": "second_use"'
+    return "'blocks_per_chunk' above 1" if vllm_options.whole(extra.get("blocks_per_chunk")) > 1 else ""
 
 
 def _check_numbers(extra: Mapping[str, Any]) -> None:

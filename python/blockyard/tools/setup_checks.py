@@ -105,8 +105,10 @@ def _remedy(url: str, error: str) -> str:
 
 @contextmanager
 def _nothing_left(url: str, *, makes_parents: bool) -> Iterator[None]:
-    """Remove the empty directories that a file store, or its user, has created."""
+    """Remove the empty directories that a store in directories, or its user, has created."""
     directories = [Path(directory) for directory in read_url(url).directories] if url.startswith("file:") else []
+    if url.startswith("local:"):
+        directories = [Path(StoreURL.parse(url).path, "blockyard", bytes(8).hex())]  # of the namespace by default
     made = [path for directory in directories for path in (directory, *directory.parents) if not path.exists()]
     try:
         for directory in directories if makes_parents else ():
@@ -238,7 +240,7 @@ def check_memory(wanted: int, meminfo: Path = _MEMORY, limit: Path = _CGROUP) ->
 
 
 def check_engine(engine: str, config: Path | None) -> Iterator[Check]:
-    """Check an engine's version and interfaces, and the options for Blockyard in its configuration.
+    """Check an engine's version and interfaces, the options for Blockyard in its configuration, and shared memory.
 
     A configuration is checked even if the engine is missing, except for the values that the engine itself reads.
 
@@ -248,19 +250,26 @@ def check_engine(engine: str, config: Path | None) -> Iterator[Check]:
     """
     known = _ENGINES[engine]
     yield _check_version(engine, known, is_configured=config is not None)
+    shared = 0
     if config is not None:
         try:
-            yield from _check_options(known.read(_read(config)))
+            found = known.read(_read(config))
+            shared = 0 if found.wrong else found.shared_bytes
+            yield from _check_options(found)
         except BlockyardError as error:
             yield Check("engine_options", "fail", str(error), f"{_page(known.read.page)} has a table of the options")
+    yield check_shared_memory(shared)
 
 
 def _check_version(engine: str, known: _Engine, *, is_configured: bool) -> Check:
     found = next(filter(None, map(_version, known.packages)), "")
     if not found:
-        unseen = ": what it alone can read of its configuration is not checked" if is_configured else ""
-        what = f"{engine} is not installed for this Python{unseen}"
-        return Check("engine", "fail", what, "run doctor where the engine runs")
+        what = f"{engine} is not installed for this Python"
+        advice = "run doctor where the engine runs"
+        if is_configured:  # as before a deployment
+            what = f"{what}: what it alone can read of its configuration is not checked"
+            return Check("engine", "warn", what, advice)
+        return Check("engine", "fail", what, advice)
     is_loaded, why = _load(known)
     if not is_loaded:
         return Check("engine", "fail", f"{engine} {found}: {why}", "install a supported version")
@@ -303,7 +312,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check_options(found: EngineConfig) -> Iterator[Check]:
-    """Check what a configuration names: its options, its stores and its shared memory."""
+    """Check what a configuration names: its options, its stores and its host memory."""
     unused = [f"without effect: {', '.join(found.unused)}"] if found.unused else []
     status: Status = "ok"
     about, advice = found.ours, unused
@@ -319,7 +328,5 @@ def _check_options(found: EngineConfig) -> Iterator[Check]:
         return
     if found.host_bytes:
         yield check_memory(found.host_bytes)
-    if found.shared_bytes:
-        yield check_shared_memory(found.shared_bytes)
     for url, above in found.urls.items():
         yield from check_store(url, makes_parents=url in found.folders, above=above)

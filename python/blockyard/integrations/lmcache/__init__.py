@@ -6,9 +6,11 @@
 `docs/engines/lmcache.md` describes the options. Importing this raises `ImportError` if LMCache is missing.
 """
 
+from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from blockyard.integrations.compat import warn_version
+from blockyard.integrations.compat import engine_log, log_through, warn_version
 
 SUPPORTED = "0.5.6"
 
@@ -21,4 +23,7 @@ from blockyard.integrations.lmcache.connector import BlockyardConnector  # noqa:
 
 __all__ = ["BlockyardConnector"]
 
+with suppress(ImportError):  # LMCache sets each logger up by itself
+    import_module("lmcache.logging").init_logger(engine_log("LMCache").name)
+log_through("LMCache")
 warn_version("LMCache", lmcache_version, SUPPORTED)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIELDS",
+    "LOAD_FAILURE_POLICIES",
     "OPTIONS",
     "POLICIES",
     "PREFIX_WRITES",
@@ -46,6 +47,7 @@ FIELDS: Final = (
 )
 """Names in a `--kv-transfer-config` of vLLM 0.32 and 0.33."""
 ROLES: Final = ("kv_producer", "kv_consumer", "kv_both")
+LOAD_FAILURE_POLICIES: Final = ("recompute", "fail")
 TIMEOUT_BASE_SECONDS: Final = 5.0
 PREFIX_WRITES: Final = ("through", "second_use")
 _OURS: Final = (

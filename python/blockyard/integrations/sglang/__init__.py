@@ -9,7 +9,7 @@
 interfaces.
 """
 
-from blockyard.integrations.compat import require_fit, warn_version
+from blockyard.integrations.compat import log_through, require_fit, warn_version
 
 SUPPORTED = "0.5.23"
 
@@ -23,5 +23,6 @@ except ImportError as error:
 
 __all__ = ["BlockyardHiCache"]
 
+log_through("SGLang")
 warn_version("SGLang", sglang_version, SUPPORTED)
 require_fit(BlockyardHiCache, HiCacheStorage, f"SGLang {sglang_version} (Blockyard supports {SUPPORTED})")

@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from blockyard.integrations.compat import require_bases, require_fields, warn_version
+from blockyard.integrations.compat import log_through, require_bases, require_fields, warn_version
 
 SUPPORTED = ("0.32", "0.33")
 
@@ -22,6 +22,7 @@ try:
 except ImportError as error:
     raise ImportError(f"blockyard.integrations.vllm needs vLLM {' or '.join(SUPPORTED)}: {error}") from error
 
+log_through("vLLM")
 _version = getattr(sys.modules["vllm"], "__version__", None)
 _WHICH = f"vLLM {_version or 'of an unknown version'} (Blockyard supports {' and '.join(SUPPORTED)})"
 if isinstance(_version, str):

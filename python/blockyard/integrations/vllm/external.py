@@ -169,6 +169,7 @@ class ExternalTier:
         self._work = StoreJobs(store, "blockyard-vllm-external", {"load": 4, "store": 1})
         self.counts = Counts()
         self._health = (0.0, True, 0)  # until when it holds, and what `health` returns
+        self._errors = 0  # of the store, at that time
 
     @property
     def is_busy(self) -> bool:
@@ -182,7 +183,11 @@ class ExternalTier:
         if now >= self._health[0]:
             stats = self._store.stats()
             damaged = sum(count for reason, count in stats.misses.items() if is_damage(reason))
-            self._health = (now + 1.0, not stats.is_down and self._has_forgotten, damaged)
+            # An old error says nothing of the present: a store that fails still counts more, at least of its probes.
+            is_failing = bool(stats.errors_in_a_row) and stats.errors != self._errors
+            self._errors = stats.errors
+            is_up = not stats.is_down and not is_failing and self._has_forgotten
+            self._health = (now + 1.0, is_up, damaged)
         return self._health[1:]
 
     @property

@@ -85,7 +85,7 @@ def read_flag(name: str, value: object, *, default: bool | None) -> bool:
     if value is None and default is not None:
         return default
     if not isinstance(value, bool | int) or value not in {0, 1}:
-        raise InvalidArgumentError(f"{name} is {value!r:.100}, must be true or false, without quotes")
+        raise InvalidArgumentError(f"{name} is {value!r:.100}, must be true or false (or 1 or 0), without quotes")
     return bool(value)
 
 

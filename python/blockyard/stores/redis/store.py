@@ -1,5 +1,6 @@
 """`RedisStore`: blocks on a Redis or Valkey server or cluster; `blockyard.stores.redis` describes it."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -19,6 +20,8 @@ from blockyard.stores.threaded.epochs import Epoch, Record
 from blockyard.stores.value import HEADER
 
 __all__ = ["RedisStore", "open_redis"]
+
+_log = logging.getLogger("blockyard.stores")
 
 _KEYS: Final = 512  # keys per round trip
 _BYTES: Final = (1 << 20) + 64 * HEADER  # a mebibyte of blocks of 16 KiB or more, with their headers
@@ -88,6 +91,7 @@ def open_redis(
     )
     store.ping()
     store.describe()
+    store.compare_size()
     return store
 
 
@@ -447,6 +451,20 @@ class RedisStore(RemoteStore):
         if self._lists and (text := text_of(self.namespace)):
             with suppress(StoreError):
                 self._accepted([[b"SET", self._lists[0].prefix + TEXT_NAME.encode(), text]])
+
+    def compare_size(self) -> None:
+        """Log a warning if the server lists more blocks than this store may hold: its first puts will drop them."""
+        with suppress(StoreError):
+            listed = sum(self._accepted([[b"ZCARD", lists.prefix + b"order"] for lists in self._lists]))
+            if listed > self.num_slots:
+                fields = {"store": str(self), "blocks": listed}
+                _log.warning(
+                    "%s holds %d blocks, its size only %d: puts drop the rest for every process of the namespace",
+                    self,
+                    listed,
+                    self.num_slots,
+                    extra=fields,
+                )
 
     def _disconnect(self) -> None:
         self._client.close()

@@ -45,6 +45,7 @@ class Batch:
     before: int = 0  # number of earlier batches with the same slots or keys that have not ended
     followers: list["Batch"] = field(default_factory=list)
     ended: bool = False
+    is_asked: bool = True  # False for a read that was answered without the storage
 
     @property
     def is_read(self) -> bool:

@@ -343,9 +343,12 @@ class ThreadedStore(ExternalStore):
         return Completion(ticket, ok, result, reasons)
 
     def stats(self) -> StoreStats:
-        """Return the counters since the store was opened."""
+        """Return the counters since the store was opened. Never waits; starts a probe if the storage failed last."""
         self._process.check()
         with self._lock:
+            # An idle cache submits nothing that would show that the storage works again.
+            if not self._refuses(self._runtime.monotonic()) and self._errors_in_a_row:
+                self._look()
             return StoreStats(
                 written_blocks=self._blocks[True],
                 written_bytes=self._blocks[True] * self.bytes_per_block,
@@ -497,16 +500,14 @@ class ThreadedStore(ExternalStore):
             del self._batches.running[batch]
             if error is not None:
                 self._note(error)
-            else:
+            elif batch.is_asked:
                 self._errors_in_a_row = 0
                 if not self._batches.is_down:
                     self._failures.worked()
             now = self._runtime.monotonic()
             if not batch.ticket:
                 if self._batches.end_lookup(now, answered=now - began < _DEAR):
-                    self._failures.worked()
-                    for _ in range(min(len(self._batches.ready), self.threads)):
-                        self._call_thread()
+                    self._go_up(works=error is None)
             elif batch.ended:
                 self._batches.release(batch)
             else:
@@ -594,6 +595,13 @@ class ThreadedStore(ExternalStore):
         if self._batches.trip(self._runtime.monotonic()):
             self._failures.failed("it does not answer")
             self._tell()
+
+    def _go_up(self, *, works: bool) -> None:
+        """Run batches again: a probe was answered, perhaps only with an error."""
+        if works:
+            self._failures.worked()
+        for _ in range(min(len(self._batches.ready), self.threads)):
+            self._call_thread()
 
     def _refuses(self, now: float) -> bool:
         if self._batches.is_probe_due(now):
@@ -685,6 +693,7 @@ class ThreadedStore(ExternalStore):
         there = [index for index, digest in enumerate(digests) if digest is not None]
         reasons = ["empty"] * len(digests)
         if not there:
+            batch.is_asked = False
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
         names = self._slot_names([slots[index] for index in there])
         if self._format.is_guarded:
@@ -702,6 +711,7 @@ class ThreadedStore(ExternalStore):
             there = [index for index, key in enumerate(keys) if not self._known.is_hidden(key)]
         reasons = ["absent"] * len(keys)
         if not there:
+            batch.is_asked = False
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
         # Every read but the first fetches the record with it.
         epoch = self._epochs.known() or self._confirm()

@@ -21,10 +21,17 @@ from types import FrameType
 from typing import TextIO
 
 from blockyard import __version__
-from blockyard.errors import BlockyardError, InvalidArgumentError, InvariantError
+from blockyard.errors import (
+    BlockyardError,
+    InvalidArgumentError,
+    InvariantError,
+    StoreError,
+    StoreFullError,
+    StoreURLError,
+)
 from blockyard.tools.cli import commands
 from blockyard.tools.cli.options import make_parser
-from blockyard.tools.cli.result import EXIT_BAD_USAGE, Result
+from blockyard.tools.cli.result import EXIT_BAD_USAGE, EXIT_WRONG, Result
 from blockyard.tools.cli.unused import refuse_unused
 from blockyard.workers import missing
 
@@ -80,7 +87,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             raise
         if isinstance(error, BlockyardError) and not isinstance(error, InvariantError):
             _complain(str(error))
-            return EXIT_BAD_USAGE
+            is_broken = isinstance(error, StoreError) and not isinstance(error, StoreURLError | StoreFullError)
+            return EXIT_WRONG if is_broken else EXIT_BAD_USAGE
         if isinstance(error, ModuleNotFoundError) and (found := missing("this command", error)) is not error:
             _complain(str(found))
             return EXIT_BAD_USAGE

@@ -64,7 +64,7 @@ def doctor(options: argparse.Namespace) -> Result:
         if options.store is not None:
             checks += setup_checks.check_store(options.store)
         if options.engine is not None:
-            checks += [setup_checks.check_shared_memory(), *setup_checks.check_engine(options.engine, options.config)]
+            checks += setup_checks.check_engine(options.engine, options.config)
 
     def show(stream: TextIO) -> None:
         for check in checks:

@@ -31,7 +31,8 @@ def plan(options: argparse.Namespace) -> Result:
     pictures.require(options)
     step_time = replays.step_time_of(options)
     if step_time is None:
-        raise InvalidArgumentError("plan needs step times: give --step-time or --fit")
+        how = "docs/operate/replay.md says how to get them for your GPU"
+        raise InvalidArgumentError(f"plan needs step times: give --step-time or --fit ({how})")
     requests = replays.requests_of(options.trace, options)
     policies, modes = replays.policies_of(options), replays.modes_of(options)
     engine = replays.engine_of(options, options.trace, requests)
@@ -194,6 +195,8 @@ def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
         config = "" if paste.kv_transfer_config is None else json.dumps(paste.kv_transfer_config)
         print(f"\n{paste.kv_cache}\n{paste.scheduler}", file=stream)
         print(f"\n{paste.vllm}" + (f" --kv-transfer-config '{config}'" if config else ""), file=stream)
+        if config and not found.recommended.options.host_blocks:
+            print("vLLM reaches a store through host memory, of which the plan has none: host_bytes.", file=stream)
         if config and found.has_prefixes:
             print("vLLM and this connector choose themselves what to evict, whatever the plan says.", file=stream)
         if found.recommended.options.preemption_mode != "recompute" and found.recommended.served.preemptions:

@@ -138,7 +138,8 @@ class Configuration:
         kv_cache: the call of `KVCache`, whose sizes are those of one rank. Each rank has its own directory.
         scheduler: the call of `Scheduler`.
         vllm: the arguments of `vllm serve`, without the next one.
-        kv_transfer_config: its `--kv-transfer-config`; None without host memory, which the connector needs.
+        kv_transfer_config: its `--kv-transfer-config`; None without host memory and store. With a store alone, it has
+            host memory for the blocks on their way, which no choice has.
     """
 
     kv_cache: str
@@ -160,6 +161,7 @@ class Plan:
         has_prefixes: whether the trace says which prompts share a beginning. If not, it says nothing about caches.
         arguments: more arguments of `vllm serve`.
         tensor_parallel_size: accelerators of an engine, which share the bytes of every block.
+        longest_blocks: blocks of the longest request.
     """
 
     choices: Sequence[Choice]
@@ -168,6 +170,7 @@ class Plan:
     has_prefixes: bool = True
     arguments: str = ""
     tensor_parallel_size: int = 1
+    longest_blocks: int = 0
 
     def sentence(self) -> str:
         """Return sentences that recommend a choice, and say why and what more memory would bring."""
@@ -265,12 +268,14 @@ class Plan:
         if self.has_prefixes and options.prefix_caching:
             caching = f'PrefixCaching(eviction="{options.eviction}", host={options.host_blocks > 0})'
             lines.append(f"prefix_caching={caching}")
-        extra: dict[str, Any] = {"host_bytes": f"{three_digits(host / GIB)}GiB"}  # of all workers
+        extra: dict[str, Any] = {"host_bytes": f"{three_digits((host or self._staging(options)) / GIB)}GiB"}  # of all
         if store:
             folder = "file:///var/cache/blockyard"
             url = f"{folder}{'-RANK' * (ranks > 1)}?size={three_digits(store / ranks)}GiB"
             lines.append(f'prefix_store="{url}", prefix_writes="{options.store_writes}", namespace=b"MODEL@REVISION"')
             extra["prefix_store"] = f"{folder}?size={three_digits(store)}GiB"  # of all workers
+            if options.store_writes != "through":
+                extra["prefix_writes"] = options.store_writes
         limits = (("max_num_seqs", options.max_num_seqs), ("max_num_batched_tokens", options.max_num_batched_tokens))
         scheduler = ", ".join(f"{name}={value}" for name, value in limits)
         flags = [f"--{name.replace('_', '-')} {value}" for name, value in limits]
@@ -286,14 +291,22 @@ class Plan:
             "kv_connector": "BlockyardKVConnector",
             "kv_connector_module_path": "blockyard.integrations.vllm",
             "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
         }
         return Configuration(
             f"KVCache(layout, {', '.join(lines)})",
             f'Scheduler(cache, {scheduler}, preemption_mode="{options.preemption_mode}")',
             " ".join([f"vllm serve MODEL{self.arguments}", *flags]),
-            vllm if host else None,
+            vllm if host or store else None,
         )
+
+    def _staging(self, options: EngineOptions) -> int:
+        """Return the bytes, in whole GiB, through which vLLM's connector loads and stores without a host tier.
+
+        A prompt of which the store has more than half of these is not retried where there is no room.
+        """
+        return max(1, -(-2 * self.longest_blocks * options.bytes_per_block // GIB)) * GIB
 
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dictionary."""
@@ -378,8 +391,9 @@ def make_plan(
         calls += [partial(replay_times, part_of(arrivals, part), options, step_time) for part in parts]
     times = iter(run_all(calls, executor, lambda done: show(done, len(calls))))
     runs = [_join([next(times) for _ in parts], parts, len(requests)) for parts in places]
+    sizes = [-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests]
     if all(run.refused == len(requests) for run in runs):
-        raise InvalidArgumentError(f"device_blocks is {engine.device_blocks}, {_least_of(requests, engine)}")
+        raise InvalidArgumentError(f"device_blocks is {engine.device_blocks}, {_least_of(min(sizes), engine)}")
     choices = [
         Choice(
             options,
@@ -391,14 +405,13 @@ def make_plan(
         for index, (options, count) in enumerate(product(kinds, counts))
     ]
     marked = _marked(choices, _recommend(choices, max_ttft))
-    return Plan(*marked, max_ttft, prefixes, arguments, tensor_parallel_size)
+    return Plan(*marked, max_ttft, prefixes, arguments, tensor_parallel_size, max(sizes))
 
 
-def _least_of(requests: Sequence[TraceRequest], engine: EngineOptions) -> str:
-    """Return what the shortest request needs, in words."""
+def _least_of(shortest: int, engine: EngineOptions) -> str:
+    """Return what the shortest request, which takes so many blocks of tokens, needs, in words."""
     if engine.hybrid is not None:
         return "too few for any request: beside its blocks, each has the windows and states of the model"
-    shortest = min(-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests)
     return f"the shortest request needs {shortest}"
 
 
