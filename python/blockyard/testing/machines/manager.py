@@ -12,8 +12,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.testing.interfaces import Config, ManagerLike, TierName
-from blockyard.testing.machines.own_cache import OwnCacheMachine
-from blockyard.testing.machines.own_manager import OwnManagerMachine
+from blockyard.testing.machines.own_manager import OwnCacheMachine, OwnManagerMachine
 from blockyard.testing.machines.partial import lacking
 from blockyard.testing.machines.record import RecordingMachine
 from blockyard.testing.machines.side_by_side import (

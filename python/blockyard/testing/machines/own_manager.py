@@ -1,4 +1,7 @@
-"""`OwnManagerMachine`: a block manager with its own calls and exceptions, over simulated memory."""
+"""`OwnManagerMachine`: a block manager with its own calls and exceptions, over simulated memory.
+
+`OwnCacheMachine` is for one with a prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,18 @@ from blockyard._core import Pairs
 from blockyard.errors import MappingError
 from blockyard.testing.interfaces import Config
 from blockyard.testing.machines.record import RecordingMachine, show
+from blockyard.testing.machines.values import Key, seen, token_of
 from blockyard.testing.memory import SimulatedMemory
 
-__all__ = ["FULL", "OwnManagerMachine", "few", "picks"]
+__all__ = ["OwnCacheMachine", "OwnManagerMachine"]
 
 FULL: Final = object()
 """What `OwnManagerMachine.call` returns if the manager has too few free blocks."""
 
-picks = st.lists(st.integers(0, 63), max_size=4)
-few = st.lists(st.integers(0, 63), max_size=1)
+_picks = st.lists(st.integers(0, 63), max_size=4)
+_few = st.lists(st.integers(0, 63), max_size=1)
+# Two runs of a token, and their lengths: blocks with the same tokens have other ones before them.
+_prompts = st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 2), st.integers(0, 6))
 
 
 class OwnManagerMachine(RecordingMachine):
@@ -55,7 +61,7 @@ class OwnManagerMachine(RecordingMachine):
         self.replaced: dict[int, tuple[int, int]] = {}  # for blocks that stand for a shared one: that one, and the step
         self.copied: list[list[tuple[int, int]]] = [[]]  # the copies of each step
 
-    @rule(freed=picks, forked=few, lengths=st.lists(st.integers(1, 10), max_size=2), grown=picks)
+    @rule(freed=_picks, forked=_few, lengths=st.lists(st.integers(1, 10), max_size=2), grown=_picks)
     def step(self, freed: list[int], forked: list[int], lengths: Sequence[Any], grown: list[int]) -> None:
         """Run one step."""
         self.record.next_step()
@@ -255,3 +261,53 @@ class OwnManagerMachine(RecordingMachine):
     def refuse(self, text: str) -> NoReturn:
         """Fail the example."""
         raise AssertionError(f"step {self.record.step}: {text}")
+
+
+class OwnCacheMachine(OwnManagerMachine):
+    """`OwnManagerMachine` whose prompts begin alike: what was found in the cache is not written, and must be right."""
+
+    @rule(freed=_picks, forked=_few, lengths=st.lists(_prompts, max_size=2), grown=_picks)
+    def step(self, freed: list[int], forked: list[int], lengths: Sequence[Any], grown: list[int]) -> None:
+        """Run one step."""
+        super().step(freed, forked, lengths, grown)
+
+    def allocate(self, length: Any) -> list[tuple[int, int]]:
+        """Open a sequence. Returns the slots and values of the tokens that were not found in the cache.
+
+        Args:
+            length: a drawn prompt, or a number of tokens that no other prompt has.
+        """
+        if isinstance(length, int):
+            tokens = [3 + at for at in range(length)]
+        else:
+            first, count, then, more = length
+            tokens = [first] * count + [then] * more
+        handle = self.call("allocate", tokens, blocks=-(-len(tokens) // self.config.block_size))
+        if handle is FULL:
+            return []
+        hit = int(self.call("cached", handle))
+        if not 0 <= hit <= len(tokens):
+            self.refuse(f"cached({show(handle)}) returned {hit}, the prompt has {len(tokens)} tokens")
+        self.record.counts["tokens hit"] += hit
+        self.sequences.append((handle, seen(Key(), tokens)))
+        return self.written(len(self.sequences) - 1, len(tokens) - hit, None)
+
+    def run(self, writes: Sequence[tuple[int, int]]) -> None:
+        """Run the step, and say that its tokens are computed."""
+        super().run(writes)
+        for handle, _ in self.sequences if "mark_computed" in self.calls else ():
+            self.call("mark_computed", handle)
+
+    def next_value(self, values: list[int]) -> int:
+        """Return the value of the token to append."""
+        return seen(Key(), [len(values) % 3], len(values), values[-1])[0]
+
+    def given(self, value: int) -> tuple[int, ...]:
+        """Return the token, for `append`."""
+        return (token_of(value),)
+
+    def compared(self, found: int, wanted: int) -> str:
+        """Describe a wrong value."""
+        if token_of(found) == token_of(wanted):
+            return f"reads token {token_of(wanted)}, which was computed after other tokens than those before it here"
+        return super().compared(token_of(found), token_of(wanted))

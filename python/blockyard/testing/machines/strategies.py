@@ -132,7 +132,7 @@ def with_extras_inside(request: Request) -> Request:
 
 def follow_ups() -> st.SearchStrategy[FollowUp | None]:
     """Make prompt prefixes: half of them repeat an earlier prompt, so that a prefix cache has hits."""
-    hows: st.SearchStrategy[How] = st.sampled_from(["repeat", "extend", "branch", "join"])
+    hows: st.SearchStrategy[How] = st.sampled_from(["repeat", "repeat", "extend", "branch", "join"])
     return st.none() | st.tuples(st.integers(0, 7), hows, st.integers(1, MAX_PROMPT))
 
 
