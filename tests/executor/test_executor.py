@@ -20,6 +20,7 @@ from blockyard.scheduler import Request, Scheduler, Step
 from blockyard.stores import ExternalStore, open_store
 from blockyard.testing.faults import corrupt_slots
 from blockyard.testing.machines.scheduler import draw_token, reference_tokens
+from blockyard.testing.machines.values import Key, seen
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=1, dtype="int64")
 BLOCKS = 8
@@ -432,7 +433,7 @@ class Decoder:
         for layer in range(LAYOUT.num_layers):
             self.executor.wait_for_layer(ticket, layer)
             self.cells(layer)[step.slot_mapping] = step.token_ids.astype(np.int64) + layer
-        sampled = [draw_token(self.text(step, draw.row), draw.sequence) for draw in step.draws()]
+        sampled = [draw_token(seen(Key(), self.text(step, draw.row)), draw.sequence) for draw in step.draws()]
         loads = any(kind == "swap_in" for kind, _ in step.decision.transfers())
         while True:
             for done in self.executor.poll():

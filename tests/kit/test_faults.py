@@ -8,7 +8,7 @@ import pytest
 
 from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError, MappingError
-from blockyard.testing.faults import PARTS, corrupt_slots, flip_bytes
+from blockyard.testing.faults import PARTS, FailingStore, corrupt_slots, flip_bytes
 
 
 @pytest.fixture
@@ -61,3 +61,13 @@ def test_what_cannot_be_damaged_is_refused(store: SlabStore, tmp_path: Path):
     (tmp_path / "link").symlink_to(tmp_path / "short")
     with pytest.raises(OSError, match="symbolic links"):
         flip_bytes(tmp_path / "link", [0], masks=[1])
+
+
+def test_an_unknown_fault_is_refused_and_changes_nothing(store: SlabStore):
+    failing = FailingStore(store)
+    failing.fault = "hang"
+    with pytest.raises(
+        InvalidArgumentError, match=r"fault is 'refused', must be one of \['', 'lose', 'refuse', 'hang'\]"
+    ):
+        failing.fault = "refused"  # type: ignore[assignment]
+    assert failing.fault == "hang"

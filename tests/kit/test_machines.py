@@ -1,17 +1,18 @@
 """The machines as a user runs them; what they see is proved in `tests/property`."""
 
 import io
+import re
 import subprocess
 import sys
 import unittest
 from pathlib import Path
 
 import pytest
-from hypothesis import find, settings
+from hypothesis import find, seed, settings
 
 from blockyard.scheduler import Request
 from blockyard.testing import Config
-from blockyard.testing.machines import manager_machine, reference_tokens, scheduler_machine
+from blockyard.testing.machines import manager_machine, prefix_machine, reference_tokens, scheduler_machine
 from blockyard.testing.machines.scheduler import draw_token
 from blockyard.testing.machines.strategies import VOCABULARY, configs, prompts, requests
 
@@ -23,6 +24,18 @@ def test_a_machine_runs_as_a_unittest_case(machine: type):
     outcome = unittest.TextTestRunner(stream=io.StringIO()).run(case("runTest"))
     assert outcome.wasSuccessful()
     assert outcome.testsRun == 1
+
+
+def test_a_run_says_what_it_covered_and_most_requests_finish(capsys: pytest.CaptureFixture[str]):
+    counts = []
+    for machine in (scheduler_machine(), prefix_machine()):
+        case = seed(0)(machine).TestCase
+        case.settings = settings(max_examples=20, deadline=None, database=None)
+        assert unittest.TextTestRunner(stream=io.StringIO()).run(case("runTest")).wasSuccessful()
+        found = re.findall(r"([a-z_ ]+) ([\d,]+)", capsys.readouterr().out.partition("covered")[2])
+        counts.append({name.strip(): int(count.replace(",", "")) for name, count in found})
+    assert counts[0]["finished"] > counts[0]["requests"] // 2 > counts[0]["aborts"] > 0
+    assert counts[1]["tokens hit"] > 0
 
 
 def test_machines_of_two_factories_are_apart():

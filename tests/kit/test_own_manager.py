@@ -3,16 +3,19 @@
 import re
 import runpy
 import unittest
+from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import noticing
 import pytest
-from hypothesis import settings
+from hypothesis import seed, settings
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.testing import Config, SimulatedMemory
-from blockyard.testing.machines import manager_machine, scheduler_machine
+from blockyard.testing.machines import manager_machine, prefix_machine, scheduler_machine
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_manager.py"
 example = runpy.run_path(str(EXAMPLE))
@@ -130,8 +133,8 @@ class LeavesTheDevice(Small):
 @pytest.mark.parametrize(
     ("bug", "says"),
     [
-        (ForgetsTheCopy, r"sequence 's\d+': position \d+ \(block \d+ of"),
-        (CopiesBackwards, r"sequence 's\d+': position \d+ \(block \d+ of"),
+        (ForgetsTheCopy, r"put block (\d+) in place of block (\d+) in step \d+, .* returned \[\] without \(\2, \1\)"),
+        (CopiesBackwards, r"put block (\d+) in place of block (\d+) .*\(\1, \2\).*\] without \(\2, \1\)"),
         (WritesToTheShared, r"is in the tables of sequences 's\d+', 's\d+'"),
         (Leaks, r"raised NoBlocks \(.*\); it needs \d+ blocks, \d+ are in no block table"),
         (FreesTheShared, r"is in the tables of sequences|KeyError|raised"),
@@ -160,7 +163,8 @@ def test_a_copy_engine_that_drops_copies_is_found():
 
     planted = machine()
     planted.make_memory = Drops
-    noticing.assert_noticed(planted, step_count=50, match="reads token")
+    says = r"reads token .*put block (\d+) in place of block (\d+) in step \d+, and copies\(\) returned .*\(\2, \1\)"
+    noticing.assert_noticed(planted, step_count=50, match=says)
 
 
 def test_a_machine_for_own_calls_names_what_is_missing():
@@ -262,7 +266,182 @@ def test_a_scheduler_over_it_finds_its_bugs(bug: type, says: str):
             r"Small lacks pool, stats, can_allocate, .*: name the calls .* manager_machine\(factory, alloc",
         ),
         (scheduler_over, "Small lacks block_table, num_tokens: a scheduler needs block_size, allocate, append, free"),
+        (
+            lambda small: prefix_machine(lambda config, _: small(config)),
+            r"Small lacks prefix, defrag, .*: a manager without them is tested under a scheduler, by scheduler_m",
+        ),
     ],
 )
 def test_a_machine_says_what_a_manager_lacks(machine_of: Any, says: str):
     noticing.assert_noticed(machine_of(Small), step_count=2, match=says)
+
+
+class Cached(int):
+    """A sequence that knows how many of its tokens were found in the prefix cache."""
+
+    cached_tokens = 0
+
+
+class Caching(Numbered):
+    """A manager with a prefix cache, whose tables are lists; if blocks run out, the whole cache goes."""
+
+    prefix = SimpleNamespace(enabled=True)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.found: dict[Any, int] = {}
+        self.texts: dict[int, list[int]] = {}
+
+    def key(self, tokens: list[int]) -> Any:
+        return tuple(tokens)
+
+    def hits(self, prompt: list[int]) -> list[int]:
+        ends = range(self.block_size, len(prompt), self.block_size)
+        return list(takewhile(lambda block: block >= 0, (self.found.get(self.key(prompt[:end]), -1) for end in ends)))
+
+    def allocate(self, prompt: list[int]) -> int:
+        hits, size = self.hits(prompt), self.block_size
+        for block in hits:
+            self.users[block] += 1
+        fresh = -(-len(prompt) // size) - len(hits)
+        if fresh > len(self.unused):
+            self.forget()
+        if fresh > len(self.unused):
+            self.drop(hits)
+            raise NoBlocks(fresh)
+        table = [*hits, *(self.take() for _ in range(fresh))]
+        sequence = Cached(self.open(table, len(prompt))[1:])
+        sequence.cached_tokens, self.texts[sequence] = len(hits) * size, list(prompt)
+        return sequence
+
+    def append(self, sequence: int, token_ids: list[int]) -> list[int]:
+        if not self.unused:
+            self.forget()
+        self.texts[sequence] += token_ids
+        return super().append(sequence)
+
+    def mark_computed(self, sequence: int) -> None:
+        for number, block in enumerate(self.block_table(sequence)[: self.num_tokens(sequence) // self.block_size], 1):
+            key = self.key(self.texts[sequence][: number * self.block_size])
+            if key not in self.found and block not in self.found.values():
+                self.found[key] = block
+                self.users[block] += 1
+
+    def forget(self) -> None:
+        self.drop(self.found.values())
+        self.found.clear()
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self.users[block] -= 1
+            self.unused += [block] if not self.users[block] else []
+
+
+class Reuses(OneByOne):
+    """Runs one request at a time over a prefix cache."""
+
+    def step(self, simulation: Any) -> dict[str, list[int]]:
+        if not self.requests:
+            return {}
+        manager, size = self.manager, self.manager.block_size
+        name, (prompt, most) = next(iter(self.requests.items()))
+        sequence = manager.allocate(prompt)
+        cached, table = sequence.cached_tokens, manager.block_table(sequence)
+        new, slots = prompt[cached:], [table[i // size] * size + i % size for i in range(cached, len(prompt))]
+        tokens: list[int] = []
+        while True:
+            table, length = manager.block_table(sequence), manager.num_tokens(sequence)
+            tokens += simulation.forward(new, slots, [table], [len(new)], [length])
+            manager.mark_computed(sequence)
+            if len(tokens) == most:
+                break
+            slots, new = manager.append(sequence, token_ids=tokens[-1:]), tokens[-1:]
+        manager.free(sequence)
+        del self.requests[name]
+        return {name: tokens}
+
+
+def reuse_over(manager: type) -> type[Any]:
+    return scheduler_machine(Reuses, add=Reuses.add, step=Reuses.step, manager=manager)
+
+
+def test_a_prefix_cache_of_somebody_else_is_tested_under_a_scheduler(capsys: pytest.CaptureFixture[str]):
+    outcome, case = unittest.TestResult(), seed(0)(reuse_over(Caching)).TestCase
+    case.settings = settings(case.settings, database=None, max_examples=40)
+    case("runTest").run(outcome)
+    assert outcome.wasSuccessful(), outcome.failures + outcome.errors
+    due, hit = (int(n) for n in re.findall(r"(?:hits due|due hit) (\d+)", capsys.readouterr().out))
+    assert hit > due // 2 > 10
+
+
+class KeysOneBlock(Caching):
+    def key(self, tokens: list[int]) -> Any:
+        return tuple(tokens[-self.block_size :])
+
+
+class KeysOneBlockInItsPlace(Caching):
+    def key(self, tokens: list[int]) -> Any:
+        return len(tokens), tuple(tokens[-self.block_size :])
+
+
+class HitsWholePrompts(Caching):
+    def hits(self, prompt: list[int]) -> list[int]:
+        return super().hits([*prompt, 0])
+
+
+class DoesNotSayWhatItHit(Caching):
+    def allocate(self, prompt: list[int]) -> int:
+        return int(super().allocate(prompt))
+
+
+@pytest.mark.parametrize(
+    ("bug", "says"),
+    [
+        (KeysOneBlock, r"sequence \d+.*, whose token \d+ was computed after other tokens than .* by forward of"),
+        (KeysOneBlockInItsPlace, r"whose token \d+ was computed after other tokens than \[.*\] before it; block"),
+        (HitsWholePrompts, r"row 0, sequence \d+.*: query_lens\[0\] is 0, but a model draws from the last token"),
+        (DoesNotSayWhatItHit, r"allocate returned \d+ without cached_tokens: as the manager's prefix.enabled is true"),
+    ],
+)
+def test_a_wrong_hit_is_found_and_named(bug: type, says: str):
+    noticing.assert_noticed(reuse_over(bug), step_count=30, match=says)
+
+
+def cache_machine(manager: type) -> type[Any]:
+    return manager_machine(
+        manager,
+        allocate=lambda mine, prompt: mine.allocate(prompt),
+        append=lambda mine, sequence, token: mine.append(sequence, [token]),
+        free=lambda mine, sequence: mine.free(sequence),
+        block_table=lambda mine, sequence: mine.block_table(sequence),
+        cached=lambda _, sequence: sequence.cached_tokens,
+        mark_computed=lambda mine, sequence: mine.mark_computed(sequence),
+        full=NoBlocks,
+    )
+
+
+def test_a_prefix_cache_of_somebody_else_passes_alone(capsys: pytest.CaptureFixture[str]):
+    outcome, case = unittest.TestResult(), seed(0)(cache_machine(Caching)).TestCase
+    case.settings = settings(case.settings, database=None, max_examples=40)
+    case("runTest").run(outcome)
+    assert outcome.wasSuccessful(), outcome.failures + outcome.errors
+    assert int(re.findall(r"tokens hit (\d+)", capsys.readouterr().out.replace(",", ""))[0]) > 50
+
+
+class HitsTooMuch(Caching):
+    def allocate(self, prompt: list[int]) -> int:
+        sequence: Any = super().allocate(prompt)
+        sequence.cached_tokens += len(prompt)
+        return sequence
+
+
+@pytest.mark.parametrize(
+    ("bug", "says"),
+    [
+        (KeysOneBlock, r"reads token (\d+), which was computed after other tokens than those before it here"),
+        (KeysOneBlockInItsPlace, r"reads token (\d+), which was computed after other tokens than those before it here"),
+        (HitsTooMuch, r"cached\(\d+\) returned \d+, the prompt has \d+ tokens|reads token -1, wanted \d+"),
+    ],
+)
+def test_a_wrong_hit_of_a_cache_alone_is_found_and_named(bug: type, says: str):
+    noticing.assert_noticed(cache_machine(bug), step_count=50, match=says)

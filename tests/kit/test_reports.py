@@ -4,9 +4,8 @@ import re
 import unittest
 from typing import Any
 
-import hypothesis
 import pytest
-from hypothesis import Phase, reproduce_failure, seed, settings
+from hypothesis import Phase, seed, settings
 
 from blockyard import BlockManager
 from blockyard.testing import Config
@@ -64,9 +63,9 @@ def test_the_first_line_has_the_sizes_of_the_manager():
 
 def test_a_failure_is_replayed_by_the_call_that_it_prints():
     said = run(tables_machine())
-    version, blob = re.findall(r"\nReplay: hypothesis\.reproduce_failure\('(.*)', (b'.*')\)\(machine\)", said)[0]
-    assert version == hypothesis.__version__
-    again = run(reproduce_failure(version, eval(blob))(tables_machine()), None)
+    line = re.findall(r"\nReplay: add this line below .* `machine`, whose TestCase is this test:\n(import .*)", said)[0]
+    exec(line, {"machine": (machine := tables_machine())})
+    again = run(machine, None)
     assert again.partition("\nReplay")[0] == said.partition("\nReplay")[0]
 
 
@@ -196,3 +195,28 @@ def test_requests_that_wait_are_named_with_what_became_of_their_sequences():
     ), said
     assert "steps" in said.partition("The last")[2]
     assert said.count("    free(sequences=") >= 2
+
+
+def test_requests_that_never_finish_are_named():
+    class Repeats:
+        """Computes the prompt of the first request in each step."""
+
+        def __init__(self, manager: Any) -> None:
+            self.manager, self.waiting = manager, []
+
+        def step(self, simulation: Any) -> dict[str, list[int]]:
+            for request in self.waiting[:1]:
+                prompt = list(request.prompt)
+                sequence = self.manager.allocate(len(prompt))
+                slots = self.manager.slot_mapping(sequence, 0, len(prompt))
+                simulation.forward(prompt, slots, [self.manager.block_table(sequence)], [len(prompt)], [len(prompt)])
+                self.manager.free(sequence)
+            return {}
+
+    machine = scheduler_machine(
+        lambda manager, _: Repeats(manager),
+        add=lambda mine, request: mine.waiting.append(request),
+        step=lambda mine, simulation: mine.step(simulation),
+    )
+    said = run(machine, max_examples=1, stateful_step_count=1)
+    assert re.match(r"after step \d+: \d+ requests are left, \d+ steps after the last one came: '\w+', ", said), said

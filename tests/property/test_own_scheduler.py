@@ -13,8 +13,10 @@ from blockyard.testing import Config, LateMemory
 from blockyard.testing.machines import run_state_machine_as_test, scheduler_machine
 from blockyard.testing.machines.own_scheduler import Simulation
 from blockyard.testing.machines.scheduler import SchedulerMachine, draw_token
+from blockyard.testing.machines.values import Key, seen
 from blockyard.testing.machines.watch import SequenceWatch
 
+DRAWN = draw_token(seen(Key(), [1, 2, 3]), 0)
 KIT = Path(__file__).parents[2] / "examples" / "test_kit.py"
 spec = importlib.util.spec_from_file_location("test_kit", KIT)
 kit: Any = importlib.util.module_from_spec(spec)
@@ -135,12 +137,20 @@ def simulation() -> Simulation:
     config = Config(block_size=2, device_blocks=4)
     watch = SequenceWatch()
     watch.manager, watch.memory = BlockManager(**config.arguments()), LateMemory(config)
-    watch.texts["a", 0] = [1, 2, 3, draw_token([1, 2, 3], 0)]
+    watch.texts["a", 0] = [1, 2, 3, DRAWN]
     return Simulation(watch, lambda decision: [])
 
 
 def test_the_model_draws_from_what_it_reads(simulation: Simulation):
-    assert simulation.forward([1, 2, 3], [2, 3, 4], [[1, 2]], [3], [3]) == [draw_token([1, 2, 3], 0)]
+    assert simulation.forward([1, 2, 3], [2, 3, 4], [[1, 2]], [3], [3]) == [DRAWN]
+
+
+def test_blocks_are_copied_for_a_manager_without_decisions(simulation: Simulation):
+    simulation.forward([1, 2, 3], [2, 3, 4], [[1, 2]], [3], [3])
+    simulation.copy([(1, 3), (2, 0)])
+    assert simulation.watch.memory.read([3, 0], 3) == simulation.watch.memory.read([1, 2], 3) == seen(Key(), [1, 2, 3])
+    with pytest.raises(AssertionError, match="copy: block ids 4 to 4, the device tier has 4"):
+        simulation.copy([(1, 4)])
 
 
 def test_the_model_refuses_what_no_model_could_run(simulation: Simulation):

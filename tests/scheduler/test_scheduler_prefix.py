@@ -10,6 +10,7 @@ from blockyard import Pairs
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import Request, Step
 from blockyard.testing.machines.scheduler import draw_token, reference_tokens
+from blockyard.testing.machines.values import seen
 
 
 def test_a_prompt_computes_only_what_earlier_ones_have_not():
@@ -300,6 +301,6 @@ def test_draws_name_each_sequence_that_gets_a_token():
         (0, "a", 2, 5),
         (2, "c", 1, 4),
     ]
-    assert draw_token(list(requests[0].prompt), 1) == reference_tokens(requests[0])[1][0]
+    assert draw_token(seen(requests[0], list(requests[0].prompt)), 1) == reference_tokens(requests[0])[1][0]
     engine.finish(step)
     engine.run(*requests)

@@ -1,5 +1,7 @@
 """The shared tier test passes a plug-in written in plain Python, and notices plug-ins that are wrong."""
 
+import re
+
 import numpy as np
 import pytest
 from memory_stores import KeyedStore
@@ -376,3 +378,29 @@ def test_a_store_without_keys_says_so():
             call()
     with pytest.raises(StoreError, match="call poll"):
         store.event_fd()
+
+
+class Cuts(KeyedStore):
+    """Wrong: looks at some bytes of a key only."""
+
+    part = slice(None)
+
+    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        return super().put(keys[:, self.part], rows)
+
+    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        return super().get(keys[:, self.part], out)
+
+
+@pytest.mark.parametrize(
+    ("part", "ignored"), [(slice(1, 32), [0]), (slice(31), [31]), (slice(2, 28), [0, 1, 28, 29, 30, 31])]
+)
+def test_a_store_that_looks_at_a_part_of_each_key_is_noticed(part: slice, ignored: list[int]):
+    class Suite(PrefixStoreSuite):
+        def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
+            store = Cuts(bytes_per_block=self.bytes_per_block, namespace=namespace)
+            store.part = part
+            return store
+
+    with pytest.raises(AssertionError, match=re.escape(f"does not look at: found {ignored}, expected []")):
+        Suite().test_keys_that_differ_in_one_byte_are_apart()

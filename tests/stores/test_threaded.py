@@ -17,6 +17,7 @@ from blockyard import KVCache, KVLayout
 from blockyard.errors import ForkedError, InvalidArgumentError, StoreFullError, StoreURLError
 from blockyard.stores import ExternalStore, ThreadedStore, base, open_store, register
 from blockyard.stores.threaded import known_keys
+from blockyard.stores.threaded.batches import Batch
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
 
 
@@ -253,6 +254,30 @@ def test_a_write_that_was_given_up_reads_as_a_miss_though_it_lands():
         while store.stats().pending_bytes and time.monotonic() < until:
             time.sleep(0.001)
         assert store.blocks
+        assert read(store, [1])[0] == ("empty",)
+
+
+@pytest.mark.parametrize(("interrupted", "reason"), [(False, "timeout"), (True, "error")])
+def test_a_write_that_is_given_up_just_before_it_ends_reads_as_a_miss(interrupted: bool, reason: str):
+    """Its call has returned, and its thread has not yet told."""
+    with Hanging() as store:
+        assert write(store, [1], rows(1, 1)) == ("",)
+        carry_out = store._carry_out
+
+        def hang_behind(batch: Batch) -> object:
+            done = carry_out(batch)
+            if batch.kind == "write":
+                store.hang("")
+            return done
+
+        store._carry_out = hang_behind
+        ticket = store.submit_write(np.array([1]), rows(1))
+        assert store.begun.acquire(timeout=PATIENCE)
+        if interrupted:
+            with store._lock:
+                store._recover([], KeyboardInterrupt())
+        assert store.wait(ticket, 0.0).reasons == (reason,)
+        store.gate.set()
         assert read(store, [1])[0] == ("empty",)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.scheduler import Step
-from blockyard.testing.machines.scheduler import draw_token, seen
+from blockyard.testing.machines.scheduler import draw_token, reference_tokens, seen
 
 
 class Hybrid:
@@ -84,8 +84,12 @@ class Hybrid:
         return [number for number, group in enumerate(self.manager.groups) if group.kind == "recurrent"]
 
     def seen_by(self: Any, step: Step, row: int, tokens: list[int]) -> list[int]:
-        request = self.scheduled.get(step.owner(row)[0])
-        return tokens if request is None else seen(request, tokens, int(step.start[row]))
+        name, index = step.owner(row)
+        request, start = self.scheduled.get(name), int(step.start[row])
+        if request is None:
+            return tokens
+        before = [*request.prompt, *reference_tokens(request, self.window)[index]][:start]
+        return seen(request, tokens, start, *seen(request, before)[-1:], window=self.window)
 
     def read_states(self: Any, step: Step, table: NDArray[np.int32], rows: list[int]) -> dict[int, list[int]]:
         """Read the states that a step goes on from, before any is written."""

@@ -120,8 +120,9 @@ class ExternalStore(ABC):
         """Start to write blocks.
 
         The store may read the bytes directly from `rows`, so do not change them until you have collected the ticket. A
-        block whose row changes is a miss when it is read. If a block ends as `"timeout"` or `"closed"`, a hanging
-        thread may still use its row: use other memory for the next batch. The store keeps the array alive.
+        block whose row changes, or whose write ends as a miss, is a miss when it is read. If a block ends as
+        `"timeout"` or `"closed"`, a hanging thread may still use its row: use other memory for the next batch. The
+        store keeps the array alive.
 
         Args:
             slots: slots to write, int64 `[n]`, no repeats.

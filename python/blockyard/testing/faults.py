@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,6 +207,9 @@ class UnrulyStore(WrappedStore):
         return self._random.choice(others(found)) if how else found
 
 
+_Fault: TypeAlias = Literal["", "lose", "refuse", "hang"]
+
+
 class FailingStore(WrappedStore):
     """A prefix store that fails like real storage. Its users may lose hits, but never tokens, and never wait long.
 
@@ -236,8 +239,19 @@ class FailingStore(WrappedStore):
         self._timeout = timeout
         self._late: dict[int, float] = {}
         self._ended: list[int] = []  # reported by the inner store, not yet due here
-        self.fault: Literal["", "lose", "refuse", "hang"] = ""
+        self._fault: _Fault = ""
         self.faults = 0
+
+    @property
+    def fault(self) -> _Fault:
+        """What happens to calls now."""
+        return self._fault
+
+    @fault.setter
+    def fault(self, fault: _Fault) -> None:
+        if fault not in get_args(_Fault):
+            raise InvalidArgumentError(f"fault is {fault!r}, must be one of {list(get_args(_Fault))}")
+        self._fault = fault
 
     def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
         """Start writing blocks to slots."""

@@ -15,6 +15,7 @@ They work without pytest, too: call each method named `test_*`.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import cast
@@ -238,6 +239,12 @@ class PrefixStoreSuite(ABC):
         with self.open_store() as store:
             _refuse_liars(store)
 
+    def test_keys_that_differ_in_one_byte_are_apart(self) -> None:
+        with self.open_store() as store:
+            _refuse_cut_names(store, lambda: self.put(store, 1))
+            read = store.wait(store.submit_get(_variants(np.frombuffer(self.keys(1)[0], np.uint8))), PATIENCE)
+            _equal(read.ok.tolist(), [False] * 32, "gets of keys that differ from a stored one in one byte")
+
     def test_blocks_come_back_by_key(self) -> None:
         with self.open_store() as store:
             self.put(store, *range(8))
@@ -423,6 +430,33 @@ def _refuse_liars(store: ExternalStore) -> None:
         names = np.random.default_rng(0).integers(0, 256, (2, 32), dtype=np.uint8)
         found = store.has(names).tolist()
         _equal(found, [False, False], "`get` (or `has`, if the store has its own) of keys that were never put")
+
+
+def _refuse_cut_names(store: ExternalStore, put_one: Callable[[], object]) -> None:
+    """Put a block, and fail if the store finds it under names that differ in one byte from what its `put` got."""
+    if not isinstance(store, ThreadedStore):
+        put_one()
+        return
+    names: list[NDArray[np.uint8]] = []
+    ignored: list[int] = []
+    put = store.put
+
+    def record(keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        names.append(keys[0].copy())
+        return put(keys, rows)
+
+    store.put = record  # type: ignore[method-assign]
+    put_one()
+    store.put = put  # type: ignore[method-assign]
+    for place, other in enumerate(_variants(names[-1])):
+        with suppress(LookupError, FileNotFoundError):  # it is absent
+            ignored += [place] if store.has(other[None])[0] else []
+    _equal(ignored, [], "bytes of a key that `get` (or `has`, if the store has its own) does not look at")
+
+
+def _variants(name: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return 32 names, each of which differs from this one in another byte."""
+    return np.asarray(name ^ np.eye(32, dtype=np.uint8))
 
 
 def _soon(call: Callable[[], NDArray[np.bool_]], expected: list[bool], what: str) -> None:

@@ -174,6 +174,7 @@ class Batches:
             batch.before, batch.followers = 0, []
             if not batch.ended and batch.ticket:
                 batch.reasons = ["error"] * len(batch.reasons)
+                batch.digests.clear()
                 batch.ended = True
                 self.news[batch.ticket] = batch
                 self.release(batch)

@@ -556,6 +556,7 @@ class ThreadedStore(ExternalStore):
         if batch.ended:
             return
         is_hung = batch in self._batches.running and batch.deadline <= self._runtime.monotonic()
+        batch.digests.clear()  # its call may have returned already, but the caller gets a miss
         self._batches.release(batch)
         self._end(batch, [reason] * len(batch.names))
         if is_hung:

@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from blockyard._core import AllocStatus, BlockManager, Pairs
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.testing.interfaces import Config, ManagerLike, TierName
-from blockyard.testing.machines.own_manager import OwnManagerMachine
+from blockyard.testing.machines.own_manager import OwnCacheMachine, OwnManagerMachine
 from blockyard.testing.machines.partial import lacking
 from blockyard.testing.machines.record import RecordingMachine
 from blockyard.testing.machines.side_by_side import (
@@ -347,12 +347,14 @@ def manager_machine(
     factory: Callable[[Config], Any] | None = None,
     *,
     same_ids: bool = True,
-    allocate: Callable[[Any, int], object] | None = None,
+    allocate: Callable[[Any, Any], object] | None = None,
     free: Callable[[Any, Any], object] | None = None,
     block_table: Callable[[Any, Any], Iterable[int]] | None = None,
-    append: Callable[[Any, Any], object] | None = None,
+    append: Callable[..., object] | None = None,
     fork: Callable[[Any, Any], object] | None = None,
     copies: Callable[[Any], Iterable[tuple[int, int]]] | None = None,
+    cached: Callable[[Any, Any], int] | None = None,
+    mark_computed: Callable[[Any, Any], object] | None = None,
     full: type[Exception] | tuple[type[Exception], ...] = OutOfBlocksError,
 ) -> type[ManagerMachine | OwnManagerMachine]:
     """Make a state machine for a manager with the calls of `BlockManager`, or with its own calls.
@@ -367,6 +369,9 @@ def manager_machine(
         append: appends one token to a sequence, and may return its slot; sequences never grow if None.
         fork: returns a new sequence that shares all blocks of another; never called if None.
         copies: returns the block copies `(from, to)` since it was last called, to run before the step's writes.
+        cached: for a prefix cache: returns how many tokens of a new sequence were found in it. `allocate` then gets the
+            token ids of the prompt instead of their number, and `append` also gets a token id.
+        mark_computed: for a prefix cache: called for each sequence after each step.
         full: what the manager raises if too few blocks are free.
 
     Returns:
@@ -383,7 +388,7 @@ def manager_machine(
         >>> run_state_machine_as_test(machine, settings=settings(max_examples=2, deadline=None, database=None))
     """
     given: dict[str, Callable[..., Any] | None] = {"allocate": allocate, "free": free, "block_table": block_table}
-    given |= {"append": append, "fork": fork, "copies": copies}
+    given |= {"append": append, "fork": fork, "copies": copies, "cached": cached, "mark_computed": mark_computed}
     calls = {name: call for name, call in given.items() if call is not None}
     if calls:
         missing = [name for name in ("allocate", "free", "block_table") if name not in calls]
@@ -394,6 +399,6 @@ def manager_machine(
             )
         own = {"make_manager": staticmethod(factory), "calls": calls}
         own["full"] = full if isinstance(full, tuple) else (full,)
-        return type("OwnManagerMachineOf", (OwnManagerMachine,), own)
+        return type("OwnManagerMachineOf", (OwnManagerMachine if cached is None else OwnCacheMachine,), own)
     made = factory or (lambda config: BlockManager(**config.arguments()))
     return type("ManagerMachineOf", (ManagerMachine,), {"make_manager": staticmethod(made), "same_ids": same_ids})

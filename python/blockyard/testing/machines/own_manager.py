@@ -1,4 +1,7 @@
-"""`OwnManagerMachine`: a block manager with its own calls and exceptions, over simulated memory."""
+"""`OwnManagerMachine`: a block manager with its own calls and exceptions, over simulated memory.
+
+`OwnCacheMachine` is for one with a prefix cache.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,18 @@ from blockyard._core import Pairs
 from blockyard.errors import MappingError
 from blockyard.testing.interfaces import Config
 from blockyard.testing.machines.record import RecordingMachine, show
+from blockyard.testing.machines.values import Key, seen, token_of
 from blockyard.testing.memory import SimulatedMemory
 
-__all__ = ["OwnManagerMachine"]
+__all__ = ["OwnCacheMachine", "OwnManagerMachine"]
 
 FULL: Final = object()
 """What `OwnManagerMachine.call` returns if the manager has too few free blocks."""
 
 _picks = st.lists(st.integers(0, 63), max_size=4)
 _few = st.lists(st.integers(0, 63), max_size=1)
+# Two runs of a token, and their lengths: blocks with the same tokens have other ones before them.
+_prompts = st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 2), st.integers(0, 6))
 
 
 class OwnManagerMachine(RecordingMachine):
@@ -52,9 +58,11 @@ class OwnManagerMachine(RecordingMachine):
         self.memory = type(self).make_memory(self.config)
         self.sequences: list[tuple[Any, list[int]]] = []  # handles with the tokens that must be read back
         self.next_token = 0
+        self.replaced: dict[int, tuple[int, int]] = {}  # for blocks that stand for a shared one: that one, and the step
+        self.copied: list[list[tuple[int, int]]] = [[]]  # the copies of each step
 
     @rule(freed=_picks, forked=_few, lengths=st.lists(st.integers(1, 10), max_size=2), grown=_picks)
-    def step(self, freed: list[int], forked: list[int], lengths: list[int], grown: list[int]) -> None:
+    def step(self, freed: list[int], forked: list[int], lengths: Sequence[Any], grown: list[int]) -> None:
         """Run one step."""
         self.record.next_step()
         for pick in freed:
@@ -100,7 +108,7 @@ class OwnManagerMachine(RecordingMachine):
             if child is not FULL:
                 self.sequences.append((child, list(tokens)))
 
-    def allocate(self, length: int) -> list[tuple[int, int]]:
+    def allocate(self, length: Any) -> list[tuple[int, int]]:
         """Open a sequence. Returns its slots and tokens."""
         handle = self.call("allocate", length, blocks=-(-length // self.config.block_size))
         if handle is FULL:
@@ -115,10 +123,14 @@ class OwnManagerMachine(RecordingMachine):
         starts = len(tokens) % self.config.block_size == 0
         others = {block for i, (other, _) in enumerate(self.sequences) if i != at for block in self.table(other)}
         needed = int(starts or self.table(handle)[last] in others)
-        slot = self.call("append", handle, blocks=needed)
+        before, value = self.table(handle), self.next_value(tokens)
+        slot = self.call("append", handle, *self.given(value), blocks=needed)
         if slot is FULL:
             return []
-        tokens += self.fresh(1)
+        for old, new in zip(before, self.table(handle), strict=False):
+            if old != new:
+                self.replaced[new] = (old, self.record.step)
+        tokens.append(value)
         return self.written(at, 1, slot)
 
     def written(self, at: int, count: int, told: Any) -> list[tuple[int, int]]:
@@ -130,13 +142,14 @@ class OwnManagerMachine(RecordingMachine):
         places = [table[i // size] * size + i % size for i in range(len(tokens) - count, len(tokens))]
         if told is not None and np.atleast_1d(told).tolist() != places:
             self.refuse(f"append(sequence={handle!r}) returned slot {show(told)}, its block table names {places[0]}")
-        return list(zip(places, tokens[-count:], strict=True))
+        return list(zip(places, tokens[len(tokens) - count :], strict=True))
 
     def run(self, writes: Sequence[tuple[int, int]]) -> None:
         """Execute the copies, write the tokens, and read every sequence back."""
         try:
+            self.copied += [[] for _ in range(self.record.step + 1 - len(self.copied))]
             if "copies" in self.calls:
-                ids = self.copies()
+                self.copied[self.record.step] = ids = self.copies()
                 for pair in ids:
                     self.memory.transfer("copy", Pairs("device", "device", np.array([pair])))
                 self.record.counts["copies"] += len(ids)
@@ -148,7 +161,8 @@ class OwnManagerMachine(RecordingMachine):
                     at = next(i for i, (a, b) in enumerate(zip(found, tokens, strict=True)) if a != b)
                     self.refuse(
                         f"sequence {handle!r}: position {at} (block {table[at // self.config.block_size]} of "
-                        f"{show(table)}) reads token {found[at]}, wanted {tokens[at]}{self.sharers(table, at)}"
+                        f"{show(table)}) {self.compared(found[at], tokens[at])}"
+                        f"{self.sharers(table, at)}{self.missing(table, at)}"
                     )
         except MappingError as error:
             self.refuse(str(error))
@@ -163,6 +177,18 @@ class OwnManagerMachine(RecordingMachine):
         if ids:
             self.record.note(f"copies() -> {show(ids)}")
         return ids
+
+    def missing(self, table: list[int], at: int) -> str:
+        """Describe the copy on write that the block of a position was last part of, if any."""
+        block = table[at // self.config.block_size]
+        found = [(step, old, new) for new, (old, step) in self.replaced.items() if block in (old, new)]
+        if not found:
+            return ""
+        step, old, new = max(found)
+        ids = self.copied[step]
+        wanted = "" if (old, new) in ids else f" without ({old}, {new})"
+        returned = f"copies() returned {ids}{wanted}" if "copies" in self.calls else "`copies` is not given"
+        return f"; append put block {new} in place of block {old} in step {step}, and {returned}"
 
     def sharers(self, table: list[int], at: int) -> str:
         """Name the sequences that use the block of a position."""
@@ -215,6 +241,18 @@ class OwnManagerMachine(RecordingMachine):
             self.record.note(text)
             raise AssertionError(f"step {self.record.step}: {text}: {error}") from error
 
+    def next_value(self, values: list[int]) -> int:  # noqa: ARG002 (for a cache)
+        """Return what is stored for the token to append."""
+        return self.fresh(1)[0]
+
+    def given(self, value: int) -> tuple[int, ...]:  # noqa: ARG002 (for a cache)
+        """Return what `append` is given beside the sequence."""
+        return ()
+
+    def compared(self, found: int, wanted: int) -> str:
+        """Describe a wrong value."""
+        return f"reads token {found}, wanted {wanted}"
+
     def fresh(self, count: int) -> list[int]:
         """Return tokens that no other position holds."""
         self.next_token += count
@@ -223,3 +261,53 @@ class OwnManagerMachine(RecordingMachine):
     def refuse(self, text: str) -> NoReturn:
         """Fail the example."""
         raise AssertionError(f"step {self.record.step}: {text}")
+
+
+class OwnCacheMachine(OwnManagerMachine):
+    """`OwnManagerMachine` whose prompts begin alike: what was found in the cache is not written, and must be right."""
+
+    @rule(freed=_picks, forked=_few, lengths=st.lists(_prompts, max_size=2), grown=_picks)
+    def step(self, freed: list[int], forked: list[int], lengths: Sequence[Any], grown: list[int]) -> None:
+        """Run one step."""
+        super().step(freed, forked, lengths, grown)
+
+    def allocate(self, length: Any) -> list[tuple[int, int]]:
+        """Open a sequence. Returns the slots and values of the tokens that were not found in the cache.
+
+        Args:
+            length: a drawn prompt, or a number of tokens that no other prompt has.
+        """
+        if isinstance(length, int):
+            tokens = [3 + at for at in range(length)]
+        else:
+            first, count, then, more = length
+            tokens = [first] * count + [then] * more
+        handle = self.call("allocate", tokens, blocks=-(-len(tokens) // self.config.block_size))
+        if handle is FULL:
+            return []
+        hit = int(self.call("cached", handle))
+        if not 0 <= hit <= len(tokens):
+            self.refuse(f"cached({show(handle)}) returned {hit}, the prompt has {len(tokens)} tokens")
+        self.record.counts["tokens hit"] += hit
+        self.sequences.append((handle, seen(Key(), tokens)))
+        return self.written(len(self.sequences) - 1, len(tokens) - hit, None)
+
+    def run(self, writes: Sequence[tuple[int, int]]) -> None:
+        """Run the step, and say that its tokens are computed."""
+        super().run(writes)
+        for handle, _ in self.sequences if "mark_computed" in self.calls else ():
+            self.call("mark_computed", handle)
+
+    def next_value(self, values: list[int]) -> int:
+        """Return the value of the token to append."""
+        return seen(Key(), [len(values) % 3], len(values), values[-1])[0]
+
+    def given(self, value: int) -> tuple[int, ...]:
+        """Return the token, for `append`."""
+        return (token_of(value),)
+
+    def compared(self, found: int, wanted: int) -> str:
+        """Describe a wrong value."""
+        if token_of(found) == token_of(wanted):
+            return f"reads token {token_of(wanted)}, which was computed after other tokens than those before it here"
+        return super().compared(token_of(found), token_of(wanted))

@@ -122,7 +122,6 @@ class OwnSchedulerMachine(SchedulerMachine):
         beyond = replace(request, max_tokens=most + BEYOND, stop_token_ids=frozenset())
         for index, drawn in enumerate(reference_tokens(beyond)):
             self.record.texts[name, index] = [*prompt, *drawn]
-        self.record.counts["requests"] += 1
         self.record.hits.add(request)
         type(self).add_request(self.scheduler, request)
         self.manager.check()
@@ -138,7 +137,7 @@ class OwnSchedulerMachine(SchedulerMachine):
         """Return how often the run did what, and whether its hits can be judged."""
         due, said = cls.totals["hits due"], super().covered()
         if not cls.totals["prefix caches"]:
-            return f"{said}\nhits: not tested, the manager has no prefix cache (`manager=` makes one that has)"
+            return f"{said}\nhits: not tested, the manager's `prefix.enabled` is missing or false"
         return said if due >= JUDGED else f"{said}\nhits: not judged ({due} due, {JUDGED} needed)"
 
     @classmethod
@@ -185,10 +184,9 @@ class OwnSchedulerMachine(SchedulerMachine):
         if not (simulation.worked or finished):
             self.record.idle()
         if self.idle > IDLE_STEPS:
-            waiting = "; ".join(self.record.last_of(name) for name in sorted(self.live)[:8])
             raise AssertionError(
                 f"step {self.record.step}: {self.record.culprit(self.live)}{len(self.live)} requests wait and "
-                f"{self.idle} steps did nothing: {waiting}"
+                f"{self.idle} steps did nothing: {self.waiting()}"
             )
 
     @rule(count=st.integers(2, 8), arrivals=ARRIVALS, drafts=DRAFTS)
@@ -240,6 +238,14 @@ class OwnSchedulerMachine(SchedulerMachine):
     def explain_end(self) -> str:
         """Name the sequence or ticket left over."""
         return f"after step {self.record.step}: {self.record.culprit(self.live)}"
+
+    def explain_left(self, steps: int) -> str:
+        """Describe the requests that have not finished."""
+        return f"{len(self.live)} requests are left, {steps} steps after the last one came: {self.waiting()}"
+
+    def waiting(self) -> str:
+        """Describe the first live requests."""
+        return "; ".join(self.record.last_of(name) for name in sorted(self.live)[:8])
 
     def unfinished(self) -> int:
         """Return 0, because the scheduler has no call that counts its requests."""

@@ -36,7 +36,8 @@ def completed(manager: Any, config: Config, live: Callable[[], Iterable[int]]) -
     """
     if missing := lacking(manager, NEEDED):
         raise AssertionError(f"{type(manager).__name__} lacks {missing}: a scheduler needs {', '.join(NEEDED)}")
-    answers = {name: value for name, value in _answers(manager, config, live).items() if not hasattr(manager, name)}
+    own = _answers(manager, config, live)
+    answers = {name: value for name, value in own.items() if getattr(manager, name, None) is None}
     return _Completed(manager, answers) if answers else manager
 
 

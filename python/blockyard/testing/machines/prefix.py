@@ -15,6 +15,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from blockyard._core import BlockManager, HashedPrompt, Pairs, PrefixCaching, StepDecision
 from blockyard.errors import BlockyardError, OutOfBlocksError, SequenceStateError
 from blockyard.testing.interfaces import Config, PrefixManagerLike, TierName
+from blockyard.testing.machines.partial import lacking
 from blockyard.testing.machines.record import RecordingMachine
 from blockyard.testing.machines.side_by_side import MAX_OPEN
 from blockyard.testing.machines.strategies import configs
@@ -89,7 +90,13 @@ class PrefixMachine(RecordingMachine):
         """Create manager, model and memory."""
         self.record.config = config
         self.record.note(f"the manager keeps {events} events")
-        self.manager = self.record.watch(type(self).make_manager(config, events))
+        made = type(self).make_manager(config, events)
+        if missing := lacking(made, vars(PrefixManagerLike)):
+            raise AssertionError(
+                f"{type(made).__name__} lacks {missing}: a manager without them is tested under a scheduler, by "
+                f"scheduler_machine(make, add=..., step=..., manager=...)"
+            )
+        self.manager = self.record.watch(made)
         self.model = ReferencePrefixCache(config.block_size)
         self.memory = type(self).make_memory(config)
 
@@ -130,6 +137,7 @@ class PrefixMachine(RecordingMachine):
                 self.model.most(prompt, salt=salt, extras=extras),
             )
             _same(f"hit tokens of sequence {handle}", hit, self.model.usable(before, len(prompt)))
+            self.record.counts["tokens hit"] += hit
             if not preempted:
                 self.model.count(prompt, hit)
             table = self.manager.block_table(handle)[: hit // self.model.block_size].tolist()

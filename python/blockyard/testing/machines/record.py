@@ -276,7 +276,8 @@ def _failure(machine: type[RecordingMachine], error: Exception, *, calls: bool) 
         lines += ["", *(note for note in notes if note not in blobs)]
     for call in [_BLOB.search(blob) for blob in blobs[:1]]:
         if call is not None:
-            lines += ["", f"Replay: hypothesis.{call[0]}(machine), where machine.TestCase is this test"]
+            lines += ["", "Replay: add this line below the one that makes `machine`, whose TestCase is this test:"]
+            lines += [f"import hypothesis; hypothesis.{call[0]}(machine)"]
     return AssertionError("\n".join(lines))
 
 

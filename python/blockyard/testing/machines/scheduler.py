@@ -20,7 +20,7 @@ from blockyard.testing.interfaces import Config, SchedulerLike, TierName
 from blockyard.testing.machines.record import RecordingMachine, show
 from blockyard.testing.machines.side_by_side import refuse_open
 from blockyard.testing.machines.strategies import VOCABULARY, FollowUp, configs, follow_up, follow_ups, requests
-from blockyard.testing.machines.values import draw_token, seen, show_key
+from blockyard.testing.machines.values import Key, draw_token, seen, show_key
 from blockyard.testing.machines.watch import TicketWatch
 from blockyard.testing.memory import LateMemory, SimulatedMemory
 
@@ -50,13 +50,13 @@ def reference_tokens(request: Request, window: int | None = None) -> tuple[tuple
     """
     outputs, window = [], None if window is None else as_int("window", window)
     for index in range(request.n):
-        tokens = list(request.prompt)
-        while len(tokens) < len(request.prompt) + request.max_tokens:
-            kv = seen(request, tokens)
-            tokens.append(draw_token(kv[-window:] if window else kv, index))
-            if tokens[-1] in request.stop_token_ids:
+        kv, drawn = seen(request, list(request.prompt), window=window), list[int]()
+        while len(drawn) < request.max_tokens:
+            drawn.append(draw_token(kv[-window:] if window else kv, index))
+            kv += seen(request, drawn[-1:], len(kv), kv[-1], window=window)
+            if drawn[-1] in request.stop_token_ids:
                 break
-        outputs.append(tuple(tokens[len(request.prompt) :]))
+        outputs.append(tuple(drawn))
     return tuple(outputs)
 
 
@@ -78,15 +78,17 @@ def draw_tokens(
         AssertionError: a row does not read back the tokens that it has just written.
     """
     texts: dict[int, list[int]] = {}
-    ends, first = (step.start + step.lengths).tolist(), step.query_start_loc.tolist()
+    starts, ends, first = step.start.tolist(), (step.start + step.lengths).tolist(), step.query_start_loc.tolist()
     new = [step.token_ids[a:b].tolist() for a, b in pairwise(first)]
-    for row, start in enumerate(step.start.tolist()):
-        request = (requests or {}).get(step.owner(row)[0])
-        new[row] = new[row] if request is None else seen(request, new[row], start)
-    memory.write(step.slot_mapping, [value for values in new for value in values])
-    for row in range(step.rows):
-        if step.void is None or not step.void[row]:
-            texts[row] = read_back(memory, row, step.block_tables[row], ends[row], new[row])
+    live = [row for row in range(step.rows) if step.void is None or not step.void[row]]
+    memory.write(step.slot_mapping, step.token_ids.tolist())
+    for row in sorted(live, key=starts.__getitem__):  # a hit may lie in blocks that this step writes
+        request = (requests or {}).get(step.owner(row)[0], Key())
+        before = memory.read(step.block_tables[row], starts[row])[-1:]
+        new[row] = seen(request, new[row], starts[row], *before, window=window)
+        memory.write(step.slot_mapping[first[row] : first[row + 1]], new[row])
+    for row in live:
+        texts[row] = read_back(memory, row, step.block_tables[row], ends[row], new[row])
     drawn = []
     for draw in step.draws():
         first = max(0, draw.position - window) if window else 0
@@ -170,6 +172,7 @@ class SchedulerMachine(RecordingMachine):
     def accept(self, request: Request) -> None:
         """Record a request that the scheduler accepted."""
         self.live[request.request_id] = request
+        self.record.counts["requests"] += 1
         prompt = list(map(int, request.prompt))
         self.earlier = [*self.earlier[-7:], (request, [*prompt, *reference_tokens(request, self.window)[0]])]
         self.record.note(
@@ -177,17 +180,19 @@ class SchedulerMachine(RecordingMachine):
             f"max_tokens={request.max_tokens}" + (f", {key})" if (key := show_key(request)) else ")")
         )
 
-    @rule(pick=st.integers(0, 7))
+    @rule(pick=st.integers(0, 23))
     def abort(self, pick: int) -> None:
-        """Abort a request, or one that does not exist."""
-        if self.live:
+        """Abort a request, or one that does not exist. Mostly a step runs instead, so that requests finish, too."""
+        if pick >= 8:
+            self.run_undisturbed()
+        elif self.live:
             self.drop(pick)
         else:
             self.refuse_abort("nobody")
 
     @rule(
         lost=st.builds(list) | st.builds(list) | st.lists(st.integers(0, 63), min_size=1, max_size=2),
-        when=st.sampled_from(["never", "never", "scheduled", "settled"]),
+        when=st.sampled_from([*["never"] * 6, "scheduled", "settled"]),
         pick=st.integers(0, 7),
         again=st.none() | requests(),
         drafts=DRAFTS,
@@ -249,14 +254,14 @@ class SchedulerMachine(RecordingMachine):
         """Run to the end and check that every block is free."""
         if self.failed or not hasattr(self, "scheduler"):
             return
-        longest = max((len(r.prompt) + r.max_tokens for r in self.live.values()), default=0)
+        ended, longest = self.record.step, max((len(r.prompt) + r.max_tokens for r in self.live.values()), default=0)
         for _ in range((longest + IDLE_STEPS + 2) * (len(self.live) + 1) * 4):
             if not self.live:
                 break
             self.run_undisturbed()
         why = self.explain_end()
         if self.live or self.unfinished():
-            raise AssertionError(f"{why}{len(self.live)} requests are left, {self.unfinished()} in the scheduler")
+            raise AssertionError(f"{why}{self.explain_left(self.record.step - ended)}")
         refuse_open(self.manager, why)
         for tier in TIERS:
             free, blocks = self.manager.pool(tier).num_free, self.manager.pool(tier).num_blocks
@@ -275,6 +280,10 @@ class SchedulerMachine(RecordingMachine):
     def explain_end(self) -> str:
         """Return the beginning of the message for a bad end."""
         return ""
+
+    def explain_left(self, steps: int) -> str:  # noqa: ARG002 (for subclasses)
+        """Describe what is left after `steps` steps without new requests."""
+        return f"{len(self.live)} requests are left, {self.unfinished()} in the scheduler"
 
     @property
     def nulls(self) -> int:
@@ -368,12 +377,14 @@ class SchedulerMachine(RecordingMachine):
         found = tuple(tuple(int(token) for token in tokens) for tokens in finished.outputs)
         if found != expected:
             raise AssertionError(f"{finished.request}: drew {found}, in endless memory {expected}")
+        self.record.counts["finished"] += 1
         del self.live[name]
 
     def drop(self, pick: int) -> str:
         """Abort one of the live requests."""
         name = sorted(self.live)[pick % len(self.live)]
         self.scheduler.abort(name)
+        self.record.counts["aborts"] += 1
         del self.live[name]
         self.refuse_abort(name)
         self.manager.check()

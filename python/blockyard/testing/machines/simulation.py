@@ -54,6 +54,23 @@ class Simulation:
         self.worked |= len(decision) > 0
         return lost
 
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy device blocks, such as copies on write of a manager without decisions.
+
+        Args:
+            pairs: block ids `(from, to)`.
+
+        Raises:
+            AssertionError: an id is out of range.
+        """
+        self.watch.note(f"copy({show(list(pairs))})")
+        for src, dst in pairs:
+            try:
+                self.watch.memory.transfer("copy", Pairs("device", "device", np.array([[src, dst]])))
+            except MappingError as error:
+                raise AssertionError(f"step {self.watch.step}: copy: {error}") from error
+            self.watch.writers[int(dst)] = f"copy({src}, {dst}) of step {self.watch.step}"
+
     def draft(self, tokens: Ints) -> list[int]:
         """Guess the tokens after those of a sequence, as a drafter does: up to 4, the first ones right.
 
@@ -97,8 +114,8 @@ class Simulation:
             has `1 + draft_lens[i]` of them: before the drafts, and after each.
 
         Raises:
-            AssertionError: the lengths disagree, two tokens share a slot, or a sequence reads tokens that are not its
-                request's.
+            AssertionError: the lengths disagree, a sequence has no new token, two tokens share a slot, or a sequence
+                reads tokens that are not its request's.
         """
         tokens, slots = _ints(token_ids), _ints(slot_mapping)
         lengths, ends = _ints(seq_lens), list(accumulate(_ints(query_lens), initial=0))
@@ -122,12 +139,13 @@ class Simulation:
             )
             for i, (first, end) in enumerate(pairwise(ends))
         ]
+        self._refuse_empty_rows(rows)
         self._refuse_shared_slots(rows, slots)
-        try:
-            self.watch.memory.write(slots, [value for row in rows for value in row.values])
-        except MappingError as error:
-            raise AssertionError(f"step {self.watch.step}: forward: {error}") from error
-        for row in rows:
+        for row in sorted(rows, key=lambda row: row.start):  # a hit may lie in blocks that this step writes
+            try:
+                self.watch.memory.write(row.slots, row.values)
+            except MappingError as error:
+                raise AssertionError(f"step {self.watch.step}: forward: {error}") from error
             for slot in row.slots:
                 self.watch.writers[slot // self.watch.memory.block_size] = row.written()
         texts = [row.read() for row in rows]
@@ -148,6 +166,16 @@ class Simulation:
                 f"step {self.watch.step}: forward got draft_lens {show(drafts)} and indices {show(turns)} for "
                 f"query_lens {show(news)}: one for each sequence, with fewer draft tokens than new tokens"
             )
+
+    def _refuse_empty_rows(self, rows: Sequence[_ForwardRow]) -> None:
+        """Check that each sequence has a new token."""
+        for row in rows:
+            if not row.tokens:
+                raise AssertionError(
+                    f"step {self.watch.step}: {row.title()}: query_lens[{row.row}] is 0, but a model draws from the "
+                    f"last token that it computes: compute at least the last token of a prompt, even if the prefix "
+                    f"cache has all of them"
+                )
 
     def _refuse_shared_slots(self, rows: Sequence[_ForwardRow], slots: Sequence[int]) -> None:
         """Check that no two tokens of a step share a slot."""
@@ -183,15 +211,25 @@ class _ForwardRow:
         """Key of its sequence."""
         return Key() if self.owner is None else self.watch.sequences[self.owner].key
 
+    @property
+    def start(self) -> int:
+        """Position of its first new token."""
+        return self.length - len(self.tokens)
+
     @cached_property
     def values(self) -> list[int]:
-        """What the model stores for its new tokens."""
-        return seen(self.key, self.tokens, self.length - len(self.tokens)) if self.watch.keyed else self.tokens
+        """What the model stores for its new tokens, after what it reads before them."""
+        try:
+            before = self.watch.memory.read(self.table, max(0, self.start))[-1:]
+        except MappingError:
+            before = []  # `read` says what is wrong with the table
+        return seen(self.key, self.tokens, self.start, *before)
 
     def written(self) -> str:
         """Describe its writes."""
         key = show_key(self.key)
-        return f"forward of step {self.watch.step}" + (f" for sequence {self.owner} with {key}" if key else "")
+        owner = "" if self.owner is None else f" for sequence {self.owner}"
+        return f"forward of step {self.watch.step}{owner}" + (f" with {key}" if key else "")
 
     def read(self) -> list[int]:
         """Read the row's values, and check that they are a request's."""
@@ -206,7 +244,7 @@ class _ForwardRow:
         if self.owner is not None:
             self.claim(self.owner, names)
             self.compare_told(self.owner, text)
-            self.compare_keys(self.owner, text, values)
+            self.compare_values(self.owner, text, values)
         return values
 
     def claim(self, handle: int, names: Sequence[str]) -> None:
@@ -239,18 +277,21 @@ class _ForwardRow:
                     f"at position {at} of {self.watch.name(handle)}, slot {self.slot(at)} (block {self.table_at(at)})"
                 )
 
-    def compare_keys(self, handle: int, text: Sequence[int], values: Sequence[int]) -> None:
-        """Check that all values were computed under the key of the sequence."""
-        if not self.watch.keyed:
-            return
+    def compare_values(self, handle: int, text: Sequence[int], values: Sequence[int]) -> None:
+        """Check that all values were computed after the sequence's tokens, under its key."""
         wanted = seen(self.key, text)
         if (at := common(values, wanted)) < len(wanted):
             block = self.table_at(at)
             last = f"block {block} was last written by {self.watch.writers.get(block)}"
+            if any(seen(key, text)[at] == values[at] for key in self.watch.keys.values()):
+                how = f"under another salt, adapter or extra; wanted {show_key(self.key) or 'none'}"
+            else:
+                how = "after other tokens than " + (
+                    f"{show(list(text[:at]))} before it" if at else "here, as the first"
+                )
             raise AssertionError(
                 f"step {self.watch.step}: row {self.row}, {self.watch.name(handle)}: position {at} is slot "
-                f"{self.slot(at)} (block {block}), whose token was computed under another salt, adapter or extra; "
-                f"wanted {show_key(self.key) or 'none'}; {last}"
+                f"{self.slot(at)} (block {block}), whose token {text[at]} was computed {how}; {last}"
             )
 
     @cached_property

@@ -25,7 +25,8 @@ VOCABULARY = 97
 """Token ids are below this number."""
 MAX_PROMPT = 24
 
-FollowUp: TypeAlias = tuple[int, Literal["repeat", "extend", "branch"], int]
+How: TypeAlias = Literal["repeat", "extend", "branch", "join"]
+FollowUp: TypeAlias = tuple[int, How, int]
 """Which earlier request a prompt follows, how, and the number of tokens up to a branch."""
 
 _BLOCK_SIZES = st.integers(1, 5)
@@ -131,7 +132,7 @@ def with_extras_inside(request: Request) -> Request:
 
 def follow_ups() -> st.SearchStrategy[FollowUp | None]:
     """Make prompt prefixes: half of them repeat an earlier prompt, so that a prefix cache has hits."""
-    hows: st.SearchStrategy[Literal["repeat", "extend", "branch"]] = st.sampled_from(["repeat", "extend", "branch"])
+    hows: st.SearchStrategy[How] = st.sampled_from(["repeat", "repeat", "extend", "branch", "join"])
     return st.none() | st.tuples(st.integers(0, 7), hows, st.integers(1, MAX_PROMPT))
 
 
@@ -144,15 +145,20 @@ def follow_up(request: Request, earlier: Sequence[tuple[Request, list[int]]], ho
         how: value drawn from `follow_ups`.
 
     Returns:
-        The same prompt again, or one that extends the earlier outputs, both with the earlier salt, adapter and extras;
-        or one that branches off. `request` if `how` is None.
+        The same prompt again, or one that extends the earlier outputs, or goes on as another earlier request does, all
+        with the earlier salt, adapter and extras; or one that branches off. `request` if `how` is None.
     """
     if how is None or not earlier:
         return request
     pick, way, kept = how
     one, whole = earlier[-1 - pick % len(earlier)]
-    own = list(request.prompt)
-    text = {"repeat": list(map(int, one.prompt)), "extend": [*whole, *own], "branch": [*whole[:kept], *own]}[way]
+    own, other = list(request.prompt), earlier[-1 - (pick + 1) % len(earlier)][1]
+    text = {
+        "repeat": list(map(int, one.prompt)),
+        "extend": [*whole, *own],
+        "branch": [*whole[:kept], *own],
+        "join": [*whole[: 1 + kept % 4], *other[1 + kept % 4 :]],
+    }[way]
     if way != "branch":
         request = replace(request, salt=one.salt, lora_id=one.lora_id, extras=one.extras)
     return with_extras_inside(replace(request, prompt=text[:MAX_PROMPT]))

@@ -12,7 +12,8 @@ from blockyard.testing.machines.strategies import VOCABULARY
 __all__ = ["Key", "Keyed", "draw_token", "seen", "show_key", "token_of"]
 
 TOKEN_BITS: Final = 32
-"""A value has the token's id in its lower bits; those above stand for salt, adapter and extras."""
+"""A value has the token's id in its lower bits; those above depend on the salt, adapter, extras and earlier tokens."""
+_DIGESTS: Final = (1 << 31) - 1  # number of different upper bits; a prime
 
 
 class Keyed(Protocol):
@@ -55,29 +56,36 @@ def draw_token(kv: Sequence[int], index: int) -> int:
     return state % VOCABULARY
 
 
-def seen(request: Keyed, tokens: Sequence[int], first: int = 0) -> list[int]:
-    """Return the values of some tokens of a request. They depend on its salt, adapter, and the extras that cover them.
+def seen(
+    request: Keyed, tokens: Sequence[int], first: int = 0, before: int = 0, *, window: int | None = None
+) -> list[int]:
+    """Return the values of some tokens of a request.
 
-    A model does not know of salts. But the values of two tenants must stay apart, so here they differ.
+    Each depends on all tokens up to it, as keys and values do, and on the request's salt, adapter, and the extras that
+    cover them. A model does not know of salts. But the values of two tenants must stay apart, so here they differ.
 
     Args:
         request: the request.
         tokens: token ids.
         first: position of the first of them.
+        before: value of the token before the first.
+        window: window of the model. A value does not depend on earlier tokens then, which may be gone.
     """
     code = _code("salt", request.salt) if request.salt is not None else 0
     code += _code("adapter", request.lora_id) if request.lora_id else 0
-    found = [int(token) + code for token in tokens]
-    for start, length, digest in request.extras:
-        for at in range(max(0, start - first), min(len(found), start + length - first)):
-            found[at] += _code("extra", digest)
+    found: list[int] = []
+    for at, token in enumerate(map(int, tokens), first):
+        covers = [_code("extra", digest) for start, length, digest in request.extras if start <= at < start + length]
+        earlier = 0 if window else before >> TOKEN_BITS
+        state = (earlier * 1_000_003 + token + code + sum(covers) + 1) % _DIGESTS
+        before = (state << TOKEN_BITS) + token
+        found.append(before)
     return found
 
 
 @cache
 def _code(kind: str, value: bytes | int) -> int:
-    digest = sha256(repr((kind, value)).encode()).digest()
-    return (1 + int.from_bytes(digest[:3], "little")) << TOKEN_BITS
+    return int.from_bytes(sha256(repr((kind, value)).encode()).digest()[:4], "little")
 
 
 def token_of(value: int) -> int:

@@ -224,7 +224,7 @@ class SequenceWatch(TicketWatch):
             try:
                 if self.manager.tier(handle) != "device":
                     continue
-                table = self.manager.block_table(handle).tolist()
+                table = self.blocks(handle)
                 length = self.manager.num_tokens(handle) if counts is None else int(np.atleast_1d(counts)[row])
                 found = list(map(token_of, self.memory.read(table, length)))
             except BlockyardError:
@@ -250,6 +250,11 @@ class SequenceWatch(TicketWatch):
         for handle, text, key in zip(opened, texts, keys, strict=True):
             self.sequences[handle] = Followed(self.step, text, [f"allocate in step {self.step}"] * len(text), key)
         results = result if isinstance(result, tuple) else (result,)
+        if self.manager.prefix.enabled and any(isinstance(r, int) and not hasattr(r, "cached_tokens") for r in results):
+            raise AssertionError(
+                f"step {self.step}: allocate returned {show(result)} without cached_tokens: as the manager's "
+                f"prefix.enabled is true, each sequence must be an int with this attribute"
+            )
         hits = [int(getattr(sequence, "cached_tokens", 0)) for sequence in results]
         self.counts["tokens hit"] += sum(hits)
         self.hits.after(opened, hits)
