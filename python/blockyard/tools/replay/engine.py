@@ -440,7 +440,7 @@ class _Replay:
             self._scheduler.complete(ticket)
 
     def _copy(self, step: Step) -> tuple[float, float]:
-        """Queue a step's copies; return when its loads have arrived, and when the ticket that it waits for has ended."""
+        """Queue a step's copies; return when its loads have arrived, and when the last copy that it awaits has."""
         loads = stores = load_bytes = store_bytes = 0
         for kind, pairs in step.decision.transfers():
             count, size = len(pairs), self._block_bytes[pairs.page_class]
