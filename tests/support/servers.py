@@ -309,7 +309,14 @@ def serving_objects(
             place = folder / f"volume-{number}"
             place.mkdir()
             own, inner = free_ports(2)
-            options = ["volume", f"-dir={place}", "-max=60", "-minFreeSpace=100MiB", f"-port={own}", f"-port.grpc={inner}"]
+            options = [
+                "volume",
+                f"-dir={place}",
+                "-max=60",
+                "-minFreeSpace=100MiB",
+                f"-port={own}",
+                f"-port.grpc={inner}",
+            ]
             options.append(f"-master={master}.{ports['master.port.grpc']}")
             found.volumes.append(Server(stack.enter_context(_weed(place, options)), own, place))
         keys = {"access_key_id": "tester", "secret_access_key": secret, "region": "us-east-1"}
