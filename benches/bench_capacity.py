@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from blockyard import Arena, BlockManager, CacheGroup, PrefixCaching
+from blockyard.layout.arena import num_state_groups
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
 BLOCK, CHUNK = 16, 2048
@@ -94,13 +95,14 @@ class Model(NamedTuple):
     """What the tokens of vLLM's blocks are a multiple of, for the attention kernels."""
 
     def groups(self) -> list[CacheGroup]:
-        """Return the groups, each with blocks of 16 tokens and its own bytes."""
+        """Return the groups of `ArenaLayout.from_config`, each with blocks of 16 tokens and its own bytes."""
         groups = [CacheGroup.full_attention().with_blocks(bytes=round(self.full_kib * KIB) * BLOCK)]
         if self.window:
             kind = CacheGroup.chunked_attention if self.chunked else CacheGroup.sliding_window
             groups.append(kind(self.window).with_blocks(bytes=round(self.window_mib * MIB / self.window) * BLOCK))
         if self.state_mib:
-            groups.append(CacheGroup.recurrent().with_blocks(bytes=round(self.state_mib * MIB)))
+            count = num_state_groups(self.layers[2], round(self.state_mib * MIB))
+            groups += [CacheGroup.recurrent().with_blocks(bytes=-(-round(self.state_mib * MIB) // count))] * count
         return groups
 
     def window_start(self, length: int) -> int:

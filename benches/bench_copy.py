@@ -6,18 +6,25 @@ With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. `
 that of one `copy_` of the same bytes; `copy_exchange_ratio` is the time of index_select and index_copy_ per layer over
 ours, for 512 pairs in 32 layers. The variants take turns, and the best of each counts. `copy_call_64_views_us` is the
 thread-CPU time of one engine call that swaps out one block of 64 views of 8 KiB.
+
+`copy_apart_1_view` and `copy_apart_64_views` are the shares of `ops.swap_blocks` of one block that find out whether
+views share memory: of one view of 320 KiB, as a page class has, and of 64 views of 8 KiB. It stops with an error if one
+is more than 2 %, or if calls of an engine look for that, which it does once when it is made.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Iterable
+from unittest import mock
 
 import numpy as np
 import torch
 from figures import keep
 
+from blockyard._core import BoundViews
 from blockyard.engine import ops
 from blockyard.engine.engine import CacheEngine
+from blockyard.engine.ops import cpu
 from blockyard.layout.kv import KVLayout
 
 LAYERS = 32
@@ -25,6 +32,8 @@ PAIRS = 512
 EXCHANGE_BLOCKS = 2048
 EXCHANGE_BYTES = 8 << 10
 CALLS = 500
+APART = 0.02
+"""The largest share of a call that may find out whether its views share memory."""
 
 
 def main() -> None:
@@ -36,6 +45,8 @@ def main() -> None:
     piece = arguments.piece_kib << 10
     figures = swap(max(1, (arguments.mib << 20) // piece), piece, arguments.repeat) | exchange(arguments.repeat)
     figures["copy_call_64_views_us"] = call(arguments.repeat)
+    figures["copy_apart_1_view"] = apart(1, 320 << 10, arguments.repeat)
+    figures["copy_apart_64_views"] = apart(64, 8 << 10, arguments.repeat)
     for name, value in figures.items():
         print(f"{name:32} {value:8.3f}")
     keep(figures)
@@ -88,17 +99,32 @@ def exchange(repeat: int) -> dict[str, float]:
 def call(repeat: int) -> float:
     layout = KVLayout("kv_first", LAYERS, block_size=16, num_kv_heads=2, head_size=128, dtype="float16")
     pairs = np.array([[3, 5]])
-    best = float("inf")
     rows = np.random.default_rng(0).integers(0, 256, (1, layout.bytes_per_block), dtype=np.uint8)
     with CacheEngine(layout, device_blocks=16, host_blocks=16) as engine:
         engine.write("device", pairs[:, 0], rows)
-        for _ in range(4 * repeat):
-            start = time.thread_time()
-            for _ in range(CALLS):
-                engine.run("swap_out", pairs)
-            best = min(best, time.thread_time() - start)
+        engine.run("swap_out", pairs)
+        with mock.patch.object(cpu, "BoundViews", None):  # its views are bound by now
+            best = best_of(4 * repeat, clock=time.thread_time, calls=CALLS, run=lambda: engine.run("swap_out", pairs))
         require([np.array_equal(engine.read("host", pairs[:, 1]), rows)])
-    return 1e6 * best / CALLS
+    return 1e6 * best["run"] / CALLS
+
+
+def apart(views: int, width: int, repeat: int) -> float:
+    src, dst = ([numbered(16, width) for _ in range(views)] for _ in range(2))
+    pairs, arrays = torch.tensor([[3, 5]]), [[view.numpy() for view in side] for side in (src, dst)]
+    empty = [[array[:0] for array in side] for side in arrays]  # which share no memory, whatever their addresses
+    best = best_of(
+        4 * repeat,
+        clock=time.thread_time,
+        calls=CALLS,
+        call=lambda: ops.swap_blocks(src, dst, pairs),
+        checked=lambda: BoundViews(*arrays),
+        unchecked=lambda: BoundViews(*empty),
+    )
+    share = (best["checked"] - best["unchecked"]) / best["call"]
+    if share > APART:
+        raise SystemExit(f"{share:.3f} of a copy of {views} views finds out whether they share memory, goal {APART}")
+    return share
 
 
 def numbered(blocks: int, piece: int) -> torch.Tensor:
@@ -111,13 +137,16 @@ def require(equal: Iterable[bool]) -> None:
         raise SystemExit("a copy has other bytes")
 
 
-def best_of(repeat: int, **ways: Callable[[], object]) -> dict[str, float]:
+def best_of(
+    repeat: int, *, clock: Callable[[], float] = time.perf_counter, calls: int = 1, **ways: Callable[[], object]
+) -> dict[str, float]:
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(repeat):
         for name, way in ways.items():
-            start = time.perf_counter()
-            way()
-            best[name] = min(best[name], time.perf_counter() - start)
+            start = clock()
+            for _ in range(calls):
+                way()
+            best[name] = min(best[name], clock() - start)
     return best
 
 

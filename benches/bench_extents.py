@@ -98,7 +98,7 @@ def run(arena: Arena, seed: int, policy: DefragPolicy | None = None) -> Run:
 
 def best_split(gib: int, seed: int) -> Run | None:
     """Return the run over the fixed split that needs the fewest steps, of those that can hold each request."""
-    bytes_of = [group.block_bytes or 1 for group in MODEL.groups()]
+    bytes_of = list(dict.fromkeys(group.block_bytes or 1 for group in MODEL.groups()))
     runs = []
     for full, window in SPLITS:
         shares = (full, window, 1 - full - window)

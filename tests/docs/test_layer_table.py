@@ -1,6 +1,10 @@
-"""The table of what works with which layers: each cell is tried."""
+"""The table of what works with which layers: each cell is tried, and each yes has a test that runs a real model."""
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -9,8 +13,6 @@ import pytest
 from numpy.typing import NDArray
 from tiny_models import tiny_model
 from transformers import (
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -18,16 +20,19 @@ from transformers import (
 
 from blockyard import BlockManager, CacheGroup, KVCache, KVLayout, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
-from blockyard.integrations.transformers import Generator, SamplingParams
+from blockyard.integrations.transformers import Generator, SamplingParams, hybrid
 from blockyard.integrations.transformers.model import reference_generate
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "hybrid.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "concepts" / "hybrid.md"
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=1, head_size=4, dtype="float32")
 FULL, WINDOW = CacheGroup.full_attention(), CacheGroup.sliding_window(8)
 GROUPS = {
     "sliding window": [WINDOW],
-    "hybrid: window and full": [FULL, WINDOW],
+    "window and full": [FULL, WINDOW],
+    "chunks and full": [FULL, CacheGroup.chunked_attention(8)],
     "recurrent and full": [FULL, CacheGroup.recurrent()],
+    "drafter and full": [FULL, CacheGroup.drafter()],
     "cross attention": [FULL, CacheGroup.cross_attention()],
 }
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
@@ -149,6 +154,7 @@ def generate(kind: str) -> None:
     """Serve a Hugging Face model with such layers; the second request finds its prompt."""
     model, params = MODELS[kind](), SamplingParams(max_tokens=4)
     with Generator(model, block_size=4, device_blocks=48, host_blocks=0) as generator:
+        assert kinds(generator.model.groups) == kinds(GROUPS[kind]) - {"drafter"}
         for cached_tokens in (0, 16):
             (output,) = generator.generate([PROMPT], params)
             assert output.tokens == reference_generate(model, PROMPT, params)
@@ -165,14 +171,36 @@ ROWS: dict[str, Callable[[str], None]] = {
     "prefix stores": store_prefixes,
     "`Generator`": generate,
 }
+# The tests that run a column's model: their file, and the model's name in their ids.
+TESTS = {
+    "sliding window": ("test_hybrid_models.py", "Mistral"),
+    "window and full": ("test_hybrid_models.py", "gpt-oss"),
+    "chunks and full": ("test_hybrid_models.py", "Llama 4"),
+    "recurrent and full": ("test_hybrid_models.py", "Qwen3.5"),
+    "drafter and full": ("test_drafters.py", ""),
+    "cross attention": ("test_cross_attention.py", ""),
+}
+# How the name of a row's test begins.
+BEGINNINGS = {
+    "`BlockManager`": "preempted_sequences_come_back",
+    "its prefix cache": "a_prompt_that_continues_at_any_position",
+    "its prefix cache on the host": "a_prompt_found_on_the_host",
+    "`KVCache`: swap to the host and to a store": "preempted_sequences_come_back",
+    "`Scheduler`": "preempted_sequences_come_back",
+    "its draft tokens": "rejected_draft_tokens_leave_no_trace",
+    "prefix stores": "a_prompt_found_in_a_store_after_a_restart",
+    "`Generator`": "a_prompt_that_continues_at_any_position",
+}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "sliding window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, **HEADS, sliding_window=8)),
-    "hybrid: window and full": lambda: tiny_model("gpt-oss"),
-    "recurrent and full": lambda: tiny_model("Qwen3.5"),
+    **{column: partial(tiny_model, name or "DeepSeek-V3") for column, (_, name) in TESTS.items()},
     "cross attention": lambda: T5ForConditionalGeneration(
         T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
     ),
 }
+
+
+def kinds(groups: Groups) -> set[str]:
+    return {group.kind for group in groups}
 
 
 def compute_prompt(manager: BlockManager, prompt: list[int]) -> None:
@@ -206,7 +234,7 @@ def complete(manager: BlockManager) -> None:
 def held(cache: KVCache, sequence: int, groups: Groups) -> NDArray[np.uint8]:
     """The bytes of a sequence's blocks, without the null block, which groups with windows and states have."""
     blocks = np.concatenate([cache.manager.block_table(sequence, group=group) for group in range(len(groups))])
-    has_null = any(group.kind in {"sliding_window", "recurrent"} for group in groups)
+    has_null = any(group.kind in {"sliding_window", "chunked_attention", "recurrent"} for group in groups)
     rows = cache.engine.read("device", (blocks[blocks != 0] if has_null else blocks).astype(np.int64))
     return np.asarray(rows)
 
@@ -228,10 +256,26 @@ def test_the_table_has_each_row_and_column():
     assert {(row, column) for row, column, _ in cells()} == {(row, kind) for row in ROWS for kind in GROUPS}
 
 
+def test_each_yes_has_a_test_with_a_real_model():
+    files = [f"tests/integrations/test_{name}.py" for name in ("hybrid_models", "drafters", "cross_attention")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q", *files]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for row, column, word in cells():
+        file, model = TESTS[column]
+        named = rf"\[(.*-)?{re.escape(model)}(-.*)?\]" if model else r"(\[.*\])?"
+        runs_it = rf"^tests/integrations/{file}::test_{BEGINNINGS[row]}\w*{named}$"
+        assert word == "no" or re.search(runs_it, found, re.MULTILINE), f"no test of {row} runs {column}"
+
+
+@pytest.mark.parametrize("column", [column for column, (_, model) in TESTS.items() if model])
+def test_the_model_of_a_column_has_its_layers(column: str):
+    assert kinds(hybrid.open_model(MODELS[column](), block_size=4).groups) == kinds(GROUPS[column])
+
+
 @pytest.mark.parametrize(("row", "column", "word"), cells())
 def test_each_cell_of_the_table_is_true(row: str, column: str, word: str):
-    assert word in {"yes", "no"}
-    if word == "yes":
+    assert word in {"yes", "no"} or (row, word) == ("`Generator`", "without the drafter")
+    if word != "no":
         ROWS[row](column)
         return
     with pytest.raises((InvalidArgumentError, UnsupportedModelError), match=r"group|window|layers|encoder|recurrent"):

@@ -265,7 +265,7 @@ def test_mtp_layers_share_the_group_of_full_attention_which_becomes_a_drafters()
     assert (layout.num_layers, layout.cache_groups) == (62, (CacheGroup.drafter(),))
     assert KVLayout.from_config(config).cache_groups == (CacheGroup.full_attention(),)
     hybrid = ArenaLayout.from_config(MTP["Qwen3.5"][0], mtp=True)
-    assert [group.kind for group in hybrid.cache_groups] == ["drafter", "recurrent"]
+    assert [group.kind for group in hybrid.cache_groups] == ["drafter", *["recurrent"] * 3]
     assert hybrid.block_bytes[0] == 16 * 11 * 2048
     manager = BlockManager(block_size=16, device_blocks=64, groups=layout.cache_groups, prefix_caching=True)
     for expected in (0, 32):
@@ -275,6 +275,22 @@ def test_mtp_layers_share_the_group_of_full_attention_which_becomes_a_drafters()
         manager.mark_computed(sequence)
         manager.free(sequence)
     assert manager.prefix.lookup([*range(32), 7]).tokens == 16, "the drafter's last entry depends on the next token"
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("Qwen3-Next-80B", 4), ("Qwen3.5-35B-A3B", 3), ("Jamba-1.5-mini", 1), ("Bamba-9B", 1)]
+)
+def test_large_states_are_in_several_groups_of_one_page_class_if_their_layers_can_be_shared_out(name: str, count: int):
+    """A class's null block holds nothing, so it had better be small. Bamba has 29 layers with states."""
+    memory = ModelMemory.from_config(TABLE[name][0])
+    layout, wanted = ArenaLayout.from_config(memory), memory.bytes(1) - memory.bytes(0)
+    states = [number for number, (group, _) in enumerate(layout.groups) if group.kind == "recurrent"]
+    assert len(states) == count
+    assert {layout.page_class(number) for number in states} == {1}
+    assert [field.layer for number in states for field in layout.groups[number][1]] == sorted(
+        {field.layer for number in states for field in layout.groups[number][1]}
+    )
+    assert sum(layout.block_bytes[number] for number in states) >= wanted > 0
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ MODELS = {
     "state": [FULL, STATE],
     "window first": [WINDOW, FULL, STATE],
     "states alone": [WINDOW, STATE],
+    "states of two groups": [FULL, STATE, STATE],
     "drafter": [FULL, STATE, CacheGroup.drafter()],
     "uneven": [FULL.with_blocks(tokens=2), WINDOW.with_blocks(tokens=1), STATE],
     "uneven drafter": [FULL, STATE, CacheGroup.drafter().with_blocks(tokens=1)],

@@ -47,6 +47,7 @@ def _make(family: str, head_dim: int | None = 8, **options: object) -> PreTraine
 
 
 TINY_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "Mistral": lambda: _make("Mistral", sliding_window=WINDOW),
     "gpt-oss": lambda: _make("GptOss", sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2),
     "Gemma 3": lambda: _make(
         "Gemma3Text",

@@ -26,6 +26,8 @@ __all__ = ["ArenaLayout", "LayerField", "PageLayout"]
 PAGE: Final = 4096
 """A file store reads and writes whole pages."""
 _MAX_CUTS: Final = 64
+_LARGE_STATES: Final = 32 << 20
+"""Bytes of a sequence's states from which on they are split. With less, more groups cost more than they save."""
 ALIGNMENT: Final = 16
 """Fields of a block begin at multiples of this many bytes."""
 
@@ -166,9 +168,11 @@ class ArenaLayout:
     ) -> ArenaLayout:
         """Describe the cache that a model needs, from its Hugging Face configuration.
 
-        There is one cache group for each way in which layers keep tokens, with blocks of exactly their bytes. All
-        states of a sequence are one block. Fields are `"keys"` and `"values"`, `[heads, size]` a token; `"latent"`,
-        `[size]`; and bytes where a configuration tells no more: `"entry"` of a token, `"state"`.
+        There is one cache group for each way in which layers keep tokens, with blocks of exactly their bytes. The
+        states of a sequence are one block, or, if they are large, one in each of up to four groups: the null block of
+        an arena, which holds nothing, is then as small as one of these. Fields are `"keys"` and `"values"`, `[heads,
+        size]` a token; `"latent"`, `[size]`; and bytes where a configuration tells no more: `"entry"` of a token,
+        `"state"`.
 
         Args:
             config: a `ModelMemory`, a dictionary, the path of a `config.json` or its folder, or a configuration object
@@ -198,8 +202,9 @@ class ArenaLayout:
         # Both keep every block; only the last entry of one tells a drafter's layers from others.
         full = "drafter" if any(layer.is_draft for layer in memory.layers) else "full_attention"
         lifecycles = (
-            (_group(full if kind == "full_attention" else kind, window), tuple(fields))
+            (_group(full if kind == "full_attention" else kind, window), tuple(part))
             for (kind, window), fields in groups
+            for part in _parts(fields)
         )
         return cls(tuple(lifecycles), block_size, equal_blocks)
 
@@ -274,6 +279,21 @@ class ArenaLayout:
         """Return where each field of a group begins in a block, and where the last one ends."""
         sizes = (field.num_bytes(self.tokens(group)) for field in self.groups[group][1])
         return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+
+
+def num_state_groups(layers: int, num_bytes: int) -> int:
+    """Return the number of groups for the states of some layers, which have this many bytes together."""
+    counts = (4, 3, 2) if num_bytes > _LARGE_STATES else ()
+    return next((count for count in counts if layers % count == 0), 1)
+
+
+def _parts(fields: list[LayerField]) -> Iterator[list[LayerField]]:
+    """Split the fields of a group, if they are large states of equal bytes, into those of several groups."""
+    sizes, count = [field.num_bytes(1) for field in fields], 1
+    if all(field.is_state for field in fields) and len(set(sizes)) == 1:
+        count = num_state_groups(len(fields), sum(sizes))
+    size = len(fields) // count
+    return (fields[at : at + size] for at in range(0, len(fields), size))
 
 
 def _fields_of(number: int, layer: LayerCache, dtype: str) -> Iterator[LayerField]:

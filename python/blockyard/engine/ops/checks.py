@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from blockyard._core import Mapping
 from blockyard.engine.mapping import Ids, with_rows
-from blockyard.errors import LayoutError, MappingError
+from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
 from blockyard.layout.extents import Extent, check_apart, overlap
 
 MappingRule: TypeAlias = Literal["swap", "copy", "move", "exchange"]
@@ -29,22 +30,37 @@ class CopyOps:
     Attributes:
         copy_between: takes views to read, views to write and a mapping.
         copy_within: takes views to change in place and a mapping.
+        finds_shared: whether both refuse views that share memory. Then it is looked for here only to name the two.
     """
 
     copy_between: Callable[[Sequence[Tensor], Sequence[Tensor], Mapping], None]
     copy_within: Callable[[Sequence[Tensor], Mapping], None]
+    finds_shared: bool = False
 
     def between(self, src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping) -> None:
         """Carry out a mapping from some views to others."""
-        check_swap(src, dst)
-        self.copy_between(src, dst, mapping)
+        self._between(src, dst, mapping, ("src", "dst"))
         increment_version(dst)
 
     def within(self, caches: Sequence[Tensor], mapping: Mapping) -> None:
         """Carry out a mapping within views."""
-        check_caches(caches)
-        self.copy_within(caches, mapping)
+        check = partial(check_apart, "caches", check_list("caches", caches))
+        self._unless_shared(check, partial(self.copy_within, caches, mapping))
         increment_version(caches)
+
+    def _between(self, src: Sequence[Tensor], dst: Sequence[Tensor], mapping: Mapping, names: tuple[str, str]) -> None:
+        check = check_swap(src, dst, names)
+        self._unless_shared(check, partial(self.copy_between, src, dst, mapping))
+
+    def _unless_shared(self, check: Callable[[], None], copy: Callable[[], None]) -> None:
+        """Copy, unless views share memory, which the check raises LayoutError for."""
+        if not self.finds_shared:
+            check()
+        try:
+            copy()
+        except InvalidArgumentError:
+            check()
+            raise
 
     def swap(self, src: list[Tensor], dst: list[Tensor], pairs: Tensor) -> None:
         """Implement `swap_blocks`."""
@@ -68,16 +84,16 @@ class CopyOps:
 
     def gather(self, caches: list[Tensor], rows: Tensor, blocks: Tensor) -> None:
         """Implement `gather_blocks`."""
-        pieces = split_rows(rows, caches)
-        check_swap(caches, pieces, ("caches", "rows"))
-        self.copy_between(caches, pieces, mapping_of_rows(blocks, caches[0].shape[0], rows.shape[0], written=False))
+        pieces, num_blocks = split_rows(rows, caches), caches[0].shape[0]
+        mapping = mapping_of_rows(blocks, num_blocks, rows.shape[0], written=False)
+        self._between(caches, pieces, mapping, ("caches", "rows"))
         increment_version(rows)
 
     def scatter(self, rows: Tensor, caches: list[Tensor], blocks: Tensor) -> None:
         """Implement `scatter_blocks`."""
-        pieces = split_rows(rows, caches)
-        check_swap(pieces, caches, ("rows", "caches"))
-        self.copy_between(pieces, caches, mapping_of_rows(blocks, caches[0].shape[0], rows.shape[0], written=True))
+        pieces, num_blocks = split_rows(rows, caches), caches[0].shape[0]
+        mapping = mapping_of_rows(blocks, num_blocks, rows.shape[0], written=True)
+        self._between(pieces, caches, mapping, ("rows", "caches"))
         increment_version(caches)
 
 
@@ -113,22 +129,16 @@ def check_list(name: str, views: Sequence[Tensor]) -> list[Extent]:
     return extents
 
 
-def check_caches(caches: Sequence[Tensor]) -> None:
-    """Check views that are changed in place.
-
-    Raises:
-        LayoutError: they are not canonical views, or share memory.
-    """
-    check_apart("caches", check_list("caches", caches))
-
-
-def check_swap(src: Sequence[Tensor], dst: Sequence[Tensor], names: tuple[str, str] = ("src", "dst")) -> None:
-    """Check that corresponding views match and that no byte is both read and written.
+def check_swap(src: Sequence[Tensor], dst: Sequence[Tensor], names: tuple[str, str]) -> Callable[[], None]:
+    """Check that corresponding views match.
 
     Args:
         src: views to read.
         dst: views to write.
         names: names of the two arguments, for the message.
+
+    Returns:
+        A check that no byte is written twice, or both read and written, which raises LayoutError, too.
 
     Raises:
         LayoutError: they do not match.
@@ -139,9 +149,13 @@ def check_swap(src: Sequence[Tensor], dst: Sequence[Tensor], names: tuple[str, s
     for index, (source, target) in enumerate(zip(read, written, strict=True)):
         if source[2] != target[2]:
             raise LayoutError(f"{names[0]}[{index}] has rows of {source[2]} bytes, {names[1]}[{index}] of {target[2]}")
-    check_apart(names[1], written)
     # Addresses of different devices cannot be compared.
-    if src[0].device == dst[0].device and overlap(read, written):
+    return partial(_check_shared, names, read if src[0].device == dst[0].device else [], written)
+
+
+def _check_shared(names: tuple[str, str], read: Sequence[Extent], written: Sequence[Extent]) -> None:
+    check_apart(names[1], written)
+    if read and overlap(read, written):
         raise LayoutError(f"{names[0]} and {names[1]} share memory: use copy_blocks within one cache")
 
 

@@ -66,5 +66,5 @@ def _arrays(views: Sequence[Tensor]) -> list[NDArray[np.uint8]]:
     return [view.numpy() for view in views]
 
 
-ON_CPU = checks.CopyOps(_between, _within)
+ON_CPU = checks.CopyOps(_between, _within, finds_shared=True)
 """The implementations on the CPU."""

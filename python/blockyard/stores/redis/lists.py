@@ -332,8 +332,10 @@ if not has_dropped and (tonumber(redis.call('HGET', held, ARGV[1])) or 0) > quot
   end
   redis.call('HSET', held, ARGV[1], count)
 end
-return (tonumber(redis.call('HGET', held, ARGV[1])) or 0) > quota and 1 or 0
 """.replace("AT_ONCE", str(_AT_ONCE))
+
+# A simulation checks by this that no call makes no progress.
+IS_ABOVE: Final = "return (tonumber(redis.call('HGET', held, ARGV[1])) or 0) > quota and 1 or 0"
 
 
 class _Scripts(NamedTuple):
@@ -359,7 +361,7 @@ def _scripts(*, has_quotas: bool) -> _Scripts:
         _USE + _SWEEPER + _ON_SWEEP + _SCAN,
         dropping + _SWEEPER + _ON_SWEEP + _ADOPT,
         _USE + _SWEEPER + _ON_SWEEP + _END_SWEEP,
-        dropping + _SET_QUOTA if has_quotas else "",
+        dropping + _SET_QUOTA + IS_ABOVE if has_quotas else "",
     )
     return _Scripts(*(script.encode() for script in scripts))
 

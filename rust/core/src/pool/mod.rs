@@ -286,6 +286,8 @@ impl Pool {
 
     /// Drops one reference. The last one frees the block, or leaves it to the cache or its leases; the copy in another
     /// tier of a block whose bytes are gone is left in [`Pool::take_orphans`].
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "a finished prompt releases thousands; a call adds a third")]
     pub(crate) fn release(&mut self, id: BlockId) {
         let block = &mut self.blocks[id.index()];
         let before = *block;
@@ -295,8 +297,9 @@ impl Pool {
             }
             return;
         }
-        let class = self.classes.of(id);
-        self.sets[class].free.used(id);
+        if self.sets[0].free.follows_uses() {
+            self.sets[self.classes.of(id)].free.used(id);
+        }
         if !before.is_published() {
             self.orphans.extend(self.blocks[id.index()].set_tier_copy(None));
         } else if let Some(cache) = &mut self.cache {

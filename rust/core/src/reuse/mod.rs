@@ -109,6 +109,12 @@ impl FreeBlocks {
         self.by_id.remove(block) || self.returned.as_mut().is_some_and(|returned| returned.remove(block))
     }
 
+    /// Whether the order of reuse follows the ends of uses.
+    #[inline]
+    pub(crate) fn follows_uses(&self) -> bool {
+        matches!(self.returned, Some(Returned::Lru(_)))
+    }
+
     /// Notes that the last use of a block has ended. It may be freed later, when its transfers have ended.
     #[inline]
     pub(crate) fn used(&mut self, block: BlockId) {

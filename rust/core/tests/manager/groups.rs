@@ -50,7 +50,12 @@ pub(crate) fn groups() -> impl Strategy<Value = &'static [Group]> {
 
 /// Groups of the tested models with blocks of several sizes; most have several.
 pub(crate) fn paged() -> impl Strategy<Value = &'static [Group]> {
-    prop_oneof![1 => Just(&[FULL][..]), 1 => prop::sample::select(&SINGLE[..]), 12 => prop::sample::select(&HYBRID[..])]
+    prop_oneof![
+        1 => Just(&[FULL][..]),
+        1 => prop::sample::select(&SINGLE[..]),
+        12 => prop::sample::select(&HYBRID[..]),
+        1 => Just(&[FULL, STATE, STATE][..]),
+    ]
 }
 
 /// Tokens of `len` that a group needs when those from `first` on are computed.

@@ -363,7 +363,7 @@ class SimulatedEngine(FleetEngine):
             keys = self._late_puts.pop()  # they may still land: a deletion must not be confirmed before they do
             self.delete(keys)
             self.get(keys)
-        elif self._has_tenants and chance.random() < 0.05:
+        elif self._has_tenants and chance.random() < 0.2:
             self._set_quota(chance.randrange(_TENANTS), chance.choice((None, 0, 2, 4)))
         elif draw < forgets + deletes:
             self.delete(keys)

@@ -70,6 +70,7 @@ class Texts:
 
     groups: Sequence[CacheGroup] = MODELS["full"]
     stamps: list[Stamp] = field(default_factory=list)
+    _begun: dict[tuple[str, bytes | None, int], int] = field(default_factory=dict)
     _digests: dict[_Text, int] = field(default_factory=dict)
     _texts: dict[int, _Text] = field(default_factory=dict)
 
@@ -83,7 +84,7 @@ class Texts:
 
     def digests(self, weights: str, salt: bytes | None, tokens: list[int], group: int = 0) -> list[int]:
         """Return a digest of the tokens up to each token, in a group."""
-        found, digest = list[int](), sum((1 + salt[0] if salt else 1, *weights.encode(), group << 20))
+        found, digest = list[int](), self._begin(weights, salt, group)
         for end, token in enumerate(tokens, 1):
             text = _Text(weights, salt, tuple(tokens[:end]), group)
             known = self._digests.get(text)
@@ -91,6 +92,16 @@ class Texts:
             self._digests[text], self._texts[digest] = digest, text
             found.append(digest)
         return found
+
+    def _begin(self, weights: str, salt: bytes | None, group: int) -> int:
+        """Return a number that no other weights, salt or group has."""
+        text = (weights, salt, group)
+        if text not in self._begun:
+            number = sum((1 + salt[0] if salt else 1, *weights.encode(), group << 20))
+            while number in self._begun.values():
+                number += 1
+            self._begun[text] = number
+        return self._begun[text]
 
     def keys(self, weights: str, salt: bytes | None, tokens: list[int], group: int) -> list[int]:
         """Return the key of each token in a group. A drafter's last one waits for the next token."""

@@ -94,12 +94,17 @@ const OF_A_PROMPT: &str = "a token id of a prompt";
 /// key behind the hashing, whose latency hides its cost.
 fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)) -> Result<RowKeys> {
     let blocks = prompt.tokens.chunks_exact(block_size as usize);
-    let mut keys = new_keys(prompt, block_size, Vec::with_capacity(blocks.len() + 1));
+    let count = blocks.len();
+    let mut keys = new_keys(prompt, block_size, Vec::with_capacity(count + 1));
     keys.extras = Extras::new(prompt.extras)?;
     let mut reserved = has_reserved(blocks.remainder());
     for (i, tokens) in blocks.enumerate() {
         reserved |= has_reserved(tokens);
-        keys.push_block(tokens, block_size);
+        if i + 1 < count {
+            keys.push_key(tokens, block_size);
+        } else {
+            keys.push_block(tokens, block_size);
+        }
         if let Some(before) = i.checked_sub(1) {
             visit(i, &keys.keys[before]);
         }
@@ -343,7 +348,9 @@ impl Sequences {
             prompts.iter().zip(&matches).map(|(prompt, found)| self.passed(step.view(), prompt, found, chunk)),
         )?;
         // Else its blocks would give way to cached ones with the same keys. What was found stays: without it, one may not fit.
-        if self.begins_packed(step.view()) && matches.iter().all(|found| found.hits == 0) {
+        if !self.begins_packed(step.view()) {
+            step.tiers.stop_packing();
+        } else if matches.iter().all(|found| found.hits == 0) {
             step.tiers.drop_all_cached();
         }
         for found in &matches {

@@ -287,16 +287,22 @@ pub(crate) struct RowKeys {
 }
 
 impl RowKeys {
-    /// Hashes one more full block.
+    /// Hashes one more full block, the last one so far.
     #[inline]
     pub(crate) fn push_block(&mut self, tokens: &[u32], block_size: u32) {
         let before = self.chain;
+        self.push_key(tokens, block_size);
+        self.before_last = Some(before);
+    }
+
+    /// Hashes one more full block, which another one follows.
+    #[inline]
+    pub(crate) fn push_key(&mut self, tokens: &[u32], block_size: u32) {
         if self.extras.is_empty() {
             self.keys.push(self.chain.plain_block(tokens));
         } else {
             self.push_with_extras(tokens, block_size);
         }
-        self.before_last = Some(before);
     }
 
     #[inline(never)]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
 from blockyard.stores.redis import RedisStore, read_url
-from blockyard.stores.redis.lists import DROP
+from blockyard.stores.redis.lists import DROP, IS_ABOVE
 from blockyard.stores.value import HEADER
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError
 from blockyard.tools.sim.fleet.servers.link import DEADLINE, Link, SentRequest, Server, is_record, key_in
@@ -87,12 +87,15 @@ class RedisServer(Server):
         Several commands are a transaction: if the first is refused for lack of memory, none runs.
         """
         self._note_values(node, unit[0])
+        before = _held(node, unit[0])
         first = _try(node, unit[0])
         if isinstance(first, StoreError):
             return [first] * len(unit)
         answers = [first, *(_try(node, command) for command in unit[1:])]
         if unit[-1][0] == b"EVAL":
             self._check_bounds()
+        if before is not None and first == 1 and before == _held(node, unit[0]):
+            raise BrokenPromiseError("a call that sets a quota drops no block, and asks for another call")
         return answers
 
     def _note_values(self, node: RedisData, command: list[bytes]) -> None:
@@ -280,6 +283,14 @@ class RedisLink(Link):
     def _request(self, units: list[Unit]) -> tuple[list[list[Any]], str | None]:
         """Run units. Returns their answers, and why some have none."""
         return self.call(*(partial(self.server.run, self.server.data, unit) for unit in units)), None
+
+
+def _held(node: RedisData, command: list[bytes]) -> list[dict[bytes, Any]] | None:
+    """Return what a command that sets a quota goes by: the numbers of blocks, and the tenant's last ones."""
+    if command[0] != b"EVAL" or not command[1].endswith(IS_ABOVE.encode()):
+        return None
+    prefix, tenant = command[3].removesuffix(b"order"), command[4]
+    return [dict(node.values.get(prefix + name) or {}) for name in (b"held", b"leaves:" + tenant)]
 
 
 def _try(node: RedisData, command: list[bytes]) -> Any:
