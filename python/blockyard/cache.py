@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from types import TracebackType
@@ -413,9 +413,12 @@ class KVCache:
     ) -> list[Tensor] | None:
         """Reserve memory for `max_blocks` blocks, if it is given; return its tensors."""
         self.elastic: ElasticCache | None = None
-        if max_blocks is None or blocks is None or isinstance(self.layout, ArenaLayout):
+        if max_blocks is None or blocks is None or _has_classes(self.layout):
             return None
-        self.elastic = ElasticCache(self.layout, num_blocks=blocks, max_blocks=max_blocks, device=device)
+        extent = self.layout.bytes_per_block if isinstance(self.layout, ArenaLayout) else None
+        self.elastic = ElasticCache(
+            self.layout, num_blocks=blocks, max_blocks=max_blocks, device=device, extent_bytes=extent
+        )
         self._closers.append(self.elastic.close)
         return self.elastic.tensors
 
@@ -600,21 +603,22 @@ def _device(
     """Return the blocks of the device and their maximum, given as such or in bytes; with several classes, bytes."""
     size, (blocks, num_bytes) = 1 if _has_classes(layout) else layout.bytes_per_block, given
     if isinstance(layout, ArenaLayout):
-        _refuse_with_arena(layout, growth, {"device_blocks": blocks, "host_blocks": host_blocks})
+        if _has_classes(layout):
+            _refuse_blocks(layout, device_blocks=blocks, host_blocks=host_blocks, max_device_blocks=growth[0])
         num_bytes = _arena_bytes(tensors, blocks, num_bytes)
-    return _device_sizes(tensors, _blocks("device", blocks, num_bytes, size), _blocks("max_device", *growth, size))
-
-
-def _device_sizes(
-    tensors: Sequence[Tensor] | None, blocks: int | None, max_blocks: int | None
-) -> tuple[int | None, int | None]:
-    blocks = None if blocks is None else as_int("device_blocks", blocks)
-    max_blocks = None if max_blocks is None else as_int("max_device_blocks", max_blocks)
-    if max_blocks is not None and (tensors is not None or blocks is None):
+    count, most = _blocks("device", blocks, num_bytes, size), _blocks("max_device", *growth, size)
+    if most is not None and (tensors is not None or count is None):
         raise InvalidArgumentError("max_device_blocks needs device_blocks, and allocates the tensors itself")
-    if tensors is None and blocks is None:
-        raise InvalidArgumentError("device_blocks is None, must be an int without tensors")
-    return blocks, max_blocks
+    if tensors is None and count is None:
+        raise InvalidArgumentError(
+            "device_blocks is None, must be an int without tensors, unless device_bytes is given"
+        )
+    if count is not None and most is not None and not 1 <= count <= most:
+        name, value = ("max_device_bytes", growth[1]) if growth[0] is None else ("max_device_blocks", growth[0])
+        blocks_or_bytes = "bytes" if _has_classes(layout) else "blocks"
+        must = f"at least {count} {blocks_or_bytes}, those of the device" if count else "None for a device of 0 blocks"
+        raise InvalidArgumentError(f"{name} is {value!r}, must be {must}")
+    return count, most
 
 
 def _blocks(tier: str, blocks: int | None, num_bytes: int | str | None, size: int) -> int | None:
@@ -660,10 +664,9 @@ def _arena(layout: ArenaLayout, sizes: tuple[int, int | None], host: int, slots:
     )
 
 
-def _refuse_with_arena(layout: ArenaLayout, growth: tuple[object, object], given: Mapping[str, object]) -> None:
-    """Refuse what needs blocks of equal size, if these are not, and memory that grows in blocks."""
-    of_classes = given if _has_classes(layout) else {"max_device_bytes": growth[1]}
-    for name, value in {"max_device_blocks": growth[0], **of_classes}.items():
+def _refuse_blocks(layout: ArenaLayout, **given: object) -> None:
+    """Refuse numbers of blocks that differ in size."""
+    for name, value in given.items():
         if value is not None:
             raise InvalidArgumentError(
                 f"{name} is {value!r:.100}, must be None for blocks of {list(layout.block_bytes)} bytes: give sizes in "
@@ -740,7 +743,7 @@ def _groups(
         if groups is not None:
             raise InvalidArgumentError("groups is given, must be None with an ArenaLayout, which has its own")
         return layout.cache_groups
-    check_layout(layout)
+    check_layout(layout, others=", GroupedLayout or ArenaLayout")
     return groups if groups is not None else getattr(layout, "cache_groups", ()) or None
 
 

@@ -157,12 +157,12 @@ REFUSED: dict[str, tuple[type[BlockyardError], str, Callable[[BlockManager, np.n
     ),
     "tables with too few rows": (
         InvalidArgumentError,
-        "size of the block tables is 4",
+        "size of block_tables is 4",
         lambda m, h: m.block_tables(h, np.zeros((1, 4), np.int32)),
     ),
     "tables too narrow": (
         InvalidArgumentError,
-        "width of the block tables is 0",
+        "width of block_tables is 0",
         lambda m, h: m.block_tables(h, np.zeros((2, 0), np.int32)),
     ),
     "slots of tokens that are not there": (

@@ -254,7 +254,7 @@ def test_groups_and_lengths_that_cannot_be_are_refused_with_the_numbers() -> Non
     with pytest.raises(InvalidArgumentError, match="encoder_tokens are given with token ids"):
         manager.allocate([3], encoder_tokens=[5])
     (sequence,) = manager.allocate(counts=[3], encoder_tokens=[5])
-    with pytest.raises(InvalidArgumentError, match="cache group is 2, must be below 2"):
+    with pytest.raises(InvalidArgumentError, match="group is 2, must be below 2"):
         manager.block_table(sequence, 2)
     with pytest.raises(UnknownSequenceError):
         manager.free([int(sequence) + 1])

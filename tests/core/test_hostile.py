@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import hostile
 import numpy as np
 import pytest
 
-from blockyard import AllocStatus, BlockManager, CacheGroup, PrefixCaching
+from blockyard import AllocStatus, BlockManager, CacheGroup, PrefixCaching, StepDecision
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, OutOfMemoryError
 from blockyard.events import export_keys
 
@@ -109,6 +110,39 @@ def test_memory_that_is_not_there_is_named_in_bytes() -> None:
         export_keys(view, block_size=4)
     assert caught.value.wanted == 2**52
     assert isinstance(caught.value, MemoryError)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, s: BlockManager(block_size=4, device_blocks=8, groups=["full"]), "groups[0] is 'full', must be a"),
+        (lambda m, s: BlockManager(block_size=4, arena=5), "arena is 5, must be an Arena"),
+        (
+            lambda m, s: BlockManager(block_size=4, device_blocks=8, host_blocks=2**31),
+            "host_blocks is 2147483648, must",
+        ),
+        (lambda m, s: StepDecision(1, [("copy", 3)]), "transfers[0][1] is 3, must be Pairs"),
+        (lambda m, s: m.allocate([1, 2], chunk_tokens=0), "chunk_tokens is 0, must be at least 1"),
+        (
+            lambda m, s: m.allocate([1, 2**32 - 1]),
+            "a token id of a prompt is 4294967295, must be at most 4294967294, at 1",
+        ),
+        (lambda m, s: m.append(s, [1, 2]), "length of num_tokens is 2, must be 1, the sequences"),
+        (lambda m, s: m.append(s, token_ids=[1, 2]), "length of token_ids is 2, must be 1, the tokens"),
+        (lambda m, s: m.truncate(s, 9), "num_tokens is 9, must be at most 3"),
+        (lambda m, s: m.mark_computed(s, [4]), "num_computed is 4, must be at most 3"),
+        (lambda m, s: m.block_table(s, 9), "group is 9, must be below 1"),
+        (lambda m, s: m.prefix.set_quota(b"x", 100), "blocks is 100, must be at most the device's 16 blocks"),
+    ],
+)
+def test_a_message_says_which_argument_is_wrong(call: Callable[[Any, int], object], message: str) -> None:
+    manager = BlockManager(block_size=4, device_blocks=16, prefix_caching=True)
+    sequence = manager.allocate([1, 2, 3])
+    manager.complete(manager.take_decision().ticket)
+    with pytest.raises(InvalidArgumentError, match=f"^{re.escape(message)}"):
+        call(manager, sequence)
+    assert manager.stats().sequences == 1
+    manager.check()
 
 
 def test_fractions_without_meaning_are_named() -> None:

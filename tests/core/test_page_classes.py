@@ -496,7 +496,7 @@ def test_a_quota_is_in_bytes_and_counts_each_block_with_its_own() -> None:
         InvalidArgumentError, match="blocks is 9, must be None with 2 page classes, whose quotas are num"
     ):
         owner.prefix.set_quota(b"a", 9)
-    with pytest.raises(InvalidArgumentError, match="quota is 99999, must be at most the device's 6720 bytes"):
+    with pytest.raises(InvalidArgumentError, match="num_bytes is 99999, must be at most the device's 6720 bytes"):
         owner.prefix.set_quota(b"a", num_bytes=99_999)
 
 

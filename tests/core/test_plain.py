@@ -112,7 +112,7 @@ def test_a_call_ends_before_a_step_without_blocks_and_with_one_that_copies():
     [
         ({"times": [1.0, float("nan")]}, InvalidArgumentError, r"times\[1\] is nan, must be a finite number"),
         ({"times": [1.0, -1]}, InvalidArgumentError, r"times\[1\] is -1, must be a finite number"),
-        ({"token_ids": [1, 2, 3]}, InvalidArgumentError, "number of token ids is 3, must be 2, one for each sequence"),
+        ({"token_ids": [1, 2, 3]}, InvalidArgumentError, "length of token_ids is 3, must be 2, one for each sequence"),
         ({"token_ids": [1, 2**32 - 1]}, InvalidArgumentError, "4294967295"),
         ({"sequences": [1 << 40]}, UnknownSequenceError, "belongs to manager 0"),
     ],

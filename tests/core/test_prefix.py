@@ -179,7 +179,8 @@ def test_the_cache_is_reset_only_when_nothing_is_in_use() -> None:
 def test_the_reserved_token_is_refused_with_its_position() -> None:
     manager = new_manager()
     for prompt in ([1, 2, 2**32 - 1], [2**32 - 1, 2, 3, 4, 5]):
-        with pytest.raises(InvalidArgumentError, match="token id is 4294967295"):
+        message = f"token id of a prompt is 4294967295, must be at most 4294967294, at {prompt.index(2**32 - 1)}"
+        with pytest.raises(InvalidArgumentError, match=message):
             allocate_prompts(manager, [prompt])
     with pytest.raises(InvalidArgumentError, match=r"prompts\[0\]\[1\] is -1"):
         allocate_prompts(manager, [[1, -1]])
@@ -264,8 +265,8 @@ def test_a_sequence_that_is_cut_behind_unknown_ids_keeps_those_that_are_known() 
 @pytest.mark.parametrize(
     ("tokens", "count", "message"),
     [
-        ([1, 2, 3], 3, "number of token ids is 3, must be at most 2, the tokens of sequence"),
-        ([1, 2], 1, "number of token ids is 2, must be 1, the tokens"),
+        ([1, 2, 3], 3, "length of token_ids is 3, must be at most 2, the tokens of sequence"),
+        ([1, 2], 1, "length of token_ids is 2, must be 1, the tokens"),
         ([2**32 - 1], 1, "4294967295"),
         ([-1], 1, "token_ids"),
     ],

@@ -77,11 +77,11 @@ def test_a_lower_quota_holds_at_once_and_none_lets_everything_stay() -> None:
 
 def test_a_quota_out_of_range_is_refused_with_the_numbers() -> None:
     manager = new_manager(device=8)
-    with pytest.raises(InvalidArgumentError, match="quota is 9, must be at most the device's 8 blocks"):
+    with pytest.raises(InvalidArgumentError, match="blocks is 9, must be at most the device's 8 blocks"):
         manager.prefix.set_quota(None, 9)
     with pytest.raises(InvalidArgumentError, match="blocks is -1, must be at least 0"):
         manager.prefix.set_quota(None, -1)
-    with pytest.raises(InvalidArgumentError, match="with prefix caching"):
+    with pytest.raises(InvalidArgumentError, match="prefix_caching is 0, must be 1 for quotas"):
         BlockManager(block_size=SIZE, device_blocks=8).prefix.set_quota(None, 1)
     assert manager.prefix.quota(None) is None
 

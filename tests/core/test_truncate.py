@@ -73,7 +73,7 @@ def test_tokens_that_this_step_writes_cannot_be_taken_back_in_it():
 def test_a_longer_or_an_unknown_sequence_is_refused():
     manager = new_manager()
     handle = open_one(manager, 3)
-    with pytest.raises(InvalidArgumentError, match="number of tokens to keep is 4, must be at most 3"):
+    with pytest.raises(InvalidArgumentError, match="num_tokens is 4, must be at most 3"):
         manager.truncate(handle, 4)
     manager.free([handle])
     with pytest.raises(UnknownSequenceError):

@@ -164,6 +164,43 @@ def test_equal_blocks_have_numbers_and_stores_as_those_of_any_layout():
         assert [tuple(tensor.shape) for tensor in cache.engine.tensors] == [(8, 4, 2, 8), (8, 3, 5)]
 
 
+def test_equal_blocks_shrink_and_grow_with_their_memory():
+    layout = ArenaLayout(LAYOUT.groups, LAYOUT.block_size, equal_blocks=True)
+    size = layout.bytes_per_block
+    with KVCache(layout, device_blocks=40, max_device_bytes=80 * size, watermark=0.0) as cache:
+        assert (cache.elastic.num_blocks, cache.engine.num_blocks("device")) == (40, 80)
+        sequence = cache.manager.allocate(4 * 30)
+        cache.step().finish()
+        table, keys = cache.manager.block_table(sequence), cache.engine.tensors[0]
+        assert len(keys) == 80
+        keys[table] = 3.0
+        extent = cache.resize(8).extent
+        assert 40 > extent > max(table)
+        cache.step().finish()
+        assert cache.elastic.num_blocks == extent
+        assert (keys[table] == 3.0).all()
+        cache.manager.free(sequence)
+        cache.step().finish()
+        assert cache.manager.defrag.progress().done
+        assert cache.elastic.num_blocks == 8
+        assert cache.resize(device_bytes=80 * size).blocks == cache.elastic.num_blocks == 80
+        large = cache.manager.allocate(4 * 70)
+        cache.step().finish()
+        keys[cache.manager.block_table(large)] = 2.0
+        with pytest.raises(InvalidArgumentError, match="blocks is 81, must be 1 to 80, the blocks of the tensors"):
+            cache.resize(81)
+        cache.manager.check()
+
+
+def test_an_arena_of_the_callers_has_all_of_its_equal_blocks_for_a_resize():
+    layout = ArenaLayout(LAYOUT.groups, LAYOUT.block_size, equal_blocks=True)
+    arena = torch.zeros(10 * layout.bytes_per_block + 64, dtype=torch.uint8)
+    with KVCache(layout, tensors=[arena], device_blocks=8) as cache:
+        assert cache.engine.num_blocks("device") == 10
+        assert cache.resize(10).blocks == 10
+        cache.manager.check()
+
+
 def test_an_arena_of_the_callers_is_used_as_it_is():
     arena = torch.zeros(8192, dtype=torch.uint8)
     with KVCache(LAYOUT, tensors=[arena]) as cache:

@@ -135,6 +135,12 @@ def test_a_recurrent_group_has_states_of_any_size_and_the_others_give_the_block_
             "has size=1MiB, but prefix_store_bytes is 2MiB",
         ),
         ({"max_device_blocks": 4}, "max_device_blocks needs device_blocks"),
+        ({"device_blocks": 4, "max_device_blocks": 2}, "^max_device_blocks is 2, must be at least 4 blocks, those of"),
+        ({"device_blocks": 4, "max_device_bytes": SIZE}, f"^max_device_bytes is {SIZE}, must be at least 4 blocks, th"),
+        (
+            {"device_blocks": 0, "max_device_blocks": 2},
+            "^max_device_blocks is 2, must be None for a device of 0 blocks",
+        ),
         *(({"device_blocks": 4, name: 2.0}, f"^{name} is 2.0, must be an int$") for name in COUNTS),
         ({"device_blocks": 4, "host_bytes": 4096.0}, "^host_bytes is 4096.0, must be 0 to"),
         ({"device_blocks": 4, "namespace": "llama"}, "^namespace is 'llama', must be bytes$"),

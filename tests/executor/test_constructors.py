@@ -122,7 +122,7 @@ def stores(name: str, use: str, make: Callable[[World, Any], object]) -> Iterato
 
 CASES: dict[tuple[str, str], list[tuple[str, Callable[[World], object], str]]] = {
     ("KVCache", "layout"): [
-        ("nothing", lambda w: KVCache(None, device_blocks=8), "layout is None, must be a KVLayout")
+        ("nothing", lambda w: KVCache(None, device_blocks=8), "KVLayout, GroupedLayout or ArenaLayout")
     ],
     ("KVCache", "tensors"): [
         ("one tensor", lambda w: KVCache(LAYOUT, tensors=w.tensors()[0]), r"tensors is one tensor \[2, 8, 4, 1, 8\]"),

@@ -69,12 +69,12 @@ SAID: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "recompute with a swap store",
         lambda _: scheduler("recompute", external_blocks=4),
-        f"preemption_mode is 'recompute', but it never uses the 4 external blocks: {LEAVE_OUT}",
+        f"preemption_mode is 'recompute', but the 4 external blocks serve swaps only: {LEAVE_OUT}",
     ),
     (
         "recompute with host memory",
         lambda _: scheduler("recompute", host_blocks=5),
-        f"preemption_mode is 'recompute', but it never uses the 5 host blocks: {LEAVE_OUT}",
+        f"preemption_mode is 'recompute', but the 5 host blocks serve swaps only: {LEAVE_OUT}",
     ),
     (
         "host memory that is no second level",

@@ -19,7 +19,7 @@ from precedence_watch import PrecedenceWatch
 
 import blockyard.scheduler.rows
 from blockyard import BlockManager, CacheGroup, Pairs
-from blockyard.errors import OutOfBlocksError
+from blockyard.errors import OutOfBlocksError, StepOrderError
 from blockyard.scheduler import (
     PREEMPTION_MODES,
     DefragPolicy,
@@ -55,6 +55,18 @@ class VariesLookahead(Scheduler):
         return super().schedule(num_lookahead_tokens=wanted)
 
 
+class Impatient(Scheduler):
+    """Is given tokens too early as well: computed with loads that may still be lost."""
+
+    def complete(self, ticket: int, lost: Sequence[Pairs] = ()) -> list[str]:
+        step = self._in_flight
+        is_in_flight = step is not None and step.decision.ticket == ticket
+        if is_in_flight and step.rows and step.decision.swap_in and not step.decision.prefetch:
+            with pytest.raises(StepOrderError, match="call complete before update"):
+                self.update(step, [0] * step.num_draws)
+        return super().complete(ticket, lost)
+
+
 def swapping(manager: BlockManager, config: Config) -> Scheduler:
     return Scheduler(manager, preemption_mode="swap", defragment=DefragPolicy([("dense", 0)]))
 
@@ -68,7 +80,7 @@ def caching(config: Config) -> BlockManager:
 @pytest.mark.parametrize("mode", PREEMPTION_MODES)
 def test_every_token_is_that_of_endless_memory(mode: PreemptionMode, prefix_caching: bool, tokens: int, steps: int):
     machine = scheduler_machine(
-        lambda manager, _: Scheduler(
+        lambda manager, _: Impatient(
             manager,
             preemption_mode=mode,
             max_num_seqs=6,

@@ -8,7 +8,7 @@ import pytest
 from token_engine import BLOCK, Engine, draw_tokens
 
 from blockyard import BlockManager, Pairs
-from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError
 from blockyard.scheduler import PreemptionCosts, Request, Scheduler, Step
 from blockyard.testing.machines.scheduler import reference_tokens
 
@@ -382,6 +382,34 @@ def test_a_request_that_lost_pairs_starts_again_from_its_tokens():
         step = engine.scheduler.schedule()
         lost = [Pairs(p.src, p.dst, p.ids[:1]) for p in (*step.decision.swap_in, *step.decision.swap_out)]
         engine.finish(step, lost if engine.scheduler.stats().steps < 40 else [])
+    engine.run(*requests)
+
+
+def test_tokens_are_refused_until_the_loads_that_they_were_computed_with_have_ended():
+    engine = Engine(8, 8, preemption_mode="swap")
+    requests = [engine.add(name, 12, 12) for name in "ab"]
+    while not (step := engine.scheduler.schedule()).decision.swap_in:
+        engine.finish(step)
+    lost = list(step.decision.swap_in)
+    for _ in range(2):
+        with pytest.raises(StepOrderError, match=r"ticket \d+ loads blocks .*: call complete before update"):
+            engine.scheduler.update(step, [99] * step.num_draws)
+        engine.manager.check()
+    engine.finish(step, lost)
+    assert engine.scheduler.stats().lost == 1
+    engine.run(*requests)
+
+
+def test_tokens_are_taken_while_blocks_still_leave_the_device():
+    engine = Engine(8, 8, preemption_mode="swap")
+    requests = [engine.add(name, 12, 12) for name in "ab"]
+    while not (step := engine.scheduler.schedule()).decision.swap_out:
+        engine.finish(step)
+    engine.memory.execute(step.decision)
+    tokens = draw_tokens(step, engine.memory, requests=engine.requests)
+    assert step.rows
+    assert engine.scheduler.update(step, tokens) == []
+    engine.scheduler.complete(step.decision.ticket)
     engine.run(*requests)
 
 

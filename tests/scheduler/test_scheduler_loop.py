@@ -192,7 +192,7 @@ def test_calls_out_of_order_are_refused_at_once_and_say_what_to_call(cache: KVCa
     with pytest.raises(StepOrderError, match="ticket 1 is no context manager now"), step:
         pass
     scheduler.update(step, [5])
-    with pytest.raises(InvalidArgumentError, match="the step of ticket 1 is not in flight"):
+    with pytest.raises(StepOrderError, match="the step of ticket 1 is not in flight"):
         scheduler.update(step, [5])
     with scheduler.step() as step:
         pass

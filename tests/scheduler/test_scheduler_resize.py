@@ -4,7 +4,7 @@ import pytest
 from token_engine import Engine
 
 from blockyard import BlockManager, CacheGroup
-from blockyard.errors import InvalidArgumentError, OutOfBlocksError
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError
 from blockyard.scheduler import DefragPolicy, Request, Scheduler
 from blockyard.testing.machines.scheduler import reference_tokens
 
@@ -160,7 +160,7 @@ def test_tokens_of_what_was_refused_meanwhile_are_passed_over():
     engine.manager.defrag.resize(7)
     after = engine.scheduler.schedule()
     assert [after.owner(row) for row in range(after.rows)] == [("b", 0)], "which starts again: its step was given up"
-    with pytest.raises(InvalidArgumentError, match="is not in flight"):
+    with pytest.raises(StepOrderError, match="is not in flight"):
         engine.scheduler.update(step, [1, 1])
     engine.scheduler.complete(step.decision.ticket)
     engine.finish(after)

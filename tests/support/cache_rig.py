@@ -374,7 +374,7 @@ class Rig:
         more = 8 if config.prefix == "host" else 2
         sizes = (config.device + 8, config.host and config.host + more, config.most + 8)
         device, host, most = (count * size for count in sizes)
-        growth = {"max_device_bytes": most} if most > device and len(arena.pages) > 1 else {}
+        growth = {"max_device_bytes": most} if most > device else {}
         return {"layout": arena, "device_bytes": device, "host_bytes": host or None, **growth}
 
     def _all_cells(self) -> list[Any]:

@@ -340,6 +340,14 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "BlockManager.fork": [{"count": None, "shared_tokens": 4, "num_tokens": 8}],
 }
 
+# Callables whose errors call an argument by another name, and why.
+UNNAMED = {
+    "BlockObserver": "its ids and hot ones are blocks",
+    "BoundViews": "it compares two lists of caches",
+    "Pairs": "its ids are pairs",
+    "chain_keys": "its parent is a key",
+}
+
 # Callables that are skipped, and why.
 LEFT_OUT = {
     "OnlineDefragmenter.initialize": "it takes tensors",
@@ -454,7 +462,7 @@ class Attack:
                 began = time.process_time()  # the cores may be busy
                 error, this, before, was = self.run(make, variant, parameter.name, value)
                 seconds = time.process_time() - began
-                for wrong in judge(self.owner or self.name, parameter.name, value, was, error):
+                for wrong in (*judge(self.owner or self.name, parameter.name, value, was, error), *self.unnamed(error)):
                     yield f"{parameter.name}={shown}: {wrong}"
                 if seconds > LONGEST_SECONDS:
                     yield f"{parameter.name}={shown}: took {seconds:.1f} s"
@@ -463,6 +471,16 @@ class Attack:
                 if hasattr(this, "check"):
                     this.check()
                 close(this)
+
+    def unnamed(self, error: BaseException | None) -> Iterator[str]:
+        """Return whether an error about an argument names none of them."""
+        is_about_one = isinstance(error, TypeError) or type(error) is InvalidArgumentError
+        if not is_about_one or {self.name, self.owner} & {*UNNAMED} or self.owner == "OnlineDefragmenter":
+            return  # a class in Python passes its arguments on under other names
+        # PyO3 names an argument that it converts itself in a note.
+        said = " ".join((str(error), *getattr(error, "__notes__", ())))
+        if not any(parameter.name.removesuffix("s") in said for parameter in self.parameters):
+            yield f"no argument is named in {said!r}"
 
     def wrongs_of_forms(
         self, make: Callable[[], Any], variant: dict[str, Any], name: str, tell: Callable[[str], None]

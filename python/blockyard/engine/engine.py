@@ -140,7 +140,7 @@ class CacheEngine:
         on_host_failure: OnFailure = "raise",
     ) -> None:
         if not isinstance(layout, ArenaLayout):
-            check_layout(layout)
+            check_layout(layout, others=", GroupedLayout or ArenaLayout")
         check_list_of_tensors(tensors)
         there = tensors[0].device if tensors else torch.device("cpu")
         # A device without index is that of the tensors, or else the current one.

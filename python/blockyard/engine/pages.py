@@ -57,6 +57,9 @@ def page_memories(
     arena = _given(tensors)
     if arena.numel() < count * extent_bytes:
         raise LayoutError(f"the arena has {arena.numel()} bytes, the manager {count} extents of {extent_bytes}")
+    if len(pages) == 1:  # without extents, for a resize: all blocks that the arena holds
+        count = arena.numel() // extent_bytes
+        pages = [first._replace(device_blocks=count)]
     extents = arena[: count * extent_bytes].view(count, extent_bytes)
     pins = device.type == "cuda" if pin_memory is None else bool(pin_memory)
     pool = HostPool.for_device(host_count, extent_bytes, device, pin_memory=pins, on_failure=on_host_failure)

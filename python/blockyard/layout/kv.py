@@ -261,7 +261,10 @@ class KVLayout:
             (2, 16384, (CacheGroup.full_attention(), CacheGroup.sliding_window(128)))
         """
         memory = ModelMemory.from_config(config, dtype=dtype, mtp=mtp)
-        first, width = memory.layers[0] if memory.layers else None, _group_width(memory.layers)
+        try:
+            first, width = memory.layers[0] if memory.layers else None, _group_width(memory.layers)
+        except LayoutError as error:
+            raise LayoutError(f"{error}; other models have an ArenaLayout.from_config") from None
         if first is None or memory.dtype not in ITEM_SIZES:
             raise LayoutError(f"config caches {len(memory.layers)} layers of {memory.dtype}, which no layout describes")
         size = first.head_size if first.heads else first.entry_bytes // ITEM_SIZES[memory.dtype]
@@ -596,10 +599,10 @@ def _apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def check_layout(layout: object) -> None:
-    """Check that an argument is a layout; duck-typed, see `BlockLayout`. Raises LayoutError."""
+def check_layout(layout: object, *, others: str = "") -> None:
+    """Check that an argument is a layout, a KVLayout or one of `others`; duck-typed, see `BlockLayout`."""
     if not callable(getattr(layout, "tensor_shapes", None)):
-        raise LayoutError(f"layout is {layout!r:.100}, must be a KVLayout or GroupedLayout")
+        raise LayoutError(f"layout is {layout!r:.100}, must be a KVLayout{others}")
 
 
 def check_views(views: Sequence[Tensor]) -> None:

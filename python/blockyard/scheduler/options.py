@@ -81,10 +81,10 @@ class DefragPolicy:
 
     Args:
         goals: most important first. `("free_tail", 0)` keeps the tail that a shrinking pool gives back free of blocks,
-            `("dense", n)` packs all blocks as low as possible; see `manager.defrag.run`. Over an `Arena`, only
-            `("extents", n)`: while the first waiting prompt lacks blocks of a page class although there are enough
-            bytes, extents of other classes are emptied for it, and `n` more; while the arena shrinks, blocks leave the
-            extents beyond its end.
+            `("dense", n)` packs all blocks as low as possible; see `manager.defrag.run`. With several
+            page classes, only `("extents", n)`: while the first waiting prompt lacks blocks of a class although there
+            are enough bytes, extents of other classes are emptied for it, and `n` more; while the arena shrinks, blocks
+            leave the extents beyond its end.
         max_moves: maximum number of blocks to move per step, at least one.
         max_bytes: maximum number of bytes to write per step; None for no limit.
         block_bytes: bytes of a block over all layers; required with `max_bytes`, but for `"extents"`.
@@ -422,7 +422,7 @@ def _warn_of_unused(manager: BlockManager, mode: PreemptionMode | PreemptionCost
         if manager.prefix.enabled:
             del blocks["host"]  # may hold copies of cached blocks
         unused = [
-            f"it never uses the {count} {tier} blocks: give 'auto' or 'swap', or leave them out"
+            f"the {count} {tier} blocks serve swaps only: give 'auto' or 'swap', or leave them out"
             for tier, count in blocks.items()
             if count
         ]

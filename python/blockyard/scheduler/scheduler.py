@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from blockyard._core import BlockManager, HashedPrompt, Pairs
+from blockyard._core import BlockManager, HashedPrompt, Pairs, StepDecision
 from blockyard.errors import (
     BlockyardError,
     InvalidArgumentError,
@@ -471,7 +471,7 @@ class Scheduler:
         """Add a step's sampled tokens to its sequences.
 
         Args:
-            step: returned by `step` or `schedule`; its ticket, or at least its loads, must have landed.
+            step: returned by `step` or `schedule`. If its rows read blocks that it loads, its ticket must have ended.
             sampled: integers `[step.num_draws]`: one token for each of the first `samples` rows, then one for each of
                 `extra_rows`. Tokens of `void` rows are dropped. A decoding row has one more for each of its draft
                 tokens: the token that follows it. A draft token is accepted if it equals the token sampled before it;
@@ -482,8 +482,9 @@ class Scheduler:
             `error`.
 
         Raises:
-            InvalidArgumentError: the tokens do not match the step, or it is not in flight; nothing was changed.
-            StepOrderError: the step's `with` block has not ended.
+            InvalidArgumentError: the tokens do not match the step; nothing was changed.
+            StepOrderError: the step is not in flight, its `with` block has not ended, or `complete` was not called for
+                the ticket of its loads; nothing was changed.
         """
         if self._loop is not None and self._loop.open is step:
             raise StepOrderError(f"the step of ticket {step.decision.ticket} is not over: call update after its block")
@@ -492,7 +493,11 @@ class Scheduler:
         is_dropped, ticket = step is self._dropped, step.decision.ticket
         is_in_flight = self._in_flight is not None and self._in_flight.decision.ticket == ticket
         if step.rows and not is_dropped and not is_in_flight:
-            raise InvalidArgumentError(f"the step of ticket {ticket} is not in flight")
+            raise StepOrderError(f"the step of ticket {ticket} is not in flight: give update the newest step, once")
+        if step.rows and is_in_flight and self._awaits_loads(step.decision):
+            raise StepOrderError(
+                f"ticket {ticket} loads blocks that its step computes with: call complete before update"
+            )
         tokens = sampled_tokens(step, sampled)
         self._change.begun = True
         self._dropped = step  # if an exception ends this call
@@ -513,6 +518,11 @@ class Scheduler:
         except BaseException:  # they start again, and are reported later
             self._requests |= {state.request.request_id: state for state in reported}
             raise
+
+    def _awaits_loads(self, decision: StepDecision) -> bool:
+        """Whether the caller has not ended a ticket whose step computes with what it loads: that may still be lost."""
+        reads = decision.swap_in and not decision.prefetch and decision.ticket in self._handed
+        return bool(reads) and decision.ticket in self.manager.stats().open_tickets
 
     def _take_in(self, step: Step, tokens: NDArray[np.uint32]) -> list[RequestState]:
         """Take a step's tokens. Returns the requests that they finish."""

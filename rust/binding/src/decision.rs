@@ -1,6 +1,6 @@
 //! `Pairs` and `StepDecision`: the transfers that the scheduler receives at the end of each step.
 
-use crate::convert::args::{self, Argument};
+use crate::convert::args::{self, Argument, refused};
 use crate::convert::arrays;
 use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory;
@@ -57,8 +57,8 @@ impl PyPairs {
 }
 
 impl<'py> Argument<'py> for Py<PyPairs> {
-    fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
-        Ok(value.extract()?)
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        value.extract().map_err(|error| refused(error, value, name, "Pairs"))
     }
 }
 

@@ -184,7 +184,7 @@ impl Chain {
     /// # Errors
     /// A token is [`RESERVED_TOKEN`], or an extra is longer than `u32::MAX` bytes; the chain is unchanged.
     pub fn block(&mut self, tokens: &[u32], extras: &[Extra<'_>]) -> Result<Key> {
-        refuse_reserved(tokens)?;
+        refuse_reserved("a token id", tokens)?;
         Ok(self.framed_block(frames_of_extras(extras)?, tokens))
     }
 
@@ -280,14 +280,14 @@ pub(crate) fn has_reserved(tokens: &[u32]) -> bool {
     tokens.iter().fold(0, |any, &token| any | u32::from(token == RESERVED_TOKEN)) != 0
 }
 
-/// Fails if any token is [`RESERVED_TOKEN`].
-pub(crate) fn refuse_reserved(tokens: &[u32]) -> Result<()> {
+/// Fails if any token is [`RESERVED_TOKEN`]; `what` says whose id it is.
+pub(crate) fn refuse_reserved(what: &'static str, tokens: &[u32]) -> Result<()> {
     if !has_reserved(tokens) {
         return Ok(());
     }
     let at = tokens.iter().take_while(|&&token| token != RESERVED_TOKEN).count();
-    let must = format!("below it, at {at}");
-    Err(Error::InvalidArgument { what: "token id", found: i128::from(RESERVED_TOKEN), must })
+    let must = format!("at most {}, at {at}", RESERVED_TOKEN - 1);
+    Err(Error::InvalidArgument { what, found: i128::from(RESERVED_TOKEN), must })
 }
 
 /// The frames of a block's extras.
@@ -327,9 +327,9 @@ mod tests {
         #[test]
         fn the_reserved_token_is_refused_with_its_first_position(tokens in prop::collection::vec(u32::MAX - 9..=u32::MAX, 0..20)) {
             let place = tokens.iter().position(|&token| token == u32::MAX);
-            let refused = place.map(|at| format!("below it, at {at}"));
-            let said = refuse_reserved(&tokens).err().map(|error| match error {
-                Error::InvalidArgument { what: "token id", found: 0xFFFF_FFFF, must } => must,
+            let refused = place.map(|at| format!("at most 4294967294, at {at}"));
+            let said = refuse_reserved("a token id", &tokens).err().map(|error| match error {
+                Error::InvalidArgument { what: "a token id", found: 0xFFFF_FFFF, must } => must,
                 other => other.to_string(),
             });
             prop_assert_eq!(said, refused);

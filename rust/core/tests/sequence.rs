@@ -38,7 +38,7 @@ fn forks_with_too_many_block_table_entries_are_refused_for_their_number_not_for_
     let mut opened = Vec::new();
     manager.allocate(&[1 << 16], &mut opened).unwrap();
     let result = manager.fork(opened[0], 1 << 20, &mut opened);
-    assert!(matches!(result, Err(Error::InvalidArgument { what: "number of forks", found: 0x10_0000, .. })));
+    assert!(matches!(result, Err(Error::InvalidArgument { what: "count", found: 0x10_0000, .. })));
     assert_eq!(opened.len(), 1);
     manager.check().unwrap();
 }

@@ -122,7 +122,7 @@ class ElasticCache:
         extent_bytes: int | None = None,
     ) -> None:
         if not isinstance(layout, ArenaLayout):
-            check_layout(layout)
+            check_layout(layout, others=", GroupedLayout or ArenaLayout")
         num_blocks, max_blocks = as_int("num_blocks", num_blocks), as_int("max_blocks", max_blocks)
         chunk_bytes = None if chunk_bytes is None else as_int("chunk_bytes", chunk_bytes)
         if not 1 <= num_blocks <= max_blocks:

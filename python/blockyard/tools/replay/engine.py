@@ -360,9 +360,9 @@ class _Replay:
             if done and step is None:
                 continue  # the store may have blocks to write
             step = step or scheduler.schedule()
-            loaded = self._copy(step)
+            copied = self._copy(step)
             if step.rows:
-                self._compute(step, loaded)
+                self._compute(step, *copied)
             else:
                 scheduler.update(step, ())
                 self._skip()
@@ -443,8 +443,8 @@ class _Replay:
         for _, ticket in self._open.take(self._time.now):
             self._scheduler.complete(ticket)
 
-    def _copy(self, step: Step) -> float:
-        """Queue a step's copies; return when its loads have arrived."""
+    def _copy(self, step: Step) -> tuple[float, float]:
+        """Queue a step's copies; return when its loads have arrived, and when the last copy that it awaits has."""
         loads = stores = load_bytes = store_bytes = 0
         for kind, pairs in step.decision.transfers():
             count, size = len(pairs), self._block_bytes[pairs.page_class]
@@ -461,7 +461,7 @@ class _Replay:
             self._open.add(max(landed, loaded), step.decision.ticket)
         else:
             self._scheduler.complete(step.decision.ticket)
-        return loaded
+        return loaded, max(landed, loaded) if loads and not step.decision.prefetch else loaded
 
     def _plain_steps(self) -> tuple[int, Step | None]:
         """Decide and compute at once the steps before the next event, if they only add one token to each sequence.
@@ -524,14 +524,14 @@ class _Replay:
             self._watch.copies(start, end, way, blocks)
         return end
 
-    def _compute(self, step: Step, loaded: float) -> None:
+    def _compute(self, step: Step, loaded: float, awaited: float) -> None:
         decodes, rows = step.decodes, step.rows
         decided_at, waits_from = self._decided_at, self._time.now
         begin = max(self._time.now, loaded)
         prefill: list[tuple[int, int]] = []
         if rows > decodes:
             prefill += zip(step.start[decodes:].tolist(), step.lengths[decodes:].tolist(), strict=True)
-        self._time.now = begin + self._step_time.seconds(prefill, step.start[:decodes] + 1)
+        self._time.now = max(awaited, begin + self._step_time.seconds(prefill, step.start[:decodes] + 1))
         self._decided_at = begin if self._options.async_scheduling else self._time.now
         if self._watch is not None:
             stored = 0 if self._tier is None else self._tier.stats.cached_blocks

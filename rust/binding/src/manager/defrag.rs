@@ -66,8 +66,8 @@ impl PyDefrag {
     ///         low as possible, within `number` ids. `"contiguous"`: no block table in more than `number` runs of
     ///         adjacent blocks, as far as holes allow. Or a list of `(goal, number)`, most important first: a later
     ///         goal never undoes an earlier one. With `(goal, number, slack)`, nothing moves until the goal is missed
-    ///         by more than `slack` ids or runs. Over an `Arena`, only `"extents"`: page classes could take the blocks
-    ///         `wanted`, and `number` more extents have no block in use. Nothing moves if that cannot be reached now.
+    ///         by more than `slack` ids or runs. With several page classes, only `"extents"`: they can then take the
+    ///         blocks `wanted`, and `number` more extents have no block in use. Nothing moves if that is out of reach.
     ///     number: see above, in blocks, runs or extents. None with a list of goals; with `"free_tail"`, None means all free
     ///         blocks, with `"extents"` none.
     ///     sequences: handles for `"contiguous"`, most important first, with their tables in all cache groups; None for

@@ -1,6 +1,6 @@
 //! `CacheGroup`: which tokens the layers of one group need; `Arena`: the memory that groups share.
 
-use crate::convert::args::{self, Argument};
+use crate::convert::args::{self, Argument, refused};
 use crate::convert::errors::invalid;
 use blockyard_core::{Group, PagedGroup, Space, extent_bytes};
 use pyo3::prelude::*;
@@ -39,8 +39,8 @@ impl PyCacheGroup {
 }
 
 impl<'py> Argument<'py> for PyCacheGroup {
-    fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
-        Ok(value.extract()?)
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        value.extract().map_err(|error| refused(error, value, name, "a CacheGroup"))
     }
 }
 
@@ -86,7 +86,8 @@ impl PyCacheGroup {
     /// One state, stored in a block: the state after the block's last token.
     ///
     /// A step reads the state from the previous token's block and writes it to the block of its own last token. Blocks
-    /// that a longer step skips are 0 in the table. A state cannot be undone, so truncation is refused.
+    /// that a longer step skips are 0 in the table. A state cannot be undone, so `truncate` drops only draft tokens: those of
+    /// the last `append(draft_tokens=)`.
     #[staticmethod]
     fn recurrent() -> Self {
         Self::of(Group::Recurrent)
@@ -246,8 +247,8 @@ enum Kind {
 }
 
 impl<'py> Argument<'py> for PyArena {
-    fn read(value: &Bound<'py, PyAny>, _: &dyn Display) -> PyResult<Self> {
-        Ok(value.extract()?)
+    fn read(value: &Bound<'py, PyAny>, name: &dyn Display) -> PyResult<Self> {
+        value.extract().map_err(|error| refused(error, value, name, "an Arena"))
     }
 }
 

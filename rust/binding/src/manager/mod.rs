@@ -59,8 +59,7 @@ fn next_number() -> u16 {
 ///     groups: cache groups of a hybrid model, a list of `CacheGroup`. Each sequence has a block table in each group;
 ///         all groups share the pools. None: one group with full attention.
 ///     arena: the memory that the groups' page classes share, if their blocks differ in bytes, see
-///         `CacheGroup.with_blocks`. Prefix stores, resizing and the goals of defragmentation other than `"extents"`
-///         work with one page class only.
+///         `CacheGroup.with_blocks`. With several page classes, the only goal of `defrag.run` is `"extents"`.
 ///     prefix_caching: whether prompts share the blocks of earlier prompts with the same beginning; True, False or a
 ///         `PrefixCaching` with options.
 ///     max_open_tickets: with more open tickets than this, `take_decision` warns: a `complete` is probably missing.

@@ -247,9 +247,8 @@ impl BlockAllocator for PrefixCachingAllocator {
     }
 
     fn touch(&mut self, blocks: &[BlockId], now: f64) -> Result<()> {
-        let must = || "a number".to_owned();
         if now.is_nan() {
-            return Err(Error::InvalidArgument { what: "time in seconds, not a number,", found: 0, must: must() });
+            return Err(Error::InvalidTime { found: now.to_string() });
         }
         for &block in blocks {
             let known = block.index() < self.uses.len()

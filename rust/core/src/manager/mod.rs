@@ -14,6 +14,7 @@ mod step;
 mod store;
 mod verbs;
 
+use crate::block::MAX_BLOCKS;
 use crate::defrag::Defrag;
 use crate::error::{Result, invalid};
 use crate::event::EventBatch;
@@ -114,6 +115,12 @@ impl Manager {
         }
         let mut groups = Groups::new(groups, block_size)?;
         let shapes = Shape::of_tiers(space, groups.class_bytes(), groups.has_nulls())?;
+        for (what, shape) in ["device_blocks", "host_blocks", "external_blocks"].into_iter().zip(&shapes) {
+            let blocks = shape.ids.iter().copied().fold(0, usize::saturating_add);
+            if blocks > MAX_BLOCKS {
+                return Err(invalid(what, blocks as i128, format!("at most {MAX_BLOCKS}")));
+            }
+        }
         let least = if groups.has_nulls() { 2 } else { 1 };
         if let Some(&blocks) = shapes[0].now.iter().find(|&&blocks| blocks < least) {
             return Err(invalid("device_blocks", blocks as i128, format!("at least {least}")));

@@ -83,10 +83,10 @@ fn check(sequences: &[SequenceId], tokens: &[u32], times: &[f64]) -> Result<()> 
     let wanted = if tokens.is_empty() { 0 } else { sequences.len() * times.len() };
     if tokens.len() != wanted {
         let must = format!("{wanted}, one for each sequence and step");
-        return Err(invalid("number of token ids", tokens.len() as i128, must));
+        return Err(invalid("length of token_ids", tokens.len() as i128, must));
     }
     if let Some(time) = times.iter().find(|time| !(**time >= 0.0 && time.is_finite())) {
         return Err(Error::InvalidTime { found: time.to_string() });
     }
-    refuse_reserved(tokens)
+    refuse_reserved("an id in token_ids", tokens)
 }

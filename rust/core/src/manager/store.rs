@@ -84,7 +84,7 @@ impl Manager {
     pub fn deepest_with_room(&self, search: &StoreSearch, has: &[bool], coming: &[usize]) -> Result<usize> {
         if coming.len() != self.num_classes() {
             let must = format!("{}, the page classes", self.num_classes());
-            return Err(invalid("number of entries", coming.len() as i128, must));
+            return Err(invalid("length of coming", coming.len() as i128, must));
         }
         let coming: PerClass = (0..).zip(coming).map(|(class, &count)| PerClass::of(class, count)).sum();
         let (wanted, tiers) = (Wanted { by_host: true, ..Wanted::default() }, &self.tiers);

@@ -5,7 +5,8 @@
 //! transfers run, its chunks stay reserved until all of them have ended, so a late transfer never touches another key's
 //! bytes.
 
-use crate::error::{Error, Result};
+use crate::block::MAX_BLOCKS;
+use crate::error::{Error, Result, invalid};
 use crate::hash::Key;
 use crate::id::{BlockId, Tier};
 use crate::pool::{Policies, Pool};
@@ -92,6 +93,9 @@ impl OffloadCache {
     /// # Errors
     /// More chunks than a tier can have, or than there is memory for.
     pub fn new(chunks: usize, policies: Policies) -> Result<Self> {
+        if chunks > MAX_BLOCKS {
+            return Err(invalid("num_chunks", chunks as i128, format!("at most {MAX_BLOCKS}")));
+        }
         let pool = Pool::with_policies(Tier::Host, chunks, true, policies)?;
         Ok(Self { pool, stores: Stores::default(), detached: ByKey::default(), batch: DistinctKeys::default() })
     }

@@ -99,7 +99,7 @@ impl Pool {
         let blocks = shape.ids.iter().copied().fold(0, usize::saturating_add);
         if blocks > MAX_BLOCKS {
             let must = format!("at most {MAX_BLOCKS}");
-            return Err(Error::InvalidArgument { what: "number of blocks", found: blocks as i128, must });
+            return Err(Error::InvalidArgument { what: "num_blocks", found: blocks as i128, must });
         }
         Self::require_memory(blocks, caching)?;
         let classes = Classes::new(&shape.ids);

@@ -27,7 +27,7 @@ impl Sequences {
         let entries = entries.saturating_mul(count as usize);
         if entries > MAX_FORKED {
             let must = format!("at most {MAX_FORKED} block table entries, not {entries}");
-            return Err(invalid("number of forks", count, must));
+            return Err(invalid("count", count, must));
         }
         self.refuse_unwritten_drafts(step.view(), sequence)?;
         self.require_forks(step.view(), sequence, count)?;

@@ -89,7 +89,7 @@ impl Sequences {
 
     pub(crate) fn table_of(&self, sequence: SequenceId, group: usize) -> Result<TableId> {
         let groups = self.groups.all().len();
-        let must = || invalid("cache group", group as i128, format!("below {groups}"));
+        let must = || invalid("group", group as i128, format!("below {groups}"));
         let group = u8::try_from(group).ok().filter(|&group| usize::from(group) < groups).ok_or_else(must)?;
         self.rows.get(sequence)?;
         Ok(TableId { sequence, group })

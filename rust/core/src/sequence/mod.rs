@@ -321,7 +321,7 @@ impl Sequences {
         let found = encoder_tokens.map_or(0, <[u32]>::len);
         if found != encoders || (encoder_tokens.is_some() && !self.groups.cross()) {
             let must = format!("{encoders}, for {} sequences of {} groups", tokens.len(), self.groups.all().len());
-            return Err(invalid("number of encoder lengths", found as i128, must));
+            return Err(invalid("length of encoder_tokens", found as i128, must));
         }
         let length = |group, i: usize| match (group, encoder_tokens) {
             (Group::CrossAttention, Some(encoder)) => encoder[i],

@@ -13,7 +13,7 @@ impl Sequences {
         refuse_lost(sequence, row)?;
         if tokens > row.len {
             let must = format!("at most {}, those of sequence {sequence}", row.len);
-            return Err(invalid("number of tokens to keep", tokens, must));
+            return Err(invalid("num_tokens", tokens, must));
         }
         // This step would write their slots, but could also reallocate them.
         if row.written == step.transfers.open() {
@@ -67,7 +67,7 @@ impl Sequences {
             return Ok(());
         }
         let must = format!("{}, or what cache group {number} of sequence {sequence} still has", row.len);
-        Err(invalid("number of tokens to keep", tokens, must))
+        Err(invalid("num_tokens", tokens, must))
     }
 }
 

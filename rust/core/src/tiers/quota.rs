@@ -44,10 +44,13 @@ impl Tiers {
     /// `None` means no limit.
     pub(crate) fn set_quota(&mut self, salt: [u8; 32], quota: Option<usize>) -> Result<()> {
         let (limit, total) = (usize::from(u16::MAX), self.pools[0].whole_weight());
-        if !self.pools[0].is_caching() || quota.is_some_and(|quota| quota > total) {
-            let (found, unit) = (quota.map_or(-1, |quota| quota as i128), self.device().num_classes());
-            let unit = if unit == 1 { "blocks" } else { "bytes" };
-            return Err(invalid("quota", found, format!("at most the device's {total} {unit}, with prefix caching")));
+        if !self.pools[0].is_caching() {
+            return Err(invalid("prefix_caching", 0, "1 for quotas".to_owned()));
+        }
+        if let Some(quota) = quota.filter(|&quota| quota > total) {
+            let is_single = self.device().num_classes() == 1;
+            let (what, unit) = if is_single { ("blocks", "blocks") } else { ("num_bytes", "bytes") };
+            return Err(invalid(what, quota as i128, format!("at most the device's {total} {unit}")));
         }
         let tenants = &mut self.tenants;
         if tenants.quotas.len() == limit && !tenants.numbers.contains_key(&salt) {

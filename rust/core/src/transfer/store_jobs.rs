@@ -269,7 +269,7 @@ impl StoreJobs {
         let load = self.loads.get(&job).ok_or(Error::UnknownJob { job })?;
         if load.targets.len() != landed.len() {
             let must = format!("{}, the blocks of job {job}", load.targets.len());
-            return Err(invalid("number of results", landed.len() as i128, must));
+            return Err(invalid("length of landed", landed.len() as i128, must));
         }
         let Some(Load { tier, targets, kept, on_device }) = self.loads.remove(&job) else { return Ok(0) };
         let mut published = 0;

@@ -83,7 +83,7 @@ impl PyPrefix {
     /// Return how much of a prompt is cached, without taking blocks.
     ///
     /// Args:
-    ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`.
+    ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`, also with extras.
     ///     salt: salt of its tenant, bytes.
     ///     lora_id: its adapter; 0 for none.
     /// Returns:

@@ -39,8 +39,8 @@ impl PyBlockManager {
     /// is computed. A prompt that fits runs to its end if it is alone.
     ///
     /// Args:
-    ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or a token count, an int, which
-    ///         finds no cached blocks.
+    ///     prompt: token ids, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`, also with extras; or a token
+    ///         count, an int, which finds no cached blocks.
     ///     salt: separates tenants, bytes; see `allocate`.
     ///     lora_id: adapter of the prompt; 0 for none.
     ///     lookahead: number of slots beyond the prompt, or of draft tokens in each append after it; a recurrent group
@@ -98,7 +98,7 @@ impl PyBlockManager {
     ///
     /// Args:
     ///     prompts: token ids of each sequence, uint32 `[tokens]` or a list of ints; or a `HashedPrompt`; or a token
-    ///         count, an int. Token id 4294967295 is reserved.
+    ///         count, an int. Token id 4294967295 is reserved. A sequence of 0 tokens has no blocks yet.
     ///     counts: instead of prompts, the number of tokens of each sequence, uint32 `[n]`.
     ///     salt: separates tenants: a prompt shares blocks only with prompts of the same salt. Bytes or None for all
     ///         prompts, or a list with one for each. `b""` is a salt, too.

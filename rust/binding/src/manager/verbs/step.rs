@@ -75,7 +75,9 @@ impl PyBlockManager {
     ///     prefetch: let the step compute while its loads arrive. Until the ticket has ended, `append`, `slot_mapping`,
     ///         `block_table` and `block_tables` reject the sequences that it loads. If you have already appended to
     ///         such a sequence in this step, or requested its block table, the step computes with it:
-    ///         `decision.prefetch` is then False, and the step waits for all its loads.
+    ///         `decision.prefetch` is then False, and the step waits for all its loads. Without `prefetch` it always
+    ///         does, and these calls, except `block_table`, still reject loaded sequences to which the step has not
+    ///         appended: request their slots and tables before.
     ///     now: time of the step in seconds, by any clock that never goes back, such as `time.monotonic`. The prefix cache
     ///         learns from it how soon conversations go on. If it is before that of the last step, no time has passed,
     ///         and time goes on from there. Without it each step counts as one second; after a step that had a time,

@@ -9,14 +9,14 @@ impl Sequences {
     pub(crate) fn block_tables(&self, view: View<'_>, tables: &[TableId], width: usize, out: &mut [i32]) -> Result<()> {
         if tables.len().checked_mul(width) != Some(out.len()) {
             let must = format!("{} sequences of {width} blocks", tables.len());
-            return Err(invalid("size of the block tables", out.len() as i128, must));
+            return Err(invalid("size of block_tables", out.len() as i128, must));
         }
         for &id in tables {
             self.readable(view, id.sequence)?;
             let (sequence, blocks) = (id.sequence, self.entries(id).len());
             if blocks > width {
                 let must = format!("at least {blocks}, the blocks of sequence {sequence}");
-                return Err(invalid("width of the block tables", width as i128, must));
+                return Err(invalid("width of block_tables", width as i128, must));
             }
         }
         for (&id, out) in tables.iter().zip(out.chunks_exact_mut(width.max(1))) {
@@ -54,7 +54,7 @@ impl<'a> TableRows<'a> {
         let (wanted, share) = (sequences.saturating_mul(groups), rows / groups);
         if wanted > rows {
             let must = format!("at least {wanted}, the sequences");
-            return Err(invalid("number of rows of the block table", rows as i128, must));
+            return Err(invalid("number of rows of block_tables", rows as i128, must));
         }
         self.share = share;
         Ok(())
@@ -66,7 +66,7 @@ impl<'a> TableRows<'a> {
             return Ok(());
         }
         let must = format!("at least {blocks}, the blocks of sequence {sequence}");
-        Err(invalid("width of the block tables", self.width as i128, must))
+        Err(invalid("width of block_tables", self.width as i128, must))
     }
 
     /// The row of a sequence in a group, once all have theirs.

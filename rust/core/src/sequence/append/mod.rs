@@ -64,7 +64,7 @@ impl Counts<'_> {
             Self::All(n) => Ok(u64::from(n) * sequences as u64),
             Self::Each(counts) if counts.len() == sequences => Ok(counts.iter().map(|&n| u64::from(n)).sum()),
             Self::Each(counts) => {
-                Err(invalid("number of token counts", counts.len() as i128, format!("{sequences}, the sequences")))
+                Err(invalid("length of num_tokens", counts.len() as i128, format!("{sequences}, the sequences")))
             }
             Self::Drafted { tokens, drafts } => {
                 if drafts.len() != sequences {
@@ -679,7 +679,7 @@ fn write_in_place(step: &mut OpenStep<'_>, block: BlockId) {
 pub(super) fn end_of(row: &Row, count: u32, lookahead: u32) -> Result<u64> {
     let end = u64::from(row.len) + u64::from(count) + u64::from(lookahead);
     if end > u64::from(u32::MAX) {
-        return Err(invalid("length with lookahead", i128::from(end), format!("at most {}", u32::MAX)));
+        return Err(invalid("length with num_tokens and lookahead", i128::from(end), format!("at most {}", u32::MAX)));
     }
     Ok(end)
 }
@@ -707,7 +707,7 @@ fn check_slots(total: u64, slots: &[i64]) -> Result<()> {
     if total == slots.len() as u64 {
         return Ok(());
     }
-    Err(invalid("number of slots", slots.len() as i128, format!("{total}, the tokens")))
+    Err(invalid("length of out", slots.len() as i128, format!("{total}, the tokens")))
 }
 
 /// Whether a row has just filled its last writable blocks in all groups, and has no others.

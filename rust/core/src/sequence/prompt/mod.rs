@@ -87,6 +87,9 @@ impl HashedPrompt {
     }
 }
 
+/// What a prompt's token id is called in an error.
+const OF_A_PROMPT: &str = "a token id of a prompt";
+
 /// Hashes the blocks of a prompt. `visit` is called with each key except the last and the number of keys so far, one
 /// key behind the hashing, whose latency hides its cost.
 fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)) -> Result<RowKeys> {
@@ -107,7 +110,7 @@ fn hash(prompt: &Prompt<'_>, block_size: u32, mut visit: impl FnMut(usize, &Key)
         }
     }
     if reserved {
-        refuse_reserved(prompt.tokens)?;
+        refuse_reserved(OF_A_PROMPT, prompt.tokens)?;
     }
     Ok(keys)
 }
@@ -141,7 +144,7 @@ fn new_keys(prompt: &Prompt<'_>, block_size: u32, keys: Vec<Key>) -> RowKeys {
 /// As [`HashedPrompt::new`]; or there is not enough memory.
 pub fn export_keys(prompt: &Prompt<'_>, block_size: u32, cache_group: u32) -> Result<Vec<ExportedKey>> {
     let (extras, blocks) = (Extras::new(prompt.extras)?, prompt.tokens.chunks_exact(block_size as usize));
-    refuse_reserved(&prompt.tokens[..prompt.tokens.len() - blocks.remainder().len()])?;
+    refuse_reserved(OF_A_PROMPT, &prompt.tokens[..prompt.tokens.len() - blocks.remainder().len()])?;
     let (mut chain, mut keys) = (Chain::new(&prompt.spec, block_size, cache_group), Vec::new());
     memory::make_room(&mut keys, blocks.len())?;
     for (i, tokens) in blocks.enumerate() {
@@ -153,7 +156,7 @@ pub fn export_keys(prompt: &Prompt<'_>, block_size: u32, cache_group: u32) -> Re
 
 /// Placeholders for a prompt's keys in a manager without a prefix cache: as many, and never looked up.
 fn placeholders(prompt: &Prompt<'_>, block_size: u32) -> Result<RowKeys> {
-    refuse_reserved(prompt.tokens)?;
+    refuse_reserved(OF_A_PROMPT, prompt.tokens)?;
     let keys = new_keys(prompt, block_size, vec![Key::default(); prompt.tokens.len() / block_size as usize]);
     Ok(RowKeys { before_last: Some(keys.chain), ..keys })
 }
@@ -389,9 +392,9 @@ impl Sequences {
         let Batch { sequences, counts, .. } = batch;
         let total = counts.total(sequences.len())?;
         if tokens.len() as u64 != total {
-            return Err(invalid("number of token ids", tokens.len() as i128, format!("{total}, the tokens")));
+            return Err(invalid("length of token_ids", tokens.len() as i128, format!("{total}, the tokens")));
         }
-        refuse_reserved(tokens)?;
+        refuse_reserved("an id in token_ids", tokens)?;
         self.append(step, batch)?;
         let mut rest = tokens;
         for (i, &sequence) in sequences.iter().enumerate() {
@@ -410,7 +413,7 @@ impl Sequences {
     ) -> Result<()> {
         if let Some(computed) = computed.filter(|computed| computed.len() != sequences.len()) {
             let must = format!("{}, the sequences", sequences.len());
-            return Err(invalid("number of computed lengths", computed.len() as i128, must));
+            return Err(invalid("length of num_computed", computed.len() as i128, must));
         }
         self.rows.begin_batch();
         for (i, &sequence) in sequences.iter().enumerate() {
@@ -419,7 +422,7 @@ impl Sequences {
                 return Err(Error::Unwritten { sequence });
             }
             if let Some(&computed) = computed.and_then(|computed| computed.get(i)).filter(|&&n| n > row.len) {
-                return Err(invalid("number of computed tokens", computed, format!("at most {}", row.len)));
+                return Err(invalid("num_computed", computed, format!("at most {}", row.len)));
             }
             // First prefetch what all of them will publish, so that cache misses overlap.
             let keys = row.keys.as_ref().and_then(|keys| keys.keys.get(row.first.published as usize..));
@@ -500,8 +503,8 @@ impl Sequences {
         if chunk > 0 && !self.groups.cross() {
             return Ok(());
         }
-        let must = "at least 1, of groups without an encoder".to_owned();
-        Err(invalid("tokens of a chunk", chunk, must))
+        let must = if chunk == 0 { "at least 1" } else { "None with a group of cross attention" };
+        Err(invalid("chunk_tokens", chunk, must.to_owned()))
     }
 
     pub(super) fn find_prefix<'a>(&self, view: View<'_>, prompt: &Prompt<'a>, batch: usize) -> Result<Match<'a>> {
@@ -710,9 +713,9 @@ impl Sequences {
     ) -> Result<()> {
         let total = counts.total(sequences.len())?;
         if tokens.len() as u64 != total {
-            return Err(invalid("number of token ids", tokens.len() as i128, format!("{total}, the tokens")));
+            return Err(invalid("length of token_ids", tokens.len() as i128, format!("{total}, the tokens")));
         }
-        refuse_reserved(tokens)?;
+        refuse_reserved("an id in token_ids", tokens)?;
         self.rows.begin_batch();
         for (i, &sequence) in sequences.iter().enumerate() {
             let row = self.rows.next_in_batch(sequence)?;
@@ -722,7 +725,7 @@ impl Sequences {
             let unknown = row.len.saturating_sub(row.known);
             if counts.at(i) > unknown {
                 let must = format!("at most {unknown}, the tokens of sequence {sequence} whose ids are not known");
-                return Err(invalid("number of token ids", counts.at(i), must));
+                return Err(invalid("length of token_ids", counts.at(i), must));
             }
         }
         let mut rest = tokens;

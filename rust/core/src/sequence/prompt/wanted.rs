@@ -64,7 +64,7 @@ impl StoreSearch {
     pub fn deepest_that(&self, has: &[bool], have_room: impl Fn(PerClass) -> bool) -> Result<usize> {
         if has.len() != self.keys.len() {
             let wanted = format!("{}, the keys", self.keys.len());
-            return Err(invalid("number of entries", has.len() as i128, wanted));
+            return Err(invalid("length of has", has.len() as i128, wanted));
         }
         let (mut absent, mut to_load, mut run) = (HashSet::new(), HashSet::new(), self.limit);
         // By place: blocks to load of the groups that keep every block, up to it.
