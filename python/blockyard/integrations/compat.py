@@ -37,7 +37,7 @@ def log_through(engine: str) -> None:
     The last engine counts. Handlers that the user gives to `blockyard` or below it get the lines, too.
     """
     ours = logging.getLogger(_OURS)
-    for handler in [one for one in ours.handlers if one.name == _NAME]:  # of a module that was loaded anew, too
+    for handler in [one for one in ours.handlers if one.name == _NAME]:  # of a module that was loaded again, too
         ours.removeHandler(handler)
     ours.addHandler(_Through(engine_log(engine)))
     ours.propagate = False  # the engine's logger passes the line on to the root, if it does so with its own

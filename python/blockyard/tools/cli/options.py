@@ -74,7 +74,7 @@ class _PrintCompletion(argparse.Action):
         try:
             import shtab  # noqa: PLC0415 (optional)
         except ModuleNotFoundError as error:
-            parser.error(str(missing("--print-completion", error)))
+            parser.exit(2, f"{parser.prog}: error: {missing('--print-completion', error)}\n")
         for action in _actions(parser):
             if action.type is Path:
                 action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]

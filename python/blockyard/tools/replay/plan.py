@@ -409,7 +409,7 @@ def make_plan(
 
 
 def _least_of(shortest: int, engine: EngineOptions) -> str:
-    """Return what the shortest request, which takes so many blocks of tokens, needs, in words."""
+    """Return what the shortest request, whose tokens fill `shortest` blocks, needs, in words."""
     if engine.hybrid is not None:
         return "too few for any request: beside its blocks, each has the windows and states of the model"
     return f"the shortest request needs {shortest}"
