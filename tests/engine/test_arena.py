@@ -10,6 +10,7 @@ from simulated_device import SimulatedStreams
 
 from blockyard import Arena, BlockManager, CacheEngine, CacheGroup, KVCache, KVLayout, StepExecutor
 from blockyard.errors import InvalidArgumentError, LayoutError, MappingError
+from blockyard.executor import ParallelExecutor
 from blockyard.layout import ArenaLayout, LayerField
 from blockyard.layout.model import LayerCache, ModelMemory
 
@@ -110,6 +111,18 @@ def test_layouts_differ_in_their_fingerprints_if_a_byte_lies_elsewhere():
 def manager_of(layout: ArenaLayout, device: int = 4096, host: int = 4096) -> BlockManager:
     arena = Arena(device_bytes=device, host_bytes=host)
     return BlockManager(block_size=layout.block_size, groups=layout.cache_groups, arena=arena)
+
+
+def test_pipeline_stages_of_several_page_classes_are_refused():
+    """Their blocks have other bytes, so one id would lie in different extents."""
+    more = [LayerField(layer, "state", (3, 5), "float32", is_state=True) for layer in (2, 3)]
+    stage = ArenaLayout((LAYOUT.groups[0], (CacheGroup.recurrent(), (STATE, *more))), block_size=4)
+    first, second, other = (
+        StepExecutor(CacheEngine(layout, manager=manager_of(layout))) for layout in (LAYOUT, LAYOUT, stage)
+    )
+    assert len(ParallelExecutor([first, second]).executors) == 2
+    with pytest.raises(InvalidArgumentError, match=r"32 and 32 of 128 bytes; 64 and 64 of 64 bytes on rank 0, "):
+        ParallelExecutor([first, other])
 
 
 def test_an_engine_takes_only_the_blocks_of_a_manager_that_fit_its_layout():

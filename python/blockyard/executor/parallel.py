@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
+from blockyard.engine.memory import Memory
 from blockyard.errors import BlockyardError, InvalidArgumentError, UnknownTicketError, WorkerError
 from blockyard.executor.executor import Executor, StepDone, StepExecutor, all_lost
 from blockyard.executor.remote import RemoteExecutor
@@ -35,15 +36,15 @@ class ParallelExecutor(Executor):
     everything in flight. All running decisions are then reported as completely lost.
 
     Args:
-        executors: one for each rank, rank 0 first. Each has an engine with the same numbers of blocks and, if there is
-            an external tier, its own store.
+        executors: one for each rank, rank 0 first. Each has an engine with the same numbers of blocks, of the same
+            bytes with several page classes, and, if there is an external tier, its own store.
 
     Attributes:
         executors: as given.
 
     Raises:
         InvalidArgumentError: there are no executors, one is given twice, or engines of this process differ in their
-            numbers of blocks.
+            numbers of blocks, or, with several page classes, in their bytes, as pipeline stages do.
         BlockyardError: an engine is closed.
 
     Example:
@@ -210,17 +211,24 @@ class ParallelExecutor(Executor):
 
 def _check(executors: Sequence[Executor]) -> None:
     """Check that there is one executor per rank, over engines of one size."""
-    sizes: dict[tuple[int, int], int] = {}
+    sizes: dict[str, int] = {}
     for rank, executor in enumerate(executors):
         if not isinstance(executor, Executor):
             raise InvalidArgumentError(f"executors[{rank}] is {executor!r:.100}, must be an Executor")
         if (first := next(at for at, other in enumerate(executors) if other is executor)) < rank:
             raise InvalidArgumentError(f"executors[{rank}] is executors[{first}], must be one for each rank")
         if isinstance(executor, StepExecutor):
-            sizes[executor.engine.num_blocks("device"), executor.engine.num_blocks("host")] = rank
+            sizes[_sizes(executor.engine.memories)] = rank
     if len(sizes) > 1:
-        found = ", ".join(f"{device} and {host} on rank {rank}" for (device, host), rank in sizes.items())
+        found = ", ".join(f"{size} on rank {rank}" for size, rank in sizes.items())
         raise InvalidArgumentError(f"the engines have different numbers of device and host blocks: {found}")
+
+
+def _sizes(memories: Sequence[Memory]) -> str:
+    """Describe what must be equal on all ranks. With several page classes, their bytes determine where an id lies."""
+    sizes = [f" of {memory.bytes_per_block} bytes" * (len(memories) > 1) for memory in memories]
+    counts = [f"{memory.num_blocks('device')} and {memory.num_blocks('host')}" for memory in memories]
+    return "; ".join(count + size for count, size in zip(counts, sizes, strict=True))
 
 
 def _is_remote(executor: Executor) -> bool:
