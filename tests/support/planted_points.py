@@ -326,6 +326,12 @@ FAULTS = {
         "needed.any(|i| self.is_null(table[i]))",
         "false",
     ),
+    "points hang on a window's blocks instead of a drafter's": (
+        "group.rs",
+        "copied().or(drafter).unwrap_or(0)",
+        "drafter",
+        "None",
+    ),
     "a sequence is cut back to where no state is kept": (
         "sequence/truncate.rs",
         "            self.keeps_draft(id, tokens)\n",

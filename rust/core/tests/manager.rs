@@ -410,7 +410,7 @@ impl World {
                 assert!(is_room || (self.has_pages() && asked > free));
                 assert_eq!(can, Ok(false));
             }
-            Err(Error::InvalidArgument { what: "width of the block tables", .. }) => assert!(array.is_some()),
+            Err(Error::InvalidArgument { what: "width of block_tables", .. }) => assert!(array.is_some()),
             Err(error) => assert!(wanted.is_err(), "{error}"),
         }
         done

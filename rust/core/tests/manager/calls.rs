@@ -274,11 +274,12 @@ fn end_jobs(manager: &mut Manager, loads: &[StoreJob], writes: &[StoreJob]) {
     }
 }
 
-/// The whole state of a manager, except scratch data that a call leaves behind.
+/// The whole state of a manager, except scratch data that a call leaves behind, and whether classes pack their blocks,
+/// as they do from an append on that failed for lack of an extent.
 pub(crate) fn dump(manager: &Manager) -> String {
     let text = format!("{manager:?}");
     let (mut kept, mut rest) = (String::with_capacity(text.len()), text.as_str());
-    let names = [" stamp: ", " epoch: ", " scratch: ", " work: "];
+    let names = [" stamp: ", " epoch: ", " scratch: ", " work: ", " packing: "];
     while let Some((at, name)) = names.iter().filter_map(|name| Some((rest.find(name)?, name))).min() {
         kept.push_str(&rest[..at]);
         rest = &rest[at + name.len()..];

@@ -27,7 +27,7 @@ pub(crate) const NINE: [Group; 9] = [
     Group::Chunked { chunk: 6 },
     WINDOW,
 ];
-const HYBRID: [&[Group]; 15] = [
+const HYBRID: [&[Group]; 16] = [
     &[FULL, WINDOW],
     &[FULL, STATE],
     &[WINDOW, STATE, FULL],
@@ -40,6 +40,7 @@ const HYBRID: [&[Group]; 15] = [
     &[FULL, WINDOW, NEAR_DRAFTER],
     &[WINDOW, Group::WindowedDrafter { window: 4 }, STATE],
     &[DRAFTER, Group::WindowedDrafter { window: 1 }],
+    &[WINDOW, Group::WindowedDrafter { window: 4 }],
     &NINE,
     &[FULL, Group::CrossAttention],
     &[Group::SlidingWindow { window: 9 }, Group::SlidingWindow { window: 4 }, Group::CrossAttention],

@@ -14,7 +14,7 @@ const RUNS: usize = 300;
 const OPS: usize = 100;
 
 /// Change it only when decisions are meant to change, or when the strategies change.
-const EXPECTED: &str = "0820934b5e22f9de1509fa20862c5c0ad6322e8554bd7a183f94a6c027ccee45";
+const EXPECTED: &str = "dfa1836c869e36b96344cd5719402d34d8105b3f30ba91e4ffd274aa0b0dd72f";
 
 /// Digest of all decisions of a run so far. The standard hash of a value does not depend on the names of its fields.
 #[derive(Default)]
