@@ -156,7 +156,7 @@ def test_completion_without_shtab_says_what_to_install() -> None:
     command = [sys.executable, "-c", program, "--print-completion", "bash"]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert ended.returncode == 2
-    assert '--print-completion needs shtab: pip install "blockyard[cli]";' in ended.stderr
+    assert '--print-completion needs shtab: pip install "blockyard[cli]"\n' in ended.stderr
 
 
 def test_the_page_has_every_command_exit_code_and_check(repo: Path) -> None:

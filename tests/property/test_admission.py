@@ -146,7 +146,8 @@ def test_with_lookahead_ok_means_that_the_draft_tokens_of_each_token_fit_too(mix
     fit = manager.can_allocate(mix.tokens(), chunk_tokens=mix.chunk, max_tokens=mix.answer, lookahead=drafts)
     note(f"prompt, answer and {drafts} drafts need {peak} blocks of {free}: {fit}")
     runs = mix.runs(manager, mix.tokens(), mix.answer)
-    assert runs == (free >= peak or (mix.has_points and runs))
+    # A point's blocks that a step leaves do not give way to its draft states: it may need that many more at once.
+    assert runs if free >= peak + (len(mix.groups) if mix.has_points else 0) else mix.has_points or not runs
     assert runs or not fit
     # The last chunk of the prompt counts with lookahead, too.
     assert fit or free < peak + drafts * len(mix.groups)

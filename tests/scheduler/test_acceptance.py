@@ -120,9 +120,9 @@ def test_a_row_does_not_accept_the_tokens_of_the_next_row():
 
 def test_what_follows_a_stop_token_is_dropped():
     engine = Engine(16, num_lookahead_tokens=3)
-    drawn = reference_tokens(Request("a", list(range(6)), 12))[0]
+    drawn = reference_tokens(Request("a", list(range(5)), 12))[0]
     assert len(set(drawn[:4])) == 4
-    request = engine.add("a", 6, 12, stop_token_ids=frozenset([drawn[2]]))
+    request = engine.add("a", 5, 12, stop_token_ids=frozenset([drawn[2]]))
     run(engine, [request], right=3)
     assert engine.done["a"] == (drawn[:3],)
 

@@ -159,7 +159,8 @@ class ArenaProgram:
         computes_first = self._timing.random() < 0.5
         if computes_first:
             self.memory.compute(step)
-        self.end(self._timing.randrange(4) if self._is_late else 0)
+        left = self._timing.randrange(4) if self._is_late else 0
+        self.end(0 if step.decision.swap_in else left)  # what it computes with may still be lost
         if not computes_first:
             self.memory.compute(step)
         for finished in self.scheduler.update(step, [self.random.randrange(5) for _ in range(step.num_draws)]):

@@ -455,7 +455,8 @@ class RedisStore(RemoteStore):
     def compare_size(self) -> None:
         """Log a warning if the server lists more blocks than this store may hold: its first puts will drop them."""
         with suppress(StoreError):
-            listed = sum(self._accepted([[b"ZCARD", lists.prefix + b"order"] for lists in self._lists]))
+            counts = self._accepted([[b"ZCARD", lists.prefix + b"order"] for lists in self._lists])
+            listed = sum(count or 0 for count in counts)  # a lost node of a cluster tells none
             if listed > self.num_slots:
                 fields = {"store": str(self), "blocks": listed}
                 _log.warning(
