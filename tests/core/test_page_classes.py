@@ -323,43 +323,6 @@ def growing(device: int = 4, most: int = 8, **options: int) -> BlockManager:
     return BlockManager(block_size=4, groups=[FULL, STATE], arena=arena, prefix_caching=True, watermark=0)
 
 
-def test_blocks_are_packed_after_a_lack_only_until_a_prompt_begins_beside_others() -> None:
-    """In a busy arena, packing would go on for ever, and drop what is cached in the extents that are in use."""
-    groups = [FULL.with_blocks(bytes=64), CacheGroup.sliding_window(4).with_blocks(bytes=960)]
-    for begins, kept in ((True, 36), (False, 0)):
-        owner = BlockManager(
-            block_size=4,
-            groups=groups,
-            arena=Arena(device_bytes=9600, extent_bytes=960),
-            prefix_caching=PrefixCaching(eviction="lru"),
-            watermark=0.0,
-        )
-
-        def run(prompt: list[int], owner: BlockManager = owner) -> int:
-            sequence = owner.allocate(prompt, chunk_tokens=4)
-            while True:
-                owner.complete(owner.take_decision().ticket)
-                owner.mark_computed([sequence])
-                if not (chunk := owner.next_chunk(sequence, 4)):
-                    return int(sequence)
-                owner.append([sequence], chunk)
-
-        cached = list(range(37))
-        owner.free([run(cached)])
-        running = [run([100]), run(list(range(200, 224))), run([300])]
-        fit = owner.can_append(running, [8, 8, 4])
-        assert not fit
-        assert fit.bytes <= fit.free_bytes
-        with pytest.raises(OutOfBlocksError, match="asked for 5 device blocks of page class 1, 4 of 9 are free"):
-            owner.append(running, [8, 8, 4])
-        if begins:
-            run(list(range(500, 524)))
-        else:
-            owner.append(running[:1], 4)
-        assert owner.prefix.lookup(cached).tokens == kept
-        owner.check()
-
-
 def test_an_arena_grows_up_to_its_maximum_and_keeps_what_it_has() -> None:
     owner = growing(device=4)
     sequence = owner.allocate(list(range(60)), chunk_tokens=64)

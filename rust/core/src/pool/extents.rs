@@ -4,10 +4,9 @@
 //! serves nobody goes; then its own cached blocks; then an extent of another class in which nothing is in use.
 //!
 //! So the blocks in use of a class can come to lie in all extents, while there are bytes for another class, but no extent.
-//! Once a sequence has failed for that, classes pack their blocks: until all have been released twice, or a prompt begins
-//! beside others, they take blocks in the extents that they use before others, and what is cached there goes. A sequence
-//! that starts again alone then never uses more extents than its blocks fill: that is what admission counts, see
-//! [`Pool::could_have`].
+//! Once a sequence has failed for that, classes pack their blocks: until all have been released twice, they take blocks in
+//! the extents that they use before others, and what is cached there goes. A sequence that starts again alone then never
+//! uses more extents than its blocks fill: that is what admission counts, see [`Pool::could_have`].
 //!
 //! Invariant: the blocks of an extent that a class does not own hold nothing and are in no set.
 
@@ -440,13 +439,6 @@ impl Pool {
         let has_bytes = self.bytes_of(wanted) <= self.available_bytes(PerClass::default(), true);
         if let (true, Some(extents)) = (has_bytes, self.extents.as_deref_mut()) {
             extents.pack(2);
-        }
-    }
-
-    /// Classes no longer pack their blocks: beside others, no sequence is promised the extents that its blocks fill.
-    pub(crate) fn stop_packing(&mut self) {
-        if let Some(extents) = self.extents.as_deref_mut() {
-            extents.packing = None;
         }
     }
 

@@ -153,11 +153,6 @@ impl Tiers {
         self.pools[0].note_lack(wanted);
     }
 
-    /// A sequence begins beside others; see [`Pool::stop_packing`].
-    pub(crate) fn stop_packing(&mut self) {
-        self.pools[0].stop_packing();
-    }
-
     /// Drops what is only cached on the device.
     pub(crate) fn drop_all_cached(&mut self) {
         self.at(Tier::Device, |pool| pool.evictable_blocks().into_iter().for_each(|block| pool.drop_cached(block)));

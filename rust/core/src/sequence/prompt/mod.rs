@@ -348,9 +348,7 @@ impl Sequences {
             prompts.iter().zip(&matches).map(|(prompt, found)| self.passed(step.view(), prompt, found, chunk)),
         )?;
         // Else its blocks would give way to cached ones with the same keys. What was found stays: without it, one may not fit.
-        if !self.begins_packed(step.view()) {
-            step.tiers.stop_packing();
-        } else if matches.iter().all(|found| found.hits == 0) {
+        if self.begins_packed(step.view()) && matches.iter().all(|found| found.hits == 0) {
             step.tiers.drop_all_cached();
         }
         for found in &matches {
