@@ -1,4 +1,4 @@
-"""T5 over blocks: what its decoder keeps of its own tokens and of the encoder's comes back from host and store.
+"""T5 over blocks: the entries of its decoder and of its encoder come back from host and store.
 
 transformers 5.24, in float64.
 """

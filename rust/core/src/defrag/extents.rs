@@ -155,7 +155,7 @@ fn moving(tracker: &Tracker, device: &Pool) -> (PerClass, HashMap<usize, usize>)
 
 /// Takes blocks of a class, to be filled, that lie in some extents, or anywhere, and that nothing reads. Other blocks that are taken on
 /// the way are free afterwards. If the host gets copies of what is evicted, these are read first: a later call finds them,
-/// and more would be evicted for nothing now.
+/// and evicting more now would gain nothing.
 fn take_in(step: &mut OpenStep<'_>, class: usize, count: usize, extents: Option<&HashSet<usize>>) -> Vec<BlockId> {
     let (mut targets, mut others, mut taken) = (Vec::with_capacity(count), Vec::new(), Vec::new());
     while targets.len() < count {
