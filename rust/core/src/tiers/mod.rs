@@ -416,9 +416,9 @@ impl Tiers {
         key: impl Fn(usize) -> Key,
         publication: impl Fn(usize) -> Option<Publication>,
     ) {
+        self.assign_to_tenant(anchor, blocks);
         if !self.names_keyless() {
             self.pools[0].add_keyless_all(blocks);
-            self.assign_to_tenant(anchor, blocks);
             return;
         }
         let before = self.device().key(anchor).map_or(0, |key| key.link());
@@ -431,7 +431,6 @@ impl Tiers {
                 self.note_keyless(key(at), publication(at));
             }
         }
-        self.assign_to_tenant(anchor, blocks);
     }
 
     /// Whether anything asks for the keys of blocks that are found with others: host, store or events.
@@ -439,12 +438,15 @@ impl Tiers {
         self.keeps_host_copies() || self.write_queue.is_some() || self.events.is_some()
     }
 
-    /// Assigns blocks to the tenant of the one that they hang on.
+    /// Assigns blocks to the tenant of the one that they hang on. Those that already hang on another one stay with its
+    /// tenant: what was published before a tenant had a quota does not count, and may be kept for longer.
     fn assign_to_tenant(&mut self, anchor: BlockId, blocks: &[BlockId]) {
         if self.num_tenants() > 0 {
             let tenant = self.device().tenant(anchor);
             for &block in blocks {
-                self.pools[0].assign(block, tenant);
+                if !self.device().is_keyless(block) {
+                    self.pools[0].assign(block, tenant);
+                }
             }
         }
     }
