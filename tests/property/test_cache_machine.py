@@ -193,6 +193,37 @@ LATE_DEATH = (
 )
 
 
+def test_what_was_cached_before_a_quota_does_not_count_once_a_later_point_needs_it_too():
+    """A window's block stayed with the point before the quota, and counted for the tenant of the one after it."""
+    config = Config(
+        device=24,
+        most=24,
+        host=24,
+        external=7,
+        store="second_use",
+        groups="full window",
+        reuse="lru",
+        staging=6,
+        chunk=1,
+        scheduler=True,
+        max_pinned=0.9,
+        lookahead=3,
+        max_recorded=25,
+        scraped=True,
+        outstanding=4,
+        room=6,
+    )
+    ops = (
+        Op("allocate", 20722, 49696, 0, 42697, 541240476),
+        Op("swap", c=35764, seed=191156105),
+        Op("quota", b=20288, seed=624633258),
+        Op("load", 21143, 473, 2701, seed=1054383870),
+        Op("append", c=8822, seed=461136310),
+        Op("free", seed=200349766),
+    )
+    assert failure(Program(config, ops)) is None
+
+
 def test_what_hangs_on_a_block_that_dies_late_goes_if_its_tenant_is_beyond_its_quota():
     """It was looked for only while the block was still in use, and stayed for good."""
     config = Config(
