@@ -264,7 +264,8 @@ impl Outside {
     /// Replaces a block by another of its class.
     pub(super) fn rename(&mut self, from: BlockId, to: BlockId) {
         let was_idle = self.remove_idle(from);
-        if let Some(owner) = self.owners.tenants.get_mut(from.index()).map(std::mem::take) {
+        if !self.owners.tenants.is_empty() {
+            let owner = self.owners.tenants.get_mut(from.index()).map_or(0, std::mem::take);
             self.assign(to, owner);
         }
         if was_idle {
@@ -308,7 +309,17 @@ impl PrefixCache {
 
     /// Checks how many blocks of each tenant are not in the policy's order.
     pub(super) fn check_idle(&self) -> Option<String> {
-        self.points().and_then(|points| points.outside.check_owners())
+        let outside = &self.points()?.outside;
+        let owner = |block: BlockId| outside.owners.tenants.get(block.index()).copied().unwrap_or(0);
+        let wrong = |block: &BlockId| owner(*block) != self.tenant(*block);
+        outside.check_owners().or_else(|| {
+            let block = outside.idle.iter().flat_map(BlockSet::iter).find(wrong)?;
+            Some(format!(
+                "idle block {block} is of tenant {}, and of {} outside the order",
+                self.tenant(block),
+                owner(block)
+            ))
+        })
     }
 
     /// Takes a block out that is evictable, and not in the policy's order.
@@ -356,5 +367,20 @@ impl PrefixCache {
     /// Whether a block is evictable, and not in the policy's order.
     pub(super) fn is_outside(&self, block: BlockId) -> bool {
         self.points.as_deref().is_some_and(|points| points.outside.contains(block))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_of_no_tenant_brings_none_where_another_tenants_block_was() {
+        let mut outside = Outside::new(4, Classes::new(&[4]));
+        outside.owners.weights = [1; MAX_CLASSES];
+        outside.assign(BlockId(1), 1);
+        outside.insert_idle(BlockId(3));
+        outside.rename(BlockId(3), BlockId(1));
+        assert_eq!((outside.is_idle(BlockId(1)), outside.idle_of(1)), (true, 0));
     }
 }
