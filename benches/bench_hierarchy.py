@@ -19,10 +19,10 @@ and more requests always wait. The bytes of each prompt are compared with its to
 It prints all rows, then fails if one misses a goal. Without options it serves a selection in minutes. `--all` serves,
 beside it, cases in which each pair of two values occurs; all 450 combinations would take a day. Other options replace
 values of one case: 2,000 device blocks, twice as many on the host, 8,192 tokens, all workloads and policies.
-`--manager` leaves out the bytes: transfers land at once. So does `--model`, for models with windows or states: each
-cache group has as many blocks, or their bytes in the first group's blocks, and hits of the host are not told apart. A
-workload is left out if its trace is not in the folder that BLOCKYARD_TRACES names (../shared/traces). With
-BENCH_JSON=FILE it also adds the worst figures to the flat JSON object in FILE.
+`--manager` leaves out the bytes: transfers land at once. So does `--model` without `--store`, for models with windows
+or states: each cache group has as many blocks, or their bytes in the first group's blocks, and hits of the host are not
+told apart. A workload is left out if its trace is not in the folder that BLOCKYARD_TRACES names, or in
+../shared/traces. With BENCH_JSON=FILE it also adds the worst figures to the flat JSON object in FILE.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ SELECTION: tuple[dict[str, tuple[Any, ...]], ...] = (
     {"tokens": (512,), "policy": ("lru",)},
     {"device": (20_000,), "tokens": (16_384,), "policy": ("lru",)},
     {"workload": ("loop", "zipf", "chat"), "store": (True,)},
+    {"workload": ("agents",), "model": ("gpt-oss", "qwen3.5"), "device": (200,), "host": (4.0,), "policy": ("lru",)}
+    | {"tokens": (1024,), "store": (True,)},
 )
 """What the cases of minutes have instead of the values of MAIN."""
 
@@ -175,10 +177,10 @@ def measure(case: Case) -> Row:
     slots = trace.num_distinct * 5 // 4 if case.store else 0
     groups = MODELS[case.model]
     limits: dict[str, Any] = {"policy": case.policy, "tokens": case.tokens, "users": case.users, "groups": groups}
-    pool = Server(trace, blocks * len(groups) + slots, 0, has_bytes=False, **limits)
+    pool = Server(trace, (blocks + slots) * len(groups), 0, has_bytes=False, **limits)
     pool.serve()
     with tempfile.TemporaryDirectory() as folder:
-        url = f"file://{folder}/kv?size={slots * SLOT}" if case.store else None
+        url = f"file://{folder}/kv?size={slots * len(groups) * SLOT}" if case.store else None
         sizes = case.device * len(groups), case.host_blocks * len(groups)
         tiers = Server(trace, *sizes, url=url, has_bytes=not case.manager, **limits)
         with nullcontext() if tiers.cache is None else tiers.cache:
@@ -189,7 +191,9 @@ def measure(case: Case) -> Row:
             figures = {"ratio": stats.hit_blocks / best, "findable": tiers.findable()}
             figures |= {"waits": bus.waited / bus.computed, "loads": bus.loaded / bus.computed}
             if tiers.cache is not None and tiers.cache.prefix_store is not None:
-                figures["used"] = tiers.used / max(1, tiers.cache.prefix_store.stats().hit_blocks)
+                # The store also counts the blocks of windows and states.
+                loaded = tiers.cache.prefix_store.stats().hit_blocks if len(groups) == 1 else tiers.loaded
+                figures["used"] = tiers.used / max(1, loaded)
     on_host = stats.loaded_blocks if len(groups) == 1 else 0
     hits = (stats.hit_blocks - on_host, on_host, best)
     return Row(case, *hits, figures, time.perf_counter() - begin)
@@ -232,8 +236,10 @@ def chosen_cases() -> tuple[list[Case], int | None]:
     found = [case for part in parts for case in combined(part)]
     if chosen.all:
         add_pairs(found, combined(EVERY | given))
-    if chosen.manager or chosen.model:
+    if chosen.manager:
         found = [replace(case, manager=True) for case in found if not case.store]
+    elif chosen.model:
+        found = [replace(case, manager=not case.store) for case in found]
     return found, chosen.jobs
 
 

@@ -45,7 +45,8 @@ class Server:
     Attributes:
         manager: the manager.
         cache: the cache; None without bytes.
-        used: number of blocks that were loaded from the store for a request, and then used by it.
+        loaded: number of blocks of tokens that were loaded from the store for a request.
+        used: how many of them it then used.
         bus: what its steps wait for.
     """
 
@@ -71,16 +72,18 @@ class Server:
         self._trace, self._most = trace, users + WAITING
         self._held: dict[bytes, int] = {}  # a bit for each tier that holds the key
         self._fetches: dict[int, list[tuple[int, Prefetch]]] = {}  # of waiting requests, each with the blocks before it
-        self.used, self.bus = 0, Bus(*(group.block_bytes for group in groups if group.block_bytes))
+        self.loaded = self.used = 0
+        self.bus = Bus(*(group.block_bytes for group in groups if group.block_bytes))
         self.cache: KVCache | None = None
         if has_bytes:
             if url is not None:
                 options |= {"prefix_store": url, "namespace": b"hierarchy", "prefetch_timeout_base": 600}
-            self.cache = KVCache(LAYOUT, **options)
+            self.cache = KVCache(LAYOUT, groups=groups, **options)
             self.manager, (tensor,) = self.cache.manager, self.cache.engine.tensors
             self._memory = tensor.numpy().view(np.int32).reshape(2, -1)
         else:
             self.manager = BlockManager(block_size=SIZE, groups=list(groups), **options)
+        self._groups = groups
         self._store = None if self.cache is None else self.cache.prefix_store
         self._scheduler = Scheduler(
             self.cache or self.manager,
@@ -143,15 +146,23 @@ class Server:
         return fetch
 
     def _compute(self, step: Step) -> None:
-        """Write the tokens as bytes; compare those of whole prompts, hits included. Count the loads that are used."""
+        """Write the tokens as bytes; compare those of whole prompts, hits included. Count the loads that are used.
+
+        Bytes of states are written but not compared.
+        """
         self._memory[:, step.slot_mapping] = step.token_ids
+        tables = step.block_tables.reshape(len(self._groups), len(step.handles), -1)
         for row in range(step.decodes, step.samples):
             tokens = step.all_token_ids(row)[::SIZE]
-            blocks = step.block_tables[row, : len(tokens)].astype(np.int64)
-            assert np.array_equal(self._memory[0, blocks * SIZE], tokens), f"wrong bytes of {step.owner(row)}"
+            for group, blocks in zip(self._groups, tables[:, row, : len(tokens)], strict=True):
+                if group.kind != "recurrent":
+                    kept = np.arange(len(blocks)) if group.window is None else np.flatnonzero(blocks)
+                    first = self._memory[0, blocks[kept].astype(np.int64) * SIZE]
+                    assert np.array_equal(first, tokens[kept]), f"wrong bytes of {step.owner(row)}"
         for row in range(step.decodes, step.rows):
             if fetches := self._fetches.pop(int(step.owner(row)[0]), []):
                 loaded = sum(fetch.tokens for _, fetch in fetches) // SIZE
+                self.loaded += loaded
                 self.used += min(loaded, max(0, int(step.start[row]) // SIZE - fetches[0][0]))
 
     def _take_events(self) -> None:
