@@ -79,6 +79,23 @@ def test_a_configuration_of_vllm_is_checked_with_its_store_and_shared_memory(che
     assert statuses(checked(multi)) == [(name, "ok") for name in without]
 
 
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        (config(SPEC | {"policy": "fifo", "blocks_per_chunk": 1.5}), ["policy", "blocks_per_chunk"]),
+        (config(SPEC | {"host_bytes": "many", "policy": "fifo"}), ["host_bytes", "policy"]),
+        (ours(SPEC | {"policy": "fifo"}, kv_role="kv_all"), ["kv_role", "policy"]),
+        (
+            config(TIERING | {"store_threshold": -1, "cpu_bytes_to_use": 0, "secondary_tiers": [MEMORY | {"sise": 1}]}),
+            ["sise", "cpu_bytes_to_use", "store_threshold"],
+        ),
+    ],
+)
+def test_several_wrong_options_are_named_at_once(given: Any, names: list[str], checked: Any):
+    said = next(check.found for check in checked(given) if check.name == "engine_options")
+    assert [name for name in names if name in said] == names
+
+
 def test_what_a_plan_prints_is_accepted(checked: Any, tmp_path: Path):
     rows = [TraceRequest(float(at), 33, 2, (at % 3, 5), 16.0) for at in range(6)]
     engine = EngineOptions(device_blocks=20, bytes_per_block=1 << 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
@@ -98,12 +99,18 @@ class EngineConfig:
         self.folders: list[str] = []
         self.host_bytes = self.shared_bytes = 0
 
-    def _note(self, check: Callable[[dict[str, Any]], None], given: Any) -> None:
-        """Call a check, and keep what it refuses."""
-        try:
-            check(given)
-        except BlockyardError as error:
-            self.wrong.append(str(error))
+    def _note(self, check: Callable[[dict[str, Any]], None], given: Mapping[str, Any]) -> None:
+        """Call a check, and keep what it refuses; call it again without the options that it names, for other faults."""
+        left, named = dict(given), set[str]()
+        while (said := _refusal(check, left)) is not None:
+            words = set(re.findall(r"\w+", said))
+            if words & named:
+                return  # it misses one of those
+            self.wrong.append(said)
+            named |= words & set(left)
+            if not words & named:
+                return
+            left = {name: value for name, value in left.items() if name not in named}
 
     def _is_ours(self, place: ClassPlace, given: Mapping[str, Any]) -> bool:
         """Whether a configuration means a class of ours; what is wrong with its name or module is kept."""
@@ -289,6 +296,15 @@ class LMCacheConfig(EngineConfig):
         )
 
 
+def _refusal(check: Callable[[dict[str, Any]], None], given: dict[str, Any]) -> str | None:
+    """Return why a check refuses options; None if it takes them."""
+    try:
+        check(given)
+    except BlockyardError as error:
+        return str(error)
+    return None
+
+
 def _check_fields(config: Mapping[str, Any]) -> None:
     """Check the names and values that vLLM reads itself, as it does; without vLLM, names and role."""
     try:
@@ -322,6 +338,7 @@ def _why_all_blocks(extra: Mapping[str, Any]) -> str:
 
 def _check_numbers(extra: Mapping[str, Any]) -> None:
     """Check the numbers of vLLM's own specs, which read no units."""
+    wrong = []
     for name, least, default in (("cpu_bytes_to_use", 1, 0), ("store_threshold", 0, 0), ("max_tracker_size", 1, 1)):
         value = extra.get(name, default)
         try:
@@ -329,7 +346,9 @@ def _check_numbers(extra: Mapping[str, Any]) -> None:
         except (TypeError, ValueError, OverflowError):
             is_right = False
         if not is_right:
-            raise InvalidArgumentError(f"{name} is {value!r:.100}, must be a whole number from {least}, without a unit")
+            wrong.append(f"{name} is {value!r:.100}, must be a whole number from {least}, without a unit")
+    if wrong:
+        raise InvalidArgumentError("; ".join(wrong))
 
 
 def _check_linker(config: Mapping[str, Any]) -> None:
