@@ -266,6 +266,13 @@ def test_after_an_interrupt_before_an_answer_the_worker_is_not_used_any_more():
             remote.poll()
 
 
+def test_a_worker_with_other_numbers_of_blocks_is_refused():
+    engine = CacheEngine(LAYOUT, device_blocks=5, host_blocks=7)
+    said = r"different numbers of device and host blocks: 8 and 8 on rank 0, 5 and 7 on rank 1"
+    with worker(StepExecutor(engine)) as remote, pytest.raises(InvalidArgumentError, match=said):
+        ParallelExecutor([own_executor(), remote])
+
+
 def test_ranks_are_named_where_there_are_none():
     with pytest.raises(InvalidArgumentError, match="executors is empty, must have one for each rank"):
         ParallelExecutor([])

@@ -577,6 +577,19 @@ class StepExecutor(Executor):
         return cut(self._tiers, decision, named, fence, self._chunk_bytes, by_layer=by_layer)
 
 
+def engine_sizes(executor: Executor) -> str:
+    """Describe what must be equal on all ranks; empty for an executor of another kind.
+
+    With several page classes, the bytes of their blocks determine where an id lies.
+    """
+    if not isinstance(executor, StepExecutor):
+        return ""
+    memories = executor.engine.memories
+    sizes = [f" of {memory.bytes_per_block} bytes" * (len(memories) > 1) for memory in memories]
+    counts = [f"{memory.num_blocks('device')} and {memory.num_blocks('host')}" for memory in memories]
+    return "; ".join(count + size for count, size in zip(counts, sizes, strict=True))
+
+
 def _slots(engine: CacheEngine, store: CheckedStore) -> StoreSlots:
     try:
         return StoreSlots(engine, store)

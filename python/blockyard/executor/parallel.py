@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Pairs, StepDecision
-from blockyard.engine.memory import Memory
 from blockyard.errors import BlockyardError, InvalidArgumentError, UnknownTicketError, WorkerError
-from blockyard.executor.executor import Executor, StepDone, StepExecutor, all_lost
+from blockyard.executor.executor import Executor, StepDone, all_lost, engine_sizes
 from blockyard.executor.remote import RemoteExecutor
 
 __all__ = ["ParallelExecutor"]
@@ -43,9 +42,10 @@ class ParallelExecutor(Executor):
         executors: as given.
 
     Raises:
-        InvalidArgumentError: there are no executors, one is given twice, or engines of this process differ in their
-            numbers of blocks, or, with several page classes, in their bytes, as pipeline stages do.
+        InvalidArgumentError: there are no executors, one is given twice, or engines differ in their numbers of blocks,
+            or, with several page classes, in their bytes, as pipeline stages do.
         BlockyardError: an engine is closed.
+        WorkerError: a worker does not tell its sizes.
 
     Example:
         >>> import numpy as np
@@ -211,24 +211,21 @@ class ParallelExecutor(Executor):
 
 def _check(executors: Sequence[Executor]) -> None:
     """Check that there is one executor per rank, over engines of one size."""
-    sizes: dict[str, int] = {}
     for rank, executor in enumerate(executors):
         if not isinstance(executor, Executor):
             raise InvalidArgumentError(f"executors[{rank}] is {executor!r:.100}, must be an Executor")
         if (first := next(at for at, other in enumerate(executors) if other is executor)) < rank:
             raise InvalidArgumentError(f"executors[{rank}] is executors[{first}], must be one for each rank")
-        if isinstance(executor, StepExecutor):
-            sizes[_sizes(executor.engine.memories)] = rank
+    if len(executors) == 1:
+        return
+    asked = [executor.begin("sizes") if isinstance(executor, RemoteExecutor) else None for executor in executors]
+    sizes: dict[str, int] = {}
+    for rank, (executor, answer) in enumerate(zip(executors, asked, strict=True)):
+        sizes[engine_sizes(executor) if answer is None else answer()] = rank
+    sizes.pop("", None)  # an executor of another kind
     if len(sizes) > 1:
         found = ", ".join(f"{size} on rank {rank}" for size, rank in sizes.items())
         raise InvalidArgumentError(f"the engines have different numbers of device and host blocks: {found}")
-
-
-def _sizes(memories: Sequence[Memory]) -> str:
-    """Describe what must be equal on all ranks. With several page classes, their bytes determine where an id lies."""
-    sizes = [f" of {memory.bytes_per_block} bytes" * (len(memories) > 1) for memory in memories]
-    counts = [f"{memory.num_blocks('device')} and {memory.num_blocks('host')}" for memory in memories]
-    return "; ".join(count + size for count, size in zip(counts, sizes, strict=True))
 
 
 def _is_remote(executor: Executor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 from blockyard._core import Pairs, StepDecision
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError, WorkerError
-from blockyard.executor.executor import Executor, StepDone, all_lost
+from blockyard.executor.executor import Executor, StepDone, all_lost, engine_sizes
 from blockyard.workers import Process
 
 __all__ = ["ANSWER_SECONDS", "RemoteExecutor", "serve_executor"]
@@ -21,7 +21,7 @@ __all__ = ["ANSWER_SECONDS", "RemoteExecutor", "serve_executor"]
 ANSWER_SECONDS: Final = 120.0
 """How long a worker may take to answer; longer than its store's deadlines."""
 
-_CALLS: Final = frozenset({"lost", "is_awaited", "poll", "collect", "wait", "give_up_all"})
+_CALLS: Final = frozenset({"lost", "is_awaited", "poll", "collect", "wait", "give_up_all", "sizes"})
 
 
 class RemoteExecutor(Executor):
@@ -99,7 +99,7 @@ class RemoteExecutor(Executor):
         """Send a request now and read the answer later, so that several workers run concurrently.
 
         Args:
-            name: a method of this class that returns a result.
+            name: a method of this class that returns a result, or "sizes": the `engine_sizes` of the worker.
             arguments: its arguments.
 
         Returns:
@@ -220,6 +220,8 @@ class _Worker:
         refused = self._refused
         if name == "give_up_all":
             return self._executor.give_up_all()
+        if name == "sizes":
+            return engine_sizes(self._executor)
         if name in {"poll", "collect"}:
             self._refused = {}
             return [*refused.values(), *getattr(self._executor, name)(*arguments)]
