@@ -13,7 +13,7 @@ the blocks. `docs/operate/metrics.md` lists the metrics.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf, nan
 from typing import Any, Final, TypeAlias
@@ -22,7 +22,7 @@ from blockyard._core import BlockManager
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.offload import OffloadManager
 from blockyard.scheduler import Scheduler
-from blockyard.stores import ExternalStore
+from blockyard.stores import ExternalStore, StoreStats
 from blockyard.types import Histogram
 from blockyard.workers import missing
 
@@ -168,7 +168,11 @@ _PREFIX_STORE_COUNTERS: Final = (
     _one("prefix_store_forgets", "Calls of forget, as for new weights.", "forgets"),
 )
 _STORE_GAUGES: Final = (
-    _Spec("store_up", "1 if a store responds, 0 if its breaker rejects all batches.", lambda stats: not stats.is_down),
+    _Spec(
+        "store_up",
+        "1 if a store answers; 0 if its breaker refuses all batches, or if it only failed since the last scrape.",
+        lambda stats: not stats.is_down,
+    ),
     _one("store_cached_blocks", "Readable blocks in a store.", "cached_blocks"),
     _one("store_pending_bytes", "Bytes of blocks in flight and of uncollected results.", "pending_bytes"),
     _one("store_errors_in_a_row", "Errors of a store since its last successful operation.", "errors_in_a_row"),
@@ -219,6 +223,7 @@ class Collector:
         self._tenants = dict(tenants or {})
         self._objects: dict[str, Any] = {}
         self._stores: dict[str, ExternalStore] = {}
+        self._errors: dict[str, int] = {}  # of each store at the last scrape
         self._seconds: dict[str, dict[str, Histogram]] = {}
         for source in sources:
             self._add(source)
@@ -240,7 +245,7 @@ class Collector:
             yield from self._counters(_OFFLOAD_COUNTERS, {"": offload})
         if self._seconds:
             yield self._of_transfers()
-        by_store = {name: store.stats() for name, store in self._stores.items()}
+        by_store = {name: self._since_scrape(name, store.stats()) for name, store in self._stores.items()}
         if (prefix_store := self._objects.get("prefix store")) is not None:
             yield from self._of_prefix_store(prefix_store)
         if self._tenants:
@@ -248,6 +253,11 @@ class Collector:
         if by_store:
             yield from self._gauges(_STORE_GAUGES, by_store)
             yield from self._counters(_STORE_COUNTERS, by_store)
+
+    def _since_scrape(self, name: str, stats: StoreStats) -> StoreStats:
+        """Count a store as down that only failed since the last scrape."""
+        before, self._errors[name] = self._errors.get(name, 0), stats.errors
+        return replace(stats, is_down=stats.fails_since(before))
 
     def _add(self, source: object) -> None:
         match source:

@@ -232,6 +232,24 @@ def test_a_store_that_returns_damage_or_does_not_answer_shows(cache: KVCache, mo
     assert asked == 2, "a store that is down is not asked"
 
 
+def test_a_store_that_only_fails_since_the_last_scrape_is_down(cache: KVCache, monkeypatch: pytest.MonkeyPatch):
+    """As when nothing listens on the port: each call fails at once, which the breaker does not count as no answer."""
+    scrapes = iter([(0, 0), (9, 9), (12, 12), (12, 12), (13, 1), (13, 0), (14, 0)])
+
+    class Failing:
+        @staticmethod
+        def stats() -> StoreStats:
+            errors, in_a_row = next(scrapes)
+            return StoreStats(errors=errors, errors_in_a_row=in_a_row)
+
+    registry = CollectorRegistry()
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.prefix_store, "store", Failing())
+        registry.register(Collector(cache))
+    found = [registry.get_sample_value("blockyard_store_up", {"store": "prefix"}) for _ in range(7)]
+    assert found == [1, 0, 0, 1, 0, 1, 1], "an error that is followed by none says nothing of the present"
+
+
 def test_the_alerts_ask_for_metrics_that_there_are():
     text = (MONITORING / "alerts.yaml").read_text(encoding="utf-8")
     ours, _, vllms = text.partition("- name: blockyard-vllm\n")

@@ -183,10 +183,8 @@ class ExternalTier:
         if now >= self._health[0]:
             stats = self._store.stats()
             damaged = sum(count for reason, count in stats.misses.items() if is_damage(reason))
-            # An old error says nothing of the present: a store that fails still counts more, at least of its probes.
-            is_failing = bool(stats.errors_in_a_row) and stats.errors != self._errors
+            is_up = not stats.fails_since(self._errors) and self._has_forgotten
             self._errors = stats.errors
-            is_up = not stats.is_down and not is_failing and self._has_forgotten
             self._health = (now + 1.0, is_up, damaged)
         return self._health[1:]
 
