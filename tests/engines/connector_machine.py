@@ -514,7 +514,7 @@ def main() -> None:
         world = World(layers, seed, Path(folder), in_flight)
         world.run(steps)
         world.close()
-    print("RESULT", json.dumps(world.counts + counts))
+    print("RESULT", json.dumps(dict(counts) | dict(world.counts)))
 
 
 if __name__ == "__main__":
