@@ -76,6 +76,9 @@ def test_a_server_with_less_memory_or_fewer_rights_than_a_store_needs_is_named(t
             "ok",
             "the server has no limit (maxmemory) for 100 MiB, policy noeviction",
         )
+        _, room = setup_checks.check_store(url.replace("100MiB", "900TiB"))
+        assert (room.status, "for 900 TiB, policy noeviction, on a machine of" in room.found) == ("warn", True)
+        assert "name a smaller size" in room.advice
         client.config_set("maxmemory", 50 << 20)
         _, room = setup_checks.check_store(url)
         assert room.status == "warn"

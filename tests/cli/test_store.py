@@ -193,10 +193,20 @@ def test_a_text_that_others_may_have_written_harms_nothing(
     assert report["groups"][0]["parts"] in ({}, {"model": "a?[2J"})
 
 
+def test_the_stores_in_the_folders_of_a_directory_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """As adapters make them in a `root_dir`: LMCache's in `lmcache`, SGLang's by rank."""
+    with opened(f"file://{tmp_path}/a b?size=1MiB", TINY) as store:
+        put(store, 1)
+    code, error = run(capsys, f"file://{tmp_path}", "ls")
+    assert (code, f"there is no store in {tmp_path}: look into file://{tmp_path}/a%20b" in error) == (1, True)
+    code, report = run(capsys, f"file://{tmp_path}/a%20b", "stat")
+    assert (code, report["blocks"]) == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["file:///nowhere", "ls"], "cannot open"),
+        (["file:///nowhere", "ls"], "there is no store in /nowhere"),
         (["local:///nowhere", "ls"], "there is no store in this directory"),
         (["redis://user:hidden@127.0.0.1:1", "ls"], "'redis://***@127.0.0.1:1'"),
     ],

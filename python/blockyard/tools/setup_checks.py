@@ -181,12 +181,16 @@ def _check_room(url: str, size: int) -> Iterator[Check]:
     elif url.partition(":")[0] in _SERVERS:  # nodes of a cluster differ
         facts = Servers(read_redis_url(url)).info()
         most, policy = int(facts.get("maxmemory", 0)), facts.get("maxmemory_policy", "unknown")
+        machine = int(facts.get("total_system_memory", 0))
         has = size_text(most) if most else "no limit (maxmemory)"
         found = f"the server has {has} for {size_text(size)}, policy {policy}"
         rounds_up = str(facts.get("mem_allocator", "")).startswith("jemalloc")
         wanted = size * 5 // 4 if rounds_up else size
         why = f", a quarter more than size: its {facts.get('mem_allocator')} rounds values up" if rounds_up else ""
         advice = f"set maxmemory to {size_text(wanted)} plus 550 bytes per block{why}" if 0 < most < wanted else ""
+        if 0 < machine < wanted:
+            found += f", on a machine of {size_text(machine)}"
+            advice = f"name a smaller size: the server would need {size_text(wanted)} plus 550 bytes per block{why}"
         yield Check("store_room", "warn" if advice else "ok", found, advice)
 
 

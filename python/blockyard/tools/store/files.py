@@ -7,10 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from blockyard._core import read_slab, wipe_slab
+from blockyard.errors import StoreError
 from blockyard.stores.file import read_url, text_name
 from blockyard.tools.store.contents import DIGITS, Contents, DamagedBlock, StoredPage, read_text
 from blockyard.types import SlabContents
@@ -18,6 +20,7 @@ from blockyard.types import SlabContents
 __all__ = ["Slabs", "open_url"]
 
 _HEADER_BYTES = 4096
+_SLAB = "blockyard-prefix.slab"
 
 
 class Slabs(Contents):
@@ -64,8 +67,18 @@ class Slabs(Contents):
 
 
 def open_url(url: str, *, payloads: bool) -> Slabs:
-    """Look into a file store."""
-    return Slabs(read_url(url).directories, payloads=payloads)
+    """Look into a file store.
+
+    Raises:
+        StoreError: a directory has no store. Those in its folders are named: adapters create one for each rank or use.
+    """
+    found = read_url(url).directories
+    for directory in map(Path, found):
+        if not directory.joinpath(_SLAB).exists():
+            inner = sorted(path.parent for path in directory.glob(f"*/{_SLAB}"))
+            those = f": look into {', '.join(f'file://{quote(str(path))}' for path in inner)}" if inner else ""
+            raise StoreError(f"there is no store in {directory}{those}")
+    return Slabs(found, payloads=payloads)
 
 
 def _pages_of(directory: str, found: SlabContents) -> Iterator[StoredPage]:

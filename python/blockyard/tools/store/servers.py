@@ -45,7 +45,10 @@ for i, name in ipairs(ARGV) do
 end
 return found
 """
-_FACTS: Final = ("redis_version", "valkey_version", "used_memory", "maxmemory", "maxmemory_policy", "mem_allocator")
+_FACTS: Final = (
+    *("redis_version", "valkey_version", "used_memory", "maxmemory", "maxmemory_policy"),
+    *("mem_allocator", "total_system_memory"),
+)
 
 
 class _Place(NamedTuple):
