@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from prompts import allocate_prompts
 
-from blockyard import BlockManager
+from blockyard import BlockManager, CacheGroup
 from blockyard.errors import InvalidArgumentError, SequenceStateError, UnknownSequenceError
 from blockyard.testing import ReferenceManager
 
@@ -186,3 +186,18 @@ def test_speculative_decoding_in_step_leaves_the_manager_exact():
         manager.mark_computed([handle])
         manager.check()
     assert manager.prefix.lookup([*tokens, 0]).tokens == len(tokens) // BLOCK * BLOCK
+
+
+def test_the_lengths_that_a_window_still_allows_are_named():
+    groups = [CacheGroup.full_attention(), CacheGroup.sliding_window(4)]
+    manager = BlockManager(block_size=4, device_blocks=32, groups=groups)
+    sequence = manager.allocate(list(range(14)))
+    manager.complete(manager.take_decision().ticket)
+    manager.mark_computed(sequence)
+    manager.append(sequence)  # which frees the blocks that the window has left
+    manager.complete(manager.take_decision().ticket)
+    manager.truncate(sequence, 14)
+    with pytest.raises(InvalidArgumentError, match=r"num_tokens is 10, must be 11 to 14: cache group 1 of sequence"):
+        manager.truncate(sequence, 10)
+    manager.truncate(sequence, 11)
+    manager.check()

@@ -57,16 +57,18 @@ impl Sequences {
     fn refuse_gone(&self, id @ TableId { sequence, group: number }: TableId, tokens: u32) -> Result<()> {
         let (row, table) = (self.rows.at(sequence), &self.rows.table(id).table);
         let group = self.groups.get(number);
-        let mut needed = group.needs(tokens, self.groups.tokens(number));
-        let has_all = if group == Group::Recurrent && tokens != row.len {
-            self.keeps_draft(id, tokens)
-        } else {
-            !needed.any(|i| self.is_null(table[i]))
+        let has_all = |tokens: u32| {
+            if group == Group::Recurrent && tokens != row.len {
+                return self.keeps_draft(id, tokens);
+            }
+            !group.needs(tokens, self.groups.tokens(number)).any(|i| self.is_null(table[i]))
         };
-        if has_all {
+        if has_all(tokens) {
             return Ok(());
         }
-        let must = format!("{}, or what cache group {number} of sequence {sequence} still has", row.len);
+        let least = (tokens..row.len).find(|&tokens| has_all(tokens)).unwrap_or(row.len);
+        let must =
+            format!("{least} to {}: cache group {number} of sequence {sequence} has freed blocks for fewer", row.len);
         Err(invalid("num_tokens", tokens, must))
     }
 }

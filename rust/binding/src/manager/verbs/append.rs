@@ -49,7 +49,7 @@ impl PyBlockManager {
     ///         each of the last `1 + draft_tokens` tokens to the block of the token's slot. Other groups do not need it.
     ///     token_ids: ids of those tokens, uint32 `[tokens]`, sequence by sequence, for the prefix cache. If they are
     ///         not known yet, omit them and pass them to `prefix.note_tokens` later; blocks after tokens without ids
-    ///         are not published.
+    ///         are not published. Of the prompt's tokens, the ids given to `allocate` count, and these are not read.
     ///     lookahead: number of slots beyond those tokens that each sequence also gets blocks for, for draft tokens.
     ///     block_tables: int32 `[n or more, max_blocks]`, C-contiguous, that you keep from call to call: row i is
     ///         sequence i. Only the entries that changed since the sequence's last such call are written. If you move a
