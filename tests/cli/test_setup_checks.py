@@ -85,7 +85,8 @@ def test_a_server_with_less_memory_or_fewer_rights_than_a_store_needs_is_named(t
         assert "plus 550 bytes per block" in room.advice
         admit(server)
         mine = url.replace("127", "blockyard:PASSWORD@127")
-        found = list(setup_checks.check_store(mine)); assert statuses(iter(found)) == [("store", "ok"), ("store_room", "warn")], found
+        found = list(setup_checks.check_store(mine))
+        assert statuses(iter(found)) == [("store", "ok"), ("store_room", "warn")], found
         client.execute_command("ACL", "SETUSER", "blockyard", "-zadd")
         *_, refused = setup_checks.check_store(mine)
         assert refused.status == "fail"
