@@ -20,7 +20,7 @@ from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
 from blockyard.scheduler.step import PlainSteps, Step
 from blockyard.stores.base import StoreStats
 from blockyard.stores.threaded.runtime import use_runtime
-from blockyard.tools.replay.hits import ClassMemory, HybridMemory, class_memory
+from blockyard.tools.replay.hits import MAX_OPEN_TICKETS, ClassMemory, HybridMemory, class_memory
 from blockyard.tools.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
 from blockyard.tools.replay.store_tier import StoreTier
 from blockyard.tools.virtual_time import Agenda, CopyLink, VirtualTime
@@ -586,6 +586,7 @@ def _manager(options: EngineOptions, caching: PrefixCaching | None) -> BlockMana
         host_blocks=blocks[1],
         watermark=options.watermark,
         prefix_caching=caching or False,
+        max_open_tickets=MAX_OPEN_TICKETS,
     )
 
 
