@@ -94,14 +94,64 @@ def test_replayed_engines_have_the_limits_of_the_run(command: str, run: Path, ca
         assert limits == (2, tokens, False)
 
 
-def test_the_hardware_bounds_a_fit(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    bounds = []
+@pytest.fixture
+def bounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
+    """The lower bounds of each fit, which ends there."""
+    found = []
 
     def note(_run: object, _limits: object, _make: object, *, at_least: tuple[float, ...]) -> object:
-        bounds.append(at_least)
+        found.append(at_least)
         raise InvalidArgumentError("enough")
 
     monkeypatch.setattr("blockyard.tools.cli.replays.fit_run", note)
+    return found
+
+
+def test_the_accelerators_of_a_fit_are_those_of_its_run(
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    bounds: list[tuple[float, ...]],
+):
+    config = ("--fit-blocks", "40", "--device-bandwidth", "1", "--model-config", str(run.parent / "config.json"))
+    assert fitted(run, capsys, *config, "--tensor-parallel-size", "2")[1] == "blockyard: enough\n"
+    assert caplog.messages == [
+        f"--tensor-parallel-size is 2: no meta.json says that the run {run} is of 2 accelerators"
+    ]
+    caplog.clear()
+    (run.parent / "meta.json").write_text(json.dumps({"engine_kwargs": {"tensor_parallel_size": 2}}), "utf-8")
+    for more in ([], ["--tensor-parallel-size", "2"]):
+        assert fitted(run, capsys, *config, *more)[1] == "blockyard: enough\n"
+    assert not caplog.messages
+    assert fitted(run, capsys, *config, "--tensor-parallel-size", "1")[1] == "blockyard: enough\n"
+    text = f"--tensor-parallel-size is 1, but the step times are those of the 2 accelerators of the run {run}"
+    assert caplog.messages == [text]
+    assert bounds == [bounds[0]] * 4
+    (run.parent / "meta.json").write_text(json.dumps({"engine_kwargs": {"tensor_parallel_size": "2"}}), "utf-8")
+    error = f"blockyard: tensor_parallel_size of {run} is '2', must be a whole number of at least 1\n"
+    assert fitted(run, capsys, *config) == (2, error)
+
+
+def test_a_plan_has_the_accelerators_of_the_fit(run: Path, capsys: pytest.CaptureFixture[str]):
+    (run.parent / "meta.json").write_text(json.dumps({"engine_kwargs": {"tensor_parallel_size": 2}}), "utf-8")
+    command = ["plan", str(run), "--fit", str(run), "--fit-blocks", "40", "--device-blocks", "40", "--jobs", "1"]
+    assert cli.main([*command, "--host-gib", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "GiB on each of 2 accelerators" in text
+    assert "vllm serve MODEL --tensor-parallel-size 2 " in text
+
+
+def test_given_step_times_must_be_of_the_given_accelerators(
+    run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    command = ["plan", str(run), "--step-time", "0.01,0,0,0", "--device-blocks", "40", "--jobs", "1", "--host-gib", "0"]
+    for ranks in ("1", "2"):
+        assert cli.main([*command, "--tensor-parallel-size", ranks]) == 0
+    assert caplog.messages == ["--tensor-parallel-size is 2: --step-time must be that of 2 accelerators"]
+    capsys.readouterr()
+
+
+def test_the_hardware_bounds_a_fit(run: Path, capsys: pytest.CaptureFixture[str], bounds: list[tuple[float, ...]]):
     config = ("--fit-blocks", "40", "--device-bandwidth", "1", "--model-config", str(run.parent / "config.json"))
     for gpus in (1, 2):
         assert fitted(run, capsys, *config, "--tensor-parallel-size", str(gpus)) == (2, "blockyard: enough\n")

@@ -471,7 +471,8 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         metavar="X",
         help="GB/s of an accelerator's memory; with --model-config, no step of --fit is faster than its reads",
     )
-    group.add_argument("--tensor-parallel-size", type=_count(1), default=1, metavar="N", help="accelerators per engine")
+    ranks = "accelerators per engine (default: as in the run of --fit, else 1)"
+    group.add_argument("--tensor-parallel-size", type=_count(1), metavar="N", help=ranks)
     group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="dtype of keys and values")
     group.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
     group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens per block of the engine")

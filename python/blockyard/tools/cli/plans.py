@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,6 +21,8 @@ from blockyard.tools.replay.sweep import open_executor
 
 __all__ = ["plan"]
 
+_log = logging.getLogger("blockyard.tools.replay")
+
 _DEVICE_BLOCKS: Final = 20000
 """Blocks on the device if nothing says how many."""
 _STORE_GIB: Final = (0, 1024)
@@ -33,6 +36,9 @@ def plan(options: argparse.Namespace) -> Result:
     if step_time is None:
         how = "docs/operate/replay.md says how to get them for your GPU"
         raise InvalidArgumentError(f"plan needs step times: give --step-time or --fit ({how})")
+    if options.fit is None and replays.ranks_of(options) > 1:
+        ranks = replays.ranks_of(options)
+        _log.warning("--tensor-parallel-size is %d: --step-time must be that of %d accelerators", ranks, ranks)
     requests = replays.requests_of(options.trace, options)
     policies, modes = replays.policies_of(options), replays.modes_of(options)
     engine = replays.engine_of(options, options.trace, requests)
@@ -53,7 +59,7 @@ def plan(options: argparse.Namespace) -> Result:
             arrival_seeds=options.arrival_seeds,
             max_ttft=options.max_ttft or float("inf"),
             arguments="" if options.kv_cache_dtype == "auto" else f" --kv-cache-dtype {options.kv_cache_dtype}",
-            tensor_parallel_size=options.tensor_parallel_size,
+            tensor_parallel_size=replays.ranks_of(options),
             executor=executor,
             show=partial(view.step, note="replays"),
         )
@@ -108,7 +114,7 @@ def _device_blocks(options: argparse.Namespace, size: int) -> int:
         weights = weight_bytes(options.model_config) if weights is None else weights * GIB
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"--memory-gib needs --weights-gib with this model: {error}") from None
-    ranks = options.tensor_parallel_size
+    ranks = replays.ranks_of(options)
     all_memory = options.memory_gib * GIB * options.memory_utilization * ranks
     fit = int((all_memory - weights) // size)
     if fit < 1 or (blocks or 0) > fit:

@@ -28,6 +28,7 @@ from blockyard.tools.replay.plan import GIB, three_digits
 from blockyard.tools.replay.serving import Served, modes_with, serve_all
 from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStepTime, StepTime
 from blockyard.tools.replay.step_time.fit import errors_text, fit_run, lower_bounds
+from blockyard.tools.replay.step_time.run import ranks_of_run
 from blockyard.tools.replay.sweep import Point, open_executor, read_blocks, sweep
 from blockyard.tools.replay.traffic import has_prefixes, part_of, spread_by_prefix
 from blockyard.tools.timeline import Timeline
@@ -42,6 +43,7 @@ __all__ = [
     "memory_of_cache",
     "modes_of",
     "policies_of",
+    "ranks_of",
     "replay",
     "requests_of",
     "step_time_of",
@@ -123,15 +125,35 @@ def step_time_of(options: argparse.Namespace) -> LinearStepTime | None:
     return None if options.step_time is None else LinearStepTime(*options.step_time)
 
 
+def ranks_of(options: argparse.Namespace) -> int:
+    """Return the accelerators of an engine: as given, else those of the run of `--fit`, else one."""
+    return options.tensor_parallel_size or _ranks_of_run(options) or 1
+
+
+def _ranks_of_run(options: argparse.Namespace) -> int | None:
+    return None if options.fit is None else ranks_of_run(options.fit)
+
+
 def _fit(options: argparse.Namespace) -> FittedStepTime:
-    """Fit step times to a run of an engine, whose limits are in the `meta.json` beside it."""
+    """Fit step times to a run of an engine, whose limits are in the `meta.json` beside it.
+
+    Warns if the replayed engines have another number of accelerators, or may have.
+    """
+    given, of_run = options.tensor_parallel_size or 1, _ranks_of_run(options)
+    if given > 1 and of_run is None:
+        text = "--tensor-parallel-size is %d: no meta.json says that the run %s is of %d accelerators"
+        _log.warning(text, given, options.fit, given)
+    elif options.tensor_parallel_size is not None and given != (of_run or 1):
+        text = "--tensor-parallel-size is %d, but the step times are those of the %d accelerators of the run %s"
+        _log.warning(text, given, of_run, options.fit)
     limits = _limits_of_run(options)
     bounds = (0.0, 0.0, 0.0, 0.0)
     if options.device_bandwidth is not None:
         if options.model_config is None:
             raise InvalidArgumentError("--device-bandwidth needs --model-config, a model's config.json")
-        token = _memory_of(options).bytes_per_token
-        bandwidth = options.device_bandwidth * 1e9 * options.tensor_parallel_size
+        ranks = _ranks_of_run(options) or ranks_of(options)
+        token = _memory_of(options, ranks).bytes_per_token
+        bandwidth = options.device_bandwidth * 1e9 * ranks
         try:
             weights = weight_bytes(options.model_config, active=True)
         except InvalidArgumentError as error:
@@ -575,17 +597,17 @@ def bytes_per_block(options: argparse.Namespace, requests: Sequence[TraceRequest
     return max(-(-total * int(options.block_size) // max(sum(lengths), 1)), 1)
 
 
-def _memory_of(options: argparse.Namespace) -> ModelMemory:
-    """Return what the model of `--model-config` caches on all ranks together."""
+def _memory_of(options: argparse.Namespace, ranks: int | None = None) -> ModelMemory:
+    """Return what the model of `--model-config` caches on all ranks of an engine, or on other ones, together."""
+    ranks = ranks or ranks_of(options)
     dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     memory = ModelMemory.from_config(options.model_config, dtype=dtype)
-    _check_ranks(options, memory)
-    return replace(memory, layers=tuple(_on_ranks(layer, options.tensor_parallel_size) for layer in memory.layers))
+    _check_ranks(options, memory, ranks)
+    return replace(memory, layers=tuple(_on_ranks(layer, ranks) for layer in memory.layers))
 
 
-def _check_ranks(options: argparse.Namespace, memory: ModelMemory) -> None:
+def _check_ranks(options: argparse.Namespace, memory: ModelMemory, ranks: int) -> None:
     """Refuse a number of accelerators that cannot share the model's heads equally, as vLLM does."""
-    ranks = options.tensor_parallel_size
     of_queries = read_config(options.model_config).get("num_attention_heads")
     if isinstance(of_queries, int) and of_queries % ranks:
         raise InvalidArgumentError(f"--tensor-parallel-size is {ranks}, must divide the {of_queries} attention heads")
