@@ -201,6 +201,16 @@ def test_a_policy_that_wins_only_by_chance_is_not_called_cheaper():
     found = plan(host_gib=(0,), policies=("lru", "adaptive"), preemption_modes=("swap",), arrival_seeds=3)
     assert all(len(choice.costs) == len(choice.ttfts) == 3 for choice in found.choices)
     assert "for 3 seeds of arrivals" in found.sentence()
+    assert "one draw" not in found.sentence()
+
+
+@pytest.mark.parametrize("limit", [float("inf"), 1e-6])
+def test_a_plan_of_one_draw_says_so_where_another_would_differ(limit: float):
+    options: Any = {"host_gib": (0,), "preemption_modes": ("swap",), "max_ttft": limit}
+    draw = " This is one draw of the arrivals, and others may differ a lot: --arrival-seeds 5 serves five."
+    assert draw in plan(**options).sentence()
+    at_once = [replace(row, arrival=0.0) for row in ROWS[:12]]  # its arrivals have one order of gaps only
+    assert "one draw" not in make_plan(at_once, ENGINE, STEP, PRICES, **options).sentence()
 
 
 def test_a_trace_without_prefixes_says_so_and_compares_no_caches():

@@ -406,7 +406,7 @@ def _add_plan(commands: Any) -> None:
         type=_count(1),
         default=1,
         metavar="N",
-        help="serve each choice with N draws of the arrivals, so that noise does not choose",
+        help="serve each choice with N draws of the arrivals, so that noise does not choose; 5 before you buy",
     )
     command.add_argument("--host-gib", type=_numbers, default="0,32,128", metavar="LIST", help="sizes of host memory")
     command.add_argument(
