@@ -461,6 +461,22 @@ def test_the_reports_say_how_many_sessions_there_are(
     assert capsys.readouterr().out.startswith("rows.jsonl: 80 requests of 4 sessions, ")
 
 
+@pytest.mark.parametrize("command", ["plan", "replay"])
+def test_the_reports_say_that_all_sessions_start_together(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    trace, said = tmp_path / "sessions.jsonl", "; all 3 sessions start together, see --sessions"
+    options = [command, str(trace), "--device-blocks", "60", "--jobs", "1", "--step-time", "0.01,1e-3,0,0"]
+    for later, more, is_said in ((0, [], True), (0, ["--sessions", "2"], False), (5, [], False)):
+        first = [{"timestamp": later * at, "session": at} for at in range(3)]
+        next_turn = [{"delay": 10, "session": at} for at in range(3)]
+        lines = [json.dumps(row | {"input_length": 20, "output_length": 2}) for row in first + next_turn]
+        trace.write_text("\n".join(lines))
+        assert main([*options, *more]) == 0
+        head = capsys.readouterr().out.splitlines()[0]
+        assert head.startswith(f"sessions.jsonl: 6 requests of 3 sessions{said * is_said}; a step has at most ")
+
+
 def test_weights_and_cache_must_fit_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = "--block-size 4 --bytes-per-token 2684354 --host-gib 0 --store-gib 0 --jobs 1 --weights-gib 1"
     command = ["plan", str(write(tmp_path)), *options.split(), "--step-time", "0.01,1e-3,0,0", "--memory-gib", "2"]

@@ -486,7 +486,10 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         help="share the blocks of prompts with a common beginning",
     )
     group.add_argument(
-        "--sessions", type=_count(1), metavar="N", help="conversations at a time (default: all, as they arrive)"
+        "--sessions",
+        type=_count(1),
+        metavar="N",
+        help="conversations at a time (default: as they arrive; those of kv-cache-tester all start together)",
     )
     group.add_argument(
         "--bytes-per-token",

@@ -65,7 +65,8 @@ def plan(options: argparse.Namespace) -> Result:
         )
     shown = found.recommended or min(found.choices, key=lambda choice: choice.ttft)
     timeline = replays.timeline_of(options, requests, shown.options, step_time, shown.engines)
-    trace = f"{options.trace.name}: {replays.count_of(requests)}; {replays.limits_text(engine)}"
+    count = replays.count_of(requests) + replays.starts_of(options, requests)
+    trace = f"{options.trace.name}: {count}; {replays.limits_text(engine)}"
     facts = {
         "trace": trace,
         "step time": str(step_time),

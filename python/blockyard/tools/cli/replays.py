@@ -46,6 +46,7 @@ __all__ = [
     "ranks_of",
     "replay",
     "requests_of",
+    "starts_of",
     "step_time_of",
     "timeline_of",
 ]
@@ -116,6 +117,17 @@ def count_of(requests: Sequence[TraceRequest]) -> str:
     """Return the number of requests, and of sessions if the trace knows them, in words."""
     sessions = {request.session for request in requests} - {None}
     return f"{len(requests)} requests" + (f" of {len(sessions)} sessions" if sessions else "")
+
+
+def starts_of(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> str:
+    """Return a note if all sessions of a trace begin at once and no option limits them, else an empty text."""
+    begins: dict[int, float] = {}
+    for request in requests:
+        if request.session is not None and not request.after:
+            begins[request.session] = min(request.arrival, begins.get(request.session, request.arrival))
+    if options.sessions is not None or len(begins) < 2 or len(set(begins.values())) > 1:
+        return ""
+    return f"; all {len(begins)} sessions start together, see --sessions"
 
 
 def step_time_of(options: argparse.Namespace) -> LinearStepTime | None:
@@ -509,7 +521,8 @@ def _times(
         if isinstance(step_time, FittedStepTime):
             print(f"step time: {step_time}", file=stream)
         for (path, engines), (_, requests) in zip(reports, traces, strict=True):
-            title = f"{path.name}: {count_of(requests)}; {limits_text(engines[0].options)}"
+            count = count_of(requests) + starts_of(options, requests)
+            title = f"{path.name}: {count}; {limits_text(engines[0].options)}"
             _show_times(title, engines, stream, is_known=has_prefixes(requests))
 
     found = [{"trace": str(path), "engines": [engine.as_dict() for engine in engines]} for path, engines in reports]
