@@ -277,6 +277,37 @@ def test_what_every_rank_holds_takes_memory_on_each(
     assert f"; {per_token} bytes a token\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["plan", "replay"])
+@pytest.mark.parametrize(
+    ("positions", "long"),
+    [
+        ({"max_position_embeddings": 26}, 3),
+        ({"max_position_embeddings": 27}, 1),
+        ({"max_position_embeddings": 32}, 0),
+        ({"max_position_embeddings": 16, "rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 16}}, 0),
+        ({}, 0),
+    ],
+)
+def test_requests_longer_than_the_models_positions_are_counted(
+    command: str,
+    positions: dict[str, Any],
+    long: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+):
+    rows = [*ROWS[:2], replace(ROWS[2], input_tokens=30, hash_ids=tuple(range(8)))]  # of 27 and 32 tokens
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MODEL | {"torch_dtype": "float16", "model_type": "llama"} | positions))
+    options = f"--block-size 4 --model-config {config} --jobs 1 --step-time 0.01,1e-3,0,0 --device-blocks 60"
+    tiers = ["--host-gib", "0", "--store-gib", "0"] if command == "plan" else []
+    assert main([command, str(write(tmp_path, rows)), *options.split(), *tiers]) == 0
+    capsys.readouterr()
+    text = f"{long} of 3 requests of {tmp_path / 'rows.jsonl'} have more tokens than max_position_embeddings of"
+    assert len(caplog.messages) == bool(long)
+    assert all(message.startswith(text) for message in caplog.messages)
+
+
 @pytest.mark.parametrize(
     ("heads", "ranks", "message"),
     [
@@ -467,6 +498,7 @@ def test_the_reports_say_that_all_sessions_start_together(
 ):
     trace, said = tmp_path / "sessions.jsonl", "; all 3 sessions start together, see --sessions"
     options = [command, str(trace), "--device-blocks", "60", "--jobs", "1", "--step-time", "0.01,1e-3,0,0"]
+    options += ["--host-gib", "0", "--store-gib", "0"] if command == "plan" else []
     for later, more, is_said in ((0, [], True), (0, ["--sessions", "2"], False), (5, [], False)):
         first = [{"timestamp": later * at, "session": at} for at in range(3)]
         next_turn = [{"delay": 10, "session": at} for at in range(3)]

@@ -100,10 +100,13 @@ def replay(options: argparse.Namespace) -> Result:
 def requests_of(path: Path, options: argparse.Namespace, *, hints: bool = False) -> list[TraceRequest]:
     """Read a trace; what it knows of the ends of answers stays in it only if hints are asked for.
 
+    Warns if the model of `--model-config` cannot serve some of the requests.
+
     Raises:
         InvalidArgumentError: hints are asked for, and the trace has none.
     """
     requests = read_trace(path, first=options.first, hash_tokens=options.hash_tokens)
+    _warn_of_long(path, options, requests)
     if not hints:
         return [replace(request, hint=None) for request in requests]
     if all(request.hint is None for request in requests):
@@ -111,6 +114,26 @@ def requests_of(path: Path, options: argparse.Namespace, *, hints: bool = False)
             f"--hints needs a trace with hints, and {path} has none; those of kv-cache-tester do"
         )
     return requests
+
+
+def _warn_of_long(path: Path, options: argparse.Namespace, requests: Sequence[TraceRequest]) -> None:
+    """Warn of requests with more tokens than the model has positions."""
+    if options.bytes_per_token is not None or options.model_config is None:
+        return
+    config = read_config(options.model_config)
+    positions = config.get("max_position_embeddings")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(positions, int):
+        return
+    if isinstance(scaling, Mapping):
+        factor, original = (scaling.get(name) for name in ("factor", "original_max_position_embeddings"))
+        if isinstance(factor, (int, float)) and isinstance(original, int):
+            positions = max(positions, factor * original)
+    lengths = [request.input_tokens + request.output_tokens for request in requests]
+    if long := sum(length > positions for length in lengths):
+        text = "%d of %d requests of %s have more tokens than max_position_embeddings of --model-config, %d; the "
+        text += "longest has %d: they are replayed, but an engine refuses them unless you extend its positions"
+        _log.warning(text, long, len(lengths), path, positions, max(lengths))
 
 
 def count_of(requests: Sequence[TraceRequest]) -> str:
