@@ -267,9 +267,8 @@ class _Replay:
     ) -> None:
         sizes = {request.hash_tokens for request in requests if request.hash_tokens}
         if options.prefix_caching and any(size % options.block_size for size in sizes):
-            raise InvalidArgumentError(
-                f"block_size is {options.block_size}, must divide the tokens of a hash id, {sorted(sizes)}"
-            )
+            tokens = ", ".join(f"{size:g}" for size in sorted(sizes))
+            raise InvalidArgumentError(f"block_size is {options.block_size}, must divide {tokens}: tokens of a hash id")
         if options.hybrid is not None and options.store_blocks:
             raise InvalidArgumentError(f"store_blocks is {options.store_blocks}, must be 0 with hybrid")
         self._requests, self._options, self._step_time, self._watch = requests, options, step_time, watch
