@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final, TextIO
@@ -45,7 +46,11 @@ def plan(options: argparse.Namespace) -> Result:
     engine = replace(engine, device_blocks=_device_blocks(options, engine.bytes_per_block))
     for size in options.host_gib:
         _refuse_more("--host-gib", size, int(size * GIB // engine.bytes_per_block))
-    with open_executor(options.jobs) as executor, show_progress("plan", quiet=options.quiet) as view:
+    with (
+        open_executor(options.jobs) as executor,
+        show_progress("plan", quiet=options.quiet) as view,
+        _naming_the_size(options),
+    ):
         found = make_plan(
             requests,
             engine,
@@ -130,6 +135,21 @@ def _device_blocks(options: argparse.Namespace, size: int) -> int:
         raise InvalidArgumentError(f"{given}; the weights take {three_digits(weights / GIB)} GiB, and {cache}")
     _refuse_more("--memory-gib", options.memory_gib, blocks or fit)
     return blocks or fit
+
+
+@contextmanager
+def _naming_the_size(options: argparse.Namespace) -> Iterator[None]:
+    """Name the option that an error about the number of device blocks comes from."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        if options.device_blocks is not None or not str(error).startswith("device_blocks is "):
+            raise
+        sizes = {"--device-gib": options.device_gib, "--memory-gib": options.memory_gib}
+        given = next(
+            (f"{option} is {size:g}" for option, size in sizes.items() if size is not None), "no size is given"
+        )
+        raise InvalidArgumentError(f"{given}: {error}") from None
 
 
 def _refuse_more(option: str, gib: float, blocks: int) -> None:
