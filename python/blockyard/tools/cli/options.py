@@ -327,7 +327,8 @@ def _add_replay(commands: Any) -> None:
         type=Path,
         nargs="+",
         metavar="TRACE",
-        help="traces: JSONL of Mooncake, Qwen-Bailian, kv-cache-tester or `blockyard record`, also compressed",
+        help="traces: JSONL of Mooncake, Qwen-Bailian, kv-cache-tester or `blockyard record`; with --step-time or "
+        "--fit also Azure's CSV and LLMServingSim's requests.jsonl; all may be compressed",
     )
     command.add_argument("--first", type=_count(1), metavar="N", help="requests of each trace to read (default: all)")
     device, host = command.add_mutually_exclusive_group(), command.add_mutually_exclusive_group()
