@@ -62,7 +62,9 @@ def test_a_fit_is_printed(command: str, run: Path, capsys: pytest.CaptureFixture
 def test_a_fit_takes_the_number_of_blocks_from_the_file_beside_the_run(run: Path, capsys: pytest.CaptureFixture[str]):
     (run.parent / "meta.json").write_text(json.dumps({"kv_cache": {"num_gpu_blocks": 4}}), "utf-8")
     code, error = fitted(run, capsys)
-    assert (code, "request 0 needs 6 blocks, the cache has 4" in error) == (2, True)
+    too_few = "is 4, too few for the run: request 0 needs 6 blocks, the cache has 4\n"
+    assert (code, error) == (2, f"blockyard: num_gpu_blocks in the meta.json of --fit {too_few}")
+    assert fitted(run, capsys, "--fit-blocks", "4") == (2, f"blockyard: --fit-blocks {too_few}")
 
 
 @pytest.mark.parametrize("value", [True, 0, "many", 1.5])
@@ -113,7 +115,7 @@ def test_the_accelerators_of_a_fit_are_those_of_its_run(
     caplog: pytest.LogCaptureFixture,
     bounds: list[tuple[float, ...]],
 ):
-    config = ("--fit-blocks", "40", "--device-bandwidth", "1", "--model-config", str(run.parent / "config.json"))
+    config = ("--fit-blocks", "40", "--device-bandwidth", "9", "--model-config", str(run.parent / "config.json"))
     assert fitted(run, capsys, *config, "--tensor-parallel-size", "2")[1] == "blockyard: enough\n"
     assert caplog.messages == [
         f"--tensor-parallel-size is 2: no meta.json says that the run {run} is of 2 accelerators"
@@ -162,3 +164,25 @@ def test_the_hardware_bounds_a_fit(run: Path, capsys: pytest.CaptureFixture[str]
     assert (code, "--device-bandwidth has no use with this model: config has quantization_config" in error) == (2, True)
     code, error = fitted(run, capsys, *config[:4])
     assert (code, "--device-bandwidth needs --model-config" in error) == (2, True)
+
+
+def test_a_bandwidth_that_the_run_contradicts_is_doubted(
+    run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, bounds: list[tuple[float, ...]]
+):
+    config = ("--fit-blocks", "40", "--model-config", str(run.parent / "config.json"), "--device-bandwidth")
+    assert fitted(run, capsys, *config, "4")[1] == "blockyard: enough\n"
+    assert not caplog.messages  # .04 s to read, .047 s for a step
+    assert fitted(run, capsys, *config, "0.004")[1] == "blockyard: enough\n"
+    text = "--device-bandwidth is 0.004 GB/s: the weights are read in 40 s, but the run has steps of 0.0474 s"
+    assert caplog.messages == [text]
+    assert len(bounds) == 2
+
+
+def test_step_times_that_are_not_in_seconds_are_doubted(
+    run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    command = ["replay", str(run), "--device-blocks", "40", "--policies", "lru", "--jobs", "1", "--step-time"]
+    for given in ("1,0,0,0", "4.8,3.2e-2,0,0"):
+        assert cli.main([*command, given]) == 0
+    assert caplog.messages == ["--step-time: a step takes 4.8 s; are the numbers in seconds?"]
+    capsys.readouterr()

@@ -12,7 +12,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO, cast
 
-from blockyard.errors import InvalidArgumentError
+import numpy as np
+
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.layout.arena import ArenaLayout
 from blockyard.layout.model import LayerCache, ModelMemory, read_config
 from blockyard.layout.weights import weight_bytes
@@ -27,7 +29,7 @@ from blockyard.tools.replay.packed import PackedTrace
 from blockyard.tools.replay.plan import GIB, three_digits
 from blockyard.tools.replay.serving import Served, modes_with, serve_all
 from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStepTime, StepTime
-from blockyard.tools.replay.step_time.fit import errors_text, fit_run, lower_bounds
+from blockyard.tools.replay.step_time.fit import LONG_STEP, errors_text, fit_run, lower_bounds
 from blockyard.tools.replay.step_time.run import ranks_of_run
 from blockyard.tools.replay.sweep import Point, open_executor, read_blocks, sweep
 from blockyard.tools.replay.traffic import has_prefixes, part_of, spread_by_prefix
@@ -157,7 +159,11 @@ def step_time_of(options: argparse.Namespace) -> LinearStepTime | None:
     """Return the step times that the options ask for, or None."""
     if options.fit is not None:
         return _fit(options)
-    return None if options.step_time is None else LinearStepTime(*options.step_time)
+    if options.step_time is None:
+        return None
+    if options.step_time[0] > LONG_STEP:
+        _log.warning("--step-time: a step takes %g s; are the numbers in seconds?", options.step_time[0])
+    return LinearStepTime(*options.step_time)
 
 
 def ranks_of(options: argparse.Namespace) -> int:
@@ -194,7 +200,15 @@ def _fit(options: argparse.Namespace) -> FittedStepTime:
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"--device-bandwidth has no use with this model: {error}") from None
         bounds = lower_bounds(weights, token, bandwidth)
-    fit = fit_run(EngineRun.read(options.fit), limits, LinearStepTime, at_least=bounds)
+    run = EngineRun.read(options.fit)
+    if bounds[0] and len(run.tpot) and bounds[0] > (step := float(np.median(run.tpot))):
+        text = "--device-bandwidth is %g GB/s: the weights are read in %.3g s, but the run has steps of %.3g s"
+        _log.warning(text, options.device_bandwidth, bounds[0], step)
+    try:
+        fit = fit_run(run, limits, LinearStepTime, at_least=bounds)
+    except OutOfBlocksError as error:
+        what = "--fit-blocks" if options.fit_blocks else "num_gpu_blocks in the meta.json of --fit"
+        raise InvalidArgumentError(f"{what} is {limits.num_blocks}, too few for the run: {error}") from None
     fixed, prefill_token, decode_row, context_token = fit.numbers
     return FittedStepTime(fixed, prefill_token, decode_row, context_token, fit.condition, fit.errors)
 

@@ -16,7 +16,7 @@ from blockyard.tools.replay.engine import StepTime
 from blockyard.tools.replay.step_time.run import EngineLimits, EngineRun
 from blockyard.tools.replay.step_time.serve import ServedRun, serve
 
-__all__ = ["Fit", "errors_text", "fit_run", "lower_bounds"]
+__all__ = ["LONG_STEP", "Fit", "errors_text", "fit_run", "lower_bounds"]
 
 _ROUNDS: Final = 30
 _CLOSE: Final = 1e-3
@@ -32,7 +32,7 @@ _SINGLY_FAR: Final = 0.1
 """The same for the mean error of single requests: at most .007 there, .145 or more if times are of other requests."""
 _UNSEEN: Final = 0.01
 """Share of every step up to which a number is 0: a run does not tell so little from nothing."""
-_LONG_STEP: Final = 1.0
+LONG_STEP: Final = 1.0
 """Seconds of a step above which the times of the run are probably in another unit."""
 _MEASURED: Final = {"ttft": "first token", "tpot": "time per token", "latency": "end to end"}
 _TAKE_TIME: Final = {0: "a step", 1: "a prompt token", 3: "a cached token"}
@@ -62,7 +62,7 @@ class Fit:
     def doubts(self) -> list[str]:
         """Reasons not to trust the numbers, each with what to do about it."""
         found = []
-        if self.numbers[0] > _LONG_STEP:
+        if self.numbers[0] > LONG_STEP:
             found.append(f"a step takes {self.numbers[0]:.3g} s: are the times of the run in seconds?")
         far = any(abs(error) > _FAR for error in self.errors.values())
         if far or max(self.single_errors.values()) > _SINGLY_FAR:
