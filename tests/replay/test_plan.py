@@ -227,7 +227,7 @@ def test_hits_that_a_trace_cannot_have_are_a_dash(tmp_path: Path, capsys: pytest
     path.write_text('{"timestamp": 0, "input_length": 17, "output_length": 2}')
     options = [str(path), "--device-blocks", "60", "--step-time", "0.01,1e-3,0,0", "--jobs", "1"]
     assert main(["plan", *options, "--host-gib", "0"]) == 0
-    assert capsys.readouterr().out.splitlines()[4].split()[3:6] == ["-", "auto", "-"]
+    assert capsys.readouterr().out.splitlines()[5].split()[3:6] == ["-", "auto", "-"]
     assert main(["replay", *options, "--policies", "lru"]) == 0
     assert capsys.readouterr().out.splitlines()[2].split()[-2:] == ["-", "0"]
 
@@ -465,8 +465,8 @@ def test_the_command_shows_refused_requests(tmp_path: Path, capsys: pytest.Captu
     page = tmp_path / "page.html"
     assert main(["plan", str(write(tmp_path, rows)), *options.split(), "--html", str(page)]) == 0
     text = capsys.readouterr().out
-    assert text.splitlines()[3].split()[-1] == "refused"
-    assert text.splitlines()[4].split()[-2:] == ["1", "*"]
+    assert text.splitlines()[4].split()[-1] == "refused"
+    assert text.splitlines()[5].split()[-2:] == ["1", "*"]
     assert "1 of 361 requests need more blocks than the device has" in text
     assert "1 of 361 requests need more blocks than the device has" in page.read_text()
 
@@ -549,6 +549,26 @@ def test_memory_that_one_owns_costs_nothing(tmp_path: Path, capsys: pytest.Captu
     command = ["plan", str(write(tmp_path)), *options.split(), "--step-time", "0.01,1e-3,0,0", "--format", "json"]
     assert main([*command, "--store-gib", "0", "--device-price", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["choices"][0]["cost_per_hour"] == 2.0
+
+
+def test_the_report_and_the_page_have_prices_sizes_and_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"torch_dtype": "float16", "model_type": "llama"}))
+    page = tmp_path / "page.html"
+    options = f"--block-size 4 --device-blocks 60 --model-config {tmp_path / 'config.json'} --host-gib 0 --store-gib 0"
+    command = ["plan", str(write(tmp_path)), *options.split(), "--step-time", "0.01,1e-3,0,0", "--jobs", "1"]
+    tiers = "0.005 for a GiB of host memory, 0.0002 for a GiB of the store"
+    all_of_it = "all 2 accelerators of an engine"
+    for more, engine in (
+        ([], "2.5 for the accelerator of an engine (the default of --device-price), "),
+        (["--tensor-parallel-size", "2"], f"2.5 for {all_of_it} (the default of --device-price), "),
+        (["--tensor-parallel-size", "2", "--device-price", "6"], f"6 for {all_of_it}, "),
+    ):
+        assert main([*command, *more, "--html", str(page)]) == 0
+        text, drawn = capsys.readouterr().out, page.read_text()
+        assert f"prices per hour: {engine}{tiers}\n" in text
+        assert engine + tiers in drawn
+        assert "60 blocks of 4 tokens = 240 tokens = " in drawn
+        assert f"; model: {tmp_path / 'config.json'}" in drawn
 
 
 def test_the_command_needs_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

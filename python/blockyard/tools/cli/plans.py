@@ -75,6 +75,8 @@ def plan(options: argparse.Namespace) -> Result:
     facts = {
         "trace": trace,
         "step time": str(step_time),
+        "engine": _engine_words(found) + _model_words(options),
+        "prices per hour": _price_words(options),
         "recommendation": found.sentence(),
         "over time": f"the {'fastest' if found.recommended is None else 'recommended'} choice: {_name(shown, found)}"
         + replays.drawn_of(shown.engines),
@@ -83,6 +85,7 @@ def plan(options: argparse.Namespace) -> Result:
     code = EXIT_WRONG if found.recommended is None else EXIT_OK
     data = {"trace": str(options.trace), "step_time": asdict(step_time)} | found.as_dict()
     heads = [trace] + [f"step time: {step_time}"] * isinstance(step_time, replays.FittedStepTime)
+    heads += [f"device of an engine: {_engine_words(found)}", f"prices per hour: {facts['prices per hour']}"]
     return Result(data, partial(_show, found, heads), code, files=files)
 
 
@@ -184,6 +187,36 @@ def _parts(choice: Choice) -> tuple[str, ...]:
     return (engines, *sizes, choice.options.eviction, choice.options.preemption_mode)
 
 
+def _engine_words(found: Plan) -> str:
+    """Return the size of the device cache of an engine, in words."""
+    device = found.choices[0].options
+    size = device.device_blocks * device.bytes_per_block / GIB
+    tokens, ranks = device.device_blocks * device.block_size, found.tensor_parallel_size
+    each = f", {three_digits(size / ranks)} GiB on each of {ranks} accelerators" if ranks > 1 else ""
+    mean = ", the mean over the trace's requests" if device.hybrid is not None else ""
+    return (
+        f"{device.device_blocks} blocks of {device.block_size} tokens = {tokens} tokens = "
+        f"{three_digits(size)} GiB{each}; {device.bytes_per_block / device.block_size:.0f} bytes a token{mean}"
+    )
+
+
+def _model_words(options: argparse.Namespace) -> str:
+    """Return which model the bytes are those of, if it is given."""
+    has_model = options.bytes_per_token is None and options.model_config is not None
+    return f"; model: {options.model_config}" if has_model else ""
+
+
+def _price_words(options: argparse.Namespace) -> str:
+    """Return the prices in words. That of several accelerators is the price of all: the default may not be meant so."""
+    ranks = replays.ranks_of(options)
+    engine = f"all {ranks} accelerators of an engine" if ranks > 1 else "the accelerator of an engine"
+    usual = " (the default of --device-price)" if options.device_price == options.default_of("device_price") else ""
+    return (
+        f"{options.device_price:g} for {engine}{usual}, {options.host_price:g} for a GiB of host memory, "
+        f"{options.store_price:g} for a GiB of the store"
+    )
+
+
 _LEGEND: Final = (
     "engines: engines that share the trace; host, store: GiB of each engine; preempt: how a sequence is preempted",
     "hits: share of the prompts' tokens that were cached; TTFT: 90 % of first tokens are within it; TPOT: per token",
@@ -193,18 +226,8 @@ _LEGEND: Final = (
 
 
 def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
-    print("\n".join(heads), file=stream)
-    device = found.choices[0].options
-    size = device.device_blocks * device.bytes_per_block / GIB
-    tokens, ranks = device.device_blocks * device.block_size, found.tensor_parallel_size
-    each = f", {three_digits(size / ranks)} GiB on each of {ranks} accelerators" if ranks > 1 else ""
-    mean = ", the mean over the trace's requests" if device.hybrid is not None else ""
-    print(
-        f"device of an engine: {device.device_blocks} blocks of {device.block_size} tokens = {tokens} tokens = "
-        f"{three_digits(size)} GiB{each}; {device.bytes_per_block / device.block_size:.0f} bytes a token{mean}\n\n"
-        "engines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million refused",
-        file=stream,
-    )
+    columns = "engines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million refused"
+    print("\n".join((*heads, "", columns)), file=stream)
     for choice in found.choices:
         served, options = choice.served, choice.options
         tpot = served.times.tpot
