@@ -119,7 +119,11 @@ def test_a_trace_that_cannot_be_replayed_is_named(tmp_path: Path, capsys: pytest
 def test_a_plan_for_a_device_that_holds_no_request_recommends_nothing(trace: Path, capsys: pytest.CaptureFixture[str]):
     command = ["plan", str(trace), "--jobs", "1", "--step-time", "0.01,0,0,0", "--device-blocks", "2"]
     assert cli.main(command) == 2
-    assert "device_blocks is 2, the shortest request needs 3" in capsys.readouterr().err
+    too_few = "device_blocks is 2, the shortest request needs 3\n"
+    assert capsys.readouterr().err == f"blockyard: {too_few}"
+    for size in ("--device-gib", "0.004"), ("--memory-gib", "1", "--weights-gib", "0.896"):
+        assert cli.main([*command[:-2], *size]) == 2
+        assert capsys.readouterr().err == f"blockyard: {size[0]} is {size[1]}: {too_few}"
 
 
 def test_a_prompt_of_two_thousand_million_tokens_takes_no_memory_where_it_does_not_fit(trace: Path):

@@ -62,7 +62,9 @@ def test_a_fit_is_printed(command: str, run: Path, capsys: pytest.CaptureFixture
 def test_a_fit_takes_the_number_of_blocks_from_the_file_beside_the_run(run: Path, capsys: pytest.CaptureFixture[str]):
     (run.parent / "meta.json").write_text(json.dumps({"kv_cache": {"num_gpu_blocks": 4}}), "utf-8")
     code, error = fitted(run, capsys)
-    assert (code, "request 0 needs 6 blocks, the cache has 4" in error) == (2, True)
+    too_few = "is 4, too few for the run: request 0 needs 6 blocks, the cache has 4\n"
+    assert (code, error) == (2, f"blockyard: num_gpu_blocks in the meta.json of --fit {too_few}")
+    assert fitted(run, capsys, "--fit-blocks", "4") == (2, f"blockyard: --fit-blocks {too_few}")
 
 
 @pytest.mark.parametrize("value", [True, 0, "many", 1.5])
@@ -94,14 +96,64 @@ def test_replayed_engines_have_the_limits_of_the_run(command: str, run: Path, ca
         assert limits == (2, tokens, False)
 
 
-def test_the_hardware_bounds_a_fit(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    bounds = []
+@pytest.fixture
+def bounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
+    """The lower bounds of each fit, which ends there."""
+    found = []
 
     def note(_run: object, _limits: object, _make: object, *, at_least: tuple[float, ...]) -> object:
-        bounds.append(at_least)
+        found.append(at_least)
         raise InvalidArgumentError("enough")
 
     monkeypatch.setattr("blockyard.tools.cli.replays.fit_run", note)
+    return found
+
+
+def test_the_accelerators_of_a_fit_are_those_of_its_run(
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    bounds: list[tuple[float, ...]],
+):
+    config = ("--fit-blocks", "40", "--device-bandwidth", "9", "--model-config", str(run.parent / "config.json"))
+    assert fitted(run, capsys, *config, "--tensor-parallel-size", "2")[1] == "blockyard: enough\n"
+    assert caplog.messages == [
+        f"--tensor-parallel-size is 2: no meta.json says that the run {run} is of 2 accelerators"
+    ]
+    caplog.clear()
+    (run.parent / "meta.json").write_text(json.dumps({"engine_kwargs": {"tensor_parallel_size": 2}}), "utf-8")
+    for more in ([], ["--tensor-parallel-size", "2"]):
+        assert fitted(run, capsys, *config, *more)[1] == "blockyard: enough\n"
+    assert not caplog.messages
+    assert fitted(run, capsys, *config, "--tensor-parallel-size", "1")[1] == "blockyard: enough\n"
+    text = f"--tensor-parallel-size is 1, but the step times are those of the 2 accelerators of the run {run}"
+    assert caplog.messages == [text]
+    assert bounds == [bounds[0]] * 4
+    (run.parent / "meta.json").write_text(json.dumps({"engine_kwargs": {"tensor_parallel_size": "2"}}), "utf-8")
+    error = f"blockyard: tensor_parallel_size of {run} is '2', must be a whole number of at least 1\n"
+    assert fitted(run, capsys, *config) == (2, error)
+
+
+def test_a_plan_has_the_accelerators_of_the_fit(run: Path, capsys: pytest.CaptureFixture[str]):
+    (run.parent / "meta.json").write_text(json.dumps({"engine_kwargs": {"tensor_parallel_size": 2}}), "utf-8")
+    command = ["plan", str(run), "--fit", str(run), "--fit-blocks", "40", "--device-blocks", "40", "--jobs", "1"]
+    assert cli.main([*command, "--host-gib", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "GiB on each of 2 accelerators" in text
+    assert "vllm serve MODEL --tensor-parallel-size 2 " in text
+
+
+def test_given_step_times_must_be_of_the_given_accelerators(
+    run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    command = ["plan", str(run), "--step-time", "0.01,0,0,0", "--device-blocks", "40", "--jobs", "1", "--host-gib", "0"]
+    for ranks in ("1", "2"):
+        assert cli.main([*command, "--tensor-parallel-size", ranks]) == 0
+    assert caplog.messages == ["--tensor-parallel-size is 2: --step-time must be that of 2 accelerators"]
+    capsys.readouterr()
+
+
+def test_the_hardware_bounds_a_fit(run: Path, capsys: pytest.CaptureFixture[str], bounds: list[tuple[float, ...]]):
     config = ("--fit-blocks", "40", "--device-bandwidth", "1", "--model-config", str(run.parent / "config.json"))
     for gpus in (1, 2):
         assert fitted(run, capsys, *config, "--tensor-parallel-size", str(gpus)) == (2, "blockyard: enough\n")
@@ -112,3 +164,25 @@ def test_the_hardware_bounds_a_fit(run: Path, capsys: pytest.CaptureFixture[str]
     assert (code, "--device-bandwidth has no use with this model: config has quantization_config" in error) == (2, True)
     code, error = fitted(run, capsys, *config[:4])
     assert (code, "--device-bandwidth needs --model-config" in error) == (2, True)
+
+
+def test_a_bandwidth_that_the_run_contradicts_is_doubted(
+    run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, bounds: list[tuple[float, ...]]
+):
+    config = ("--fit-blocks", "40", "--model-config", str(run.parent / "config.json"), "--device-bandwidth")
+    assert fitted(run, capsys, *config, "4")[1] == "blockyard: enough\n"
+    assert not caplog.messages  # .04 s to read, .047 s for a step
+    assert fitted(run, capsys, *config, "0.004")[1] == "blockyard: enough\n"
+    text = "--device-bandwidth is 0.004 GB/s: the weights are read in 40 s, but the run has steps of 0.0474 s"
+    assert caplog.messages == [text]
+    assert len(bounds) == 2
+
+
+def test_step_times_that_are_not_in_seconds_are_doubted(
+    run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    command = ["replay", str(run), "--device-blocks", "40", "--policies", "lru", "--jobs", "1", "--step-time"]
+    for given in ("1,0,0,0", "4.8,3.2e-2,0,0"):
+        assert cli.main([*command, given]) == 0
+    assert caplog.messages == ["--step-time: a step takes 4.8 s; are the numbers in seconds?"]
+    capsys.readouterr()

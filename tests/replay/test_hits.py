@@ -425,3 +425,10 @@ def test_a_store_below_a_hybrid_model_is_refused():
 def test_groups_with_bytes_need_the_bytes_of_a_block(groups: tuple[CacheGroup, ...], size: int):
     with pytest.raises(InvalidArgumentError, match=f"block_bytes is {size} with groups"):
         HybridMemory(groups, size)
+
+
+def test_copies_of_a_hybrid_model_behind_a_slow_link_are_no_missing_completes():
+    requests = conversations(random.Random(0), 200, SIZE)
+    options = replace(OPTIONS_OF_HYBRIDS, hybrid=HybridMemory(HYBRIDS["states"], 256), host_latency=1e3)
+    times = replay_times(requests, options, Watched(SIZE))  # a warning would fail the test
+    assert times.seconds > 17 * 1e3

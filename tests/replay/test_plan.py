@@ -201,6 +201,16 @@ def test_a_policy_that_wins_only_by_chance_is_not_called_cheaper():
     found = plan(host_gib=(0,), policies=("lru", "adaptive"), preemption_modes=("swap",), arrival_seeds=3)
     assert all(len(choice.costs) == len(choice.ttfts) == 3 for choice in found.choices)
     assert "for 3 seeds of arrivals" in found.sentence()
+    assert "one draw" not in found.sentence()
+
+
+@pytest.mark.parametrize("limit", [float("inf"), 1e-6])
+def test_a_plan_of_one_draw_says_so_where_another_would_differ(limit: float):
+    options: Any = {"host_gib": (0,), "preemption_modes": ("swap",), "max_ttft": limit}
+    draw = " This is one draw of the arrivals, and others may differ a lot: --arrival-seeds 5 serves five."
+    assert draw in plan(**options).sentence()
+    at_once = [replace(row, arrival=0.0) for row in ROWS[:12]]  # its arrivals have one order of gaps only
+    assert "one draw" not in make_plan(at_once, ENGINE, STEP, PRICES, **options).sentence()
 
 
 def test_a_trace_without_prefixes_says_so_and_compares_no_caches():
@@ -217,7 +227,7 @@ def test_hits_that_a_trace_cannot_have_are_a_dash(tmp_path: Path, capsys: pytest
     path.write_text('{"timestamp": 0, "input_length": 17, "output_length": 2}')
     options = [str(path), "--device-blocks", "60", "--step-time", "0.01,1e-3,0,0", "--jobs", "1"]
     assert main(["plan", *options, "--host-gib", "0"]) == 0
-    assert capsys.readouterr().out.splitlines()[4].split()[3:6] == ["-", "auto", "-"]
+    assert capsys.readouterr().out.splitlines()[5].split()[3:6] == ["-", "auto", "-"]
     assert main(["replay", *options, "--policies", "lru"]) == 0
     assert capsys.readouterr().out.splitlines()[2].split()[-2:] == ["-", "0"]
 
@@ -265,6 +275,37 @@ def test_what_every_rank_holds_takes_memory_on_each(
     options += f" --step-time 0.01,1e-3,0,0 --device-blocks 60 --tensor-parallel-size {ranks}"
     assert main(["plan", str(write(tmp_path)), *options.split()]) == 0
     assert f"; {per_token} bytes a token\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "replay"])
+@pytest.mark.parametrize(
+    ("positions", "long"),
+    [
+        ({"max_position_embeddings": 26}, 3),
+        ({"max_position_embeddings": 27}, 1),
+        ({"max_position_embeddings": 32}, 0),
+        ({"max_position_embeddings": 16, "rope_scaling": {"factor": 2.0, "original_max_position_embeddings": 16}}, 0),
+        ({}, 0),
+    ],
+)
+def test_requests_longer_than_the_models_positions_are_counted(
+    command: str,
+    positions: dict[str, Any],
+    long: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+):
+    rows = [*ROWS[:2], replace(ROWS[2], input_tokens=30, hash_ids=tuple(range(8)))]  # of 27 and 32 tokens
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(MODEL | {"torch_dtype": "float16", "model_type": "llama"} | positions))
+    options = f"--block-size 4 --model-config {config} --jobs 1 --step-time 0.01,1e-3,0,0 --device-blocks 60"
+    tiers = ["--host-gib", "0", "--store-gib", "0"] if command == "plan" else []
+    assert main([command, str(write(tmp_path, rows)), *options.split(), *tiers]) == 0
+    capsys.readouterr()
+    text = f"{long} of 3 requests of {tmp_path / 'rows.jsonl'} have more tokens than max_position_embeddings of"
+    assert len(caplog.messages) == bool(long)
+    assert all(message.startswith(text) for message in caplog.messages)
 
 
 @pytest.mark.parametrize(
@@ -424,8 +465,8 @@ def test_the_command_shows_refused_requests(tmp_path: Path, capsys: pytest.Captu
     page = tmp_path / "page.html"
     assert main(["plan", str(write(tmp_path, rows)), *options.split(), "--html", str(page)]) == 0
     text = capsys.readouterr().out
-    assert text.splitlines()[3].split()[-1] == "refused"
-    assert text.splitlines()[4].split()[-2:] == ["1", "*"]
+    assert text.splitlines()[4].split()[-1] == "refused"
+    assert text.splitlines()[5].split()[-2:] == ["1", "*"]
     assert "1 of 361 requests need more blocks than the device has" in text
     assert "1 of 361 requests need more blocks than the device has" in page.read_text()
 
@@ -449,6 +490,23 @@ def test_the_reports_say_how_many_sessions_there_are(
         capsys.readouterr()
     assert main(["replay", *options]) == 0
     assert capsys.readouterr().out.startswith("rows.jsonl: 80 requests of 4 sessions, ")
+
+
+@pytest.mark.parametrize("command", ["plan", "replay"])
+def test_the_reports_say_that_all_sessions_start_together(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    trace, said = tmp_path / "sessions.jsonl", "; all 3 sessions start together, see --sessions"
+    options = [command, str(trace), "--device-blocks", "60", "--jobs", "1", "--step-time", "0.01,1e-3,0,0"]
+    options += ["--host-gib", "0", "--store-gib", "0"] if command == "plan" else []
+    for later, more, is_said in ((0, [], True), (0, ["--sessions", "2"], False), (5, [], False)):
+        first = [{"timestamp": later * at, "session": at} for at in range(3)]
+        next_turn = [{"delay": 10, "session": at} for at in range(3)]
+        lines = [json.dumps(row | {"input_length": 20, "output_length": 2}) for row in first + next_turn]
+        trace.write_text("\n".join(lines))
+        assert main([*options, *more]) == 0
+        head = capsys.readouterr().out.splitlines()[0]
+        assert head.startswith(f"sessions.jsonl: 6 requests of 3 sessions{said * is_said}; a step has at most ")
 
 
 def test_weights_and_cache_must_fit_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -491,6 +549,26 @@ def test_memory_that_one_owns_costs_nothing(tmp_path: Path, capsys: pytest.Captu
     command = ["plan", str(write(tmp_path)), *options.split(), "--step-time", "0.01,1e-3,0,0", "--format", "json"]
     assert main([*command, "--store-gib", "0", "--device-price", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["choices"][0]["cost_per_hour"] == 2.0
+
+
+def test_the_report_and_the_page_have_prices_sizes_and_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"torch_dtype": "float16", "model_type": "llama"}))
+    page = tmp_path / "page.html"
+    options = f"--block-size 4 --device-blocks 60 --model-config {tmp_path / 'config.json'} --host-gib 0 --store-gib 0"
+    command = ["plan", str(write(tmp_path)), *options.split(), "--step-time", "0.01,1e-3,0,0", "--jobs", "1"]
+    tiers = "0.005 for a GiB of host memory, 0.0002 for a GiB of the store"
+    all_of_it = "all 2 accelerators of an engine"
+    for more, engine in (
+        ([], "2.5 for the accelerator of an engine (the default of --device-price), "),
+        (["--tensor-parallel-size", "2"], f"2.5 for {all_of_it} (the default of --device-price), "),
+        (["--tensor-parallel-size", "2", "--device-price", "6"], f"6 for {all_of_it}, "),
+    ):
+        assert main([*command, *more, "--html", str(page)]) == 0
+        text, drawn = capsys.readouterr().out, page.read_text()
+        assert f"prices per hour: {engine}{tiers}\n" in text
+        assert engine + tiers in drawn
+        assert "60 blocks of 4 tokens = 240 tokens = " in drawn
+        assert f"; model: {tmp_path / 'config.json'}" in drawn
 
 
 def test_the_command_needs_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

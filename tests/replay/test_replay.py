@@ -111,7 +111,7 @@ def test_sizes_are_those_of_the_engines_blocks_with_and_without_times(
         (["--block-size", "8"], "--block-size is 8, must be at most 4, the tokens of a hash id of"),
         (
             ["--block-size", "8", "--step-time", "1,0,0,0"],
-            "block_size is 8, must divide the tokens of a hash id, [4.0]",
+            "block_size is 8, must divide 4: tokens of a hash id",
         ),
         (["--window", "1"], "argument --window: '1' is not a number of at least 0 and below 1"),
         (["--policies", "lru,clock"], "--policies has 'clock', must be one of lru, adaptive, optimal"),

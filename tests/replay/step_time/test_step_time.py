@@ -158,6 +158,27 @@ def test_times_of_other_requests_are_not_explained(spread: float):
     assert "that each line has the times of its own request" in doubts
 
 
+def test_times_swapped_between_some_requests_are_not_explained_though_the_means_are():
+    run = serve(arrivals(), TRUTH, LIMITS).run
+    order = np.arange(len(run))
+    order[::6] = np.random.default_rng(9).permutation(order[::6])
+    first = run.scheduled + (run.first_token - run.scheduled)[order]
+    swapped = replace(run, first_token=first, last_token=first + (run.last_token - run.first_token)[order])
+    fit = fit_run(swapped, LIMITS, LinearStepTime)
+    assert max(map(abs, fit.errors.values())) < 0.04
+    assert 0.1 < max(fit.single_errors.values()) < 0.15
+    assert any(doubt.startswith("the fit does not explain the run") for doubt in fit.doubts)
+
+
+@pytest.mark.parametrize("name", ["fixed", "prefill_token", "decode_row", "context_token"])
+def test_a_number_that_no_step_shows_is_zero_and_doubted(name: str):
+    fit = fit_run(serve(arrivals(), replace(TRUTH, **{name: 0.0}), LIMITS).run, LIMITS, LinearStepTime)
+    zero = [number == 0 for number in fit.numbers]
+    assert zero == [other == name for other in ("fixed", "prefill_token", "decode_row", "context_token")]
+    doubted = any("would take no time, which no engine reaches" in doubt for doubt in fit.doubts)
+    assert doubted == (name != "decode_row")  # the reads of the weights can hide it
+
+
 def test_a_number_of_blocks_that_the_run_did_not_have_is_doubted():
     doubts = fit_of(serve(arrivals(), TRUTH, LIMITS).run, replace(LIMITS, num_blocks=100))
     assert "Check the run's number of blocks (--fit-blocks)" in doubts

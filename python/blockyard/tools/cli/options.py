@@ -327,7 +327,8 @@ def _add_replay(commands: Any) -> None:
         type=Path,
         nargs="+",
         metavar="TRACE",
-        help="traces: JSONL of Mooncake, Qwen-Bailian, kv-cache-tester or `blockyard record`, also compressed",
+        help="traces: JSONL of Mooncake, Qwen-Bailian, kv-cache-tester or `blockyard record`; with --step-time or "
+        "--fit also Azure's CSV and LLMServingSim's requests.jsonl; all may be compressed",
     )
     command.add_argument("--first", type=_count(1), metavar="N", help="requests of each trace to read (default: all)")
     device, host = command.add_mutually_exclusive_group(), command.add_mutually_exclusive_group()
@@ -406,7 +407,7 @@ def _add_plan(commands: Any) -> None:
         type=_count(1),
         default=1,
         metavar="N",
-        help="serve each choice with N draws of the arrivals, so that noise does not choose",
+        help="serve each choice with N draws of the arrivals, so that noise does not choose; 5 before you buy",
     )
     command.add_argument("--host-gib", type=_numbers, default="0,32,128", metavar="LIST", help="sizes of host memory")
     command.add_argument(
@@ -471,7 +472,8 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         metavar="X",
         help="GB/s of an accelerator's memory; with --model-config, no step of --fit is faster than its reads",
     )
-    group.add_argument("--tensor-parallel-size", type=_count(1), default=1, metavar="N", help="accelerators per engine")
+    ranks = "accelerators per engine (default: as in the run of --fit, else 1)"
+    group.add_argument("--tensor-parallel-size", type=_count(1), metavar="N", help=ranks)
     group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="dtype of keys and values")
     group.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
     group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens per block of the engine")
@@ -485,7 +487,10 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
         help="share the blocks of prompts with a common beginning",
     )
     group.add_argument(
-        "--sessions", type=_count(1), metavar="N", help="conversations at a time (default: all, as they arrive)"
+        "--sessions",
+        type=_count(1),
+        metavar="N",
+        help="conversations at a time (default: as they arrive; those of kv-cache-tester all start together)",
     )
     group.add_argument(
         "--bytes-per-token",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final, TextIO
@@ -20,6 +22,8 @@ from blockyard.tools.replay.sweep import open_executor
 
 __all__ = ["plan"]
 
+_log = logging.getLogger("blockyard.tools.replay")
+
 _DEVICE_BLOCKS: Final = 20000
 """Blocks on the device if nothing says how many."""
 _STORE_GIB: Final = (0, 1024)
@@ -33,13 +37,20 @@ def plan(options: argparse.Namespace) -> Result:
     if step_time is None:
         how = "docs/operate/replay.md says how to get them for your GPU"
         raise InvalidArgumentError(f"plan needs step times: give --step-time or --fit ({how})")
+    if options.fit is None and replays.ranks_of(options) > 1:
+        ranks = replays.ranks_of(options)
+        _log.warning("--tensor-parallel-size is %d: --step-time must be that of %d accelerators", ranks, ranks)
     requests = replays.requests_of(options.trace, options)
     policies, modes = replays.policies_of(options), replays.modes_of(options)
     engine = replays.engine_of(options, options.trace, requests)
     engine = replace(engine, device_blocks=_device_blocks(options, engine.bytes_per_block))
     for size in options.host_gib:
         _refuse_more("--host-gib", size, int(size * GIB // engine.bytes_per_block))
-    with open_executor(options.jobs) as executor, show_progress("plan", quiet=options.quiet) as view:
+    with (
+        open_executor(options.jobs) as executor,
+        show_progress("plan", quiet=options.quiet) as view,
+        _naming_the_size(options),
+    ):
         found = make_plan(
             requests,
             engine,
@@ -53,16 +64,19 @@ def plan(options: argparse.Namespace) -> Result:
             arrival_seeds=options.arrival_seeds,
             max_ttft=options.max_ttft or float("inf"),
             arguments="" if options.kv_cache_dtype == "auto" else f" --kv-cache-dtype {options.kv_cache_dtype}",
-            tensor_parallel_size=options.tensor_parallel_size,
+            tensor_parallel_size=replays.ranks_of(options),
             executor=executor,
             show=partial(view.step, note="replays"),
         )
     shown = found.recommended or min(found.choices, key=lambda choice: choice.ttft)
     timeline = replays.timeline_of(options, requests, shown.options, step_time, shown.engines)
-    trace = f"{options.trace.name}: {replays.count_of(requests)}; {replays.limits_text(engine)}"
+    count = replays.count_of(requests) + replays.starts_of(options, requests)
+    trace = f"{options.trace.name}: {count}; {replays.limits_text(engine)}"
     facts = {
         "trace": trace,
         "step time": str(step_time),
+        "engine": _engine_words(found) + _model_words(options),
+        "prices per hour": _price_words(options),
         "recommendation": found.sentence(),
         "over time": f"the {'fastest' if found.recommended is None else 'recommended'} choice: {_name(shown, found)}"
         + replays.drawn_of(shown.engines),
@@ -71,6 +85,7 @@ def plan(options: argparse.Namespace) -> Result:
     code = EXIT_WRONG if found.recommended is None else EXIT_OK
     data = {"trace": str(options.trace), "step_time": asdict(step_time)} | found.as_dict()
     heads = [trace] + [f"step time: {step_time}"] * isinstance(step_time, replays.FittedStepTime)
+    heads += [f"device of an engine: {_engine_words(found)}", f"prices per hour: {facts['prices per hour']}"]
     return Result(data, partial(_show, found, heads), code, files=files)
 
 
@@ -108,7 +123,7 @@ def _device_blocks(options: argparse.Namespace, size: int) -> int:
         weights = weight_bytes(options.model_config) if weights is None else weights * GIB
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"--memory-gib needs --weights-gib with this model: {error}") from None
-    ranks = options.tensor_parallel_size
+    ranks = replays.ranks_of(options)
     all_memory = options.memory_gib * GIB * options.memory_utilization * ranks
     fit = int((all_memory - weights) // size)
     if fit < 1 or (blocks or 0) > fit:
@@ -123,6 +138,21 @@ def _device_blocks(options: argparse.Namespace, size: int) -> int:
         raise InvalidArgumentError(f"{given}; the weights take {three_digits(weights / GIB)} GiB, and {cache}")
     _refuse_more("--memory-gib", options.memory_gib, blocks or fit)
     return blocks or fit
+
+
+@contextmanager
+def _naming_the_size(options: argparse.Namespace) -> Iterator[None]:
+    """Name the option that an error about the number of device blocks comes from."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        if options.device_blocks is not None or not str(error).startswith("device_blocks is "):
+            raise
+        sizes = {"--device-gib": options.device_gib, "--memory-gib": options.memory_gib}
+        given = next(
+            (f"{option} is {size:g}" for option, size in sizes.items() if size is not None), "no size is given"
+        )
+        raise InvalidArgumentError(f"{given}: {error}") from None
 
 
 def _refuse_more(option: str, gib: float, blocks: int) -> None:
@@ -157,6 +187,36 @@ def _parts(choice: Choice) -> tuple[str, ...]:
     return (engines, *sizes, choice.options.eviction, choice.options.preemption_mode)
 
 
+def _engine_words(found: Plan) -> str:
+    """Return the size of the device cache of an engine, in words."""
+    device = found.choices[0].options
+    size = device.device_blocks * device.bytes_per_block / GIB
+    tokens, ranks = device.device_blocks * device.block_size, found.tensor_parallel_size
+    each = f", {three_digits(size / ranks)} GiB on each of {ranks} accelerators" if ranks > 1 else ""
+    mean = ", the mean over the trace's requests" if device.hybrid is not None else ""
+    return (
+        f"{device.device_blocks} blocks of {device.block_size} tokens = {tokens} tokens = "
+        f"{three_digits(size)} GiB{each}; {device.bytes_per_block / device.block_size:.0f} bytes a token{mean}"
+    )
+
+
+def _model_words(options: argparse.Namespace) -> str:
+    """Return which model the bytes are those of, if it is given."""
+    has_model = options.bytes_per_token is None and options.model_config is not None
+    return f"; model: {options.model_config}" if has_model else ""
+
+
+def _price_words(options: argparse.Namespace) -> str:
+    """Return the prices in words. That of several accelerators is the price of all: the default may not be meant so."""
+    ranks = replays.ranks_of(options)
+    engine = f"all {ranks} accelerators of an engine" if ranks > 1 else "the accelerator of an engine"
+    usual = " (the default of --device-price)" if options.device_price == options.default_of("device_price") else ""
+    return (
+        f"{options.device_price:g} for {engine}{usual}, {options.host_price:g} for a GiB of host memory, "
+        f"{options.store_price:g} for a GiB of the store"
+    )
+
+
 _LEGEND: Final = (
     "engines: engines that share the trace; host, store: GiB of each engine; preempt: how a sequence is preempted",
     "hits: share of the prompts' tokens that were cached; TTFT: 90 % of first tokens are within it; TPOT: per token",
@@ -166,18 +226,8 @@ _LEGEND: Final = (
 
 
 def _show(found: Plan, heads: Sequence[str], stream: TextIO) -> None:
-    print("\n".join(heads), file=stream)
-    device = found.choices[0].options
-    size = device.device_blocks * device.bytes_per_block / GIB
-    tokens, ranks = device.device_blocks * device.block_size, found.tensor_parallel_size
-    each = f", {three_digits(size / ranks)} GiB on each of {ranks} accelerators" if ranks > 1 else ""
-    mean = ", the mean over the trace's requests" if device.hybrid is not None else ""
-    print(
-        f"device of an engine: {device.device_blocks} blocks of {device.block_size} tokens = {tokens} tokens = "
-        f"{three_digits(size)} GiB{each}; {device.bytes_per_block / device.block_size:.0f} bytes a token{mean}\n\n"
-        "engines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million refused",
-        file=stream,
-    )
+    columns = "engines  host store policy   preempt    hits    TTFT, s TPOT, ms     hour    million refused"
+    print("\n".join((*heads, "", columns)), file=stream)
     for choice in found.choices:
         served, options = choice.served, choice.options
         tpot = served.times.tpot

@@ -12,7 +12,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TextIO, cast
 
-from blockyard.errors import InvalidArgumentError
+import numpy as np
+
+from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.layout.arena import ArenaLayout
 from blockyard.layout.model import LayerCache, ModelMemory, read_config
 from blockyard.layout.weights import weight_bytes
@@ -27,7 +29,8 @@ from blockyard.tools.replay.packed import PackedTrace
 from blockyard.tools.replay.plan import GIB, three_digits
 from blockyard.tools.replay.serving import Served, modes_with, serve_all
 from blockyard.tools.replay.step_time import EngineLimits, EngineRun, LinearStepTime, StepTime
-from blockyard.tools.replay.step_time.fit import errors_text, fit_run, lower_bounds
+from blockyard.tools.replay.step_time.fit import LONG_STEP, errors_text, fit_run, lower_bounds
+from blockyard.tools.replay.step_time.run import ranks_of_run
 from blockyard.tools.replay.sweep import Point, open_executor, read_blocks, sweep
 from blockyard.tools.replay.traffic import has_prefixes, part_of, spread_by_prefix
 from blockyard.tools.timeline import Timeline
@@ -42,8 +45,10 @@ __all__ = [
     "memory_of_cache",
     "modes_of",
     "policies_of",
+    "ranks_of",
     "replay",
     "requests_of",
+    "starts_of",
     "step_time_of",
     "timeline_of",
 ]
@@ -97,10 +102,13 @@ def replay(options: argparse.Namespace) -> Result:
 def requests_of(path: Path, options: argparse.Namespace, *, hints: bool = False) -> list[TraceRequest]:
     """Read a trace; what it knows of the ends of answers stays in it only if hints are asked for.
 
+    Warns if the model of `--model-config` cannot serve some of the requests.
+
     Raises:
         InvalidArgumentError: hints are asked for, and the trace has none.
     """
     requests = read_trace(path, first=options.first, hash_tokens=options.hash_tokens)
+    _warn_of_long(path, options, requests)
     if not hints:
         return [replace(request, hint=None) for request in requests]
     if all(request.hint is None for request in requests):
@@ -110,34 +118,97 @@ def requests_of(path: Path, options: argparse.Namespace, *, hints: bool = False)
     return requests
 
 
+def _warn_of_long(path: Path, options: argparse.Namespace, requests: Sequence[TraceRequest]) -> None:
+    """Warn of requests with more tokens than the model has positions."""
+    if options.bytes_per_token is not None or options.model_config is None:
+        return
+    config = read_config(options.model_config)
+    positions = config.get("max_position_embeddings")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(positions, int):
+        return
+    if isinstance(scaling, Mapping):
+        factor, original = (scaling.get(name) for name in ("factor", "original_max_position_embeddings"))
+        if isinstance(factor, (int, float)) and isinstance(original, int):
+            positions = max(positions, factor * original)
+    lengths = [request.input_tokens + request.output_tokens for request in requests]
+    if long := sum(length > positions for length in lengths):
+        text = "%d of %d requests of %s have more tokens than max_position_embeddings of --model-config, %d; the "
+        text += "longest has %d: they are replayed, but an engine refuses them unless you extend its positions"
+        _log.warning(text, long, len(lengths), path, positions, max(lengths))
+
+
 def count_of(requests: Sequence[TraceRequest]) -> str:
     """Return the number of requests, and of sessions if the trace knows them, in words."""
     sessions = {request.session for request in requests} - {None}
     return f"{len(requests)} requests" + (f" of {len(sessions)} sessions" if sessions else "")
 
 
+def starts_of(options: argparse.Namespace, requests: Sequence[TraceRequest]) -> str:
+    """Return a note if all sessions of a trace begin at once and no option limits them, else an empty text."""
+    begins: dict[int, float] = {}
+    for request in requests:
+        if request.session is not None and not request.after:
+            begins[request.session] = min(request.arrival, begins.get(request.session, request.arrival))
+    if options.sessions is not None or len(begins) < 2 or len(set(begins.values())) > 1:
+        return ""
+    return f"; all {len(begins)} sessions start together, see --sessions"
+
+
 def step_time_of(options: argparse.Namespace) -> LinearStepTime | None:
     """Return the step times that the options ask for, or None."""
     if options.fit is not None:
         return _fit(options)
-    return None if options.step_time is None else LinearStepTime(*options.step_time)
+    if options.step_time is None:
+        return None
+    if options.step_time[0] > LONG_STEP:
+        _log.warning("--step-time: a step takes %g s; are the numbers in seconds?", options.step_time[0])
+    return LinearStepTime(*options.step_time)
+
+
+def ranks_of(options: argparse.Namespace) -> int:
+    """Return the accelerators of an engine: as given, else those of the run of `--fit`, else one."""
+    return options.tensor_parallel_size or _ranks_of_run(options) or 1
+
+
+def _ranks_of_run(options: argparse.Namespace) -> int | None:
+    return None if options.fit is None else ranks_of_run(options.fit)
 
 
 def _fit(options: argparse.Namespace) -> FittedStepTime:
-    """Fit step times to a run of an engine, whose limits are in the `meta.json` beside it."""
+    """Fit step times to a run of an engine, whose limits are in the `meta.json` beside it.
+
+    Warns if the replayed engines have another number of accelerators, or may have.
+    """
+    given, of_run = options.tensor_parallel_size or 1, _ranks_of_run(options)
+    if given > 1 and of_run is None:
+        text = "--tensor-parallel-size is %d: no meta.json says that the run %s is of %d accelerators"
+        _log.warning(text, given, options.fit, given)
+    elif options.tensor_parallel_size is not None and given != (of_run or 1):
+        text = "--tensor-parallel-size is %d, but the step times are those of the %d accelerators of the run %s"
+        _log.warning(text, given, of_run, options.fit)
     limits = _limits_of_run(options)
     bounds = (0.0, 0.0, 0.0, 0.0)
     if options.device_bandwidth is not None:
         if options.model_config is None:
             raise InvalidArgumentError("--device-bandwidth needs --model-config, a model's config.json")
-        token = _memory_of(options).bytes_per_token
-        bandwidth = options.device_bandwidth * 1e9 * options.tensor_parallel_size
+        ranks = _ranks_of_run(options) or ranks_of(options)
+        token = _memory_of(options, ranks).bytes_per_token
+        bandwidth = options.device_bandwidth * 1e9 * ranks
         try:
             weights = weight_bytes(options.model_config, active=True)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"--device-bandwidth has no use with this model: {error}") from None
         bounds = lower_bounds(weights, token, bandwidth)
-    fit = fit_run(EngineRun.read(options.fit), limits, LinearStepTime, at_least=bounds)
+    run = EngineRun.read(options.fit)
+    if bounds[0] and len(run.tpot) and bounds[0] > (step := float(np.median(run.tpot))):
+        text = "--device-bandwidth is %g GB/s: the weights are read in %.3g s, but the run has steps of %.3g s"
+        _log.warning(text, options.device_bandwidth, bounds[0], step)
+    try:
+        fit = fit_run(run, limits, LinearStepTime, at_least=bounds)
+    except OutOfBlocksError as error:
+        what = "--fit-blocks" if options.fit_blocks else "num_gpu_blocks in the meta.json of --fit"
+        raise InvalidArgumentError(f"{what} is {limits.num_blocks}, too few for the run: {error}") from None
     fixed, prefill_token, decode_row, context_token = fit.numbers
     return FittedStepTime(fixed, prefill_token, decode_row, context_token, fit.condition, fit.errors)
 
@@ -487,7 +558,8 @@ def _times(
         if isinstance(step_time, FittedStepTime):
             print(f"step time: {step_time}", file=stream)
         for (path, engines), (_, requests) in zip(reports, traces, strict=True):
-            title = f"{path.name}: {count_of(requests)}; {limits_text(engines[0].options)}"
+            count = count_of(requests) + starts_of(options, requests)
+            title = f"{path.name}: {count}; {limits_text(engines[0].options)}"
             _show_times(title, engines, stream, is_known=has_prefixes(requests))
 
     found = [{"trace": str(path), "engines": [engine.as_dict() for engine in engines]} for path, engines in reports]
@@ -575,17 +647,17 @@ def bytes_per_block(options: argparse.Namespace, requests: Sequence[TraceRequest
     return max(-(-total * int(options.block_size) // max(sum(lengths), 1)), 1)
 
 
-def _memory_of(options: argparse.Namespace) -> ModelMemory:
-    """Return what the model of `--model-config` caches on all ranks together."""
+def _memory_of(options: argparse.Namespace, ranks: int | None = None) -> ModelMemory:
+    """Return what the model of `--model-config` caches on all ranks of an engine, or on other ones, together."""
+    ranks = ranks or ranks_of(options)
     dtype = None if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     memory = ModelMemory.from_config(options.model_config, dtype=dtype)
-    _check_ranks(options, memory)
-    return replace(memory, layers=tuple(_on_ranks(layer, options.tensor_parallel_size) for layer in memory.layers))
+    _check_ranks(options, memory, ranks)
+    return replace(memory, layers=tuple(_on_ranks(layer, ranks) for layer in memory.layers))
 
 
-def _check_ranks(options: argparse.Namespace, memory: ModelMemory) -> None:
+def _check_ranks(options: argparse.Namespace, memory: ModelMemory, ranks: int) -> None:
     """Refuse a number of accelerators that cannot share the model's heads equally, as vLLM does."""
-    ranks = options.tensor_parallel_size
     of_queries = read_config(options.model_config).get("num_attention_heads")
     if isinstance(of_queries, int) and of_queries % ranks:
         raise InvalidArgumentError(f"--tensor-parallel-size is {ranks}, must divide the {of_queries} attention heads")

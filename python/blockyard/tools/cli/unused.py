@@ -27,7 +27,7 @@ _CONFIG: Final = (
 _OF_FIT: Final = (("fit_blocks", "device_bandwidth"), lambda options: options.fit is None, "without --fit")
 _OF_BOTH: Final = (
     ("tensor_parallel_size",),
-    lambda options: options.device_bandwidth is None and _no_size(options),
+    lambda options: options.tensor_parallel_size != 1 and options.device_bandwidth is None and _no_size(options),
     "without --device-bandwidth or --memory-gib",
 )
 _OF_CONFIG: Final = (

@@ -20,7 +20,7 @@ from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
 from blockyard.scheduler.step import PlainSteps, Step
 from blockyard.stores.base import StoreStats
 from blockyard.stores.threaded.runtime import use_runtime
-from blockyard.tools.replay.hits import ClassMemory, HybridMemory, class_memory
+from blockyard.tools.replay.hits import MAX_OPEN_TICKETS, ClassMemory, HybridMemory, class_memory
 from blockyard.tools.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
 from blockyard.tools.replay.store_tier import StoreTier
 from blockyard.tools.virtual_time import Agenda, CopyLink, VirtualTime
@@ -267,9 +267,8 @@ class _Replay:
     ) -> None:
         sizes = {request.hash_tokens for request in requests if request.hash_tokens}
         if options.prefix_caching and any(size % options.block_size for size in sizes):
-            raise InvalidArgumentError(
-                f"block_size is {options.block_size}, must divide the tokens of a hash id, {sorted(sizes)}"
-            )
+            tokens = ", ".join(f"{size:g}" for size in sorted(sizes))
+            raise InvalidArgumentError(f"block_size is {options.block_size}, must divide {tokens}: tokens of a hash id")
         if options.hybrid is not None and options.store_blocks:
             raise InvalidArgumentError(f"store_blocks is {options.store_blocks}, must be 0 with hybrid")
         self._requests, self._options, self._step_time, self._watch = requests, options, step_time, watch
@@ -586,6 +585,7 @@ def _manager(options: EngineOptions, caching: PrefixCaching | None) -> BlockMana
         host_blocks=blocks[1],
         watermark=options.watermark,
         prefix_caching=caching or False,
+        max_open_tickets=MAX_OPEN_TICKETS,
     )
 
 

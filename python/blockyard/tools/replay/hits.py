@@ -16,10 +16,21 @@ from blockyard.tools.replay.packed import ANSWER_TOKEN, OWN_TOKENS, PackedTrace
 from blockyard.types import HashedPrompt
 from blockyard.types import Sequence as BlockSequence
 
-__all__ = ["OPTIMAL", "POLICIES", "ClassMemory", "Hits", "HybridMemory", "class_memory", "replay_hits"]
+__all__ = [
+    "MAX_OPEN_TICKETS",
+    "OPTIMAL",
+    "POLICIES",
+    "ClassMemory",
+    "Hits",
+    "HybridMemory",
+    "class_memory",
+    "replay_hits",
+]
 
 POLICIES: Final = ("lru", "adaptive")
 OPTIMAL: Final = "optimal"
+MAX_OPEN_TICKETS: Final = 1 << 20
+"""A replay ends each ticket when its copies land in virtual time: behind a slow link, hundreds of steps later."""
 _MAX_TOKENS: Final = 16
 """Longest blocks that are replayed with all their tokens, and so with the engine's keys: they take one hash."""
 _FEW_TOKENS: Final = 2
@@ -78,7 +89,12 @@ class HybridMemory:
             tiers = {"arena": Arena(device_bytes=device_blocks * size, host_bytes=host_blocks * size)}
         try:
             return BlockManager(
-                block_size=block_size, groups=self.groups, watermark=watermark, prefix_caching=caching or False, **tiers
+                block_size=block_size,
+                groups=self.groups,
+                watermark=watermark,
+                prefix_caching=caching or False,
+                max_open_tickets=MAX_OPEN_TICKETS,
+                **tiers,
             )
         except InvalidArgumentError as error:
             if device_blocks < 1 or not str(error).startswith("device_blocks is "):

@@ -162,6 +162,7 @@ class Plan:
         arguments: more arguments of `vllm serve`.
         tensor_parallel_size: accelerators of an engine, which share the bytes of every block.
         longest_blocks: blocks of the longest request.
+        is_one_draw: whether only the trace's own arrivals were served, and others of the same kind exist.
     """
 
     choices: Sequence[Choice]
@@ -171,16 +172,18 @@ class Plan:
     arguments: str = ""
     tensor_parallel_size: int = 1
     longest_blocks: int = 0
+    is_one_draw: bool = False
 
     def sentence(self) -> str:
         """Return sentences that recommend a choice, and say why and what more memory would bring."""
         about = self._refusals() + ("" if self.has_prefixes else _NO_PREFIXES)
+        draw = _ONE_DRAW if self.is_one_draw else ""
         about += _NO_STORE if self.has_prefixes and self.choices[0].options.hybrid is not None else ""
         if self.recommended is None:
             quickest = min(_least_refusing(self.choices), key=lambda choice: choice.ttft)
             return about + (
                 f"No choice gives 90 % of first tokens within {self.max_ttft:g} s; the fastest gives them within "
-                f"{three_digits(quickest.ttft)} s: {self._words(quickest)}.{_overload(quickest)}"
+                f"{three_digits(quickest.ttft)} s: {self._words(quickest)}.{draw}{_overload(quickest)}"
             )
         choice = self.recommended
         highest = max(other.per_million_tokens for other in self.choices)
@@ -188,6 +191,7 @@ class Plan:
         return about + (
             f"Take {self._words(choice)}: {three_digits(choice.per_million_tokens)}{_spread(choice.costs)} per million "
             f"generated tokens, and 90 % of first tokens within {three_digits(choice.ttft)}{_spread(choice.ttfts)} s."
+            + draw
             + (f" It is {why}; the most expensive costs {three_digits(highest)}." if len(self.choices) > 1 else "")
             + f"{self._ties()}{self._knee()}{_overload(choice)}"
         )
@@ -333,6 +337,7 @@ _NO_PREFIXES: Final = (
     "The trace does not say which prompts share a beginning, so this plan says nothing about caches: eviction policies "
     "and stores were not compared. "
 )
+_ONE_DRAW: Final = " This is one draw of the arrivals, and others may differ a lot: --arrival-seeds 5 serves five."
 _NO_STORE: Final = "No store was compared: a model with windows or states is replayed without one. "
 
 
@@ -394,18 +399,14 @@ def make_plan(
     sizes = [-(-(row.input_tokens + row.output_tokens) // engine.block_size) for row in requests]
     if all(run.refused == len(requests) for run in runs):
         raise InvalidArgumentError(f"device_blocks is {engine.device_blocks}, {_least_of(min(sizes), engine)}")
+    seeds = [tuple(runs[at : at + arrival_seeds]) for at in range(0, len(runs), arrival_seeds)]
     choices = [
-        Choice(
-            options,
-            count,
-            tuple(runs[index * arrival_seeds : (index + 1) * arrival_seeds]),
-            prices.of(options) * count,
-            by_clock=bool(engines),
-        )
-        for index, (options, count) in enumerate(product(kinds, counts))
+        Choice(options, count, of_choice, prices.of(options) * count, by_clock=bool(engines))
+        for (options, count), of_choice in zip(product(kinds, counts), seeds, strict=True)
     ]
     marked = _marked(choices, _recommend(choices, max_ttft))
-    return Plan(*marked, max_ttft, prefixes, arguments, tensor_parallel_size, max(sizes))
+    is_one_draw = arrival_seeds == 1 and redraw_arrivals(requests, 1) != list(requests)
+    return Plan(*marked, max_ttft, prefixes, arguments, tensor_parallel_size, max(sizes), is_one_draw)
 
 
 def _least_of(shortest: int, engine: EngineOptions) -> str:

@@ -16,7 +16,7 @@ from blockyard.tools.replay.engine import StepTime
 from blockyard.tools.replay.step_time.run import EngineLimits, EngineRun
 from blockyard.tools.replay.step_time.serve import ServedRun, serve
 
-__all__ = ["Fit", "errors_text", "fit_run", "lower_bounds"]
+__all__ = ["LONG_STEP", "Fit", "errors_text", "fit_run", "lower_bounds"]
 
 _ROUNDS: Final = 30
 _CLOSE: Final = 1e-3
@@ -28,13 +28,15 @@ _UNSURE: Final = 300
 runs that did not (`benches/bench_step_time.py`)."""
 _FAR: Final = 0.05
 """Error of a mean time above which the four numbers do not explain the run: at most .003 for the two real runs."""
-_SINGLY_FAR: Final = 0.25
-"""The same for the mean error of single requests: at most .007 there, .2 or more if times are of other requests."""
-_LONG_STEP: Final = 1.0
+_SINGLY_FAR: Final = 0.1
+"""The same for the mean error of single requests: at most .007 there, .145 or more if times are of other requests."""
+_UNSEEN: Final = 0.01
+"""Share of every step up to which a number is 0: a run does not tell so little from nothing."""
+LONG_STEP: Final = 1.0
 """Seconds of a step above which the times of the run are probably in another unit."""
 _MEASURED: Final = {"ttft": "first token", "tpot": "time per token", "latency": "end to end"}
 _TAKE_TIME: Final = {0: "a step", 1: "a prompt token", 3: "a cached token"}
-"""The numbers that are above 0 in an engine, by their place; that of a decoding sequence may be too small to see."""
+"""The numbers that are above 0 in an engine, by their place; the reads of the weights can hide a decoding sequence."""
 _log = logging.getLogger("blockyard.tools.replay")
 
 
@@ -60,7 +62,7 @@ class Fit:
     def doubts(self) -> list[str]:
         """Reasons not to trust the numbers, each with what to do about it."""
         found = []
-        if self.numbers[0] > _LONG_STEP:
+        if self.numbers[0] > LONG_STEP:
             found.append(f"a step takes {self.numbers[0]:.3g} s: are the times of the run in seconds?")
         far = any(abs(error) > _FAR for error in self.errors.values())
         if far or max(self.single_errors.values()) > _SINGLY_FAR:
@@ -121,14 +123,14 @@ def fit_run(
         raise InvalidArgumentError(f"at_least is {tuple(at_least)}, must be four finite numbers of at least 0")
     known = slice(first)
     numbers = np.maximum(_guess(run), bounds)
-    best, least, condition, explained = numbers, np.inf, 1.0, run
+    best, least, condition, explained, steps = numbers, np.inf, 1.0, run, np.ones((1, 4))
     before = np.zeros(0)
     is_close = False
     for _ in range(_ROUNDS):
         served = serve(run, make(*numbers.tolist()), limits)
         work, seconds = _sums(run, served, known)
         if (error := _error(run, served, known)) < least:
-            best, least, condition, explained = numbers, error, _condition(work), served.run
+            best, least, condition, explained, steps = numbers, error, _condition(work), served.run, served.work
         if is_close:
             break
         found = bounds + _nonnegative_least_squares(work, seconds - work @ bounds)
@@ -138,6 +140,7 @@ def fit_run(
         before = after
     # A preemption more or less changes all that follows, so rounds need not converge: the best one counts.
     errors, single = _errors(run.part(known), explained.part(known))
+    best = np.where(_unseen(best, steps), bounds, best)
     fit = Fit(tuple(best.tolist()), condition, tuple(bounds.tolist()), errors, single)
     for doubt in fit.doubts:
         _log.warning("the fit is doubtful: %s", doubt)
@@ -181,6 +184,13 @@ def _error(run: EngineRun, served: ServedRun, known: slice) -> float:
         before = getattr(recorded, name)
         error += float(np.square((getattr(found, name) - before) / max(before.mean(), 1e-12)).sum())
     return error
+
+
+def _unseen(numbers: NDArray[np.float64], work: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return which numbers add so little to every step that the run does not show it, bool `[4]`."""
+    parts = numbers * work
+    found: NDArray[np.bool_] = (parts <= _UNSEEN * parts.sum(axis=1, keepdims=True)).all(axis=0)
+    return found
 
 
 def _condition(work: NDArray[np.float64]) -> float:

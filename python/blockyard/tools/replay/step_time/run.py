@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from blockyard.errors import InvalidArgumentError, TraceError
 
-__all__ = ["EngineLimits", "EngineRun"]
+__all__ = ["EngineLimits", "EngineRun", "ranks_of_run"]
 
 _COUNTS: Final = ("input_toks", "output_toks")
 _TIMES: Final = ("arrival_time", "queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
@@ -62,8 +62,8 @@ class EngineLimits:
             )
         limits = {one.name: known[one.name] for one in fields(cls) if one.name in known}
         for name, value in limits.items():
-            if name != "async_scheduling" and not (type(value) is int and value > 0):
-                raise InvalidArgumentError(f"{name} of {path} is {value!r}, must be a whole number of at least 1")
+            if name != "async_scheduling":
+                _check_count(path, name, value)
         return cls(**limits)
 
 
@@ -143,6 +143,27 @@ class EngineRun:
             self.first_token[rows],
             self.last_token[rows],
         )
+
+
+def ranks_of_run(path: str | Path) -> int | None:
+    """Return how many accelerators the engine of a recorded run had, from the `meta.json` beside it; None if not there.
+
+    Args:
+        path: `requests.jsonl` of the run.
+
+    Raises:
+        TraceError: `meta.json` cannot be read.
+        InvalidArgumentError: the number is out of range.
+    """
+    found: int | None = _read_meta(Path(path).parent / "meta.json").get("engine_kwargs", {}).get("tensor_parallel_size")
+    if found is not None:
+        _check_count(path, "tensor_parallel_size", found)
+    return found
+
+
+def _check_count(path: str | Path, name: str, value: object) -> None:
+    if not (type(value) is int and value > 0):
+        raise InvalidArgumentError(f"{name} of {path} is {value!r}, must be a whole number of at least 1")
 
 
 def check_limits(limits: EngineLimits) -> None:
