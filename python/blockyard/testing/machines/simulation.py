@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -139,6 +139,8 @@ class Simulation:
             )
             for i, (first, end) in enumerate(pairwise(ends))
         ]
+        for row in rows:  # sequences that share all blocks are told apart by giving each to one row
+            row.owner = row.find_owner([earlier.owner for earlier in rows[: row.row]])
         self._refuse_empty_rows(rows)
         self._refuse_shared_slots(rows, slots)
         for row in sorted(rows, key=lambda row: row.start):  # a hit may lie in blocks that this step writes
@@ -201,6 +203,7 @@ class _ForwardRow:
     table: list[int]
     length: int
     drafts: int = 0
+    owner: int | None = None  # the sequence with this block table
 
     def __post_init__(self) -> None:
         self.size = self.watch.memory.block_size
@@ -239,12 +242,12 @@ class _ForwardRow:
             raise AssertionError(f"step {self.watch.step}: {self.explain([])}") from None
         text, sure = list(map(token_of, values)), self.length - self.drafts
         names = [name for (name, _), whole in self.watch.texts.items() if whole[:sure] == text[:sure]]
-        if not names or text[self.length - len(self.tokens) :] != self.tokens:
+        owner, places = self.owner, [self.slot(at) for at in range(max(0, self.start), self.length)]
+        if owner is None or self.slots != places or not names or text[self.start :] != self.tokens:
             raise AssertionError(f"step {self.watch.step}: {self.explain(text)}")
-        if self.owner is not None:
-            self.claim(self.owner, names)
-            self.compare_told(self.owner, text)
-            self.compare_values(self.owner, text, values)
+        self.claim(owner, names)
+        self.compare_told(owner, text)
+        self.compare_values(owner, text, values)
         return values
 
     def claim(self, handle: int, names: Sequence[str]) -> None:
@@ -294,14 +297,14 @@ class _ForwardRow:
                 f"{self.slot(at)} (block {block}), whose token {text[at]} was computed {how}; {last}"
             )
 
-    @cached_property
-    def owner(self) -> int | None:
-        """The sequence with this block table."""
+    def find_owner(self, taken: Collection[int | None]) -> int | None:
+        """Return the sequence with this block table, best one of this length that is not in `taken`."""
+        found = []
         for handle in self.watch.live():
             blocks = self.watch.blocks(handle) if self.watch.manager.tier(handle) == "device" else []
             if blocks and blocks[: len(self.table)] == self.table:
-                return handle
-        return None
+                found.append((handle in taken, self.watch.manager.num_tokens(handle) != self.length, handle))
+        return min(found, key=lambda one: one[:2])[2] if found else None
 
     def writer(self) -> int | None:
         """Return the sequence that owns the new tokens' slots."""
@@ -385,8 +388,13 @@ class _ForwardRow:
 
     def explain_stranger(self) -> str:
         """Explain a block table and slots that belong to no sequence."""
-        was = [(h, f) for h, f in self.watch.sequences.items() if list(f.table[: len(self.table)]) == self.table]
-        before = f"; it was that of sequence {was[-1][0]}, which {self.watch.state(was[-1][0])}" if was else ""
+        was = [h for h, f in self.watch.sequences.items() if list(f.table[: len(self.table)]) == self.table]
+        before = ""
+        if was:
+            now = (
+                f"; block_table(sequence={was[-1]}) is {show(blocks)}" if (blocks := self.watch.blocks(was[-1])) else ""
+            )
+            before = f"; it was that of sequence {was[-1]}, which {self.watch.state(was[-1])}{now}"
         return (
             f"row {self.row}: block_tables[{self.row}] is {show(self.table)} and slot_mapping {show(self.slots)}, "
             f"of no sequence on the device{before}"
