@@ -173,7 +173,7 @@ def test_a_table_or_slots_from_before_blocks_were_merged_are_refused(simulation:
     manager.mark_computed([one, two])
     now = manager.block_table(two).tolist()
     assert tables[1][0] != now[0] == tables[0][0]
-    with pytest.raises(AssertionError, match="of no sequence on the device; it was|writes slots") as found:
+    with pytest.raises(AssertionError, match=r"of no sequence on the device; it was|writes slots") as found:
         simulation.forward([length], slots[1][-1:], [tables[1]], [1], [length])
     for named in (f"block_tables[0] is {tables[1]}", f"block_table(sequence={two}) is {now}"):
         assert named in str(found.value)
