@@ -103,7 +103,7 @@ class Simulation:
         Args:
             token_ids: new tokens, sequence by sequence, `[tokens]`.
             slot_mapping: their slots, `[tokens]`.
-            block_tables: blocks of each sequence, `[sequences, blocks]`.
+            block_tables: blocks of each sequence as the manager has them now, `[sequences, blocks]`.
             query_lens: number of new tokens of each sequence, `[sequences]`.
             seq_lens: length of each sequence including new tokens, `[sequences]`.
             draft_lens: how many of its new tokens, the last ones, are draft tokens, `[sequences]`; none by default.
@@ -114,8 +114,8 @@ class Simulation:
             has `1 + draft_lens[i]` of them: before the drafts, and after each.
 
         Raises:
-            AssertionError: the lengths disagree, a sequence has no new token, two tokens share a slot, or a sequence
-                reads tokens that are not its request's.
+            AssertionError: the lengths disagree, a sequence has no new token, two tokens share a slot, a block table or
+                slot is not that of an open sequence, or a sequence reads tokens that are not its request's.
         """
         tokens, slots = _ints(token_ids), _ints(slot_mapping)
         lengths, ends = _ints(seq_lens), list(accumulate(_ints(query_lens), initial=0))
@@ -139,8 +139,7 @@ class Simulation:
             )
             for i, (first, end) in enumerate(pairwise(ends))
         ]
-        for row in rows:  # sequences that share all blocks are told apart by giving each to one row
-            row.owner = row.find_owner([earlier.owner for earlier in rows[: row.row]])
+        self._find_owners(rows)
         self._refuse_empty_rows(rows)
         self._refuse_shared_slots(rows, slots)
         for row in sorted(rows, key=lambda row: row.start):  # a hit may lie in blocks that this step writes
@@ -169,14 +168,19 @@ class Simulation:
                 f"query_lens {show(news)}: one for each sequence, with fewer draft tokens than new tokens"
             )
 
+    def _find_owners(self, rows: Sequence[_ForwardRow]) -> None:
+        """Find the sequence of each row; of sequences that share all blocks, each gets one row."""
+        for row in rows:
+            row.owner = row.find_owner([earlier.owner for earlier in rows[: row.row]])
+
     def _refuse_empty_rows(self, rows: Sequence[_ForwardRow]) -> None:
         """Check that each sequence has a new token."""
         for row in rows:
             if not row.tokens:
                 raise AssertionError(
                     f"step {self.watch.step}: {row.title()}: query_lens[{row.row}] is 0, but a model draws from the "
-                    f"last token that it computes: compute at least the last token of a prompt, even if the prefix "
-                    f"cache has all of them"
+                    f"last token that it computes: let a hit cover at most len(prompt) - 1 tokens, in full blocks, "
+                    f"even if the prefix cache has all of them"
                 )
 
     def _refuse_shared_slots(self, rows: Sequence[_ForwardRow], slots: Sequence[int]) -> None:
