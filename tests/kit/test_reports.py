@@ -63,8 +63,8 @@ def test_the_first_line_has_the_sizes_of_the_manager():
 
 def test_a_failure_is_replayed_by_the_call_that_it_prints():
     said = run(tables_machine())
-    line = re.findall(r"\nReplay: add this line below .* `machine`, whose TestCase is this test:\n(import .*)", said)[0]
-    exec(line, {"machine": (machine := tables_machine())})
+    line = re.findall(r"\nReplay: add this line below .* with its name in place of `TestX`:\n(import .*)", said)[0]
+    exec(line, {"TestX": (machine := tables_machine()).TestCase})
     again = run(machine, None)
     assert again.partition("\nReplay")[0] == said.partition("\nReplay")[0]
 

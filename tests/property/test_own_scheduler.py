@@ -134,23 +134,68 @@ def test_a_bug_is_noticed(bug: type, says: str | None):
 
 @pytest.fixture
 def simulation() -> Simulation:
-    config = Config(block_size=2, device_blocks=4)
+    config = Config(block_size=2, device_blocks=8)
     watch = SequenceWatch()
-    watch.manager, watch.memory = BlockManager(**config.arguments()), LateMemory(config)
-    watch.texts["a", 0] = [1, 2, 3, DRAWN]
+    watch.manager, watch.memory = BlockManager(**config.arguments(), prefix_caching=True), LateMemory(config)
+    watch.texts["a", 0] = watch.texts["b", 0] = [1, 2, 3, DRAWN]
+    watch.keys = {"a": Key(), "b": Key()}
     return Simulation(watch, lambda decision: [])
 
 
+def opened(simulation: Simulation, count: int, length: int = 3) -> tuple[Any, list[Any], list[Any], list[Any]]:
+    """Open sequences of the same prompt in one step. Returns the manager, and each with its slots and block table."""
+    manager = simulation.watch.watch(simulation.watch.manager)
+    sequences = [manager.allocate([1, 2, 3][:length]) for _ in range(count)]
+    manager.complete(manager.take_decision().ticket)
+    slots = [manager.slot_mapping(one, one.cached_tokens, length).tolist() for one in sequences]
+    return manager, sequences, slots, [manager.block_table(one).tolist() for one in sequences]
+
+
 def test_the_model_draws_from_what_it_reads(simulation: Simulation):
-    assert simulation.forward([1, 2, 3], [2, 3, 4], [[1, 2]], [3], [3]) == [DRAWN]
+    _, _, (slots,), tables = opened(simulation, 1)
+    assert simulation.forward([1, 2, 3], slots, tables, [3], [3]) == [DRAWN]
 
 
 def test_blocks_are_copied_for_a_manager_without_decisions(simulation: Simulation):
-    simulation.forward([1, 2, 3], [2, 3, 4], [[1, 2]], [3], [3])
-    simulation.copy([(1, 3), (2, 0)])
-    assert simulation.watch.memory.read([3, 0], 3) == simulation.watch.memory.read([1, 2], 3) == seen(Key(), [1, 2, 3])
-    with pytest.raises(AssertionError, match="copy: block ids 4 to 4, the device tier has 4"):
-        simulation.copy([(1, 4)])
+    _, _, (slots,), tables = opened(simulation, 1)
+    simulation.forward([1, 2, 3], slots, tables, [3], [3])
+    (one, two), memory = tables[0], simulation.watch.memory
+    simulation.copy([(one, 6), (two, 7)])
+    assert memory.read([6, 7], 3) == memory.read([one, two], 3) == seen(Key(), [1, 2, 3])
+    with pytest.raises(AssertionError, match="copy: block ids 9 to 9, the device tier has 8"):
+        simulation.copy([(4, 9)])
+
+
+@pytest.mark.parametrize("length", [2, 3])  # of two full blocks, one each: all are merged; or the last one stays
+def test_a_table_or_slots_from_before_blocks_were_merged_are_refused(simulation: Simulation, length: int):
+    manager, (one, two), slots, tables = opened(simulation, 2, length)
+    simulation.forward([1, 2, 3][:length] * 2, slots[0] + slots[1], tables, [length] * 2, [length] * 2)
+    manager.mark_computed([one, two])
+    now = manager.block_table(two).tolist()
+    assert tables[1][0] != now[0] == tables[0][0]
+    with pytest.raises(AssertionError, match=r"of no sequence on the device; it was|writes slots") as found:
+        simulation.forward([length], slots[1][-1:], [tables[1]], [1], [length])
+    for named in (f"block_tables[0] is {tables[1]}", f"block_table(sequence={two}) is {now}"):
+        assert named in str(found.value)
+    with pytest.raises(AssertionError, match=rf"slot_mapping\[0\] is {slots[1][0]} .* 0 is slot {now[0] * 2}"):
+        simulation.forward([1, 2, 3][:length], slots[1], [now], [length], [length])
+    at = manager.slot_mapping(two, length - 1, length)
+    assert len(simulation.forward([length], at, [now], [1], [length])) == 1
+
+
+def test_rows_that_share_a_slot_are_named_by_their_own_sequences(simulation: Simulation):
+    """Three sequences have the same blocks; the first, which does not run, is one token longer."""
+    manager, (parent,), (slots,), (table,) = opened(simulation, 1)
+    simulation.forward([1, 2, 3], slots, [table], [3], [3])
+    manager.append(parent, token_ids=[DRAWN])
+    manager.complete(manager.take_decision().ticket)
+    one, two = manager.fork(parent), manager.fork(parent)
+    manager.truncate(one, 3)
+    manager.truncate(two, 3)
+    with pytest.raises(
+        AssertionError, match=rf"share slot {slots[2]} .*: row 0, sequence {one}.* and row 1, sequence {two}"
+    ):
+        simulation.forward([3, 3], slots[2:] * 2, [table, table], [1, 1], [3, 3])
 
 
 def test_the_model_refuses_what_no_model_could_run(simulation: Simulation):
@@ -160,7 +205,7 @@ def test_the_model_refuses_what_no_model_could_run(simulation: Simulation):
         simulation.forward([1, 2], [2, 2], [[1]], [2], [2])
     with pytest.raises(AssertionError, match=r"block_tables\[0\] is \[1\] and slot_mapping \[6\], of no sequence"):
         simulation.forward([7], [6], [[1]], [1], [1])
-    with pytest.raises(AssertionError, match="slots \\[99\\] for 1 tokens, the device has 8"):
+    with pytest.raises(AssertionError, match="slots \\[99\\] for 1 tokens, the device has 16"):
         simulation.forward([1], [99], [[1]], [1], [1])
 
 

@@ -1,6 +1,7 @@
 """The shared tier test passes a plug-in written in plain Python, and notices plug-ins that are wrong."""
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,17 +160,39 @@ class Compares(KeyedStore):
         return super().replace_epoch(key, old, new)
 
 
-@pytest.mark.parametrize(("store", "is_right"), [(Compares, True), (IgnoresOld, False), (SaysItReplaced, False)])
-def test_a_replacement_that_ignores_the_record_is_noticed(store: type[KeyedStore], is_right: bool):
+class SaysTrue(KeyedStore):
+    """Wrong: says whether it replaced the record, in place of returning it."""
+
+    def replace_epoch(self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]) -> Any:
+        return super().replace_epoch(key, old, new) is new
+
+
+def test_a_replacement_that_returns_no_record_is_named():
+    with SaysTrue(bytes_per_block=5000, namespace=bytes(32)) as store:
+        done = store.wait(store.submit_put([bytes(32)], np.zeros((1, 5000), np.uint8)), 30)
+        assert not done.ok.any()
+        assert "replace_epoch returned True, must return the row that is stored" in str(store.stats().last_error)
+
+
+@pytest.mark.parametrize(
+    ("store", "says"),
+    [
+        (Compares, ""),
+        (IgnoresOld, "replace_epoch returns after a stale `old`: found a row of 192 bytes, all 2, expected .*, all 1$"),
+        (SaysItReplaced, "replace_epoch returns after a stale `old`: found a row of 192 bytes, all 2"),
+        (SaysTrue, "replace_epoch where no record was: found True, expected a row of 192 bytes, all 1"),
+    ],
+)
+def test_a_replacement_that_ignores_the_record_is_noticed(store: type[KeyedStore], says: str):
     class Suite(PrefixStoreSuite):
         def open_store(self, namespace: bytes = bytes(32)) -> ExternalStore:
             return store(bytes_per_block=self.bytes_per_block, namespace=namespace)
 
     test = Suite().test_a_record_is_replaced_only_if_it_is_as_expected
-    if is_right:
+    if not says:
         test()
     else:
-        with pytest.raises(AssertionError, match="stale `old`"):
+        with pytest.raises(AssertionError, match=says):
             test()
 
 
@@ -330,9 +353,20 @@ class FindsEverything(KeyedStore):
         return np.ones(len(keys), bool)
 
 
+class EvictsTheEpoch(KeyedStore):
+    """Wrong: evicts the oldest row, whichever it is."""
+
+    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        ok = super().put(keys, rows)
+        for name in list(self.blocks)[: -PrefixStoreSuite.num_slots]:
+            del self.blocks[name]
+        return ok
+
+
 @pytest.mark.parametrize(
     ("kind", "test", "says"),
     [
+        (EvictsTheEpoch, "test_a_full_store_takes_more_and_gives_no_wrong_block", "must not evict the epoch's record"),
         (KeepsTheFirst, "test_a_put_replaces_a_damaged_block", "reasons of a get after `put` was to replace"),
         (FindsEverything, "test_a_key_that_was_never_put_has_no_block", "`get`.* of keys that were never put"),
         (FindsEverything, "test_blocks_outlive_the_store", "`get`.* of keys that were never put"),

@@ -406,6 +406,7 @@ CALLS: dict[str, Call] = {
 LEFT_OUT = {
     r"BlockLayout\..*|(Parallel|Remote|)Executor\..*|\w+Like\..*": "an interface, or one that passes on",
     r"\w*Machine\..*|configs|follow_up|prompts|requests|\w*StoreSuite\..*|\w+_machine|run_\w+": "hypothesis draws",
+    r"Simulation(\..*)?": "of a machine that hypothesis runs",
     r"\w*Stats|Histogram|Resized|Traffic|Draw|Finished|Step|\w*Step|Step(Done|End)|Output|TraceRequest": "results",
     r"DefragReport|Fragmentation|Residency|ResizeProgress|SlabContents": "results",
     r"(External|Threaded|Failing|Unruly)Store(\..*)?|PrefixStore(\..*)?": "in tests/stores/",

@@ -322,6 +322,7 @@ class PrefixStoreSuite(ABC):
             numbers = range(2 * self.num_slots + 3)
             for number in numbers:
                 self.put(store, number)
+            _keeps_its_epoch(store)
             read = store.wait(store.submit_get(self.keys(*numbers)), PATIENCE)
             most = self.num_slots if self.evicts else len(read.ok)
             _check(int(np.count_nonzero(read.ok)) <= most, "a store must not hold more blocks than slots")
@@ -370,12 +371,13 @@ class PrefixStoreSuite(ABC):
                 return
             key = np.frombuffer(self.keys(1)[0], np.uint8)
             first, second = (np.full(RECORD_BYTES, fill, np.uint8) for fill in (1, 2))
-            _equal(_text(store.replace_epoch(key, None, first)), _text(first), "a record where none was")
+            _equal(_text(store.replace_epoch(key, None, first)), _text(first), "replace_epoch where no record was")
             for old in (None, second, first[:-1]):
-                _equal(_text(store.replace_epoch(key, old, second)), _text(first), "the record after a stale `old`")
-                _equal(_text(store.read_epoch(key)), _text(first), "the record after a stale `old`")
-            _equal(_text(store.replace_epoch(key, first, second)), _text(second), "the new record")
-            _equal(_text(store.read_epoch(key)), _text(second), "the new record")
+                found = store.replace_epoch(key, old, second)
+                _equal(_text(found), _text(first), "what replace_epoch returns after a stale `old`")
+                _equal(_text(store.read_epoch(key)), _text(first), "the record after replace_epoch with a stale `old`")
+            _equal(_text(store.replace_epoch(key, first, second)), _text(second), "replace_epoch of the right `old`")
+            _equal(_text(store.read_epoch(key)), _text(second), "the record after replace_epoch of the right `old`")
 
     def test_an_empty_batch_is_a_batch(self) -> None:
         with self.open_store() as store:
@@ -470,8 +472,20 @@ def _equal(found: object, expected: object, what: str) -> None:
     _check(found == expected, f"{what}: found {found}, expected {expected}")
 
 
-def _text(record: NDArray[np.uint8] | None) -> str:
-    return "none" if record is None else record.tobytes().hex()
+def _keeps_its_epoch(store: ExternalStore) -> None:
+    if isinstance(store, ThreadedStore):
+        record = store.read_epoch(np.frombuffer(store._record.key, np.uint8))  # noqa: SLF001 (its key is not public)
+        _check(record is not None, "a full store must not evict the epoch's record, the row of 192 bytes")
+
+
+def _text(record: object) -> str:
+    """Describe a record whose bytes are all the same."""
+    if not isinstance(record, np.ndarray):
+        return repr(record)
+    held = sorted(set(record.tobytes()))
+    return (
+        f"a row of {record.nbytes} bytes, all {held[0]}" if len(held) == 1 else f"a row of {record.nbytes} other bytes"
+    )
 
 
 def _why(store: ExternalStore, done: Completion) -> str:

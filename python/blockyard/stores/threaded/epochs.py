@@ -169,7 +169,12 @@ class EpochRecord:
         row = np.frombuffer(bytes(HEADER) + epoch.record(), np.uint8)[None].copy()
         seal_values(row, self._values.namespace, [self.key], mac_key=self._values.mac_key)
         old = None if stored.raw is None else np.frombuffer(stored.raw, np.uint8)
-        return self.parse(self._storage.replace_epoch(self._row_key, old, row[0]))
+        there = self._storage.replace_epoch(self._row_key, old, row[0])
+        if not isinstance(there, np.ndarray | None):
+            raise StoreError(
+                f"replace_epoch returned {there!r}, must return the row that is stored afterwards, or None"
+            )
+        return self.parse(there)
 
     def _check(self, row: NDArray[np.uint8]) -> str:
         return check_values(row[None].copy(), self._values.namespace, [self.key], mac_key=self._values.mac_key)[0]

@@ -26,11 +26,13 @@ from blockyard.testing.machines.manager import ManagerMachine, manager_machine
 from blockyard.testing.machines.own_scheduler import scheduler_machine
 from blockyard.testing.machines.prefix import PrefixMachine, prefix_machine
 from blockyard.testing.machines.scheduler import SchedulerMachine, reference_tokens
+from blockyard.testing.machines.simulation import Simulation
 
 __all__ = [
     "ManagerMachine",
     "PrefixMachine",
     "SchedulerMachine",
+    "Simulation",
     "manager_machine",
     "prefix_machine",
     "reference_tokens",

@@ -253,6 +253,8 @@ def _test_case(machine: type[RecordingMachine]) -> type[unittest.TestCase]:
             if failure is not None:
                 raise failure from None
 
+    case: Any = MachineTestCase
+    case.machine = machine
     run: Any = MachineTestCase.runTest
     run.is_hypothesis_test = True
     run._hypothesis_state_machine_class = machine  # noqa: SLF001 (hypothesis' own mark)
@@ -276,8 +278,11 @@ def _failure(machine: type[RecordingMachine], error: Exception, *, calls: bool) 
         lines += ["", *(note for note in notes if note not in blobs)]
     for call in [_BLOB.search(blob) for blob in blobs[:1]]:
         if call is not None:
-            lines += ["", "Replay: add this line below the one that makes `machine`, whose TestCase is this test:"]
-            lines += [f"import hypothesis; hypothesis.{call[0]}(machine)"]
+            lines += [
+                "",
+                "Replay: add this line below the one that makes this test, with its name in place of `TestX`:",
+            ]
+            lines += [f"import hypothesis; hypothesis.{call[0]}(TestX.machine)"]
     return AssertionError("\n".join(lines))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -103,7 +103,7 @@ class Simulation:
         Args:
             token_ids: new tokens, sequence by sequence, `[tokens]`.
             slot_mapping: their slots, `[tokens]`.
-            block_tables: blocks of each sequence, `[sequences, blocks]`.
+            block_tables: blocks of each sequence as the manager has them now, `[sequences, blocks]`.
             query_lens: number of new tokens of each sequence, `[sequences]`.
             seq_lens: length of each sequence including new tokens, `[sequences]`.
             draft_lens: how many of its new tokens, the last ones, are draft tokens, `[sequences]`; none by default.
@@ -114,8 +114,8 @@ class Simulation:
             has `1 + draft_lens[i]` of them: before the drafts, and after each.
 
         Raises:
-            AssertionError: the lengths disagree, a sequence has no new token, two tokens share a slot, or a sequence
-                reads tokens that are not its request's.
+            AssertionError: the lengths disagree, a sequence has no new token, two tokens share a slot, a block table or
+                slot is not that of an open sequence, or a sequence reads tokens that are not its request's.
         """
         tokens, slots = _ints(token_ids), _ints(slot_mapping)
         lengths, ends = _ints(seq_lens), list(accumulate(_ints(query_lens), initial=0))
@@ -139,6 +139,7 @@ class Simulation:
             )
             for i, (first, end) in enumerate(pairwise(ends))
         ]
+        self._find_owners(rows)
         self._refuse_empty_rows(rows)
         self._refuse_shared_slots(rows, slots)
         for row in sorted(rows, key=lambda row: row.start):  # a hit may lie in blocks that this step writes
@@ -167,14 +168,19 @@ class Simulation:
                 f"query_lens {show(news)}: one for each sequence, with fewer draft tokens than new tokens"
             )
 
+    def _find_owners(self, rows: Sequence[_ForwardRow]) -> None:
+        """Find the sequence of each row; of sequences that share all blocks, each gets one row."""
+        for row in rows:
+            row.owner = row.find_owner([earlier.owner for earlier in rows[: row.row]])
+
     def _refuse_empty_rows(self, rows: Sequence[_ForwardRow]) -> None:
         """Check that each sequence has a new token."""
         for row in rows:
             if not row.tokens:
                 raise AssertionError(
                     f"step {self.watch.step}: {row.title()}: query_lens[{row.row}] is 0, but a model draws from the "
-                    f"last token that it computes: compute at least the last token of a prompt, even if the prefix "
-                    f"cache has all of them"
+                    f"last token that it computes: let a hit cover at most len(prompt) - 1 tokens, in full blocks, "
+                    f"even if the prefix cache has all of them"
                 )
 
     def _refuse_shared_slots(self, rows: Sequence[_ForwardRow], slots: Sequence[int]) -> None:
@@ -201,6 +207,7 @@ class _ForwardRow:
     table: list[int]
     length: int
     drafts: int = 0
+    owner: int | None = None  # the sequence with this block table
 
     def __post_init__(self) -> None:
         self.size = self.watch.memory.block_size
@@ -239,12 +246,12 @@ class _ForwardRow:
             raise AssertionError(f"step {self.watch.step}: {self.explain([])}") from None
         text, sure = list(map(token_of, values)), self.length - self.drafts
         names = [name for (name, _), whole in self.watch.texts.items() if whole[:sure] == text[:sure]]
-        if not names or text[self.length - len(self.tokens) :] != self.tokens:
+        owner, places = self.owner, [self.slot(at) for at in range(max(0, self.start), self.length)]
+        if owner is None or self.slots != places or not names or text[self.start :] != self.tokens:
             raise AssertionError(f"step {self.watch.step}: {self.explain(text)}")
-        if self.owner is not None:
-            self.claim(self.owner, names)
-            self.compare_told(self.owner, text)
-            self.compare_values(self.owner, text, values)
+        self.claim(owner, names)
+        self.compare_told(owner, text)
+        self.compare_values(owner, text, values)
         return values
 
     def claim(self, handle: int, names: Sequence[str]) -> None:
@@ -294,14 +301,14 @@ class _ForwardRow:
                 f"{self.slot(at)} (block {block}), whose token {text[at]} was computed {how}; {last}"
             )
 
-    @cached_property
-    def owner(self) -> int | None:
-        """The sequence with this block table."""
+    def find_owner(self, taken: Collection[int | None]) -> int | None:
+        """Return the sequence with this block table, best one of this length that is not in `taken`."""
+        found = []
         for handle in self.watch.live():
             blocks = self.watch.blocks(handle) if self.watch.manager.tier(handle) == "device" else []
             if blocks and blocks[: len(self.table)] == self.table:
-                return handle
-        return None
+                found.append((handle in taken, self.watch.manager.num_tokens(handle) != self.length, handle))
+        return min(found, key=lambda one: one[:2])[2] if found else None
 
     def writer(self) -> int | None:
         """Return the sequence that owns the new tokens' slots."""
@@ -385,8 +392,13 @@ class _ForwardRow:
 
     def explain_stranger(self) -> str:
         """Explain a block table and slots that belong to no sequence."""
-        was = [(h, f) for h, f in self.watch.sequences.items() if list(f.table[: len(self.table)]) == self.table]
-        before = f"; it was that of sequence {was[-1][0]}, which {self.watch.state(was[-1][0])}" if was else ""
+        was = [h for h, f in self.watch.sequences.items() if list(f.table[: len(self.table)]) == self.table]
+        before = ""
+        if was:
+            now = (
+                f"; block_table(sequence={was[-1]}) is {show(blocks)}" if (blocks := self.watch.blocks(was[-1])) else ""
+            )
+            before = f"; it was that of sequence {was[-1]}, which {self.watch.state(was[-1])}{now}"
         return (
             f"row {self.row}: block_tables[{self.row}] is {show(self.table)} and slot_mapping {show(self.slots)}, "
             f"of no sequence on the device{before}"
