@@ -23,6 +23,7 @@ from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.offload import OffloadManager
 from blockyard.scheduler import Scheduler
 from blockyard.stores import ExternalStore, StoreStats
+from blockyard.stores.base import fails_since
 from blockyard.types import Histogram
 from blockyard.workers import missing
 
@@ -257,7 +258,7 @@ class Collector:
     def _since_scrape(self, name: str, stats: StoreStats) -> StoreStats:
         """Count a store as down that only failed since the last scrape."""
         before, self._errors[name] = self._errors.get(name, 0), stats.errors
-        return replace(stats, is_down=stats.fails_since(before))
+        return replace(stats, is_down=fails_since(stats, before))
 
     def _add(self, source: object) -> None:
         match source:

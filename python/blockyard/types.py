@@ -273,13 +273,6 @@ class StoreStats:
     cached_blocks: int = 0
     evicted_blocks: int = 0
 
-    def fails_since(self, errors: int) -> bool:
-        """Whether the store has stopped answering, or has only failed since `errors` operations had failed.
-
-        An old error says nothing of the present: a store that fails still counts more, at least of its probes.
-        """
-        return self.is_down or (self.errors_in_a_row > 0 and self.errors != errors)
-
     @property
     def checksum_failures(self) -> int:
         """Number of reads whose header or payload checksum did not match."""

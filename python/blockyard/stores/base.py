@@ -377,6 +377,14 @@ def check_quota(tenant: object, num_blocks: object = None) -> None:
         raise InvalidArgumentError(f"num_blocks is {num_blocks!r:.100}, must be 0 to 2**32 - 1, or None")
 
 
+def fails_since(stats: StoreStats, errors: int) -> bool:
+    """Whether a store has stopped answering, or has only failed since `errors` of its operations had failed.
+
+    An old error says nothing of the present: a store that fails still counts more, at least of its probes.
+    """
+    return stats.is_down or (stats.errors_in_a_row > 0 and stats.errors != errors)
+
+
 def quotaless() -> StoreError:
     """Return the error of a store without quotas."""
     return StoreError("this store cannot keep quotas: a file:// store of one directory or a redis:// server can")

@@ -24,7 +24,7 @@ from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.adapters.chunks import ChunkRows, HeadShards
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
-from blockyard.stores.base import ExternalStore
+from blockyard.stores.base import ExternalStore, fails_since
 from blockyard.stores.value import is_damage
 from blockyard.workers import keep, start_worker
 
@@ -183,7 +183,7 @@ class ExternalTier:
         if now >= self._health[0]:
             stats = self._store.stats()
             damaged = sum(count for reason, count in stats.misses.items() if is_damage(reason))
-            is_up = not stats.fails_since(self._errors) and self._has_forgotten
+            is_up = not fails_since(stats, self._errors) and self._has_forgotten
             self._errors = stats.errors
             self._health = (now + 1.0, is_up, damaged)
         return self._health[1:]

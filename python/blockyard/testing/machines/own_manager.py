@@ -254,7 +254,7 @@ class OwnManagerMachine(RecordingMachine):
         return result
 
     def hint(self, name: str, error: Exception, *, lacks: bool) -> str:
-        """Say what a call should have got or raised, where its exception may come from that."""
+        """Return what a call gets or should have raised, where its exception may come from that."""
         if isinstance(error, TypeError):
             return f"; `{name}=` gets {self.gets.get(name, 'the manager and the sequence')}"
         kinds = " or ".join(kind.__name__ for kind in self.full)

@@ -241,7 +241,7 @@ impl Row {
     }
 }
 
-/// What becomes of a row that is not like those before it.
+/// What a second look at a row says.
 enum Look {
     /// It is the first of the pass.
     Joins,
@@ -251,7 +251,7 @@ enum Look {
     Repeats,
 }
 
-/// Looks again at a row that is not like those before it.
+/// Looks a second time at a row that is not like those before it.
 #[cold]
 #[inline(never)]
 fn look<const TABLES: bool>(row: &mut Row, sequence: SequenceId, epoch: u32, mut before: TicketId) -> Look {
