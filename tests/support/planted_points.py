@@ -322,8 +322,8 @@ FAULTS = {
     ),
     "a sequence is cut back to where its window is gone": (
         "sequence/truncate.rs",
-        "!needed.any(|i| self.is_null(table[i]))",
-        "needed.any(|i| self.is_null(table[i]))",
+        "!group.needs(tokens, self.groups.tokens(number)).any(|i| self.is_null(table[i]))",
+        "group.needs(tokens, self.groups.tokens(number)).any(|i| self.is_null(table[i]))",
         "false",
     ),
     "points hang on a window's blocks instead of a drafter's": (
@@ -334,7 +334,7 @@ FAULTS = {
     ),
     "a sequence is cut back to where no state is kept": (
         "sequence/truncate.rs",
-        "            self.keeps_draft(id, tokens)\n",
+        "                return self.keeps_draft(id, tokens);\n",
         "self.keeps_draft(id, tokens)",
         "true",
     ),

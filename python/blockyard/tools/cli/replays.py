@@ -133,9 +133,11 @@ def _warn_of_long(path: Path, options: argparse.Namespace, requests: Sequence[Tr
             positions = max(positions, factor * original)
     lengths = [request.input_tokens + request.output_tokens for request in requests]
     if long := sum(length > positions for length in lengths):
-        text = "%d of %d requests of %s have more tokens than max_position_embeddings of --model-config, %d; the "
-        text += "longest has %d: they are replayed, but an engine refuses them unless you extend its positions"
-        _log.warning(text, long, len(lengths), path, positions, max(lengths))
+        _log.warning(
+            "%d of %d requests of %s have more tokens than max_position_embeddings of --model-config, %d; the longest "
+            "has %d: they are replayed, but an engine refuses them unless you extend its positions",
+            *(long, len(lengths), path, positions, max(lengths)),
+        )
 
 
 def count_of(requests: Sequence[TraceRequest]) -> str:
@@ -162,7 +164,7 @@ def step_time_of(options: argparse.Namespace) -> LinearStepTime | None:
     if options.step_time is None:
         return None
     if options.step_time[0] > LONG_STEP:
-        _log.warning("--step-time: a step takes %g s; are the numbers in seconds?", options.step_time[0])
+        _log.warning("--step-time: a step takes %s s; are the numbers in seconds?", f"{options.step_time[0]:g}")
     return LinearStepTime(*options.step_time)
 
 
@@ -182,11 +184,15 @@ def _fit(options: argparse.Namespace) -> FittedStepTime:
     """
     given, of_run = options.tensor_parallel_size or 1, _ranks_of_run(options)
     if given > 1 and of_run is None:
-        text = "--tensor-parallel-size is %d: no meta.json says that the run %s is of %d accelerators"
-        _log.warning(text, given, options.fit, given)
+        _log.warning(
+            "--tensor-parallel-size is %d: no meta.json says that the run %s is of %d accelerators",
+            *(given, options.fit, given),
+        )
     elif options.tensor_parallel_size is not None and given != (of_run or 1):
-        text = "--tensor-parallel-size is %d, but the step times are those of the %d accelerators of the run %s"
-        _log.warning(text, given, of_run, options.fit)
+        _log.warning(
+            "--tensor-parallel-size is %d, but the step times are those of the %d accelerators of the run %s",
+            *(given, of_run, options.fit),
+        )
     limits = _limits_of_run(options)
     bounds = (0.0, 0.0, 0.0, 0.0)
     if options.device_bandwidth is not None:
@@ -202,8 +208,10 @@ def _fit(options: argparse.Namespace) -> FittedStepTime:
         bounds = lower_bounds(weights, token, bandwidth)
     run = EngineRun.read(options.fit)
     if bounds[0] and len(run.tpot) and bounds[0] > (step := float(np.median(run.tpot))):
-        text = "--device-bandwidth is %g GB/s: the weights are read in %.3g s, but the run has steps of %.3g s"
-        _log.warning(text, options.device_bandwidth, bounds[0], step)
+        _log.warning(
+            "--device-bandwidth is %s GB/s: the weights are read in %s s, but the run has steps of %s s",
+            *(f"{options.device_bandwidth:g}", f"{bounds[0]:.3g}", f"{step:.3g}"),
+        )
     try:
         fit = fit_run(run, limits, LinearStepTime, at_least=bounds)
     except OutOfBlocksError as error:
