@@ -201,3 +201,16 @@ def test_the_lengths_that_a_window_still_allows_are_named():
         manager.truncate(sequence, 10)
     manager.truncate(sequence, 11)
     manager.check()
+
+
+def test_the_lengths_that_chunks_still_allow_are_named_without_gaps():
+    """A multiple of the chunk needs no block, also where the tokens after it need some that are gone."""
+    groups = [CacheGroup.full_attention(), CacheGroup.chunked_attention(8)]
+    manager = BlockManager(block_size=4, device_blocks=32, groups=groups)
+    sequence = manager.allocate(list(range(30)))
+    manager.complete(manager.take_decision().ticket)
+    manager.mark_computed(sequence)
+    with pytest.raises(InvalidArgumentError, match=r"num_tokens is 10, must be 24 to 30: cache group 1 of sequence"):
+        manager.truncate(sequence, 10)
+    manager.truncate(sequence, 24)
+    manager.check()

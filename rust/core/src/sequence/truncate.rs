@@ -66,7 +66,7 @@ impl Sequences {
         if has_all(tokens) {
             return Ok(());
         }
-        let least = (tokens..row.len).find(|&tokens| has_all(tokens)).unwrap_or(row.len);
+        let least = (tokens..row.len).rev().take_while(|&tokens| has_all(tokens)).last().unwrap_or(row.len);
         let must =
             format!("{least} to {}: cache group {number} of sequence {sequence} has freed blocks for fewer", row.len);
         Err(invalid("num_tokens", tokens, must))

@@ -121,9 +121,8 @@ struct First<'a> {
 impl First<'_> {
     /// One token per row of one group, as in every decode step: the hottest loop, where each instruction counts.
     ///
-    /// It reads nothing from the stack: processors can take such a read for one of what was just stored to a row, and wait
-    /// for it. A loop with two such reads took 1.3 times as long in half of all processes, depending on where the stack
-    /// lay.
+    /// It reads nothing from the stack: with two such reads it took 1.3 times as long in half of all processes, probably
+    /// where the processor took them for reads of what was just stored to a row.
     #[inline(never)]
     fn one<const TABLES: bool>(self, sequences: &[SequenceId], slots: &mut [i64]) -> Passed {
         let Self { entries: Entries { rows, epoch, .. }, open, slow, .. } = self;
