@@ -218,10 +218,14 @@ def _check(executors: Sequence[Executor]) -> None:
             raise InvalidArgumentError(f"executors[{rank}] is executors[{first}], must be one for each rank")
     if len(executors) == 1:
         return
-    asked = [executor.begin("sizes") if isinstance(executor, RemoteExecutor) else None for executor in executors]
-    sizes: dict[str, int] = {}
-    for rank, (executor, answer) in enumerate(zip(executors, asked, strict=True)):
-        sizes[engine_sizes(executor) if answer is None else answer()] = rank
+    # A closed engine is found before workers are asked, and a lost worker once all have answered.
+    known = {rank: engine_sizes(each) for rank, each in enumerate(executors) if not _is_remote(each)}
+    answers, failure = _answers(
+        {rank: _begin(each, "sizes") for rank, each in enumerate(executors) if rank not in known}
+    )
+    if failure is not None:
+        raise failure
+    sizes = {size: rank for rank, size in sorted((known | answers).items())}
     sizes.pop("", None)  # an executor of another kind
     if len(sizes) > 1:
         found = ", ".join(f"{size} on rank {rank}" for size, rank in sizes.items())
