@@ -273,6 +273,15 @@ def test_a_worker_with_other_numbers_of_blocks_is_refused():
         ParallelExecutor([own_executor(), remote])
 
 
+def test_a_worker_that_is_lost_leaves_the_others_usable():
+    ours, theirs = Pipe()
+    theirs.close()
+    with worker(own_executor()) as remote:
+        with pytest.raises(WorkerError, match="rank 2 has ended"):
+            ParallelExecutor([RemoteExecutor(ours, name="rank 2"), remote])
+        assert remote.poll() == []
+
+
 def test_ranks_are_named_where_there_are_none():
     with pytest.raises(InvalidArgumentError, match="executors is empty, must have one for each rank"):
         ParallelExecutor([])
