@@ -78,8 +78,9 @@ impl Sequences {
         for &block in &table {
             step.tiers.share((tier, block), count);
         }
-        for &sequence in children {
-            let row = self.rows.open_table(TableId { sequence, ..id }, table.clone());
+        // The last fork takes the entries themselves.
+        for (&sequence, table) in children.iter().zip(std::iter::repeat_n(table, children.len())) {
+            let row = self.rows.open_table(TableId { sequence, ..id }, table);
             (row.null_prefix, row.published) = (null_prefix, published);
         }
     }
