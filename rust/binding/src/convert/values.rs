@@ -2,8 +2,9 @@
 
 use blockyard_core::Tier;
 use pyo3::exceptions::PyValueError;
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyString;
+use pyo3::types::{PyDict, PyString, PyType};
 use std::convert::Infallible;
 use std::fmt;
 
@@ -13,10 +14,19 @@ macro_rules! made {
         static CLASS: ::pyo3::sync::PyOnceLock<::pyo3::Py<::pyo3::types::PyType>> = ::pyo3::sync::PyOnceLock::new();
         let fields = ::pyo3::types::PyDict::new($py);
         $(fields.set_item(::pyo3::intern!($py, stringify!($field)), $crate::convert::values::value!($field $(, $value)?))?;)+
-        CLASS.import($py, "blockyard.types", $class)?.call((), Some(&fields))
+        $crate::convert::values::with_fields(CLASS.import($py, "blockyard.types", $class)?, &fields)
     }};
 }
 pub(crate) use made;
+
+/// Makes an object of a dataclass that has these fields. The `__init__` of a frozen dataclass sets them one by one with
+/// calls in Python, which takes four times as long.
+pub(crate) fn with_fields<'py>(class: &Bound<'py, PyType>, fields: &Bound<'py, PyDict>) -> PyResult<Bound<'py, PyAny>> {
+    let py = class.py();
+    let made = class.call_method1(intern!(py, "__new__"), (class,))?;
+    made.getattr(intern!(py, "__dict__"))?.cast::<PyDict>()?.update(fields.as_mapping())?;
+    Ok(made)
+}
 
 /// A field's value: the one given, or the variable of its name.
 macro_rules! value {

@@ -72,6 +72,7 @@ impl SequenceFacts<'_> {
     }
 
     /// The table that a block was last known to be in, if it still is, and its index.
+    #[inline]
     fn hinted(&self, block: BlockId) -> Option<(TableId, usize)> {
         let Owner { table, index } = self.owners[block.index()].get();
         let (id, _) = self.rows.numbered(table).filter(|(_, row)| row.tier == Tier::Device)?;
