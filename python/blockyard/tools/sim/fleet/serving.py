@@ -103,6 +103,7 @@ class _Life:
         self.upkeep = Upkeep(self.manager, self.cells, loop.random, say)  # the scheduler calls `give_back` at once
         self.scheduler = Scheduler(self, max_num_seqs=3, max_num_batched_tokens=8, defragment=defragment)
         self.requests: dict[str, float] = {}  # arrival times of the open requests
+        self.num_in_row = 0  # requests since none was open
         self.begun: set[int] = set()  # sequences that have had a step
         self.forgot_at = 0.0  # when it last called `forget` to begin an epoch; one that it joins may have older blocks
         self.confirmed_at = 0.0  # the same, of the calls that the store confirmed
@@ -256,6 +257,7 @@ class ServingEngine(FleetEngine):
         salt = self._salt()
         life.scheduler.add(Request(name, prompt, max_tokens, salt=salt))
         life.requests[name] = self.loop.now
+        life.num_in_row += 1
         self._say(f"request {name}: {prompt}, {max_tokens} tokens")
 
     def _step(self, life: _Life) -> None:
@@ -280,10 +282,11 @@ class ServingEngine(FleetEngine):
         oldest = min(life.requests.values(), default=inf)
         if self.loop.now > oldest + _PATIENCE and not life.link.is_dead:
             raise BrokenPromiseError(f"engine {self.number}: the request added at {oldest:.3f} s has not ended")
-        if max(life.store.reads.values(), default=0) > _MAX_READS * (1 + len(life.requests)):
+        if max(life.store.reads.values(), default=0) > _MAX_READS * (1 + life.num_in_row):
             raise BrokenPromiseError(f"engine {self.number}: reads a block again and again")
         if not life.requests:
             life.store.reads.clear()
+            life.num_in_row = 0
 
     def _compute(self, life: _Life, step: Step) -> tuple[list[_RowRead], list[int]]:
         """Write the new tokens of all rows, and the new states.
