@@ -205,11 +205,11 @@ class ObjectStore(RemoteStore):
         """Store values. In a prefix store, existing blocks are kept."""
         is_block = self._is_block(rows)
         with self._lock:
-            replaced = {name for key in keys if (name := key.tobytes()) in self._to_replace}
+            replaced = self._to_replace.intersection(key.tobytes() for key in keys) if self._to_replace else set()
             self._to_replace -= replaced
 
         def put(index: int) -> None:
-            keeps = is_block and keys[index].tobytes() not in replaced
+            keeps = is_block and not (replaced and keys[index].tobytes() in replaced)
             self._put_one(self._path(keys[index]), self._format.stored(rows[index]), keeps)
 
         failed = self._each_of(len(rows), put)

@@ -77,7 +77,8 @@ class KnownKeys:
 
     def is_hidden(self, key: bytes) -> bool:
         """Return whether a key must not be read now."""
-        return self._until.get(key, 0.0) < -self._clock()
+        until = self._until.get(key, 0.0)
+        return until < 0.0 and until < -self._clock()
 
     def is_due(self, key: bytes) -> bool:
         """Return whether a key needs a lookup."""
@@ -123,7 +124,7 @@ class KnownKeys:
 
     def note_ended(self, key: bytes, reason: str, *, is_delete: bool) -> None:
         """Record how a key's put, get or deletion ended."""
-        if not reason or reason == "absent":
+        if self._doubted and (not reason or reason == "absent"):
             self._doubted.pop(key, None)
         if not reason:
             self.note(key, is_there=not is_delete)

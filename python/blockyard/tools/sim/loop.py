@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from heapq import heappop, heappush
 from math import inf
 from typing import Any, Final
 
 from blockyard.errors import BlockyardError
 from blockyard.stores.threaded.runtime import Runtime
-from blockyard.tools.virtual_time import Agenda, VirtualTime
+from blockyard.tools.virtual_time import VirtualTime
 from blockyard.workers import missing
 
 try:
@@ -95,8 +96,8 @@ class Loop(VirtualTime):
         self.ready: list[Task] = []
         self.current: Task | None = None
         self.home = getcurrent()
-        # Number, function to call or task to wake, and the task's `waits` when it began to wait.
-        self._timers: Agenda[tuple[int, Callable[[], object] | Task, int]] = Agenda()
+        # A heap: time, number, function to call, or task to wake and its `waits` when it began to wait.
+        self._timers: list[tuple[float, int, Callable[[], object] | None, Task | None, int]] = []
         self._num_timers = 0
         self._failure: BaseException | None = None
         self._starting: Task | None = None  # its greenlet has not started yet
@@ -145,7 +146,7 @@ class Loop(VirtualTime):
     def call_later(self, seconds: float, call: Callable[[], object]) -> None:
         """Call a function after some seconds. It must not wait or take a lock; an exception in it ends the run."""
         self._num_timers = number = self._num_timers + 1
-        self._timers.add(self.now + seconds, (number, call, -1))
+        heappush(self._timers, (self.now + seconds, number, call, None, 0))
 
     def run(self) -> None:
         """Run tasks until none is left.
@@ -181,7 +182,8 @@ class Loop(VirtualTime):
         task.was_woken = False
         if timeout is not None and timeout < inf:
             self._num_timers = number = self._num_timers + 1
-            self._timers.add(self.now + timeout if timeout > 0.0 else self.now, (number, task, waits))
+            at = self.now + timeout if timeout > 0.0 else self.now
+            heappush(self._timers, (at, number, None, task, waits))
         self._leave(task)
         return task.was_woken
 
@@ -212,16 +214,16 @@ class Loop(VirtualTime):
         while not ready:
             if not timers:
                 return None
-            at, (_, what, waits) = timers.pop()
-            if not isinstance(what, Task):
+            at, _, call, task, waits = heappop(timers)
+            if call is not None:
                 self.now, self.current = at, None
-                what()
-            elif what.waits == waits:
+                call()
+            elif task is not None and task.waits == waits:
                 self.now = at
-                what.waits += 1
-                return what
-        if len(ready) > 1:
-            place = int(self.draw() * len(ready))
+                task.waits += 1
+                return task
+        if (count := len(ready)) > 1:
+            place = int(self.draw() * count)
             ready[place], ready[-1] = ready[-1], ready[place]
         return ready.pop()
 
@@ -287,8 +289,9 @@ class VirtualLock:
 
     def give_up(self) -> int:
         """Release the lock completely. Returns how often it was taken."""
-        depth, self._depth = self._depth, 1
-        self.release()
+        depth, self._depth, self._holder = self._depth, 0, None
+        if self._waiting:
+            self._loop.wake(self._waiting.pop(int(self._loop.draw() * len(self._waiting))))
         return depth
 
     def take_back(self, depth: int) -> None:

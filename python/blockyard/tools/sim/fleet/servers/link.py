@@ -216,8 +216,10 @@ class Link(ABC):
 
     def carried(self, value: bytes) -> bytes:
         """Return a value as it arrives at the engine: perhaps with another byte."""
+        if not self.garbling or len(value) <= HEADER:
+            return value
         chance = self._server.loop.random
-        if not self.garbling or len(value) <= HEADER or chance.random() >= self.garbling:
+        if chance.random() >= self.garbling:
             return value
         changed = bytearray(value)
         changed[chance.randrange(len(value))] ^= 1 << chance.randrange(8)
@@ -252,9 +254,10 @@ class Link(ABC):
             request.ended.set()
 
     def _delay(self) -> float:
-        chance = self._server.loop.random
-        late = chance.uniform(0.0, DEADLINE) if self.straggling and chance.random() < self.straggling else 0.0
-        return late - log(1.0 - self._server.loop.draw()) * _USUAL_SECONDS * self.slowness * self._server.slowness
+        server, late = self._server, 0.0
+        if self.straggling and server.loop.draw() < self.straggling:
+            late = server.loop.random.uniform(0.0, DEADLINE)
+        return late - log(1.0 - server.loop.draw()) * _USUAL_SECONDS * self.slowness * server.slowness
 
     def _is_lost(self) -> bool:
         return self.is_cut or (self.loss > 0 and self._server.loop.random.random() < self.loss)

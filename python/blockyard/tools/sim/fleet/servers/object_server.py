@@ -169,8 +169,10 @@ class ObjectLink(Link):
 
     def call(self, *steps: Callable[[], Any]) -> list[Any]:
         """Run steps on the server. A page may come without the request, or in place of the server's answer."""
+        if not self.pages:
+            return self.receive(self.send(steps), self._time_limit)
         chance = self.server.loop.random
-        if not self.pages or self.is_dead or chance.random() >= self.pages:
+        if self.is_dead or chance.random() >= self.pages:
             return super().call(*steps)
         if chance.random() < 0.5:
             with suppress(_ServerError, FileNotFoundError):
