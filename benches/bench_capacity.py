@@ -5,11 +5,12 @@
 Each model has its own prompts in a `BlockManager` over one arena: full attention, windows and states in page classes of
 their own. Prompts of equal length that share nothing are computed in chunks of 2,048 tokens and freed, more of them
 than the cache can hold. What counts are the tokens of prompts that a later request can continue at their last boundary
-of 16 tokens. The optimum is the arena over the bytes that one such prompt needs at least: its full blocks, one window,
-one state. To compute a prompt, its last chunk needs more than that: the window's blocks of the whole chunk, and the
-state before it. The arena has room for that once, too. The second figure is the share of the optimum in whole prompts,
-the third the share of the arena that cached blocks fill: the rest is that room, null blocks, padding and part-filled
-extents. The fourth is what vLLM's layout would hold of the optimum, see `Plan`.
+of 16 tokens (128 for DeepSeek-V4, whose blocks hold whole compressed entries). The optimum is the arena over the bytes
+that one such prompt needs at least: its full blocks, one window, one state. To compute a prompt, its last chunk needs
+more than that: the window's blocks of the whole chunk, and the state before it. The arena has room for that once, too.
+The second figure is the share of the optimum in whole prompts, the third the share of the arena that cached blocks
+fill: the rest is that room, null blocks, padding and part-filled extents. The fourth is what vLLM's layout would hold
+of the optimum, see `Plan`.
 
 The last rows are the reach: the share of a prompt of 1,000 tokens that is found when the same prompt comes again, in a
 `BlockManager` and after whole blocks of vLLM's layout.
@@ -24,11 +25,12 @@ import argparse
 import os
 import sys
 from math import lcm
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from blockyard import Arena, BlockManager, CacheGroup, PrefixCaching
+from blockyard.layout import ArenaLayout
 from blockyard.layout.arena import num_state_groups
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
@@ -93,6 +95,19 @@ class Model(NamedTuple):
     chunked: bool = False
     align: int = BLOCK
     """What the tokens of vLLM's blocks are a multiple of, for the attention kernels."""
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block with full attention."""
+        return BLOCK
+
+    def theirs(self, length: int, space: int) -> int:
+        """Return the tokens that vLLM's layout holds."""
+        return self.plan().tokens_held(self, length, space)
+
+    def their_step(self) -> int:
+        """Return the tokens after whose multiples a prompt can be continued in vLLM's layout."""
+        return self.plan().tokens
 
     def groups(self) -> list[CacheGroup]:
         """Return the groups of `ArenaLayout.from_config`, each with blocks of 16 tokens and its own bytes."""
@@ -165,24 +180,61 @@ MODELS = {
 }
 
 
-V4, V4_BLOCK, V4_PLAN = "DeepSeek-V4-Flash", 128, 256
-"""A model with compressors: tokens of our blocks, and those after whose multiples vLLM's layout can continue."""
+class Compressors:
+    """DeepSeek-V4-Flash in packed FP8: entries of 4 and 128 tokens, windows, and what is not compressed yet.
+
+    Attributes:
+        block: tokens of a block of entries.
+    """
+
+    block = 128
+    # vLLM's groups with a window, of 22 and 21 layers with one, of the open entries of CSA and of HCA: tokens of their
+    # blocks, and blocks of a cached prompt. Full blocks have 256 tokens.
+    _THEIRS = ((64, 2), (64, 2), (4, 2), (8, 16))
+    _BYTES, _TOKENS = 1_002_240, 256
+
+    def groups(self) -> list[CacheGroup]:
+        """Return the groups of `ArenaLayout.from_config`."""
+        csa, hca = "compressed_sparse_attention", "heavily_compressed_attention"
+        config: dict[str, Any] = {
+            "model_type": "deepseek_v4",
+            "layer_types": ["sliding_attention"] * 2 + [csa, hca] * 20 + [csa],
+        }
+        config |= {"compress_rates": {csa: 4, hca: 128}, "head_dim": 512, "qk_rope_head_dim": 64}
+        config |= {"index_head_dim": 128, "sliding_window": 128}
+        return list(ArenaLayout.from_config(config, block_size=self.block, dtype="fp8_ds_mla").cache_groups)
+
+    def least_bytes(self, length: int) -> int:
+        """Return what a cached prompt needs at least: at its last boundary HCA has nothing open."""
+        full, csa, window, _ = (group.block_bytes or 0 for group in self.groups())
+        return (length - 1) // self.block * full + 2 * (window + csa)
+
+    def working_bytes(self, length: int) -> int:
+        """Return what computing the last chunk of a prompt takes beside what the prompt needs once it is cached."""
+        chunk = min(CHUNK, length)
+        windows = [group for group in self.groups() if group.window]
+        return sum((group.block_bytes or 0) * (chunk // (group.block_tokens or 1)) for group in windows)
+
+    def theirs(self, length: int, space: int) -> int:
+        """Return the tokens that vLLM's layout holds; see `Plan.tokens_held`."""
+        full = (length - 1) // self._TOKENS
+        working = sum(min(CHUNK, length) // tokens for tokens, _ in self._THEIRS)
+        resting = sum(blocks for _, blocks in self._THEIRS)
+        return (space // self._BYTES - 1 - working) // (full + resting) * full * self._TOKENS
+
+    def their_step(self) -> int:
+        """Return the tokens after whose multiples a prompt can be continued in vLLM's layout."""
+        return self._TOKENS
 
 
-def compressors() -> list[CacheGroup]:
-    """Return the groups of DeepSeek-V4-Flash in FP8: entries, window, and what CSA and HCA still read."""
-    return [
-        CacheGroup.full_attention().with_blocks(bytes=3915 * V4_BLOCK),
-        CacheGroup.sliding_window(128).with_blocks(tokens=64, bytes=1_609_920),
-        CacheGroup.sliding_window(2 * 4).with_blocks(tokens=4, bytes=870_912),
-        CacheGroup.chunked_attention(128).with_blocks(tokens=8, bytes=656_640),
-    ]
+V4 = "DeepSeek-V4-Flash"
+ALL: dict[str, Model | Compressors] = {**MODELS, V4: Compressors()}
 
 
-def reach(groups: list[CacheGroup], block_size: int) -> float:
+def reach(model: Model | Compressors) -> float:
     """Return the share of a prompt that is found when it comes again."""
     arena = Arena(device_bytes=4 * GIB)
-    manager = BlockManager(block_size=block_size, groups=groups, arena=arena, prefix_caching=True, watermark=0)
+    manager = BlockManager(block_size=model.block, groups=model.groups(), arena=arena, prefix_caching=True, watermark=0)
     prompt = np.arange(ASKED, dtype=np.uint32)
     if not compute(manager, prompt):
         raise AssertionError(f"a prompt of {ASKED} tokens does not fit")
@@ -191,8 +243,10 @@ def reach(groups: list[CacheGroup], block_size: int) -> float:
 
 def print_reach(names: list[str]) -> list[str]:
     """Print the reach of each model; return the goals that are missed, in words."""
-    rows = {name: (reach(MODELS[name].groups(), BLOCK), MODELS[name].plan().tokens, REACH) for name in names}
-    rows[V4] = (reach(compressors(), V4_BLOCK), V4_PLAN, REACH_OF_COMPRESSORS)
+    rows = {
+        name: (reach(ALL[name]), ALL[name].their_step(), REACH_OF_COMPRESSORS if name == V4 else REACH)
+        for name in names
+    }
     print(f"\nreach of a prompt of {ASKED} tokens: ours, vLLM's")
     missed = []
     for name, (ours, step, goal) in rows.items():
@@ -219,11 +273,13 @@ def compute(manager: BlockManager, tokens: np.ndarray) -> bool:
     return True
 
 
-def cached(model: Model, length: int, gib: int) -> tuple[int, float]:
+def cached(model: Model | Compressors, length: int, gib: int) -> tuple[int, float]:
     """Return how many prompts are cached once more were computed than there can be, and the share of bytes in use."""
     arena = Arena(device_bytes=gib * GIB)
     caching = PrefixCaching(eviction="lru")
-    manager = BlockManager(block_size=BLOCK, groups=model.groups(), arena=arena, prefix_caching=caching, watermark=0)
+    manager = BlockManager(
+        block_size=model.block, groups=model.groups(), arena=arena, prefix_caching=caching, watermark=0
+    )
     prompts = []
     for number in range(gib * GIB // model.least_bytes(length) + 4):
         prompt = np.full(length, 7, np.uint32)
@@ -233,7 +289,7 @@ def cached(model: Model, length: int, gib: int) -> tuple[int, float]:
         prompts.append(prompt)
     pools = [manager.pool(page_class=at) for at in range(manager.num_page_classes)]
     filled = sum(int((pool.uses() == CACHED).sum()) * pool.block_bytes for pool in pools)
-    boundary = (length - 1) // BLOCK * BLOCK
+    boundary = (length - 1) // model.block * model.block
     return sum(manager.prefix.lookup(prompt).tokens >= boundary for prompt in prompts), filled / (gib * GIB)
 
 
@@ -250,14 +306,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--gib", type=int, default=40)
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="*", default=list(ALL), choices=list(ALL))
     options = parser.parse_args()
     missed = []
     print(f"{'model':24}" + "".join(f"{length:>10}{'':>24}" for length in LENGTHS))
     for name in options.models:
         row, figures = f"{name:24}", {}
         for length in LENGTHS:
-            model, space = MODELS[name], options.gib * GIB
+            model, space = ALL[name], options.gib * GIB
             exact = (space - model.working_bytes(length)) / model.least_bytes(length)
             if not (best := int(exact)):
                 row += f"{'-':>10}{'':>24}"
@@ -265,8 +321,8 @@ def main() -> None:
             found, filled = cached(model, length, options.gib)
             if found > best or filled > 1:
                 raise AssertionError(f"{found} prompts of {best} are cached, {filled:.3f} of the arena")
-            reach = (length - 1) // BLOCK * BLOCK
-            theirs = model.plan().tokens_held(model, length, space) / (best * reach)
+            reach = (length - 1) // model.block * model.block
+            theirs = model.theirs(length, space) / (best * reach)
             row += f"{found * length // options.gib:>10}{found / best:>8.3f}{filled:>8.3f}{theirs:>8.3f}"
             figures[f"capacity_{options.gib}_{name}_{length}_vllm"] = theirs
             figures[f"capacity_{options.gib}_{name}_{length}"] = found / best

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_configs import LONG, TABLE
+from model_configs import LONG, TABLE, V4
 from simulated_device import SimulatedStreams
 
 from blockyard import Arena, BlockManager, CacheEngine, CacheGroup, KVCache, KVLayout, StepExecutor
@@ -26,16 +26,24 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     return {key: min(value, small[key]) if key in small else value for key, value in config.items()}
 
 
+def block_size_of(name: str) -> int:
+    """Return tokens of a block that is a whole number of compressed entries."""
+    return 128 if "V4" in name else 32
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_the_groups_of_a_model_have_exactly_its_bytes_and_fit_a_manager(name: str):
-    memory = ModelMemory.from_config(TABLE[name][0])
-    layout, tokens = ArenaLayout.from_config(memory, block_size=32), {"full_attention": LONG, "recurrent": 32}
+    memory, size = ModelMemory.from_config(TABLE[name][0]), block_size_of(name)
+    layout, tokens = ArenaLayout.from_config(memory, block_size=size), {"full_attention": LONG, "recurrent": size}
     groups = layout.cache_groups
     tokens["cross_attention"] = sum(layer.entries or 0 for layer in memory.layers if layer.kind == "cross") // 32
-    held = [(group.block_bytes or 0) // 32 * (group.window or tokens[group.kind]) for group in groups]
+    held = [
+        (group.block_bytes or 0) * (group.window or tokens[group.kind]) // layout.tokens(number)
+        for number, group in enumerate(groups)
+    ]
     assert sum(held) == memory.bytes(LONG)
     arena = Arena(device_bytes=8 * sum(group.block_bytes or 0 for group in groups))
-    manager = BlockManager(block_size=32, groups=groups, arena=arena)
+    manager = BlockManager(block_size=size, groups=groups, arena=arena)
     assert manager.groups == groups
     assert [manager.pool(page_class=at).block_bytes for at in range(manager.num_page_classes)] == [
         page.bytes_per_block for page in layout.pages
@@ -44,10 +52,10 @@ def test_the_groups_of_a_model_have_exactly_its_bytes_and_fit_a_manager(name: st
 
 @pytest.mark.parametrize("name", TABLE)
 def test_what_a_model_writes_through_its_tensors_is_apart_and_moves_with_its_block(name: str):
-    layout = ArenaLayout.from_config(shrunk(TABLE[name][0]))
+    layout = ArenaLayout.from_config(shrunk(TABLE[name][0]), block_size=block_size_of(name))
     largest = max(page.bytes_per_block for page in layout.pages)
     arena = Arena(device_bytes=20 * largest, host_bytes=4 * largest)
-    manager = BlockManager(block_size=16, groups=layout.cache_groups, arena=arena)
+    manager = BlockManager(block_size=layout.block_size, groups=layout.cache_groups, arena=arena)
     engine = CacheEngine(layout, manager=manager)
     fields = list(zip(layout.fields, engine.tensors, strict=True))
     assert len({(field.layer, field.name) for field, _ in fields}) == len(fields)
@@ -75,9 +83,38 @@ def test_what_a_model_writes_through_its_tensors_is_apart_and_moves_with_its_blo
     engine.close()
 
 
-def test_groups_of_compressed_entries_are_refused_by_name():
-    with pytest.raises(InvalidArgumentError, match="a layer of compressed entries, 4 tokens in each"):
-        ArenaLayout.from_config(ModelMemory((LayerCache("compressor", 64, ratio=4),), "bfloat16"))
+def test_compressed_entries_lie_in_blocks_of_whole_entries():
+    """Of DeepSeek-V4: each layer has a window; some have entries of 4 or 128 tokens and what is not compressed yet."""
+    layout = ArenaLayout.from_config(V4, block_size=256, dtype="fp8_ds_mla")
+    assert [group for group, _ in layout.groups] == [
+        CacheGroup.full_attention(),
+        CacheGroup.sliding_window(8).with_blocks(tokens=4),
+        CacheGroup.sliding_window(128).with_blocks(tokens=64),
+        CacheGroup.chunked_attention(128).with_blocks(tokens=8),
+    ]
+    shapes = {
+        (field.layer, field.name): field.shape_in_block(layout.tokens(number))
+        for number, (_, fields) in enumerate(layout.groups)
+        for field in fields
+    }
+    assert [shapes[1, "window"], len(shapes)] == [(64, 584), 43 + 21 * 3 + 20 * 2]
+    assert [shapes[2, name] for name in ("latent", "index", "open")] == [(64, 584), (64, 132), (4, 2560)]
+    assert [shapes[3, name] for name in ("latent", "open")] == [(2, 584), (8, 1024)]
+    with pytest.raises(
+        LayoutError, match="block_size is 64, must be a multiple of 128, the tokens of a compressed ent"
+    ):
+        ArenaLayout.from_config(V4, block_size=64)
+    entry = LayerField(0, "entry", (8,), "uint8", ratio=4)
+    with pytest.raises(LayoutError, match="block_tokens is 6, must be a multiple of 4, the tokens of a compressed ent"):
+        ArenaLayout(((CacheGroup.sliding_window(12).with_blocks(tokens=6), (entry,)),), 12)
+    with pytest.raises(LayoutError, match="block_tokens is 6, must be a multiple of 4, an entry's tokens"):
+        entry.num_bytes(6)
+    for options, message in (({"ratio": 0}, "at least 1"), ({"ratio": 2, "is_state": True}, "1 for a state")):
+        with pytest.raises(LayoutError, match=rf"ratio is \d, must be {message}"):
+            LayerField(0, "entry", (8,), "uint8", **options)
+
+
+def test_sizes_that_cannot_be_are_refused_by_name():
     with pytest.raises(LayoutError, match="block_size is 0, must be at least 1"):
         ArenaLayout.from_config(ModelMemory((LayerCache("full", 64),), "bfloat16"), block_size=0)
     with pytest.raises(LayoutError, match=r"groups are \(\), must be at least one"):

@@ -20,6 +20,7 @@ from model_configs import (
     NEMOTRON,
     SLIDING,
     TABLE,
+    V4,
     V32,
     WHISPER,
     attention,
@@ -38,7 +39,7 @@ def test_a_published_model_caches_what_its_planner_counts(name: str):
     config, growing, window, state = TABLE[name]
     memory = ModelMemory.from_config(config)
     kinds = memory.bytes_by_kind(LONG)
-    fixed = kinds.get("window", 0) + kinds.get("chunked", 0)
+    fixed = kinds.get("window", 0) + kinds.get("chunked", 0) + kinds.get("compressor", 0)
     states = kinds.get("recurrent", 0) + kinds.get("conv", 0)
     assert round((memory.bytes(LONG) - memory.bytes(LONG - 1024)) / MIB, 1) == pytest.approx(growing, abs=0.051)
     assert fixed / MIB == pytest.approx(window, abs=0.051)
@@ -131,16 +132,7 @@ def test_the_bytes_of_a_hundred_tokens_add_up_by_hand(name: str):
 
 
 def test_deepseek_v4_keeps_windows_compressed_entries_and_open_compressors():
-    csa, hca = "compressed_sparse_attention", "heavily_compressed_attention"
-    config = {"layer_types": [csa] * 21 + [hca] * 20 + [SLIDING] * 2, "compress_rates": {csa: 4, hca: 128}}
-    config |= {
-        "model_type": "deepseek_v4",
-        "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "index_head_dim": 128,
-        "sliding_window": 128,
-    }
-    kinds = ModelMemory.from_config(config, dtype="fp8_ds_mla").bytes_by_kind(4096)
+    kinds = ModelMemory.from_config(V4, dtype="fp8_ds_mla").bytes_by_kind(4096)
     assert kinds["window"] == 43 * 128 * 584
     assert kinds["mla"] == 21 * 1024 * 584 + 20 * 32 * 584
     assert kinds["indexer"] == 21 * 1024 * 132

@@ -88,6 +88,10 @@ WHISPER = {
     "d_model": 1280,
 }
 LLAMA = attention(32, 8, 128, model_type="llama")
+CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
+V4 = {"model_type": "deepseek_v4", "layer_types": [SLIDING] * 2 + [CSA, HCA] * 20 + [CSA], "head_dim": 512}
+V4 |= {"compress_rates": {CSA: 4, HCA: 128}, "qk_rope_head_dim": 64, "index_head_dim": 128, "sliding_window": 128}
+
 TABLE = {
     # KiB per token that grow, MiB of full windows or chunks, MiB of states
     "gpt-oss-20b": (GPT_OSS | mixed(12, 12, SLIDING), 24.0, 3.0, 0.0),
@@ -149,4 +153,6 @@ TABLE = {
     ),
     "Whisper-large-v3": (WHISPER | {"max_source_positions": 1500}, 160.0, 0.0, 0.0),
     "DeepSeek-V3.2": (V32, 76.5, 0.0, 0.0),
+    # Entries of 4 and of 128 tokens; windows, and what the compressors have not compressed yet.
+    "DeepSeek-V4-Flash": (V4, 6.1, 5.4 + 11.6, 0.0),
 }

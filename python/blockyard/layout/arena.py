@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from blockyard._core import CacheGroup
-from blockyard.errors import InvalidArgumentError, LayoutError
+from blockyard.errors import LayoutError
 from blockyard.layout.kv import ITEM_SIZES, cut_rows
 from blockyard.layout.model import LayerCache, ModelMemory
 from blockyard.layout.sizes import as_int
@@ -38,24 +38,31 @@ _LIFECYCLES: Final[dict[str, str]] = {
     "indexer": "full_attention",
     "window": "sliding_window",
     "chunked": "chunked_attention",
+    "compressor": "chunked_attention",
     "recurrent": "recurrent",
     "conv": "recurrent",
     "cross": "cross_attention",
 }
 
+# The field of a cache that has no keys and values in heads.
+_NAMES: Final = {"mla": "latent", "indexer": "index", "window": "window", "compressor": "open"}
 _DRAFTERS: Final = {"full_attention": "drafter", "sliding_window": "windowed_drafter"}
 
 
 @dataclass(frozen=True)
 class LayerField:
-    """One tensor of a layer: for each token of a block, or one state.
+    """One tensor of a layer: for each token of a block, for several tokens, or one state.
 
     Attributes:
         layer: number of the layer.
         name: what it is, such as `"keys"`.
-        shape: its dimensions for one token, or those of a state.
+        shape: its dimensions for one token, for one compressed entry, or those of a state.
         dtype: torch's name for the element type, without `torch.`.
         is_state: whether a block holds one of it, instead of one for each token.
+        ratio: tokens of a compressed entry.
+
+    Raises:
+        LayoutError: a number is not an int, or `ratio` is below 1, or not 1 for a state.
     """
 
     layer: int
@@ -63,14 +70,27 @@ class LayerField:
     shape: tuple[int, ...]
     dtype: str
     is_state: bool = False
+    ratio: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer", as_int("layer", self.layer, LayoutError))
         object.__setattr__(self, "shape", tuple(as_int("shape", size, LayoutError) for size in self.shape))
+        object.__setattr__(self, "ratio", as_int("ratio", self.ratio, LayoutError))
+        if self.ratio < 1 or (self.is_state and self.ratio > 1):
+            raise LayoutError(f"ratio is {self.ratio}, must be {'1 for a state' if self.is_state else 'at least 1'}")
 
     def shape_in_block(self, block_tokens: int) -> tuple[int, ...]:
-        """Return the shape of all tokens of a block, or of its state."""
-        return self.shape if self.is_state else (as_int("block_tokens", block_tokens, LayoutError), *self.shape)
+        """Return the shape of all entries of a block, or of its state.
+
+        Raises:
+            LayoutError: `block_tokens` is not an int, or not a multiple of `ratio`.
+        """
+        if self.is_state:
+            return self.shape
+        entries, rest = divmod(as_int("block_tokens", block_tokens, LayoutError), self.ratio)
+        if rest:
+            raise LayoutError(f"block_tokens is {block_tokens}, must be a multiple of {self.ratio}, an entry's tokens")
+        return (entries, *self.shape)
 
     def num_bytes(self, block_tokens: int) -> int:
         """Return its bytes in a block."""
@@ -126,7 +146,8 @@ class ArenaLayout:
             features support, and blocks of narrow groups waste memory.
 
     Raises:
-        LayoutError: there are no groups, one has no fields or already has bytes, or a dtype is unknown.
+        LayoutError: there are no groups, one has no fields or already has bytes, or a dtype is unknown. Or the tokens
+            of a block are not a multiple of those of a compressed entry.
 
     Example:
         >>> from blockyard.layout import ArenaLayout
@@ -137,7 +158,7 @@ class ArenaLayout:
         >>> [group.block_bytes for group in layout.cache_groups]
         [24576, 8192]
         >>> layout.fields[0]
-        LayerField(layer=1, name='keys', shape=(2, 64), dtype='bfloat16', is_state=False)
+        LayerField(layer=1, name='keys', shape=(2, 64), dtype='bfloat16', is_state=False, ratio=1)
     """
 
     groups: tuple[tuple[CacheGroup, tuple[LayerField, ...]], ...]
@@ -156,6 +177,11 @@ class ArenaLayout:
             for field in fields:
                 if field.dtype not in ITEM_SIZES:
                     raise LayoutError(f"dtype is {field.dtype!r}, must be one of {', '.join(sorted(ITEM_SIZES))}")
+                tokens = group.block_tokens or self.block_size
+                if tokens % field.ratio:
+                    name = "block_size" if group.block_tokens is None else "block_tokens"
+                    must = f"a multiple of {field.ratio}, the tokens of a compressed entry of layer {field.layer}"
+                    raise LayoutError(f"{name} is {tokens}, must be {must}")
 
     @classmethod
     def from_config(
@@ -172,8 +198,12 @@ class ArenaLayout:
 
         There is one cache group for each way in which layers keep tokens, with blocks of exactly their bytes. The
         states of a sequence are one block, or, if they are large, one in each of up to four groups: the null block of
-        an arena, which holds nothing, is then as small as one of these. Fields are `"keys"` and `"values"`, `[heads,
-        size]` a token; `"latent"`, `[size]`; and bytes where a configuration tells no more: `"entry"` of a token,
+        an arena, which holds nothing, is then as small as one of these. A model with compressed entries (DeepSeek-V4)
+        needs a `block_size` of whole entries, 128 tokens; its windows and open entries have shorter blocks.
+
+        Fields are `"keys"` and `"values"`, `[heads, size]` a token, or `"cross_keys"` and `"cross_values"`;
+        `"latent"` and `"window"`, `[size]`; `"open"`, what a compressor keeps of a token that is not compressed yet,
+        `[size]`; and bytes where a configuration tells no more: `"entry"` of a token, `"index"` of an indexer,
         `"state"`.
 
         Args:
@@ -187,26 +217,24 @@ class ArenaLayout:
             equal_blocks: as in the attributes.
 
         Raises:
-            InvalidArgumentError: the configuration lacks a field, or has one that is not known; or a layer has
-                compressed entries, of several tokens each, which are no field of a token.
+            InvalidArgumentError: the configuration lacks a field, or has one that is not known.
+            LayoutError: `block_size` is not a multiple of the tokens of a compressed entry.
         """
         memory = config
         if not isinstance(memory, ModelMemory):
             memory = ModelMemory.from_config(config, dtype=dtype, state_dtype=state_dtype, mtp=mtp)
         found: dict[tuple[str, int], list[LayerField]] = {}
-        for number, layer in enumerate(memory.layers):
-            if layer.kind == "compressor":
-                raise InvalidArgumentError(f"config has a layer of compressed entries, {layer.ratio} tokens in each")
-            grows = layer.kind not in {"recurrent", "conv", "cross"}
-            key = (_LIFECYCLES[layer.kind], (layer.entries or 0) if grows else 0)
-            found.setdefault(key, []).extend(_fields_of(number, layer, memory.dtype))
+        for layer in memory.layers:
+            found.setdefault(_lifecycle(layer), []).extend(_fields_of(layer, memory.dtype))
         order = tuple(_LIFECYCLES.values())
         groups = sorted(found.items(), key=lambda entry: (order.index(entry[0][0]), entry[0][1]))
         # Both keep the same blocks; only the last entry of one tells a drafter's layers from others.
-        drafts = {(_LIFECYCLES[layer.kind], layer.entries or 0) for layer in memory.layers if layer.is_draft}
+        drafts = {_lifecycle(layer) for layer in memory.layers if layer.is_draft}
+        longest = max((layer.ratio for layer in memory.layers), default=1)
         lifecycles = (
-            (_group(_DRAFTERS[kind] if (kind, window) in drafts else kind, window), tuple(part))
+            (_group(_DRAFTERS[kind] if (kind, window) in drafts else kind, window, tokens), tuple(part))
             for (kind, window), fields in groups
+            for tokens in (_short(kind, window, longest) if longest > 1 else None,)
             for part in _parts(fields)
         )
         return cls(tuple(lifecycles), block_size, equal_blocks)
@@ -270,7 +298,7 @@ class ArenaLayout:
 
     def fingerprint(self) -> str:
         """Return the SHA-256, in hexadecimal, of all that determines the bytes of a block."""
-        fields = [[repr(group), [list(vars(field).values()) for field in fields]] for group, fields in self.groups]
+        fields = [[repr(group), [_described(field) for field in fields]] for group, fields in self.groups]
         described = json.dumps(["arena", 1, self.block_size, list(self.block_bytes), fields], separators=(",", ":"))
         return hashlib.sha256(described.encode("ascii")).hexdigest()
 
@@ -284,6 +312,28 @@ class ArenaLayout:
         return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 
+def _described(field: LayerField) -> list[Any]:
+    """Return what of a field determines the bytes of a block. Fields without ratio are as before there was one."""
+    return [value for name, value in vars(field).items() if name != "ratio" or value > 1]
+
+
+def _lifecycle(layer: LayerCache) -> tuple[str, int]:
+    """Return the kind of the cache group that a layer belongs to, and its window."""
+    kind = "window" if layer.overlaps else layer.kind
+    return _LIFECYCLES[kind], 0 if kind in {"recurrent", "conv", "cross"} else layer.entries or 0
+
+
+def _short(kind: str, window: int, longest: int) -> int | None:
+    """Return the tokens of the blocks of a group with a window, beside blocks of compressed entries.
+
+    Blocks as long as those would waste most of what a window keeps. What a compressor has not compressed yet is kept
+    only by running sequences, and none of it at most resume points: its blocks are the shortest.
+    """
+    if not window:
+        return None
+    return gcd(longest, max(1, window // (16 if kind == "chunked_attention" else 2)))
+
+
 def num_state_groups(layers: int, num_bytes: int) -> int:
     """Return the number of groups for the states of some layers, which have this many bytes together."""
     counts = (4, 3, 2) if num_bytes > _LARGE_STATES else ()
@@ -292,24 +342,26 @@ def num_state_groups(layers: int, num_bytes: int) -> int:
 
 def _parts(fields: list[LayerField]) -> Iterator[list[LayerField]]:
     """Split the fields of a group, if they are large states of equal bytes, into those of several groups."""
-    sizes, count = [field.num_bytes(1) for field in fields], 1
-    if all(field.is_state for field in fields) and len(set(sizes)) == 1:
+    sizes, count = [field.num_bytes(1) for field in fields if field.is_state], 1
+    if len(sizes) == len(fields) and len(set(sizes)) == 1:
         count = num_state_groups(len(fields), sum(sizes))
     size = len(fields) // count
     return (fields[at : at + size] for at in range(0, len(fields), size))
 
 
-def _fields_of(number: int, layer: LayerCache, dtype: str) -> Iterator[LayerField]:
-    """Yield the fields of one layer of a model."""
+def _fields_of(layer: LayerCache, dtype: str) -> Iterator[LayerField]:
+    """Yield the fields of one cache of a layer."""
     if layer.kind in {"recurrent", "conv"}:
-        yield LayerField(number, "state", (layer.entry_bytes * (layer.entries or 0),), "uint8", is_state=True)
+        yield LayerField(layer.layer, "state", (layer.entry_bytes * (layer.entries or 0),), "uint8", is_state=True)
     elif layer.heads and layer.head_size:
-        yield LayerField(number, "keys", (layer.heads, layer.head_size), dtype)
-        yield LayerField(number, "values", (layer.heads, layer.head_size), dtype)
-    elif layer.kind == "mla" and layer.entry_bytes % ITEM_SIZES.get(dtype, layer.entry_bytes + 1) == 0:
-        yield LayerField(number, "latent", (layer.entry_bytes // ITEM_SIZES[dtype],), dtype)
+        for name in ("cross_keys", "cross_values") if layer.kind == "cross" else ("keys", "values"):
+            yield LayerField(layer.layer, name, (layer.heads, layer.head_size), dtype)
     else:
-        yield LayerField(number, "entry", (layer.entry_bytes,), "uint8")
+        name, size = "entry" if layer.heads else _NAMES.get(layer.kind, "entry"), layer.entry_bytes
+        dtype = "float32" if name == "open" else dtype
+        if name in {"entry", "index"} or size % ITEM_SIZES.get(dtype, size + 1):
+            dtype = "uint8"
+        yield LayerField(layer.layer, name, (size // ITEM_SIZES[dtype],), dtype, ratio=layer.ratio)
 
 
 def _slice_sizes(sizes: Sequence[int]) -> set[int]:
@@ -325,6 +377,7 @@ def _stored(sizes: Sequence[int], cut: int) -> float:
     return sum(-(-size // cut) * (cut + header) / size for size in sizes)
 
 
-def _group(kind: str, window: int) -> CacheGroup:
+def _group(kind: str, window: int, tokens: int | None) -> CacheGroup:
     make: Callable[..., CacheGroup] = getattr(CacheGroup, kind)
-    return make(window) if window else make()
+    group = make(window) if window else make()
+    return group if tokens is None else group.with_blocks(tokens=tokens)

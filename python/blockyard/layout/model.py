@@ -70,6 +70,8 @@ class LayerCache:
         heads: number of K heads, and of V heads; 0 if the entry is not keys and values of heads.
         head_size: elements of a head; 0 if those of keys and values differ.
         is_draft: whether it belongs to the model's MTP layers, which draft tokens.
+        overlaps: whether it is a compressor that also reads the tokens of its last finished entry.
+        layer: number of the layer in the model; MTP layers follow the others.
     """
 
     kind: LayerKind
@@ -79,6 +81,8 @@ class LayerCache:
     heads: int = 0
     head_size: int = 0
     is_draft: bool = False
+    overlaps: bool = False
+    layer: int = 0
 
     def bytes(self, tokens: int) -> int:
         """Return the bytes of a sequence of `tokens` tokens; a state or an encoder's entries do not depend on them."""
@@ -143,7 +147,7 @@ class ModelMemory:
         for index, name in enumerate(names[: len(names) - shared] if shared else names):
             if name not in _LAYERS:
                 raise InvalidArgumentError(f"config has a layer of type {name!r}, must be one of {', '.join(_LAYERS)}")
-            layers += _LAYERS[name](fields.layer(index))
+            layers += (replace(cache, layer=index) for cache in _LAYERS[name](fields.layer(index)))
         layers += _encoder_layers(fields, len(names))
         layers += _mtp_layers(fields, names) if mtp else []
         fields.refuse_unread()
@@ -537,12 +541,11 @@ def _compressed(fields: _Fields, name: str, *, overlap: bool) -> list[LayerCache
     found = [
         *_plain_latent(fields),
         LayerCache("mla", _plain_latent(fields)[0].entry_bytes, ratio=ratio),
-        LayerCache("compressor", 2 * copies * size * 4, copies * ratio),
     ]
     if overlap:
         found.append(LayerCache("indexer", _index_key(fields), ratio=ratio))
-        found.append(LayerCache("compressor", 2 * copies * fields.count("index_head_dim") * 4, copies * ratio))
-    return found
+        size += fields.count("index_head_dim")
+    return [*found, LayerCache("compressor", 2 * copies * size * 4, copies * ratio, overlaps=overlap)]
 
 
 def _plain_latent(fields: _Fields) -> list[LayerCache]:
@@ -563,7 +566,7 @@ def _encoder_layers(fields: _Fields, count: int) -> list[LayerCache]:
     if not fields.get("is_encoder_decoder"):
         return []
     tokens = fields.first("max_source_positions", "max_position_embeddings", "n_positions")
-    return _cross(fields, tokens) * count
+    return [replace(cache, layer=index) for index in range(count) for cache in _cross(fields, tokens)]
 
 
 def _mtp_layers(fields: _Fields, names: Sequence[str]) -> list[LayerCache]:
@@ -579,11 +582,15 @@ def _mtp_layers(fields: _Fields, names: Sequence[str]) -> list[LayerCache]:
     if unknown := [name for name in types if name not in _LAYERS]:
         known = ", ".join(_LAYERS)
         raise InvalidArgumentError(f"config has an MTP layer of type {unknown[0]!r}, must be one of {known}")
-    found = [replace(cache, is_draft=True) for name in types for cache in _LAYERS[name](fields)]
+    found = [
+        replace(cache, is_draft=True, layer=len(names) + at)
+        for at, name in enumerate(types * count)
+        for cache in _LAYERS[name](fields)
+    ]
     kinds = {cache.kind for cache in found}
     if not kinds or not kinds <= {"full", "mla", "indexer", "window"}:
         raise InvalidArgumentError(f"config has MTP layers of types {types}, must have full attention or a window")
-    return found * count
+    return found
 
 
 _MTP_COUNTS: Final = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
