@@ -223,6 +223,23 @@ def test_the_models_configuration_says_which_groups_share_a_cache(tmp_path: Path
     assert "the best order to evict windows and states in is not known" in capsys.readouterr().err
 
 
+def test_a_model_with_compressed_entries_needs_blocks_of_whole_entries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    csa, hca = "compressed_sparse_attention", "heavily_compressed_attention"
+    config: dict[str, object] = {"model_type": "deepseek_v4", "layer_types": ["sliding_attention", csa, hca]}
+    config |= {"head_dim": 16, "qk_rope_head_dim": 8, "index_head_dim": 16, "sliding_window": 8}
+    command = ["replay", str(write(tmp_path)), "--jobs", "1", "--block-size", "4", "--device-blocks", "60"]
+    command += ["--model-config", str(tmp_path / "config.json"), "--policies", "lru", "--format", "json"]
+    for ratio, groups in ((4, 4), (8, 0)):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"compress_rates": {csa: 2, hca: ratio}}))
+        assert main(command) == 0
+        (found,) = json.loads(capsys.readouterr().out)["traces"]
+        assert [len(found["cache_groups"]), found["caches"][0]["hit_tokens"]] == [groups, 15 * 16]
+        said = "blocks have 4 tokens, no multiple of the 8 of a compressed entry: all tokens count as kept"
+        assert (said in caplog.messages) == (ratio == 8)
+
+
 @pytest.mark.parametrize("times", [[], ["--step-time", "1,0,0,0"]])
 def test_a_device_that_holds_no_state_of_the_model_holds_no_request(
     tmp_path: Path, times: list[str], capsys: pytest.CaptureFixture[str]

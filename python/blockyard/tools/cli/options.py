@@ -474,7 +474,8 @@ def _add_engine_options(command: argparse.ArgumentParser) -> None:
     )
     ranks = "accelerators per engine (default: as in the run of --fit, else 1)"
     group.add_argument("--tensor-parallel-size", type=_count(1), metavar="N", help=ranks)
-    group.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="dtype of keys and values")
+    dtypes = ("auto", "fp8", "fp8_ds_mla")
+    group.add_argument("--kv-cache-dtype", choices=dtypes, default="auto", help="dtype of keys and values")
     group.add_argument("--model-config", type=Path, metavar="FILE", help="config.json of a Hugging Face model")
     group.add_argument("--block-size", type=_count(1), default=16, metavar="N", help="tokens per block of the engine")
     sequences = "sequences per step (default: as in the run of --fit, else 256)"

@@ -367,8 +367,8 @@ def memory_of_cache(
 ) -> tuple[HybridMemory | None, int]:
     """Return how a hybrid model uses a cache's memory, and the bytes of a block of `--block-size` tokens.
 
-    The model is that of `--model-config`, else that of the recording. What a resumed prompt needs of compressed entries
-    is not known, so such a model counts as one that keeps all tokens.
+    The model is that of `--model-config`, else that of the recording. A model with compressed entries of more tokens
+    than a block, or of a number that does not divide it, counts as one that keeps all tokens; a warning says so.
 
     Args:
         options: of the command.
@@ -382,7 +382,15 @@ def memory_of_cache(
     if options.model_config is not None:
         memory = _memory_of(options)
         kinds = {layer.kind for layer in memory.layers}
-        if not kinds & {"window", "chunked", "recurrent", "conv"} or kinds & {"compressor", "cross"}:
+        if not kinds & {"window", "chunked", "recurrent", "conv"} or "cross" in kinds:
+            return None, size
+        entry = max(layer.ratio for layer in memory.layers)
+        if block_tokens % entry:
+            _log.warning(
+                "blocks have %d tokens, no multiple of the %d of a compressed entry: all tokens count as kept",
+                block_tokens,
+                entry,
+            )
             return None, size
         groups = ArenaLayout.from_config(memory, block_size=block_tokens).cache_groups
         return HybridMemory(groups, size * block_tokens // options.block_size), size
