@@ -123,10 +123,13 @@ class Worker:
         ]
 
     def _late(self, copy: Any, *, fails: bool = False) -> Any:
-        chance, counts = random.Random(self.world.chance.random()), self.world.counts
+        """Let a copy end some steps later, however long those take, or once a step waits for it."""
+        world, chance, counts = self.world, random.Random(self.world.chance.random()), self.world.counts
 
         def run(mapping: Any) -> None:
-            time.sleep(chance.choice([0, 0, 1e-4, 2e-3]))
+            until = counts["steps"] + chance.choice([0, 0, 1, 3])
+            while counts["steps"] < until and not world.hurries:
+                time.sleep(5e-5)
             counts["copies"] += 1
             if fails or counts["copies"] % 97 == 0:
                 raise OSError("this copy fails")
@@ -137,7 +140,9 @@ class Worker:
     def run(self, step: Any, meta: Any, rows: list[Row]) -> KVConnectorOutput:
         """Run a step, as vLLM's model runner does."""
         side, loads_first = self.side, self.world.chance.random() < 0.5
+        self.world.hurries = bool(meta.jobs_to_flush)
         side.handle_preemptions(meta)
+        self.world.hurries = False
         side.bind_connector_metadata(meta)
         for block in step.new_block_ids_to_zero or ():
             self.memory[block] = 0
@@ -206,6 +211,7 @@ class World:
         if layers == "states":
             self.drafts = 0  # states after drafts that are refused are vLLM's worker's business
         self.no_load_ends_well = seed % 8 == 7
+        self.hurries = False  # whether someone waits for copies
         self.requests: dict[str, Any] = {}
         self.tokens: dict[str, list[int]] = {}
         self.planned: deque[tuple[Any, Any, list[Row]]] = deque()  # steps that have not run
@@ -323,6 +329,7 @@ class World:
                 break
         else:
             raise AssertionError("the requests do not end")
+        self.hurries = True
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == BLOCKS[self.layers] - 1, "a block is lost"
         self.order.manager._offload.check()
@@ -339,6 +346,7 @@ class World:
 
     def close(self) -> None:
         """End the engine."""
+        self.hurries = True
         for each in self.workers:
             each.side.shutdown()
         self.scheduler.shutdown()
