@@ -464,10 +464,14 @@ class Machine(World):
             rig.scrapes.scrape()
 
     def do_restart(self, rig: Rig, op: Op) -> None:
-        """End the process, and let another one open the same prefix store."""
-        if op.b % 4:
+        """End the process, or kill it while it writes; then let another one open the same prefix store."""
+        is_writing = any(store.is_writing for store in rig.stores())
+        if op.b % (2 if is_writing else 16):
             return
-        if op.a % 2:
+        if is_writing or op.a % 4 == 3:
+            for store in rig.stores():
+                store.kill()
+        elif op.a % 4 == 0:
             self.settle(rig)
         rig.cache.close()
         self.rigs[self.rigs.index(rig)] = self._open()

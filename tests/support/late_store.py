@@ -165,6 +165,21 @@ class LateStore(ExternalStore):
                 self._end(batch, "closed")
         return True
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether blocks with keys are being put."""
+        return any(batch.kind == "put" and not batch.ended for batch in self._open.values())
+
+    def kill(self) -> None:
+        """End as a killed process does: some calls under way are carried out, perhaps in part, and nothing else is."""
+        for batch in list(self._open.values()):
+            if not batch.ended and self._random.random() < 0.5:
+                batch.reason = "loses" if batch.kind == "put" and self._random.random() < 0.5 else ""
+                self._run(batch)
+        self.close()
+        self._given_up.clear()
+        self.mood = "refuses"
+
     def release(self) -> None:
         """Behave from now on, and let hung calls continue."""
         self.mood = "good"

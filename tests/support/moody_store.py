@@ -34,13 +34,28 @@ class MoodyStore(QuotaStore):
 
     def __init__(self, slots: int, size: int, random: Random, medium: Quotas | None = None, **options: Any) -> None:
         self.num_slots = slots
-        self.mood, self.harmless = "good", True
+        self.mood, self.harmless, self._is_killed = "good", True, False
         self._chance = Random(random.random())  # a separate generator, because threads draw from it
         self._released = threading.Event()
         super().__init__(medium, bytes_per_block=size, **options)
         self.before = self._behave
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether blocks with keys are being put."""
+        return any(batch.kind == "put" and not batch.ended for batch in self._batches.open.values())
+
+    def kill(self) -> None:
+        """End as a killed process does: calls that have reached the storage are carried out, and no others."""
+        self._is_killed = True
+        self.release()
+
     def _behave(self, call: str) -> None:
+        self._misbehave(call)
+        if self._is_killed:
+            raise StoreError("the process was killed")
+
+    def _misbehave(self, call: str) -> None:
         released = self._released  # before the mood: `release` sets the event of every call that it finds hung
         mood = self.mood
         if mood == "good" or (mood not in {"late", "refuses"} and self._chance.random() < 0.5):
