@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -202,12 +205,23 @@ def test_models_with_windows_and_states_have_identical_tokens_from_host_and_file
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3.5"])
-def test_a_second_run_of_models_with_windows_and_states_continues_from_the_store(name: str, tmp_path: Path) -> None:
-    few = replace(SMALL, requests=4, prompt_tokens=(40, 64), output_tokens=(4, 8), num_host_blocks=24)
-    options = replace(few, model=Path(name), prefix_store=f"file://{tmp_path}?size=16MiB")
-    first, second = make_report(options), make_report(options)
-    assert (first.cached_prompt_tokens, second.cached_prompt_tokens > 0) == (0, True)
-    assert [each.identical_requests for each in (first, second)] == [4, 4]
+def test_another_process_with_windows_and_states_continues_from_the_store(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "StandardText", StandardText)  # that of both processes
+    lengths = {"requests": 4, "prompt_tokens": (40, 64), "output_tokens": (4, 8), "num_host_blocks": 24}
+    options = replace(SMALL, model=Path(name), prefix_store=f"file://{tmp_path}/kv?size=16MiB", **lengths)  # type: ignore[arg-type]
+    first = make_report(options)
+    (tmp_path / "options").write_bytes(pickle.dumps(options))
+    program = "import pickle, sys; from blockyard.tools.demo.run import make_report\n"
+    program += "report = make_report(pickle.load(open(sys.argv[1], 'rb')))\n"
+    program += "print(report.cached_prompt_tokens, report.identical_requests)"
+    found = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "options")], check=True, capture_output=True, text=True
+    )
+    cached, identical = map(int, found.stdout.split())
+    assert (first.cached_prompt_tokens, cached > 0) == (0, True)
+    assert (first.identical_requests, identical) == (4, 4)
 
 
 def test_every_model_with_a_name_can_be_made() -> None:
