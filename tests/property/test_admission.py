@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given, note, settings
+from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
 from blockyard import BlockManager, CacheGroup
@@ -124,6 +124,8 @@ def test_ok_means_that_the_prompt_runs_alone_to_its_last_token(mix: Mix, over: i
     assert bool(fit) == mix.runs(manager, mix.tokens(), answer=0) == (free >= peak or (mix.has_points and bool(fit)))
 
 
+# Chunks of 3 tokens lie in two blocks around token 16 and 32, not around 48.
+@example(mix=Mix([CacheGroup.chunked_attention(3)], 16, caching=False, prompt=12, chunk=None, answer=40), over=-1)
 @settings(max_examples=_MIXES)
 @given(mix=mixes(), over=st.integers(-3, 3))
 def test_with_max_tokens_ok_means_that_the_answer_runs_to_its_end_too(mix: Mix, over: int):

@@ -433,15 +433,16 @@ impl Groups {
         tokens / chunk + 2
     }
 
-    /// Ends of the chunks of chunked attention within some tokens, as many of each group as steps of `chunk` tokens can meet
-    /// in different ways.
+    /// Ends of the chunks of chunked attention within some tokens, as many of each group as can meet steps of `chunk` tokens
+    /// and the beginnings of blocks in different ways.
     pub(crate) fn chunk_ends(&self, tokens: Range<u32>, chunk: u32) -> impl Iterator<Item = u32> {
         let Range { start, end } = tokens;
         let sizes = self.growing().iter().filter_map(|group| match *group {
             Group::Chunked { chunk } => Some(chunk),
             _ => None,
         });
-        let all = sizes.clone().fold(chunk, lcm);
+        let blocks = self.pages.iter().map(|page| page.tokens);
+        let all = sizes.clone().chain(blocks).fold(chunk, lcm);
         sizes.flat_map(move |size| {
             let last = end.saturating_sub(1) / size;
             (start / size + 1..=last).rev().take((all / size) as usize).map(move |at| at * size)
