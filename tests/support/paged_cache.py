@@ -13,6 +13,7 @@ SIZE = 4
 PROMPT = list(range(58))
 FULL, WINDOW, STATE = CacheGroup.full_attention(), CacheGroup.sliding_window(10), CacheGroup.recurrent()
 WIDTHS = {"full_attention": 64, "sliding_window": 12, "recurrent": 1200, "drafter": 8, "windowed_drafter": 8}  # bytes
+WIDTHS |= {"chunked_attention": 40}
 MODELS = {
     "window": [FULL, WINDOW],
     "state": [FULL, STATE],
@@ -23,11 +24,28 @@ MODELS = {
     "uneven": [FULL.with_blocks(tokens=2), WINDOW.with_blocks(tokens=1), STATE],
     "windowed drafter": [FULL, CacheGroup.windowed_drafter(10)],
     "uneven drafter": [FULL, STATE, CacheGroup.drafter().with_blocks(tokens=1)],
+    "compressors": [
+        FULL,
+        WINDOW,
+        CacheGroup.sliding_window(4).with_blocks(tokens=2),
+        CacheGroup.chunked_attention(16).with_blocks(tokens=1),
+    ],
 }
 
 
 def layout_of(groups: list[CacheGroup]) -> ArenaLayout:
-    fields = [LayerField(0, "entry", (WIDTHS[group.kind],), "uint8", group.kind == "recurrent") for group in groups]
+    ratio = 2 if any(group.kind == "chunked_attention" for group in groups) else 1  # tokens of an entry
+    fields = [
+        LayerField(
+            layer=0,
+            name="entry",
+            shape=(WIDTHS[group.kind],),
+            dtype="uint8",
+            is_state=group.kind == "recurrent",
+            ratio=ratio if group == FULL else 1,
+        )
+        for group in groups
+    ]
     return ArenaLayout(tuple((group, (field,)) for group, field in zip(groups, fields, strict=True)), SIZE)
 
 
