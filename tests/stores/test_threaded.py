@@ -578,7 +578,7 @@ def test_an_epoch_that_cannot_be_read_is_an_error_and_no_hit():
         store.before = lambda name: 1 / 0
         assert get(store, 1) == ("error",)
     epoch = next(name for name, row in blocks.items() if row.nbytes == 192)
-    for change in (lambda: blocks[epoch].__setitem__(140, 1), lambda: blocks.pop(epoch)):
+    for change in (lambda: blocks[epoch].__setitem__(140, blocks[epoch][140] ^ 1), lambda: blocks.pop(epoch)):
         change()
         with KeyedStore(blocks) as store:
             assert get(store, 1) == ("absent",)

@@ -67,6 +67,8 @@ class Engine:
         }
         if current is None:
             extra.setdefault("revision", "a")
+        if extra["prefix_store"]:
+            extra.setdefault("prefetch_timeout_base", 60.0)  # no test depends on how fast the machine is
         name = f"test-{os.getpid()}-{Engine.made}"
         fields = {"block_bytes": block_bytes, "world_size": world, "engine_id": name, **(fields or {})}
         if heads is not None:
