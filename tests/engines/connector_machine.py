@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -397,6 +397,9 @@ class World:
         meta = step.kv_connector_metadata
         self.counts["steps"] += 1
         self.counts["flushed"] += len(meta.jobs_to_flush or ())
+        for job in meta.store_jobs.values():
+            blocks = job.src_spec.block_ids.tolist()
+            assert len(set(blocks)) == len(blocks), f"a store reads a block as two: {blocks}"
         self.counts["loads"] += len(meta.load_jobs)
         self.counts["stores"] += len(meta.store_jobs)
         self.counts["preempted"] += len(step.preempted_req_ids or ())
@@ -481,6 +484,15 @@ def stores_begin_late(patch: Any) -> None:
     patch(sides.ExclusiveWorker, "handle_preemptions", deferred)
 
 
+def stores_outlive_preemption(patch: Any) -> None:
+    build = sides.OffloadingConnectorScheduler.build_connector_meta
+
+    def forgetful(self: Any, output: Any) -> Any:
+        return build(self, replace(output, preempted_req_ids=set()))
+
+    patch(sides.LenientScheduler, "build_connector_meta", forgetful)
+
+
 def failed_stores_count(patch: Any) -> None:
     patch(manager.BlockyardManager, "spoil", lambda self, keys: None)
     end = sides.ExclusiveScheduler._end_store
@@ -501,6 +513,7 @@ FAULTS = {
     "computation does not wait for stores": nothing_is_flushed,
     "stores begin with the next step": stores_begin_late,
     "failed loads count": lambda patch: patch(sides.ExclusiveWorker, "take_failed_requests", lambda self: set()),
+    "stores of preempted requests go on": stores_outlive_preemption,
     "failed stores count": failed_stores_count,
     "the store forgets nothing": the_store_forgets_nothing,
     "a reset forgets nothing": lambda patch: patch(sides.ExclusiveScheduler, "reset_cache", lambda self: None),

@@ -29,6 +29,7 @@ FAULTS = [
     ("stored full", "the store forgets nothing"),
     ("stored window", "failed loads count"),
     ("stored states", "failed stores count"),
+    ("kept", "stores of preempted requests go on"),
     ("kept", "failed loads count"),
     ("kept", "failed stores count"),
     ("window", "computation does not wait for stores"),
@@ -147,6 +148,10 @@ def test_no_request_reads_wrong_bytes(layers: str, seed: int, in_flight: int):
 
 @pytest.mark.parametrize(("layers", "fault"), FAULTS)
 def test_without_one_of_the_rules_bytes_are_wrong(layers: str, fault: str):
-    finished = run(layers, 7 if fault == "failed loads count" else 2, 6000, 1, fault)  # with 7 all loads fail
+    first = 7 if fault == "failed loads count" else 2  # with 7 all loads fail
+    for seed in range(first, first + 80, 8):  # threads decide how a run ends, and some end well
+        finished = run(layers, seed, 6000, 1, fault)
+        if finished.returncode != 0:
+            break
     assert finished.returncode != 0
     assert "reads wrong bytes" in finished.stderr

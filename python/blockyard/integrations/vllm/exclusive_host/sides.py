@@ -120,8 +120,11 @@ class LenientScheduler(OffloadingConnectorScheduler):
         is_idle = not (scheduler_output.total_num_scheduled_tokens or self._has_transfers())
         self._is_offered, self._is_stuck = False, self._is_offered and is_idle
         loading = {self._jobs[job].req_id for job in self._current_batch_load_jobs}
-        preempted = set(scheduler_output.preempted_req_ids or ()) - loading
-        return super().build_connector_meta(replace(scheduler_output, preempted_req_ids=preempted))
+        preempted = set(scheduler_output.preempted_req_ids or ())
+        for name in preempted & loading:  # the blocks that its stores read are given away, as those of the others
+            jobs = self._req_status[name].transfer_jobs
+            self._current_batch_jobs_to_flush.update(job for job in jobs if self._jobs[job].is_store)
+        return super().build_connector_meta(replace(scheduler_output, preempted_req_ids=preempted - loading))
 
     def _has_transfers(self) -> bool:
         return bool(self._jobs)
@@ -149,10 +152,18 @@ class LenientScheduler(OffloadingConnectorScheduler):
             self.manager.evict(list(keys))
 
     def reset_cache(self) -> None:
-        """Forget all keys. vLLM's own asserts that there was a step since the last reset."""
+        """Forget all keys. vLLM's own asserts that there was a step since the last reset.
+
+        It also goes back to the first chunk of each request. But blocks that have left a window may be others' by now:
+        what was stored before is not stored again.
+        """
         flushed = set(self._current_batch_jobs_to_flush)
         self._current_batch_jobs_to_flush.clear()
+        states = [status.group_states[at] for status in self._req_status.values() for at in self._sliding_window_groups]
+        stored = [(state.block_ids, state.next_stored_chunk_idx * self.config.blocks_per_chunk) for state in states]
         super().reset_cache()
+        for blocks, count in stored:
+            blocks[:count] = [0] * len(blocks[:count])
         self._current_batch_jobs_to_flush.update(flushed)
         self._failed_loads.clear()
 
