@@ -265,3 +265,70 @@ def test_no_byte_is_wrong_on_the_threads_of_a_cpu(programs: int, chunk: int):
         error = failure(on_device(random_program(seed, LENGTH), "cpu", chunk))
         if error is not None:
             raise AssertionError(f"the program of seed {seed} fails") from error
+
+
+BATCH_OF_LEASES = (
+    Op("truncate", 36425, 43844, 0, 35144, 139943600, -1),
+    Op("drain", 39015, 0, 0, 0, 553051704, -1),
+    Op("allocate", 9932, 46665, 0, 4321, 983463594, -1),
+    Op("load", 62651, 0, 0, 0, 1033652243, -1),
+)
+
+
+def test_a_batch_of_prompts_takes_what_is_leased_for_its_first_before_the_lease_ends():
+    """It was counted as free for the second, too: the manager refused the batch, and the step raised."""
+    sizes: dict[str, Any] = {"block_size": 1, "device": 8, "host": 24, "external": 24, "chunk": 2, "outstanding": 4}
+    more: dict[str, Any] = {"jobs": "through", "eviction": "adaptive", "faulty_stores": True, "interrupts": 0.1}
+    config = Config(
+        **sizes, **more, scheduler=True, mode="swap", swap_cost=0.0, lookahead=3, max_recorded=25, scraped=True
+    )
+    assert failure(Program(config, BATCH_OF_LEASES)) is None
+
+
+SHRUNK_CLASSES = (
+    Op("allocate", 0, 0, 0, 0, 976287800, -1),
+    Op("step", 0, 0, 6478, 0, 1022809781, -1),
+    Op("swap", 0, 0, 0, 0, 864455877, -1),
+    Op("step", 0, 0, 0, 0, 56137406, -1),
+    Op("allocate", 50953, 0, 0, 34723, 709140367, -1),
+    Op("resize", 10226, 0, 0, 0, 721200309, -1),
+    Op("step", 0, 0, 55731, 0, 1008898688, -1),
+    Op("swap", 0, 0, 0, 31367, 425415773, -1),
+    Op("allocate", 51746, 0, 0, 15364, 692994177, -1),
+    Op("allocate", 14029, 0, 0, 50646, 99576514, -1),
+    Op("allocate", 0, 0, 0, 0, 2330821, -1),
+    Op("allocate", 47956, 0, 0, 50595, 87248017, -1),
+    Op("append", 47448, 13744, 0, 0, 596881815, -1),
+    Op("free", 4533, 0, 0, 0, 873413842, -1),
+    Op("step", 0, 0, 43204, 0, 276541666, -1),
+    Op("allocate", 30939, 0, 0, 61224, 969617494, -1),
+    Op("free", 26579, 0, 0, 0, 1025662699, -1),
+    Op("resize", 38290, 0, 0, 0, 465589492, -1),
+    Op("append", 16903, 43930, 0, 0, 578359567, -1),
+    Op("swap", 0, 18308, 0, 0, 976053590, -1),
+)
+
+
+def test_a_swap_in_leaves_room_for_the_next_token_while_an_arena_shrinks():
+    """Blocks in use beyond the end count for their class: it needs an extent that another class took."""
+    config = Config(
+        block_size=3,
+        device=24,
+        most=24,
+        host=20,
+        external=24,
+        store="back",
+        groups="all",
+        reuse="lru",
+        staging=2,
+        chunk=2,
+        faulty_stores=True,
+        interrupts=0.1,
+        max_pinned=0.9,
+        mode="recompute",
+        swap_cost=0.0,
+        max_recorded=25,
+        outstanding=1,
+        classes=True,
+    )
+    assert failure(Program(config, SHRUNK_CLASSES)) is None

@@ -147,6 +147,8 @@ class Admission:
             if need is None:
                 if not (has_asked and self._end_lease_behind(head, taken, room)):
                     head = None if batch or not self._pass_over(head) else next_head()
+                elif batch:
+                    break  # what the batch has found may have been leased, and is now among what is free
                 room = self._room(taken, head)
                 continue
             is_cut = state.chunk < length

@@ -224,9 +224,7 @@ impl Pool {
         let found: Vec<BlockId> = found.iter().filter(costs).copied().collect();
         let taken = self.count(&found);
         let available = (self.available_in(overlappable_too) + self.count(held)).saturating_sub(taken);
-        // A block in use beyond the end takes the place of one of its class that is in the pool.
-        let tail = self.tail.by_class;
-        let with_own = wanted.with(tail, |wanted, tail| if wanted > 0 { wanted + tail } else { 0 });
+        let (tail, with_own) = (self.tail.by_class, self.with_tail(wanted));
         let Some(extents) = self.extents.as_deref() else {
             let lacks = |class: &usize| with_own.get(*class) + kept.get(*class) > available.get(*class);
             let short = (0..self.classes.len()).find(lacks);
@@ -250,6 +248,12 @@ impl Pool {
         let fewer = fewer * per_extent + tail.get(class);
         let free = ((available + taken).get(class) + more * per_extent).saturating_sub(fewer);
         Room { class, free, is_enough: lacking + kept.get(0) <= given }
+    }
+
+    /// Blocks that classes need to take `wanted` ones: a block in use beyond the end takes the place of one of its class
+    /// that is in the pool.
+    pub(super) fn with_tail(&self, wanted: PerClass) -> PerClass {
+        wanted.with(self.tail.by_class, |wanted, tail| if wanted > 0 { wanted + tail } else { 0 })
     }
 
     /// Blocks of a class that can be taken next to `found` unused ones with contents that stay, if nobody still reads them

@@ -404,6 +404,7 @@ impl Pool {
         if self.extents.is_none() {
             return 0;
         }
+        let wanted = self.with_tail(wanted);
         (0..self.classes.len()).map(|class| self.grow_class(class, wanted, overlappable_too)).sum()
     }
 
