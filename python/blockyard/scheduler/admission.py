@@ -145,10 +145,11 @@ class Admission:
             has_asked = not has_store or self.ahead.may_start(head) or self._is_idle(batch)
             need = self._fit(head, share, taken, room) if has_asked else None
             if need is None:
-                if not (has_asked and self._end_lease_behind(head, taken, room)):
-                    head = None if batch or not self._pass_over(head) else next_head()
-                elif batch:
-                    break  # what the batch has found may have been leased, and is now among what is free
+                has_more = has_asked and self._end_lease_behind(head, taken, room)
+                # What the batch has found may have been leased, and is now among what is free: it is taken first.
+                if batch or not (has_more or self._pass_over(head)):
+                    break
+                head = head if has_more else next_head()
                 room = self._room(taken, head)
                 continue
             is_cut = state.chunk < length
