@@ -184,7 +184,9 @@ def test_a_demo_that_is_stopped_leaves_no_file_behind(
             time.sleep(0.01)
         for number in numbers:  # terminals and shutdowns send both
             process.send_signal(number)
-        assert process.wait(timeout=300) in {128 + number for number in numbers}
+        # The second signal may come when everything is removed, and only the end of the process is left.
+        codes = {128 + number for number in numbers} | {-number for number in numbers[1:]}
+        assert process.wait(timeout=300) in codes
         assert list(tmp_path.iterdir()) == []
     finally:
         process.kill()
