@@ -23,6 +23,7 @@ pub(crate) use made;
 /// calls in Python, which takes four times as long.
 pub(crate) fn with_fields<'py>(class: &Bound<'py, PyType>, fields: &Bound<'py, PyDict>) -> PyResult<Bound<'py, PyAny>> {
     let py = class.py();
+    debug_assert_eq!(class.getattr("__dataclass_fields__")?.len()?, fields.len(), "{class} has other fields");
     let made = class.call_method1(intern!(py, "__new__"), (class,))?;
     made.getattr(intern!(py, "__dict__"))?.cast::<PyDict>()?.update(fields.as_mapping())?;
     Ok(made)

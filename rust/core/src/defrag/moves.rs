@@ -306,14 +306,14 @@ fn find_tables(sequences: &Sequences, landed: &mut [Landed]) {
     if open.is_empty() {
         return;
     }
-    sequences.on_device().for_each(|(id, _, table)| {
+    for (id, _, table) in sequences.on_device() {
         for &at in &open {
             let one = &mut landed[at];
             if table.table.get(one.index) == Some(&one.from) {
                 one.tables.push(id);
             }
         }
-    });
+    }
     for one in landed.iter_mut().filter(|one| one.tables.len() != one.refs) {
         // The owner dates from an earlier use of the block.
         one.tables.clear();

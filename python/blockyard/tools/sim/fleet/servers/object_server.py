@@ -169,12 +169,9 @@ class ObjectLink(Link):
 
     def call(self, *steps: Callable[[], Any]) -> list[Any]:
         """Run steps on the server. A page may come without the request, or in place of the server's answer."""
-        if not self.pages:
-            return self.receive(self.send(steps), self._time_limit)
-        chance = self.server.loop.random
-        if self.is_dead or chance.random() >= self.pages:
+        if not self.pages or self.is_dead or self.server.loop.draw() >= self.pages:
             return super().call(*steps)
-        if chance.random() < 0.5:
+        if self.server.loop.draw() < 0.5:
             with suppress(_ServerError, FileNotFoundError):
                 super().call(*steps)
         return [_PAGE]
