@@ -170,6 +170,20 @@ def test_a_lost_epoch_costs_misses_only_in_new_processes(server: Server, client:
         assert np.array_equal(read.rows[read.ok], rows_of(2)[read.ok])
 
 
+def test_a_server_that_restarts_empty_is_filled_again(server: Server):
+    keys, until = keys_of(4), time.monotonic() + 60
+    with opened(server) as store:
+        put(store, 4)
+        with server.killed():
+            assert not store.wait(store.submit_get(keys)).ok.any()
+        while store.contains(keys).any() or not store.wait(store.submit_put(keys, rows_of(4))).ok.all():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        with opened(server) as other:
+            for one in (store, other):
+                assert np.array_equal(one.wait(one.submit_get(keys)).rows, rows_of(4))
+
+
 def test_blocks_are_read_into_the_callers_rows(server: Server, client: "redis.Redis"):
     with opened(server) as store:
         put(store, 2)

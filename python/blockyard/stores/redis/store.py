@@ -477,7 +477,8 @@ class RedisStore(RemoteStore):
             self._expire()
 
     def _expire(self) -> None:
-        """Know of no block after a lost connection: the server may have been started again without its data."""
+        """Know of no block and no epoch after a lost connection: the server may have been started again without data."""
+        self._epochs.expire()
         with self._lock:
             self._known.expire()
 

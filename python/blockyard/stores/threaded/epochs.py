@@ -300,6 +300,10 @@ class SharedEpoch:
                 return epoch
         raise StoreError(f"other processes replaced the epoch's record {_TRIES} times")
 
+    def expire(self) -> None:
+        """Check the record before the next use: the storage may have lost it."""
+        self._confirmed_at = 0.0  # one store, no lock needed
+
     def begin_check(self) -> RecordCheck:
         """Return the check of a batch of reads that begins now, for `read_for`."""
         check = RecordCheck()

@@ -593,6 +593,7 @@ class ThreadedStore(ExternalStore):
     def _go_down(self) -> None:
         """Refuse batches until a probe is answered. Those that wait end as they are polled or collected."""
         self._known.expire()  # the storage may be started again without its data
+        self._epochs.expire()
         if self._batches.trip(self._runtime.monotonic()):
             self._failures.failed("it does not answer")
             self._tell()
