@@ -257,7 +257,7 @@ def test_the_alerts_ask_for_metrics_that_there_are():
     assert set(re.findall(r"blockyard_(\w+)", ours)) <= set(listed())
     page = (ROOT / "docs" / "engines" / "vllm.md").read_text(encoding="utf-8")
     names = set(re.findall(r"\b(?:blockyard|vllm):\w+", vllms))
-    assert len(names) == 10
+    assert len(names) == 11
     assert all(f"`{name.removesuffix('_total')}`" in page for name in names if "_written_" not in name)
     with vllm_modules.loaded("stand-in 0.33"):
         kinds = importlib.import_module(f"{vllm_modules.OURS}.metrics").definitions()
