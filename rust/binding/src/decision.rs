@@ -211,7 +211,8 @@ impl PyStepDecision {
 #[pymethods]
 impl PyStepDecision {
     #[new]
-    #[pyo3(signature = (ticket, transfers, *, after = Vec::new(), prefetch = false))]
+    #[pyo3(signature = (ticket, transfers, *, after = Vec::new(), prefetch = false),
+        text_signature = "(ticket, transfers, *, after=(), prefetch=False)")]
     fn new(
         #[pyo3(from_py_with = args::ticket)] ticket: u64,
         #[pyo3(from_py_with = args::transfers)] transfers: Vec<(String, Py<PyPairs>)>,

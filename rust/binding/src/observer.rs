@@ -386,7 +386,7 @@ impl PyBlockObserver {
     ///     `Fragmentation`.
     /// Raises:
     ///     InvalidArgumentError: an id is out of range.
-    #[pyo3(signature = (sequences = Vec::new()))]
+    #[pyo3(signature = (sequences = Vec::new()), text_signature = "($self, sequences=())")]
     fn fragmentation<'py>(
         &self,
         py: Python<'py>,

@@ -102,7 +102,9 @@ impl PyBlockManager {
 impl PyBlockManager {
     #[new]
     #[pyo3(signature = (*, block_size, device_blocks = None, host_blocks = 0, external_blocks = 0, watermark = 0.01,
-        reuse_order = "lowest", groups = None, arena = None, prefix_caching = CachingOptions::Off, max_open_tickets = 16))]
+        reuse_order = "lowest", groups = None, arena = None, prefix_caching = CachingOptions::Off, max_open_tickets = 16),
+        text_signature = "(*, block_size, device_blocks=None, host_blocks=0, external_blocks=0, watermark=0.01, reuse_order='lowest', \
+            groups=None, arena=None, prefix_caching=False, max_open_tickets=16)")]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
         #[pyo3(from_py_with = args::block_size)] block_size: u32,

@@ -160,7 +160,8 @@ impl PyPrefix {
     ///     `HashedPrompt`, for `lookup`, `can_allocate` and `allocate` of managers with the same block size.
     /// Raises:
     ///     InvalidArgumentError: a token id or an extra is out of range.
-    #[pyo3(signature = (token_ids, *, salt = None, lora_id = 0, extras = Vec::new()))]
+    #[pyo3(signature = (token_ids, *, salt = None, lora_id = 0, extras = Vec::new()),
+        text_signature = "($self, token_ids, *, salt=None, lora_id=0, extras=())")]
     fn hash(
         &self,
         token_ids: &Bound<'_, PyAny>,
@@ -423,7 +424,8 @@ impl PyPrefix {
 /// Raises:
 ///     InvalidArgumentError: a token id, an extra or `block_size` is out of range.
 #[pyfunction]
-#[pyo3(signature = (tokens, *, block_size, salt = None, lora_id = 0, cache_group = 0, extras = Vec::new()))]
+#[pyo3(signature = (tokens, *, block_size, salt = None, lora_id = 0, cache_group = 0, extras = Vec::new()),
+    text_signature = "(tokens, *, block_size, salt=None, lora_id=0, cache_group=0, extras=())")]
 pub(crate) fn export_keys<'py>(
     tokens: &Bound<'py, PyAny>,
     #[pyo3(from_py_with = args::block_size)] block_size: u32,
