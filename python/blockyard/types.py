@@ -254,10 +254,12 @@ class StoreStats:
         errors: number of operations that failed with a system error.
         last_error: message of the last of those errors.
         errors_in_a_row: number of those errors since the last successful operation: 0 means healthy.
-        is_down: whether the storage has stopped answering; batches are then refused until it answers a probe.
+        is_down: whether the storage hangs; batches are then refused until it answers a probe. One that refuses
+            connections or calls is asked again by each batch: see `errors_in_a_row`.
         pending_bytes: bytes of blocks in flight and of uncollected results.
-        cached_blocks: number of keys with a block.
-        evicted_blocks: number of keys whose block was evicted.
+        cached_blocks: number of keys with a block; on a server or in a bucket, those that this process has stored or
+            found, also if others have evicted them since. `blockyard store URL stat` asks the server.
+        evicted_blocks: number of keys whose block was evicted; 0 on a server or in a bucket.
     """
 
     written_blocks: int = 0

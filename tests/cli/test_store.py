@@ -124,6 +124,13 @@ def test_a_tenant_is_chosen_by_its_digits(tmp_path: Path):
     assert survey(open_contents(url), Selection(tenant="ff")).blocks == 0
 
 
+def test_removing_a_namespace_that_there_is_not_says_so(url: str, capsys: pytest.CaptureFixture[str]):
+    fill(url)
+    assert run(capsys, url, "rm", "--namespace", "model=nobody", "--yes")[0] == 1
+    assert run(capsys, url, "rm", "--older-than", "9d", "--yes")[0] == 0
+    assert run(capsys, url, "rm", "--namespace", "model=tiny", "--yes")[0] == 0
+
+
 def test_the_record_of_what_was_forgotten_stays(url: str, capsys: pytest.CaptureFixture[str]):
     with opened(url, TINY) as old:
         put(old, 2)

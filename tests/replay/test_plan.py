@@ -159,7 +159,7 @@ def test_engines_share_the_requests_by_prefix_and_cost_money_all_the_time():
 
 
 def test_a_prefix_and_a_conversation_stay_with_their_engine():
-    rows = [TraceRequest(0.0, 9, 1, (at % 5, 9), 4.0) for at in range(20)]
+    rows = [TraceRequest(0.0, 9, 1, (at % 5, 10 + at % 5), 4.0) for at in range(20)]
     rows += [TraceRequest(1.0, 9, 1, session=at % 3) for at in range(9)]
     rows += [TraceRequest(2.0, 9, 1, after=(3,))]
     places = spread_by_prefix(rows, 3)
@@ -170,6 +170,14 @@ def test_a_prefix_and_a_conversation_stay_with_their_engine():
     assert engine_of[29] == engine_of[3]
     assert [part_of(rows, place)[-1].after for place in places if 29 in place] == [(place_of(places, 3),)]
     assert max(map(len, places)) - min(map(len, places)) < 8
+
+
+def test_a_system_prompt_that_all_share_does_not_lead_them_to_one_engine():
+    rows = [TraceRequest(float(at), 40, 2, (1, 2, 3 + at % 50), 16.0) for at in range(400)]
+    places = spread_by_prefix(rows, 4)
+    assert max(map(len, places)) <= 1.2 * 100 + 8
+    engines = [{rows[index].hash_ids[2] for index in place} for place in places]
+    assert sum(map(len, engines)) < 3 * 50, "most prompts stay where their own block is"
 
 
 def test_a_request_cannot_wait_for_conversations_of_two_engines():

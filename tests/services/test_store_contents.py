@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,19 @@ def test_removing_keeps_the_lists_the_quota_and_the_record_of_a_store_in_use(ser
         assert store.wait(store.submit_get(KEYS[:2])).ok.all()
     with opened(url) as store:
         assert store.wait(store.submit_get(KEYS[:3])).reasons == ("", "", "absent")
+
+
+def test_a_namespace_has_its_names_again_after_the_server_restarted_empty(server: Server):
+    url = f"redis://127.0.0.1:{server.port}?size=1MiB"
+    with opened(url) as store:
+        put(store, KEYS)
+        with server.killed():
+            assert not store.wait(store.submit_get(KEYS)).ok.any()
+        until = time.monotonic() + 60
+        while not store.wait(store.submit_put(KEYS, np.ones((len(KEYS), store.bytes_per_block), np.uint8))).ok.all():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert chosen(url, "model=tiny").blocks == len(KEYS)
 
 
 def test_a_cluster_is_listed_node_by_node(tmp_path: Path):

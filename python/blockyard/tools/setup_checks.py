@@ -188,9 +188,13 @@ def _check_room(url: str, size: int) -> Iterator[Check]:
         wanted = size * 5 // 4 if rounds_up else size
         why = f", a quarter more than size: its {facts.get('mem_allocator')} rounds values up" if rounds_up else ""
         advice = f"set maxmemory to {size_text(wanted)} plus 550 bytes per block{why}" if 0 < most < wanted else ""
+        used = int(facts.get("used_memory", 0))
+        if not advice and policy == "noeviction" and 0 < most < used + wanted:
+            advice = f"unless this store holds what is in use, remove old blocks: blockyard store {public_url(url)} ls"
         if 0 < machine < wanted:
             found += f", on a machine of {size_text(machine)}"
             advice = f"name a smaller size: the server would need {size_text(wanted)} plus 550 bytes per block{why}"
+        found += f", {size_text(used)} in use"
         yield Check("store_room", "warn" if advice else "ok", found, advice)
 
 

@@ -226,6 +226,8 @@ class RedisStore(RemoteStore):
         """Replace a row if it equals `old`; see `ThreadedStore.replace_epoch`."""
         name, before = self._prefix + key.tobytes(), b"" if old is None else old.tobytes()
         row, self._history, *_ = self._last_answer([[b"EVAL", _SET + _READ, b"1", name, before, new.tobytes()]])
+        if old is None:  # a new namespace, or a server that has lost it
+            self.describe()
         return np.frombuffer(row, np.uint8) if row else None
 
     def _keep_epoch(self, epoch: Epoch) -> bool:
@@ -477,7 +479,7 @@ class RedisStore(RemoteStore):
             self._expire()
 
     def _expire(self) -> None:
-        """Know of no block and no epoch after a lost connection: the server may have been started again without data."""
+        """Know no block and no epoch after a lost connection: the server may have been started again without data."""
         self._epochs.expire()
         with self._lock:
             self._known.expire()

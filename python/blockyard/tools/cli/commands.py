@@ -195,7 +195,9 @@ def store(options: argparse.Namespace) -> Result:
             done = f"removed {removed} of {count} blocks" if options.yes else would
             print(done, file=stream)
 
-    return Result(data, show, EXIT_WRONG if found.damaged and not removed else EXIT_OK)
+    is_missing = is_rm and options.namespace and not (found.groups or damaged)
+    is_wrong = is_missing or (found.damaged and not removed)
+    return Result(data, show, EXIT_WRONG if is_wrong else EXIT_OK)
 
 
 def _in_thread(work: Callable[[], _Answer]) -> _Answer:

@@ -539,7 +539,9 @@ def _knee(points: Sequence[Point], block_bytes: int) -> str:
     small, large = (f"{three_digits(blocks * block_bytes / GIB)} GiB" for blocks in (enough, most))
     both = " on device and host together" if any(point.host_blocks for point in points) else ""
     first = f"{sizes[enough]:.1%} with {small}{both}, and " if enough < most else ""
-    return f"{points[0].policy} finds {first}at most {best:.1%}, with {large}{'' if first else both}."
+    is_last = most == max(sizes)
+    beyond = ", the largest size tried: more may find more" if is_last else ", and larger sizes find no more"
+    return f"{points[0].policy} finds {first}{best:.1%} with {large}{'' if first else both}{beyond}."
 
 
 def _share_of(part: int, whole: int) -> str:

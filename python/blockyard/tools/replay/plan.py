@@ -88,7 +88,8 @@ class Choice:
 
     def _cost(self, times: Times) -> float:
         tokens = times.output_tokens[~np.isnan(times.last_token)].sum()
-        seconds = times.seconds if self.by_clock else times.busy_seconds / self.engines
+        # Not until the last write to the store has ended: engines that run on write it meanwhile.
+        seconds = float(np.nanmax(times.last_token)) if self.by_clock and tokens else times.busy_seconds / self.engines
         return float(self.per_hour * seconds / 3600 / tokens * 1e6) if tokens else float("inf")
 
     @property

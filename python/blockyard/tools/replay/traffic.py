@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Final
 
 import numpy as np
@@ -12,6 +13,10 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.traces import TraceRequest
 
 __all__ = ["has_prefixes", "redraw_arrivals", "spread_by_prefix"]
+
+_UNEVEN: Final = 1.2
+_AHEAD: Final = 8
+"""An engine may be ahead of the mean by this factor and this many requests, and still get prompts for their prefix."""
 
 _NEIGHBOURS: Final = 64
 """Requests among which gaps between arrivals are exchanged, so that busy and quiet times stay where they are."""
@@ -25,8 +30,9 @@ def has_prefixes(requests: Sequence[TraceRequest]) -> bool:
 def spread_by_prefix(requests: Sequence[TraceRequest], engines: int) -> list[list[int]]:
     """Give each request to one of several engines, as a router does that knows prefixes.
 
-    Requests of a conversation go to one engine, and so do those whose prompts begin with the same block. A new
-    conversation or beginning goes to the engine with the fewest tokens so far.
+    Requests of a conversation go to one engine. A new conversation goes to the engine that has seen the most of its
+    prompt's blocks; but if that engine is far ahead of the others, or none has seen the first one, to the engine with
+    the fewest tokens so far. So a system prompt that all share does not lead all requests to one engine.
 
     Args:
         requests: the trace.
@@ -42,24 +48,32 @@ def spread_by_prefix(requests: Sequence[TraceRequest], engines: int) -> list[lis
         raise InvalidArgumentError(f"engines is {engines}, must be at least 1")
     places: list[list[int]] = [[] for _ in range(engines)]
     tokens = [0] * engines
-    engine_of_key: dict[tuple[str, int], int] = {}
+    engine_of_session: dict[int, int] = {}
+    seen: dict[int, int] = {}  # for each block, the last engine that it went to
     engine_of: list[int] = []
     for index, request in enumerate(requests):
         if len({engine_of[other] for other in request.after}) > 1:
             raise InvalidArgumentError(f"request {index} waits for several conversations, must wait for those of one")
-        keys = [("after", other) for other in request.after]
-        keys += [] if request.session is None else [("session", request.session)]
-        keys += [("block", request.hash_ids[0])] if len(request.hash_ids) else []
-        known = (engine_of[number] if kind == "after" else engine_of_key.get((kind, number)) for kind, number in keys)
-        engine = next((one for one in known if one is not None), None)
+        engine = engine_of[request.after[0]] if request.after else None
+        if engine is None and request.session is not None:
+            engine = engine_of_session.get(request.session)
         if engine is None:
-            engine = min(range(engines), key=tokens.__getitem__)
-        for key in keys:
-            engine_of_key.setdefault(key, engine)
+            most = sum(tokens) * (_UNEVEN / engines + _AHEAD / max(1, index))
+            engine = _engine_of_prefix(request.hash_ids, seen, tokens, most)
+        if request.session is not None:
+            engine_of_session.setdefault(request.session, engine)
+        seen.update(dict.fromkeys(request.hash_ids, engine))
         engine_of.append(engine)
         places[engine].append(index)
         tokens[engine] += request.input_tokens + request.output_tokens
     return places
+
+
+def _engine_of_prefix(hash_ids: Sequence[int], seen: dict[int, int], tokens: Sequence[int], most: float) -> int:
+    """Return the engine with the longest prefix and at most `most` tokens, or else the one with the fewest tokens."""
+    known = [seen[block] for block in takewhile(seen.__contains__, hash_ids)]
+    least = min(range(len(tokens)), key=tokens.__getitem__)
+    return next((engine for engine in reversed(known) if tokens[engine] <= most), least)
 
 
 def part_of(requests: Sequence[TraceRequest], indices: Sequence[int]) -> list[TraceRequest]:
