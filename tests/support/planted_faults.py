@@ -19,7 +19,7 @@ from shared_blocks import Plan
 
 from blockyard.stores import ThreadedStore, object_store, redis, value
 from blockyard.stores.redis.lists import Lists
-from blockyard.stores.threaded import known_keys, store
+from blockyard.stores.threaded import known_keys
 from blockyard.stores.threaded.epochs import Epoch
 
 __all__ = ["plant"]
@@ -62,14 +62,13 @@ def _clocks() -> None:
 
 
 def _landing() -> None:
-    carry_out = ThreadedStore._carry_out_under_epoch
+    put = ThreadedStore._put_or_delete
 
-    def land(self: Any, batch: Any) -> Any:
-        if batch.kind == "put":
-            batch.age = 1 << 60
-        return carry_out(self, batch)
+    def land(self: Any, batch: Any, keys: list[bytes]) -> Any:
+        batch.age = 1 << 60
+        return put(self, batch, keys)
 
-    ThreadedStore._carry_out_under_epoch = land  # type: ignore[method-assign]
+    ThreadedStore._put_or_delete = land  # type: ignore[method-assign]
 
 
 def _trim() -> None:
@@ -101,5 +100,5 @@ def _trim() -> None:
 
 
 def _passing() -> None:
-    store.is_damage = known_keys.is_damage = lambda reason: reason == "error" or value.is_damage(reason)
+    known_keys.is_damage = lambda reason: reason == "error" or value.is_damage(reason)
     known_keys.KnownKeys.doubt = lambda self, key, seen: True  # type: ignore[method-assign]
