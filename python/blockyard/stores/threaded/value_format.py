@@ -93,8 +93,9 @@ class ValueFormat:
             zeroed = headers.copy()
             zeroed[:, :16] = 0
             sums = checksum_rows(rows, self.mac_key, zeroed)
-        claimed = headers[:, :16]
-        seen = np.where((claimed == sums).all(axis=1)[:, None], claimed, claimed ^ sums)
+        seen = headers[:, :16].copy()
+        if seen.tobytes() != sums.tobytes():
+            seen = np.where((seen == sums).all(axis=1)[:, None], seen, seen ^ sums)
         checked = check_parts(headers, sums, self.namespace, keys, rows.shape[1])
         return rows, [why or reason for why, reason in zip(missed, checked, strict=True)], seen
 
