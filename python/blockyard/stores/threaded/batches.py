@@ -46,11 +46,10 @@ class Batch:
     followers: list["Batch"] = field(default_factory=list)
     ended: bool = False
     is_asked: bool = True  # False for a read that was answered without the storage
+    is_read: bool = field(init=False)  # whether it returns rows
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the batch returns rows."""
-        return self.kind in {"read", "get"}
+    def __post_init__(self) -> None:
+        self.is_read = self.kind in {"read", "get"}
 
     def source(self) -> NDArray[np.uint8]:
         """Return the caller's rows to write.

@@ -5,7 +5,6 @@ import os
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from math import inf
 from typing import Final
 
@@ -133,6 +132,7 @@ class ThreadedStore(ExternalStore):
         self._tickets = self._num_threads = self._idle = 0
         self._closed = False
         self._event: int | None = None
+        self._is_rung = False  # whether the event is readable
         self._polls = Polls()
         self._buffers = Buffers()
         self._failures = FailureLog(self._runtime.monotonic)
@@ -290,7 +290,8 @@ class ThreadedStore(ExternalStore):
         with self._lock:
             if self._event is None:
                 event = open_event(self)
-                if self._batches.news or self._batches.is_down:
+                self._is_rung = bool(self._batches.news) or self._batches.is_down
+                if self._is_rung:
                     os.eventfd_write(event, 1)
                 self._event = event
             return self._event
@@ -304,13 +305,13 @@ class ThreadedStore(ExternalStore):
         with self._lock, self._recovery:
             self._call_thread()  # an earlier call may not have got one
             now = self._runtime.monotonic()
-            for batch, reason in self._batches.overdue(now):
+            for batch, reason in self._batches.overdue(now) if self._batches.has_overdue(now) else ():
                 self._give_up(batch, reason)
-            if self._event is not None:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._event)
-                if self._batches.has_overdue(now):
-                    os.eventfd_write(self._event, 1)
+            if self._event is not None and self._is_rung:
+                self._is_rung = False
+                os.eventfd_read(self._event)
+            if self._batches.has_overdue(now):
+                self._ring()
             news, self._batches.news = self._batches.news, {}
             return [ticket for ticket, batch in news.items() if batch.kind != "forget"]  # which collects its own
 
@@ -327,7 +328,8 @@ class ThreadedStore(ExternalStore):
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
                 result = batch.rows if batch.is_read and batch.rows is not None else np.zeros(shape, np.uint8)
                 left = min(batch.deadline - self._runtime.monotonic(), inf if timeout is None else timeout)
-                self._changed.wait_for(lambda: batch.ended or batches.is_refused(batch), max(0.0, left))
+                if not batch.ended:
+                    self._changed.wait_for(lambda: batch.ended or batches.is_refused(batch), max(0.0, left))
             if batch is None or ticket not in batches.open:
                 raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
             with self._recovery:
@@ -545,11 +547,15 @@ class ThreadedStore(ExternalStore):
     def _tell(self) -> None:
         """Wake those who wait for a batch or for the event."""
         self._changed.notify_all()
-        if self._event is not None:
+        self._ring()
+
+    def _ring(self) -> None:
+        if self._event is not None and not self._is_rung:
             os.eventfd_write(self._event, 1)
+            self._is_rung = True
 
     def _count_misses(self, batch: Batch, reasons: list[str]) -> None:
-        if batch.kind != "forget":  # it moves no blocks
+        if batch.kind != "forget" and any(reasons):  # it moves no blocks
             self._misses.update(filter(None, reasons))
 
     def _give_up(self, batch: Batch, reason: str) -> None:
@@ -748,7 +754,9 @@ class ThreadedStore(ExternalStore):
 
     def _sealed(self, rows: NDArray[np.uint8], keys: list[bytes]) -> tuple[NDArray[np.uint8], list[str]]:
         """Copy blocks into values in our own memory. Returns the values, and each block's reason if it has none."""
-        values = self._buffers.take(len(keys), self._format.width)
+        shape = len(keys), self._format.width
+        # Fresh pages for each put would take longer than all the rest.
+        values = self._buffers.take(*shape) if self._reuses_rows else np.empty(shape, np.uint8)
         return values, self._format.seal(rows, keys, values)
 
     def _put_good(
