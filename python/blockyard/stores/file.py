@@ -295,12 +295,8 @@ class GuardedSlab(ThreadedStore):
         self._slab.forget(revision)
         self._epochs.begin()
 
-    def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
-        names = b"".join(slot.to_bytes(8, "little") + self._seed[-24:] for slot in slots)
-        return np.frombuffer(names, np.uint8).reshape(-1, 32)
-
     def _slab_names(self, keys: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return the slabs' names for rows: keys, or the slots that `_slot_names` encoded."""
+        """Return the slabs' names for rows: keys, or the slots at the beginning of their names."""
         return keys if self._use == "prefix" else keys[:, :8].copy().view(np.int64)[:, 0]
 
     def _ended(self, done: Completion) -> NDArray[np.bool_]:

@@ -46,11 +46,11 @@ class ThreadedStore(ExternalStore):
     After a call that hung or failed late, all batches are misses, `"unavailable"`, until a probe is answered. The
     logger `blockyard.stores` gets a line when a store fails (at most one per minute and cause) and when it works again.
 
-    The functions receive names of 32 bytes, never the caller's keys. A slot's name is the SHA-256 of the namespace, 16
-    random bytes of this store and the slot: two stores never share slots, and nobody can find them after `close`. A
-    key's name is the same in every process. Its stored row starts with a header (`blockyard.stores.value`), so it is
-    wider than the block; with a codec or a MAC key, so are the rows of slots. A prefix store has one more row, of 192
-    bytes, that identifies the valid blocks: see `read_epoch`.
+    The functions receive names of 32 bytes, never the caller's keys. A slot's name is the slot, 8 bytes, and 24 random
+    bytes of this store: two stores never share slots, and nobody can find them after `close`. A key's name is the same
+    in every process. Its stored row starts with a header (`blockyard.stores.value`), so it is wider than the block;
+    with a codec or a MAC key, so are the rows of slots. A prefix store has one more row, of 192 bytes, that identifies
+    the valid blocks: see `read_epoch`.
 
     `contains` answers from the memory of this process. A plug-in does its own eviction.
 
@@ -141,7 +141,7 @@ class ThreadedStore(ExternalStore):
         self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
         self._format = ValueFormat(namespace, bytes_per_block, codec, mac_key, self._note)
         self.namespace = self._format.namespace
-        self._seed = self.namespace + self._runtime.random_bytes(16)
+        self._salt = self._digest_of(b"BLKYSLOTS1", self._runtime.random_bytes(16))[:24]  # of the slots' names
         self._digests: dict[int, dict[Name, bytes]] = {}  # digests of each slot's last write
         self._known = KnownKeys(self._runtime.monotonic, self._there_seconds)
         self._token = b""  # of the epoch under which the keys are known
@@ -882,7 +882,7 @@ class ThreadedStore(ExternalStore):
         return stored, *self._fetch(self._names_of(keys, epoch.token), keys)
 
     def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
-        names = b"".join(hashlib.sha256(self._seed + slot.to_bytes(8, "little")).digest() for slot in slots)
+        names = b"".join(slot.to_bytes(8, "little") + self._salt for slot in slots)
         return np.frombuffer(names, np.uint8).reshape(-1, 32)
 
     def _names_of(self, keys: list[bytes], epoch: bytes) -> NDArray[np.uint8]:
