@@ -43,14 +43,14 @@ from blockyard._core import checksum_rows
 from blockyard.errors import ForkedError, StoreError
 from blockyard.stores.base import ExternalStore, Use
 from blockyard.stores.namespace import TEXT_NAME, text_of
-from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, seconds
+from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, public_text, seconds
 from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
-from blockyard.stores.url import StoreURL, hide_secrets, is_secret_name
+from blockyard.stores.url import StoreURL, is_secret_name
 from blockyard.stores.value import HEADER
-from blockyard.workers import Process, as_error, missing
+from blockyard.workers import Process, missing
 
-__all__ = ["LocalFiles", "ObjectStore", "connect_client", "open_object_store", "public_error"]
+__all__ = ["LocalFiles", "ObjectStore", "connect_client", "open_object_store"]
 
 _LARGE: Final = 16 << 20  # objects of at least this size are sent in parts and read in ranges
 _RANGE: Final = 8 << 20
@@ -474,9 +474,6 @@ class ObjectStore(RemoteStore):
             self._note(errors[0])
         return failed.difference(done)
 
-    def _public(self, error: Exception) -> StoreError:
-        return StoreError(_public_text(str(super()._public(error))))
-
 
 class LocalFiles:
     """obstore's functions over a directory. Only the user can read what they write.
@@ -587,20 +584,6 @@ def _bytes_of(answer: Any, max_bytes: int) -> Any:
     return answer.bytes() if answer.range[1] <= max_bytes else b""
 
 
-def public_error(found: ObjectURL, error: BaseException) -> str:
-    """Return an error of obstore as text without secrets."""
-    text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {as_error(error)}"
-    return _public_text(hide_secrets(text, found.secrets))
-
-
-def _public_text(text: str) -> str:
-    """Return the first line of a message of obstore without the queries of URLs: a signed one has its signature there.
-
-    The other lines show obstore's options.
-    """
-    return re.sub(r"\?\S*", "?***", text.partition("\n")[0])
-
-
 def _missing_credentials(found: ObjectURL) -> str:
     """Return a note on missing S3 credentials. obstore reads the environment, but not the AWS CLI's files."""
     names = {name.upper() for name in os.environ}
@@ -643,6 +626,6 @@ def connect_client(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
         more: Sequence[str] = (found.scheme, "://", found.parts.host, found.parts.path)
         return obstore, stores.from_url("".join(more), client_options=client, retry_config=retry, **found.config)
     except BaseException as error:  # noqa: BLE001 (any exception of the client)
-        text = public_error(found, error)
+        text = public_text(error, found.secrets)
     # Not in the block above, so that the client's exception, which may quote a secret, is not the context.
     raise StoreError(f"{found.parts.url!r}: {text}{_missing_credentials(found)}")
