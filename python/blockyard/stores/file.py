@@ -46,6 +46,7 @@ from blockyard.stores.striped import StripedStore
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record, SharedEpoch
 from blockyard.stores.url import StoreURL
+from blockyard.stores.value import Bytes
 
 __all__ = ["SlabStore", "open_file"]
 
@@ -232,14 +233,12 @@ class GuardedSlab(ThreadedStore):
         )
         self.num_slots = self._slab.num_slots
 
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
         """Store values."""
         submit = self._slab.submit_put if self._use == "prefix" else self._slab.submit_write
         return self._ended(collect(self._slab, submit, self._slab_names(keys), rows))
 
-    def _put_owned(
-        self, names: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners, epoch: Epoch
-    ) -> NDArray[np.bool_]:
+    def _put_owned(self, names: Bytes, rows: Bytes, owners: Owners, epoch: Epoch) -> NDArray[np.bool_]:
         """Store values of blocks that have tenants. The slab identifies parents by name, like blocks."""
         parents = np.zeros_like(owners.parents)
         known = owners.parents.any(axis=1)
@@ -248,7 +247,7 @@ class GuardedSlab(ThreadedStore):
         whose = Owners(owners.tenants, parents)
         return self._ended(collect(self._slab, self._slab.submit_put, names, rows, whose))
 
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def get(self, keys: Bytes, out: Bytes) -> NDArray[np.bool_]:
         """Read values."""
         submit = self._slab.submit_get if self._use == "prefix" else self._slab.submit_read
         done = collect(self._slab, submit, self._slab_names(keys))
@@ -256,15 +255,15 @@ class GuardedSlab(ThreadedStore):
         out[ok] = done.rows[ok]
         return ok
 
-    def delete(self, keys: NDArray[np.uint8]) -> None:
+    def delete(self, keys: Bytes) -> None:
         """Delete values."""
         if self._use == "prefix":
             collect(self._slab, self._slab.submit_delete, keys)
 
-    def _prepare_to_replace(self, names: NDArray[np.uint8]) -> None:
+    def _prepare_to_replace(self, names: Bytes) -> None:
         self.delete(names)  # the slab keeps a value that it finds intact
 
-    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def has(self, keys: Bytes) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
         return self._slab.contains(keys)
 
@@ -295,7 +294,7 @@ class GuardedSlab(ThreadedStore):
         self._slab.forget(revision)
         self._epochs.begin()
 
-    def _slab_names(self, keys: NDArray[np.uint8]) -> NDArray[Any]:
+    def _slab_names(self, keys: Bytes) -> NDArray[Any]:
         """Return the slabs' names for rows: keys, or the slots at the beginning of their names."""
         return keys if self._use == "prefix" else keys[:, :8].copy().view(np.int64)[:, 0]
 

@@ -47,7 +47,7 @@ from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, posit
 from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
 from blockyard.stores.url import StoreURL, is_secret_name
-from blockyard.stores.value import HEADER
+from blockyard.stores.value import HEADER, Bytes
 from blockyard.workers import Process, missing
 
 __all__ = ["LocalFiles", "ObjectStore", "connect_client", "open_object_store"]
@@ -201,7 +201,7 @@ class ObjectStore(RemoteStore):
         self._bulk_delete = found.scheme == "s3"
         self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows
 
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
         """Store values. In a prefix store, existing blocks are kept."""
         is_block = self._is_block(rows)
         with self._lock:
@@ -215,11 +215,11 @@ class ObjectStore(RemoteStore):
         failed = self._each_of(len(rows), put)
         return np.array([index not in failed for index in range(len(rows))], np.bool_)
 
-    def _prepare_to_replace(self, names: NDArray[np.uint8]) -> None:
+    def _prepare_to_replace(self, names: Bytes) -> None:
         with self._lock:
             self._to_replace.update(name.tobytes() for name in names)
 
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> list[str]:
+    def get(self, keys: Bytes, out: Bytes) -> list[str]:
         """Read values. The header check rejects those of another length."""
         width, count = out.shape[1], len(keys)
         step = _RANGE if width >= _LARGE and self._format.codec is None else width
@@ -235,12 +235,8 @@ class ObjectStore(RemoteStore):
         return ["error" if index in failed else max(pieces) for index, pieces in enumerate(missed)]
 
     def _fetch_into(
-        self,
-        out: NDArray[np.uint8],
-        names: NDArray[np.uint8],
-        keys: list[bytes],
-        last: Callable[[], None] | None = None,
-    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+        self, out: Bytes, names: Bytes, keys: list[bytes], last: Callable[[], None] | None = None
+    ) -> tuple[Bytes, list[str], Bytes]:
         """Like `_fetch`, but each value by one call, straight into `out`. `last` follows the last of these calls."""
         headers, sums = np.zeros((len(keys), HEADER), np.uint8), np.zeros((len(keys), 16), np.uint8)
         paths, missed = [self._path(name) for name in names], ["error"] * len(keys)
@@ -259,7 +255,7 @@ class ObjectStore(RemoteStore):
         self._each_of(len(keys), read, last)
         return self._format.check_apart(out, headers, missed, keys, sums if is_large else None)
 
-    def delete(self, keys: NDArray[np.uint8]) -> None:
+    def delete(self, keys: Bytes) -> None:
         """Delete values."""
         paths = [self._path(key) for key in keys]
 
@@ -279,7 +275,7 @@ class ObjectStore(RemoteStore):
         else:
             self._calls.each(len(paths), remove)
 
-    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def has(self, keys: Bytes) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
         there = np.zeros(len(keys), np.bool_)
 
@@ -295,13 +291,11 @@ class ObjectStore(RemoteStore):
         self._calls.each(len(keys), look)
         return there
 
-    def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+    def read_epoch(self, key: Bytes) -> Bytes | None:
         """Return the row that identifies the valid blocks, even a torn one: it must be replaced, too."""
         return self._read_whole(self._path(key), HEADER + EPOCH_BYTES)
 
-    def replace_epoch(
-        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
-    ) -> NDArray[np.uint8] | None:
+    def replace_epoch(self, key: Bytes, old: Bytes | None, new: Bytes) -> Bytes | None:
         """Replace a row by a conditional write; see `ThreadedStore.replace_epoch`."""
         path = self._path(key)
         with self._ob.alone() if isinstance(self._ob, LocalFiles) else nullcontext():
@@ -334,8 +328,8 @@ class ObjectStore(RemoteStore):
             raise self._public(error) from None
 
     def _fetch_under(
-        self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
-    ) -> tuple[Record, NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+        self, epoch: Epoch, keys: list[bytes], out: Bytes | None
+    ) -> tuple[Record, Bytes, list[str], Bytes]:
         check = self._epochs.begin_check()
         names = self._names_of(keys, epoch.token)
         found: list[Any] = []
@@ -368,7 +362,7 @@ class ObjectStore(RemoteStore):
     def _disconnect(self) -> None:
         self._calls.close()  # the client holds no connection to close
 
-    def _path(self, key: NDArray[np.uint8]) -> str:
+    def _path(self, key: Bytes) -> str:
         return self._folder + key.tobytes().hex()
 
     def _put_one(self, path: str, value: memoryview, keeps: bool) -> None:  # noqa: FBT001
@@ -394,7 +388,7 @@ class ObjectStore(RemoteStore):
             self._can_create = False  # a server without conditional writes; equal keys mean equal bytes anyway
             self._ob.put(self._client, path, value, use_multipart=False)
 
-    def _read_piece(self, path: str, row: NDArray[np.uint8], start: int, end: int) -> str:
+    def _read_piece(self, path: str, row: Bytes, start: int, end: int) -> str:
         """Read part of a value into its row. Returns the reason for a miss, or `""`."""
         if end - start == len(row):
             value = self._read_whole(path, len(row))
@@ -412,7 +406,7 @@ class ObjectStore(RemoteStore):
         row[start:end] = np.frombuffer(data, np.uint8)
         return ""
 
-    def _read_whole(self, path: str, max_bytes: int) -> NDArray[np.uint8] | None:
+    def _read_whole(self, path: str, max_bytes: int) -> Bytes | None:
         """Return a value, empty if it is longer than `max_bytes`; None if it is absent."""
         try:
             return np.frombuffer(_bytes_of(self._ob.get(self._client, path), max_bytes), np.uint8)

@@ -10,14 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import Use
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.url import StoreURL, hide_secrets, parse_size
-from blockyard.stores.value import HEADER
+from blockyard.stores.value import HEADER, Bytes
 from blockyard.workers import as_error
 
 __all__ = ["SIZE", "RemoteStore", "batched", "count", "count_slots", "positive", "public_text", "seconds"]
@@ -96,7 +93,7 @@ class RemoteStore(ThreadedStore):
         except Exception as error:  # noqa: BLE001 (on Redis they expire)
             self._note(self._public(error))
 
-    def _is_block(self, rows: NDArray[np.uint8]) -> bool:
+    def _is_block(self, rows: Bytes) -> bool:
         return self._use == "prefix" and rows.shape[1] == self._format.width
 
     def _public(self, error: BaseException) -> StoreError:
@@ -113,7 +110,7 @@ def public_text(error: BaseException, secrets: Sequence[str]) -> str:
     return re.sub(r"\?\S*", "?***", hide_secrets(text, secrets).partition("\n")[0])
 
 
-def batched(rows: NDArray[np.uint8], max_rows: int, max_bytes: int) -> Iterator[slice]:
+def batched(rows: Bytes, max_rows: int, max_bytes: int) -> Iterator[slice]:
     """Split rows into parts of at most `max_rows` rows and `max_bytes` bytes, but at least one row."""
     size = min(max_rows, max(1, max_bytes // max(1, rows.shape[1])))
     return (slice(start, start + size) for start in range(0, len(rows), size))

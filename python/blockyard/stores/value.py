@@ -14,7 +14,7 @@ checksum, a codec's output is padded with zeros to the codec's maximum length; s
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from blockyard._core import checksum_rows
 
 __all__ = [
     "HEADER",
+    "Bytes",
     "answered",
     "check_parts",
     "check_values",
@@ -35,6 +36,7 @@ __all__ = [
     "value_length",
 ]
 
+Bytes: TypeAlias = NDArray[np.uint8]
 HEADER: Final = 128
 _START: Final = b"BLKYVALU" + (1).to_bytes(4, "little") + bytes(4)
 # Fields in the order in which a reader checks them, each with the reason of a miss.
@@ -64,7 +66,7 @@ def is_whole(reason: str) -> bool:
 
 
 def seal_values(
-    values: NDArray[np.uint8],
+    values: Bytes,
     namespace: bytes,
     keys: Sequence[bytes],
     *,
@@ -87,12 +89,7 @@ def seal_values(
 
 
 def check_values(
-    values: NDArray[np.uint8],
-    namespace: bytes,
-    keys: Sequence[bytes],
-    *,
-    varies: bool = False,
-    mac_key: bytes | None,
+    values: Bytes, namespace: bytes, keys: Sequence[bytes], *, varies: bool = False, mac_key: bytes | None
 ) -> list[str]:
     """Return the reason why each value is a miss, `""` for intact ones. Zeroes the values' checksums.
 
@@ -110,13 +107,7 @@ def check_values(
     return _reasons(values[:, :HEADER], _headers(namespace, keys, lengths), claimed, checksum_rows(values, mac_key))
 
 
-def check_parts(
-    headers: NDArray[np.uint8],
-    sums: NDArray[np.uint8],
-    namespace: bytes,
-    keys: Sequence[bytes],
-    length: int,
-) -> list[str]:
+def check_parts(headers: Bytes, sums: Bytes, namespace: bytes, keys: Sequence[bytes], length: int) -> list[str]:
     """Check values like `check_values`, with separate headers and blocks. Zeroes the headers' checksums.
 
     Args:
@@ -131,14 +122,12 @@ def check_parts(
     return _reasons(headers, _headers(namespace, keys, [length] * len(keys)), claimed, sums)
 
 
-def value_length(value: NDArray[np.uint8]) -> int:
+def value_length(value: Bytes) -> int:
     """Return the block length from a value's header, unchecked."""
     return int.from_bytes(value[96:104].tobytes(), "little")
 
 
-def _reasons(
-    found: NDArray[np.uint8], expected: NDArray[np.uint8], claimed: NDArray[np.uint8], sums: NDArray[np.uint8]
-) -> list[str]:
+def _reasons(found: Bytes, expected: Bytes, claimed: Bytes, sums: Bytes) -> list[str]:
     if claimed.tobytes() == sums.tobytes() and found.tobytes() == expected.tobytes():  # faster for a few blocks
         return [""] * len(found)
     reasons = ["" if good else "payload_checksum" for good in (claimed == sums).all(axis=1)]
@@ -149,13 +138,13 @@ def _reasons(
     return reasons
 
 
-def _headers(namespace: bytes, keys: Sequence[bytes], lengths: Sequence[int]) -> NDArray[np.uint8]:
+def _headers(namespace: bytes, keys: Sequence[bytes], lengths: Sequence[int]) -> Bytes:
     start, end = bytes(16) + _START + namespace.ljust(32, b"\0"), bytes(24)
     headers = b"".join(start + key + size.to_bytes(8, "little") + end for key, size in zip(keys, lengths, strict=True))
     return np.frombuffer(headers, np.uint8).reshape(-1, HEADER)
 
 
-def copy_rows(rows: NDArray[np.uint8], ok: NDArray[np.bool_], out: NDArray[np.uint8]) -> bool:
+def copy_rows(rows: Bytes, ok: NDArray[np.bool_], out: Bytes) -> bool:
     """Copy the good rows to `out`. Returns False if they already are there."""
     if rows is out:
         return False
@@ -167,7 +156,7 @@ def copy_rows(rows: NDArray[np.uint8], ok: NDArray[np.bool_], out: NDArray[np.ui
     return True
 
 
-def spread_out(rows: NDArray[np.uint8], where: list[int], count: int) -> NDArray[np.uint8]:
+def spread_out(rows: Bytes, where: list[int], count: int) -> Bytes:
     """Return `count` rows: row `i` of `rows` at index `where[i]`, zeros elsewhere."""
     if len(where) == count:
         return rows

@@ -23,7 +23,7 @@ from blockyard.stores.threaded.known_keys import KnownKeys
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.threaded.value_format import ValueFormat
 from blockyard.stores.url import hide_secrets, public_url, secrets_of
-from blockyard.stores.value import HEADER, answered, copy_rows, reasons_of, spread_out
+from blockyard.stores.value import HEADER, Bytes, answered, copy_rows, reasons_of, spread_out
 from blockyard.types import StoreStats
 from blockyard.workers import Buffers, Polls, Process, describe, open_event
 
@@ -101,7 +101,7 @@ class ThreadedStore(ExternalStore):
     memory: int = 1 << 30
     timeout_base: float = 10.0
 
-    _put_owned: Callable[[NDArray[np.uint8], NDArray[np.uint8], Owners, Epoch], NDArray[np.bool_]]  # if it keeps quotas
+    _put_owned: Callable[[Bytes, Bytes, Owners, Epoch], NDArray[np.bool_]]  # if it keeps quotas
     _use: Use | None = None  # of a store that is opened for one
     _reuses_rows = False  # whether rows are free for reuse once `put` has returned
     _there_seconds = 60.0  # how long a key is known to have a block; less if lookups are cheap
@@ -169,7 +169,7 @@ class ThreadedStore(ExternalStore):
         return f"{type(self).__name__}({public_url(self.url)!r})"
 
     @abstractmethod
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
         """Store blocks under their keys, replacing existing ones. Runs in a worker thread; may block or raise.
 
         Args:
@@ -182,7 +182,7 @@ class ThreadedStore(ExternalStore):
         """
 
     @abstractmethod
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_] | list[str]:
+    def get(self, keys: Bytes, out: Bytes) -> NDArray[np.bool_] | list[str]:
         """Read blocks by their keys. Runs in a worker thread; may block or raise.
 
         Args:
@@ -195,7 +195,7 @@ class ThreadedStore(ExternalStore):
             blocks that were found.
         """
 
-    def delete(self, keys: NDArray[np.uint8]) -> None:  # noqa: ARG002 (a store with keys has its own)
+    def delete(self, keys: Bytes) -> None:  # noqa: ARG002 (a store with keys has its own)
         """Delete blocks; ignore absent ones. A plug-in that overrides this method can be a prefix store.
 
         Args:
@@ -203,7 +203,7 @@ class ThreadedStore(ExternalStore):
         """
         raise no_keys_error()
 
-    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def has(self, keys: Bytes) -> NDArray[np.bool_]:
         """Return whether each key has a block, bool `[n]`. The default reads the blocks one by one.
 
         Args:
@@ -212,19 +212,19 @@ class ThreadedStore(ExternalStore):
         row = np.zeros((1, self._format.width), np.uint8)
         return np.array([not reasons_of(self.get(key[None], row), 1)[0] for key in keys], np.bool_)
 
-    def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
+    def submit_write(self, slots: NDArray[np.int64], rows: Bytes) -> int:
         """Start to write blocks; see `ExternalStore.submit_write`."""
         self._check(slots, is_write=True)
         check_rows(rows, (len(slots), self.bytes_per_block))
         return self._submit("write", slots.tolist(), rows)
 
-    def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
+    def submit_read(self, slots: NDArray[np.int64], rows: Bytes | None = None) -> int:
         """Start to read blocks; see `ExternalStore.submit_read`."""
         self._check(slots)
         check_read_rows(rows, (len(slots), self.bytes_per_block))
         return self._submit("read", slots.tolist(), rows)
 
-    def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
+    def submit_put(self, keys: Keys, rows: Bytes, owners: Owners | None = None) -> int:
         """Start to store blocks under their keys; see `ExternalStore.submit_put`."""
         names = self._keys_of(keys)
         check_rows(rows, (len(names), self.bytes_per_block))
@@ -238,7 +238,7 @@ class ThreadedStore(ExternalStore):
             chosen[index] = row
         return self._submit("put", list(single), chosen, spread, owners=owners)
 
-    def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
+    def submit_get(self, keys: Keys, rows: Bytes | None = None) -> int:
         """Start to read blocks by key; see `ExternalStore.submit_get`."""
         names = self._keys_of(keys)
         check_read_rows(rows, (len(names), self.bytes_per_block))
@@ -405,7 +405,7 @@ class ThreadedStore(ExternalStore):
         self,
         kind: BatchKind,
         names: Sequence[Name],
-        rows: NDArray[np.uint8] | None = None,
+        rows: Bytes | None = None,
         spread: list[int] | None = None,
         owners: Owners | None = None,
     ) -> int:
@@ -627,7 +627,7 @@ class ThreadedStore(ExternalStore):
 
     # ---- what a batch does, in a thread ----
 
-    def _carry_out(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
+    def _carry_out(self, batch: Batch) -> tuple[Bytes | None, list[str]]:
         if batch.kind in {"write", "read"}:
             return self._write(batch) if batch.kind == "write" else self._read(batch)
         if batch.kind == "has":
@@ -663,7 +663,7 @@ class ThreadedStore(ExternalStore):
             self._token = epoch.token
         return epoch
 
-    def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8], epoch: Epoch) -> list[str]:
+    def _put(self, batch: Batch, keys: list[bytes], names: Bytes, epoch: Epoch) -> list[str]:
         values, reasons = self._sealed(batch.source(), keys)
         if batch.ended:  # the caller may have changed the rows since
             return reasons
@@ -694,7 +694,7 @@ class ThreadedStore(ExternalStore):
                 batch.digests.update(landed)
         return None, reasons
 
-    def _read(self, batch: Batch) -> tuple[NDArray[np.uint8], list[str]]:
+    def _read(self, batch: Batch) -> tuple[Bytes, list[str]]:
         slots = [name for name in batch.names if isinstance(name, int)]
         digests = [known.get(slot) for slot, known in zip(slots, batch.expected, strict=True)]
         there = [index for index, digest in enumerate(digests) if digest is not None]
@@ -713,7 +713,7 @@ class ThreadedStore(ExternalStore):
             reasons[index] = reason or ("" if digest.tobytes() == digests[index] else "payload_checksum")
         return spread_out(rows, there, len(slots)), reasons
 
-    def _get(self, batch: Batch, keys: list[bytes]) -> tuple[NDArray[np.uint8] | None, list[str]]:
+    def _get(self, batch: Batch, keys: list[bytes]) -> tuple[Bytes | None, list[str]]:
         with self._lock:
             there = [index for index, key in enumerate(keys) if not self._known.is_hidden(key)]
         reasons = ["absent"] * len(keys)
@@ -737,7 +737,7 @@ class ThreadedStore(ExternalStore):
             return None, ["forgotten"] * len(keys)
         return spread_out(rows, there, len(keys)), reasons
 
-    def _judge_damage(self, epoch: Epoch, keys: list[bytes], reasons: list[str], seen: NDArray[np.uint8]) -> None:
+    def _judge_damage(self, epoch: Epoch, keys: list[bytes], reasons: list[str], seen: Bytes) -> None:
         """Doubt damaged values, and delete those that an earlier read has found damaged in the same way."""
         with self._lock:
             bad = self._known.doubt_damaged(keys, reasons, seen)
@@ -747,12 +747,12 @@ class ThreadedStore(ExternalStore):
             except Exception as error:  # noqa: BLE001 (the block is a miss either way)
                 self._note(error)
 
-    def _prepare_to_replace(self, names: NDArray[np.uint8]) -> None:
+    def _prepare_to_replace(self, names: Bytes) -> None:
         """Make the next put of these names replace their values, as `put` does anyway in most stores."""
 
     # ---- values: blocks with a header ----
 
-    def _sealed(self, rows: NDArray[np.uint8], keys: list[bytes]) -> tuple[NDArray[np.uint8], list[str]]:
+    def _sealed(self, rows: Bytes, keys: list[bytes]) -> tuple[Bytes, list[str]]:
         """Copy blocks into values in our own memory. Returns the values, and each block's reason if it has none."""
         shape = len(keys), self._format.width
         # Fresh pages for each put would take longer than all the rest.
@@ -760,12 +760,7 @@ class ThreadedStore(ExternalStore):
         return values, self._format.seal(rows, keys, values)
 
     def _put_good(
-        self,
-        names: NDArray[np.uint8],
-        rows: NDArray[np.uint8],
-        reasons: list[str],
-        owners: Owners | None = None,
-        epoch: Epoch | None = None,
+        self, names: Bytes, rows: Bytes, reasons: list[str], owners: Owners | None = None, epoch: Epoch | None = None
     ) -> None:
         """Put the rows without a reason, and set the reasons of refused ones."""
         good = [index for index, reason in enumerate(reasons) if not reason]
@@ -779,14 +774,12 @@ class ThreadedStore(ExternalStore):
         for index, stored in zip(good, answered("put", found, len(good)), strict=True):
             reasons[index] = "" if stored else "refused"
 
-    def _give_values(self, values: NDArray[np.uint8], reasons: list[str]) -> None:
+    def _give_values(self, values: Bytes, reasons: list[str]) -> None:
         """Return the memory of values to the pool, if nothing refers to it."""
         if self._reuses_rows and not any(reasons):
             self._buffers.give(values)
 
-    def _fetch(
-        self, names: NDArray[np.uint8], keys: list[bytes]
-    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+    def _fetch(self, names: Bytes, keys: list[bytes]) -> tuple[Bytes, list[str], Bytes]:
         """Read values. Returns their blocks, a reason for each, and what was read, see `ValueFormat.check`."""
         values = self._buffers.take(len(keys), self._format.width)
         values[:, :HEADER] = 0
@@ -823,7 +816,7 @@ class ThreadedStore(ExternalStore):
 
     # ---- the epoch ----
 
-    def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+    def read_epoch(self, key: Bytes) -> Bytes | None:
         """Return the row that identifies the valid blocks, uint8 `[192]`; None if it is absent.
 
         The default calls `get`, and treats `LookupError` and `FileNotFoundError` as absent. While it raises anything
@@ -841,9 +834,7 @@ class ThreadedStore(ExternalStore):
             raise StoreError(f"get answers {why!r} for the epoch's record")
         return None if why else row[0]
 
-    def replace_epoch(
-        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
-    ) -> NDArray[np.uint8] | None:
+    def replace_epoch(self, key: Bytes, old: Bytes | None, new: Bytes) -> Bytes | None:
         """Replace that row if it equals `old`, atomically across processes. `forget` calls this.
 
         The default is safe only within one store object. Override it in a plug-in that several processes use at the
@@ -875,17 +866,17 @@ class ThreadedStore(ExternalStore):
         self,
         epoch: Epoch,
         keys: list[bytes],
-        out: NDArray[np.uint8] | None,  # noqa: ARG002 (for stores that read straight into the caller's rows)
-    ) -> tuple[Record, NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+        out: Bytes | None,  # noqa: ARG002 (for stores that read straight into the caller's rows)
+    ) -> tuple[Record, Bytes, list[str], Bytes]:
         """Read the record, and blocks under an epoch. Stores that can do both in one request override this."""
         stored = self._epochs.read()
         return stored, *self._fetch(self._names_of(keys, epoch.token), keys)
 
-    def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
+    def _slot_names(self, slots: list[int]) -> Bytes:
         names = b"".join(slot.to_bytes(8, "little") + self._salt for slot in slots)
         return np.frombuffer(names, np.uint8).reshape(-1, 32)
 
-    def _names_of(self, keys: list[bytes], epoch: bytes) -> NDArray[np.uint8]:
+    def _names_of(self, keys: list[bytes], epoch: bytes) -> Bytes:
         names = b"".join(self._digest_of(b"BLKYBLOCK2", epoch + key) for key in keys)
         return np.frombuffer(names, np.uint8).reshape(-1, 32)
 
