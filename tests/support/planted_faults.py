@@ -73,7 +73,7 @@ def _landing() -> None:
 
 def _trim() -> None:
     """Let the server only list blocks. Blocks above the limit by a count 0.25 s old are dropped."""
-    settle, put_listed = Lists.settle, redis.RedisStore._put_listed
+    settle, put_listed = Lists.settle, redis.RedisStore.put_blocks
     counted: dict[int, tuple[float, int]] = {}
 
     def only_list(self: Lists, names: list[bytes], owners: list[bytes] | None = None) -> list[bytes]:
@@ -96,7 +96,7 @@ def _trim() -> None:
         return stored
 
     Lists.settle = only_list  # type: ignore[method-assign]
-    redis.RedisStore._put_listed = put_and_trim  # type: ignore[method-assign]
+    redis.RedisStore.put_blocks = put_and_trim  # type: ignore[method-assign]
 
 
 def _passing() -> None:

@@ -234,18 +234,14 @@ class GuardedSlab(ThreadedStore):
         self.num_slots = self._slab.num_slots
 
     def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
-        """Store values."""
-        submit = self._slab.submit_put if self._use == "prefix" else self._slab.submit_write
-        return self._ended(collect(self._slab, submit, self._slab_names(keys), rows))
+        """Store values in slots."""
+        return self._ended(collect(self._slab, self._slab.submit_write, self._slab_names(keys), rows))
 
-    def _put_owned(self, names: Bytes, rows: Bytes, owners: Owners, epoch: Epoch) -> NDArray[np.bool_]:
-        """Store values of blocks that have tenants. The slab identifies parents by name, like blocks."""
-        parents = np.zeros_like(owners.parents)
-        known = owners.parents.any(axis=1)
-        if known.any():
-            parents[known] = self._names_of([parent.tobytes() for parent in owners.parents[known]], epoch.token)
-        whose = Owners(owners.tenants, parents)
-        return self._ended(collect(self._slab, self._slab.submit_put, names, rows, whose))
+    def put_blocks(self, keys: Bytes, rows: Bytes, owners: Owners | None, damaged: set[bytes]) -> NDArray[np.bool_]:
+        """Store values under keys. The slab keeps a value that it finds intact, so those to replace are deleted."""
+        if damaged:
+            self.delete(np.frombuffer(b"".join(damaged), np.uint8).reshape(-1, 32))
+        return self._ended(collect(self._slab, self._slab.submit_put, keys, rows, owners))
 
     def get(self, keys: Bytes, out: Bytes) -> NDArray[np.bool_]:
         """Read values."""
@@ -259,9 +255,6 @@ class GuardedSlab(ThreadedStore):
         """Delete values."""
         if self._use == "prefix":
             collect(self._slab, self._slab.submit_delete, keys)
-
-    def _prepare_to_replace(self, names: Bytes) -> None:
-        self.delete(names)  # the slab keeps a value that it finds intact
 
     def has(self, keys: Bytes) -> NDArray[np.bool_]:
         """Return whether each key has a value."""

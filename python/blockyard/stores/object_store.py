@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import ForkedError, StoreError
-from blockyard.stores.base import ExternalStore, Use
+from blockyard.stores.base import ExternalStore, Owners, Use
 from blockyard.stores.namespace import TEXT_NAME, text_of
 from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, public_text, seconds
 from blockyard.stores.threaded.call_pool import CallPool
@@ -197,27 +197,22 @@ class ObjectStore(RemoteStore):
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
         self._ob, self._client = (connect or connect_client)(found, found.timeout_base + self._format.width / _SLOWEST)
         self._can_create = True
-        self._to_replace: set[bytes] = set()  # names whose next put replaces the object
         self._bulk_delete = found.scheme == "s3"
         self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows
 
     def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
-        """Store values. In a prefix store, existing blocks are kept."""
-        is_block = self._is_block(rows)
-        with self._lock:
-            replaced = self._to_replace.intersection(key.tobytes() for key in keys) if self._to_replace else set()
-            self._to_replace -= replaced
+        """Store values, replacing existing ones."""
+        return self.put_blocks(keys, rows, None, {key.tobytes() for key in keys})
+
+    def put_blocks(self, keys: Bytes, rows: Bytes, owners: Owners | None, damaged: set[bytes]) -> NDArray[np.bool_]:  # noqa: ARG002 (there are no quotas)
+        """Store values, keeping existing ones that are not damaged."""
 
         def put(index: int) -> None:
-            keeps = is_block and not (replaced and keys[index].tobytes() in replaced)
+            keeps = keys[index].tobytes() not in damaged
             self._put_one(self._path(keys[index]), self._format.stored(rows[index]), keeps)
 
         failed = self._each_of(len(rows), put)
         return np.array([index not in failed for index in range(len(rows))], np.bool_)
-
-    def _prepare_to_replace(self, names: Bytes) -> None:
-        with self._lock:
-            self._to_replace.update(name.tobytes() for name in names)
 
     def get(self, keys: Bytes, out: Bytes) -> list[str]:
         """Read values. The header check rejects those of another length."""

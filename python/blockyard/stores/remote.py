@@ -93,9 +93,6 @@ class RemoteStore(ThreadedStore):
         except Exception as error:  # noqa: BLE001 (on Redis they expire)
             self._note(self._public(error))
 
-    def _is_block(self, rows: Bytes) -> bool:
-        return self._use == "prefix" and rows.shape[1] == self._format.width
-
     def _public(self, error: BaseException) -> StoreError:
         """Return an error without secrets, which servers sometimes quote."""
         return StoreError(public_text(error, self._secrets))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
-from blockyard.stores.base import ExternalStore, Use
+from blockyard.stores.base import ExternalStore, Owners, Use
 from blockyard.stores.mooncake.client import (
     ABSENT,
     AREA,
@@ -80,16 +80,16 @@ class MooncakeStore(RemoteStore):
         self.threads = found.threads - 1  # a probe has a thread more, which may hang in the next batch
         self.memory, self.timeout_base = found.memory, found.timeout_base
         self._folder = f"{FOLDER}{self.namespace[:8].hex()}/"
-        self._to_replace: set[bytes] = set()  # names whose next put replaces the value
         self._last_record = b""
         self._client = connect_client(found, max(self._format.width, AREA))
 
     def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
-        """Store values. In a prefix store, existing blocks are kept."""
-        with self._lock:
-            replaced = {name for key in keys if (name := key.tobytes()) in self._to_replace}
-            self._to_replace -= replaced
-        is_kept = np.array([self._is_block(rows) and key.tobytes() not in replaced for key in keys], np.bool_)
+        """Store values, replacing existing ones."""
+        return self.put_blocks(keys, rows, None, {key.tobytes() for key in keys})
+
+    def put_blocks(self, keys: Bytes, rows: Bytes, owners: Owners | None, damaged: set[bytes]) -> NDArray[np.bool_]:  # noqa: ARG002 (there are no quotas)
+        """Store values, keeping existing ones that are not damaged."""
+        is_kept = np.array([key.tobytes() not in damaged for key in keys], np.bool_)
         codes = np.zeros(len(keys), np.int64)
         for verb, chosen in (("batch_put_from", is_kept), ("batch_upsert_from", ~is_kept)):
             at = np.flatnonzero(chosen)
@@ -105,10 +105,6 @@ class MooncakeStore(RemoteStore):
             there = np.array(self._client.call("batch_is_exist", paths))
             codes[(codes == 0) & (there != 1)] = BEING_WRITTEN
         return codes
-
-    def _prepare_to_replace(self, names: Bytes) -> None:
-        with self._lock:
-            self._to_replace.update(name.tobytes() for name in names)
 
     def get(self, keys: Bytes, out: Bytes) -> list[str]:
         """Read values. The header check rejects those of another length."""

@@ -145,9 +145,7 @@ class RedisStore(RemoteStore):
         return [Lists(name, each + (number < more), has_quotas=False) for number, name in enumerate(names)]
 
     def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
-        """Store values. In a prefix store, the same transaction lists the blocks and drops excess ones."""
-        if self._lists:
-            return self._put_listed(keys, rows, None)
+        """Store values in slots."""
         stored = np.zeros(len(keys), np.bool_)
         for part in batched(rows, _KEYS, _BYTES):
             names = [self._prefix + key.tobytes() for key in keys[part]]
@@ -157,16 +155,16 @@ class RedisStore(RemoteStore):
             self._note_lost(why)
         return stored
 
-    def _put_owned(self, names: Bytes, rows: Bytes, owners: Owners, epoch: Epoch) -> NDArray[np.bool_]:
-        parents = list({key.tobytes() for key in owners.parents} - {bytes(32)})
-        name_of = dict(zip(parents, (name.tobytes() for name in self._names_of(parents, epoch.token)), strict=True))
-        whose = [
-            tenant.tobytes()[:_TENANT] + name_of.get(parent.tobytes(), b"")
-            for tenant, parent in zip(owners.tenants, owners.parents, strict=True)
-        ]
-        return self._put_listed(names, rows, whose)
-
-    def _put_listed(self, keys: Bytes, rows: Bytes, owners: list[bytes] | None) -> NDArray[np.bool_]:
+    def put_blocks(self, keys: Bytes, rows: Bytes, owners: Owners | None, damaged: set[bytes]) -> NDArray[np.bool_]:  # noqa: ARG002 (every put replaces)
+        """Store values; the same transaction lists the blocks and drops excess ones."""
+        whose = (
+            None
+            if owners is None
+            else [
+                tenant.tobytes()[:_TENANT] + (parent.tobytes() if parent.any() else b"")
+                for tenant, parent in zip(*owners, strict=True)
+            ]
+        )
         names, stored = [key.tobytes() for key in keys], np.zeros(len(keys), np.bool_)
         segment = [name[0] % len(self._lists) for name in names].__getitem__
         places = sorted(range(len(names)), key=segment)  # the blocks of a segment keep their order
@@ -181,7 +179,7 @@ class RedisStore(RemoteStore):
                 ttl_ms=self._ttl,
                 lengths=self._lengths(values),
                 sizes=[len(group) for _, group in groups],
-                last=[self._settle(number, group, names, owners) for number, group in groups],
+                last=[self._settle(number, group, names, whose) for number, group in groups],
             )
             for (number, group), answer in zip(groups, answers, strict=True):
                 if isinstance(answer, StoreError):
@@ -291,10 +289,10 @@ class RedisStore(RemoteStore):
     def _fetch_under(
         self, epoch: Epoch, keys: list[bytes], out: Bytes | None
     ) -> tuple[Record, Bytes, list[str], Bytes]:
-        if out is None or self._format.codec is not None:
-            return super()._fetch_under(epoch, keys, out)
-        asked = self._reading(self._record.key)
         names = self._names_of(keys, epoch.token)
+        if out is None or self._format.codec is not None:
+            return self._epochs.read(), *self._fetch(names, keys)
+        asked = self._reading(self._record.key)
         found, heads, is_lost, ((answer, why),) = self._get_parts(names, out, head_bytes=HEADER, more=[asked])
         checked = self._format.check_apart(out, heads, _missed(found, is_lost=is_lost), keys)
         return self._record.parse(self._row_of(answer, why)), *checked

@@ -4,7 +4,7 @@ import hashlib
 import os
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Final
 
@@ -101,7 +101,6 @@ class ThreadedStore(ExternalStore):
     memory: int = 1 << 30
     timeout_base: float = 10.0
 
-    _put_owned: Callable[[Bytes, Bytes, Owners, Epoch], NDArray[np.bool_]]  # if it keeps quotas
     _use: Use | None = None  # of a store that is opened for one
     _reuses_rows = False  # whether rows are free for reuse once `put` has returned
     _there_seconds = 60.0  # how long a key is known to have a block; less if lookups are cheap
@@ -180,6 +179,17 @@ class ThreadedStore(ExternalStore):
         Returns:
             Whether each block was stored, bool `[n]`; False is a miss, `"refused"`.
         """
+
+    def put_blocks(self, keys: Bytes, rows: Bytes, owners: Owners | None, damaged: set[bytes]) -> NDArray[np.bool_]:  # noqa: ARG002
+        """Store the blocks of a prefix store. The default calls `put`.
+
+        Args:
+            keys: as for `put`.
+            rows: as for `put`.
+            owners: the tenants, for a store that `keeps_quotas`, with the names of the parents.
+            damaged: keys whose values must be replaced: the last read of each was damaged. Others may be kept.
+        """
+        return self.put(keys, rows)
 
     @abstractmethod
     def get(self, keys: Bytes, out: Bytes) -> NDArray[np.bool_] | list[str]:
@@ -311,7 +321,7 @@ class ThreadedStore(ExternalStore):
                 self._is_rung = False
                 os.eventfd_read(self._event)
             if self._batches.has_overdue(now):
-                self._ring()
+                self._tell()
             news, self._batches.news = self._batches.news, {}
             return [ticket for ticket, batch in news.items() if batch.kind != "forget"]  # which collects its own
 
@@ -547,9 +557,6 @@ class ThreadedStore(ExternalStore):
     def _tell(self) -> None:
         """Wake those who wait for a batch or for the event."""
         self._changed.notify_all()
-        self._ring()
-
-    def _ring(self) -> None:
         if self._event is not None and not self._is_rung:
             os.eventfd_write(self._event, 1)
             self._is_rung = True
@@ -667,11 +674,12 @@ class ThreadedStore(ExternalStore):
         values, reasons = self._sealed(batch.source(), keys)
         if batch.ended:  # the caller may have changed the rows since
             return reasons
+        if (owners := batch.owners) is not None:
+            parents = self._names_of([parent.tobytes() for parent in owners.parents], epoch.token)
+            owners = owners._replace(parents=parents * owners.parents.any(axis=1, keepdims=True))
         with self._lock:
-            doubted = [index for index, key in enumerate(keys) if self._known.is_doubted(key)]
-        if doubted:
-            self._prepare_to_replace(names[doubted])
-        self._put_good(names, values, reasons, batch.owners, epoch)
+            damaged = {name.tobytes() for name, key in zip(names, keys, strict=True) if self._known.is_doubted(key)}
+        self._put_good(names, values, reasons, owners, damaged)
         self._give_values(values, reasons)
         return reasons
 
@@ -747,9 +755,6 @@ class ThreadedStore(ExternalStore):
             except Exception as error:  # noqa: BLE001 (the block is a miss either way)
                 self._note(error)
 
-    def _prepare_to_replace(self, names: Bytes) -> None:
-        """Make the next put of these names replace their values, as `put` does anyway in most stores."""
-
     # ---- values: blocks with a header ----
 
     def _sealed(self, rows: Bytes, keys: list[bytes]) -> tuple[Bytes, list[str]]:
@@ -760,17 +765,21 @@ class ThreadedStore(ExternalStore):
         return values, self._format.seal(rows, keys, values)
 
     def _put_good(
-        self, names: Bytes, rows: Bytes, reasons: list[str], owners: Owners | None = None, epoch: Epoch | None = None
+        self,
+        names: Bytes,
+        rows: Bytes,
+        reasons: list[str],
+        owners: Owners | None = None,
+        damaged: set[bytes] | None = None,
     ) -> None:
-        """Put the rows without a reason, and set the reasons of refused ones."""
+        """Put the rows without a reason, those of slots or those of blocks; and set the reasons of refused ones."""
         good = [index for index, reason in enumerate(reasons) if not reason]
         if not good:
             return
-        chosen = (names, rows) if len(good) == len(rows) else (names[good], rows[good])
-        if owners is None or epoch is None:
-            found = self.put(*chosen)
-        else:
-            found = self._put_owned(*chosen, Owners(owners.tenants[good], owners.parents[good]), epoch)
+        if len(good) < len(rows):
+            names, rows = names[good], rows[good]
+            owners = None if owners is None else Owners(owners.tenants[good], owners.parents[good])
+        found = self.put(names, rows) if damaged is None else self.put_blocks(names, rows, owners, damaged)
         for index, stored in zip(good, answered("put", found, len(good)), strict=True):
             reasons[index] = "" if stored else "refused"
 
@@ -863,14 +872,10 @@ class ThreadedStore(ExternalStore):
         return True
 
     def _fetch_under(
-        self,
-        epoch: Epoch,
-        keys: list[bytes],
-        out: Bytes | None,  # noqa: ARG002 (for stores that read straight into the caller's rows)
+        self, epoch: Epoch, keys: list[bytes], _out: Bytes | None
     ) -> tuple[Record, Bytes, list[str], Bytes]:
-        """Read the record, and blocks under an epoch. Stores that can do both in one request override this."""
-        stored = self._epochs.read()
-        return stored, *self._fetch(self._names_of(keys, epoch.token), keys)
+        """Read the record, and blocks under an epoch. Stores that do it in one request, into `_out`, override this."""
+        return self._epochs.read(), *self._fetch(self._names_of(keys, epoch.token), keys)
 
     def _slot_names(self, slots: list[int]) -> Bytes:
         names = b"".join(slot.to_bytes(8, "little") + self._salt for slot in slots)
