@@ -646,7 +646,6 @@ _FLEETS: dict[str, dict[str, Any]] = {
 # The lowest seed that finds a fault, if not 0: tried first.
 _FOUND_BY = {
     "a put does not show the key that a deletion has hidden": 4,
-    "batches of one key run in any order": 1,
     "a page that came twice is a damaged block": 7,
     "a deletion does not look for late puts": 87,
     "a put whose answer came too late is said to be stored": 29,
@@ -654,10 +653,9 @@ _FOUND_BY = {
     "a put has the epoch that counts when it lands": 5,
     "a process that was told forgets it": 4,
     "forget does not wait for the storage": 20,
-    "a deletion uses an epoch of a second ago": 17,
-    "damage is not looked for": 22,
+    "a deletion uses an epoch of a second ago": 10,
+    "damage is not looked for": 8,
     "a refused put is said to be stored": 4,
-    "the third batch of a key overtakes the second": 26,
     "a miss is counted twice": 1,
     "storage that was down is never asked again": 1,
     "a key that failed is never read again": 22,
