@@ -595,7 +595,7 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
     "the third batch of a key overtakes the second": (60, _third_overtakes),
     "known keys survive forget": (20, _known_after_forget),
     "a deletion does not look for late puts": (200, _late_puts_ignored),
-    "a put does not show the key that a deletion has hidden": (60, _stays_hidden),
+    "a put does not show the key that a deletion has hidden": (200, _stays_hidden),
     "a block that came damaged is deleted at once": (20, _deletes_at_first_sight),
     "a page that came twice is a damaged block": (100, _pages_are_values),
     "a record that came damaged counts as lost": (40, _damaged_records_count),
@@ -645,8 +645,8 @@ _FLEETS: dict[str, dict[str, Any]] = {
 }
 # The lowest seed that finds a fault, if not 0: tried first.
 _FOUND_BY = {
-    "a put does not show the key that a deletion has hidden": 4,
-    "a page that came twice is a damaged block": 7,
+    "a put does not show the key that a deletion has hidden": 131,
+    "a page that came twice is a damaged block": 6,
     "a deletion does not look for late puts": 87,
     "a put whose answer came too late is said to be stored": 29,
     "the record replaced whatever is there": 15,
