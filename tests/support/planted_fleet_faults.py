@@ -658,7 +658,7 @@ _FOUND_BY = {
     "a refused put is said to be stored": 4,
     "a miss is counted twice": 1,
     "storage that was down is never asked again": 1,
-    "a key that failed is never read again": 22,
+    "a key that failed is never read again": 42,
     "a full server drops nothing": 2,
     "a put does not look at quotas": 3,
     "a quota waits for blocks that the server has lost": 1,
