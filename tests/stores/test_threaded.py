@@ -92,6 +92,28 @@ def test_a_caller_that_polls_without_a_pause_lets_the_threads_run():
             sys.setswitchinterval(interval)
 
 
+def test_the_caller_of_a_batch_of_one_block_makes_at_most_sixty_python_calls():
+    with KeyedStore() as store:
+        store.event_fd()
+        put(store, 1)  # starts a thread
+        calls, keys, blocks = 0, names(1), rows(1)
+
+        def note(_frame: object, event: str, _value: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(note)
+        ticket = store.submit_put(keys, blocks)
+        sys.setprofile(None)
+        while not store._batches.news:
+            time.sleep(0.001)
+        sys.setprofile(note)
+        done = store.poll(), store.wait(ticket)
+        sys.setprofile(None)
+        assert (done[0], done[1].reasons) == ([ticket], ("",))
+        assert calls <= 60
+
+
 # ---- what goes wrong is a miss ----
 
 

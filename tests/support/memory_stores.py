@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.stores import ExternalStore, Owners, ThreadedStore
-from blockyard.stores.threaded.epochs import Epoch
 
 PATIENCE = 60.0
 SIZE = 512
@@ -162,17 +161,17 @@ class QuotaStore(KeyedStore):
                 self.quotas.use(key.tobytes())
         return found
 
-    def _put_owned(
-        self, names: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners, epoch: Epoch
+    def put_blocks(
+        self, keys: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners | None, damaged: set[bytes]
     ) -> NDArray[np.bool_]:
+        if owners is None:
+            return super().put_blocks(keys, rows, owners, damaged)
         self.before("put")
-        parents = self._names_of([parent.tobytes() for parent in owners.parents], epoch.token)
-        parents = np.where(owners.parents.any(axis=1, keepdims=True), parents, np.uint8(0))
         with self._step:
             rows = rows.copy()
             stored = [
                 self.quotas.put(tenant.tobytes(), name.tobytes(), parent.tobytes(), row)
-                for tenant, name, parent, row in zip(owners.tenants, names, parents, rows, strict=True)
+                for tenant, name, parent, row in zip(owners.tenants, keys, owners.parents, rows, strict=True)
             ]
             self.evict()
         return np.array(stored)

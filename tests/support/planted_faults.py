@@ -19,7 +19,7 @@ from shared_blocks import Plan
 
 from blockyard.stores import ThreadedStore, object_store, redis, value
 from blockyard.stores.redis.lists import Lists
-from blockyard.stores.threaded import known_keys, store
+from blockyard.stores.threaded import known_keys
 from blockyard.stores.threaded.epochs import Epoch
 
 __all__ = ["plant"]
@@ -62,19 +62,18 @@ def _clocks() -> None:
 
 
 def _landing() -> None:
-    carry_out = ThreadedStore._carry_out_under_epoch
+    put = ThreadedStore._put_or_delete
 
-    def land(self: Any, batch: Any) -> Any:
-        if batch.kind == "put":
-            batch.age = 1 << 60
-        return carry_out(self, batch)
+    def land(self: Any, batch: Any, keys: list[bytes]) -> Any:
+        batch.age = 1 << 60
+        return put(self, batch, keys)
 
-    ThreadedStore._carry_out_under_epoch = land  # type: ignore[method-assign]
+    ThreadedStore._put_or_delete = land  # type: ignore[method-assign]
 
 
 def _trim() -> None:
     """Let the server only list blocks. Blocks above the limit by a count 0.25 s old are dropped."""
-    settle, put_listed = Lists.settle, redis.RedisStore._put_listed
+    settle, put_listed = Lists.settle, redis.RedisStore.put_blocks
     counted: dict[int, tuple[float, int]] = {}
 
     def only_list(self: Lists, names: list[bytes], owners: list[bytes] | None = None) -> list[bytes]:
@@ -97,9 +96,9 @@ def _trim() -> None:
         return stored
 
     Lists.settle = only_list  # type: ignore[method-assign]
-    redis.RedisStore._put_listed = put_and_trim  # type: ignore[method-assign]
+    redis.RedisStore.put_blocks = put_and_trim  # type: ignore[method-assign]
 
 
 def _passing() -> None:
-    store.is_damage = known_keys.is_damage = lambda reason: reason == "error" or value.is_damage(reason)
+    known_keys.is_damage = lambda reason: reason == "error" or value.is_damage(reason)
     known_keys.KnownKeys.doubt = lambda self, key, seen: True  # type: ignore[method-assign]

@@ -46,6 +46,7 @@ from blockyard.stores.striped import StripedStore
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record, SharedEpoch
 from blockyard.stores.url import StoreURL
+from blockyard.stores.value import Bytes
 
 __all__ = ["SlabStore", "open_file"]
 
@@ -232,23 +233,17 @@ class GuardedSlab(ThreadedStore):
         )
         self.num_slots = self._slab.num_slots
 
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Store values."""
-        submit = self._slab.submit_put if self._use == "prefix" else self._slab.submit_write
-        return self._ended(collect(self._slab, submit, self._slab_names(keys), rows))
+    def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
+        """Store values in slots."""
+        return self._ended(collect(self._slab, self._slab.submit_write, self._slab_names(keys), rows))
 
-    def _put_owned(
-        self, names: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners, epoch: Epoch
-    ) -> NDArray[np.bool_]:
-        """Store values of blocks that have tenants. The slab identifies parents by name, like blocks."""
-        parents = np.zeros_like(owners.parents)
-        known = owners.parents.any(axis=1)
-        if known.any():
-            parents[known] = self._names_of([parent.tobytes() for parent in owners.parents[known]], epoch.token)
-        whose = Owners(owners.tenants, parents)
-        return self._ended(collect(self._slab, self._slab.submit_put, names, rows, whose))
+    def put_blocks(self, keys: Bytes, rows: Bytes, owners: Owners | None, damaged: set[bytes]) -> NDArray[np.bool_]:
+        """Store values under keys. The slab keeps a value that it finds intact, so those to replace are deleted."""
+        if damaged:
+            self.delete(np.frombuffer(b"".join(damaged), np.uint8).reshape(-1, 32))
+        return self._ended(collect(self._slab, self._slab.submit_put, keys, rows, owners))
 
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def get(self, keys: Bytes, out: Bytes) -> NDArray[np.bool_]:
         """Read values."""
         submit = self._slab.submit_get if self._use == "prefix" else self._slab.submit_read
         done = collect(self._slab, submit, self._slab_names(keys))
@@ -256,15 +251,12 @@ class GuardedSlab(ThreadedStore):
         out[ok] = done.rows[ok]
         return ok
 
-    def delete(self, keys: NDArray[np.uint8]) -> None:
+    def delete(self, keys: Bytes) -> None:
         """Delete values."""
         if self._use == "prefix":
             collect(self._slab, self._slab.submit_delete, keys)
 
-    def _prepare_to_replace(self, names: NDArray[np.uint8]) -> None:
-        self.delete(names)  # the slab keeps a value that it finds intact
-
-    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def has(self, keys: Bytes) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
         return self._slab.contains(keys)
 
@@ -295,12 +287,8 @@ class GuardedSlab(ThreadedStore):
         self._slab.forget(revision)
         self._epochs.begin()
 
-    def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
-        names = b"".join(slot.to_bytes(8, "little") + self._seed[-24:] for slot in slots)
-        return np.frombuffer(names, np.uint8).reshape(-1, 32)
-
-    def _slab_names(self, keys: NDArray[np.uint8]) -> NDArray[Any]:
-        """Return the slabs' names for rows: keys, or the slots that `_slot_names` encoded."""
+    def _slab_names(self, keys: Bytes) -> NDArray[Any]:
+        """Return the slabs' names for rows: keys, or the slots at the beginning of their names."""
         return keys if self._use == "prefix" else keys[:, :8].copy().view(np.int64)[:, 0]
 
     def _ended(self, done: Completion) -> NDArray[np.bool_]:

@@ -41,16 +41,16 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import ForkedError, StoreError
-from blockyard.stores.base import ExternalStore, Use
+from blockyard.stores.base import ExternalStore, Owners, Use
 from blockyard.stores.namespace import TEXT_NAME, text_of
-from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, seconds
+from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, public_text, seconds
 from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
-from blockyard.stores.url import StoreURL, hide_secrets, is_secret_name
-from blockyard.stores.value import HEADER
-from blockyard.workers import Process, as_error, missing
+from blockyard.stores.url import StoreURL, is_secret_name
+from blockyard.stores.value import HEADER, Bytes
+from blockyard.workers import Process, missing
 
-__all__ = ["LocalFiles", "ObjectStore", "connect_client", "open_object_store", "public_error"]
+__all__ = ["LocalFiles", "ObjectStore", "connect_client", "open_object_store"]
 
 _LARGE: Final = 16 << 20  # objects of at least this size are sent in parts and read in ranges
 _RANGE: Final = 8 << 20
@@ -197,29 +197,24 @@ class ObjectStore(RemoteStore):
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
         self._ob, self._client = (connect or connect_client)(found, found.timeout_base + self._format.width / _SLOWEST)
         self._can_create = True
-        self._to_replace: set[bytes] = set()  # names whose next put replaces the object
         self._bulk_delete = found.scheme == "s3"
         self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows
 
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Store values. In a prefix store, existing blocks are kept."""
-        is_block = self._is_block(rows)
-        with self._lock:
-            replaced = self._to_replace.intersection(key.tobytes() for key in keys) if self._to_replace else set()
-            self._to_replace -= replaced
+    def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
+        """Store values, replacing existing ones."""
+        return self.put_blocks(keys, rows, None, {key.tobytes() for key in keys})
+
+    def put_blocks(self, keys: Bytes, rows: Bytes, owners: Owners | None, damaged: set[bytes]) -> NDArray[np.bool_]:  # noqa: ARG002 (there are no quotas)
+        """Store values, keeping existing ones that are not damaged."""
 
         def put(index: int) -> None:
-            keeps = is_block and not (replaced and keys[index].tobytes() in replaced)
+            keeps = keys[index].tobytes() not in damaged
             self._put_one(self._path(keys[index]), self._format.stored(rows[index]), keeps)
 
         failed = self._each_of(len(rows), put)
         return np.array([index not in failed for index in range(len(rows))], np.bool_)
 
-    def _prepare_to_replace(self, names: NDArray[np.uint8]) -> None:
-        with self._lock:
-            self._to_replace.update(name.tobytes() for name in names)
-
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> list[str]:
+    def get(self, keys: Bytes, out: Bytes) -> list[str]:
         """Read values. The header check rejects those of another length."""
         width, count = out.shape[1], len(keys)
         step = _RANGE if width >= _LARGE and self._format.codec is None else width
@@ -235,12 +230,8 @@ class ObjectStore(RemoteStore):
         return ["error" if index in failed else max(pieces) for index, pieces in enumerate(missed)]
 
     def _fetch_into(
-        self,
-        out: NDArray[np.uint8],
-        names: NDArray[np.uint8],
-        keys: list[bytes],
-        last: Callable[[], None] | None = None,
-    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+        self, out: Bytes, names: Bytes, keys: list[bytes], last: Callable[[], None] | None = None
+    ) -> tuple[Bytes, list[str], Bytes]:
         """Like `_fetch`, but each value by one call, straight into `out`. `last` follows the last of these calls."""
         headers, sums = np.zeros((len(keys), HEADER), np.uint8), np.zeros((len(keys), 16), np.uint8)
         paths, missed = [self._path(name) for name in names], ["error"] * len(keys)
@@ -259,7 +250,7 @@ class ObjectStore(RemoteStore):
         self._each_of(len(keys), read, last)
         return self._format.check_apart(out, headers, missed, keys, sums if is_large else None)
 
-    def delete(self, keys: NDArray[np.uint8]) -> None:
+    def delete(self, keys: Bytes) -> None:
         """Delete values."""
         paths = [self._path(key) for key in keys]
 
@@ -279,7 +270,7 @@ class ObjectStore(RemoteStore):
         else:
             self._calls.each(len(paths), remove)
 
-    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def has(self, keys: Bytes) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
         there = np.zeros(len(keys), np.bool_)
 
@@ -295,13 +286,11 @@ class ObjectStore(RemoteStore):
         self._calls.each(len(keys), look)
         return there
 
-    def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+    def read_epoch(self, key: Bytes) -> Bytes | None:
         """Return the row that identifies the valid blocks, even a torn one: it must be replaced, too."""
         return self._read_whole(self._path(key), HEADER + EPOCH_BYTES)
 
-    def replace_epoch(
-        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
-    ) -> NDArray[np.uint8] | None:
+    def replace_epoch(self, key: Bytes, old: Bytes | None, new: Bytes) -> Bytes | None:
         """Replace a row by a conditional write; see `ThreadedStore.replace_epoch`."""
         path = self._path(key)
         with self._ob.alone() if isinstance(self._ob, LocalFiles) else nullcontext():
@@ -334,8 +323,8 @@ class ObjectStore(RemoteStore):
             raise self._public(error) from None
 
     def _fetch_under(
-        self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
-    ) -> tuple[Record, NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+        self, epoch: Epoch, keys: list[bytes], out: Bytes | None
+    ) -> tuple[Record, Bytes, list[str], Bytes]:
         check = self._epochs.begin_check()
         names = self._names_of(keys, epoch.token)
         found: list[Any] = []
@@ -368,7 +357,7 @@ class ObjectStore(RemoteStore):
     def _disconnect(self) -> None:
         self._calls.close()  # the client holds no connection to close
 
-    def _path(self, key: NDArray[np.uint8]) -> str:
+    def _path(self, key: Bytes) -> str:
         return self._folder + key.tobytes().hex()
 
     def _put_one(self, path: str, value: memoryview, keeps: bool) -> None:  # noqa: FBT001
@@ -394,7 +383,7 @@ class ObjectStore(RemoteStore):
             self._can_create = False  # a server without conditional writes; equal keys mean equal bytes anyway
             self._ob.put(self._client, path, value, use_multipart=False)
 
-    def _read_piece(self, path: str, row: NDArray[np.uint8], start: int, end: int) -> str:
+    def _read_piece(self, path: str, row: Bytes, start: int, end: int) -> str:
         """Read part of a value into its row. Returns the reason for a miss, or `""`."""
         if end - start == len(row):
             value = self._read_whole(path, len(row))
@@ -412,7 +401,7 @@ class ObjectStore(RemoteStore):
         row[start:end] = np.frombuffer(data, np.uint8)
         return ""
 
-    def _read_whole(self, path: str, max_bytes: int) -> NDArray[np.uint8] | None:
+    def _read_whole(self, path: str, max_bytes: int) -> Bytes | None:
         """Return a value, empty if it is longer than `max_bytes`; None if it is absent."""
         try:
             return np.frombuffer(_bytes_of(self._ob.get(self._client, path), max_bytes), np.uint8)
@@ -473,9 +462,6 @@ class ObjectStore(RemoteStore):
         if errors:
             self._note(errors[0])
         return failed.difference(done)
-
-    def _public(self, error: Exception) -> StoreError:
-        return StoreError(_public_text(str(super()._public(error))))
 
 
 class LocalFiles:
@@ -587,20 +573,6 @@ def _bytes_of(answer: Any, max_bytes: int) -> Any:
     return answer.bytes() if answer.range[1] <= max_bytes else b""
 
 
-def public_error(found: ObjectURL, error: BaseException) -> str:
-    """Return an error of obstore as text without secrets."""
-    text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {as_error(error)}"
-    return _public_text(hide_secrets(text, found.secrets))
-
-
-def _public_text(text: str) -> str:
-    """Return the first line of a message of obstore without the queries of URLs: a signed one has its signature there.
-
-    The other lines show obstore's options.
-    """
-    return re.sub(r"\?\S*", "?***", text.partition("\n")[0])
-
-
 def _missing_credentials(found: ObjectURL) -> str:
     """Return a note on missing S3 credentials. obstore reads the environment, but not the AWS CLI's files."""
     names = {name.upper() for name in os.environ}
@@ -643,6 +615,6 @@ def connect_client(found: ObjectURL, request_seconds: float) -> tuple[Any, Any]:
         more: Sequence[str] = (found.scheme, "://", found.parts.host, found.parts.path)
         return obstore, stores.from_url("".join(more), client_options=client, retry_config=retry, **found.config)
     except BaseException as error:  # noqa: BLE001 (any exception of the client)
-        text = public_error(found, error)
+        text = public_text(error, found.secrets)
     # Not in the block above, so that the client's exception, which may quote a secret, is not the context.
     raise StoreError(f"{found.parts.url!r}: {text}{_missing_credentials(found)}")

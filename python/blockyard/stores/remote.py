@@ -3,23 +3,21 @@
 This module also has the parsers of URL options.
 """
 
+import re
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import Use
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.url import StoreURL, hide_secrets, parse_size
-from blockyard.stores.value import HEADER
+from blockyard.stores.value import HEADER, Bytes
 from blockyard.workers import as_error
 
-__all__ = ["SIZE", "RemoteStore", "batched", "count", "count_slots", "positive", "seconds"]
+__all__ = ["SIZE", "RemoteStore", "batched", "count", "count_slots", "positive", "public_text", "seconds"]
 
 SIZE: Final = "a size, for example 2GiB, 500MB or plain bytes"
 _REMOVED_AT_ONCE: Final = 512
@@ -60,7 +58,7 @@ class RemoteStore(ThreadedStore):
         try:
             self._ask()
         except BaseException as error:  # noqa: BLE001 (any exception of the client)
-            failure = self._public(as_error(error))
+            failure = self._public(error)
         if failure is not None:  # without the client's exception as its context, which may quote a secret
             raise StoreError(f"{self.url!r}: {failure}")
         if self._use == "prefix":
@@ -95,16 +93,21 @@ class RemoteStore(ThreadedStore):
         except Exception as error:  # noqa: BLE001 (on Redis they expire)
             self._note(self._public(error))
 
-    def _is_block(self, rows: NDArray[np.uint8]) -> bool:
-        return self._use == "prefix" and rows.shape[1] == self._format.width
-
-    def _public(self, error: Exception) -> StoreError:
+    def _public(self, error: BaseException) -> StoreError:
         """Return an error without secrets, which servers sometimes quote."""
-        text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
-        return StoreError(hide_secrets(text, self._secrets))
+        return StoreError(public_text(error, self._secrets))
 
 
-def batched(rows: NDArray[np.uint8], max_rows: int, max_bytes: int) -> Iterator[slice]:
+def public_text(error: BaseException, secrets: Sequence[str]) -> str:
+    """Return the first line of an error without secrets, and without the queries of URLs: one may have a signature.
+
+    The other lines of obstore's errors show its options.
+    """
+    text = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {as_error(error)}"
+    return re.sub(r"\?\S*", "?***", hide_secrets(text, secrets).partition("\n")[0])
+
+
+def batched(rows: Bytes, max_rows: int, max_bytes: int) -> Iterator[slice]:
     """Split rows into parts of at most `max_rows` rows and `max_bytes` bytes, but at least one row."""
     size = min(max_rows, max(1, max_bytes // max(1, rows.shape[1])))
     return (slice(start, start + size) for start in range(0, len(rows), size))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -301,16 +301,16 @@ class PrefixStoreSuite(ABC):
             if not isinstance(store, ThreadedStore):
                 return
             self.put(store, 1)
-            put = store.put
+            put = store.put_blocks
 
-            def damage(keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+            def damage(keys: NDArray[np.uint8], rows: NDArray[np.uint8], *more: Any) -> NDArray[np.bool_]:
                 damaged = rows.copy()
                 damaged[:, -1] ^= 1
-                return put(keys, damaged)
+                return put(keys, damaged, *more)
 
-            store.put = damage  # type: ignore[method-assign]
+            store.put_blocks = damage  # type: ignore[assignment, method-assign]
             self.put(store, 2)
-            store.put = put  # type: ignore[method-assign]
+            store.put_blocks = put  # type: ignore[method-assign]
             store.wait(store.submit_get(self.keys(2)), PATIENCE)
             self.put(store, 2)
             read = store.wait(store.submit_get(self.keys(2)), PATIENCE)
@@ -437,21 +437,21 @@ def _refuse_liars(store: ExternalStore) -> None:
 
 
 def _refuse_cut_names(store: ExternalStore, put_one: Callable[[], object]) -> None:
-    """Put a block, and fail if the store finds it under names that differ in one byte from what its `put` got."""
+    """Put a block, and fail if the store finds it under names that differ in one byte from what `put_blocks` got."""
     if not isinstance(store, ThreadedStore):
         put_one()
         return
     names: list[NDArray[np.uint8]] = []
     ignored: list[int] = []
-    put = store.put
+    put = store.put_blocks
 
-    def record(keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def record(keys: NDArray[np.uint8], *more: Any) -> NDArray[np.bool_]:
         names.append(keys[0].copy())
-        return put(keys, rows)
+        return put(keys, *more)
 
-    store.put = record  # type: ignore[method-assign]
+    store.put_blocks = record  # type: ignore[assignment, method-assign]
     put_one()
-    store.put = put  # type: ignore[method-assign]
+    store.put_blocks = put  # type: ignore[method-assign]
     for place, other in enumerate(_variants(names[-1])):
         with suppress(LookupError, FileNotFoundError):  # it is absent
             ignored += [place] if store.has(other[None])[0] else []

@@ -16,12 +16,12 @@ from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
 from blockyard.stores.mooncake.url import MooncakeURL
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import StoreURL, hide_secrets
+from blockyard.stores.value import Bytes
 from blockyard.workers import missing
 
 __all__ = ["ABSENT", "AREA", "BEING_WRITTEN", "NO_ROOM", "TOO_LONG", "Client", "connect_client", "text_of_code"]
@@ -60,7 +60,7 @@ class Client:
 
     def __init__(self, store: Any, pinned: Any, area_bytes: int) -> None:
         self._store, self.pinned, self._area_bytes = store, pinned, area_bytes
-        self._areas: list[NDArray[np.uint8]] = []  # those that no call uses
+        self._areas: list[Bytes] = []  # those that no call uses
         self._lock = runtime().lock()
         self.calls = 0  # in flight
         _clients.add(self)
@@ -87,7 +87,7 @@ class Client:
             starts = [area.ctypes.data + end - size for end, size in zip(ends, sizes, strict=True)]
             return list(self.call(verb, paths, starts, sizes, *config))
 
-    def read(self, paths: list[str], width: int) -> list[NDArray[np.uint8] | int]:
+    def read(self, paths: list[str], width: int) -> list[Bytes | int]:
         """Read values of at most `width` bytes. Returns a copy of each, or the client's code."""
         with self._area() as area:
             starts = [area.ctypes.data + number * width for number in range(len(paths))]
@@ -96,7 +96,7 @@ class Client:
             return [code if code < 0 else row[:code].copy() for row, code in zip(rows, codes, strict=True)]
 
     @contextmanager
-    def _area(self) -> Iterator[NDArray[np.uint8]]:
+    def _area(self) -> Iterator[Bytes]:
         """Lend an area to a call; there are as many as calls at a time."""
         with self._lock:
             area = self._areas.pop() if self._areas else None

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
-from blockyard.stores.base import ExternalStore, Use
+from blockyard.stores.base import ExternalStore, Owners, Use
 from blockyard.stores.mooncake.client import (
     ABSENT,
     AREA,
@@ -22,6 +22,7 @@ from blockyard.stores.mooncake.client import (
 from blockyard.stores.mooncake.url import MooncakeURL, read_url
 from blockyard.stores.namespace import TEXT_NAME, text_of
 from blockyard.stores.remote import RemoteStore, batched, count_slots
+from blockyard.stores.value import Bytes
 
 __all__ = ["FOLDER", "MooncakeStore", "open_mooncake"]
 
@@ -79,16 +80,16 @@ class MooncakeStore(RemoteStore):
         self.threads = found.threads - 1  # a probe has a thread more, which may hang in the next batch
         self.memory, self.timeout_base = found.memory, found.timeout_base
         self._folder = f"{FOLDER}{self.namespace[:8].hex()}/"
-        self._to_replace: set[bytes] = set()  # names whose next put replaces the value
         self._last_record = b""
         self._client = connect_client(found, max(self._format.width, AREA))
 
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Store values. In a prefix store, existing blocks are kept."""
-        with self._lock:
-            replaced = {name for key in keys if (name := key.tobytes()) in self._to_replace}
-            self._to_replace -= replaced
-        is_kept = np.array([self._is_block(rows) and key.tobytes() not in replaced for key in keys], np.bool_)
+    def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
+        """Store values, replacing existing ones."""
+        return self.put_blocks(keys, rows, None, {key.tobytes() for key in keys})
+
+    def put_blocks(self, keys: Bytes, rows: Bytes, owners: Owners | None, damaged: set[bytes]) -> NDArray[np.bool_]:  # noqa: ARG002 (there are no quotas)
+        """Store values, keeping existing ones that are not damaged."""
+        is_kept = np.array([key.tobytes() not in damaged for key in keys], np.bool_)
         codes = np.zeros(len(keys), np.int64)
         for verb, chosen in (("batch_put_from", is_kept), ("batch_upsert_from", ~is_kept)):
             at = np.flatnonzero(chosen)
@@ -97,7 +98,7 @@ class MooncakeStore(RemoteStore):
         self._judge("put", codes, {0, NO_ROOM, BEING_WRITTEN})
         return np.asarray(codes == 0, np.bool_)
 
-    def _put_part(self, verb: str, paths: list[str], rows: NDArray[np.uint8]) -> NDArray[np.int64]:
+    def _put_part(self, verb: str, paths: list[str], rows: Bytes) -> NDArray[np.int64]:
         values = [self._format.stored(row) for row in rows]
         codes = np.array(self._client.write(verb, paths, values))
         if verb == "batch_put_from":  # the code is also 0 while another process puts the key, which may still fail
@@ -105,11 +106,7 @@ class MooncakeStore(RemoteStore):
             codes[(codes == 0) & (there != 1)] = BEING_WRITTEN
         return codes
 
-    def _prepare_to_replace(self, names: NDArray[np.uint8]) -> None:
-        with self._lock:
-            self._to_replace.update(name.tobytes() for name in names)
-
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> list[str]:
+    def get(self, keys: Bytes, out: Bytes) -> list[str]:
         """Read values. The header check rejects those of another length."""
         codes = np.zeros(len(keys), np.int64)
         for part in batched(out, _KEYS, AREA):
@@ -125,11 +122,11 @@ class MooncakeStore(RemoteStore):
         self._judge("get", codes, {0, ABSENT, TOO_LONG})
         return ["absent" if code == ABSENT else "" if code in {0, TOO_LONG} else "error" for code in codes.tolist()]
 
-    def delete(self, keys: NDArray[np.uint8]) -> None:
+    def delete(self, keys: Bytes) -> None:
         """Delete values, even those that another process is reading."""
         self._require("remove", self._client.call("batch_remove", self._paths(keys), force=True), {0, ABSENT})
 
-    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def has(self, keys: Bytes) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
         codes = self._client.call("batch_is_exist", self._paths(keys))
         self._require("look up", codes, {0, 1})
@@ -137,7 +134,7 @@ class MooncakeStore(RemoteStore):
 
     # ---- the epoch ----
 
-    def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+    def read_epoch(self, key: Bytes) -> Bytes | None:
         """Return the row that identifies the valid blocks; see `replace_epoch`."""
         for _ in range(_STEPS):
             try:
@@ -155,9 +152,7 @@ class MooncakeStore(RemoteStore):
                 self._runtime.sleep(_BUSY_SECONDS)
         raise StoreError(f"other processes have written the epoch's record {_STEPS} times")
 
-    def replace_epoch(
-        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
-    ) -> NDArray[np.uint8] | None:
+    def replace_epoch(self, key: Bytes, old: Bytes | None, new: Bytes) -> Bytes | None:
         """Replace a row by its successor.
 
         The client can store a value atomically if its key is absent, but not replace one if it is unchanged. So each
@@ -171,12 +166,12 @@ class MooncakeStore(RemoteStore):
             self._keep("batch_put_from", self._record_path(key, None if old is None else old.tobytes()), new.data)
         return self.read_epoch(key)
 
-    def _record_path(self, key: NDArray[np.uint8], row: bytes | None = None) -> str:
+    def _record_path(self, key: Bytes, row: bytes | None = None) -> str:
         """Return the key of the current row, or of a row's successor."""
         name = key.tobytes().hex()
         return f"{self._folder}epoch/{name}" + ("" if row is None else f"/{hashlib.sha256(row).hexdigest()}")
 
-    def _records(self, paths: list[str]) -> list[NDArray[np.uint8] | None]:
+    def _records(self, paths: list[str]) -> list[Bytes | None]:
         found = self._client.read(paths, _RECORD)
         self._require("read the epoch", [code for code in found if isinstance(code, int)], {ABSENT, TOO_LONG})
         empty = np.zeros(0, np.uint8)  # of a value that is too long
@@ -197,7 +192,7 @@ class MooncakeStore(RemoteStore):
         closer = self._runtime.start_worker("blockyard-store", self._client.close, lambda: None)
         closer.join(_CLOSE_SECONDS)
 
-    def _paths(self, keys: NDArray[np.uint8]) -> list[str]:
+    def _paths(self, keys: Bytes) -> list[str]:
         return [self._folder + key.tobytes().hex() for key in keys]
 
     def _keep(self, verb: str, path: str, value: memoryview) -> None:

@@ -17,7 +17,7 @@ from blockyard.stores.redis.lists import SEGMENTS, Lists
 from blockyard.stores.redis.url import RedisURL, read_url
 from blockyard.stores.remote import RemoteStore, batched, count_slots
 from blockyard.stores.threaded.epochs import Epoch, Record
-from blockyard.stores.value import HEADER
+from blockyard.stores.value import HEADER, Bytes
 
 __all__ = ["RedisStore", "open_redis"]
 
@@ -144,10 +144,8 @@ class RedisStore(RemoteStore):
         names = [b"blockyard:{%b.%02x}:" % (digits, number) for number in range(segments)]
         return [Lists(name, each + (number < more), has_quotas=False) for number, name in enumerate(names)]
 
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Store values. In a prefix store, the same transaction lists the blocks and drops excess ones."""
-        if self._lists:
-            return self._put_listed(keys, rows, None)
+    def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
+        """Store values in slots."""
         stored = np.zeros(len(keys), np.bool_)
         for part in batched(rows, _KEYS, _BYTES):
             names = [self._prefix + key.tobytes() for key in keys[part]]
@@ -157,20 +155,16 @@ class RedisStore(RemoteStore):
             self._note_lost(why)
         return stored
 
-    def _put_owned(
-        self, names: NDArray[np.uint8], rows: NDArray[np.uint8], owners: Owners, epoch: Epoch
-    ) -> NDArray[np.bool_]:
-        parents = list({key.tobytes() for key in owners.parents} - {bytes(32)})
-        name_of = dict(zip(parents, (name.tobytes() for name in self._names_of(parents, epoch.token)), strict=True))
-        whose = [
-            tenant.tobytes()[:_TENANT] + name_of.get(parent.tobytes(), b"")
-            for tenant, parent in zip(owners.tenants, owners.parents, strict=True)
-        ]
-        return self._put_listed(names, rows, whose)
-
-    def _put_listed(
-        self, keys: NDArray[np.uint8], rows: NDArray[np.uint8], owners: list[bytes] | None
-    ) -> NDArray[np.bool_]:
+    def put_blocks(self, keys: Bytes, rows: Bytes, owners: Owners | None, damaged: set[bytes]) -> NDArray[np.bool_]:  # noqa: ARG002 (every put replaces)
+        """Store values; the same transaction lists the blocks and drops excess ones."""
+        whose = (
+            None
+            if owners is None
+            else [
+                tenant.tobytes()[:_TENANT] + (parent.tobytes() if parent.any() else b"")
+                for tenant, parent in zip(*owners, strict=True)
+            ]
+        )
         names, stored = [key.tobytes() for key in keys], np.zeros(len(keys), np.bool_)
         segment = [name[0] % len(self._lists) for name in names].__getitem__
         places = sorted(range(len(names)), key=segment)  # the blocks of a segment keep their order
@@ -185,7 +179,7 @@ class RedisStore(RemoteStore):
                 ttl_ms=self._ttl,
                 lengths=self._lengths(values),
                 sizes=[len(group) for _, group in groups],
-                last=[self._settle(number, group, names, owners) for number, group in groups],
+                last=[self._settle(number, group, names, whose) for number, group in groups],
             )
             for (number, group), answer in zip(groups, answers, strict=True):
                 if isinstance(answer, StoreError):
@@ -200,7 +194,7 @@ class RedisStore(RemoteStore):
         whose = None if owners is None else [owners[place] for place in group]
         return self._lists[number].settle([names[place] for place in group], whose)
 
-    def _lengths(self, rows: NDArray[np.uint8]) -> list[int] | None:
+    def _lengths(self, rows: Bytes) -> list[int] | None:
         return [len(self._format.stored(row)) for row in rows] if self._format.is_encoded(rows) else None
 
     def _full_name(self, name: bytes) -> bytes:
@@ -215,14 +209,12 @@ class RedisStore(RemoteStore):
         groups = groupby(sorted(names, key=segment), segment)
         return [make(self._lists[number], list(group)) for number, group in groups]
 
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> list[str]:
+    def get(self, keys: Bytes, out: Bytes) -> list[str]:
         """Read values. The header check rejects those of another length."""
         found, _, is_lost, _ = self._get_parts(keys, out)
         return _missed(found, is_lost=is_lost)
 
-    def replace_epoch(
-        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
-    ) -> NDArray[np.uint8] | None:
+    def replace_epoch(self, key: Bytes, old: Bytes | None, new: Bytes) -> Bytes | None:
         """Replace a row if it equals `old`; see `ThreadedStore.replace_epoch`."""
         name, before = self._prefix + key.tobytes(), b"" if old is None else old.tobytes()
         row, self._history, *_ = self._last_answer([[b"EVAL", _SET + _READ, b"1", name, before, new.tobytes()]])
@@ -248,7 +240,7 @@ class RedisStore(RemoteStore):
                 raise StoreError("a replica has not confirmed the epoch's record, so a failover may undo it")
             commands = [_WAIT, commands[-1]]
 
-    def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+    def read_epoch(self, key: Bytes) -> Bytes | None:
         """Return the row that identifies the valid blocks."""
         (answer,), why = self._run([self._reading(key.tobytes())])
         return self._row_of(answer, why)
@@ -257,7 +249,7 @@ class RedisStore(RemoteStore):
         """Return a command that reads the record, and counts as a write: a server that may not write refuses it."""
         return [b"GETEX", self._prefix + key, b"PERSIST"]
 
-    def _row_of(self, answer: object, why: str | None) -> NDArray[np.uint8] | None:
+    def _row_of(self, answer: object, why: str | None) -> Bytes | None:
         """Return the epoch's record from an answer. It counts as absent only if its node has answered."""
         if isinstance(answer, bytes):
             return np.frombuffer(answer, np.uint8)
@@ -269,13 +261,8 @@ class RedisStore(RemoteStore):
         return None
 
     def _get_parts(
-        self,
-        keys: NDArray[np.uint8],
-        out: NDArray[np.uint8],
-        *,
-        head_bytes: int = 0,
-        more: Sequence[list[bytes]] = (),
-    ) -> tuple[NDArray[np.bool_], NDArray[np.uint8], bool, list[tuple[Any, str | None]]]:
+        self, keys: Bytes, out: Bytes, *, head_bytes: int = 0, more: Sequence[list[bytes]] = ()
+    ) -> tuple[NDArray[np.bool_], Bytes, bool, list[tuple[Any, str | None]]]:
         """Read values, and run more commands in the first round trip.
 
         Returns:
@@ -302,17 +289,17 @@ class RedisStore(RemoteStore):
         return found, heads, is_lost, answered
 
     def _fetch_under(
-        self, epoch: Epoch, keys: list[bytes], out: NDArray[np.uint8] | None
-    ) -> tuple[Record, NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        if out is None or self._format.codec is not None:
-            return super()._fetch_under(epoch, keys, out)
-        asked = self._reading(self._record.key)
+        self, epoch: Epoch, keys: list[bytes], out: Bytes | None
+    ) -> tuple[Record, Bytes, list[str], Bytes]:
         names = self._names_of(keys, epoch.token)
+        if out is None or self._format.codec is not None:
+            return self._epochs.read(), *self._fetch(names, keys)
+        asked = self._reading(self._record.key)
         found, heads, is_lost, ((answer, why),) = self._get_parts(names, out, head_bytes=HEADER, more=[asked])
         checked = self._format.check_apart(out, heads, _missed(found, is_lost=is_lost), keys)
         return self._record.parse(self._row_of(answer, why)), *checked
 
-    def delete(self, keys: NDArray[np.uint8]) -> None:
+    def delete(self, keys: Bytes) -> None:
         """Delete values."""
         is_lost = False
         for part in batched(keys, _KEYS, _BYTES):
@@ -324,7 +311,7 @@ class RedisStore(RemoteStore):
         if is_lost:
             raise StoreError("a node of the cluster does not answer, so its values may remain")
 
-    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def has(self, keys: Bytes) -> NDArray[np.bool_]:
         """Return whether each key has a value."""
         found: list[bool] = []
         for part in batched(keys, _KEYS, _BYTES):

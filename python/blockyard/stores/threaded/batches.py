@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final, Literal, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from blockyard.errors import StoreError
 from blockyard.stores.base import Owners
+from blockyard.stores.value import Bytes
 
 __all__ = ["Batch", "BatchKind", "Batches", "Name", "Recovery"]
 
@@ -32,27 +30,26 @@ class Batch:
     ticket: int  # 0 for a lookup, which is never collected
     kind: BatchKind
     names: list[Name]  # slots or keys, except those refused for lack of room
-    rows: NDArray[np.uint8] | None  # the caller's rows: the source of a write, the destination of a read
+    rows: Bytes | None  # the caller's rows: the source of a write, the destination of a read
     reasons: list[str]
     num_bytes: int
     deadline: float
     age: int  # the store's age at submission
     expected: list[dict[Name, bytes]] = field(default_factory=list)  # for a read: digests of each slot's last write
     spread: list[int] | None = None  # for a put with repeated keys: index of each of the caller's keys in `names`
-    read: NDArray[np.uint8] | None = None  # the blocks of a read: the caller's rows, or others
+    read: Bytes | None = None  # the blocks of a read: the caller's rows, or others
     owners: Owners | None = None  # for a put: one entry per name
     digests: dict[Name, bytes] = field(default_factory=dict)  # for a write: digests of the blocks that landed
     before: int = 0  # number of earlier batches with the same slots or keys that have not ended
     followers: list["Batch"] = field(default_factory=list)
     ended: bool = False
     is_asked: bool = True  # False for a read that was answered without the storage
+    is_read: bool = field(init=False)  # whether it returns rows
 
-    @property
-    def is_read(self) -> bool:
-        """Whether the batch returns rows."""
-        return self.kind in {"read", "get"}
+    def __post_init__(self) -> None:
+        self.is_read = self.kind in {"read", "get"}
 
-    def source(self) -> NDArray[np.uint8]:
+    def source(self) -> Bytes:
         """Return the caller's rows to write.
 
         Raises:

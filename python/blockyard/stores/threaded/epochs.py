@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.threaded.value_format import ValueFormat
-from blockyard.stores.value import HEADER, check_values, seal_values
+from blockyard.stores.value import HEADER, Bytes, check_values, seal_values
 
 __all__ = ["EPOCH_BYTES", "Epoch", "EpochRecord", "ForgottenError", "Record", "RecordCheck", "SharedEpoch", "name_of"]
 
@@ -125,12 +124,10 @@ class RecordCheck:
 class RecordStorage(Protocol):
     """Storage for the record's row; see `ThreadedStore`."""
 
-    def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+    def read_epoch(self, key: Bytes) -> Bytes | None:
         """Return the row, uint8 `[192]`; None if it is absent."""
 
-    def replace_epoch(
-        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
-    ) -> NDArray[np.uint8] | None:
+    def replace_epoch(self, key: Bytes, old: Bytes | None, new: Bytes) -> Bytes | None:
         """Replace the row if it equals `old`; return the row that is stored afterwards."""
 
 
@@ -153,7 +150,7 @@ class EpochRecord:
         """Read the record."""
         return self.parse(self._storage.read_epoch(self._row_key))
 
-    def parse(self, row: NDArray[np.uint8] | None) -> Record:
+    def parse(self, row: Bytes | None) -> Record:
         """Check and parse the record's row."""
         if row is None:
             return Record(None, None)
@@ -176,7 +173,7 @@ class EpochRecord:
             )
         return self.parse(there)
 
-    def _check(self, row: NDArray[np.uint8]) -> str:
+    def _check(self, row: Bytes) -> str:
         return check_values(row[None].copy(), self._values.namespace, [self.key], mac_key=self._values.mac_key)[0]
 
 

@@ -4,11 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from blockyard.stores.threaded.batches import Batch, Batches
-from blockyard.stores.value import is_damage, is_whole
+from blockyard.stores.value import Bytes, is_damage, is_whole
 
 __all__ = ["ABSENT_SECONDS", "FAILED_SECONDS", "KnownKeys"]
 
@@ -135,7 +132,7 @@ class KnownKeys:
         elif not self.is_hidden(key):  # absent, or a damaged block that has been deleted
             self.note(key, is_there=False)
 
-    def doubt_damaged(self, keys: Sequence[bytes], reasons: Sequence[str], seen: NDArray[np.uint8]) -> list[bytes]:
+    def doubt_damaged(self, keys: Sequence[bytes], reasons: Sequence[str], seen: Bytes) -> list[bytes]:
         """Doubt the values of a read that are damaged; see `doubt`. Returns the keys of those to delete.
 
         A value that the codec refuses is only replaced by the next put: perhaps this process's codec is at fault.

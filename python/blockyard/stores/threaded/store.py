@@ -4,8 +4,7 @@ import hashlib
 import os
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from math import inf
 from typing import Final
 
@@ -24,7 +23,7 @@ from blockyard.stores.threaded.known_keys import KnownKeys
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.threaded.value_format import ValueFormat
 from blockyard.stores.url import hide_secrets, public_url, secrets_of
-from blockyard.stores.value import HEADER, answered, copy_rows, reasons_of, spread_out
+from blockyard.stores.value import HEADER, Bytes, answered, copy_rows, reasons_of, spread_out
 from blockyard.types import StoreStats
 from blockyard.workers import Buffers, Polls, Process, describe, open_event
 
@@ -47,11 +46,11 @@ class ThreadedStore(ExternalStore):
     After a call that hung or failed late, all batches are misses, `"unavailable"`, until a probe is answered. The
     logger `blockyard.stores` gets a line when a store fails (at most one per minute and cause) and when it works again.
 
-    The functions receive names of 32 bytes, never the caller's keys. A slot's name is the SHA-256 of the namespace, 16
-    random bytes of this store and the slot: two stores never share slots, and nobody can find them after `close`. A
-    key's name is the same in every process. Its stored row starts with a header (`blockyard.stores.value`), so it is
-    wider than the block; with a codec or a MAC key, so are the rows of slots. A prefix store has one more row, of 192
-    bytes, that identifies the valid blocks: see `read_epoch`.
+    The functions receive names of 32 bytes, never the caller's keys. A slot's name is the slot, 8 bytes, and 24 random
+    bytes of this store: two stores never share slots, and nobody can find them after `close`. A key's name is the same
+    in every process. Its stored row starts with a header (`blockyard.stores.value`), so it is wider than the block;
+    with a codec or a MAC key, so are the rows of slots. A prefix store has one more row, of 192 bytes, that identifies
+    the valid blocks: see `read_epoch`.
 
     `contains` answers from the memory of this process. A plug-in does its own eviction.
 
@@ -102,7 +101,6 @@ class ThreadedStore(ExternalStore):
     memory: int = 1 << 30
     timeout_base: float = 10.0
 
-    _put_owned: Callable[[NDArray[np.uint8], NDArray[np.uint8], Owners, Epoch], NDArray[np.bool_]]  # if it keeps quotas
     _use: Use | None = None  # of a store that is opened for one
     _reuses_rows = False  # whether rows are free for reuse once `put` has returned
     _there_seconds = 60.0  # how long a key is known to have a block; less if lookups are cheap
@@ -133,6 +131,7 @@ class ThreadedStore(ExternalStore):
         self._tickets = self._num_threads = self._idle = 0
         self._closed = False
         self._event: int | None = None
+        self._is_rung = False  # whether the event is readable
         self._polls = Polls()
         self._buffers = Buffers()
         self._failures = FailureLog(self._runtime.monotonic)
@@ -141,7 +140,7 @@ class ThreadedStore(ExternalStore):
         self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
         self._format = ValueFormat(namespace, bytes_per_block, codec, mac_key, self._note)
         self.namespace = self._format.namespace
-        self._seed = self.namespace + self._runtime.random_bytes(16)
+        self._salt = self._digest_of(b"BLKYSLOTS1", self._runtime.random_bytes(16))[:24]  # of the slots' names
         self._digests: dict[int, dict[Name, bytes]] = {}  # digests of each slot's last write
         self._known = KnownKeys(self._runtime.monotonic, self._there_seconds)
         self._token = b""  # of the epoch under which the keys are known
@@ -169,7 +168,7 @@ class ThreadedStore(ExternalStore):
         return f"{type(self).__name__}({public_url(self.url)!r})"
 
     @abstractmethod
-    def put(self, keys: NDArray[np.uint8], rows: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
         """Store blocks under their keys, replacing existing ones. Runs in a worker thread; may block or raise.
 
         Args:
@@ -181,8 +180,19 @@ class ThreadedStore(ExternalStore):
             Whether each block was stored, bool `[n]`; False is a miss, `"refused"`.
         """
 
+    def put_blocks(self, keys: Bytes, rows: Bytes, owners: Owners | None, damaged: set[bytes]) -> NDArray[np.bool_]:  # noqa: ARG002
+        """Store the blocks of a prefix store. The default calls `put`.
+
+        Args:
+            keys: as for `put`.
+            rows: as for `put`.
+            owners: the tenants, for a store that `keeps_quotas`, with the names of the parents.
+            damaged: keys whose values must be replaced: the last read of each was damaged. Others may be kept.
+        """
+        return self.put(keys, rows)
+
     @abstractmethod
-    def get(self, keys: NDArray[np.uint8], out: NDArray[np.uint8]) -> NDArray[np.bool_] | list[str]:
+    def get(self, keys: Bytes, out: Bytes) -> NDArray[np.bool_] | list[str]:
         """Read blocks by their keys. Runs in a worker thread; may block or raise.
 
         Args:
@@ -195,7 +205,7 @@ class ThreadedStore(ExternalStore):
             blocks that were found.
         """
 
-    def delete(self, keys: NDArray[np.uint8]) -> None:  # noqa: ARG002 (a store with keys has its own)
+    def delete(self, keys: Bytes) -> None:  # noqa: ARG002 (a store with keys has its own)
         """Delete blocks; ignore absent ones. A plug-in that overrides this method can be a prefix store.
 
         Args:
@@ -203,7 +213,7 @@ class ThreadedStore(ExternalStore):
         """
         raise no_keys_error()
 
-    def has(self, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def has(self, keys: Bytes) -> NDArray[np.bool_]:
         """Return whether each key has a block, bool `[n]`. The default reads the blocks one by one.
 
         Args:
@@ -212,19 +222,19 @@ class ThreadedStore(ExternalStore):
         row = np.zeros((1, self._format.width), np.uint8)
         return np.array([not reasons_of(self.get(key[None], row), 1)[0] for key in keys], np.bool_)
 
-    def submit_write(self, slots: NDArray[np.int64], rows: NDArray[np.uint8]) -> int:
+    def submit_write(self, slots: NDArray[np.int64], rows: Bytes) -> int:
         """Start to write blocks; see `ExternalStore.submit_write`."""
         self._check(slots, is_write=True)
         check_rows(rows, (len(slots), self.bytes_per_block))
         return self._submit("write", slots.tolist(), rows)
 
-    def submit_read(self, slots: NDArray[np.int64], rows: NDArray[np.uint8] | None = None) -> int:
+    def submit_read(self, slots: NDArray[np.int64], rows: Bytes | None = None) -> int:
         """Start to read blocks; see `ExternalStore.submit_read`."""
         self._check(slots)
         check_read_rows(rows, (len(slots), self.bytes_per_block))
         return self._submit("read", slots.tolist(), rows)
 
-    def submit_put(self, keys: Keys, rows: NDArray[np.uint8], owners: Owners | None = None) -> int:
+    def submit_put(self, keys: Keys, rows: Bytes, owners: Owners | None = None) -> int:
         """Start to store blocks under their keys; see `ExternalStore.submit_put`."""
         names = self._keys_of(keys)
         check_rows(rows, (len(names), self.bytes_per_block))
@@ -238,7 +248,7 @@ class ThreadedStore(ExternalStore):
             chosen[index] = row
         return self._submit("put", list(single), chosen, spread, owners=owners)
 
-    def submit_get(self, keys: Keys, rows: NDArray[np.uint8] | None = None) -> int:
+    def submit_get(self, keys: Keys, rows: Bytes | None = None) -> int:
         """Start to read blocks by key; see `ExternalStore.submit_get`."""
         names = self._keys_of(keys)
         check_read_rows(rows, (len(names), self.bytes_per_block))
@@ -290,7 +300,8 @@ class ThreadedStore(ExternalStore):
         with self._lock:
             if self._event is None:
                 event = open_event(self)
-                if self._batches.news or self._batches.is_down:
+                self._is_rung = bool(self._batches.news) or self._batches.is_down
+                if self._is_rung:
                     os.eventfd_write(event, 1)
                 self._event = event
             return self._event
@@ -304,13 +315,13 @@ class ThreadedStore(ExternalStore):
         with self._lock, self._recovery:
             self._call_thread()  # an earlier call may not have got one
             now = self._runtime.monotonic()
-            for batch, reason in self._batches.overdue(now):
+            for batch, reason in self._batches.overdue(now) if self._batches.has_overdue(now) else ():
                 self._give_up(batch, reason)
-            if self._event is not None:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self._event)
-                if self._batches.has_overdue(now):
-                    os.eventfd_write(self._event, 1)
+            if self._event is not None and self._is_rung:
+                self._is_rung = False
+                os.eventfd_read(self._event)
+            if self._batches.has_overdue(now):
+                self._tell()
             news, self._batches.news = self._batches.news, {}
             return [ticket for ticket, batch in news.items() if batch.kind != "forget"]  # which collects its own
 
@@ -327,7 +338,8 @@ class ThreadedStore(ExternalStore):
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
                 result = batch.rows if batch.is_read and batch.rows is not None else np.zeros(shape, np.uint8)
                 left = min(batch.deadline - self._runtime.monotonic(), inf if timeout is None else timeout)
-                self._changed.wait_for(lambda: batch.ended or batches.is_refused(batch), max(0.0, left))
+                if not batch.ended:
+                    self._changed.wait_for(lambda: batch.ended or batches.is_refused(batch), max(0.0, left))
             if batch is None or ticket not in batches.open:
                 raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
             with self._recovery:
@@ -403,7 +415,7 @@ class ThreadedStore(ExternalStore):
         self,
         kind: BatchKind,
         names: Sequence[Name],
-        rows: NDArray[np.uint8] | None = None,
+        rows: Bytes | None = None,
         spread: list[int] | None = None,
         owners: Owners | None = None,
     ) -> int:
@@ -545,11 +557,12 @@ class ThreadedStore(ExternalStore):
     def _tell(self) -> None:
         """Wake those who wait for a batch or for the event."""
         self._changed.notify_all()
-        if self._event is not None:
+        if self._event is not None and not self._is_rung:
             os.eventfd_write(self._event, 1)
+            self._is_rung = True
 
     def _count_misses(self, batch: Batch, reasons: list[str]) -> None:
-        if batch.kind != "forget":  # it moves no blocks
+        if batch.kind != "forget" and any(reasons):  # it moves no blocks
             self._misses.update(filter(None, reasons))
 
     def _give_up(self, batch: Batch, reason: str) -> None:
@@ -622,7 +635,7 @@ class ThreadedStore(ExternalStore):
 
     # ---- what a batch does, in a thread ----
 
-    def _carry_out(self, batch: Batch) -> tuple[NDArray[np.uint8] | None, list[str]]:
+    def _carry_out(self, batch: Batch) -> tuple[Bytes | None, list[str]]:
         if batch.kind in {"write", "read"}:
             return self._write(batch) if batch.kind == "write" else self._read(batch)
         if batch.kind == "has":
@@ -658,15 +671,16 @@ class ThreadedStore(ExternalStore):
             self._token = epoch.token
         return epoch
 
-    def _put(self, batch: Batch, keys: list[bytes], names: NDArray[np.uint8], epoch: Epoch) -> list[str]:
+    def _put(self, batch: Batch, keys: list[bytes], names: Bytes, epoch: Epoch) -> list[str]:
         values, reasons = self._sealed(batch.source(), keys)
         if batch.ended:  # the caller may have changed the rows since
             return reasons
+        if (owners := batch.owners) is not None:
+            parents = self._names_of([parent.tobytes() for parent in owners.parents], epoch.token)
+            owners = owners._replace(parents=parents * owners.parents.any(axis=1, keepdims=True))
         with self._lock:
-            doubted = [index for index, key in enumerate(keys) if self._known.is_doubted(key)]
-        if doubted:
-            self._prepare_to_replace(names[doubted])
-        self._put_good(names, values, reasons, batch.owners, epoch)
+            damaged = {name.tobytes() for name, key in zip(names, keys, strict=True) if self._known.is_doubted(key)}
+        self._put_good(names, values, reasons, owners, damaged)
         self._give_values(values, reasons)
         return reasons
 
@@ -689,7 +703,7 @@ class ThreadedStore(ExternalStore):
                 batch.digests.update(landed)
         return None, reasons
 
-    def _read(self, batch: Batch) -> tuple[NDArray[np.uint8], list[str]]:
+    def _read(self, batch: Batch) -> tuple[Bytes, list[str]]:
         slots = [name for name in batch.names if isinstance(name, int)]
         digests = [known.get(slot) for slot, known in zip(slots, batch.expected, strict=True)]
         there = [index for index, digest in enumerate(digests) if digest is not None]
@@ -708,7 +722,7 @@ class ThreadedStore(ExternalStore):
             reasons[index] = reason or ("" if digest.tobytes() == digests[index] else "payload_checksum")
         return spread_out(rows, there, len(slots)), reasons
 
-    def _get(self, batch: Batch, keys: list[bytes]) -> tuple[NDArray[np.uint8] | None, list[str]]:
+    def _get(self, batch: Batch, keys: list[bytes]) -> tuple[Bytes | None, list[str]]:
         with self._lock:
             there = [index for index, key in enumerate(keys) if not self._known.is_hidden(key)]
         reasons = ["absent"] * len(keys)
@@ -732,7 +746,7 @@ class ThreadedStore(ExternalStore):
             return None, ["forgotten"] * len(keys)
         return spread_out(rows, there, len(keys)), reasons
 
-    def _judge_damage(self, epoch: Epoch, keys: list[bytes], reasons: list[str], seen: NDArray[np.uint8]) -> None:
+    def _judge_damage(self, epoch: Epoch, keys: list[bytes], reasons: list[str], seen: Bytes) -> None:
         """Doubt damaged values, and delete those that an earlier read has found damaged in the same way."""
         with self._lock:
             bad = self._known.doubt_damaged(keys, reasons, seen)
@@ -742,44 +756,40 @@ class ThreadedStore(ExternalStore):
             except Exception as error:  # noqa: BLE001 (the block is a miss either way)
                 self._note(error)
 
-    def _prepare_to_replace(self, names: NDArray[np.uint8]) -> None:
-        """Make the next put of these names replace their values, as `put` does anyway in most stores."""
-
     # ---- values: blocks with a header ----
 
-    def _sealed(self, rows: NDArray[np.uint8], keys: list[bytes]) -> tuple[NDArray[np.uint8], list[str]]:
+    def _sealed(self, rows: Bytes, keys: list[bytes]) -> tuple[Bytes, list[str]]:
         """Copy blocks into values in our own memory. Returns the values, and each block's reason if it has none."""
-        values = self._buffers.take(len(keys), self._format.width)
+        shape = len(keys), self._format.width
+        # Fresh pages for each put would take longer than all the rest.
+        values = self._buffers.take(*shape) if self._reuses_rows else np.empty(shape, np.uint8)
         return values, self._format.seal(rows, keys, values)
 
     def _put_good(
         self,
-        names: NDArray[np.uint8],
-        rows: NDArray[np.uint8],
+        names: Bytes,
+        rows: Bytes,
         reasons: list[str],
         owners: Owners | None = None,
-        epoch: Epoch | None = None,
+        damaged: set[bytes] | None = None,
     ) -> None:
-        """Put the rows without a reason, and set the reasons of refused ones."""
+        """Put the rows without a reason, those of slots or those of blocks; and set the reasons of refused ones."""
         good = [index for index, reason in enumerate(reasons) if not reason]
         if not good:
             return
-        chosen = (names, rows) if len(good) == len(rows) else (names[good], rows[good])
-        if owners is None or epoch is None:
-            found = self.put(*chosen)
-        else:
-            found = self._put_owned(*chosen, Owners(owners.tenants[good], owners.parents[good]), epoch)
+        if len(good) < len(rows):
+            names, rows = names[good], rows[good]
+            owners = None if owners is None else Owners(owners.tenants[good], owners.parents[good])
+        found = self.put(names, rows) if damaged is None else self.put_blocks(names, rows, owners, damaged)
         for index, stored in zip(good, answered("put", found, len(good)), strict=True):
             reasons[index] = "" if stored else "refused"
 
-    def _give_values(self, values: NDArray[np.uint8], reasons: list[str]) -> None:
+    def _give_values(self, values: Bytes, reasons: list[str]) -> None:
         """Return the memory of values to the pool, if nothing refers to it."""
         if self._reuses_rows and not any(reasons):
             self._buffers.give(values)
 
-    def _fetch(
-        self, names: NDArray[np.uint8], keys: list[bytes]
-    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+    def _fetch(self, names: Bytes, keys: list[bytes]) -> tuple[Bytes, list[str], Bytes]:
         """Read values. Returns their blocks, a reason for each, and what was read, see `ValueFormat.check`."""
         values = self._buffers.take(len(keys), self._format.width)
         values[:, :HEADER] = 0
@@ -816,7 +826,7 @@ class ThreadedStore(ExternalStore):
 
     # ---- the epoch ----
 
-    def read_epoch(self, key: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+    def read_epoch(self, key: Bytes) -> Bytes | None:
         """Return the row that identifies the valid blocks, uint8 `[192]`; None if it is absent.
 
         The default calls `get`, and treats `LookupError` and `FileNotFoundError` as absent. While it raises anything
@@ -834,9 +844,7 @@ class ThreadedStore(ExternalStore):
             raise StoreError(f"get answers {why!r} for the epoch's record")
         return None if why else row[0]
 
-    def replace_epoch(
-        self, key: NDArray[np.uint8], old: NDArray[np.uint8] | None, new: NDArray[np.uint8]
-    ) -> NDArray[np.uint8] | None:
+    def replace_epoch(self, key: Bytes, old: Bytes | None, new: Bytes) -> Bytes | None:
         """Replace that row if it equals `old`, atomically across processes. `forget` calls this.
 
         The default is safe only within one store object. Override it in a plug-in that several processes use at the
@@ -865,20 +873,16 @@ class ThreadedStore(ExternalStore):
         return True
 
     def _fetch_under(
-        self,
-        epoch: Epoch,
-        keys: list[bytes],
-        out: NDArray[np.uint8] | None,  # noqa: ARG002 (for stores that read straight into the caller's rows)
-    ) -> tuple[Record, NDArray[np.uint8], list[str], NDArray[np.uint8]]:
-        """Read the record, and blocks under an epoch. Stores that can do both in one request override this."""
-        stored = self._epochs.read()
-        return stored, *self._fetch(self._names_of(keys, epoch.token), keys)
+        self, epoch: Epoch, keys: list[bytes], _out: Bytes | None
+    ) -> tuple[Record, Bytes, list[str], Bytes]:
+        """Read the record, and blocks under an epoch. Stores that do it in one request, into `_out`, override this."""
+        return self._epochs.read(), *self._fetch(self._names_of(keys, epoch.token), keys)
 
-    def _slot_names(self, slots: list[int]) -> NDArray[np.uint8]:
-        names = b"".join(hashlib.sha256(self._seed + slot.to_bytes(8, "little")).digest() for slot in slots)
+    def _slot_names(self, slots: list[int]) -> Bytes:
+        names = b"".join(slot.to_bytes(8, "little") + self._salt for slot in slots)
         return np.frombuffer(names, np.uint8).reshape(-1, 32)
 
-    def _names_of(self, keys: list[bytes], epoch: bytes) -> NDArray[np.uint8]:
+    def _names_of(self, keys: list[bytes], epoch: bytes) -> Bytes:
         names = b"".join(self._digest_of(b"BLKYBLOCK2", epoch + key) for key in keys)
         return np.frombuffer(names, np.uint8).reshape(-1, 32)
 

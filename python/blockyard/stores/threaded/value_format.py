@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.stores.codec import Codec, MacKey, guarded_namespace, read_mac_key
-from blockyard.stores.value import HEADER, check_parts, check_values, seal_values, value_length
+from blockyard.stores.value import HEADER, Bytes, check_parts, check_values, seal_values, value_length
 
 __all__ = ["ValueFormat"]
 
@@ -43,7 +42,7 @@ class ValueFormat:
         self.width = HEADER + (bytes_per_block if codec is None else codec.bound(bytes_per_block))
         self._note = note
 
-    def seal(self, rows: NDArray[np.uint8], keys: Sequence[bytes], values: NDArray[np.uint8]) -> list[str]:
+    def seal(self, rows: Bytes, keys: Sequence[bytes], values: Bytes) -> list[str]:
         """Write the values of blocks. Returns a reason for each block that failed, `""` for the others.
 
         Args:
@@ -65,7 +64,7 @@ class ValueFormat:
         seal_values(values, self.namespace, keys, lengths=lengths, mac_key=self.mac_key)
         return reasons
 
-    def check(self, values: NDArray[np.uint8], keys: Sequence[bytes]) -> tuple[list[str], NDArray[np.uint8]]:
+    def check(self, values: Bytes, keys: Sequence[bytes]) -> tuple[list[str], Bytes]:
         """Return why each value is a miss, `""` for intact ones, and what was read; see `check_values`.
 
         The latter is the checksum of an intact value, and a digest of any other, uint8 `[n, 16]`.
@@ -78,13 +77,8 @@ class ValueFormat:
         return reasons, sums
 
     def check_apart(
-        self,
-        rows: NDArray[np.uint8],
-        headers: NDArray[np.uint8],
-        missed: list[str],
-        keys: Sequence[bytes],
-        sums: NDArray[np.uint8] | None = None,
-    ) -> tuple[NDArray[np.uint8], list[str], NDArray[np.uint8]]:
+        self, rows: Bytes, headers: Bytes, missed: list[str], keys: Sequence[bytes], sums: Bytes | None = None
+    ) -> tuple[Bytes, list[str], Bytes]:
         """Check values without a codec, whose headers are apart. Returns the rows, and the same as `check`.
 
         `missed` has the reason for each value that was not read, `""` for the others. Pass `sums` if already computed.
@@ -93,12 +87,13 @@ class ValueFormat:
             zeroed = headers.copy()
             zeroed[:, :16] = 0
             sums = checksum_rows(rows, self.mac_key, zeroed)
-        claimed = headers[:, :16]
-        seen = np.where((claimed == sums).all(axis=1)[:, None], claimed, claimed ^ sums)
+        seen = headers[:, :16].copy()
+        if seen.tobytes() != sums.tobytes():
+            seen = np.where((seen == sums).all(axis=1)[:, None], seen, seen ^ sums)
         checked = check_parts(headers, sums, self.namespace, keys, rows.shape[1])
         return rows, [why or reason for why, reason in zip(missed, checked, strict=True)], seen
 
-    def decode(self, codec: Codec, values: NDArray[np.uint8], reasons: list[str], rows: NDArray[np.uint8]) -> None:
+    def decode(self, codec: Codec, values: Bytes, reasons: list[str], rows: Bytes) -> None:
         """Decode the values without a reason into rows, and set the reasons of those that fail."""
         for index, (value, row) in enumerate(zip(values, rows, strict=True)):
             if reasons[index]:
@@ -109,11 +104,11 @@ class ValueFormat:
                 reasons[index] = "codec"
                 self._note(error)
 
-    def is_encoded(self, rows: NDArray[np.uint8]) -> bool:
+    def is_encoded(self, rows: Bytes) -> bool:
         """Return whether rows have the width of values that hold a codec's output, padded with zeros."""
         return self.codec is not None and rows.shape[-1] == self.width
 
-    def stored(self, row: NDArray[np.uint8]) -> memoryview:
+    def stored(self, row: Bytes) -> memoryview:
         """Return the bytes of a row to store: without the zeros that pad a codec's output."""
         return (row[: HEADER + value_length(row)] if self.is_encoded(row) else row).data
 
@@ -121,7 +116,7 @@ class ValueFormat:
         """Return whether a block's value can have this many bytes."""
         return size == self.width if self.codec is None else HEADER <= size <= self.width
 
-    def accepts_size(self, row: NDArray[np.uint8], value: NDArray[np.uint8]) -> bool:
+    def accepts_size(self, row: Bytes, value: Bytes) -> bool:
         """Return whether stored bytes have a valid length for a row. Zeroes the rest of the row."""
         size = len(value)
         if not self.is_encoded(row):

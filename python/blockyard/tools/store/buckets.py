@@ -15,7 +15,8 @@ import numpy as np
 
 from blockyard.errors import StoreError
 from blockyard.stores.namespace import TEXT_NAME
-from blockyard.stores.object_store import ObjectURL, connect_client, public_error, read_url
+from blockyard.stores.object_store import ObjectURL, connect_client, read_url
+from blockyard.stores.remote import public_text
 from blockyard.stores.threaded.epochs import EPOCH_BYTES
 from blockyard.stores.value import HEADER
 from blockyard.tools.store.contents import DIGITS, Contents, StoredPage, read_text
@@ -91,7 +92,7 @@ class Objects(Contents):
         except FileNotFoundError:
             raise
         except Exception as error:  # noqa: BLE001 (any exception of the client)
-            why = public_error(self._url, error)
+            why = public_text(error, self._url.secrets)
         raise StoreError(f"{self._url.parts.url!r}: {why}")
 
 
