@@ -21,8 +21,8 @@ from blockyard.stores.url import public_url
 from blockyard.tools.demo.compare import Outputs, compare
 from blockyard.tools.demo.executors import CorruptingExecutor, SteadyExecutor
 from blockyard.tools.demo.models import choose_device, fitting_threads, load_model, name_of_weights
+from blockyard.tools.demo.options import DemoOptions, pool_sizes, swap_folder, with_size
 from blockyard.tools.demo.report import Damage, Report
-from blockyard.tools.demo.run import DemoOptions, pool_sizes, swap_folder, with_size
 from blockyard.tools.demo.workload import WorkItem, read_text, text_workload
 from blockyard.types import StoreStats
 
