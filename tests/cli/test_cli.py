@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import demo_report
 import pytest
@@ -24,7 +23,7 @@ from blockyard.tools import cli
 from blockyard.tools.cli import commands, options
 from blockyard.tools.cli.result import Result
 from blockyard.tools.demo import run as demo
-from blockyard.tools.demo.report import Damage, Sabotage
+from blockyard.tools.demo.report import Damage
 
 BIG_URL_SIZE = "900TiB"
 
@@ -85,8 +84,6 @@ def test_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         (["--block-size", "-4"], "-4 is not between 1 and"),
         (["--num-host-blocks", "99999999999"], "99999999999 is not between 0 and"),
         (["--preemption-mode", "pause"], "invalid choice: 'pause'"),
-        (["--sabotage", "everything"], "invalid choice: 'everything'"),
-        (["--sabotage", "copy", "--corrupt", "3"], "not allowed with"),
         (["--num-device-block-s", "3"], "unrecognized arguments"),
     ],
 )
@@ -159,7 +156,7 @@ from blockyard.tools.demo import run
 from blockyard.stores import open_store
 
 def hold(options, *, quiet):
-    with run._swap_store(options) as url, open_store(url, bytes_per_block=4096, num_slots=4):
+    with run.swap_folder(options) as url, open_store(url, bytes_per_block=4096, num_slots=4):
         while True:
             time.sleep(0.01)
 
@@ -427,19 +424,12 @@ def test_a_report_that_cannot_be_written_exits_3_and_is_printed_if_that_can_be(a
     assert stdout != subprocess.PIPE or "48/48" in ended.stdout
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ({"sabotage": Sabotage("swap_in", 0, "")}, "no swap_in could be dropped"),
-        ({"damage": Damage(3, 0, 0, 0)}, "no damaged block was read"),
-    ],
-)
-def test_a_fault_that_never_happened_exits_2_and_is_said(
-    fault: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_damage_that_nobody_reads_exits_2_and_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = replace(REPORT, **fault)
+    report = replace(REPORT, damage=Damage(0, 0, 0))
     monkeypatch.setattr(demo, "make_report", lambda *_, **__: report)
-    assert run("demo", "--sabotage", "swap_in") == 2
+    assert run("demo", "--corrupt", "3") == 2
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"blockyard: {said}")
+    assert printed.err.startswith("blockyard: no damaged block was read")
     assert "48/48" in printed.out

@@ -1,4 +1,4 @@
-"""The demo's wrappers around the step executor: they count, drop and damage exactly what they say."""
+"""The demo's wrappers around the step executor: they hold back, damage and count exactly what they say."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.executor.executor import Executor, StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.stores import open_store
-from blockyard.tools.demo.executors import (
-    CorruptingExecutor,
-    CountingExecutor,
-    SabotagedExecutor,
-    SteadyExecutor,
-)
-from blockyard.tools.demo.report import SABOTAGE_KINDS
+from blockyard.tools.demo.executors import CorruptingExecutor, SteadyExecutor, Wrapper
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=2, num_kv_heads=1, head_size=2, dtype="float32")
 DEVICE, HOST, EXTERNAL = 8, 4, 4
@@ -103,7 +97,7 @@ def test_steady_ends_each_decision_in_the_step_after_its_own(bench: Bench) -> No
 
 
 def test_calls_that_are_not_watched_reach_the_executor(bench: Bench) -> None:
-    wrapped = CountingExecutor(bench.executor)
+    wrapped = Wrapper(bench.executor)
     bench.move(bench.executor, "host")
     bench.manager.swap_in(bench.sequence)
     decision = bench.manager.take_decision()
@@ -115,63 +109,8 @@ def test_calls_that_are_not_watched_reach_the_executor(bench: Bench) -> None:
     assert wrapped.poll() == []
 
 
-def test_counting_names_kind_and_tiers(bench: Bench) -> None:
-    counting = CountingExecutor(bench.executor)
-    bench.move(counting, "host", "device", "external", "device")
-    assert counting.blocks == {
-        ("swap_out", "device", "host"): 3,
-        ("swap_in", "host", "device"): 3,
-        ("swap_out", "device", "external"): 3,
-        ("swap_in", "external", "device"): 3,
-    }
-
-
-@pytest.mark.parametrize("tier", ["host", "external"])
-@pytest.mark.parametrize("kind", [kind for kind in SABOTAGE_KINDS if kind != "copy"])
-def test_sabotage_drops_one_block_and_reports_nothing_lost(bench: Bench, kind: str, tier: str) -> None:
-    sabotaged = SabotagedExecutor(bench.executor, bench.executor, kind)
-    assert bench.move(sabotaged, tier) == []
-    overwrite_device(bench)
-    assert bench.move(sabotaged, "device") == []
-    assert sum(bench.differing()) == 1
-    assert sabotaged.seen == 3
-    assert sabotaged.dropped.startswith(f"{kind} of ")
-
-
-def test_sabotage_drops_only_once(bench: Bench) -> None:
-    sabotaged = SabotagedExecutor(bench.executor, bench.executor, "swap_in")
-    for _ in range(2):
-        bench.move(sabotaged, "host")
-        overwrite_device(bench)
-        bench.move(sabotaged, "device")
-    assert sum(bench.differing()) == 1
-    assert sabotaged.seen == 6
-
-
-def test_sabotage_of_a_copy_leaves_the_copy_as_it_was(bench: Bench) -> None:
-    child = bench.manager.fork(int(bench.sequence[0]), 1)
-    sabotaged = SabotagedExecutor(bench.executor, bench.executor, "copy")
-    bench.manager.append(child)
-    bench.carry_out(sabotaged)
-    copied = bench.manager.block_table(int(child[0])).astype(np.int64)[2:]
-    assert sabotaged.dropped
-    assert not bench.engine.read("device", copied).any()
-
-
-def test_sabotage_passes_over_blocks_that_the_transfer_does_not_change(bench: Bench) -> None:
-    sabotaged = SabotagedExecutor(bench.executor, bench.executor, "swap_in")
-    bench.move(sabotaged, "host", "device")  # nobody wrote over the device blocks meanwhile
-    assert bench.differing() == [False, False, False]
-    assert (sabotaged.seen, sabotaged.dropped) == (3, "")
-
-
-def test_sabotage_of_an_unknown_kind_raises(bench: Bench) -> None:
-    with pytest.raises(InvalidArgumentError, match="sabotage is 'move'"):
-        SabotagedExecutor(bench.executor, bench.executor, "move")
-
-
 def test_damaged_blocks_are_those_that_do_not_come_back(bench: Bench) -> None:
-    corrupting = CorruptingExecutor(bench.executor, bench.store, count=20)
+    corrupting = CorruptingExecutor(bench.executor, count=20)
     assert bench.move(corrupting, "external") == []
     (lost,) = bench.move(corrupting, "device")
     assert len(lost) == corrupting.stored == corrupting.read == 2
@@ -179,13 +118,13 @@ def test_damaged_blocks_are_those_that_do_not_come_back(bench: Bench) -> None:
 
 
 def test_damage_stops_at_the_number_asked_for(bench: Bench) -> None:
-    corrupting = CorruptingExecutor(bench.executor, bench.store, count=1)
+    corrupting = CorruptingExecutor(bench.executor, count=1)
     bench.move(corrupting, "external", "device")
     assert corrupting.stored == 1
 
 
 def test_slot_written_again_is_not_damaged_any_more(bench: Bench) -> None:
-    corrupting = CorruptingExecutor(bench.executor, bench.store, count=2)
+    corrupting = CorruptingExecutor(bench.executor, count=2)
     bench.move(corrupting, "external")
     bench.manager.free(bench.sequence)
     bench.sequence = bench.manager.allocate(counts=[5])
@@ -194,3 +133,8 @@ def test_slot_written_again_is_not_damaged_any_more(bench: Bench) -> None:
     assert bench.move(corrupting, "external", "device") == []
     assert (corrupting.stored, corrupting.read) == (2, 0)
     assert bench.differing() == [False, False, False]
+
+
+def test_damage_without_an_external_tier_raises(bench: Bench) -> None:
+    with pytest.raises(InvalidArgumentError, match="2 blocks: there is no external tier"):
+        CorruptingExecutor(StepExecutor(bench.engine), count=2)

@@ -4,39 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.transformers.hybrid import open_model
 from blockyard.tools.demo.demo_model import demo_config, demo_model
-from blockyard.tools.demo.models import (
-    choose_device,
-    fitting_threads,
-    load_encode,
-    load_model,
-    name_of_weights,
-    require_memory,
-)
+from blockyard.tools.demo.models import choose_device, fitting_threads, load_model, name_of_weights
 from blockyard.tools.demo.run import DemoOptions, make_report
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer that knows single characters and the word `self`."""
+    """A tiny model."""
     folder = tmp_path_factory.mktemp("checkpoint")
     config = demo_config(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2)
     demo_model(config).save_pretrained(folder)
-    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: index for index, character in enumerate(characters)} | {"se": 256, "lf": 257, "self": 258}
-    bpe = models.BPE(vocab=vocabulary, merges=[("s", "e"), ("l", "f"), ("se", "lf")])
-    tokenizer = Tokenizer(bpe)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder
 
 
@@ -63,19 +46,6 @@ def test_checkpoint_is_loaded_in_fp32(checkpoint: Path) -> None:
     assert model.dtype == torch.float32
     assert not model.training
     assert model.config.num_hidden_layers == 2
-
-
-def test_checkpoints_own_tokenizer_is_used(checkpoint: Path) -> None:
-    encode = load_encode(checkpoint)
-    assert encode is not None
-    text = np.frombuffer(b"self.x", dtype=np.uint8).astype(np.int64)
-    assert len(encode(text)) == 3
-    assert encode(text)[0] == 258
-
-
-def test_folder_without_tokenizer_leaves_byte_tokens(tmp_path: Path) -> None:
-    assert load_encode(tmp_path) is None
-    assert load_encode(Path("llama")) is None
 
 
 def test_demo_serves_a_local_checkpoint(checkpoint: Path) -> None:
@@ -116,5 +86,6 @@ def test_small_model_runs_on_one_thread_and_leaves_the_rest_as_it_was() -> None:
 
 
 def test_pools_beyond_memory_are_refused_with_the_numbers() -> None:
+    options = DemoOptions(device="cpu", requests=1, num_device_blocks=2_000_000_000, num_host_blocks=3)
     with pytest.raises(InvalidArgumentError, match=r"2000000000 device and 3 host blocks of 65536 bytes need \d+"):
-        require_memory(open_model(demo_model(), block_size=16), 2_000_000_000, 3)
+        make_report(options)

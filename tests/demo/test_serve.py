@@ -1,20 +1,26 @@
-"""The demo's paged run, its faults, and the comparison with the unpaged model."""
+"""The demo's paged run, and the comparison with the unpaged model, which notices a block that arrives as zeros."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from blockyard.errors import InvalidArgumentError
+from blockyard import StepDecision
+from blockyard.executor import Executor, StepDone, StepExecutor
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
 from blockyard.integrations.transformers.model import reference_generate
 from blockyard.progress import show_progress
+from blockyard.tools.demo.compare import Outputs, compare
 from blockyard.tools.demo.demo_model import demo_config, demo_model
+from blockyard.tools.demo.executors import SteadyExecutor
 from blockyard.tools.demo.report import Difference
-from blockyard.tools.demo.serve import Faults, Outputs, compare, serve
+from blockyard.tools.demo.serve import serve
 from blockyard.tools.demo.workload import WorkItem
 
 MODEL = demo_model(demo_config(num_layers=2, hidden_size=32, intermediate_size=64, num_heads=4, num_kv_heads=2))
@@ -33,15 +39,58 @@ def compared(items: list[WorkItem], outputs: Outputs) -> tuple[list[Difference],
 
 
 def test_a_paged_run_has_the_tokens_that_hugging_face_generates_alone() -> None:
-    faults = Faults()
-    with (
-        Generator(MODEL, device_blocks=16, host_blocks=4, wrap_executor=faults.wrap) as generator,
-        show_progress("run", quiet=True) as view,
-    ):
-        served = serve(generator, ITEMS, faults, view)
-    assert served.outputs == {"greedy": [alone(GREEDY)], "sampled": [alone(SAMPLED), alone(SAMPLED, 1)]}
-    assert compared(ITEMS, served.outputs) == ([], 0)
-    assert served.totals == {"device": 16, "host": 4, "external": 0}
+    with Generator(MODEL, device_blocks=16, host_blocks=4) as generator, show_progress("run", quiet=True) as view:
+        outputs = serve(generator, ITEMS, view)
+    assert outputs == {"greedy": [alone(GREEDY)], "sampled": [alone(SAMPLED), alone(SAMPLED, 1)]}
+    assert compared(ITEMS, outputs) == ([], 0)
+
+
+class SpoilingExecutor(SteadyExecutor):
+    """Lets one block of each transfer of a kind arrive as zeros; no store can notice, whose checksum is theirs."""
+
+    def __init__(self, inner: Executor, kind: str) -> None:
+        super().__init__(inner)
+        assert isinstance(inner, StepExecutor)
+        self.disturbed, self.kind, self.spoilt = inner, kind, set[str]()
+        self.ended: dict[int, StepDone] = {}
+
+    def submit(self, decision: StepDecision, *, by_layer: bool = False) -> None:
+        super().submit(decision, by_layer=by_layer)
+        engine, store = self.disturbed.engine, self.disturbed.store
+        zeros = np.zeros((1, engine.layout.bytes_per_block), np.uint8)
+        for kind, pairs in decision.transfers():
+            if kind != self.kind:
+                continue
+            self.ended[decision.ticket] = self.disturbed.wait(decision.ticket)
+            if pairs.dst == "external" and store is not None:
+                store.wait(store.submit_write(pairs.ids[:1, 1], zeros))
+            else:
+                engine.write("host" if pairs.dst == "host" else "device", pairs.ids[:1, 1], zeros)
+            self.spoilt.add(f"{pairs.src} to {pairs.dst}")
+
+    def _end(self, ticket: int) -> StepDone:
+        return self.ended.pop(ticket) if ticket in self.ended else super()._end(ticket)
+
+
+@pytest.mark.parametrize(
+    ("kind", "host", "way"),
+    [
+        ("copy", 4, "device to device"),
+        ("swap_out", 4, "device to host"),
+        ("swap_in", 4, "host to device"),
+        ("swap_out", 0, "device to external"),
+        ("swap_in", 0, "external to device"),
+    ],
+)
+def test_a_block_that_arrives_as_zeros_shows_in_the_tokens(kind: str, host: int, way: str, tmp_path: Path) -> None:
+    items = [replace(item, request_id=f"{item.request_id} {number}") for number in range(3) for item in ITEMS]
+    options = {"device_blocks": 7, "host_blocks": host, "preemption_mode": "swap", "prefix_caching": False}
+    options |= {"swap_store": f"file://{tmp_path}?size=4MiB", "wrap_executor": partial(SpoilingExecutor, kind=kind)}
+    with Generator(MODEL, **options) as generator, show_progress("run", quiet=True) as view:
+        outputs = serve(generator, items, view)
+        assert isinstance(generator.executor, SpoilingExecutor)
+        assert way in generator.executor.spoilt
+    assert compared(items, outputs)[0]
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.request_id)
@@ -84,17 +133,3 @@ def test_a_tie_is_no_difference_and_what_follows_it_must_be_right(twins: list[in
     got[-1] = (got[-1] + 1) % 259
     differences, _ = compared([GREEDY], {"greedy": [got]})
     assert [difference.position for difference in differences] == [11]
-
-
-def test_damage_without_an_external_tier_raises() -> None:
-    with pytest.raises(InvalidArgumentError, match="2 blocks: there is no external tier"):
-        Generator(MODEL, device_blocks=16, host_blocks=4, wrap_executor=Faults(corrupt=2).wrap)
-
-
-def test_faults_need_the_step_executor_itself() -> None:
-    faults = Faults()
-    with (
-        Generator(MODEL, device_blocks=16, host_blocks=4, wrap_executor=faults.wrap) as generator,
-        pytest.raises(InvalidArgumentError, match="the executor is a CountingExecutor"),
-    ):
-        faults.wrap(generator.executor)

@@ -73,6 +73,6 @@ def test_a_killed_run_leaves_its_blocks_to_the_next_and_the_tokens_are_the_same(
         child.kill()
         child.wait()
     report = make_report(DemoOptions(prefix_store=url, **OPTIONS))  # type: ignore[arg-type]
-    assert report.identical_requests == report.compared == OPTIONS["requests"]
+    assert report.identical_requests == report.requests == OPTIONS["requests"]
     assert report.prefix_store is not None
     assert report.prefix_store["hit_blocks"] > 0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from blockyard.tools.demo.report import Peak, Report, TransferCount
+from dataclasses import replace
+
+from blockyard import BlockManager
+from blockyard.scheduler import SchedulerStats
+from blockyard.tools.demo.report import Report
 from blockyard.types import StoreStats
 
 REPORT = Report(
@@ -15,24 +19,21 @@ REPORT = Report(
     sequences=64,
     prompt_tokens=6000,
     output_tokens=3000,
-    cached_prompt_tokens=96,
-    steps=200,
     seconds=12.5,
-    tokens_per_second=240.0,
-    preemptions={"swap_host": 4, "swap_external": 3, "recompute": 2},
-    lost=0,
-    transfers=[
-        TransferCount("swap_out", "device", "host", 40, 40 * 2**20),
-        TransferCount("swap_out", "device", "external", 30, 30 * 2**20),
-        TransferCount("swap_out", "host", "external", 5, 5 * 2**20),
-        TransferCount("copy", "device", "device", 7, 7 * 2**20),
-    ],
-    peak={"device": Peak(96, 96), "host": Peak(20, 24), "external": Peak(30, 512)},
+    scheduler=SchedulerStats(
+        steps=200, cached_tokens=96, preempted_swap_host=4, preempted_swap_external=3, preempted_recompute=2
+    ),
+    manager=replace(
+        BlockManager(block_size=16, device_blocks=24, host_blocks=24, external_blocks=512).stats(),
+        copied_blocks=5,
+        swapped_out_blocks={"host": 40, "external": 35},
+        swapped_in_blocks={"host": 38, "external": 30},
+        peak_blocks={"device": 20, "host": 24, "external": 30},
+    ),
+    bytes_per_block=2**20,
     swap_store=StoreStats(written_blocks=35, written_bytes=35 * 2**20, read_blocks=35, read_bytes=35 * 2**20),
+    prefix_store=None,
     damage=None,
-    sabotage=None,
-    compared=48,
-    identical_requests=48,
     differences=[],
     ties=0,
 )

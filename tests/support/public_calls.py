@@ -223,7 +223,7 @@ def plain(token_ids: Any) -> Any:
     step = scheduler.schedule()
     scheduler.complete(step.decision.ticket)
     scheduler.update(step, [7, 7])
-    return scheduler.schedule_plain(token_ids, [1.0, 2.0]), repr(scheduler.stats())
+    return scheduler.schedule_plain(token_ids, [1.0, 2.0, 3.0]), repr(scheduler.stats())
 
 
 def with_lookahead(num_lookahead_tokens: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from operator import gt
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from blockyard.errors import (
     StepOrderError,
     UnknownTicketError,
 )
+from blockyard.layout.sizes import as_float
 from blockyard.scheduler import options
 from blockyard.scheduler.acceptance import Acceptance
 from blockyard.scheduler.admission import Admission, Precedence
@@ -359,28 +361,33 @@ class Scheduler:
         is_plain = is_still and self._needs.is_full and 0 < rows.count == rows.decodes
         return PlainSteps(rows) if is_plain and not self._has_shrunk() else None
 
-    def schedule_plain(self, token_ids: ArrayLike, times: Sequence[float]) -> tuple[int, Step | None]:
+    def schedule_plain(self, token_ids: ArrayLike, times: Sequence[float]) -> tuple[int, Step | None, list[Finished]]:
         """Decide plain steps in one call, for a simulated engine: the state is that after `schedule` and `update`.
 
         Args:
             token_ids: the tokens that the steps sample, uint32 `[steps, rows]`.
-            times: when each step is decided, in seconds; fewer than the `limit` of `plain_steps`.
+            times: when each step is decided, and when the last of them ends, in seconds, `[steps + 1]`. At most the
+                `limit` of `plain_steps`.
 
         Returns:
             How many steps have ended. If the next one has transfers, which end the call, that step: carry out its
-            decision, and give it to `update`. Else, or if blocks run short, None: call `schedule`.
+            decision, and give it to `update`. Else, or if blocks run short, None: call `schedule`. The requests that
+            finished in the last of all steps.
 
         Raises:
             StepOrderError: the steps may do more.
             InvalidArgumentError: there is not one token for each step and sequence, or a time is not a finite number
                 from 0 on; nothing was changed.
         """
-        if (plain := self.plain_steps()) is None or len(times) >= plain.limit:
+        steps = len(times) - 1
+        if (plain := self.plain_steps()) is None or steps > plain.limit:
             raise StepOrderError("schedule_plain needs steps that only add a token to each sequence, see plain_steps")
-        tokens, shape = np.asarray(token_ids), (len(times), len(plain.context))
+        tokens, shape = np.asarray(token_ids), (steps, len(plain.context))
         if tokens.shape != shape:
             raise InvalidArgumentError(f"token_ids have shape {list(tokens.shape)}, must be {list(shape)}")
         tokens = as_token_ids(tokens.reshape(-1), "token_ids").reshape(shape)
+        if not 0 <= as_float("times[-1]", times[-1]) < inf:
+            raise InvalidArgumentError(f"times[-1] is {times[-1]}, must be a finite number of seconds from 0 on")
         self._begin()
         try:
             done, decision = decide_plain(self.manager, self._rows, self._builder, self._stats, tokens, times)
@@ -392,8 +399,11 @@ class Scheduler:
             self._dropped = None
             step = self._in_flight = self._builder.build(decision, self._rows)
             self._handed |= {decision.ticket}
-        self._change.begun = False
-        return done, step
+        ended = []
+        if done == plain.limit:
+            length, limit = self._rows.fields[[LENGTH, LIMIT], : len(plain.context)]
+            ended = self._take_ended((length >= limit).nonzero()[0], times[done])
+        return done, step, self._report(ended)
 
     def _schedule(self, lookahead: int, *, by_layer: bool = False) -> Step:
         """Decide a step; the caller ends the change."""
@@ -508,6 +518,10 @@ class Scheduler:
             self._drop_leaving()
         if self._refused:
             reported, self._refused = self._refused + reported, []
+        return self._report(reported)
+
+    def _report(self, reported: list[RequestState]) -> list[Finished]:
+        """Forget requests that have ended, and return them: the end of a change."""
         finished = [state.finished() for state in reported]
         try:
             for state, end in zip(reported, finished, strict=True):
@@ -527,10 +541,14 @@ class Scheduler:
     def _take_in(self, step: Step, tokens: NDArray[np.uint32]) -> list[RequestState]:
         """Take a step's tokens. Returns the requests that they finish."""
         gone = self._acceptance.take_in(step, tokens).nonzero()[0]
+        return self._take_ended(gone, self._clock())
+
+    def _take_ended(self, gone: NDArray[np.int64], now: float) -> list[RequestState]:
+        """Free rows whose sequences have ended at a time. Returns the requests that they finish."""
         ended = self._end(gone) if len(gone) else []
         for state in ended:
             if state.request.retain:
-                self._admission.retained.add(state, self._clock())
+                self._admission.retained.add(state, now)
         return ended
 
     # ---- putting a step together ----

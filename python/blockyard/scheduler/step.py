@@ -459,16 +459,13 @@ class PlainSteps:
 
     Attributes:
         context: context of each row in the first step, its new token included, int64 `[n]`.
+        limit: number of steps until the first sequence reaches its limit, in the last of them.
     """
 
     def __init__(self, rows: SequenceRows) -> None:
         self._rows = rows
         self.context: NDArray[np.int64] = rows.fields[LENGTH, : rows.decodes].copy()
-
-    @property
-    def limit(self) -> int:
-        """Number of steps until the first sequence reaches its limit, in the last of them."""
-        return int(np.minimum.reduce(self._rows.fields[LIMIT, : len(self.context)] - self.context))
+        self.limit = int(np.minimum.reduce(rows.fields[LIMIT, : rows.decodes] - self.context))
 
     def request_ids(self) -> list[str]:
         """Return the request of each row."""
@@ -490,7 +487,7 @@ def decide_plain(
     """
     count = rows.decodes
     handles, length, last = rows.handles[:count], rows.fields[LENGTH, :count], rows.last[:count]
-    times = times[: rows.make_way(len(times))]
+    times = times[: rows.make_way(len(token_ids))]
     ids = np.concatenate((last, token_ids.reshape(-1)))[: count * len(times)] if manager.prefix.enabled else None
     done, peak, decision = plain_steps(manager, handles, times, token_ids=ids)
     if done:

@@ -46,10 +46,8 @@ def demo(options: argparse.Namespace) -> Result:
 
     fields = {name: getattr(options, name) for name in run.DemoOptions.__dataclass_fields__ if name in options}
     found = run.make_report(run.DemoOptions(**fields), quiet=options.quiet)
-    problem = ""
-    if found.exit_code == EXIT_BAD_USAGE:
-        missed = "damaged block was read" if found.damage else f"{options.sabotage} could be dropped"
-        problem = f"no {missed} in this run; give it smaller pools or more requests"
+    unread = "no damaged block was read in this run; give it smaller pools or more requests"
+    problem = unread if found.exit_code == EXIT_BAD_USAGE else ""
     return Result(found.as_dict(), partial(report.print_report, found), found.exit_code, problem)
 
 

@@ -13,7 +13,6 @@ from typing import Any, Final, NoReturn
 
 from blockyard import __version__
 from blockyard.scheduler import PREEMPTION_MODES
-from blockyard.tools.demo.report import SABOTAGE_KINDS
 from blockyard.tools.setup_checks import ENGINES
 from blockyard.tools.store.contents import DIGITS
 from blockyard.workers import missing
@@ -110,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_workload_options(demo)
     _add_pool_options(demo)
-    _add_fault_options(demo)
+    demo.add_argument("--corrupt", type=_count(1), default=0, metavar="N", help="damage N blocks stored in the file")
     doctor = _add_command(
         commands,
         "doctor",
@@ -232,17 +231,6 @@ def _add_pool_options(demo: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-num-seqs", type=_count(1), default=64, metavar="N", help="maximum number of sequences per step"
-    )
-
-
-def _add_fault_options(demo: argparse.ArgumentParser) -> None:
-    faults = demo.add_argument_group("faults").add_mutually_exclusive_group()
-    faults.add_argument("--corrupt", type=_count(1), default=0, metavar="N", help="damage N blocks stored in the file")
-    faults.add_argument(
-        "--sabotage",
-        choices=SABOTAGE_KINDS,
-        help="silently drop one transfer of this kind; with prefix caching, its block may never be read again; then "
-        "the exit code is 0",
     )
 
 

@@ -1,4 +1,4 @@
-"""The demo's models, their device, and a check that memory can hold their caches."""
+"""The demo's models: where they run, and which folders they come from."""
 
 from __future__ import annotations
 
@@ -8,29 +8,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.integrations.transformers.model import ServedModel
-from blockyard.integrations.transformers.sizing import available_memory
 from blockyard.stores.adapters.checkpoint import describe_config
 from blockyard.tools.demo.demo_model import DEMO_CONFIGS, demo_model
-from blockyard.tools.demo.workload import Encode
+
+__all__ = ["choose_device", "fitting_threads", "load_model", "name_of_weights"]
 
 MAX_PARAMETERS_FOR_ONE_THREAD = 10_000_000
 
 
 def choose_device(name: str) -> str:
-    """Return the device to run on.
+    """Return torch's name of the device to run on.
 
     Args:
         name: `cpu`, `cuda`, `cuda:1` and so on, or `auto`: cuda if available.
-
-    Returns:
-        Torch's name of the device.
 
     Raises:
         InvalidArgumentError: torch knows no such device, or this machine has none.
@@ -40,7 +34,7 @@ def choose_device(name: str) -> str:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InvalidArgumentError(f"device is {name!r}, must be cpu, cuda or auto") from None
+        device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise InvalidArgumentError(f"device is {name!r}, must be cpu, cuda or auto")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -88,9 +82,6 @@ def fitting_threads(model: PreTrainedModel) -> Iterator[None]:
     """Within the context, run a small model on one CPU thread.
 
     Its matrices are too small to benefit from several threads, and on a busy machine these wait for one another.
-
-    Args:
-        model: the model to run.
     """
     threads = torch.get_num_threads()
     small = sum(weight.numel() for weight in model.parameters()) <= MAX_PARAMETERS_FOR_ONE_THREAD
@@ -100,52 +91,3 @@ def fitting_threads(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def load_encode(folder: Path) -> Encode | None:
-    """Load a checkpoint's tokenizer.
-
-    Args:
-        folder: folder of the checkpoint, or the name of one of the demo's models.
-
-    Returns:
-        The encoder; None without a tokenizer, for one token per byte.
-    """
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"cannot load the tokenizer in {folder}: {str(error).splitlines()[0]}") from error
-
-    def encode(text: NDArray[np.int64]) -> NDArray[np.int64]:
-        words = text.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
-        return np.asarray(tokenizer.encode(words, add_special_tokens=False), dtype=np.int64)
-
-    return encode
-
-
-def require_memory(model: ServedModel, num_device_blocks: int, num_host_blocks: int) -> None:
-    """Reject pools that do not fit in memory: the kernel would grant them and kill the process on first use.
-
-    Args:
-        model: the model to run.
-        num_device_blocks: number of device blocks.
-        num_host_blocks: number of host blocks.
-
-    Raises:
-        InvalidArgumentError: the host or the device has too little memory; the message has the numbers.
-    """
-    size = model.layout.bytes_per_block
-    wanted = {"device": num_device_blocks * size, "host": num_host_blocks * size}
-    room = {"host": available_memory()}
-    if model.device.type == "cuda":
-        room["device"] = torch.cuda.mem_get_info(model.device)[0]
-    else:
-        wanted = {"host": sum(wanted.values())}
-    for tier, memory in room.items():
-        if wanted[tier] > memory:
-            raise InvalidArgumentError(
-                f"{num_device_blocks} device and {num_host_blocks} host blocks of {size} bytes need "
-                f"{wanted[tier]} bytes of {tier} memory, {memory} are available"
-            )

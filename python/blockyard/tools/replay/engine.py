@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from blockyard import BlockManager, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError
-from blockyard.scheduler import PreemptionCosts, PreemptionMode, SchedulerStats
+from blockyard.scheduler import Finished, PreemptionCosts, PreemptionMode, SchedulerStats
 from blockyard.scheduler.step import PlainSteps, Step
 from blockyard.stores.base import StoreStats
 from blockyard.stores.threaded.runtime import use_runtime
@@ -476,7 +476,7 @@ class _Replay:
         times = self._plain_times(plain)
         if len(times) < 2:
             return 0, None
-        done, step = self._scheduler.schedule_plain(self._plain_tokens(plain, len(times) - 1), times[:-1])
+        done, step, ended = self._scheduler.schedule_plain(self._plain_tokens(plain, len(times) - 1), times)
         self._ahead = max(16, 2 * done) if done < len(times) - 1 else max(self._ahead, 4 * done)
         if done:
             for begin, end in pairwise(times[: done + 1]):
@@ -484,16 +484,16 @@ class _Replay:
             self._steps += done
             self._time.now = times[done]
             self._decided_at = times[done - 1] if self._options.async_scheduling else self._time.now
-            if self._options.async_scheduling:
-                self._seats, self._ended = self._seats - self._ended, 0
             if self._watch is not None:
                 contexts = plain.context + np.arange(done)[:, None]
                 self._watch.plain_steps(times[0], times[done], contexts, self._scheduler)
+            self._answer(ended)
         return done, step
 
     def _plain_times(self, plain: PlainSteps) -> list[float]:
         """Return when the first plain step begins, and when each one ends, up to the next event."""
-        most = min(plain.limit - 1, self._ahead, _MAX_STEPS)
+        # Who watches sees the step in which sequences end by itself, before they have.
+        most = min(plain.limit - (self._watch is not None), self._ahead, _MAX_STEPS)
         if self._tier is not None:  # each full block is written at the end of its step
             most = min(most, int(np.minimum.reduce(-plain.context % self._options.block_size)) + 1)
         copied, until, now = self._open.next_at, self._next_event(), self._time.now
@@ -545,7 +545,10 @@ class _Replay:
                 self._first[number] = self._time.now
         sampled = self._sample(step)
         self._land_copies()
-        ended = self._scheduler.update(step, sampled)
+        self._answer(self._scheduler.update(step, sampled))
+
+    def _answer(self, ended: list[Finished]) -> None:
+        """Record the requests that have ended in the last step."""
         for finished in ended:
             number = int(finished.request.request_id)
             self._last[number] = self._time.now
