@@ -21,8 +21,10 @@ from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, Final, TypeAlias, TypeVar
 
 from blockyard.errors import StoreError
+from blockyard.interrupts import keep, open_event
+from blockyard.ownership import Process
 from blockyard.stores import Completion, ExternalStore
-from blockyard.workers import Process, keep, open_event, start_worker
+from blockyard.threads import start_worker
 
 __all__ = ["Steps", "StoreJobs", "collect", "run"]
 
