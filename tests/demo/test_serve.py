@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from huggingface import reference_generate
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
-from blockyard.integrations.transformers.model import reference_generate
 from blockyard.progress import show_progress
 from blockyard.tools.demo.demo_model import demo_config, demo_model
 from blockyard.tools.demo.report import Difference

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from huggingface import reference_generate
 from transformers import MistralConfig, MistralForCausalLM
 
 from blockyard import BlockManager, CacheGroup, Pairs
@@ -13,7 +14,6 @@ from blockyard._core import StepOwner
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError, StoreURLError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
-from blockyard.integrations.transformers.model import reference_generate
 from blockyard.scheduler import Scheduler
 from blockyard.tools.demo.demo_model import demo_config, demo_model
 from blockyard.tools.demo.executors import SteadyExecutor, Wrapper

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from adapter_calls import ERRORS, PATIENCE, Caller, every, swept
+from huggingface import reference_generate
 from interrupts import Interrupt
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.gaudi import CacheSwapUtils
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
-from blockyard.integrations.transformers.model import reference_generate
 from blockyard.tools.demo.demo_model import demo_config, demo_model
 
 PROMPTS = [list(range(first, first + 9)) for first in (1, 40, 80)]

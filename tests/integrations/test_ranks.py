@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from forks import in_child
+from huggingface import reference_generate
 from servers import serving
 
 from blockyard.errors import ForkedError, InvalidArgumentError, WorkerError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
-from blockyard.integrations.transformers.model import reference_generate
 from blockyard.integrations.transformers.ranks import CacheOptions, CacheSizes
 from blockyard.stores.url import rank_url
 from blockyard.testing.faults import flip_bytes

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from huggingface import reference_generate
 
 from blockyard.errors import InvalidArgumentError, LayoutError
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import StepInput
-from blockyard.integrations.transformers.model import PagedModel, reference_generate
+from blockyard.integrations.transformers.model import PagedModel
 from blockyard.tools.demo.demo_model import demo_config, demo_model
 
 BLOCK = 4
