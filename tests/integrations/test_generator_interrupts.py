@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +21,7 @@ from blockyard.tools.demo.demo_model import demo_config, demo_model
 PROMPTS = [list(range(first, first + 9)) for first in (1, 40, 80)]
 PARAMS = [SamplingParams(max_tokens=6, n=count) for count in (1, 2, 1)]
 BLOCKS = {"device": 13, "host": 6}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

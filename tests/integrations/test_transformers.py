@@ -39,15 +39,7 @@ FAMILIES = {
 }
 GREEDY = SamplingParams(max_tokens=14)
 SAMPLED = SamplingParams(max_tokens=14, temperature=0.9, seed=5)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small are quicker on one thread, by far where other processes want the cores too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
