@@ -87,6 +87,7 @@ impl OpenStep<'_> {
             match *found {
                 Found::Device(block) => table.push(block),
                 Found::Host(copy) => {
+                    // Another prompt of this step loads it already: both wait for one copy.
                     if let Some(block) = self.view().loading(copy) {
                         self.tiers.share((Tier::Device, block), 1);
                         table.push(block);
