@@ -4,7 +4,8 @@
 use super::{BLOCK, Op, Setup, World, cases, keep, op, paged_setup, setup, store::family_ids};
 use blockyard_core::defrag::{Budget, Goal};
 use blockyard_core::{
-    AllocStatus, Cached, Counts, Demand, Error, Fit, Group, Manager, Prompt, SequenceId, StoreJob, TableRows, Tier,
+    AllocStatus, Append, Cached, Counts, Demand, Error, Fit, Group, Manager, Prompt, PromptOptions, SequenceId,
+    StoreJob, TableRows, Tier,
 };
 use proptest::prelude::*;
 
@@ -183,7 +184,7 @@ impl ReachedState {
             return Ok(());
         }
         let mut slots = vec![0; named.len() * (1 + call.more) as usize * manager.growing_groups()];
-        with_drafts(named.len(), call.more, |counts| manager.append(&named, counts, 0, &mut slots))
+        with_drafts(named.len(), call.more, |counts| manager.append(Append::new(&named, counts, &mut slots)))
     }
 
     fn run(&self, manager: &mut Manager, call: Call, named: &Named) -> Result<(), Error> {
@@ -197,23 +198,39 @@ impl ReachedState {
             Verb::Allocate => manager.allocate_encoded(&[tokens], &[0], &mut out),
             Verb::AllocateEncoded if encoded => manager.allocate_encoded(&[tokens], &[more], &mut out),
             Verb::AllocateEncoded => manager.allocate(&[tokens], &mut out),
-            Verb::Prompt => manager.allocate_prompts(&[prompt(&family_ids(tokens, more))], &mut Vec::new()),
+            Verb::Prompt => {
+                let ids = family_ids(tokens, more);
+                manager.allocate_prompts(&[prompt(&ids)], PromptOptions::default(), &mut Vec::new())
+            }
             Verb::Prompts => {
                 let all = [family_ids(tokens, more), family_ids(tokens / 2, more), family_ids(tokens, 1)];
-                manager.allocate_chunks(&all.each_ref().map(|ids| prompt(ids)), 1 + more * 3, &mut Vec::new())
+                let options = PromptOptions { chunk: 1 + more * 3, preempted: false };
+                manager.allocate_prompts(&all.each_ref().map(|ids| prompt(ids)), options, &mut Vec::new())
             }
-            Verb::Append => manager.append(named, Counts::All(tokens), more, slots),
+            Verb::Append => {
+                manager.append(Append { lookahead: more, ..Append::new(named, Counts::All(tokens), slots) })
+            }
             Verb::AppendDrafts => {
                 let slots = &mut vec![0; named.len() * (1 + more) as usize * manager.growing_groups()];
-                with_drafts(named.len(), more, |counts| manager.append(named, counts, tokens % 3, slots))
+                with_drafts(named.len(), more, |counts| {
+                    manager.append(Append { lookahead: tokens % 3, ..Append::new(named, counts, slots) })
+                })
             }
             Verb::AppendTables => {
                 let tables = &mut vec![0; named.len() * manager.growing_groups() * 64];
-                manager.append_with_tables(named, Counts::All(tokens), more, TableRows::new(tables, 64), slots)
+                manager.append(Append {
+                    lookahead: more,
+                    tables: Some(TableRows::new(tables, 64)),
+                    ..Append::new(named, Counts::All(tokens), slots)
+                })
             }
             Verb::AppendTokens => {
                 let ids = vec![more; named.len() * tokens as usize];
-                manager.append_tokens(named, Counts::All(tokens), more, &ids, None, slots)
+                manager.append(Append {
+                    lookahead: more,
+                    token_ids: Some(&ids),
+                    ..Append::new(named, Counts::All(tokens), slots)
+                })
             }
             Verb::Note => manager.note_tokens(named, Counts::All(more), &vec![7; named.len() * more as usize]),
             Verb::Mark => manager.mark_computed(named),
