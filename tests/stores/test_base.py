@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, StoreURLError
-from blockyard.stores import ExternalStore, open_store, opening
-from blockyard.stores.opening import check_url
+from blockyard.stores import ExternalStore, base, open_store
+from blockyard.stores.base import check_url
 
 
 def test_the_url_chooses_the_store(tmp_path: Path):
@@ -126,8 +126,8 @@ def test_a_namespace_has_32_bytes(tmp_path: Path):
 
 
 def test_a_scheme_can_be_registered_by_entry_point(monkeypatch: pytest.MonkeyPatch):
-    plug_in = EntryPoint("mine", "tests_plug_in:open_mine", opening.ENTRY_POINTS)
-    monkeypatch.setattr(opening, "entry_points", lambda group: EntryPoints([plug_in]))
+    plug_in = EntryPoint("mine", "tests_plug_in:open_mine", base.ENTRY_POINTS)
+    monkeypatch.setattr(base, "entry_points", lambda group: EntryPoints([plug_in]))
     monkeypatch.setattr(EntryPoint, "load", lambda self: lambda url, **options: (self.value, url, options))
     found = open_store("mine://x", bytes_per_block=7)
     expected = {"bytes_per_block": 7, "num_slots": None, "namespace": bytes(32)}

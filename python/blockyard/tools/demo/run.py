@@ -18,7 +18,7 @@ from blockyard import __version__
 from blockyard.errors import InvalidArgumentError
 from blockyard.progress import show_progress
 from blockyard.scheduler import PreemptionMode
-from blockyard.stores.opening import check_url
+from blockyard.stores.base import check_url
 from blockyard.stores.url import public_url, sized_url
 from blockyard.tools.demo.report import TIERS, Damage, Peak, Report, Sabotage, TransferCount
 from blockyard.tools.demo.workload import StandardText, WorkItem, text_workload
