@@ -28,7 +28,6 @@ from blockyard.executor.loop import StepEnd, StepLoop
 from blockyard.layout import ArenaLayout, GroupedLayout, KVLayout
 from blockyard.layout.kv import check_layout
 from blockyard.layout.sizes import as_int
-from blockyard.ownership import Process
 from blockyard.prefix_store import PrefixStore
 from blockyard.prefix_store.unused import Unused
 from blockyard.stores import ExternalStore, open_store
@@ -37,6 +36,7 @@ from blockyard.stores.checked_store import bytes_per_value, check_store, slots_p
 from blockyard.stores.namespace import Namespace, describe_layout, parts_of
 from blockyard.stores.url import read_bytes, sized_url
 from blockyard.types import ManagerStats, ResizeProgress
+from blockyard.workers.ownership import Process
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -20,12 +20,12 @@ from typing import Any, Final, TypeAlias
 
 from blockyard._core import BlockManager
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.extras import missing
 from blockyard.offload import OffloadManager
 from blockyard.scheduler import Scheduler
 from blockyard.stores import ExternalStore, StoreStats
 from blockyard.stores.base import fails_since
 from blockyard.types import Histogram
+from blockyard.workers.extras import missing
 
 try:
     from prometheus_client import Metric

@@ -6,14 +6,14 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from blockyard._core import Mapping
 
-from blockyard.buffers import Buffers
+from blockyard._core import Mapping
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.memory import EngineTier, Memory, Rows, Run, as_tensor
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KINDS, KVLayout
+from blockyard.workers.buffers import Buffers
 
 
 @pytest.fixture(params=KINDS)

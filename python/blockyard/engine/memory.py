@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blockyard._core import Mapping
-from blockyard.buffers import Buffers, fresh_pages
 from blockyard.engine.cuda.streams import with_index
 from blockyard.engine.host_pool import HostPool, OnFailure
 from blockyard.engine.ops import bind
@@ -23,6 +22,7 @@ from blockyard.engine.ops.library import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.kv import BlockLayout, check_views
 from blockyard.layout.sizes import as_int
+from blockyard.workers.buffers import Buffers, fresh_pages
 
 __all__ = ["EngineTier", "HostPage", "Memory", "Rows", "Run", "as_tensor", "page_view", "torch_dtype", "zeros"]
 

@@ -31,9 +31,9 @@ from blockyard.errors import (
     UnknownSequenceError,
     UnknownTicketError,
 )
-from blockyard.interrupts import keep
 from blockyard.layout.kv import KVLayout
 from blockyard.types import ManagerStats
+from blockyard.workers.interrupts import keep
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager, HashedPrompt
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.layout.sizes import as_float
-from blockyard.ownership import Claims, Process
 from blockyard.prefix_store.loads import Loads, Prefetch
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.values import Values
@@ -28,6 +27,7 @@ from blockyard.stores.log_lines import MissLog
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import read_bytes
 from blockyard.types import Histogram
+from blockyard.workers.ownership import Claims, Process
 
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from blockyard._core import BlockManager, StepDecision
 from blockyard.errors import InvariantError, StepOrderError
-from blockyard.logs import RateLimit
 from blockyard.stores.threaded.runtime import runtime
+from blockyard.workers.logs import RateLimit
 
 if TYPE_CHECKING:
     from blockyard.executor.executor import Executor

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from blockyard._core import AllocStatus, BlockManager, Fit
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, StepOrderError
 from blockyard.layout.sizes import as_float, as_int, set_ints
-from blockyard.ownership import Claims
 from blockyard.scheduler.loop import Cache, LoopedScheduler
 from blockyard.scheduler.request import RequestState
 from blockyard.scheduler.rows import LENGTH, SequenceRows
 from blockyard.types import DefragReport
+from blockyard.workers.ownership import Claims
 
 __all__ = [
     "PREEMPTION_MODES",

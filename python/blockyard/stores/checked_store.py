@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from blockyard._core import Completion
 from blockyard.errors import BlockyardError, InvalidArgumentError, StoreError
 from blockyard.layout import ArenaLayout
-from blockyard.logs import RateLimit, describe
-from blockyard.ownership import Claims, Process
 from blockyard.stores.base import ExternalStore, Owners, Use
 from blockyard.stores.log_lines import FailureLog
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import public_repr
 from blockyard.types import Histogram
+from blockyard.workers.logs import RateLimit, describe
+from blockyard.workers.ownership import Claims, Process
 
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine

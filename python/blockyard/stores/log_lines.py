@@ -5,8 +5,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from blockyard.logs import RateLimit
 from blockyard.stores.value import is_damage
+from blockyard.workers.logs import RateLimit
 
 __all__ = ["FailureLog", "MissLog"]
 

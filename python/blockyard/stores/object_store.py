@@ -41,9 +41,6 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import ForkedError, StoreError
-from blockyard.extras import missing
-from blockyard.interrupts import as_error
-from blockyard.ownership import Process
 from blockyard.stores.base import ExternalStore, Use
 from blockyard.stores.namespace import TEXT_NAME, text_of
 from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, seconds
@@ -51,6 +48,9 @@ from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
 from blockyard.stores.url import StoreURL, hide_secrets, is_secret_name
 from blockyard.stores.value import HEADER
+from blockyard.workers.extras import missing
+from blockyard.workers.interrupts import as_error
+from blockyard.workers.ownership import Process
 
 __all__ = ["LocalFiles", "ObjectStore", "connect_client", "open_object_store", "public_error"]
 

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError, StoreFullError
-from blockyard.interrupts import as_error
 from blockyard.stores.base import Use
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.url import StoreURL, hide_secrets, parse_size
 from blockyard.stores.value import HEADER
+from blockyard.workers.interrupts import as_error
 
 __all__ = ["SIZE", "RemoteStore", "batched", "count", "count_slots", "positive", "seconds"]
 

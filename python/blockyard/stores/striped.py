@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from blockyard._core import Completion
 from blockyard.errors import InvalidArgumentError, MappingError, OutOfMemoryError, StoreError, UnknownTicketError
-from blockyard.interrupts import keep, open_event
-from blockyard.ownership import Process
 from blockyard.stores.arguments import check_read_rows, check_rows, check_slots, checked_keys
 from blockyard.stores.base import ExternalStore, Keys, Owners, Use, no_keys_error
 from blockyard.stores.checked_store import check_store
 from blockyard.types import StoreStats
+from blockyard.workers.interrupts import keep, open_event
+from blockyard.workers.ownership import Process
 
 __all__ = ["StripedStore"]
 

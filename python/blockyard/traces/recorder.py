@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from blockyard._core import CacheGroup, export_keys
 from blockyard.errors import InvalidArgumentError, TraceError
-from blockyard.ownership import Process
-from blockyard.threads import start_worker
 from blockyard.traces.formats import MAX_TOKENS
 from blockyard.traces.groups import GROUPS_FIELD, group_fields
+from blockyard.workers.ownership import Process
+from blockyard.workers.threads import start_worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from blockyard.errors import InvalidArgumentError, StoreError
 from blockyard.integrations.compat import engine_log
 from blockyard.integrations.options.lmcache import read_options
-from blockyard.interrupts import open_event
 from blockyard.stores.adapters.jobs import Steps
 from blockyard.stores.adapters.objects import PrefixObjects, store_url
+from blockyard.workers.interrupts import open_event
 
 __all__ = ["BlockyardConnector"]
 

@@ -38,11 +38,11 @@ from blockyard.integrations.options.sglang import read_linker
 from blockyard.integrations.sglang.identity import identify
 from blockyard.integrations.sglang.pages import as_bytes, refuse_own_folders, restorable_pages, sizes_of_store
 from blockyard.integrations.sglang.recording import QueryRecorder, record_queries
-from blockyard.interrupts import keep
 from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.jobs import Steps
 from blockyard.stores.adapters.objects import PrefixObjects, store_url
 from blockyard.stores.adapters.options import read_size
+from blockyard.workers.interrupts import keep
 
 __all__ = ["BlockyardLinker"]
 

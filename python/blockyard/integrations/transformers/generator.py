@@ -24,7 +24,6 @@ from blockyard.integrations.transformers.hybrid import open_model
 from blockyard.integrations.transformers.model import ServedModel
 from blockyard.integrations.transformers.ranks import CacheOptions, CacheSizes, RankGroup
 from blockyard.integrations.transformers.sizing import MEMORY_UTILIZATION, available_blocks
-from blockyard.interrupts import keep
 from blockyard.layout import ArenaLayout, LayoutKind
 from blockyard.scheduler import (
     DefragPolicy,
@@ -38,6 +37,7 @@ from blockyard.scheduler.step import as_token_ids
 from blockyard.stores import ExternalStore
 from blockyard.stores.url import public_url
 from blockyard.types import ResizeProgress
+from blockyard.workers.interrupts import keep
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -42,9 +42,9 @@ from blockyard.integrations.transformers.attention import StepInput
 from blockyard.integrations.transformers.model import PagedModel
 from blockyard.integrations.transformers.sharding import require_divisible, shard_model
 from blockyard.layout.kv import LayoutKind
-from blockyard.ownership import Process
 from blockyard.stores import ExternalStore
 from blockyard.stores.url import public_repr, rank_url
+from blockyard.workers.ownership import Process
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -21,13 +21,13 @@ from blockyard.integrations.compat import engine_log
 from blockyard.integrations.options.vllm import TIMEOUT_BASE_SECONDS
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
-from blockyard.interrupts import keep
 from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.adapters.chunks import ChunkRows, HeadShards
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.base import ExternalStore, fails_since
 from blockyard.stores.value import is_damage
-from blockyard.threads import start_worker
+from blockyard.workers.interrupts import keep
+from blockyard.workers.threads import start_worker
 
 __all__ = ["ExternalTier", "UsedBefore"]
 

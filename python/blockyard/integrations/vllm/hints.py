@@ -18,10 +18,10 @@ from typing import Any, Final, Literal, NamedTuple
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
-from blockyard.interrupts import keep
-from blockyard.logs import RateLimit
 from blockyard.offload import OffloadManager
 from blockyard.stores.adapters.options import nearest, read_choice, read_seconds
+from blockyard.workers.interrupts import keep
+from blockyard.workers.logs import RateLimit
 
 __all__ = ["OUTCOMES", "Hints", "Pins", "read_hints"]
 

@@ -34,10 +34,10 @@ from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.integrations.vllm.recording import ChunkRecorder
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.integrations.vllm.units import UnitOffload, Units
-from blockyard.interrupts import keep
 from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.adapters.chunks import HeadShards
 from blockyard.stores.base import ExternalStore
+from blockyard.workers.interrupts import keep
 
 __all__ = ["BlockyardManager"]
 

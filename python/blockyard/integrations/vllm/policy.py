@@ -9,8 +9,8 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.interrupts import keep
 from blockyard.offload import OffloadManager
+from blockyard.workers.interrupts import keep
 
 __all__ = ["AdaptivePolicy", "LRUPolicy"]
 

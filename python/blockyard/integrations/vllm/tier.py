@@ -19,13 +19,13 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
 from blockyard.integrations.options.vllm import check_tier
 from blockyard.integrations.vllm.metrics import hit_source
-from blockyard.interrupts import keep
 from blockyard.stores import open_store
 from blockyard.stores.adapters.chunks import ChunkRows
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.adapters.objects import BATCH_BYTES, about_store, store_url
 from blockyard.stores.namespace import Namespace
 from blockyard.stores.value import is_damage
+from blockyard.workers.interrupts import keep
 
 __all__ = ["BlockyardTier", "namespace"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadKey, get_offload_group_idx
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.interrupts import keep
 from blockyard.offload import OffloadManager
+from blockyard.workers.interrupts import keep
 
 __all__ = ["BlockPieces", "PreparedUnits", "UnitOffload", "Units", "pages_of", "units_of"]
 

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import BoundViews, Completion, Mapping
-from blockyard.buffers import Buffers
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores.checked_store import are_rows_free
+from blockyard.workers.buffers import Buffers
 
 __all__ = ["ChunkRows", "HeadShards"]
 

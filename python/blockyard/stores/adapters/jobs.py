@@ -21,10 +21,10 @@ from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any, Final, TypeAlias, TypeVar
 
 from blockyard.errors import StoreError
-from blockyard.interrupts import keep, open_event
-from blockyard.ownership import Process
 from blockyard.stores import Completion, ExternalStore
-from blockyard.threads import start_worker
+from blockyard.workers.interrupts import keep, open_event
+from blockyard.workers.ownership import Process
+from blockyard.workers.threads import start_worker
 
 __all__ = ["Steps", "StoreJobs", "collect", "run"]
 

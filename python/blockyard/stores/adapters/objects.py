@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion, checksum_rows
-from blockyard.buffers import Buffers
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores import ExternalStore, StoreStats, open_store, parse_size
 from blockyard.stores.adapters.jobs import Steps, StoreJobs, run
@@ -37,6 +36,7 @@ from blockyard.stores.checked_store import are_rows_free
 from blockyard.stores.namespace import Namespace
 from blockyard.stores.url import public_repr, public_url
 from blockyard.stores.value import is_damage
+from blockyard.workers.buffers import Buffers
 
 __all__ = [
     "BATCH_BYTES",

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
-from blockyard.extras import missing
 from blockyard.stores.mooncake.url import MooncakeURL
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import StoreURL, hide_secrets
+from blockyard.workers.extras import missing
 
 __all__ = ["ABSENT", "AREA", "BEING_WRITTEN", "NO_ROOM", "TOO_LONG", "Client", "connect_client", "text_of_code"]
 

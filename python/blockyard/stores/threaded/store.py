@@ -13,11 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard._core import Completion, checksum_rows
-from blockyard.buffers import Buffers
 from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
-from blockyard.interrupts import open_event
-from blockyard.logs import describe
-from blockyard.ownership import Process
 from blockyard.stores.arguments import check_read_rows, check_rows, check_slots, checked_keys, owners_of_each
 from blockyard.stores.base import ExternalStore, Keys, Owners, Use, no_keys_error
 from blockyard.stores.codec import Codec, MacKey
@@ -29,8 +25,12 @@ from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.threaded.value_format import ValueFormat
 from blockyard.stores.url import hide_secrets, public_url, secrets_of
 from blockyard.stores.value import HEADER, answered, copy_rows, reasons_of, spread_out
-from blockyard.threads import Polls
 from blockyard.types import StoreStats
+from blockyard.workers.buffers import Buffers
+from blockyard.workers.interrupts import open_event
+from blockyard.workers.logs import describe
+from blockyard.workers.ownership import Process
+from blockyard.workers.threads import Polls
 
 __all__ = ["ThreadedStore"]
 

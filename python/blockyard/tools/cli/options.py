@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from blockyard import __version__
-from blockyard.extras import missing
 from blockyard.scheduler import PREEMPTION_MODES
 from blockyard.tools.demo.report import SABOTAGE_KINDS
 from blockyard.tools.setup_checks import ENGINES
 from blockyard.tools.store.contents import DIGITS
+from blockyard.workers.extras import missing
 
 __all__ = ["EXIT_CODES", "make_parser"]
 

@@ -11,8 +11,8 @@ from string import Template
 from typing import Final
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.extras import missing
 from blockyard.tools.pictures.style import Figure
+from blockyard.workers.extras import missing
 
 try:
     from plotly.offline import get_plotlyjs

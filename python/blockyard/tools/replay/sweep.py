@@ -13,9 +13,9 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.interrupts import interrupts_blocked
 from blockyard.tools.replay.hits import ClassMemory, HybridMemory, replay_hits
 from blockyard.tools.replay.packed import PackedTrace
+from blockyard.workers.interrupts import interrupts_blocked
 
 __all__ = ["Point", "open_executor", "read_blocks", "run_all", "sweep"]
 

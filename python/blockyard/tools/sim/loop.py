@@ -17,9 +17,9 @@ from math import inf
 from typing import Any, Final
 
 from blockyard.errors import BlockyardError
-from blockyard.extras import missing
 from blockyard.stores.threaded.runtime import Runtime
 from blockyard.tools.virtual_time import VirtualTime
+from blockyard.workers.extras import missing
 
 try:
     from greenlet import getcurrent, greenlet

@@ -11,11 +11,11 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any, Final
 
-from blockyard.interrupts import interrupts_blocked
 from blockyard.tools.sim.fleet.faults import FAULTS, Fault
 from blockyard.tools.sim.fleet.fleet import FleetOptions, FleetReport, digest_of, simulate_fleet
 from blockyard.tools.sim.fleet.log import BlockCounts
 from blockyard.tools.timeline import Timeline
+from blockyard.workers.interrupts import interrupts_blocked
 
 __all__ = ["Campaign", "run_campaign", "shrink"]
 

@@ -23,7 +23,7 @@ __all__ = ["Condition", "Polls", "start_worker"]
 _RESTLESS_SECONDS: Final = 0.0005  # polls closer together than this come from a caller that does nothing else
 _PARTING_SECONDS: Final = 10.0
 _ATTEMPTS, _PAUSE_SECONDS = 10, 0.1  # of a thread that lacks memory
-_log = logging.getLogger("blockyard.threads")
+_log = logging.getLogger("blockyard.workers")
 _running: dict[threading.Thread, Callable[[], None]] = {}  # threads and the calls that stop them
 
 
