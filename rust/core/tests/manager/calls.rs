@@ -191,6 +191,7 @@ impl ReachedState {
         let (Call { verb, first, count, tokens, more }, Named { sequences: named, leads_away }) = (call, named);
         let (one, mut out) = (named.first().copied().unwrap_or(SequenceId::new(0, 9999, 1)), Vec::new());
         let slots = &mut vec![0; named.len() * tokens as usize * manager.growing_groups()];
+        let batch = Append { lookahead: more, ..Append::new(named, Counts::All(tokens), slots) };
         let ticket = manager.open_tickets().nth(first % manager.num_open_tickets().max(1));
         let encoded = manager.growing_groups() < manager.groups().len();
         match verb {
@@ -207,9 +208,7 @@ impl ReachedState {
                 let options = PromptOptions { chunk: 1 + more * 3, preempted: false };
                 manager.allocate_prompts(&all.each_ref().map(|ids| prompt(ids)), options, &mut Vec::new())
             }
-            Verb::Append => {
-                manager.append(Append { lookahead: more, ..Append::new(named, Counts::All(tokens), slots) })
-            }
+            Verb::Append => manager.append(batch),
             Verb::AppendDrafts => {
                 let slots = &mut vec![0; named.len() * (1 + more) as usize * manager.growing_groups()];
                 with_drafts(named.len(), more, |counts| {
@@ -218,19 +217,11 @@ impl ReachedState {
             }
             Verb::AppendTables => {
                 let tables = &mut vec![0; named.len() * manager.growing_groups() * 64];
-                manager.append(Append {
-                    lookahead: more,
-                    tables: Some(TableRows::new(tables, 64)),
-                    ..Append::new(named, Counts::All(tokens), slots)
-                })
+                manager.append(Append { tables: Some(TableRows::new(tables, 64)), ..batch })
             }
             Verb::AppendTokens => {
                 let ids = vec![more; named.len() * tokens as usize];
-                manager.append(Append {
-                    lookahead: more,
-                    token_ids: Some(&ids),
-                    ..Append::new(named, Counts::All(tokens), slots)
-                })
+                manager.append(Append { token_ids: Some(&ids), ..batch })
             }
             Verb::Note => manager.note_tokens(named, Counts::All(more), &vec![7; named.len() * more as usize]),
             Verb::Mark => manager.mark_computed(named),
