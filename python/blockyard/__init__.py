@@ -67,7 +67,7 @@ if not TYPE_CHECKING:
             try:
                 return getattr(import_module(_MODULES[name]), name)
             except ModuleNotFoundError as error:
-                raise import_module("blockyard.workers").missing(f"blockyard.{name}", error) from None
+                raise import_module("blockyard.workers.extras").missing(f"blockyard.{name}", error) from None
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -36,7 +36,7 @@ from blockyard.stores.checked_store import bytes_per_value, check_store, slots_p
 from blockyard.stores.namespace import Namespace, describe_layout, parts_of
 from blockyard.stores.url import read_bytes, sized_url
 from blockyard.types import ManagerStats, ResizeProgress
-from blockyard.workers import Process
+from blockyard.workers.ownership import Process
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -25,7 +25,7 @@ from blockyard.scheduler import Scheduler
 from blockyard.stores import ExternalStore, StoreStats
 from blockyard.stores.base import fails_since
 from blockyard.types import Histogram
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 try:
     from prometheus_client import Metric

@@ -16,7 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from blockyard._core import __version__
-from blockyard.workers import keep, missing
+from blockyard.workers.extras import missing
+from blockyard.workers.interrupts import keep
 
 if TYPE_CHECKING:
     from opentelemetry import trace

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from managers import step
 
 from blockyard import BlockManager, CacheGroup
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
@@ -19,14 +20,9 @@ def manager_of(block_size: int = 4, **options: Any) -> BlockManager:
     )
 
 
-def settle(manager: BlockManager) -> None:
-    manager.complete(manager.take_decision().ticket)
-    manager.check()
-
-
 def begun(manager: BlockManager, tokens: int) -> int:
     (sequence,) = manager.allocate(counts=[tokens])
-    settle(manager)
+    step(manager)
     return int(sequence)
 
 
@@ -40,7 +36,7 @@ def test_each_number_of_rejected_drafts_leaves_the_state_after_the_last_accepted
         states = slots // block_size
         assert len(set(states.tolist())) == 6
         assert slots.tolist() == manager.slot_mapping(sequence, tokens, tokens + 6, group=1).tolist()
-        settle(manager)
+        step(manager)
         manager.truncate(sequence, tokens + 1 + accepted)
         manager.check()
         assert manager.block_table(sequence, 1)[-1] == states[accepted]
@@ -55,7 +51,7 @@ def test_states_of_drafts_that_are_all_accepted_are_free_after_the_next_append()
     before = manager.stats().used_blocks["device"]
     for _ in range(2):
         manager.append([sequence], 5, draft_tokens=4)
-        settle(manager)
+        step(manager)
         assert manager.stats().used_blocks["device"] == before + 4
     manager.append([sequence])
     assert manager.stats().used_blocks["device"] == before
@@ -69,7 +65,7 @@ def test_an_append_with_drafts_takes_what_its_query_counts():
     assert (fit.blocks, bool(fit)) == (5, True)
     manager.append([sequence], 6, draft_tokens=5)
     assert manager.pool().num_free == free - 5
-    settle(manager)
+    step(manager)
     many = manager.pool().num_free + 7
     assert not manager.can_append([sequence], many, draft_tokens=many - 1)
     with pytest.raises(OutOfBlocksError):
@@ -96,7 +92,7 @@ def test_a_state_at_a_resume_point_is_read_where_it_lies_and_never_copied():
     for cached in (0, 8):
         sequence = manager.allocate(prompt, chunk_tokens=8)
         assert sequence.cached_tokens == cached
-        settle(manager)
+        step(manager)
         manager.mark_computed(sequence)
         while chunk := manager.next_chunk(sequence, 8):
             manager.append(sequence, chunk)
@@ -114,7 +110,7 @@ def test_a_fork_has_the_last_state_only():
     manager.append([sequence], 4, draft_tokens=3)
     with pytest.raises(SequenceStateError):
         manager.fork(sequence, 1)
-    settle(manager)
+    step(manager)
     (child,) = manager.fork(sequence, 1)
     with pytest.raises(InvalidArgumentError, match="cache group 1"):
         manager.truncate(child, 5)
@@ -129,11 +125,11 @@ def test_the_step_that_writes_states_of_drafts_takes_no_second_append():
     for call in (manager.can_append, manager.append):
         with pytest.raises(SequenceStateError):
             call([sequence])
-    settle(manager)
+    step(manager)
     manager.append([sequence])
     with pytest.raises(SequenceStateError):
         manager.truncate(sequence, 6)
-    settle(manager)
+    step(manager)
     with pytest.raises(InvalidArgumentError, match="cache group 1"):
         manager.truncate(sequence, 6)
 
@@ -142,7 +138,7 @@ def test_a_swap_takes_the_last_state_along_and_no_other():
     manager = manager_of()
     sequence = begun(manager, 3)
     manager.append([sequence], 4, draft_tokens=3)
-    settle(manager)
+    step(manager)
     manager.swap_out([sequence])
     assert len(manager.take_decision().blocks_to_swap_out) == 2 + 2
     manager.check()
@@ -158,7 +154,7 @@ def test_kept_block_tables_do_not_show_the_states_behind_the_entries():
         manager.block_tables(sequence, out=tables[group : group + 1], group=group)
     for accepted in (0, 2, 1, 0):
         manager.append([sequence], 4, draft_tokens=3, block_tables=tables)
-        settle(manager)
+        step(manager)
         for group in range(2):
             shown = manager.block_table(sequence, group)
             assert tables[group, : len(shown)].tolist() == shown.tolist()
@@ -185,7 +181,7 @@ def test_kept_block_tables_do_not_show_the_states_behind_the_entries():
 def test_drafts_that_cannot_be_are_refused(groups: Any, counts: Any, drafts: Any, message: str):
     manager = manager_of(groups=groups)
     sequences = manager.allocate(counts=[3, 5])
-    settle(manager)
+    step(manager)
     for call in (manager.can_append, manager.append):
         with pytest.raises(InvalidArgumentError, match=message):
             call(sequences, counts, draft_tokens=drafts)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from managers import step
 from prompts import allocate_prompts
 
 from blockyard import BlockManager, PrefixCaching
@@ -19,11 +20,6 @@ def new_manager(device: int = 8, *, host: int = 0, events: int = 100) -> BlockMa
         watermark=0.0,
         prefix_caching=PrefixCaching(max_events=events),
     )
-
-
-def step(manager: BlockManager) -> None:
-    manager.complete(manager.take_decision().ticket)
-    manager.check()
 
 
 def run(manager: BlockManager, prompt: list[int], **key: object) -> int:

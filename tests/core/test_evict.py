@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from managers import make_manager
+from managers import make_manager, step
 from policies.evictor import Optimal, chains, replay
 from policies.fixed import POLICIES as FIXED
 from policies.traffic import traffic
@@ -34,11 +34,6 @@ def run(manager: BlockManager, tokens: list[int], priority: int = 0, *, check: b
     if check:
         manager.check()
     return int(cached[0])
-
-
-def step(manager: BlockManager) -> None:
-    manager.complete(manager.take_decision().ticket)
-    manager.check()
 
 
 @pytest.mark.parametrize("eviction", POLICIES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from managers import step
 from prompts import allocate_prompts
 
 from blockyard import AllocStatus, BlockManager, CacheGroup
@@ -13,17 +14,12 @@ FULL = CacheGroup.full_attention()
 STATE = CacheGroup.recurrent()
 
 
-def settle(manager: BlockManager) -> None:
-    manager.complete(manager.take_decision().ticket)
-    manager.check()
-
-
 def test_a_window_holds_no_more_blocks_than_it_needs_however_long_it_decodes() -> None:
     manager = BlockManager(block_size=16, device_blocks=64, watermark=0.0, groups=[CacheGroup.sliding_window(40)])
     (sequence,) = manager.allocate(counts=[1])
     cap = 40 // 16 + 2
     for _ in range(3000):
-        settle(manager)
+        step(manager)
         manager.append([sequence])
         assert manager.pool().num_blocks - 1 - manager.pool().num_free <= cap
     table = manager.block_table(sequence)
@@ -35,10 +31,10 @@ def test_a_window_holds_no_more_blocks_than_it_needs_however_long_it_decodes() -
 def test_what_a_window_gave_back_is_used_by_others() -> None:
     manager = BlockManager(block_size=4, device_blocks=9, watermark=0.0, groups=[CacheGroup.sliding_window(8)])
     (first,) = manager.allocate(counts=[32])
-    settle(manager)
+    step(manager)
     assert manager.can_allocate(4).status == AllocStatus.LATER
     manager.mark_computed([first])
-    settle(manager)
+    step(manager)
     (second,) = manager.allocate(counts=[20])
     assert not set(manager.block_table(second)) & (set(manager.block_table(first)) - {0})
 
@@ -51,7 +47,7 @@ def test_a_prompt_longer_than_the_device_fits_through_a_window_by_chunks() -> No
     assert manager.can_allocate(400, chunk_tokens=16).status == AllocStatus.OK
     (sequence,), _ = allocate_prompts(manager, [np.arange(400, dtype=np.uint32)], chunk_tokens=16)
     while (chunk := manager.next_chunk(sequence, 16)) > 0:
-        settle(manager)
+        step(manager)
         manager.mark_computed([sequence])
         slots = manager.append([sequence], chunk)
         assert len(np.unique(slots)) == chunk
@@ -66,7 +62,7 @@ def test_hits_are_what_all_groups_can_serve() -> None:
     prompt = np.arange(41, dtype=np.uint32)
     (first,), cached = allocate_prompts(manager, [prompt])
     assert cached[0] == 0
-    settle(manager)
+    step(manager)
     manager.mark_computed([first])
     assert np.count_nonzero(manager.block_table(first, 1)) < len(manager.block_table(first, 0))
     (second,), cached = allocate_prompts(manager, [prompt])
@@ -96,7 +92,7 @@ def test_each_question_behind_a_system_prompt_that_was_sent_alone_finds_it(quest
         added = np.full(4 * question if number else 0, 1_000 + number, np.uint32)
         (sequence,), cached = allocate_prompts(manager, [np.concatenate((system[:160], added, system[160:]))])
         assert cached[0] == expected, number
-        settle(manager)
+        step(manager)
         manager.mark_computed([sequence])
         manager.free([sequence])
         manager.check()
@@ -112,7 +108,7 @@ def test_a_prompt_continues_where_the_next_token_needs_no_earlier_block(group: C
         (sequence,), cached = allocate_prompts(manager, [prompt])
         assert cached[0] == expected
         assert manager.stats().used_blocks["device"] - used == fit.blocks
-        settle(manager)
+        step(manager)
         manager.mark_computed([sequence])
         manager.free([sequence])
         manager.check()
@@ -125,12 +121,12 @@ def test_a_point_that_is_marked_one_append_late_is_made_if_there_is_room_for_its
     prompt = list(range(40))
     sequence = manager.allocate(prompt, chunk_tokens=4)
     for tokens in [4] * 7 + [8]:
-        settle(manager)
+        step(manager)
         manager.mark_computed(sequence)
         manager.append(sequence, tokens)
-    settle(manager)
+    step(manager)
     manager.append(sequence)  # decided before it is known that the prompt is computed
-    settle(manager)
+    step(manager)
     manager.mark_computed(sequence, num_computed=40)
     manager.check()
     assert manager.prefix.lookup(prompt).tokens == found
@@ -141,7 +137,7 @@ def test_a_window_keeps_no_tail_for_a_scheduler_that_marks_nothing() -> None:
     manager = BlockManager(block_size=4, device_blocks=200, watermark=0.0, groups=groups, prefix_caching=True)
     sequence = manager.allocate(list(range(40)))
     for _ in range(40):
-        settle(manager)
+        step(manager)
         manager.append(sequence)
         assert np.count_nonzero(manager.block_table(sequence, group=1)) <= 10 + 1
     assert np.count_nonzero(manager.block_table(sequence, group=1)) <= 9 // 4 + 2
@@ -150,7 +146,7 @@ def test_a_window_keeps_no_tail_for_a_scheduler_that_marks_nothing() -> None:
 def test_append_gives_each_group_its_slots() -> None:
     manager = BlockManager(block_size=4, device_blocks=64, groups=[FULL, CacheGroup.sliding_window(6), STATE])
     sequences = manager.allocate(counts=[5, 9])
-    settle(manager)
+    step(manager)
     slots = manager.append(sequences, [2, 1])
     assert slots.shape == (3, 3)
     for group in range(3):
@@ -161,7 +157,7 @@ def test_append_gives_each_group_its_slots() -> None:
         assert np.array_equal(slots[group], np.concatenate(rows))
     assert manager.stats().sequences == 2
     tables = np.full((6, 4), -1, dtype=np.int32)
-    settle(manager)
+    step(manager)
     manager.append(sequences, block_tables=tables)
     for group in range(3):
         assert np.array_equal(tables[2 * group : 2 * group + 2, :3], manager.block_tables(sequences, group=group))
@@ -173,7 +169,7 @@ def test_kept_tables_and_slots_have_one_part_for_each_group_while_a_window_slide
     tables, slots = np.zeros((2, rows, 8), dtype=np.int32), np.full((2, 2), -1, dtype=np.int64)
     sequences = manager.allocate(counts=[5, 9])
     for _ in range(12):
-        settle(manager)
+        step(manager)
         manager.append(sequences, block_tables=tables.reshape(2 * rows, 8), out=slots.reshape(4))
         assert not tables[:, 2:].any(), "rows of no sequence are left alone"
         for group in range(2):
@@ -193,20 +189,20 @@ def test_states_whose_next_tokens_have_no_ids_are_marked(prompt: int, count: int
     sequence = manager.allocate(list(range(prompt)), chunk_tokens=2)
     for rest in ([manager.next_chunk(sequence, 2)] if prompt > 2 else [], [count]):
         for tokens in rest:
-            settle(manager)
+            step(manager)
             manager.mark_computed(sequence)
             manager.append(sequence, tokens)
-    settle(manager)
+    step(manager)
     manager.mark_computed(sequence)
     assert manager.num_tokens(sequence) == prompt + count
-    settle(manager)
+    step(manager)
 
 
 def test_a_recurrent_group_holds_two_states_at_most_and_a_fork_copies_the_one_it_writes() -> None:
     manager = BlockManager(block_size=4, device_blocks=16, groups=[STATE])
     (sequence,) = manager.allocate(counts=[30])
     assert np.count_nonzero(manager.block_table(sequence)) == 1
-    settle(manager)
+    step(manager)
     child = manager.fork(sequence)
     manager.append([sequence, child])
     assert len(manager.take_decision().blocks_to_copy) == 1
@@ -221,11 +217,11 @@ def test_an_encoders_blocks_are_shared_by_forks_and_move_with_the_sequence() -> 
     )
     (sequence,) = manager.allocate(counts=[3], encoder_tokens=[10])
     assert (manager.num_tokens(sequence), manager.num_tokens(sequence, 1)) == (3, 10)
-    settle(manager)
+    step(manager)
     children = manager.fork(sequence, 3)
     everyone = [sequence, *children]
     assert manager.append(everyone).shape == (4,)
-    settle(manager)
+    step(manager)
     assert all(np.array_equal(manager.block_table(s, 1), manager.block_table(sequence, 1)) for s in children)
     assert len(manager.block_table(sequence, 1)) == 3
     manager.swap_out(everyone)
@@ -281,7 +277,7 @@ def drafting(**more: object) -> BlockManager:
 
 def computed(manager: BlockManager, prompt: list[int], **more: object) -> int:
     sequence = manager.allocate(prompt, **more)
-    settle(manager)
+    step(manager)
     manager.mark_computed(sequence)
     return int(sequence)
 
@@ -313,7 +309,7 @@ def test_a_drafters_block_is_published_once_the_token_after_it_is_computed() -> 
     sequence = computed(manager, prompt)
     assert manager.prefix.lookup([*prompt, 8]).tokens == 4
     manager.append([sequence], token_ids=[8])
-    settle(manager)
+    step(manager)
     manager.mark_computed(sequence)
     assert manager.prefix.lookup([*prompt, 8]).tokens == 8
 
@@ -333,7 +329,7 @@ def test_forks_and_rejected_drafts_write_a_drafters_entry_before_their_tokens_in
     sequence = computed(manager, list(range(9)))
     manager.truncate(sequence, 8)
     manager.append([sequence], token_ids=[9])
-    settle(manager)
+    step(manager)
     manager.mark_computed(sequence)
     assert [manager.prefix.lookup([*range(8), token]).tokens for token in (8, 9)] == [8, 8]
 
@@ -351,12 +347,12 @@ def test_a_prefix_is_not_forked_before_another_token() -> None:
 def test_a_move_of_the_block_that_a_drafter_writes_again_is_cancelled(chunks: list[int]) -> None:
     manager = BlockManager(block_size=4, device_blocks=16, watermark=0.0, groups=[CacheGroup.drafter()])
     first, sequence = manager.allocate(20), manager.allocate(5)
-    settle(manager)
+    step(manager)
     for count in chunks:
         manager.append(sequence, count)
-        settle(manager)
-    settle(manager)
-    settle(manager)
+        step(manager)
+    step(manager)
+    step(manager)
     manager.free(first)
     manager.defrag.run("dense", 0)
     manager.append(sequence, 1)  # the step also writes the entry of the token before

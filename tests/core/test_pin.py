@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from managers import make_manager
+from managers import make_manager, step
 from prompts import allocate_prompts
 
 from blockyard import BlockManager
@@ -19,11 +19,6 @@ PROMPT = list(range(100, 113))
 
 def new_manager(device: int = 8, **options: float) -> BlockManager:
     return make_manager(block_size=SIZE, device_blocks=device, host_blocks=8, watermark=0.0, **options)
-
-
-def step(manager: BlockManager) -> None:
-    manager.complete(manager.take_decision().ticket)
-    manager.check()
 
 
 def run(manager: BlockManager, tokens: list[int] = PROMPT) -> int:

@@ -5,6 +5,7 @@ import struct
 
 import numpy as np
 import pytest
+from managers import step
 from prompts import allocate_prompts
 
 from blockyard import BlockManager
@@ -16,11 +17,6 @@ SIZE = 4
 
 def new_manager(device: int = 32, host: int = 0) -> BlockManager:
     return BlockManager(block_size=SIZE, device_blocks=device, host_blocks=host, watermark=0.0, prefix_caching=True)
-
-
-def step(manager: BlockManager) -> None:
-    manager.complete(manager.take_decision().ticket)
-    manager.check()
 
 
 def run(manager: BlockManager, prompt: list[int], **key: object) -> tuple[int, int]:

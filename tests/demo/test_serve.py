@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface import reference_generate
 
 from blockyard import StepDecision
 from blockyard.executor import Executor, StepDone, StepExecutor
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
-from blockyard.integrations.transformers.model import reference_generate
 from blockyard.progress import show_progress
 from blockyard.tools.demo.compare import Outputs, compare
 from blockyard.tools.demo.demo_model import demo_config, demo_model

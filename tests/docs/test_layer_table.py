@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from huggingface import reference_generate
 from numpy.typing import NDArray
 from tiny_models import tiny_model
 from transformers import (
@@ -21,7 +22,6 @@ from transformers import (
 from blockyard import BlockManager, CacheGroup, KVCache, KVLayout, PrefixCaching, Request, Scheduler
 from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.transformers import Generator, SamplingParams, hybrid
-from blockyard.integrations.transformers.model import reference_generate
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "concepts" / "hybrid.md"

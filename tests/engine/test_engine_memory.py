@@ -13,7 +13,7 @@ from blockyard.engine.memory import EngineTier, Memory, Rows, Run, as_tensor
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.grouped import GroupedLayout
 from blockyard.layout.kv import KINDS, KVLayout
-from blockyard.workers import Buffers
+from blockyard.workers.buffers import Buffers
 
 
 @pytest.fixture(params=KINDS)

@@ -36,7 +36,8 @@ CACHE = (
     "prefix_store/writes.py",
 )
 STORES = tuple(f"stores/threaded/{name}.py" for name in ("batches", "known_keys", "store", "value_format"))
-STORES += ("stores/value.py", "blockyard/workers.py")
+STORES += ("stores/value.py", "workers/buffers.py", "workers/logs.py", "workers/threads.py")
+STORES += ("workers/interrupts.py", "workers/ownership.py")
 STRIPED = ("stores/striped.py", "stores/checked_store.py")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface import reference_generate
 from tiny_models import VOCABULARY, tiny_model
 from transformers import DynamicCache, cache_utils, modeling_layers
 
@@ -19,7 +20,6 @@ from blockyard import CacheGroup, KVCache, PrefixCaching, Request, Scheduler
 from blockyard.engine.pages import field_tensors
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers import hybrid
-from blockyard.integrations.transformers.model import reference_generate
 from blockyard.layout import ArenaLayout
 from blockyard.scheduler import Step
 

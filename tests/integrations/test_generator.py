@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from huggingface import reference_generate
 from transformers import MistralConfig, MistralForCausalLM
 
 from blockyard import BlockManager, CacheGroup, Pairs
@@ -13,7 +14,6 @@ from blockyard._core import StepOwner
 from blockyard.errors import InvalidArgumentError, InvariantError, OutOfBlocksError, StoreURLError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
-from blockyard.integrations.transformers.model import reference_generate
 from blockyard.scheduler import Scheduler
 from blockyard.tools.demo.demo_model import demo_config, demo_model
 from blockyard.tools.demo.executors import SteadyExecutor, Wrapper
@@ -23,31 +23,12 @@ TRANSFERS = {
     *(("swap_in", tier, "device") for tier in ("host", "external")),
     ("copy", "device", "device"),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small are quicker on one thread, by far where other processes want the cores too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def model():
     return demo_model(demo_config(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2))
-
-
-@pytest.fixture(scope="module")
-def work():
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 256, rng.integers(5, 26)) for _ in range(8)]
-    params = [
-        SamplingParams(max_tokens=int(rng.integers(10, 24)), temperature=0.8 * (i % 4 > 0), seed=i, n=1 + i % 3)
-        for i in range(8)
-    ]
-    return prompts, params
 
 
 @pytest.fixture(scope="module")

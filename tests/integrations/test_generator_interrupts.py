@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from adapter_calls import ERRORS, PATIENCE, Caller, every, swept
+from huggingface import reference_generate
 from interrupts import Interrupt
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.gaudi import CacheSwapUtils
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
-from blockyard.integrations.transformers.model import reference_generate
 from blockyard.tools.demo.demo_model import demo_config, demo_model
 
 PROMPTS = [list(range(first, first + 9)) for first in (1, 40, 80)]
 PARAMS = [SamplingParams(max_tokens=6, n=count) for count in (1, 2, 1)]
 BLOCKS = {"device": 13, "host": 6}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

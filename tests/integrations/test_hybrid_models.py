@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from huggingface import reference_generate
 from numpy.typing import NDArray
 from servers import serving_store
 from tiny_models import LATENT, ROUTER, SHAPE, TINY_MODELS, VOCABULARY, WINDOW, tiny_model
@@ -22,7 +23,6 @@ from blockyard.errors import InvalidArgumentError, UnsupportedModelError
 from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers import hybrid
 from blockyard.integrations.transformers.generator import Generator
-from blockyard.integrations.transformers.model import reference_generate
 from blockyard.layout import ArenaLayout
 
 BLOCK = 4

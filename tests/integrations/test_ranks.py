@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from forks import in_child
+from huggingface import reference_generate
 from servers import serving
 
 from blockyard.errors import ForkedError, InvalidArgumentError, WorkerError
-from blockyard.integrations.sampling import SamplingParams
 from blockyard.integrations.transformers.generator import Generator
-from blockyard.integrations.transformers.model import reference_generate
 from blockyard.integrations.transformers.ranks import CacheOptions, CacheSizes
 from blockyard.stores.url import rank_url
 from blockyard.testing.faults import flip_bytes
@@ -22,14 +21,7 @@ from blockyard.tools.demo.demo_model import demo_config, demo_model
 from blockyard.tools.demo.executors import SteadyExecutor, Wrapper
 from blockyard.tools.demo.run import DemoOptions, make_report
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small are quicker on one thread, by far where other processes want the cores too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +29,6 @@ def model():
     found = demo_model(demo_config(num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2))
     found.generation_config.eos_token_id = [258, 7]  # the config has one
     return found
-
-
-@pytest.fixture(scope="module")
-def work():
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 256, rng.integers(5, 26)) for _ in range(8)]
-    params = [
-        SamplingParams(max_tokens=int(rng.integers(10, 24)), temperature=0.8 * (i % 4 > 0), seed=i, n=1 + i % 3)
-        for i in range(8)
-    ]
-    return prompts, params
 
 
 @pytest.fixture(scope="module")

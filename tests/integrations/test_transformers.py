@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from huggingface import reference_generate
 
 from blockyard.errors import InvalidArgumentError, LayoutError
 from blockyard.integrations.sampling import SamplingParams, sample
 from blockyard.integrations.transformers.attention import StepInput
-from blockyard.integrations.transformers.model import PagedModel, reference_generate
+from blockyard.integrations.transformers.model import PagedModel
 from blockyard.tools.demo.demo_model import demo_config, demo_model
 
 BLOCK = 4
@@ -38,15 +39,7 @@ FAMILIES = {
 }
 GREEDY = SamplingParams(max_tokens=14)
 SAMPLED = SamplingParams(max_tokens=14, temperature=0.9, seed=5)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small are quicker on one thread, by far where other processes want the cores too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

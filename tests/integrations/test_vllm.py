@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,12 +24,6 @@ from checkpoints import checkpoint, vllm_config
 from blockyard.errors import BlockyardError, CaptureError, InvalidArgumentError
 
 KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(12)]
-
-
-@pytest.fixture(params=vllm_modules.KINDS)
-def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
-    with vllm_modules.loaded(request.param) as modules:
-        yield modules
 
 
 @pytest.fixture

@@ -4,37 +4,17 @@ import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm_modules
 from servers import serving
 from vllm_sides import CHUNKS, KEYS, Engine, hint
 
 from blockyard.errors import StoreError
 from blockyard.stores import StoreStats
-
-
-@pytest.fixture(params=vllm_modules.KINDS)
-def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
-    with vllm_modules.loaded(request.param) as modules:
-        yield modules
-
-
-@pytest.fixture
-def engine(vllm: SimpleNamespace, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def make(**options: Any) -> Engine:
-        made.append(Engine(vllm, tmp_path, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 @pytest.mark.parametrize("world", [1, 2])

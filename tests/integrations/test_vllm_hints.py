@@ -1,7 +1,6 @@
 """Hints of a request to `BlockyardSpec`'s manager: pins, over vLLM's own classes (`VLLM_SOURCE`) or stand-ins."""
 
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +10,6 @@ from vllm_sides import hint, hints
 
 CHUNKS = 8
 KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(24)]
-
-
-@pytest.fixture(params=vllm_modules.KINDS)
-def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
-    with vllm_modules.loaded(request.param) as modules:
-        yield modules
 
 
 @pytest.fixture

@@ -24,12 +24,6 @@ LONG = {
 DRAFT = {"method": "eagle", "num_speculative_tokens": 2}
 
 
-@pytest.fixture(params=vllm_modules.KINDS)
-def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
-    with vllm_modules.loaded(request.param) as modules:
-        yield modules
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return checkpoint(tmp_path / "model")

@@ -1,23 +1,15 @@
 """Our eviction policies as vLLM's CPU manager uses them, over its own abstract class (`VLLM_SOURCE`) or a stand-in."""
 
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm_modules
 
 from blockyard.errors import BlockyardError
 
 KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(14)]
 POLICIES = ["LRUPolicy", "AdaptivePolicy"]
-
-
-@pytest.fixture(params=vllm_modules.KINDS)
-def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
-    with vllm_modules.loaded(request.param) as modules:
-        yield modules
 
 
 @pytest.fixture(params=POLICIES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +15,6 @@ from blockyard.traces import read_trace
 
 CHUNK_TOKENS = 32  # two blocks of 16
 GROUPS = (bytes(4), bytes([0, 0, 0, 1]))
-
-
-@pytest.fixture(params=vllm_modules.KINDS)
-def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
-    with vllm_modules.loaded(request.param) as modules:
-        yield modules
 
 
 def manager_of(vllm: SimpleNamespace, chunks: int = 40) -> Any:

@@ -2,35 +2,13 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import vllm_modules
 from vllm_sides import KEYS, Engine, content
 
 from blockyard.errors import StoreError
-
-
-@pytest.fixture(params=vllm_modules.KINDS)
-def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
-    with vllm_modules.loaded(request.param) as modules:
-        yield modules
-
-
-@pytest.fixture
-def engine(vllm: SimpleNamespace, tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def make(**options: Any) -> Engine:
-        made.append(Engine(vllm, tmp_path, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
 
 
 def test_after_a_reset_nobody_finds_what_was_stored_before_it_nor_others_what_came_after(

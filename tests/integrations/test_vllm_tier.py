@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +18,6 @@ from blockyard.testing.faults import corrupt_slots
 
 CHUNKS, SHAPE = 8, (4, 1000)
 KEYS = [bytes([n]) * 32 + b"\0\0\0\0" for n in range(30)]
-
-
-@pytest.fixture(params=vllm_modules.KINDS)
-def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
-    with vllm_modules.loaded(request.param) as modules:
-        yield modules
 
 
 def memory(seed: int = 0) -> NDArray[np.int8]:

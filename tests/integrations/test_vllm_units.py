@@ -2,25 +2,17 @@
 
 import random
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import vllm_modules
 
 from blockyard.errors import BlockyardError
 from blockyard.offload import OffloadManager
 
 COUNTS = {0: 3, 1: 1, 4: 2}
-
-
-@pytest.fixture(params=vllm_modules.KINDS)
-def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
-    with vllm_modules.loaded(request.param) as modules:
-        yield modules
 
 
 def units_module(vllm: SimpleNamespace) -> Any:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from kept_prefixes import WIDTH, CheckedCache, tokens
+from kept_prefixes import WIDTH, CheckedCache, checked, tokens
 from memory_stores import KeyedStore, Quotas, QuotaStore, tenant_of
 
 from blockyard.errors import InvalidArgumentError, StoreError
-from blockyard.stores import ExternalStore
 
 MINE, OTHER = b"tenant a", b"tenant b"
 
@@ -22,16 +18,6 @@ def store_of(quotas: Quotas) -> QuotaStore:
     store = QuotaStore(quotas, bytes_per_block=WIDTH)
     store.num_slots = 1000
     return store
-
-
-@contextlib.contextmanager
-def checked(store: ExternalStore | str, **options: Any) -> Iterator[CheckedCache]:
-    cache = CheckedCache(store, **options)
-    try:
-        yield cache
-        cache.check()
-    finally:
-        cache.close()
 
 
 def stored(quotas: Quotas) -> int:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from forks import in_child
-from kept_prefixes import LAYOUT, WIDTH, CheckedCache, row_of, tokens
+from kept_prefixes import LAYOUT, WIDTH, CheckedCache, checked, row_of, tokens
 from memory_stores import KeyedStore
 from numpy.typing import NDArray
 
@@ -22,7 +22,6 @@ from blockyard.errors import ForkedError, InvalidArgumentError, StoreError
 from blockyard.events import export_keys
 from blockyard.layout.kv import KVLayout
 from blockyard.scheduler import Request, Scheduler
-from blockyard.stores import ExternalStore
 from blockyard.stores.checked_store import Answer
 from blockyard.testing.faults import UnrulyStore
 
@@ -33,16 +32,6 @@ def keyed(medium: Medium | None = None, num_slots: int = 1000) -> KeyedStore:
     store = KeyedStore(medium, bytes_per_block=WIDTH)
     store.num_slots = num_slots
     return store
-
-
-@contextlib.contextmanager
-def checked(store: ExternalStore | str, **options: object) -> Iterator[CheckedCache]:
-    cache = CheckedCache(store, **options)  # type: ignore[arg-type]
-    try:
-        yield cache
-        cache.check()
-    finally:
-        cache.close()
 
 
 @pytest.mark.parametrize("host", [12, 0])

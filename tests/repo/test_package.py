@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import blockyard
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -76,7 +76,7 @@ def test_every_requirement_of_an_extra_is_known_to_the_message(extras: dict[str,
     for name in {name for extra in extras if extra != "all" for name in names[extra]}:
         error = ModuleNotFoundError(name=MODULES.get(name, name))
         known = re.search(r"blockyard\[(\w+)\]", str(missing("it", error)))
-        assert known, f"an extra installs {name}: name it in blockyard.workers"
+        assert known, f"an extra installs {name}: name it in blockyard.workers.extras"
         assert name in names[known[1]]
 
 

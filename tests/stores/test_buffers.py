@@ -5,7 +5,7 @@ import mmap
 import numpy as np
 import pytest
 
-from blockyard.workers import Buffers, fresh_pages
+from blockyard.workers.buffers import Buffers, fresh_pages
 
 
 def test_returned_memory_is_reused_for_requests_that_fit():

@@ -167,11 +167,11 @@ def test_jobs_in_flight_do_not_disturb_the_end_of_the_interpreter():
     program = """
         import sys, threading
         import numpy as np
-        import blockyard.workers
+        import blockyard.workers.threads
         from blockyard.stores import ThreadedStore
         from blockyard.stores.adapters.jobs import StoreJobs
 
-        blockyard.workers._PARTING_SECONDS = 0.5
+        blockyard.workers.threads._PARTING_SECONDS = 0.5
         begun = threading.Event()
         class Store(ThreadedStore):
             num_slots = 4

@@ -690,9 +690,9 @@ def test_the_interpreter_ends_while_a_put_hangs(tmp_path: Path):
         textwrap.dedent("""
             import sys, threading, time
             import numpy as np
-            import blockyard.workers
+            import blockyard.workers.threads
             from blockyard.stores import ThreadedStore
-            blockyard.workers._PARTING_SECONDS = 0.5
+            blockyard.workers.threads._PARTING_SECONDS = 0.5
             begun = threading.Event()
             class Store(ThreadedStore):
                 num_slots = 4

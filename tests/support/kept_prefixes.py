@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -93,3 +95,14 @@ class CheckedCache:
 
     def close(self) -> None:
         self.cache.close()
+
+
+@contextmanager
+def checked(store: ExternalStore | str, **options: Any) -> Iterator[CheckedCache]:
+    """A cache whose state is checked when a test is done with it."""
+    cache = CheckedCache(store, **options)
+    try:
+        yield cache
+        cache.check()
+    finally:
+        cache.close()

@@ -1,6 +1,6 @@
 """The copy engine, which moves blocks between device, host and staging rows, and its torch ops."""
 
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 try:
     from blockyard.engine.elastic.cache import ElasticCache, Resized

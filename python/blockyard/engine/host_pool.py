@@ -23,7 +23,8 @@ from blockyard.engine.host_memory import HostMapping, node_of_device
 from blockyard.engine.ops.library import declare_region
 from blockyard.errors import BlockyardError, CaptureError, InvalidArgumentError, OutOfMemoryError, PageLockError
 from blockyard.layout.sizes import as_int
-from blockyard.workers import Condition, Process, start_worker
+from blockyard.workers.ownership import Process
+from blockyard.workers.threads import Condition, start_worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self

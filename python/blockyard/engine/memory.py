@@ -22,7 +22,7 @@ from blockyard.engine.ops.library import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, LayoutError, OutOfMemoryError
 from blockyard.layout.kv import BlockLayout, check_views
 from blockyard.layout.sizes import as_int
-from blockyard.workers import Buffers, fresh_pages
+from blockyard.workers.buffers import Buffers, fresh_pages
 
 __all__ = ["EngineTier", "HostPage", "Memory", "Rows", "Run", "as_tensor", "page_view", "torch_dtype", "zeros"]
 

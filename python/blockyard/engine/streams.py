@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal, Protocol, TypeAlias
 
 from blockyard.errors import BlockyardError, CaptureError
-from blockyard.workers import Condition, Polls, Process, start_worker
+from blockyard.workers.ownership import Process
+from blockyard.workers.threads import Condition, Polls, start_worker
 
 __all__ = ["PIECE_BYTES", "STREAMS", "Event", "StreamName", "Streams", "WorkerStreams", "refuse_capture"]
 

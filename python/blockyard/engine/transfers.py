@@ -26,7 +26,7 @@ from blockyard._core import Mapping
 from blockyard.engine.streams import PIECE_BYTES, Event, StreamName, Streams, refuse_capture
 from blockyard.errors import BlockyardError, CaptureError, InvalidArgumentError, TransferQueueFullError
 from blockyard.layout.sizes import as_int
-from blockyard.workers import Process
+from blockyard.workers.ownership import Process
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 from blockyard._core import Pairs, StepDecision
 from blockyard.errors import BlockyardError, StoreError, UnknownTicketError, WorkerError
 from blockyard.executor.executor import Executor, StepDone, all_lost, engine_sizes
-from blockyard.workers import Process
+from blockyard.workers.ownership import Process
 
 __all__ = ["ANSWER_SECONDS", "RemoteExecutor", "serve_executor"]
 

@@ -33,7 +33,7 @@ from blockyard.errors import (
 )
 from blockyard.layout.kv import KVLayout
 from blockyard.types import ManagerStats
-from blockyard.workers import keep
+from blockyard.workers.interrupts import keep
 
 if TYPE_CHECKING:
     from torch import Tensor

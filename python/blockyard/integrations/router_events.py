@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.events import EventBatch, export_keys
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 try:
     import msgspec

@@ -27,7 +27,7 @@ from blockyard.stores.log_lines import MissLog
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import read_bytes
 from blockyard.types import Histogram
-from blockyard.workers import Claims, Process
+from blockyard.workers.ownership import Claims, Process
 
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine

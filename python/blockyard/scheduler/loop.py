@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from blockyard._core import BlockManager, StepDecision
 from blockyard.errors import InvariantError, StepOrderError
 from blockyard.stores.threaded.runtime import runtime
-from blockyard.workers import RateLimit
+from blockyard.workers.logs import RateLimit
 
 if TYPE_CHECKING:
     from blockyard.executor.executor import Executor
@@ -90,7 +90,7 @@ class CacheLoop:
 
     Attributes:
         open: the step whose `with` block has not ended.
-        steps: takes the decisions.
+        steps: takes the decisions; call `end_tickets` after its `poll` or `drain`.
     """
 
     def __init__(
@@ -137,10 +137,6 @@ class CacheLoop:
                 f"are free, and nothing is scheduled"
             )
 
-    def wait_for_layer(self, ticket: int, layer: int) -> None:
-        """Make compute queued from now on wait for one layer of a step's loads."""
-        self.steps.executor.wait_for_layer(ticket, layer)
-
     def end(self, step: LoopedStep, *, failed: bool) -> None:
         """Complete landed transfers at the end of a step's `with` block; give up the step if the block raised."""
         if self.open is not step:
@@ -153,30 +149,14 @@ class CacheLoop:
         self.open = None
         self._change.begun = False
 
-    def poll(self) -> None:
-        """End the tickets of finished transfers, and advance the prefix store; never waits."""
-        self.steps.poll()
-        self._end_tickets()
-
-    def drain(self) -> None:
-        """Wait for all transfers, and end their tickets."""
-        self.steps.drain()
-        self._end_tickets()
-
-    def give_up_all(self) -> None:
-        """After an exception, count everything in flight as lost; see `StepLoop.give_up_all`."""
-        self.open = None
-        self.steps.give_up_all()
-        self.steps.report()  # the scheduler starts all requests again
-
     def _take_in(self, step: LoopedStep) -> None:
         """End finished tickets. Wait for this step's ticket if its computation depended on it."""
         self.steps.finish(step.decision.ticket)
-        ended = self._end_tickets()
+        ended = self.end_tickets()
         while not (step.rows or ended) and self.steps:
             self._runtime.sleep(_IDLE_SECONDS)
             self.steps.poll()
-            ended = self._end_tickets()
+            ended = self.end_tickets()
         prefixes = self._cache.prefix_store
         if step.rows or self.steps:
             self._idle = 0.0
@@ -207,7 +187,7 @@ class CacheLoop:
             prefixes.wait(until=lambda: prefixes.num_open < loading)
         return loading > 0
 
-    def _end_tickets(self) -> bool:
+    def end_tickets(self) -> bool:
         """End tickets in the scheduler, and warn the user of errors. Returns whether there were any."""
         ended = self.steps.report()
         for end in ended:

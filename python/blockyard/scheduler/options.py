@@ -19,7 +19,7 @@ from blockyard.scheduler.loop import Cache, LoopedScheduler
 from blockyard.scheduler.request import RequestState
 from blockyard.scheduler.rows import LENGTH, SequenceRows
 from blockyard.types import DefragReport
-from blockyard.workers import Claims
+from blockyard.workers.ownership import Claims
 
 __all__ = [
     "PREEMPTION_MODES",

@@ -309,7 +309,8 @@ class Scheduler:
         """
         loop = self._cache_loop("poll")
         self._begin()
-        loop.poll()
+        loop.steps.poll()
+        loop.end_tickets()
         self._change.begun = False
 
     def drain(self) -> None:
@@ -320,7 +321,8 @@ class Scheduler:
         """
         loop = self._cache_loop("drain")
         self._begin()
-        loop.drain()
+        loop.steps.drain()
+        loop.end_tickets()
         self._change.begun = False
 
     def _cache_loop(self, call: str) -> CacheLoop:
@@ -683,7 +685,9 @@ class Scheduler:
     def _restart_all(self) -> None:
         """Give up everything in flight, and free all sequences: requests start again from their tokens."""
         if self._loop is not None:
-            self._loop.give_up_all()
+            self._loop.open = None
+            self._loop.steps.give_up_all()
+            self._loop.steps.report()  # all requests start again
         else:
             for ticket in set(self.manager.stats().open_tickets) - self._handed:
                 self.manager.fail(ticket)

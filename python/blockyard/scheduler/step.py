@@ -119,7 +119,7 @@ class Step:
         For a step of `Scheduler.step(by_layer=True)`; in other steps everything has already arrived.
         """
         if self.loop is not None:
-            self.loop.wait_for_layer(self.decision.ticket, layer)
+            self.loop.steps.executor.wait_for_layer(self.decision.ticket, layer)
 
     def __enter__(self) -> Self:
         if self.loop is None or self.loop.open is not self:

@@ -30,7 +30,8 @@ from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import public_repr
 from blockyard.types import Histogram
-from blockyard.workers import Claims, Process, RateLimit, describe
+from blockyard.workers.logs import RateLimit, describe
+from blockyard.workers.ownership import Claims, Process
 
 if TYPE_CHECKING:
     from blockyard.engine.engine import CacheEngine

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from blockyard.stores.value import is_damage
-from blockyard.workers import RateLimit
+from blockyard.workers.logs import RateLimit
 
 __all__ = ["FailureLog", "MissLog"]
 

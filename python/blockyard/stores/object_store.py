@@ -48,7 +48,8 @@ from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
 from blockyard.stores.url import StoreURL, is_secret_name
 from blockyard.stores.value import HEADER, Bytes
-from blockyard.workers import Process, missing
+from blockyard.workers.extras import missing
+from blockyard.workers.ownership import Process
 
 __all__ = ["LocalFiles", "ObjectStore", "connect_client", "open_object_store"]
 

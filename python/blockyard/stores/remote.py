@@ -15,7 +15,7 @@ from blockyard.stores.base import Use
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.url import StoreURL, hide_secrets, parse_size
 from blockyard.stores.value import HEADER, Bytes
-from blockyard.workers import as_error
+from blockyard.workers.interrupts import as_error
 
 __all__ = ["SIZE", "RemoteStore", "batched", "count", "count_slots", "positive", "public_text", "seconds"]
 

@@ -23,7 +23,8 @@ from blockyard.stores.arguments import check_read_rows, check_rows, check_slots,
 from blockyard.stores.base import ExternalStore, Keys, Owners, Use, no_keys_error
 from blockyard.stores.checked_store import check_store
 from blockyard.types import StoreStats
-from blockyard.workers import Process, keep, open_event
+from blockyard.workers.interrupts import keep, open_event
+from blockyard.workers.ownership import Process
 
 __all__ = ["StripedStore"]
 

@@ -26,7 +26,8 @@ from blockyard._core import CacheGroup, export_keys
 from blockyard.errors import InvalidArgumentError, TraceError
 from blockyard.traces.formats import MAX_TOKENS
 from blockyard.traces.groups import GROUPS_FIELD, group_fields
-from blockyard.workers import Process, start_worker
+from blockyard.workers.ownership import Process
+from blockyard.workers.threads import start_worker
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -5,16 +5,14 @@
     reason = "criterion's macro writes undocumented functions; a benchmark may panic"
 )]
 
-use blockyard_core::{Config, Counts, Manager, SequenceId, Tier};
+use blockyard_core::{Append, Config, Counts, Manager, SequenceId, Tier};
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 
 const SEQUENCES: usize = 256;
 const PROMPT: u32 = 1024;
 
 fn manager(host: usize) -> (Manager, Vec<SequenceId>) {
-    let mut manager =
-        Manager::new(Config { block_size: 16, blocks: [32_768, host, 0], watermark: 0.0, prefix_caching: false })
-            .unwrap();
+    let mut manager = Manager::new(Config::new(16, [32_768, host, 0])).unwrap();
     let mut sequences = Vec::new();
     manager.allocate(&[PROMPT; SEQUENCES], &mut sequences).unwrap();
     let decision = manager.take_decision();
@@ -31,7 +29,7 @@ fn append(c: &mut Criterion) {
             || manager(0),
             |(manager, sequences)| {
                 for _ in 0..512 {
-                    manager.append(sequences, Counts::All(1), 0, &mut slots).unwrap();
+                    manager.append(Append::new(sequences, Counts::All(1), &mut slots)).unwrap();
                 }
             },
             BatchSize::LargeInput,
@@ -58,8 +56,7 @@ fn swap(c: &mut Criterion) {
 }
 
 fn fork(c: &mut Criterion) {
-    let mut manager =
-        Manager::new(Config { block_size: 16, blocks: [32_768, 0, 0], watermark: 0.0, prefix_caching: false }).unwrap();
+    let mut manager = Manager::new(Config::new(16, [32_768, 0, 0])).unwrap();
     let mut parent = Vec::new();
     manager.allocate(&[16_000], &mut parent).unwrap();
     let mut group = c.benchmark_group("fork");

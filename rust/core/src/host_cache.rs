@@ -87,6 +87,7 @@ impl OpenStep<'_> {
             match *found {
                 Found::Device(block) => table.push(block),
                 Found::Host(copy) => {
+                    // Another prompt of this step loads it already: both wait for one copy.
                     if let Some(block) = self.view().loading(copy) {
                         self.tiers.share((Tier::Device, block), 1);
                         table.push(block);
@@ -310,7 +311,7 @@ impl OpenStep<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Config, Counts, KeySpec, Manager, Prompt, SequenceId};
+    use crate::{Append, Config, Counts, KeySpec, Manager, Prompt, PromptOptions, SequenceId};
 
     const TOKENS: [u32; 5] = [1, 2, 3, 4, 5];
 
@@ -320,7 +321,7 @@ mod tests {
 
     fn admit(manager: &mut Manager, tokens: &[u32]) -> SequenceId {
         let mut out = Vec::new();
-        manager.allocate_prompts(&[prompt(tokens)], &mut out).unwrap();
+        manager.allocate_prompts(&[prompt(tokens)], PromptOptions::default(), &mut out).unwrap();
         out[0].0
     }
 
@@ -332,7 +333,7 @@ mod tests {
 
     /// A sequence that is on the host, its two full blocks cached there and nowhere else.
     fn swapped() -> (Manager, SequenceId) {
-        let config = Config { block_size: 2, blocks: [8, 8, 0], watermark: 0.0, prefix_caching: true };
+        let config = Config { prefix_caching: true, ..Config::new(2, [8, 8, 0]) };
         let mut manager = Manager::new(config).unwrap();
         manager.keep_host_copies(0).unwrap();
         let sequence = admit(&mut manager, &TOKENS);
@@ -358,7 +359,7 @@ mod tests {
         assert_eq!(manager.block_table(loader).unwrap()[1], block, "one load serves both");
         manager.free(&[loader]).unwrap();
         let mut slot = [0];
-        manager.append(&[sequence], Counts::All(1), 0, &mut slot).unwrap();
+        manager.append(Append::new(&[sequence], Counts::All(1), &mut slot)).unwrap();
         assert_eq!(slot, [i64::from(block.0) * 2 + 1], "the last user writes in place");
         step(&mut manager);
         assert_eq!(manager.pool(Tier::Device).published(), 1);
@@ -387,7 +388,7 @@ mod tests {
         let mut out = Vec::new();
         manager.allocate(&[12], &mut out).unwrap();
         let mut handles = Vec::new();
-        assert!(manager.allocate_prompts(&[prompt(&TOKENS)], &mut handles).is_err());
+        assert!(manager.allocate_prompts(&[prompt(&TOKENS)], PromptOptions::default(), &mut handles).is_err());
         assert!(handles.is_empty() && manager.take_decision().is_empty());
         manager.free(&[sequence]).unwrap();
         assert_eq!(manager.pool(Tier::Host).free(), 8);

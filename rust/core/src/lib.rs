@@ -43,8 +43,8 @@ pub use prefix::evict::{Departure, Eviction, Evictor, Hint, HintCount, MAX_PRIOR
 pub use prefix::{Histogram, RESIDENCY_SECONDS, Residency};
 pub use reuse::ReuseOrder;
 pub use sequence::{
-    Counts, Demand, HashedPrompt, PrefixHit, PrefixStats, Prompt, PromptExtra, StoreSearch, TableId, TableRows,
-    export_keys,
+    Append, Counts, Demand, HashedPrompt, PrefixHit, PrefixStats, Prompt, PromptExtra, PromptOptions, StoreSearch,
+    TableId, TableRows, export_keys,
 };
 pub use tiers::StoreWrites;
 pub use transfer::{LeaseShare, Run, Span, StoreJob, merge_runs};

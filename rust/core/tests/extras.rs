@@ -1,7 +1,7 @@
 //! Extras: a block is shared only by sequences with the same extras up to its end, however its tokens arrived.
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
-use blockyard_core::{Config, Counts, KeySpec, Manager, Prompt, PromptExtra, SequenceId};
+use blockyard_core::{Append, Config, Counts, KeySpec, Manager, Prompt, PromptExtra, PromptOptions, SequenceId};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -27,7 +27,9 @@ fn spans(drawn: &Drawn) -> Vec<PromptExtra<'_>> {
 fn append(manager: &mut Manager, sequence: SequenceId, tokens: &[u32]) {
     let mut slots = vec![0; tokens.len()];
     let count = Counts::All(u32::try_from(tokens.len()).unwrap());
-    manager.append_tokens(&[sequence], count, 1, tokens, None, &mut slots).unwrap();
+    manager
+        .append(Append { lookahead: 1, token_ids: Some(tokens), ..Append::new(&[sequence], count, &mut slots) })
+        .unwrap();
     let ticket = manager.take_decision().ticket;
     manager.complete(ticket).unwrap();
 }
@@ -46,11 +48,11 @@ proptest! {
         size in 1usize..18, prompt in prop::collection::vec(0u32..3, 1..24), own in extras(), other in extras(),
         steps in prop::collection::vec((prop::collection::vec(0u32..3, 0..9), 0usize..6, any::<bool>()), 0..6),
     ) {
-        let config = Config { block_size: u32::try_from(size).unwrap(), blocks: [256, 0, 0], watermark: 0.0, prefix_caching: true };
+        let config = Config { prefix_caching: true, ..Config::new(u32::try_from(size).unwrap(), [256, 0, 0]) };
         let mut manager = Manager::new(config).unwrap();
         let (mut out, mut text) = (Vec::new(), prompt.clone());
         let asked = Prompt { tokens: &prompt, spec: KeySpec::default(), extras: &spans(&own), hashed: None };
-        manager.allocate_prompts(&[asked], &mut out).unwrap();
+        manager.allocate_prompts(&[asked], PromptOptions::default(), &mut out).unwrap();
         let (mut sequence, mut followed) = (out[0].0, true);
         append(&mut manager, sequence, &[]);
         for (tokens, drafted, forks) in steps {

@@ -1,10 +1,12 @@
 //! Loads that fail late, and blocks that are read late: what happens to data derived from them in the meantime.
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
-use blockyard_core::{Config, Counts, KeySpec, Kind, Manager, Pairs, Prompt, SequenceId, StepDecision, Tier};
+use blockyard_core::{
+    Append, Config, Counts, KeySpec, Kind, Manager, Pairs, Prompt, PromptOptions, SequenceId, StepDecision, Tier,
+};
 
 fn manager() -> Manager {
-    Manager::new(Config { block_size: 4, blocks: [16, 16, 0], watermark: 0.0, prefix_caching: true }).unwrap()
+    Manager::new(Config { prefix_caching: true, ..Config::new(4, [16, 16, 0]) }).unwrap()
 }
 
 fn prompt(tokens: &[u32]) -> Prompt<'_> {
@@ -13,7 +15,7 @@ fn prompt(tokens: &[u32]) -> Prompt<'_> {
 
 fn admit(manager: &mut Manager, tokens: &[u32]) -> SequenceId {
     let mut out = Vec::new();
-    manager.allocate_prompts(&[prompt(tokens)], &mut out).unwrap();
+    manager.allocate_prompts(&[prompt(tokens)], PromptOptions::default(), &mut out).unwrap();
     rest(manager);
     out[0].0
 }
@@ -26,7 +28,7 @@ fn fork(manager: &mut Manager, sequence: SequenceId) -> SequenceId {
 
 fn append(manager: &mut Manager, sequence: SequenceId, tokens: &[u32]) {
     let (counts, mut slots) = (Counts::All(u32::try_from(tokens.len()).unwrap()), vec![0; tokens.len()]);
-    manager.append_tokens(&[sequence], counts, 0, tokens, None, &mut slots).unwrap();
+    manager.append(Append { token_ids: Some(tokens), ..Append::new(&[sequence], counts, &mut slots) }).unwrap();
 }
 
 fn rest(manager: &mut Manager) {

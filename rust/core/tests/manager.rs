@@ -9,8 +9,8 @@
 )]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, Demand, Error, Group, Hint, Manager, Prompt, Resize, SequenceId, TicketId,
-    Tier,
+    AllocStatus, Append, BlockId, Config, Counts, Demand, Error, Group, Hint, Manager, Prompt, PromptOptions, Resize,
+    SequenceId, TicketId, Tier,
 };
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -104,9 +104,9 @@ pub(crate) struct World {
 impl World {
     pub(crate) fn new(Setup { blocks, policies, groups, pages, host_cache, store }: Setup) -> Self {
         let prefix_caching = !groups.contains(&Group::CrossAttention);
-        let config = Config { block_size: BLOCK, blocks, watermark: 0.0, prefix_caching };
-        let mut manager =
-            Manager::with_pages(config, policies, &pages.groups(groups), &pages.space(groups, blocks)).unwrap();
+        let (space, paged) = (pages.space(groups, blocks), pages.groups(groups));
+        let config = Config { block_size: BLOCK, space, groups: paged, watermark: 0.0, prefix_caching, policies };
+        let mut manager = Manager::new(config).unwrap();
         let is_even = (0..groups.len()).all(|group| manager.page(group).unwrap().1 == BLOCK);
         if host_cache {
             manager.keep_host_copies(2).unwrap();
@@ -251,7 +251,7 @@ impl World {
         let was_idle = self.is_idle();
         assert!(!is_later || !was_idle, "nothing is in use, and a prompt of {tokens} tokens waits forever: {fit:?}");
         let mut out = Vec::new();
-        let result = self.manager.allocate_chunks(&[prompt], chunk, &mut out);
+        let result = self.manager.allocate_prompts(&[prompt], PromptOptions { chunk, preempted: false }, &mut out);
         self.trace.result(&result);
         match result {
             Ok(()) => {
@@ -387,15 +387,9 @@ impl World {
         // Token ids are given if the cache follows the whole batch; otherwise the sequences are no longer followed.
         let known = sequences.iter().all(|s| self.ids.contains_key(s));
         let ids: Vec<u32> = sequences.iter().flat_map(|&s| self.next_ids(s, tokens)).collect();
-        let result = if known {
-            let tables = array.map(|array| self.tables.rows(array));
-            self.manager.append_tokens(sequences, counts, lookahead, &ids, tables, &mut slots)
-        } else if let Some(array) = array {
-            let tables = self.tables.rows(array);
-            self.manager.append_with_tables(sequences, counts, lookahead, tables, &mut slots)
-        } else {
-            self.manager.append(sequences, counts, lookahead, &mut slots)
-        };
+        let (tables, token_ids) = (array.map(|array| self.tables.rows(array)), known.then_some(ids.as_slice()));
+        let batch = Append { sequences, counts, lookahead, token_ids, tables, slots: &mut slots };
+        let result = self.manager.append(batch);
         let done = result.is_ok();
         self.trace.result(&result);
         match result {

@@ -2,8 +2,8 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::{
-    BlockId, Cached, Config, Departure, Eviction, Evictor, Hint, KeySpec, Manager, Policies, Prompt, SequenceId,
-    StoreWrites, Tier,
+    BlockId, Cached, Config, Departure, Eviction, Evictor, Hint, KeySpec, Manager, Policies, Prompt, PromptOptions,
+    SequenceId, StoreWrites, Tier,
 };
 use proptest::prelude::*;
 use std::collections::HashSet;
@@ -11,8 +11,8 @@ use std::collections::HashSet;
 const BLOCK: usize = 2;
 
 fn manager(blocks: usize, eviction: Eviction) -> Manager {
-    let config = Config { block_size: 2, blocks: [blocks, 0, 0], watermark: 0.0, prefix_caching: true };
-    Manager::with_policies(config, Policies { eviction, ..Policies::default() }).unwrap()
+    let policies = Policies { eviction, ..Policies::default() };
+    Manager::new(Config { prefix_caching: true, policies, ..Config::new(2, [blocks, 0, 0]) }).unwrap()
 }
 
 fn prompt(tokens: &[u32]) -> Prompt<'_> {
@@ -22,7 +22,7 @@ fn prompt(tokens: &[u32]) -> Prompt<'_> {
 /// Admits and computes a prompt, if it fits.
 fn open(manager: &mut Manager, tokens: &[u32]) -> Option<SequenceId> {
     let mut out = Vec::new();
-    manager.allocate_prompts(&[prompt(tokens)], &mut out).ok()?;
+    manager.allocate_prompts(&[prompt(tokens)], PromptOptions::default(), &mut out).ok()?;
     let decision = manager.take_decision();
     manager.complete(decision.ticket).unwrap();
     manager.mark_computed(&[out[0].0]).unwrap();
@@ -67,7 +67,13 @@ fn a_prompt_admitted_again_is_found_and_not_counted() {
     let first = open(&mut manager, &[1, 2, 3, 4, 5]).unwrap();
     manager.free(&[first]).unwrap();
     let before = manager.stats().prefix;
-    manager.readmit_chunks(&[prompt(&[1, 2, 3, 4, 5])], u32::MAX, &mut out).unwrap();
+    manager
+        .allocate_prompts(
+            &[prompt(&[1, 2, 3, 4, 5])],
+            PromptOptions { preempted: true, ..PromptOptions::default() },
+            &mut out,
+        )
+        .unwrap();
     assert_eq!((out[0].1, manager.stats().prefix), (4, before));
     assert_eq!((before.prompts, before.tokens), (1, 5));
     manager.check().unwrap();

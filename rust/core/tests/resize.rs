@@ -3,8 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail by panicking")]
 
 use blockyard_core::{
-    AllocStatus, BlockId, Config, Counts, Demand, Error, Eviction, Manager, Policies, Resize, ReuseOrder, SequenceId,
-    Tier,
+    AllocStatus, Append, BlockId, Config, Counts, Demand, Error, Eviction, Manager, Policies, Resize, ReuseOrder,
+    SequenceId, Tier,
 };
 use proptest::prelude::*;
 use std::collections::BTreeSet;
@@ -108,7 +108,7 @@ impl Plain {
             }
             Op::Append(n, tokens) => {
                 let mut slots = vec![0; tokens as usize];
-                let _ = pick(n).map(|s| self.manager.append(&[s], Counts::All(tokens), 0, &mut slots));
+                let _ = pick(n).map(|s| self.manager.append(Append::new(&[s], Counts::All(tokens), &mut slots)));
             }
             Op::Free(n) => {
                 if let Some(sequence) = pick(n) {
@@ -153,8 +153,9 @@ proptest! {
         eviction in prop::sample::select(Eviction::NAMED.to_vec()),
         ops in prop::collection::vec(op(), 1..80),
     ) {
-        let config = Config { block_size: SIZE, blocks: [blocks, 16, 0], watermark, prefix_caching: true };
-        let manager = Manager::with_policies(config, Policies { reuse, eviction }).unwrap();
+        let policies = Policies { reuse, eviction };
+        let config = Config { watermark, prefix_caching: true, policies, ..Config::new(SIZE, [blocks, 16, 0]) };
+        let manager = Manager::new(config).unwrap();
         let (sequences, tickets) = (Vec::new(), Vec::new());
         let (reading, beyond) = (BTreeSet::new(), BTreeSet::new());
         let mut plain = Plain { manager, watermark, sequences, tickets, reading, beyond };

@@ -1,16 +1,18 @@
 //! Sequences at their limits, and truncated ones among others that share their blocks.
 
-use blockyard_core::{AllocStatus, Config, Counts, Demand, Error, Group, KeySpec, Manager, Policies, Prompt, Tier};
+use blockyard_core::{
+    AllocStatus, Append, Config, Counts, Demand, Error, Group, KeySpec, Manager, Prompt, PromptOptions, Tier,
+};
 
 #[test]
 fn a_truncated_fork_is_swapped_in_with_its_origin_and_shares_its_blocks() {
     for keep in [6, 7, 9, 10, 14] {
-        let config = Config { block_size: 4, blocks: [4, 14, 0], watermark: 0.0, prefix_caching: true };
+        let config = Config { prefix_caching: true, ..Config::new(4, [4, 14, 0]) };
         let mut manager = Manager::new(config).unwrap();
         let tokens: Vec<u32> = (0..16).collect();
         let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None };
         let mut opened = Vec::new();
-        manager.allocate_prompts(&[prompt], &mut opened).unwrap();
+        manager.allocate_prompts(&[prompt], PromptOptions::default(), &mut opened).unwrap();
         let origin = opened[0].0;
         let ticket = manager.take_decision().ticket;
         manager.complete(ticket).unwrap();
@@ -33,7 +35,7 @@ fn a_truncated_fork_is_swapped_in_with_its_origin_and_shares_its_blocks() {
 
 #[test]
 fn forks_with_too_many_block_table_entries_are_refused_for_their_number_not_for_memory() {
-    let config = Config { block_size: 1, blocks: [1 << 16, 0, 0], watermark: 0.0, prefix_caching: false };
+    let config = Config::new(1, [1 << 16, 0, 0]);
     let mut manager = Manager::new(config).unwrap();
     let mut opened = Vec::new();
     manager.allocate(&[1 << 16], &mut opened).unwrap();
@@ -46,9 +48,9 @@ fn forks_with_too_many_block_table_entries_are_refused_for_their_number_not_for_
 #[test]
 fn a_state_passes_over_as_many_blocks_as_admission_allows() {
     let fits = |tokens| {
-        let config = Config { block_size: 1, blocks: [8, 0, 0], watermark: 0.0, prefix_caching: false };
+        let config = Config::new(1, [8, 0, 0]);
         let states = [Group::Recurrent];
-        let mut manager = Manager::with_groups(config, Policies::default(), &states).unwrap();
+        let mut manager = Manager::new(config.with_groups(&states)).unwrap();
         let fits = manager.can_admit(&Demand { tokens, ..Demand::default() }).status == AllocStatus::Ok;
         assert_eq!(manager.allocate(&[tokens], &mut Vec::new()).is_ok(), fits, "{tokens} tokens");
         fits
@@ -59,7 +61,7 @@ fn a_state_passes_over_as_many_blocks_as_admission_allows() {
 
 #[test]
 fn a_sequence_that_returns_to_the_host_needs_no_block_for_its_next_token() {
-    let config = Config { block_size: 4, blocks: [4, 2, 4], watermark: 0.5, prefix_caching: false };
+    let config = Config { watermark: 0.5, ..Config::new(4, [4, 2, 4]) };
     let mut manager = Manager::new(config).unwrap();
     let mut opened = Vec::new();
     manager.allocate(&[8], &mut opened).unwrap();
@@ -78,7 +80,7 @@ fn a_sequence_that_returns_to_the_host_needs_no_block_for_its_next_token() {
 
 #[test]
 fn fragmentation_counts_tables_and_their_runs() {
-    let config = Config { block_size: 1, blocks: [16, 0, 0], watermark: 0.0, prefix_caching: false };
+    let config = Config::new(1, [16, 0, 0]);
     let mut manager = Manager::new(config).unwrap();
     let mut opened = Vec::new();
     manager.allocate(&[3, 2, 4, 0], &mut opened).unwrap();
@@ -94,7 +96,7 @@ fn fragmentation_counts_tables_and_their_runs() {
 
 #[test]
 fn a_fork_that_is_too_long_for_a_shrinking_device_may_grow_within_its_last_block_once_it_is_alone() {
-    let config = Config { block_size: 4, blocks: [6, 0, 0], watermark: 0.0, prefix_caching: false };
+    let config = Config::new(4, [6, 0, 0]);
     let mut manager = Manager::new(config).unwrap();
     let mut opened = Vec::new();
     manager.allocate(&[17], &mut opened).unwrap();
@@ -106,7 +108,7 @@ fn a_fork_that_is_too_long_for_a_shrinking_device_may_grow_within_its_last_block
     assert_eq!((fit.status, fit.blocks, fit.free), (AllocStatus::Later, 1, 0));
     assert_eq!(manager.can_append(&opened[1..], Counts::All(4), 0).unwrap().status, AllocStatus::Never);
     manager.free(&opened[..1]).unwrap();
-    manager.append(&opened[1..], Counts::All(3), 0, &mut [0; 3]).unwrap();
+    manager.append(Append::new(&opened[1..], Counts::All(3), &mut [0; 3])).unwrap();
     manager.check().unwrap();
 }
 
@@ -115,10 +117,10 @@ fn token_ids_without_a_cache_give_the_same_lengths_and_chunks_as_an_empty_cache(
     let tokens: Vec<u32> = (0..22).collect();
     let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None };
     let run = |prefix_caching, groups: &[Group]| {
-        let config = Config { block_size: 4, blocks: [64, 0, 0], watermark: 0.0, prefix_caching };
-        let mut manager = Manager::with_groups(config, Policies::default(), groups).unwrap();
+        let config = Config { prefix_caching, ..Config::new(4, [64, 0, 0]) };
+        let mut manager = Manager::new(config.with_groups(groups)).unwrap();
         let (mut opened, mut seen) = (Vec::new(), Vec::new());
-        manager.allocate_chunks(&[prompt], 7, &mut opened).unwrap();
+        manager.allocate_prompts(&[prompt], PromptOptions { chunk: 7, preempted: false }, &mut opened).unwrap();
         let (sequence, cached) = opened[0];
         let note = |manager: &mut Manager, seen: &mut Vec<_>| {
             let ticket = manager.take_decision().ticket;
@@ -131,13 +133,18 @@ fn token_ids_without_a_cache_give_the_same_lengths_and_chunks_as_an_empty_cache(
         };
         while note(&mut manager, &mut seen) > 0 {
             let chunk = seen.last().unwrap().2;
-            manager.append(&[sequence], Counts::All(chunk), 0, &mut vec![0; groups.len() * chunk as usize]).unwrap();
+            manager
+                .append(Append::new(&[sequence], Counts::All(chunk), &mut vec![0; groups.len() * chunk as usize]))
+                .unwrap();
         }
         for length in [21, 23, 23] {
             manager.truncate(sequence, length).unwrap();
             note(&mut manager, &mut seen);
             manager
-                .append_tokens(&[sequence], Counts::All(3), 0, &[7; 3], None, &mut vec![0; 3 * groups.len()])
+                .append(Append {
+                    token_ids: Some(&[7; 3]),
+                    ..Append::new(&[sequence], Counts::All(3), &mut vec![0; 3 * groups.len()])
+                })
                 .unwrap();
             note(&mut manager, &mut seen);
         }
@@ -146,7 +153,7 @@ fn token_ids_without_a_cache_give_the_same_lengths_and_chunks_as_an_empty_cache(
         assert_eq!(manager.common_computed_blocks(&forks).unwrap().len(), 6);
         assert_eq!(manager.lookup(&prompt).unwrap().tokens, if prefix_caching { 20 } else { 0 });
         let reserved = Prompt { tokens: &[1, u32::MAX], ..prompt };
-        assert!(manager.allocate_prompts(&[reserved], &mut opened).is_err());
+        assert!(manager.allocate_prompts(&[reserved], PromptOptions::default(), &mut opened).is_err());
         (cached, seen)
     };
     for groups in [&[Group::Full][..], &[Group::Full, Group::Full]] {
@@ -156,7 +163,7 @@ fn token_ids_without_a_cache_give_the_same_lengths_and_chunks_as_an_empty_cache(
 
 #[test]
 fn a_sequence_that_has_arrived_but_waits_for_an_older_ticket_names_that_ticket() {
-    let config = Config { block_size: 4, blocks: [8, 8, 0], watermark: 0.0, prefix_caching: false };
+    let config = Config::new(4, [8, 8, 0]);
     let (mut manager, mut opened) = (Manager::new(config).unwrap(), Vec::new());
     manager.allocate(&[8], &mut opened).unwrap();
     let earlier = manager.take_decision().ticket;

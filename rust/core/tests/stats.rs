@@ -1,6 +1,6 @@
 //! The counters that a manager reports, counted again from outside.
 
-use blockyard_core::{Config, KeySpec, Manager, PrefixStats, Prompt, Tier};
+use blockyard_core::{Config, KeySpec, Manager, PrefixStats, Prompt, PromptOptions, Tier};
 use proptest::prelude::*;
 
 const SIZE: u32 = 2;
@@ -14,7 +14,7 @@ proptest! {
     fn the_counters_agree_with_a_count_from_outside(
         ops in prop::collection::vec((0u8..6, 0u8..2, prop::collection::vec(0u32..2, 1..16)), 1..60),
     ) {
-        let config = Config { block_size: SIZE, blocks: [16, 0, 0], watermark: 0.0, prefix_caching: true };
+        let config = Config { prefix_caching: true, ..Config::new(SIZE, [16, 0, 0]) };
         let mut manager = Manager::new(config).unwrap();
         let quotas = [None, Some(3)];
         for (tenant, quota) in (0..).zip(quotas) {
@@ -26,7 +26,7 @@ proptest! {
                 0..3 => {
                     let prompt = Prompt { tokens: &tokens, spec: KeySpec { salt: salt(tenant), ..KeySpec::default() }, extras: &[], hashed: None };
                     let (found, mut out) = (manager.lookup(&prompt).unwrap().tokens, Vec::new());
-                    if manager.allocate_prompts(&[prompt], &mut out).is_ok() {
+                    if manager.allocate_prompts(&[prompt], PromptOptions::default(), &mut out).is_ok() {
                         prop_assert_eq!(out[0].1, found);
                         let len = u32::try_from(tokens.len()).unwrap();
                         count.prompts += 1;

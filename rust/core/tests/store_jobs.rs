@@ -2,8 +2,8 @@
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test may panic")]
 
 use blockyard_core::{
-    BlockId, Config, Error, ExportedKey, KeySpec, Kind, LeaseShare, Manager, Prompt, SequenceId, StoreJob, StoreWrites,
-    Tier,
+    Append, BlockId, Config, Error, ExportedKey, KeySpec, Kind, LeaseShare, Manager, Prompt, PromptOptions, SequenceId,
+    StoreJob, StoreWrites, Tier,
 };
 use proptest::prelude::*;
 use std::collections::{HashMap, HashSet};
@@ -17,7 +17,7 @@ fn tokens(stream: u32, count: u32) -> Vec<u32> {
 }
 
 fn manager(host: usize, writes: StoreWrites) -> Manager {
-    let config = Config { block_size: 4, blocks: [12, host, 0], watermark: 0.0, prefix_caching: true };
+    let config = Config { prefix_caching: true, ..Config::new(4, [12, host, 0]) };
     let mut manager = Manager::new(config).unwrap();
     if host > 0 {
         manager.keep_host_copies(0).unwrap();
@@ -28,7 +28,7 @@ fn manager(host: usize, writes: StoreWrites) -> Manager {
 
 fn admit(manager: &mut Manager, tokens: &[u32]) -> (SequenceId, u32) {
     let mut out = Vec::new();
-    manager.allocate_prompts(&[prompt(tokens)], &mut out).unwrap();
+    manager.allocate_prompts(&[prompt(tokens)], PromptOptions::default(), &mut out).unwrap();
     out[0]
 }
 
@@ -247,7 +247,7 @@ fn a_write_is_cancelled_if_a_call_needs_its_blocks() {
         "the write does not hold that many"
     );
     assert_eq!(manager.pool(Tier::Device).free(), 0);
-    manager.append(&[out[0]], blockyard_core::Counts::Each(&[12]), 0, &mut [0; 12]).unwrap();
+    manager.append(Append::new(&[out[0]], blockyard_core::Counts::Each(&[12]), &mut [0; 12])).unwrap();
     manager.check().unwrap();
     assert_eq!(manager.end_write(job.job), Ok(false), "the bytes read may belong to other blocks");
     assert_eq!(manager.end_write(job.job), Err(Error::UnknownJob { job: job.job }));
@@ -278,11 +278,11 @@ fn jobs_name_the_tenants_and_the_parents_of_their_blocks() {
         );
         manager.end_load(job.job, &[true, false]).unwrap();
         let mut out = Vec::new();
-        manager.allocate_prompts(&[mine], &mut out).unwrap();
+        manager.allocate_prompts(&[mine], PromptOptions::default(), &mut out).unwrap();
         compute(&mut manager, out[0].0);
         if writes == StoreWrites::Back {
             out.clear();
-            manager.allocate_prompts(&[prompt(&tokens(9, 28))], &mut out).unwrap();
+            manager.allocate_prompts(&[prompt(&tokens(9, 28))], PromptOptions::default(), &mut out).unwrap();
         }
         let job = manager.begin_write(2);
         let at = keys.iter().position(|key| *key == job.keys[0]).unwrap();
@@ -328,7 +328,7 @@ impl Model {
     fn start(&mut self, stream: u32, count: u32) {
         let asked = tokens(stream, count);
         let mut out = Vec::new();
-        if let Err(error) = self.manager.allocate_prompts(&[prompt(&asked)], &mut out) {
+        if let Err(error) = self.manager.allocate_prompts(&[prompt(&asked)], PromptOptions::default(), &mut out) {
             let Error::OutOfBlocks { tier, wanted, free, .. } = error else { panic!("{error}") };
             let pool = self.manager.pool(tier);
             // A cancelled write still lists its blocks, and another write may have them, too.

@@ -11,7 +11,7 @@ import torch
 from blockyard.engine.cuda.capture import relax_thread, relaxed_capture
 from blockyard.engine.streams import Event, StreamName, WorkerStreams
 from blockyard.errors import BlockyardError, InvalidArgumentError
-from blockyard.workers import Process
+from blockyard.workers.ownership import Process
 
 __all__ = ["CudaEvent", "CudaStreams", "with_index"]
 

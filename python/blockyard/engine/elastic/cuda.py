@@ -18,7 +18,8 @@ import torch
 from blockyard.engine.elastic.dlpack import tensor_at
 from blockyard.engine.ops.library import declare_region
 from blockyard.errors import BlockyardError, InvalidArgumentError, OutOfMemoryError
-from blockyard.workers import Process, missing
+from blockyard.workers.extras import missing
+from blockyard.workers.ownership import Process
 
 __all__ = ["DeviceMemory", "choose_chunk", "load_driver"]
 

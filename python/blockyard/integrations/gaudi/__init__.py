@@ -3,7 +3,7 @@
 `OnlineDefragmenter` and `CacheSwapUtils` are named after vllm-gaudi's classes, and do not require a Gaudi.
 """
 
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 try:
     from blockyard.integrations.gaudi.defragmenter import DefragStats, OnlineDefragmenter

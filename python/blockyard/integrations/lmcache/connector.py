@@ -20,7 +20,7 @@ from blockyard.integrations.compat import engine_log
 from blockyard.integrations.options.lmcache import read_options
 from blockyard.stores.adapters.jobs import Steps
 from blockyard.stores.adapters.objects import PrefixObjects, store_url
-from blockyard.workers import open_event
+from blockyard.workers.interrupts import open_event
 
 __all__ = ["BlockyardConnector"]
 

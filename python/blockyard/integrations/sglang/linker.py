@@ -42,7 +42,7 @@ from blockyard.stores.adapters.checkpoint import require_revision
 from blockyard.stores.adapters.jobs import Steps
 from blockyard.stores.adapters.objects import PrefixObjects, store_url
 from blockyard.stores.adapters.options import read_size
-from blockyard.workers import keep
+from blockyard.workers.interrupts import keep
 
 __all__ = ["BlockyardLinker"]
 

@@ -1,6 +1,6 @@
 """Serves Hugging Face models from a paged KV cache in up to three tiers."""
 
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 try:
     from blockyard.integrations.sampling import SamplingParams

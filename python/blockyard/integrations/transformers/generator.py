@@ -37,7 +37,7 @@ from blockyard.scheduler.step import as_token_ids
 from blockyard.stores import ExternalStore
 from blockyard.stores.url import public_url
 from blockyard.types import ResizeProgress
-from blockyard.workers import keep
+from blockyard.workers.interrupts import keep
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -44,7 +44,7 @@ from blockyard.integrations.transformers.sharding import require_divisible, shar
 from blockyard.layout.kv import LayoutKind
 from blockyard.stores import ExternalStore
 from blockyard.stores.url import public_repr, rank_url
-from blockyard.workers import Process
+from blockyard.workers.ownership import Process
 
 if TYPE_CHECKING:
     from typing_extensions import Self

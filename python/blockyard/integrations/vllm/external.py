@@ -26,7 +26,8 @@ from blockyard.stores.adapters.chunks import ChunkRows, HeadShards
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.base import ExternalStore, fails_since
 from blockyard.stores.value import is_damage
-from blockyard.workers import keep, start_worker
+from blockyard.workers.interrupts import keep
+from blockyard.workers.threads import start_worker
 
 __all__ = ["ExternalTier", "UsedBefore"]
 

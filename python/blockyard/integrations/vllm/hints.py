@@ -20,7 +20,8 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
 from blockyard.offload import OffloadManager
 from blockyard.stores.adapters.options import nearest, read_choice, read_seconds
-from blockyard.workers import RateLimit, keep
+from blockyard.workers.interrupts import keep
+from blockyard.workers.logs import RateLimit
 
 __all__ = ["OUTCOMES", "Hints", "Pins", "read_hints"]
 

@@ -37,7 +37,7 @@ from blockyard.integrations.vllm.units import UnitOffload, Units
 from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.adapters.chunks import HeadShards
 from blockyard.stores.base import ExternalStore
-from blockyard.workers import keep
+from blockyard.workers.interrupts import keep
 
 __all__ = ["BlockyardManager"]
 

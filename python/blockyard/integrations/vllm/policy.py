@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.offload import OffloadManager
-from blockyard.workers import keep
+from blockyard.workers.interrupts import keep
 
 __all__ = ["AdaptivePolicy", "LRUPolicy"]
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from blockyard.engine.host_memory import HostMapping
 from blockyard.errors import InvalidArgumentError, OutOfMemoryError
-from blockyard.workers import Process
+from blockyard.workers.ownership import Process
 
 __all__ = ["SharedRegion"]
 

@@ -25,7 +25,7 @@ from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.adapters.objects import BATCH_BYTES, about_store, store_url
 from blockyard.stores.namespace import Namespace
 from blockyard.stores.value import is_damage
-from blockyard.workers import keep
+from blockyard.workers.interrupts import keep
 
 __all__ = ["BlockyardTier", "namespace"]
 

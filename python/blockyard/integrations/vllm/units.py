@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadKey, get_offload_g
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.offload import OffloadManager
-from blockyard.workers import keep
+from blockyard.workers.interrupts import keep
 
 __all__ = ["BlockPieces", "PreparedUnits", "UnitOffload", "Units", "pages_of", "units_of"]
 

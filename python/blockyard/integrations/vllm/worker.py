@@ -35,7 +35,7 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.integrations.compat import engine_log
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.integrations.vllm.units import BlockPieces, Units
-from blockyard.workers import keep
+from blockyard.workers.interrupts import keep
 
 __all__ = ["BlockyardWorker"]
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from blockyard._core import BoundViews, Completion, Mapping
 from blockyard.errors import InvalidArgumentError
 from blockyard.stores.checked_store import are_rows_free
-from blockyard.workers import Buffers
+from blockyard.workers.buffers import Buffers
 
 __all__ = ["ChunkRows", "HeadShards"]
 

@@ -22,7 +22,9 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from blockyard.errors import StoreError
 from blockyard.stores import Completion, ExternalStore
-from blockyard.workers import Process, keep, open_event, start_worker
+from blockyard.workers.interrupts import keep, open_event
+from blockyard.workers.ownership import Process
+from blockyard.workers.threads import start_worker
 
 __all__ = ["Steps", "StoreJobs", "collect", "run"]
 

@@ -36,7 +36,7 @@ from blockyard.stores.checked_store import are_rows_free
 from blockyard.stores.namespace import Namespace
 from blockyard.stores.url import public_repr, public_url
 from blockyard.stores.value import is_damage
-from blockyard.workers import Buffers
+from blockyard.workers.buffers import Buffers
 
 __all__ = [
     "BATCH_BYTES",

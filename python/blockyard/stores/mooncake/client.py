@@ -22,7 +22,7 @@ from blockyard.stores.mooncake.url import MooncakeURL
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.url import StoreURL, hide_secrets
 from blockyard.stores.value import Bytes
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 __all__ = ["ABSENT", "AREA", "BEING_WRITTEN", "NO_ROOM", "TOO_LONG", "Client", "connect_client", "text_of_code"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from blockyard.workers import Condition, start_worker
+from blockyard.workers.threads import Condition, start_worker
 
 __all__ = ["MACHINE", "Runtime", "runtime", "use_runtime"]
 
@@ -62,7 +62,7 @@ class Runtime:
         stop: Callable[[], None],
         abandon: Callable[[BaseException], None] | None = None,
     ) -> Any:
-        """Start a thread, like `blockyard.workers.start_worker`. The result has `join` and `is_alive`."""
+        """Start a thread, like `blockyard.workers.threads.start_worker`. The result has `join` and `is_alive`."""
         return start_worker(name, run, stop, abandon)
 
 

@@ -25,7 +25,11 @@ from blockyard.stores.threaded.value_format import ValueFormat
 from blockyard.stores.url import hide_secrets, public_url, secrets_of
 from blockyard.stores.value import HEADER, Bytes, answered, copy_rows, reasons_of, spread_out
 from blockyard.types import StoreStats
-from blockyard.workers import Buffers, Polls, Process, describe, open_event
+from blockyard.workers.buffers import Buffers
+from blockyard.workers.interrupts import open_event
+from blockyard.workers.logs import describe
+from blockyard.workers.ownership import Process
+from blockyard.workers.threads import Polls
 
 __all__ = ["ThreadedStore"]
 

@@ -15,7 +15,7 @@ settings(TestMyManager.settings, max_examples=500)` runs longer; `TestMyManager.
 searching for the shortest example.
 """
 
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 try:
     from hypothesis.stateful import run_state_machine_as_test

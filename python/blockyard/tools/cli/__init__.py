@@ -33,7 +33,7 @@ from blockyard.tools.cli import commands
 from blockyard.tools.cli.options import make_parser
 from blockyard.tools.cli.result import EXIT_BAD_USAGE, EXIT_WRONG, Result
 from blockyard.tools.cli.unused import refuse_unused
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 __all__ = ["main"]
 

@@ -15,7 +15,7 @@ from blockyard import __version__
 from blockyard.scheduler import PREEMPTION_MODES
 from blockyard.tools.setup_checks import ENGINES
 from blockyard.tools.store.contents import DIGITS
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 __all__ = ["EXIT_CODES", "make_parser"]
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from blockyard.errors import InvalidArgumentError
 from blockyard.tools.pictures.style import Figure
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 try:
     from plotly.offline import get_plotlyjs

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from blockyard.errors import InvalidArgumentError
 from blockyard.tools.replay.hits import ClassMemory, HybridMemory, replay_hits
 from blockyard.tools.replay.packed import PackedTrace
-from blockyard.workers import interrupts_blocked
+from blockyard.workers.interrupts import interrupts_blocked
 
 __all__ = ["Point", "open_executor", "read_blocks", "run_all", "sweep"]
 

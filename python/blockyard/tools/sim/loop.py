@@ -19,7 +19,7 @@ from typing import Any, Final
 from blockyard.errors import BlockyardError
 from blockyard.stores.threaded.runtime import Runtime
 from blockyard.tools.virtual_time import VirtualTime
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 try:
     from greenlet import getcurrent, greenlet

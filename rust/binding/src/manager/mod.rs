@@ -129,9 +129,9 @@ impl PyBlockManager {
                 ));
             }
         };
-        let config = Config { block_size, blocks, watermark, prefix_caching: prefix_caching.is_on() };
         let policies = policies::of(reuse_order, &prefix_caching)?;
-        let mut manager = Manager::with_pages(config, policies, &groups, &space).map_err(to_py)?;
+        let config = Config { block_size, space, groups, watermark, prefix_caching: prefix_caching.is_on(), policies };
+        let mut manager = Manager::new(config).map_err(to_py)?;
         manager.set_number(next_number()).map_err(to_py)?;
         if let CachingOptions::On(options) = prefix_caching {
             options.apply(&mut manager)?;

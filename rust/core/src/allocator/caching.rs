@@ -137,6 +137,7 @@ impl BlockAllocator for PrefixCachingAllocator {
         };
         let wanted = keys.iter().zip(&found).filter(costs).count();
         self.plain.pool.require(wanted.saturating_add(plain), false)?;
+        // Claimed before any block is taken, which could evict one of them.
         for &block in found.iter().flatten() {
             self.claim(block);
         }
@@ -145,6 +146,7 @@ impl BlockAllocator for PrefixCachingAllocator {
             if let Some(block) = block {
                 hits += 1;
                 out.push(block);
+            // An earlier entry of this call may have the same key.
             } else if let Some(block) = self.plain.pool.find(&keyed.key) {
                 hits += 1;
                 self.claim(block);

@@ -59,6 +59,7 @@ impl Defrag {
         let mut all: usize = leaving.iter().map(Vec::len).sum();
         let still = sources.iter().map(|(_, sources)| sources.len()).sum();
         let stuck = if is_enough { 0 } else { still };
+        // A class gets only whole extents: to empty fewer than are lacking would cost copies and free nothing of use.
         if is_enough {
             all += still;
             for (class, sources) in sources {

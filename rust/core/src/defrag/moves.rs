@@ -272,6 +272,7 @@ impl Defrag {
         }
         let mut landed = Vec::with_capacity(all.moves.len());
         for [from, to] in all.moves.iter().map(|pair| pair.map(BlockId)) {
+            // The tracker drops a move whose source is written, freed or leased before the bytes land: the copy is stale.
             if tiers.device().tracker().is_some_and(|tracker| tracker.moves_to(from, to)) {
                 let (refs, index) = (tiers.device().refs(from) as usize, sequences.owner(from).index as usize);
                 landed.push(Landed { from, to, index, refs, tables: Vec::new() });

@@ -39,18 +39,18 @@ impl Manager {
 mod tests {
     use super::*;
     use crate::block::LeaseKind;
-    use crate::{Config, Counts};
+    use crate::{Append, Config, Counts};
 
     /// Two sequences that share a block, one of them with room to write, and an unfinished swap.
     fn sample() -> Manager {
-        let config = Config { block_size: 4, blocks: [8, 8, 0], watermark: 0.0, prefix_caching: true };
+        let config = Config { prefix_caching: true, ..Config::new(4, [8, 8, 0]) };
         let mut manager = Manager::new(config).unwrap();
         let mut sequences = Vec::new();
         manager.allocate(&[6, 3], &mut sequences).unwrap();
         let first = manager.take_decision();
         manager.complete(first.ticket).unwrap();
         manager.fork(sequences[0], 1, &mut sequences).unwrap();
-        manager.append(&sequences[..1], Counts::All(1), 0, &mut [0]).unwrap();
+        manager.append(Append::new(&sequences[..1], Counts::All(1), &mut [0])).unwrap();
         manager.swap_out(&sequences[1..2], Tier::Host).unwrap();
         let _ = manager.take_decision();
         manager.check().unwrap();

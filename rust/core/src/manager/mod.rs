@@ -37,17 +37,43 @@ pub use verbs::Resize;
 /// Largest block size, in tokens.
 const MAX_BLOCK_SIZE: u32 = 1 << 20;
 
-/// Sizes of a manager's tiers.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// What a manager is made of. A model whose layers need different parts of the earlier tokens has several groups: every
+/// sequence has one block table per group.
+#[derive(Clone, Debug)]
 pub struct Config {
-    /// Token slots in a block.
+    /// Token slots in a block. A prompt continues after a multiple of them.
     pub block_size: u32,
-    /// Blocks of each tier: device, host, external.
-    pub blocks: [usize; 3],
+    /// Blocks of each page class: groups whose blocks have equal bytes share one. Ids of blocks count from 0 in each. If
+    /// tables have null blocks, block 0 of every tier is reserved for them.
+    pub space: Space,
+    /// The model's cache groups.
+    pub groups: Vec<PagedGroup>,
     /// Fraction of the device blocks that admission keeps free, `0.0..1.0`.
     pub watermark: f64,
     /// Whether full device blocks stay cached after their sequences are freed, until evicted.
     pub prefix_caching: bool,
+    /// Order in which free blocks are reused, and cached ones evicted.
+    pub policies: Policies,
+}
+
+impl Config {
+    /// One group with full attention, without watermark or prefix caching. `blocks` are those of each tier: device, host,
+    /// external.
+    #[must_use]
+    pub fn new(block_size: u32, blocks: [usize; 3]) -> Self {
+        let space = Space::Split { blocks: vec![blocks], most: Vec::new() };
+        let policies = Policies::default();
+        let config = Self { block_size, space, groups: Vec::new(), watermark: 0.0, prefix_caching: false, policies };
+        config.with_groups(&[Group::Full])
+    }
+
+    /// The same blocks, for other groups.
+    #[must_use]
+    pub fn with_groups(mut self, groups: &[Group]) -> Self {
+        let paged = |&group| PagedGroup { group, block_tokens: self.block_size, block_bytes: 1 };
+        self.groups = groups.iter().map(paged).collect();
+        self
+    }
 }
 
 /// Sequences and their blocks on the device, the host and the external tier.
@@ -76,45 +102,16 @@ impl Manager {
     /// A manager without sequences.
     ///
     /// # Errors
-    /// A size or the watermark is out of range.
+    /// A size, the watermark or a group is out of range; prefix caching is combined with an encoder's tokens; a group's
+    /// block size does not divide that of the manager, or that of a recurrent group is not equal to it; there are too many
+    /// classes, or too few blocks of one.
     pub fn new(config: Config) -> Result<Self> {
-        Self::with_policies(config, Policies::default())
-    }
-
-    /// A manager without sequences, with the given reuse and eviction policies.
-    ///
-    /// # Errors
-    /// A size or the watermark is out of range.
-    pub fn with_policies(config: Config, policies: Policies) -> Result<Self> {
-        Self::with_groups(config, policies, &[Group::Full])
-    }
-
-    /// A manager for a model whose layers need different parts of the earlier tokens: every sequence has one block
-    /// table per group, all over the same pools. If tables have null blocks, block 0 of every tier is reserved for
-    /// them.
-    ///
-    /// # Errors
-    /// A size, the watermark or a group is out of range, or prefix caching is combined with an encoder's tokens.
-    pub fn with_groups(config: Config, policies: Policies, groups: &[Group]) -> Result<Self> {
-        let paged = |&group| PagedGroup { group, block_tokens: config.block_size, block_bytes: 1 };
-        let groups: Vec<_> = groups.iter().map(paged).collect();
-        Self::with_pages(config, policies, &groups, &Space::Split { blocks: vec![config.blocks], most: Vec::new() })
-    }
-
-    /// As [`Manager::with_groups`], for groups whose blocks differ in their bytes or tokens: those of equal bytes share
-    /// the blocks of one page class. Ids of blocks count from 0 in each class. `space` says how many blocks the classes
-    /// have; `config.blocks` is not used. A prompt continues after a multiple of `config.block_size` tokens.
-    ///
-    /// # Errors
-    /// As [`Manager::with_groups`]; a group's block size does not divide `config.block_size`, or that of a recurrent group
-    /// is not equal to it; there are too many classes, or too few blocks of one.
-    pub fn with_pages(config: Config, policies: Policies, groups: &[PagedGroup], space: &Space) -> Result<Self> {
-        let Config { block_size, watermark, prefix_caching, .. } = config;
+        let Config { block_size, space, groups, watermark, prefix_caching, policies } = config;
         if !(1..=MAX_BLOCK_SIZE).contains(&block_size) {
             return Err(invalid("block_size", block_size, format!("1 to {MAX_BLOCK_SIZE}")));
         }
-        let mut groups = Groups::new(groups, block_size)?;
-        let shapes = Shape::of_tiers(space, groups.class_bytes(), groups.has_nulls())?;
+        let mut groups = Groups::new(&groups, block_size)?;
+        let shapes = Shape::of_tiers(&space, groups.class_bytes(), groups.has_nulls())?;
         for (what, shape) in ["device_blocks", "host_blocks", "external_blocks"].into_iter().zip(&shapes) {
             let blocks = shape.ids.iter().copied().fold(0, usize::saturating_add);
             if blocks > MAX_BLOCKS {

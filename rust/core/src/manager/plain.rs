@@ -7,7 +7,7 @@ use crate::group::Group;
 use crate::hash::refuse_reserved;
 use crate::id::{SequenceId, Tier};
 use crate::memory;
-use crate::sequence::Counts;
+use crate::sequence::{Append, Counts};
 
 /// What [`Manager::plain_steps`] did.
 #[derive(Debug)]
@@ -42,13 +42,8 @@ impl Manager {
         let (mut slots, mut due) = (vec![0; count * self.growing_groups()], memory::with_room(count)?);
         let mut done = PlainSteps { steps: 0, peak_blocks: 0, decision: None };
         for (step, &now) in times.iter().enumerate() {
-            let appended = match tokens.get(step * count..(step + 1) * count) {
-                Some(ids) if !tokens.is_empty() => {
-                    self.append_tokens(sequences, Counts::All(1), 0, ids, None, &mut slots)
-                }
-                _ => self.append(sequences, Counts::All(1), 0, &mut slots),
-            };
-            match appended {
+            let token_ids = tokens.get(step * count..(step + 1) * count).filter(|_| !tokens.is_empty());
+            match self.append(Append { token_ids, ..Append::new(sequences, Counts::All(1), &mut slots) }) {
                 Err(Error::OutOfBlocks { .. }) => break,
                 found => found?,
             }

@@ -209,10 +209,10 @@ fn by_class(tiers: &Tiers, transfers: Vec<(Kind, Pairs)>) -> Vec<(Kind, Pairs)> 
 
 #[cfg(test)]
 mod tests {
-    use crate::{Config, Counts, Kind, Manager, SequenceId, Tier};
+    use crate::{Append, Config, Counts, Kind, Manager, SequenceId, Tier};
 
     fn append(manager: &mut Manager, sequence: SequenceId) {
-        manager.append(&[sequence], Counts::All(1), 0, &mut [0]).unwrap();
+        manager.append(Append::new(&[sequence], Counts::All(1), &mut [0])).unwrap();
     }
 
     /// Ends a step and its ticket; returns how many copies it had.
@@ -237,7 +237,7 @@ mod tests {
 
     #[test]
     fn a_ticket_that_never_ends_keeps_no_more_copies_than_there_are_blocks_and_its_loss_still_reaches_all() {
-        let config = Config { block_size: 4, blocks: [16, 16, 0], watermark: 0.0, prefix_caching: false };
+        let config = Config::new(4, [16, 16, 0]);
         let (mut manager, mut out) = (Manager::new(config).unwrap(), Vec::new());
         manager.allocate(&[2, 3], &mut out).unwrap();
         step(&mut manager);

@@ -9,7 +9,7 @@ use crate::group::Group;
 use crate::id::{BlockId, PinId, SequenceId, Tier};
 use crate::page::PerClass;
 use crate::prefix::evict::Hint;
-use crate::sequence::{Batch, Count, Counts, Demand, PrefixHit, PrefixStats, Prompt, TableId, TableRows};
+use crate::sequence::{Append, Counts, Demand, PrefixHit, PrefixStats, Prompt, PromptOptions, TableId};
 use crate::transfer::OpenStep;
 use std::ops::Range;
 
@@ -70,43 +70,20 @@ impl Manager {
     /// leading tokens that need not be computed. The last token must always be computed.
     ///
     /// # Errors
-    /// The device has too few blocks for the whole batch, or a token has the reserved id.
-    pub fn allocate_prompts(&mut self, prompts: &[Prompt<'_>], out: &mut Vec<(SequenceId, u32)>) -> Result<()> {
-        self.allocate_chunks(prompts, u32::MAX, out)
-    }
-
-    /// As [`Manager::allocate_prompts`], with blocks for at most `chunk` tokens of each prompt beyond the cached ones.
-    /// Add the rest by [`Manager::append`], a chunk at a time; the cache already knows its tokens.
-    ///
-    /// # Errors
-    /// As [`Manager::allocate_prompts`]; `chunk` is 0; a group wants an encoder's tokens.
-    pub fn allocate_chunks(
+    /// The device has too few blocks for the whole batch; a token has the reserved id; the chunk is 0; a group wants an
+    /// encoder's tokens.
+    pub fn allocate_prompts(
         &mut self,
         prompts: &[Prompt<'_>],
-        chunk: u32,
+        options: PromptOptions,
         out: &mut Vec<(SequenceId, u32)>,
     ) -> Result<()> {
         let (state, mut step) = self.parts();
-        state.allocate_chunks(&mut step, prompts, chunk, Count::First, out)
-    }
-
-    /// As [`Manager::allocate_chunks`], for prompts that were admitted before and lost their blocks, for instance by a
-    /// preemption: the counters of the prefix cache leave them out, since they find what they computed themselves.
-    ///
-    /// # Errors
-    /// As [`Manager::allocate_chunks`].
-    pub fn readmit_chunks(
-        &mut self,
-        prompts: &[Prompt<'_>],
-        chunk: u32,
-        out: &mut Vec<(SequenceId, u32)>,
-    ) -> Result<()> {
-        let (state, mut step) = self.parts();
-        state.allocate_chunks(&mut step, prompts, chunk, Count::Again, out)
+        state.allocate_prompts(&mut step, prompts, options, out)
     }
 
     /// Whether a prompt may be admitted above the watermark, and computed to its last token, even if
-    /// [`Manager::allocate_chunks`] takes blocks only for its first chunk: with the blocks that it holds at most at one
+    /// [`Manager::allocate_prompts`] takes blocks only for its first chunk: with the blocks that it holds at most at one
     /// time, `lookahead` slots beyond its last token, and as many tokens of an answer, one at a time. New blocks count, blocks to load into, and
     /// cached blocks that nothing uses or holds. Blocks that other sequences, pins or transfers already have cost
     /// nothing.
@@ -135,66 +112,25 @@ impl Manager {
         self.sequences.next_chunk(self.view(), sequence, budget)
     }
 
-    /// Appends tokens to a batch of sequences and writes the slot of each token, sequence by sequence, to `slots`; with
-    /// several cache groups, group by group.
+    /// Appends tokens to a batch of sequences and writes the slot of each.
     ///
     /// Blocks that leave a window are freed: tokens appended in earlier steps are computed before these. A shared block
-    /// that would be written is copied first, by a copy in this step. Each sequence also gets exclusive blocks for
-    /// `lookahead` more slots, which drafts may be written to, but no tokens. For a recurrent group, the step writes
-    /// only the state after its last token: blocks of tokens added by an earlier call of the step become null blocks.
-    /// With [`Counts::Drafted`] it also writes the state after each token that [`Manager::truncate`] may make the last
-    /// one, to the block of the token's slot.
+    /// that would be written is copied first, by a copy in this step. For a recurrent group, the step writes only the
+    /// state after its last token: blocks of tokens added by an earlier call of the step become null blocks. With
+    /// [`Counts::Drafted`] it also writes the state after each token that [`Manager::truncate`] may make the last one, to
+    /// the block of the token's slot.
     ///
     /// # Errors
     /// The device has too few blocks for the whole batch; a sequence is unknown, named twice, not on the device, still
-    /// loading or has lost bytes, or this step has yet to write states of its drafts; `slots` does not have one entry
-    /// per token; a sequence gets as many drafts as tokens.
-    pub fn append(
-        &mut self,
-        sequences: &[SequenceId],
-        counts: Counts<'_>,
-        lookahead: u32,
-        slots: &mut [i64],
-    ) -> Result<()> {
+    /// loading or has lost bytes, or this step has yet to write states of its drafts; a sequence gets as many drafts as
+    /// tokens; a token has the reserved id; there is not one slot, or one id, per token; the table has fewer rows than
+    /// there are sequences, or a sequence more blocks than a row.
+    pub fn append(&mut self, batch: Append<'_>) -> Result<()> {
         let (state, mut step) = self.parts();
-        state.append(&mut step, Batch { sequences, counts, lookahead, slots, tables: None })
-    }
-
-    /// [`Manager::append`], and updates the rows of a block table that the caller keeps between calls: row `i` belongs
-    /// to sequence `i` in the first cache group, followed by the rows of the next group. Only changes since the
-    /// sequence's last such call are written, or the whole row on its first. After moving a sequence to another row or
-    /// table, write that row with [`Manager::block_tables`] first.
-    ///
-    /// # Errors
-    /// As [`Manager::append`]; the table has fewer rows than there are sequences, or a sequence more blocks than a row.
-    pub fn append_with_tables(
-        &mut self,
-        sequences: &[SequenceId],
-        counts: Counts<'_>,
-        lookahead: u32,
-        tables: TableRows<'_>,
-        slots: &mut [i64],
-    ) -> Result<()> {
-        let (state, mut step) = self.parts();
-        state.append(&mut step, Batch { sequences, counts, lookahead, slots, tables: Some(tables) })
-    }
-
-    /// Appends tokens like [`Manager::append`], or like [`Manager::append_with_tables`] if tables are given, with their
-    /// ids for the prefix cache: `tokens` are the ids, sequence by sequence.
-    ///
-    /// # Errors
-    /// As [`Manager::append`]; a token has the reserved id; there are not as many ids as tokens.
-    pub fn append_tokens(
-        &mut self,
-        sequences: &[SequenceId],
-        counts: Counts<'_>,
-        lookahead: u32,
-        tokens: &[u32],
-        tables: Option<TableRows<'_>>,
-        slots: &mut [i64],
-    ) -> Result<()> {
-        let (state, mut step) = self.parts();
-        state.append_tokens(&mut step, tokens, Batch { sequences, counts, lookahead, slots, tables })
+        match batch.token_ids {
+            Some(ids) => state.append_tokens(&mut step, ids, batch),
+            None => state.append(&mut step, batch),
+        }
     }
 
     /// Gives the prefix cache the ids of tokens that were appended without them, as a scheduler that runs a step ahead

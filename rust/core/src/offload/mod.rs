@@ -188,12 +188,14 @@ impl OffloadCache {
             out.truncate(first);
             return false;
         }
+        // Claimed first, so that the new chunks cannot evict them.
         for &chunk in &found {
             self.pool.claim(chunk);
         }
         let mut chunks = Vec::with_capacity(wanted);
         self.pool.take(wanted, false, &mut chunks);
         self.pool.begin_chain();
+        // Last key first: a prompt finds nothing behind an evicted key, so its last chunks must be evicted first.
         for &chunk in found.iter().rev() {
             self.pool.release(chunk);
         }

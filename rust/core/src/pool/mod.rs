@@ -220,6 +220,7 @@ impl Pool {
             self.note_peak();
             return false;
         }
+        // Only when no block is free: what fills these must wait until those who read them are done.
         self.sets[class].overlappable.take_lowest(count - ready, |block| out.push(block));
         let overlapped = out.len() > first + ready;
         for &block in &out[first + ready..] {

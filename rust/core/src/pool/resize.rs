@@ -259,6 +259,7 @@ impl Pool {
         let Some(extents) = self.extents.as_deref_mut() else { return };
         let former = extents.set_len(count);
         for extent in count..former.max(count) {
+            // The blocks go first: an extent that has left no longer knows whose they are.
             let place = self.extents.as_deref().and_then(|extents| extents.place(&self.classes, extent));
             if let Some((class, gone)) = place {
                 self.leave(class, gone);

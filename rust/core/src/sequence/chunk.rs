@@ -49,11 +49,11 @@ impl Sequences {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Config, Counts, Error, Group, KeySpec, Manager, Policies, Prompt, Tier};
+    use crate::{Append, Config, Counts, Error, Group, KeySpec, Manager, Prompt, PromptOptions, Tier};
 
     fn manager(groups: &[Group]) -> Manager {
-        let config = Config { block_size: 4, blocks: [32, 0, 0], watermark: 0.0, prefix_caching: true };
-        Manager::with_groups(config, Policies::default(), groups).unwrap()
+        let config = Config { prefix_caching: true, ..Config::new(4, [32, 0, 0]) };
+        Manager::new(config.with_groups(groups)).unwrap()
     }
 
     /// Adds a prompt in chunks of at most `budget`; returns the number of cached tokens, and the length after each
@@ -61,7 +61,7 @@ mod tests {
     fn run(manager: &mut Manager, tokens: &[u32], budget: u32) -> (u32, Vec<u32>) {
         let mut out = Vec::new();
         let prompt = Prompt { tokens, spec: KeySpec::default(), extras: &[], hashed: None };
-        manager.allocate_chunks(&[prompt], budget, &mut out).unwrap();
+        manager.allocate_prompts(&[prompt], PromptOptions { chunk: budget, preempted: false }, &mut out).unwrap();
         let (sequence, cached) = out[0];
         let mut lengths = vec![];
         loop {
@@ -76,7 +76,7 @@ mod tests {
                 return (cached, lengths);
             }
             let mut slots = vec![0; chunk as usize * manager.groups().len()];
-            manager.append(&[sequence], Counts::All(chunk), 0, &mut slots).unwrap();
+            manager.append(Append::new(&[sequence], Counts::All(chunk), &mut slots)).unwrap();
         }
     }
 
@@ -103,19 +103,24 @@ mod tests {
     fn a_state_in_the_middle_of_a_block_that_was_passed_over_is_never_cached() {
         let tokens: Vec<u32> = (0..9).collect();
         let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None };
-        let config = Config { block_size: 4, blocks: [32, 8, 0], watermark: 0.0, prefix_caching: true };
+        let config = Config { prefix_caching: true, ..Config::new(4, [32, 8, 0]).with_groups(&[Group::Recurrent]) };
         for swapped in [false, true] {
-            let mut manager = Manager::with_groups(config, Policies::default(), &[Group::Recurrent]).unwrap();
+            let mut manager = Manager::new(config.clone()).unwrap();
             let mut out = Vec::new();
             // These chunks are not aligned: 6 tokens, then 3.
-            manager.allocate_chunks(&[prompt], 6, &mut out).unwrap();
+            manager.allocate_prompts(&[prompt], PromptOptions { chunk: 6, preempted: false }, &mut out).unwrap();
             let sequence = out[0].0;
             let step = |manager: &mut Manager| {
                 let ticket = manager.take_decision().ticket;
                 manager.complete(ticket).unwrap();
             };
             step(&mut manager);
-            manager.append_tokens(&[sequence], Counts::All(3), 0, &tokens[6..], None, &mut [0; 3]).unwrap();
+            manager
+                .append(Append {
+                    token_ids: Some(&tokens[6..]),
+                    ..Append::new(&[sequence], Counts::All(3), &mut [0; 3])
+                })
+                .unwrap();
             step(&mut manager);
             if swapped {
                 manager.swap_out(&[sequence], Tier::Host).unwrap();
@@ -136,13 +141,15 @@ mod tests {
         let (mut manager, tokens) = (manager(groups), (0..40).collect::<Vec<u32>>());
         let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None };
         let mut out = Vec::new();
-        manager.allocate_chunks(&[prompt], steps[0][0], &mut out).unwrap();
+        manager.allocate_prompts(&[prompt], PromptOptions { chunk: steps[0][0], preempted: false }, &mut out).unwrap();
         let sequence = out[0].0;
         assert_eq!(manager.num_tokens(sequence), Ok(steps[0][0]));
         for (i, chunks) in steps.iter().enumerate() {
             for &chunk in &chunks[usize::from(i == 0)..] {
                 let mut slots = vec![0; chunk as usize * groups.len()];
-                manager.append(&[sequence], Counts::All(chunk), lookahead, &mut slots).unwrap();
+                manager
+                    .append(Append { lookahead, ..Append::new(&[sequence], Counts::All(chunk), &mut slots) })
+                    .unwrap();
                 manager.check().unwrap();
             }
             let ticket = manager.take_decision().ticket;
@@ -185,7 +192,7 @@ mod tests {
         let parent = out[0];
         assert_eq!(manager.fork_prefix(parent, 4, 6), Err(Error::Unwritten { sequence: parent }));
         let child = manager.fork_prefix(parent, 4, 4).unwrap();
-        let append = |manager: &mut Manager| manager.append(&[parent], Counts::All(1), 0, &mut [0]);
+        let append = |manager: &mut Manager| manager.append(Append::new(&[parent], Counts::All(1), &mut [0]));
         assert_eq!(append(&mut manager), Err(Error::Unwritten { sequence: parent }));
         let ticket = manager.take_decision().ticket;
         manager.complete(ticket).unwrap();
@@ -200,15 +207,15 @@ mod tests {
         manager.allocate(&[3], &mut out).unwrap();
         let (parent, ticket) = (out[0], manager.take_decision().ticket);
         manager.complete(ticket).unwrap();
-        manager.append(&[parent], Counts::All(1), 0, &mut [0]).unwrap();
+        manager.append(Append::new(&[parent], Counts::All(1), &mut [0])).unwrap();
         let child = manager.fork_prefix(parent, 4, 4).unwrap();
         for sequence in [parent, child] {
-            let refused = manager.append(&[sequence], Counts::All(2), 0, &mut [0; 2]);
+            let refused = manager.append(Append::new(&[sequence], Counts::All(2), &mut [0; 2]));
             assert_eq!(refused, Err(Error::Unwritten { sequence }), "the state after 4 tokens is yet to be written");
         }
         let ticket = manager.take_decision().ticket;
         manager.complete(ticket).unwrap();
-        manager.append(&[parent, child], Counts::All(2), 0, &mut [0; 4]).unwrap();
+        manager.append(Append::new(&[parent, child], Counts::All(2), &mut [0; 4])).unwrap();
         manager.check().unwrap();
     }
 
@@ -218,13 +225,13 @@ mod tests {
         let tokens: Vec<u32> = (0..60).collect();
         let mut out = Vec::new();
         let prompt = Prompt { tokens: &tokens, spec: KeySpec::default(), extras: &[], hashed: None };
-        manager.allocate_chunks(&[prompt], 8, &mut out).unwrap();
+        manager.allocate_prompts(&[prompt], PromptOptions { chunk: 8, preempted: false }, &mut out).unwrap();
         let most = Group::SlidingWindow { window: 6 }.peak_blocks(60, 0, 8, 4);
         while manager.num_tokens(out[0].0).unwrap() < 60 {
             let ticket = manager.take_decision().ticket;
             manager.complete(ticket).unwrap();
             let chunk = manager.next_chunk(out[0].0, 8).unwrap();
-            manager.append(&[out[0].0], Counts::All(chunk), 0, &mut vec![0; chunk as usize]).unwrap();
+            manager.append(Append::new(&[out[0].0], Counts::All(chunk), &mut vec![0; chunk as usize])).unwrap();
             assert!(manager.stats().tiers[0].used <= most, "{} of {most}", manager.stats().tiers[0].used);
         }
     }

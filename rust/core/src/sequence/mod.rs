@@ -20,13 +20,12 @@ mod truncate;
 
 pub use append::Counts;
 pub use append::block_tables::TableRows;
-pub(crate) use append::pass::Batch;
+pub use append::pass::Append;
 pub use extras::PromptExtra;
 pub use groups::Demand;
 pub(crate) use owners::Owner;
 use owners::Owners;
-pub(crate) use prompt::Count;
-pub use prompt::{HashedPrompt, PrefixHit, PrefixStats, Prompt, StoreSearch, export_keys};
+pub use prompt::{HashedPrompt, PrefixHit, PrefixStats, Prompt, PromptOptions, StoreSearch, export_keys};
 use table::Marks;
 pub use table::TableId;
 pub(crate) use table::{GroupTable, Row, SequenceRows};
@@ -480,18 +479,18 @@ fn count_from(first: i64, out: &mut [i64]) {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Config, Counts, Manager};
+    use crate::{Append, Config, Counts, Manager};
 
     #[test]
     fn the_slots_of_any_range_are_those_of_its_blocks() {
         for size in [1, 3, 16, 20] {
-            let config = Config { block_size: size, blocks: [64, 0, 0], watermark: 0.0, prefix_caching: false };
+            let config = Config::new(size, [64, 0, 0]);
             let (mut manager, mut out) = (Manager::new(config).unwrap(), Vec::new());
             manager.allocate(&[size, size * 2], &mut out).unwrap();
             for _ in 0..3 {
                 // Alternating, so that neither gets only adjacent blocks.
                 let slots = &mut vec![0; 2 * size as usize];
-                manager.append(&out, Counts::All(size), 0, slots).unwrap();
+                manager.append(Append::new(&out, Counts::All(size), slots)).unwrap();
             }
             for &sequence in &out {
                 let table = manager.block_table(sequence).unwrap().to_vec();

@@ -49,18 +49,18 @@ impl Sequences {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Config, Error, Eviction, KeySpec, Manager, Policies, Prompt, SequenceId, Tier};
+    use crate::{Config, Error, Eviction, KeySpec, Manager, Policies, Prompt, PromptOptions, SequenceId, Tier};
 
     fn manager(eviction: Eviction) -> Manager {
-        let config = Config { block_size: 2, blocks: [8, 0, 0], watermark: 0.0, prefix_caching: true };
-        Manager::with_policies(config, Policies { eviction, ..Policies::default() }).unwrap()
+        let policies = Policies { eviction, ..Policies::default() };
+        Manager::new(Config { prefix_caching: true, policies, ..Config::new(2, [8, 0, 0]) }).unwrap()
     }
 
     /// Admits and computes a prompt; returns its handle and how much of it was cached.
     fn run(manager: &mut Manager, tokens: &[u32], priority: u8) -> (SequenceId, u32) {
         let mut out = Vec::new();
         let prompt = Prompt { tokens, spec: KeySpec::default(), extras: &[], hashed: None };
-        manager.allocate_prompts(&[prompt], &mut out).unwrap();
+        manager.allocate_prompts(&[prompt], PromptOptions::default(), &mut out).unwrap();
         let ticket = manager.take_decision().ticket;
         manager.complete(ticket).unwrap();
         manager.mark_computed(&[out[0].0]).unwrap();

@@ -4,7 +4,8 @@
 use super::{BLOCK, Op, Setup, World, cases, keep, op, paged_setup, setup, store::family_ids};
 use blockyard_core::defrag::{Budget, Goal};
 use blockyard_core::{
-    AllocStatus, Cached, Counts, Demand, Error, Fit, Group, Manager, Prompt, SequenceId, StoreJob, TableRows, Tier,
+    AllocStatus, Append, Cached, Counts, Demand, Error, Fit, Group, Manager, Prompt, PromptOptions, SequenceId,
+    StoreJob, TableRows, Tier,
 };
 use proptest::prelude::*;
 
@@ -183,13 +184,14 @@ impl ReachedState {
             return Ok(());
         }
         let mut slots = vec![0; named.len() * (1 + call.more) as usize * manager.growing_groups()];
-        with_drafts(named.len(), call.more, |counts| manager.append(&named, counts, 0, &mut slots))
+        with_drafts(named.len(), call.more, |counts| manager.append(Append::new(&named, counts, &mut slots)))
     }
 
     fn run(&self, manager: &mut Manager, call: Call, named: &Named) -> Result<(), Error> {
         let (Call { verb, first, count, tokens, more }, Named { sequences: named, leads_away }) = (call, named);
         let (one, mut out) = (named.first().copied().unwrap_or(SequenceId::new(0, 9999, 1)), Vec::new());
         let slots = &mut vec![0; named.len() * tokens as usize * manager.growing_groups()];
+        let batch = Append { lookahead: more, ..Append::new(named, Counts::All(tokens), slots) };
         let ticket = manager.open_tickets().nth(first % manager.num_open_tickets().max(1));
         let encoded = manager.growing_groups() < manager.groups().len();
         match verb {
@@ -197,23 +199,29 @@ impl ReachedState {
             Verb::Allocate => manager.allocate_encoded(&[tokens], &[0], &mut out),
             Verb::AllocateEncoded if encoded => manager.allocate_encoded(&[tokens], &[more], &mut out),
             Verb::AllocateEncoded => manager.allocate(&[tokens], &mut out),
-            Verb::Prompt => manager.allocate_prompts(&[prompt(&family_ids(tokens, more))], &mut Vec::new()),
+            Verb::Prompt => {
+                let ids = family_ids(tokens, more);
+                manager.allocate_prompts(&[prompt(&ids)], PromptOptions::default(), &mut Vec::new())
+            }
             Verb::Prompts => {
                 let all = [family_ids(tokens, more), family_ids(tokens / 2, more), family_ids(tokens, 1)];
-                manager.allocate_chunks(&all.each_ref().map(|ids| prompt(ids)), 1 + more * 3, &mut Vec::new())
+                let options = PromptOptions { chunk: 1 + more * 3, preempted: false };
+                manager.allocate_prompts(&all.each_ref().map(|ids| prompt(ids)), options, &mut Vec::new())
             }
-            Verb::Append => manager.append(named, Counts::All(tokens), more, slots),
+            Verb::Append => manager.append(batch),
             Verb::AppendDrafts => {
                 let slots = &mut vec![0; named.len() * (1 + more) as usize * manager.growing_groups()];
-                with_drafts(named.len(), more, |counts| manager.append(named, counts, tokens % 3, slots))
+                with_drafts(named.len(), more, |counts| {
+                    manager.append(Append { lookahead: tokens % 3, ..Append::new(named, counts, slots) })
+                })
             }
             Verb::AppendTables => {
                 let tables = &mut vec![0; named.len() * manager.growing_groups() * 64];
-                manager.append_with_tables(named, Counts::All(tokens), more, TableRows::new(tables, 64), slots)
+                manager.append(Append { tables: Some(TableRows::new(tables, 64)), ..batch })
             }
             Verb::AppendTokens => {
                 let ids = vec![more; named.len() * tokens as usize];
-                manager.append_tokens(named, Counts::All(tokens), more, &ids, None, slots)
+                manager.append(Append { token_ids: Some(&ids), ..batch })
             }
             Verb::Note => manager.note_tokens(named, Counts::All(more), &vec![7; named.len() * more as usize]),
             Verb::Mark => manager.mark_computed(named),

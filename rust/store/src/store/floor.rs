@@ -55,6 +55,8 @@ impl Floor {
         let (device, floor) = raise()?;
         known.floor = floor;
         known.revision = revision.unwrap_or(known.revision);
+        // A disk may hang for longer than the caller waits, so a thread writes. If one is writing already, it writes this
+        // floor next.
         if !known.is_writing {
             let this = Arc::clone(self);
             let work = move || this.write(&*device, write);

@@ -74,11 +74,13 @@ impl StoreOptions {
                 proven: false,
                 owner: header.owner,
             };
+            // Blocks of other namespaces are never found here, but their slots are reused by age, as ours are.
             if !is_ours(header) {
                 by_age.push((header.generation, StoredBlock::none(slot)));
                 continue;
             }
             let held = newest.entry(header.key).or_insert(block);
+            // An evicted block stays on disk until its slot is written: a key that was put again before that has two.
             if held.slot != slot {
                 let last = if held.generation < block.generation { std::mem::replace(held, block) } else { block };
                 older.push(last.slot);

@@ -15,7 +15,7 @@ from blockyard.tools.sim.fleet.faults import FAULTS, Fault
 from blockyard.tools.sim.fleet.fleet import FleetOptions, FleetReport, digest_of, simulate_fleet
 from blockyard.tools.sim.fleet.log import BlockCounts
 from blockyard.tools.timeline import Timeline
-from blockyard.workers import interrupts_blocked
+from blockyard.workers.interrupts import interrupts_blocked
 
 __all__ = ["Campaign", "run_campaign", "shrink"]
 

@@ -10,7 +10,7 @@ use crate::manager::policies;
 use crate::manager::prompts::{self, Extras, KeySpecs, PromptLike, Prompts};
 use crate::manager::sequence::PySequence;
 use crate::manager::shared::handles;
-use blockyard_core::{Demand, Manager, SequenceId};
+use blockyard_core::{Demand, Manager, PromptOptions, SequenceId};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
@@ -161,15 +161,11 @@ impl PyBlockManager {
             }
             Prompts::Tokens(tokens) => {
                 let (specs, extras) = (KeySpecs::new(salt, lora_id, tokens.len())?, Extras::new(extras, tokens.len())?);
-                let chunk = chunk_tokens.unwrap_or(u32::MAX);
+                let options = PromptOptions { chunk: chunk_tokens.unwrap_or(u32::MAX), preempted };
                 let mut out = memory::reserved(tokens.len())?;
                 let open = |manager: &mut Manager| {
                     prompts::lend(&tokens, &specs, &extras, |prompts| {
-                        if preempted {
-                            manager.readmit_chunks(prompts, chunk, &mut out)
-                        } else {
-                            manager.allocate_chunks(prompts, chunk, &mut out)
-                        }
+                        manager.allocate_prompts(prompts, options, &mut out)
                     })
                 };
                 self.shared.with(open)?.map_err(to_py)?;

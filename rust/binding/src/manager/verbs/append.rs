@@ -6,7 +6,7 @@ use crate::convert::errors::{invalid, to_py};
 use crate::convert::memory::{self, Area};
 use crate::manager::PyBlockManager;
 use crate::manager::fit::PyFit;
-use blockyard_core::{Manager, TableRows};
+use blockyard_core::{Append, Manager, TableRows};
 use numpy::{PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 
@@ -95,12 +95,9 @@ impl PyBlockManager {
         let out = arrays::slots(py, len, out)?;
         let append = |tables: Option<TableRows<'_>>, slots: Area<'_, i64>, manager: &mut Manager| {
             let slots = arrays::exactly(slots, len)?;
-            match (&token_ids, tables) {
-                (None, None) => manager.append(&sequences, counts, lookahead, slots),
-                (None, Some(tables)) => manager.append_with_tables(&sequences, counts, lookahead, tables, slots),
-                (Some(ids), tables) => manager.append_tokens(&sequences, counts, lookahead, ids, tables, slots),
-            }
-            .map_err(to_py)
+            let token_ids = token_ids.as_deref();
+            let batch = Append { sequences: &sequences, counts, lookahead, token_ids, tables, slots };
+            manager.append(batch).map_err(to_py)
         };
         let slots = arrays::slots_target(&out, "out");
         match block_tables {

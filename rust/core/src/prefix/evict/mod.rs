@@ -113,8 +113,8 @@ pub enum Departure {
 /// }
 ///
 /// let policies = Policies { eviction: Eviction::Custom(|_blocks| Box::new(Lowest::default())), ..Policies::default() };
-/// let config = Config { block_size: 16, blocks: [64, 0, 0], watermark: 0.0, prefix_caching: true };
-/// assert!(Manager::with_policies(config, policies).is_ok());
+/// let config = Config { prefix_caching: true, policies, ..Config::new(16, [64, 0, 0]) };
+/// assert!(Manager::new(config).is_ok());
 /// ```
 pub trait Evictor: fmt::Debug + Send + Sync {
     /// Blocks that can be evicted.

@@ -116,6 +116,7 @@ impl Turns {
         }
         let gap = found.map_or(self.mean, |place| self.observe(place));
         let usual = gap + hint.map_or(0.0, |hint| self.longer[hint as usize]);
+        // Only the last block remembers the turn: the next turn repeats it, and searches back from its own last block.
         if let Some((at, mark)) = deepest {
             let hint = hint.map_or(0, |hint| hint as u8 + 1);
             self.places[at] = Place { mark, gap: stored(gap), hint, ended: self.now };

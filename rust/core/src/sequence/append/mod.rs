@@ -14,7 +14,7 @@ use crate::fit::{AllocStatus, Fit};
 use crate::id::{BlockId, SequenceId, Tier};
 use crate::page::PerClass;
 use crate::transfer::{OpenStep, Request, View};
-use pass::{Batch, Passed, Slow, Work, begin_block, defer_all, fits, next_block, next_blocks, pass};
+use pass::{Append, Passed, Slow, Work, begin_block, defer_all, fits, next_block, next_blocks, pass};
 use std::ops::Range;
 
 /// Tokens to append to each sequence of a batch.
@@ -198,7 +198,7 @@ impl Sequences {
         view.require(request, Vec::new)
     }
 
-    pub(crate) fn append(&mut self, step: &mut OpenStep<'_>, mut batch: Batch<'_>) -> Result<()> {
+    pub(crate) fn append(&mut self, step: &mut OpenStep<'_>, mut batch: Append<'_>) -> Result<()> {
         let total = batch.counts.total(batch.sequences.len())?;
         let groups = self.groups.growing().len();
         check_slots(total.saturating_mul(groups as u64), batch.slots)?;
@@ -211,7 +211,7 @@ impl Sequences {
 
     /// Appends to a batch in one pass over the rows whose tokens fit into the blocks that they are writing, and one
     /// over the others. If those cannot be served, the first pass is undone.
-    fn append_batch(&mut self, step: &mut OpenStep<'_>, mut batch: Batch<'_>) -> Result<()> {
+    fn append_batch(&mut self, step: &mut OpenStep<'_>, mut batch: Append<'_>) -> Result<()> {
         // Two passes, since nearly all rows of a decode step take no block: the first needs no look at the pool, and
         // the second takes the blocks of all others at once.
         let mut work = std::mem::take(&mut self.work);
@@ -239,7 +239,7 @@ impl Sequences {
 
     /// The second pass: checks all rows that need blocks, then takes these.
     #[inline(never)]
-    fn append_slow(&mut self, step: &mut OpenStep<'_>, batch: &mut Batch<'_>, work: &mut Work) -> Result<()> {
+    fn append_slow(&mut self, step: &mut OpenStep<'_>, batch: &mut Append<'_>, work: &mut Work) -> Result<()> {
         let mut blocks = std::mem::take(&mut self.scratch);
         work.keeps_tails = self.groups.has_nulls();
         let mut wanted = self.require_slow(step.view(), batch, work, &mut blocks);
@@ -286,7 +286,7 @@ impl Sequences {
     fn require_slow(
         &self,
         view: View<'_>,
-        batch: &Batch<'_>,
+        batch: &Append<'_>,
         work: &mut Work,
         shared: &mut Vec<BlockId>,
     ) -> Result<PerClass> {
@@ -311,7 +311,7 @@ impl Sequences {
     fn slow_needs(
         &self,
         view: View<'_>,
-        batch: &Batch<'_>,
+        batch: &Append<'_>,
         work: &mut Work,
         shared: &mut Vec<BlockId>,
     ) -> Result<PerClass> {
@@ -363,7 +363,7 @@ impl Sequences {
     fn append_checked(
         &mut self,
         step: &mut OpenStep<'_>,
-        batch: &mut Batch<'_>,
+        batch: &mut Append<'_>,
         work: &Work,
         blocks: &mut Vec<BlockId>,
     ) {
@@ -440,7 +440,7 @@ impl Sequences {
 
     /// Undoes the first pass for the rows before `passed`.
     #[cold]
-    fn undo(&mut self, batch: &Batch<'_>, &Passed { rows, before }: &Passed, work: &Work) {
+    fn undo(&mut self, batch: &Append<'_>, &Passed { rows, before }: &Passed, work: &Work) {
         let mut slow = work.slow.iter().map(|slow| slow.index).peekable();
         for (i, &sequence) in batch.sequences[..rows].iter().enumerate() {
             if slow.next_if_eq(&i).is_none() {

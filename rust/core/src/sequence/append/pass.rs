@@ -10,14 +10,32 @@ use crate::id::{BlockId, SequenceId, TicketId};
 use crate::page::PerClass;
 use crate::sequence::table::{Entries, GroupTable, Row, SequenceRows, TableId};
 
-/// One call's worth of appending.
+/// One call of [`Manager::append`](crate::Manager::append).
 #[derive(Debug)]
-pub(crate) struct Batch<'a> {
-    pub(crate) sequences: &'a [SequenceId],
-    pub(crate) counts: Counts<'a>,
-    pub(crate) lookahead: u32,
-    pub(crate) slots: &'a mut [i64],
-    pub(crate) tables: Option<TableRows<'a>>,
+pub struct Append<'a> {
+    /// Sequences to append to.
+    pub sequences: &'a [SequenceId],
+    /// Tokens for each.
+    pub counts: Counts<'a>,
+    /// Slots for drafts beyond the tokens of each sequence, in blocks that nothing else uses.
+    pub lookahead: u32,
+    /// Ids of the tokens for the prefix cache, sequence by sequence.
+    pub token_ids: Option<&'a [u32]>,
+    /// Rows of a block table that the caller keeps between calls: row `i` belongs to sequence `i` in the first cache
+    /// group, followed by the rows of the next group. Only changes since the sequence's last such call are written, or
+    /// the whole row on its first. After moving a sequence to another row or table, write that row with
+    /// [`Manager::block_tables`](crate::Manager::block_tables) first.
+    pub tables: Option<TableRows<'a>>,
+    /// Receives the slot of each token, sequence by sequence; with several cache groups, group by group.
+    pub slots: &'a mut [i64],
+}
+
+impl<'a> Append<'a> {
+    /// Tokens without ids or lookahead.
+    #[must_use]
+    pub fn new(sequences: &'a [SequenceId], counts: Counts<'a>, slots: &'a mut [i64]) -> Self {
+        Self { sequences, counts, lookahead: 0, token_ids: None, tables: None, slots }
+    }
 }
 
 /// A row deferred to the second pass: its index in the batch, and that of its slots.
@@ -76,7 +94,7 @@ pub(in crate::sequence) fn pass<const TABLES: bool>(
     rows: &mut SequenceRows,
     groups: usize,
     open: TicketId,
-    batch: &mut Batch<'_>,
+    batch: &mut Append<'_>,
     work: &mut Work,
 ) -> Passed {
     let count = batch.sequences.len();
@@ -92,7 +110,7 @@ pub(in crate::sequence) fn pass<const TABLES: bool>(
 
 /// The first pass of a batch with draft tokens, whose states take blocks: defers all rows.
 #[inline(never)]
-pub(in crate::sequence) fn defer_all(rows: &mut SequenceRows, batch: &Batch<'_>, work: &mut Work) -> Passed {
+pub(in crate::sequence) fn defer_all(rows: &mut SequenceRows, batch: &Append<'_>, work: &mut Work) -> Passed {
     let (Entries { rows, epoch, .. }, mut at) = (rows.entries(), 0);
     work.slow.clear();
     for (index, &sequence) in batch.sequences.iter().enumerate() {
@@ -189,7 +207,7 @@ impl First<'_> {
 
     /// Any number of tokens per row, and lookahead.
     #[inline(never)]
-    fn several<const TABLES: bool>(self, batch: &mut Batch<'_>) -> Passed {
+    fn several<const TABLES: bool>(self, batch: &mut Append<'_>) -> Passed {
         let Self { entries: Entries { rows, others, per_row, epoch }, groups, open, slow } = self;
         let (mut at, mut before, tokens) = (0, NEVER, batch.slots.len() / groups);
         for (index, &sequence) in batch.sequences.iter().enumerate() {
@@ -317,7 +335,7 @@ pub(in crate::sequence) fn begin_block(row: &mut Row, size: u32, open: TicketId)
 #[inline(never)]
 pub(in crate::sequence) fn next_blocks(
     rows: &mut SequenceRows,
-    batch: &mut Batch<'_>,
+    batch: &mut Append<'_>,
     slow: &[Slow],
     blocks: &[BlockId],
     groups: &Groups,

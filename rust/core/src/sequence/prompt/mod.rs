@@ -10,7 +10,7 @@ pub use wanted::StoreSearch;
 use super::extras::{Extras, PromptExtra};
 use super::points::{Below, Start};
 use super::table::RowKeys;
-use super::{Batch, Sequences, TableId, blocks_for};
+use super::{Append, Sequences, TableId, blocks_for};
 use crate::error::{Error, Result, invalid};
 use crate::group::Group;
 use crate::hash::{Chain, ExportedKey, Key, KeySpec, has_reserved, refuse_reserved};
@@ -28,17 +28,17 @@ use std::borrow::Cow;
 /// use blockyard_core::{Config, KeySpec, Manager, Prompt};
 ///
 /// # fn main() -> blockyard_core::Result<()> {
-/// let config = Config { block_size: 4, blocks: [8, 0, 0], watermark: 0.0, prefix_caching: true };
+/// let config = Config { prefix_caching: true, ..Config::new(4, [8, 0, 0]) };
 /// let mut manager = Manager::new(config)?;
 /// let prompt = Prompt { tokens: &[1, 2, 3, 4, 5, 6], spec: KeySpec::default(), extras: &[], hashed: None };
 /// let mut admitted = Vec::new();
-/// manager.allocate_prompts(&[prompt], &mut admitted)?;
+/// manager.allocate_prompts(&[prompt], PromptOptions::default(), &mut admitted)?;
 /// let ticket = manager.take_decision().ticket; // the model computes all six tokens
 /// manager.complete(ticket)?;
 /// manager.mark_computed(&[admitted[0].0])?;
 /// manager.free(&[admitted[0].0])?;
 ///
-/// manager.allocate_prompts(&[prompt], &mut admitted)?;
+/// manager.allocate_prompts(&[prompt], PromptOptions::default(), &mut admitted)?;
 /// assert_eq!(admitted[1].1, 4); // the first block is found, two tokens must be computed
 /// # Ok(())
 /// # }
@@ -161,13 +161,21 @@ fn placeholders(prompt: &Prompt<'_>, block_size: u32) -> Result<RowKeys> {
     Ok(RowKeys { before_last: Some(keys.chain), ..keys })
 }
 
-/// Whether an admission counts in [`PrefixStats`].
+/// How [`Manager::allocate_prompts`](crate::Manager::allocate_prompts) opens prompts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Count {
-    /// The prompt's first admission.
-    First,
-    /// It was admitted before and lost its blocks. It is not counted.
-    Again,
+pub struct PromptOptions {
+    /// Tokens of each prompt beyond the cached ones that get blocks, at most; all by default. Add the rest by
+    /// [`Manager::append`](crate::Manager::append), a chunk at a time; the cache already knows its tokens.
+    pub chunk: u32,
+    /// Whether the prompts were admitted before and lost their blocks, for instance by a preemption. [`PrefixStats`]
+    /// leaves them out, since they find what they computed themselves.
+    pub preempted: bool,
+}
+
+impl Default for PromptOptions {
+    fn default() -> Self {
+        Self { chunk: u32::MAX, preempted: false }
+    }
 }
 
 /// Counters of the prefix cache: of each prompt's first admission.
@@ -319,14 +327,14 @@ impl Sequences {
         Ok(PrefixHit { tokens, host_blocks: view.blocks_to_load(found.behind()).total() })
     }
 
-    pub(crate) fn allocate_chunks(
+    pub(crate) fn allocate_prompts(
         &mut self,
         step: &mut OpenStep<'_>,
         prompts: &[Prompt<'_>],
-        chunk: u32,
-        count: Count,
+        options: PromptOptions,
         out: &mut Vec<(SequenceId, u32)>,
     ) -> Result<()> {
+        let chunk = options.chunk;
         self.require_chunks(chunk)?;
         for prompt in prompts {
             self.require_states(step.view(), prompt.tokens.len(), chunk)?;
@@ -363,7 +371,7 @@ impl Sequences {
         }
         self.note_hits(step, &matches);
         for (prompt, found) in prompts.iter().zip(matches) {
-            out.push(self.open_prompt(step, prompt, found, chunk, count));
+            out.push(self.open_prompt(step, prompt, found, options));
         }
         Ok(())
     }
@@ -386,8 +394,8 @@ impl Sequences {
         }
     }
 
-    pub(crate) fn append_tokens(&mut self, step: &mut OpenStep<'_>, tokens: &[u32], batch: Batch<'_>) -> Result<()> {
-        let Batch { sequences, counts, .. } = batch;
+    pub(crate) fn append_tokens(&mut self, step: &mut OpenStep<'_>, tokens: &[u32], batch: Append<'_>) -> Result<()> {
+        let Append { sequences, counts, .. } = batch;
         let total = counts.total(sequences.len())?;
         if tokens.len() as u64 != total {
             return Err(invalid("length of token_ids", tokens.len() as i128, format!("{total}, the tokens")));
@@ -620,10 +628,9 @@ impl Sequences {
         step: &mut OpenStep<'_>,
         prompt: &Prompt<'_>,
         found: Match<'_>,
-        chunk: u32,
-        count: Count,
+        options: PromptOptions,
     ) -> (SequenceId, u32) {
-        let (cached, length) = self.opened(step.view(), prompt, &found, chunk);
+        let (cached, length) = self.opened(step.view(), prompt, &found, options.chunk);
         let on_device = found.on_device();
         let all = u32::try_from(prompt.tokens.len()).unwrap_or(u32::MAX);
         let mut due =
@@ -644,7 +651,7 @@ impl Sequences {
             let table = group.checked_sub(1).map_or(&mut found, |other| &mut others[other]);
             loaded += step.load(tail, |at| self.loaded_identity(&keys, at, (group, hits)), table);
         }
-        if count == Count::First {
+        if !options.preempted {
             self.stats.prompts += 1;
             self.stats.blocks += keys.keys.len() as u64;
             self.stats.hit_blocks += hits as u64;

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import Any, Final
 
 from blockyard.errors import StoreError
-from blockyard.workers import missing
+from blockyard.workers.extras import missing
 
 try:
     from lupa.lua51 import LuaError, LuaRuntime
