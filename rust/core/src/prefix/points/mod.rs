@@ -748,7 +748,8 @@ impl PrefixCache {
                 continue;
             }
             // What hangs on blocks in use goes last, and is the newest on the host: prompts are found behind these blocks.
-            let first = classes.clone().find_map(|class| both.points.outside.first_idle(class)).filter(|_| !is_ahead)?;
+            let first =
+                classes.clone().find_map(|class| both.points.outside.first_idle(class)).filter(|_| !is_ahead)?;
             let rank = both.order.newest();
             both.send(rank, |both| both.drop_owners(first));
         }
