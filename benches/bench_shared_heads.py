@@ -1,10 +1,11 @@
-"""What it costs that engines of all tensor-parallel sizes can read a chunk: time and bytes, beside chunks of one size.
+"""What it costs that engines of all tensor-parallel and block sizes can read a chunk, beside chunks of one size.
 
-python benches/bench_shared_heads.py [--jobs 60]
+python benches/bench_shared_heads.py [--jobs 60] [--blocks]
 
 The host memory of vLLM's workers on the way to a file store and back, in jobs of 8 MiB as in the engine: Llama 3.1 8B,
-bfloat16, blocks of 16 tokens. Both ways take turns. Prints the median of a job's processor time, of all threads, which
-other processes disturb less, and the minimum of its time.
+bfloat16, chunks of 16 tokens, or of 64 for other block sizes. Both ways take turns.
+Prints the median of a job's processor time, of all threads, which other processes disturb less, and the minimum of its
+time.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import argparse
 import statistics
 import tempfile
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from blockyard.stores import open_store
-from blockyard.stores.adapters.chunks import ChunkRows, HeadShards
+from blockyard.stores.adapters.chunks import ChunkRows, HeadShards, TokenOrder
 
 LAYERS, HEADS, TOKENS, ROW = 32, 8, 16, 2 * 128 * 2  # K and V of a head and token
 CHUNK = LAYERS * HEADS * TOKENS * ROW
-JOB = (8 << 20) // CHUNK
+JOB = 8 << 20
 
 
 def now() -> np.ndarray:
@@ -31,7 +33,8 @@ def now() -> np.ndarray:
 
 def job(rows: ChunkRows, parts: list[np.ndarray], store: Any, name: bytes) -> list[np.ndarray]:
     """Return the times that it took to write a job's chunks, and to read them; every byte comes back."""
-    keys, chunks = [name + bytes([chunk]) * 24 for chunk in range(JOB)], np.arange(JOB)
+    count = len(parts[0]) // 2
+    keys, chunks = [name + bytes([chunk]) * 24 for chunk in range(count)], np.arange(count)
     began = now()
     given = rows.read(chunks)
     entry = store.wait(store.submit_put(keys, given))
@@ -39,51 +42,60 @@ def job(rows: ChunkRows, parts: list[np.ndarray], store: Any, name: bytes) -> li
     assert entry.ok.all()
     rows.give(given, entry)
     for part in parts:
-        part[JOB:] = 0
+        part[count:] = 0
     cleared = now()
-    taken = rows.take(JOB)
+    taken = rows.take(count)
     entry = store.wait(store.submit_get(keys, taken))
-    rows.write(chunks + JOB, entry.rows, chunks)
+    rows.write(chunks + count, entry.rows, chunks)
     ended = now()
     assert entry.ok.all()
     rows.give(taken, entry)
-    assert all(np.array_equal(part[:JOB], part[JOB:]) for part in parts)
+    assert all(np.array_equal(part[:count], part[count:]) for part in parts)
     return [written - began, ended - cleared]
 
 
-def measure(ranks: int, piece: int, jobs: int) -> None:
+def measure(what: str, ranks: int, chunk: int, shards: HeadShards, jobs: int) -> None:
     random = np.random.default_rng(0)
-    parts = [random.integers(0, 256, (2 * JOB, CHUNK // ranks), dtype=np.uint8) for _ in range(ranks)]
-    ways = [ChunkRows(parts), ChunkRows(parts, HeadShards(piece, tuple(range(ranks))))]
+    parts = [random.integers(0, 256, (2 * JOB // chunk, chunk // ranks), dtype=np.uint8) for _ in range(ranks)]
+    ways = [ChunkRows(parts), ChunkRows(parts, shards)]
     found: list[list[list[np.ndarray]]] = [[], []]
     with (
         tempfile.TemporaryDirectory() as folder,
-        open_store(f"file://{folder}?size=256MiB", bytes_per_block=CHUNK, use="prefix") as store,
+        open_store(f"file://{folder}?size=256MiB", bytes_per_block=chunk, use="prefix") as store,
     ):
         for turn in range(jobs + 5):
             for way, rows in enumerate(ways):
                 took = job(rows, parts, store, (2 * turn + way).to_bytes(8, "little"))
                 if turn >= 5:  # the first ones take fresh memory
                     found[way].append(took)
-    order = "heads, tokens" if piece == CHUNK // LAYERS // ranks else "tokens, heads"
-    for place, what in enumerate(["write", "read"]):
+    for place, way in enumerate(["write", "read"]):
         shown = []
         for clock, pick in enumerate([statistics.median, min]):
             alone, shared = (pick([one[place][clock] for one in times]) for times in found)
             shown.append(f"{1e3 * alone:6.2f} ms  {1e3 * shared:6.2f} ms  {100 * (shared / alone - 1):+5.1f} %")
-        print(f"ranks {ranks}  {order}  pieces of {piece:5} bytes  {what:5}  {'   '.join(shown)}", flush=True)
+        print(f"ranks {ranks}  {what}  {way:5}  {'   '.join(shown)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=60)
-    jobs = parser.parse_args().jobs
-    print(
-        f"{JOB} chunks of {CHUNK} bytes a job, as many bytes both ways; processor time, then time: one size, all sizes"
-    )
-    for ranks in (2, 4, 8):
-        for piece in (CHUNK // LAYERS // ranks, CHUNK // LAYERS // TOKENS // ranks):
-            measure(ranks, piece, jobs)
+    parser.add_argument("--blocks", action="store_true", help="measure other block sizes only")
+    options = parser.parse_args()
+    print(f"jobs of {JOB} bytes, as many both ways; processor time, then time: one size, all sizes")
+    for ranks in () if options.blocks else (2, 4, 8):
+        heads = HEADS // ranks
+        for order, piece in (("heads, tokens", heads * TOKENS * ROW), ("tokens, heads", heads * ROW)):
+            shards = HeadShards(piece, tuple(range(ranks)))
+            measure(f"{order}  pieces of {piece:5} bytes", ranks, CHUNK, shards, options.jobs)
+    for ranks, blocks in product((1, 4), (1, 2, 4)):  # in a chunk of 64 tokens
+        groups, heads = 4 // blocks, HEADS // ranks
+        for order, piece, part in (
+            ("heads, tokens", heads * TOKENS * ROW, (heads, TOKENS * ROW)),
+            ("tokens, heads", heads * ROW, (1, TOKENS * heads * ROW)),
+        ):
+            tokens = TokenOrder(groups, LAYERS, 1, (part,))
+            shards = HeadShards(piece if ranks > 1 else tokens.block_bytes, tuple(range(ranks)), tokens)
+            measure(f"{order}  blocks of {TOKENS * groups:2} tokens", ranks, 4 * CHUNK, shards, options.jobs)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,9 @@ def sabotage(what: str) -> None:
             return tier._Outcome(keys, 1, time.perf_counter())
 
         tier.BlockyardTier._get = get
+    elif what == "token order":
+        made = external.ChunkRows
+        external.ChunkRows = lambda parts, shards: made(parts, shards._replace(tokens=None))
     elif what == "staging":
         external.ChunkRows.write = lambda self, chunks, rows, places: None
 

@@ -61,4 +61,4 @@ def test_vllms_own_mappings_give_the_same_rows_at_every_size_and_in_every_layout
     script = [PYTHON, str(HERE / "rows_of_sizes.py")]
     finished = subprocess.run(script, check=False, capture_output=True, text=True, timeout=1800, env=environment())
     assert finished.returncode == 0, finished.stderr[-4000:]
-    assert finished.stdout.splitlines()[-1] == "48 layouts, 192 engines: equal rows"
+    assert finished.stdout.splitlines()[-1] == "56 layouts, 504 engines: equal rows"

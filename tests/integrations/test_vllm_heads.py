@@ -13,6 +13,7 @@ import torch
 import vllm_modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from checkpoints import checkpoint, vllm_config
 from sharded_heads import ORDERS, Heads
 from vllm_sides import KEYS, Engine
 
@@ -20,6 +21,18 @@ from blockyard.errors import InvalidArgumentError
 
 CANONICAL = {"canonical_layout": True}
 SIZES = (1, 2, 4, 8)
+CHUNK = 64  # tokens
+WRONG = {
+    "nothing": "layers.0.0 has bytes of no token",
+    "one byte": "layers.0.0 has bytes of several tokens",
+    "two blocks": "layers.0.0 writes to blocks of other tokens",
+    "neighbours": "layers.0.0 writes tokens in a way that depends on others",
+    "places": "layers.0.0 writes tokens in another order elsewhere in a block",
+    "heads": "the heads of layers.0.0 do not lie side by side",
+    "backwards": "the tokens of layers.0.0 do not lie in a plain order",
+    "an error": "layers.0.0 cannot write to blocks of its own: no",
+}
+"""Ways to write tokens, see `Heads`, that exclude other block sizes, and what the log says."""
 
 
 @pytest.fixture(scope="module", params=vllm_modules.KINDS)
@@ -28,52 +41,87 @@ def vllm(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
         yield modules
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("model"))
+
+
 def engine(vllm: SimpleNamespace, root: Path, world: int, heads: Heads, **options: Any) -> Engine:
     store = {"prefix_store": f"file://{root}?size=8MiB&drop=on"}
     more = {"fields": CANONICAL, **CANONICAL, **store, **options}
     return Engine(vllm, root, world=world, heads=heads, **more)
 
 
-def shared(vllm: SimpleNamespace, root: Path, sizes: list[int], heads: Heads, **options: Any) -> list[int]:
+def showing(model: Path) -> Any:
+    """The configuration of an engine whose layers can be tried."""
+    return vllm_config(model, {"model_config.dtype": torch.float16})
+
+
+def shared(vllm: SimpleNamespace, root: Path, sizes: list[tuple[int, int]], heads: Heads, model: Path) -> list[int]:
     """Have engines of these sizes compute one more chunk each; return how many chunks each found in the store."""
-    found = []
-    for place, world in enumerate(sizes):
+    found, canonical = [], dataclasses.replace(heads, tokens=16)
+    for place, (world, blocks) in enumerate(sizes):
+        own = dataclasses.replace(heads, tokens=CHUNK // blocks)
         for group in range(heads.groups):
             keys = [key[:-4] + group.to_bytes(4, "big") for key in KEYS[: place + 1]]
-            one = engine(vllm, root, world, heads, **options)
+            options = {"blocks_per_chunk": blocks, "keys_chunks": True, "current": showing(model)}
+            one = engine(vllm, root, world, own, **options)
             found.append(one.found(keys[:place]))
             assert not found[-1] or one.load(keys[: found[-1]]), "a wrong byte"
             one.compute(keys[found[-1] :])
             rows = one.store._inner.submit_get(one.tier._digests(keys))
             entry = one.store._inner.wait(rows)
             assert entry.ok.all()
-            if one.tier._rows._width == heads.block_bytes(1) * one.per_chunk:
-                for key, row in zip(keys, entry.rows, strict=True):
-                    assert row.tobytes() == heads.part(key, 0, 1, one.per_chunk).numpy().tobytes()
+            for key, row in zip(keys, entry.rows, strict=True):
+                assert row.tobytes() == canonical.part(key, 0, 1, CHUNK // 16).numpy().tobytes()
             one.close()
     return found
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(
-    sizes=st.lists(st.sampled_from(SIZES), min_size=2, max_size=3),
+    sizes=st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from((1, 2, 4))), min_size=2, max_size=3),
     heads=st.builds(
         Heads,
         order=st.sampled_from(sorted(ORDERS)),
         layers=st.integers(1, 3),
         heads=st.sampled_from(SIZES),
-        tokens=st.sampled_from([1, 4, 16]),
         row_bytes=st.sampled_from([8, 16, 128]),
         groups=st.integers(1, 2),
     ),
-    per_chunk=st.integers(1, 3),
 )
 def test_engines_of_all_sizes_read_each_others_chunks(
-    vllm: SimpleNamespace, sizes: list[int], heads: Heads, per_chunk: int
+    vllm: SimpleNamespace, model: Path, sizes: list[tuple[int, int]], heads: Heads
 ):
+    """Sizes are tensor-parallel sizes, and the number of blocks in a chunk."""
     with tempfile.TemporaryDirectory() as root:
-        found = shared(vllm, Path(root), sizes, heads, blocks_per_chunk=per_chunk)
+        found = shared(vllm, Path(root), sizes, heads, model)
     assert found == [place for place in range(len(sizes)) for _ in range(heads.groups)]
+
+
+def test_chunks_of_another_order_or_key_are_not_found(
+    vllm: SimpleNamespace, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    def found(tokens: int, *, keys_chunks: bool = True, root: Path = tmp_path, **more: str) -> int:
+        options = {"blocks_per_chunk": CHUNK // tokens, "keys_chunks": keys_chunks, "current": showing(model)}
+        one = engine(vllm, root, 1, Heads(tokens=tokens, **more), **options)
+        number = one.found(KEYS[:2])
+        assert not number or one.load(KEYS[:2])
+        one.compute(KEYS[number:2])
+        one.close()
+        return number
+
+    assert [found(16), found(32), found(64)] == [0, 2, 2]
+    assert found(64, keys_chunks=False) == 2  # vLLM's own keys are those of chunks
+    assert [found(32, keys_chunks=False) for _ in range(2)] == [0, 2]  # they are of blocks, in a chain of other links
+    assert [found(tokens, order="packed NHD") for tokens in (32, 16)] == [0, 2]
+    assert [found(tokens, writes="elements turned") for tokens in (64, 16)] == [0, 2]
+    assert not caplog.records
+    for writes, reason in WRONG.items():
+        caplog.clear()
+        root = tmp_path / writes
+        assert [found(tokens, writes=writes, root=root) for tokens in (64, 32, 64)] == [0, 0, 2]
+        assert f"engines of other block sizes do not share the store: {reason}" in caplog.text
 
 
 def test_workers_with_equal_bytes_share_with_one_worker(vllm: SimpleNamespace, tmp_path: Path):
@@ -105,7 +153,7 @@ def test_chunks_of_another_size_order_or_block_are_not_found_without_a_mapping(
     assert found(2, whole, canonical_layout=False, fields={}) == 2
     assert found(1, whole, fields={**CANONICAL, "kv_cache_layout": "LBNHC"}) == 0
     assert found(1, Heads(tokens=8)) == 0
-    assert "canonical_layout" not in caplog.text
+    assert "other tensor-parallel sizes do not share" not in caplog.text
     partly = Heads(groups=2, unmapped=1)
     assert [found(world, partly) for world in (2, 2, 1, 1)] == [0, 2, 0, 2]
     reason = "canonical_layout: engines of other tensor-parallel sizes do not share the store: vLLM cannot tell which"

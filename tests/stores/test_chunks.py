@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from blockyard._core import BoundViews, Completion
+from blockyard.errors import InvalidArgumentError
 from blockyard.stores import open_store
 from blockyard.stores.adapters import chunks as module
-from blockyard.stores.adapters.chunks import ChunkRows
+from blockyard.stores.adapters.chunks import ChunkRows, HeadShards, TokenOrder
 
 WIDTHS = (8192, 8192)
 
@@ -69,3 +70,31 @@ def test_a_file_store_reads_into_the_rows_in_place(tmp_path: Path):
             pass
         assert np.array_equal(rows, given), "the bytes are there before the batch is collected"
         assert store.wait(ticket).ok.all()
+
+
+def test_rows_have_each_group_of_tokens_of_all_layers_side_by_side_with_the_heads_in_order():
+    blocks, groups, layers, heads, runs, size = 2, 4, 3, 4, 5, 6
+    # Of two workers, two heads each: within a page, a part with five runs of each group, and a part with one.
+    shape = (6, blocks, layers, heads, groups, runs + 1, size)
+    whole = np.random.default_rng(2).integers(0, 256, shape, dtype=np.uint8)
+
+    def page(of_heads: np.ndarray) -> np.ndarray:
+        """Return chunks with the groups' runs in turns, as a worker has them."""
+        lead = (*of_heads.shape[:4], -1)
+        turns = of_heads[:, :, :, :, :, :runs].swapaxes(4, 5).reshape(lead)
+        return np.concatenate((turns, of_heads[:, :, :, :, :, runs].reshape(lead)), axis=4).reshape(6, -1)
+
+    parts = [page(whole[:, :, :, first : first + 2]) for first in (0, 2)]
+    order = TokenOrder(groups, layers, 2, ((runs, size), (1, size)))
+    shards = HeadShards(2 * (runs + 1) * size, (0, 1), order)
+    assert order.block_bytes == parts[0].shape[1] // blocks
+    rows = ChunkRows(parts, shards).read(np.array([4, 0, 3]))
+    wanted = whole.transpose(0, 1, 4, 2, 3, 5, 6).reshape(6, -1)
+    assert np.array_equal(rows, wanted[[4, 0, 3]])
+    after = [np.zeros_like(part) for part in parts]
+    ChunkRows(after, shards).write(np.array([5, 1]), rows, np.array([0, 2]))
+    for part, given in zip(after, parts, strict=True):
+        assert np.array_equal(part[[5, 1]], given[[4, 3]])
+        assert not part[[0, 2, 3, 4]].any()
+    with pytest.raises(InvalidArgumentError, match="parts have 432 bytes, must be blocks of 864 bytes"):
+        ChunkRows([part[:, :432] for part in parts], shards)

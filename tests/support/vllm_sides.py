@@ -35,7 +35,9 @@ class Engine:
         root: folder of the external store.
         chunks: host chunks.
         world: workers.
-        current: the configuration that vLLM shows its workers; if None, a revision names the weights.
+        current: the configuration that vLLM shows its workers; if None, a revision names the weights. With `heads`, it
+            shows their layers, too.
+        keys_chunks: whether the scheduler side can make keys of chunks.
         fields: fields of the spec's configuration. With `replicated_layout` the workers have the same bytes.
         heads: what the blocks hold, if the workers share it by heads.
         options: of `BlockyardSpec`.
@@ -53,6 +55,7 @@ class Engine:
         current: Any = None,
         fields: dict[str, Any] | None = None,
         heads: Heads | None = None,
+        keys_chunks: bool = False,
         **options: Any,
     ) -> None:
         Engine.made += 1
@@ -73,9 +76,11 @@ class Engine:
         fields = {"block_bytes": block_bytes, "world_size": world, "engine_id": name, **(fields or {})}
         if heads is not None:
             fields["groups"] = tuple(
-                vllm.config.OffloadingGroupConfig(tokens_per_block=16, layer_names=names, group_id=group)
+                vllm.config.OffloadingGroupConfig(tokens_per_block=heads.tokens, layer_names=names, group_id=group)
                 for group, names in enumerate(heads.layer_names)
             )
+            cache = {"tokens_per_hash": heads.tokens, "blocks_per_chunk": self.per_chunk}
+            fields["cache"] = vllm.config.OffloadingCacheConfig(**cache)
         config = vllm_modules.config(vllm, extra, **fields)
         if heads is not None:
             config.parallel.__dict__["tp_size"] = world
@@ -93,11 +98,15 @@ class Engine:
                 if heads is None
                 else heads.caches(base, blocks, rank, world)
             )
+            if current is not None and heads is not None:
+                current.compilation_config.static_forward_context = heads.shown(blocks, world)
             vllm.current.current = current
             self.workers.append(spec.get_worker(caches))
             vllm.current.current = None
         config.parallel.__dict__["rank"] = 0
-        self.manager = vllm.ours.BlockyardSpec(config).get_manager()
+        spec = vllm.ours.BlockyardSpec(config)
+        spec.can_key_chunks = keys_chunks
+        self.manager = spec.get_manager()
         self.tier = self.manager.external
         if self.tier is not None:
             self.store = FailingStore(self.tier._store, timeout=0.2)

@@ -10,29 +10,62 @@ import struct
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.engine.host_memory import HostMapping
 from blockyard.errors import InvalidArgumentError, OutOfMemoryError
+from blockyard.stores.adapters.chunks import TokenOrder
 from blockyard.workers.ownership import Process
 
-__all__ = ["SharedRegion"]
+__all__ = ["MOST_PARTS", "SharedRegion", "WorkerPieces"]
+
+MOST_PARTS: Final = 6
+"""Maximum number of parts in a `TokenOrder`."""
 
 _FOLDER: Final = Path("/dev/shm")  # noqa: S108 (files there are 0600, and never follow links)
 _WORD: Final = np.dtype("<u8")
 _MAX_PLACES: Final = 8 * _WORD.itemsize
 _DIGEST_BYTES: Final = 32
-_HEADS: Final = struct.Struct("<QI")  # bytes of a piece, 0 for none, and the shard, see `HeadShards`
+_PIECES: Final = struct.Struct(f"<QI3I{2 * MOST_PARTS}I")  # `WorkerPieces`; 0 bytes for none, 0 groups for no order
+_STATE_BYTES: Final = -(-(_MAX_PLACES * (1 + _DIGEST_BYTES + _PIECES.size)) // mmap.PAGESIZE) * mmap.PAGESIZE
 _LOCK: Final = struct.Struct("hhqqi")  # `struct flock` of a 64-bit Linux
+
+
+class WorkerPieces(NamedTuple):
+    """How a worker's blocks are cut, see `HeadShards`.
+
+    Args:
+        piece_bytes: bytes of a piece.
+        shard: the worker's shard of the heads.
+        tokens: the order of the tokens, if that is known.
+    """
+
+    piece_bytes: int
+    shard: int
+    tokens: TokenOrder | None = None
+
+    def pack(self) -> bytes:
+        """Return this as bytes for the page of the state."""
+        order = self.tokens or TokenOrder(0, 0, 0, ())
+        parts = [number for part in order.parts for number in part]
+        return _PIECES.pack(self.piece_bytes, self.shard, *order[:3], *parts, *[0] * (2 * MOST_PARTS - len(parts)))
+
+    @classmethod
+    def unpack(cls, record: bytes) -> WorkerPieces | None:
+        """Return what `pack` has packed; None for zeros."""
+        piece_bytes, shard, groups, layers, repeats, *parts = _PIECES.unpack(record)
+        pairs = tuple((runs, size) for runs, size in zip(parts[::2], parts[1::2], strict=True) if runs)
+        order = TokenOrder(groups, layers, repeats, pairs) if groups else None
+        return cls(piece_bytes, shard, order) if piece_bytes else None
 
 
 class SharedRegion:
     """One process's view of the host memory shared by an engine's workers and its scheduler.
 
-    The file in `/dev/shm` has one part per worker, or one for all, and a page that records which processes have mapped
+    The file in `/dev/shm` has one part per worker, or one for all, and pages that record which processes have mapped
     it, what each worker computes with, and how its blocks are cut by heads. The last process to map it unlinks the
     name, so the memory is freed with the last process, however that ends. Each process holds a lock on its place while
     it has the memory mapped; the lock ends with the process. A file without such locks was left by dead processes: the
@@ -44,8 +77,7 @@ class SharedRegion:
         world_size: number of workers, all on this machine.
         place: rank of this worker; `world_size` for the scheduler.
         identity: digest of what this worker computes with; see `identity`.
-        heads: the bytes of a piece of this worker's blocks and its shard of the heads, see `HeadShards`; None if its
-            blocks cannot be cut by heads.
+        pieces: how this worker's blocks are cut by heads; None if they cannot.
         is_one: whether all workers use one part, since they have the same bytes.
 
     Raises:
@@ -61,7 +93,7 @@ class SharedRegion:
         place: int,
         identity: bytes = bytes(_DIGEST_BYTES),
         *,
-        heads: tuple[int, int] | None = None,
+        pieces: WorkerPieces | None = None,
         is_one: bool = False,
     ) -> None:
         if not 0 <= place <= world_size < _MAX_PLACES:
@@ -73,10 +105,10 @@ class SharedRegion:
         self._path = _FOLDER / f"blockyard-{os.geteuid()}-{hashlib.sha256(engine_id.encode()).hexdigest()[:32]}"
         file = self._open()
         try:
-            self._attach(file, place, identity + _HEADS.pack(*(heads or (0, 0))))
+            self._attach(file, place, identity + (pieces or WorkerPieces(0, 0)).pack())
             # The mapping keeps the descriptor open, and with it the lock.
             fcntl.flock(file, fcntl.LOCK_UN)
-            self._state = HostMapping(mmap.PAGESIZE, file=file, offset=self._stride * self._num_parts)
+            self._state = HostMapping(_STATE_BYTES, file=file, offset=self._stride * self._num_parts)
             self._parts = [
                 HostMapping(self._stride, file=file, offset=self._stride * part)
                 for part in (range(self._num_parts) if place == world_size else [min(place, self._num_parts - 1)])
@@ -105,12 +137,11 @@ class SharedRegion:
         return [page[place : place + _DIGEST_BYTES].tobytes() for place in places]
 
     @property
-    def heads(self) -> list[tuple[int, int] | None]:
-        """The pieces of each worker, as it gave them; None also for a worker that has not mapped the memory yet."""
+    def pieces(self) -> list[WorkerPieces | None]:
+        """How each worker's blocks are cut; None also for a worker that has not mapped the memory yet."""
         page = self._state.tensor.numpy()
         places = (_place_of_identity(rank) + _DIGEST_BYTES for rank in range(self._world_size))
-        found = (_HEADS.unpack(page[place : place + _HEADS.size].tobytes()) for place in places)
-        return [one if one[0] else None for one in found]
+        return [WorkerPieces.unpack(page[place : place + _PIECES.size].tobytes()) for place in places]
 
     def close(self) -> None:
         """Unlink the file if not all processes have mapped it; the memory stays while it is used.
@@ -141,7 +172,7 @@ class SharedRegion:
     def _attach(self, file: int, place: int, record: bytes) -> None:
         """Register this process; the first one creates the file, the last one unlinks it. The lock is held."""
         at = self._stride * self._num_parts
-        size = at + mmap.PAGESIZE
+        size = at + _STATE_BYTES
         there = os.fstat(file)
         if there.st_uid != os.geteuid():
             raise InvalidArgumentError(f"{self._path} belongs to user {there.st_uid}, must be this one's")
@@ -172,8 +203,8 @@ class SharedRegion:
 
 
 def _place_of_identity(rank: int) -> int:
-    """Return where the state's page holds what a worker computes with: after the word of places."""
-    return _MAX_PLACES + rank * (_DIGEST_BYTES + _HEADS.size)
+    """Return where the state's pages hold what a worker computes with: after the word of places."""
+    return _MAX_PLACES + rank * (_DIGEST_BYTES + _PIECES.size)
 
 
 def _lock_name(path: Path, file: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingSpec
@@ -22,8 +23,9 @@ from blockyard.integrations.vllm.identity import current_config, cut_by_heads, i
 from blockyard.integrations.vllm.manager import BlockyardManager
 from blockyard.integrations.vllm.metrics import definitions
 from blockyard.integrations.vllm.recording import ChunkRecorder
-from blockyard.integrations.vllm.region import SharedRegion
+from blockyard.integrations.vllm.region import SharedRegion, WorkerPieces
 from blockyard.integrations.vllm.tier import namespace
+from blockyard.integrations.vllm.token_order import find_order
 from blockyard.integrations.vllm.units import Units
 from blockyard.integrations.vllm.worker import BlockyardWorker
 from blockyard.stores import open_store
@@ -36,6 +38,11 @@ from blockyard.traces.recorder import record_from_environment
 __all__ = ["BlockyardSpec"]
 
 _LOG = engine_log("vLLM")
+_SIZES = {
+    (False, False): "",
+    (True, False): ", for all tensor-parallel sizes",
+    (True, True): ", for all tensor-parallel and block sizes",
+}
 _INFO = ("blockyard_num_chunks", "blockyard_blocks_per_chunk", "blockyard_bytes_per_chunk", "blockyard_policy")
 
 
@@ -55,7 +62,7 @@ class BlockyardSpec(OffloadingSpec):
     | `prefetch_timeout_base` | seconds that a request waits for the store, plus one for every 16 MB | 5 |
     | `prefix_writes` | what is written there: `"through"`, all, or `"second_use"`, chunks used twice | `"through"` |
     | `weights_fixed` | whether the weights stay the same while the engine runs, even across sleep and reset | false |
-    | `canonical_layout` | whether engines of other tensor-parallel sizes share the store | false |
+    | `canonical_layout` | whether engines of other tensor-parallel and block sizes share the store | false |
 
     Args:
         config: from vLLM.
@@ -80,6 +87,8 @@ class BlockyardSpec(OffloadingSpec):
         self.cache_groups: tuple[CacheGroup, ...] = ()  # named in recordings; a spec is not told them
         self.policy = read_choice("policy", options.get("policy"), POLICIES, "lru")
         self.is_exclusive = False
+        self.can_key_chunks = False  # whether the scheduler side can make keys from a request's tokens
+        self.tokens_per_key: int = config.cache.tokens_per_hash  # of each link of the chain that ends in a key
         self._external = read_external(options)
         self._is_canonical = self._external is not None and bool(getattr(config, "canonical_layout", False))
         self._is_shared = bool(self.num_chunks) and (self._external is not None or self.replicated_layout)
@@ -90,6 +99,11 @@ class BlockyardSpec(OffloadingSpec):
     def writes_second_use(self) -> bool:
         """Whether a store below gets only chunks that are used twice."""
         return self._external is not None and self._external.prefix_writes == "second_use"
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        """Tokens of a chunk of the first cache group."""
+        return int(self.config.groups[0].tokens_per_block * self.blocks_per_chunk)
 
     def use_units(self, units: Units) -> None:
         """Cut host memory into units: chunks are units from then on. Before manager and worker are made."""
@@ -136,11 +150,12 @@ class BlockyardSpec(OffloadingSpec):
         """Return the worker that copies between these KV caches and host memory, always the same object."""
         if self._worker is None:
             rank = self.config.parallel.rank
+            identity, pieces = self._describe(kv_caches) if self._is_shared else (bytes(32), None)
             self._worker = BlockyardWorker(
                 kv_caches,
                 blocks_per_chunk=self.blocks_per_chunk,
                 num_chunks=self.num_chunks,
-                region=self._region(rank, self._identity(), self._heads(kv_caches)) if self._is_shared else None,
+                region=self._region(rank, identity, pieces) if self._is_shared else None,
                 block_bytes=self.config.worker_kv_bytes_per_block if self._is_shared else None,
                 stores=rank == 0 or not self.replicated_layout,
                 units=self.units,
@@ -162,33 +177,46 @@ class BlockyardSpec(OffloadingSpec):
                 require_revision(external.revision, external.url, "the workers do not say what they compute with")
             shards = self._shards(region)
             width = self.bytes_per_chunk if shards is None else self._part_bytes * shards.num_shards
-            name = namespace(self, width, external.revision, region.identities, is_canonical=shards is not None)
+            if shards is not None and shards.tokens is not None and self.can_key_chunks:
+                self.tokens_per_key = self.tokens_per_chunk
+            name = namespace(self, width, external.revision, region.identities, shards=shards)
             store = open_store(external.url, bytes_per_block=width, namespace=name, use="prefix")
         except BaseException:
             region.close()
             raise
         manager.use_external(store, region, external, shards)
-        sizes = "" if shards is None else ", for all tensor-parallel sizes"
-        return about_store(store, external.url, name) + sizes
+        return about_store(store, external.url, name) + _SIZES[shards is not None, bool(shards and shards.tokens)]
 
-    def _heads(self, kv_caches: CanonicalKVCaches) -> tuple[int, int] | None:
-        """Return how this worker's blocks are cut by heads; None if they are not."""
+    def _describe(self, kv_caches: CanonicalKVCaches) -> tuple[bytes, WorkerPieces | None]:
+        """Return what this worker computes with, and how its blocks are cut by heads, None if they are not."""
+        identity = self._identity()
         if not self._is_canonical:
-            return None
+            return identity, None
+        layers = [group.layer_names for group in self.config.groups]
         try:
-            layers = [group.layer_names for group in self.config.groups]
-            return cut_by_heads(kv_caches, layers, self.config.worker_kv_bytes_per_block)
+            piece, shard = cut_by_heads(kv_caches, layers, self.config.worker_kv_bytes_per_block)
         except InvalidArgumentError as error:
             _LOG.warning("canonical_layout: engines of other tensor-parallel sizes do not share the store: %s", error)
-            return None
+            return identity, None
+        try:
+            tokens = {group.tokens_per_block for group in self.config.groups}
+            if len(tokens) > 1:
+                raise InvalidArgumentError(f"blocks of the cache groups have {sorted(tokens)} tokens")
+            found = find_order(current_config(), kv_caches, layers, tokens.pop(), piece)
+        except InvalidArgumentError as error:
+            _LOG.warning("canonical_layout: engines of other block sizes do not share the store: %s", error)
+            return identity, WorkerPieces(piece, shard)
+        digest = hashlib.sha256(identity + found.digest).digest()
+        return digest, WorkerPieces(found.piece_bytes, shard, found.order)
 
     def _shards(self, region: SharedRegion) -> HeadShards | None:
         """Return how the workers share the heads; None if a block of the store is a chunk of these workers."""
-        heads = [one for one in region.heads if one is not None]
-        if len(heads) != self.config.parallel.world_size or len({piece for piece, _ in heads}) != 1:
+        pieces = [one for one in region.pieces if one is not None]
+        cuts = {(one.piece_bytes, one.tokens) for one in pieces}
+        if len(pieces) != self.config.parallel.world_size or len(cuts) != 1:
             return None
-        copies = 1 if self.replicated_layout else len(heads)
-        return HeadShards(heads[0][0], tuple(shard for _, shard in heads[:copies]))
+        copies = 1 if self.replicated_layout else len(pieces)
+        return HeadShards(pieces[0].piece_bytes, tuple(one.shard for one in pieces[:copies]), pieces[0].tokens)
 
     def _identity(self) -> bytes:
         """Return what this worker computes with.
@@ -210,7 +238,7 @@ class BlockyardSpec(OffloadingSpec):
         block: int = self.config.worker_kv_bytes_per_block if self.units is None else self.units.unit_bytes
         return block * int(self.blocks_per_chunk)
 
-    def _region(self, place: int, identity: bytes = bytes(32), heads: tuple[int, int] | None = None) -> SharedRegion:
+    def _region(self, place: int, identity: bytes = bytes(32), pieces: WorkerPieces | None = None) -> SharedRegion:
         part, world = self.num_chunks * self._part_bytes, self.config.parallel.world_size
         is_one = self.replicated_layout
-        return SharedRegion(self.config.engine_id, part, world, place, identity, heads=heads, is_one=is_one)
+        return SharedRegion(self.config.engine_id, part, world, place, identity, pieces=pieces, is_one=is_one)

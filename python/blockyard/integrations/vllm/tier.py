@@ -20,7 +20,7 @@ from blockyard.integrations.compat import engine_log
 from blockyard.integrations.options.vllm import check_tier
 from blockyard.integrations.vllm.metrics import hit_source
 from blockyard.stores import open_store
-from blockyard.stores.adapters.chunks import ChunkRows
+from blockyard.stores.adapters.chunks import ChunkRows, HeadShards
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.adapters.objects import BATCH_BYTES, about_store, store_url
 from blockyard.stores.namespace import Namespace
@@ -241,25 +241,30 @@ def _digests(keys: Sequence[OffloadKey]) -> list[bytes]:
 
 
 def namespace(
-    spec: Any, width: int, revision: str, identities: Sequence[bytes] = (), *, is_canonical: bool = False
+    spec: Any, width: int, revision: str, identities: Sequence[bytes] = (), *, shards: HeadShards | None = None
 ) -> bytes:
     """Digest everything that determines a chunk's bytes besides its key, which covers tokens, adapter and salt.
 
     `identities` tell what each worker computes with, so that a copy of the model under another name shares its chunks.
-    Canonical bytes do not depend on how many workers there are, and which heads each of them has.
+    With `shards`, a chunk's bytes do not depend on how many workers there are, and which heads each of them has; with
+    an order of tokens, they do not depend on the block size either.
     """
     config = getattr(spec, "config", None)
     model, cache, parallel = (getattr(config, name, None) for name in ("model", "cache", "parallel"))
+    groups = getattr(config, "groups", None) or ()
     fields = {
         "bytes": width,
         "revision": revision,
         "model": [None if all(map(any, identities)) and identities else getattr(model, "name", None)],
         "dtype": getattr(model, "dtype", None),
-        "workers": [identity.hex() for identity in (sorted(set(identities)) if is_canonical else identities)],
+        "workers": [identity.hex() for identity in (sorted(set(identities)) if shards else identities)],
         "cache": [getattr(cache, name, None) for name in ("tokens_per_hash", "blocks_per_chunk")],
-        "parallel": "any" if is_canonical else [getattr(parallel, name, None) for name in _PARALLEL],
-        "layout": [getattr(config, name, None) for name in (_CANONICAL if is_canonical else _LAYOUT)],
-        "groups": [[group.tokens_per_block, *group.layer_names] for group in getattr(config, "groups", None) or ()],
+        "parallel": "any" if shards else [getattr(parallel, name, None) for name in _PARALLEL],
+        "layout": [getattr(config, name, None) for name in (_CANONICAL if shards else _LAYOUT)],
+        "groups": [[group.tokens_per_block, *group.layer_names] for group in groups],
     }
+    if shards and shards.tokens:
+        fields["cache"] = {"tokens_per_key": spec.tokens_per_key, "tokens_per_chunk": spec.tokens_per_chunk}
+        fields["groups"] = [list(group.layer_names) for group in groups]
     digest = hashlib.sha256(_DOMAIN + json.dumps(fields, sort_keys=True).encode()).digest()
     return Namespace(digest, {"engine": "vllm"} | fields | {"model": getattr(model, "name", None)})

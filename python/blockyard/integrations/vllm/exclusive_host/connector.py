@@ -62,6 +62,7 @@ class BlockyardKVConnector(OffloadingConnector):
         spec.cache_groups = _cache_groups(kv_cache_config)
         is_cached = vllm_config.cache_config.enable_prefix_caching  # without, the pool has no keys to store
         spec.is_exclusive = is_exclusive = is_cached and _can_be_exclusive(spec, vllm_config, kv_cache_config)
+        spec.can_key_chunks = not is_exclusive
         self.connector_scheduler = self.connector_worker = None
         if role == KVConnectorRole.SCHEDULER:
             scheduler = ExclusiveScheduler if is_exclusive else LenientScheduler

@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext, get_offload_group_idx
 
+from blockyard.integrations.vllm.exclusive_host.chunk_keys import KeyedByChunk, chunk_hasher
 from blockyard.integrations.vllm.exclusive_host.order import HostOrder
 from blockyard.integrations.vllm.exclusive_host.points import Points
 from blockyard.integrations.vllm.manager import BlockyardManager
@@ -97,8 +98,20 @@ class LenientScheduler(OffloadingConnectorScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         if getattr(self.config, "sync_load_budget_bytes", 0):  # 0.33: a load that fails within its step has no report
             self.config = self.config._replace(sync_load_budget_bytes=0)
+        self._hasher: Any = None  # of whole chunks, if keys are not made of vLLM's hashes of blocks
+        if spec.tokens_per_key != spec.config.cache.tokens_per_hash:
+            self._hasher = chunk_hasher(vllm_config, spec.tokens_per_key)
         self._failed_loads: set[int] = set()  # that some worker has not ended
         self._is_offered = self._is_stuck = False  # a load to vLLM in this step, which in the last one did nothing
+
+    def on_new_request(self, request: Any) -> None:
+        """Begin to follow a request."""
+        super().on_new_request(request)
+        if self._hasher is not None:
+            state = self._req_status[request.request_id]
+            self._req_status[request.request_id] = KeyedByChunk(
+                state.config, request, state.req_context, state.offloading_context, hasher=self._hasher
+            )
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
