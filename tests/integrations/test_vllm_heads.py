@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import vllm_modules
+from checkpoints import checkpoint, vllm_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from checkpoints import checkpoint, vllm_config
 from sharded_heads import ORDERS, Heads
 from vllm_sides import KEYS, Engine
 
