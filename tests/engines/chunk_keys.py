@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.request import Request
 
-from blockyard.integrations.vllm.exclusive_host.chunk_keys import KeyedByChunk, chunk_hasher
+from blockyard.integrations.vllm.sharing.chunk_keys import KeyedByChunk, chunk_hasher
 
 BLOCK, CHUNK = 16, 64
 KINDS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
 from blockyard.integrations.vllm.identity import cut_by_heads
-from blockyard.integrations.vllm.token_order import find_order
+from blockyard.integrations.vllm.sharing.token_order import find_order
 from blockyard.stores.adapters.chunks import ChunkRows, HeadShards
 
 CHUNKS, TOKENS, SIZE, LAYERS = 2, 128, 32, 2

@@ -24,8 +24,8 @@ from blockyard.integrations.vllm.manager import BlockyardManager
 from blockyard.integrations.vllm.metrics import definitions
 from blockyard.integrations.vllm.recording import ChunkRecorder
 from blockyard.integrations.vllm.region import SharedRegion, WorkerPieces
+from blockyard.integrations.vllm.sharing.token_order import find_order
 from blockyard.integrations.vllm.tier import namespace
-from blockyard.integrations.vllm.token_order import find_order
 from blockyard.integrations.vllm.units import Units
 from blockyard.integrations.vllm.worker import BlockyardWorker
 from blockyard.stores import open_store

@@ -54,7 +54,8 @@ class TokenOrder(NamedTuple):
             found.append(first + part.transpose(1, 0, 2).reshape(self.groups, -1))
             first += part.size
         pages = np.arange(self.layers)[None, :, None] * first
-        return (pages + np.concatenate(found, axis=1)[:, None]).reshape(-1)
+        units: NDArray[np.int64] = (pages + np.concatenate(found, axis=1)[:, None]).reshape(-1)
+        return units
 
 
 class HeadShards(NamedTuple):

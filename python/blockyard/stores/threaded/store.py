@@ -44,19 +44,17 @@ class ThreadedStore(ExternalStore):
     """A store over functions that may block: `put`, `get` and, for a prefix store, `delete`. Worker threads call them.
 
     The class adds tickets, deadlines and misses, keeps the order of operations on each slot and key, and checks every
-    block that is read. An exception, a wrong answer or a passed deadline is a miss. Memory lent to a hanging call is
-    not used again. A hanging call occupies its thread, but the interpreter can still exit.
+    block that is read. An exception, a wrong answer or a passed deadline is a miss. A hanging call keeps its thread and
+    the memory lent to it, but the interpreter can still exit.
 
     After a call that hung or failed late, all batches are misses, `"unavailable"`, until a probe is answered. The
     logger `blockyard.stores` gets a line when a store fails (at most one per minute and cause) and when it works again.
 
-    The functions receive names of 32 bytes, never the caller's keys. A slot's name is the slot, 8 bytes, and 24 random
-    bytes of this store: two stores never share slots, and nobody can find them after `close`. A key's name is the same
-    in every process. Its stored row starts with a header (`blockyard.stores.value`), so it is wider than the block;
-    with a codec or a MAC key, so are the rows of slots. A prefix store has one more row, of 192 bytes, that identifies
-    the valid blocks: see `read_epoch`.
-
-    `contains` answers from the memory of this process. A plug-in does its own eviction.
+    The functions receive names of 32 bytes, never the caller's keys. A slot's name is the slot and 24 random bytes of
+    this store: two stores share no slots, and nobody finds them after `close`. A key's name is the same in every
+    process. Its stored row starts with a header (`blockyard.stores.value`), so it is wider than the block; with a codec
+    or a MAC key, so are the rows of slots. A prefix store has one more row, of 192 bytes: see `read_epoch`. `contains`
+    answers from the memory of this process. A plug-in does its own eviction.
 
     Args:
         url: as given to `open_store`; `blockyard.stores.StoreURL.parse` parses its options.
@@ -79,11 +77,9 @@ class ThreadedStore(ExternalStore):
         >>> @register("dict")
         ... class DictStore(ThreadedStore):
         ...     num_slots = 100
-        ...
         ...     def __init__(self, url, **options):
         ...         super().__init__(url, **options)
         ...         self.blocks = {}
-        ...
         ...     def put(self, keys, rows):
         ...         self.blocks.update((key.tobytes(), row) for key, row in zip(keys, rows))
         ...         return np.ones(len(keys), bool)

@@ -487,7 +487,7 @@ class _Replay:
             if self._watch is not None:
                 contexts = plain.context + np.arange(done)[:, None]
                 self._watch.plain_steps(times[0], times[done], contexts, self._scheduler)
-            self._answer(ended)
+            self._note_ended(ended)
         return done, step
 
     def _plain_times(self, plain: PlainSteps) -> list[float]:
@@ -545,9 +545,9 @@ class _Replay:
                 self._first[number] = self._time.now
         sampled = self._sample(step)
         self._land_copies()
-        self._answer(self._scheduler.update(step, sampled))
+        self._note_ended(self._scheduler.update(step, sampled))
 
-    def _answer(self, ended: list[Finished]) -> None:
+    def _note_ended(self, ended: list[Finished]) -> None:
         """Record the requests that have ended in the last step."""
         for finished in ended:
             number = int(finished.request.request_id)

@@ -28,10 +28,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext, get_offload_group_idx
 
-from blockyard.integrations.vllm.exclusive_host.chunk_keys import KeyedByChunk, chunk_hasher
 from blockyard.integrations.vllm.exclusive_host.order import HostOrder
 from blockyard.integrations.vllm.exclusive_host.points import Points
 from blockyard.integrations.vllm.manager import BlockyardManager
+from blockyard.integrations.vllm.sharing.chunk_keys import KeyedByChunk, chunk_hasher
 
 __all__ = ["ExclusiveScheduler", "ExclusiveWorker", "LenientScheduler"]
 

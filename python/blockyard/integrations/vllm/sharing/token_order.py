@@ -45,7 +45,7 @@ class FoundOrder(NamedTuple):
     digest: bytes
 
 
-class _Page(NamedTuple):
+class _PageOrder(NamedTuple):
     """What one layer shows.
 
     Attributes:
@@ -126,7 +126,7 @@ class _Layer:
         self.heads = int(getattr(layer, "num_kv_heads", 1))
         self._cache, self._strides = cache, (self._page_bytes // cache.element_size(), *cache.stride()[1:])
 
-    def page(self) -> _Page:
+    def page(self) -> _PageOrder:
         """Return what the layer shows when it writes group by group."""
         groups, tokens = self._block_tokens // _GROUP_TOKENS, _GROUP_TOKENS
         owners, contents = np.full(self._page_bytes, -1), []
@@ -145,7 +145,7 @@ class _Layer:
             raise InvalidArgumentError(f"{self.name} has bytes of no token")
         if any(not np.array_equal(content, contents[0]) for content in contents):
             raise InvalidArgumentError(f"{self.name} writes tokens in another order elsewhere in a block")
-        return _Page(*_parts(owners, groups, self.name), *self._one_head(contents[0]), owners)
+        return _PageOrder(*_parts(owners, groups, self.name), *self._one_head(contents[0]), owners)
 
     def _one_head(self, content: NDArray[np.uint8]) -> tuple[int, bytes]:
         """Return the pieces and the bytes that a group would have with one head: all heads hold the same."""
@@ -178,7 +178,8 @@ class _Layer:
         found = raw.cpu().numpy().reshape(_BLOCKS, size)
         if (found[[0, 2]] != fill).any():
             raise InvalidArgumentError(f"{self.name} writes to blocks of other tokens")
-        return found[1]
+        block: NDArray[np.uint8] = found[1]
+        return block
 
     def _update(self, view: Tensor, slots: range, kind: int) -> None:
         """Write known keys and values of a kind, the same for each head, as the layer does in a step."""
@@ -186,8 +187,8 @@ class _Layer:
         places = torch.arange(slots.start, slots.stop, dtype=torch.int64, device=device)
 
         def known(what: int, size: int, heads: int) -> Tensor:
-            numbers = np.arange(len(slots) * size, dtype=np.int64) + 7919 * what + 104729 * kind
-            numbers = (numbers * 2654435761 % 4294967291 % 251 - 125).reshape(len(slots), 1, size)
+            places = np.arange(len(slots) * size, dtype=np.int64) + 7919 * what + 104729 * kind
+            numbers = (places * 2654435761 % 4294967291 % 251 - 125).reshape(len(slots), 1, size)
             # They are exact in all types with at least 8 bits of mantissa.
             return torch.from_numpy(numbers / 64).to(self._dtype).expand(-1, heads, -1).contiguous().to(device)
 
