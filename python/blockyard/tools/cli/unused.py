@@ -28,7 +28,7 @@ _OF_FIT: Final = (("fit_blocks", "device_bandwidth"), lambda options: options.fi
 _OF_BOTH: Final = (
     ("tensor_parallel_size",),
     lambda options: options.tensor_parallel_size != 1 and options.device_bandwidth is None and _no_size(options),
-    "without --device-bandwidth or --memory-gib",
+    "without --device-bandwidth, or --memory-gib of blockyard plan",
 )
 _OF_CONFIG: Final = (
     ("kv_cache_dtype",),
