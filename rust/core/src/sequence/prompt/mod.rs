@@ -25,7 +25,7 @@ use std::borrow::Cow;
 /// A prompt to admit, sharing its cached blocks.
 ///
 /// ```
-/// use blockyard_core::{Config, KeySpec, Manager, Prompt};
+/// use blockyard_core::{Config, KeySpec, Manager, Prompt, PromptOptions};
 ///
 /// # fn main() -> blockyard_core::Result<()> {
 /// let config = Config { prefix_caching: true, ..Config::new(4, [8, 0, 0]) };
