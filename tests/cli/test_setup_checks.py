@@ -80,11 +80,12 @@ def test_a_server_with_less_memory_or_fewer_rights_than_a_store_needs_is_named(t
         _, room = setup_checks.check_store(url.replace("100MiB", "900TiB"))
         assert (room.status, "for 900 TiB, policy noeviction, on a machine of" in room.found) == ("warn", True)
         assert "name a smaller size" in room.advice
-        client.set("old", bytes(200 << 20))
-        client.config_set("maxmemory", 300 << 20)
-        _, room = setup_checks.check_store(url)
-        assert (room.status, "remove old blocks" in room.advice) == ("warn", True)
-        client.delete("old")
+        advice = ""
+        for megabytes in (101, 126):  # an allocator that rounds up needs a quarter more
+            client.config_set("maxmemory", megabytes << 20)
+            _, room = setup_checks.check_store(url)
+            advice += room.advice
+        assert "unless this store holds what is in use, remove old blocks" in advice
         client.config_set("maxmemory", 50 << 20)
         _, room = setup_checks.check_store(url)
         assert room.status == "warn"

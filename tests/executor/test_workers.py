@@ -17,7 +17,7 @@ from forks import in_child
 from memory_stores import KeyedStore, put
 from typing_extensions import Self
 
-from blockyard import Pairs, StepDecision, workers
+from blockyard import Pairs, StepDecision
 from blockyard.engine import streams as module
 from blockyard.engine.engine import CacheEngine
 from blockyard.engine.host_pool import HostPool, _Work
@@ -27,6 +27,7 @@ from blockyard.errors import BlockyardError, ForkedError, OutOfMemoryError
 from blockyard.executor.executor import StepExecutor
 from blockyard.layout.kv import KVLayout
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
+from blockyard.workers import threads
 
 LAYOUT = KVLayout("kv_first", num_layers=2, block_size=4, num_kv_heads=2, head_size=8, dtype="float32")
 IDS = np.array([[0, 1]])
@@ -206,7 +207,7 @@ def test_whoever_waits_for_a_thread_that_gets_no_memory_gets_an_error(what: str,
 
     owner, work, wait = STARVED[what]
     monkeypatch.setattr(owner, work, run)
-    monkeypatch.setattr(workers, "_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(threads, "_PAUSE_SECONDS", 0.001)
     with pytest.raises(OutOfMemoryError, match=r"thread blockyard-.* ended: out of memory"):
         wait()
 
@@ -215,7 +216,7 @@ def test_a_store_whose_threads_got_no_memory_starts_others(monkeypatch: pytest.M
     def run(_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(workers, "_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(threads, "_PAUSE_SECONDS", 0.001)
     with KeyedStore() as store:
         store.timeout_base = 0.1
         with monkeypatch.context() as patched:

@@ -182,7 +182,7 @@ def test_the_demo_compares_every_token_of_several_ranks(model, monkeypatch):
     )
     assert report.identical_requests == report.requests == 4
     assert report.exit_code == 0
-    assert sum(report.manager.swapped_out_blocks.values()) > 0
+    assert report.scheduler.preempted_swap_host + report.scheduler.preempted_recompute > 0
     assert report.settings["tensor_parallel_size"] == 2
 
 

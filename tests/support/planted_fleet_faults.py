@@ -540,7 +540,7 @@ _SERVING: dict[str, tuple[int, Patch]] = {
     "memory is given back while blocks use it": (40, _given_back_in_use),
     "a state of another position is found": (20, _found(_exchanging_states)),
     "a state of another position is loaded": (20, _loaded(_exchanging_states)),
-    "a drafter's block is found before another token": (20, _found(_before_other_tokens)),
+    "a drafter's block is found before another token": (40, _found(_before_other_tokens)),
     "a drafter's block is loaded before another token": (20, _loaded(_before_other_tokens)),
 }
 _REDIS: dict[str, tuple[int, Patch]] = {
@@ -594,7 +594,7 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
     "batches of one key run in any order": (150, _no_order),
     "the third batch of a key overtakes the second": (60, _third_overtakes),
     "known keys survive forget": (20, _known_after_forget),
-    "a deletion does not look for late puts": (200, _late_puts_ignored),
+    "a deletion does not look for late puts": (300, _late_puts_ignored),
     "a put does not show the key that a deletion has hidden": (200, _stays_hidden),
     "a block that came damaged is deleted at once": (20, _deletes_at_first_sight),
     "a page that came twice is a damaged block": (100, _pages_are_values),
@@ -647,7 +647,7 @@ _FLEETS: dict[str, dict[str, Any]] = {
 _FOUND_BY = {
     "a put does not show the key that a deletion has hidden": 131,
     "a page that came twice is a damaged block": 6,
-    "a deletion does not look for late puts": 87,
+    "a deletion does not look for late puts": 217,
     "a put whose answer came too late is said to be stored": 29,
     "the record replaced whatever is there": 15,
     "a put has the epoch that counts when it lands": 5,
@@ -677,7 +677,7 @@ _FOUND_BY = {
     "blocks of a failed load stay leased": 24,
     "blocks are reused while a write reads them": 4,
     "a failed move counts as landed": 1,
-    "a drafter's block is found before another token": 8,
+    "a drafter's block is found before another token": 21,
     "a drafter's block is loaded before another token": 3,
 }
 _ALL = (

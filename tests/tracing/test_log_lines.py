@@ -12,9 +12,10 @@ import torch
 from memory_stores import KeyedStore
 from numpy.typing import NDArray
 
-from blockyard import KVCache, KVLayout, workers
+from blockyard import KVCache, KVLayout
 from blockyard.engine.ops import library
 from blockyard.stores.log_lines import MissLog
+from blockyard.workers import logs
 
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
 SIZE = LAYOUT.bytes_per_block
@@ -39,7 +40,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that the limit of lines reads."""
     seconds = [1000.0]
-    monkeypatch.setattr(workers.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(logs.time, "monotonic", lambda: seconds[0])
     return seconds
 
 

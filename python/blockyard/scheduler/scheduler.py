@@ -524,7 +524,7 @@ class Scheduler:
 
     def _report(self, reported: list[RequestState]) -> list[Finished]:
         """Forget requests that have ended, and return them: the end of a change."""
-        finished = [state.finished() for state in reported]
+        finished = [state.finished() for state in reported] if reported else []
         try:
             for state, end in zip(reported, finished, strict=True):
                 self._close(state, end.token_ids[0])
@@ -543,7 +543,7 @@ class Scheduler:
     def _take_in(self, step: Step, tokens: NDArray[np.uint32]) -> list[RequestState]:
         """Take a step's tokens. Returns the requests that they finish."""
         gone = self._acceptance.take_in(step, tokens).nonzero()[0]
-        return self._take_ended(gone, self._clock())
+        return self._take_ended(gone, self._clock()) if len(gone) else []
 
     def _take_ended(self, gone: NDArray[np.int64], now: float) -> list[RequestState]:
         """Free rows whose sequences have ended at a time. Returns the requests that they finish."""

@@ -193,7 +193,8 @@ def store(options: argparse.Namespace) -> Result:
             done = f"removed {removed} of {count} blocks" if options.yes else would
             print(done, file=stream)
 
-    is_missing = is_rm and options.namespace and not (found.groups or damaged)
+    # Not if others were given, too: there may be no such blocks in it.
+    is_missing = is_rm and options.namespace and not (found.groups or damaged or options.tenant or options.older_than)
     is_wrong = is_missing or (found.damaged and not removed)
     return Result(data, show, EXIT_WRONG if is_wrong else EXIT_OK)
 
