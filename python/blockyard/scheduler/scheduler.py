@@ -405,7 +405,12 @@ class Scheduler:
         if done == plain.limit:
             length, limit = self._rows.fields[[LENGTH, LIMIT], : len(plain.context)]
             ended = self._take_ended((length >= limit).nonzero()[0], times[done])
-        return done, step, self._report(ended)
+        finished = [state.finished() for state in ended]
+        for state, end in zip(ended, finished, strict=True):
+            self._close(state, end.token_ids[0])
+            del self._requests[state.request.request_id]
+        self._change.begun = False
+        return done, step, finished
 
     def _schedule(self, lookahead: int, *, by_layer: bool = False) -> Step:
         """Decide a step; the caller ends the change."""
@@ -520,10 +525,7 @@ class Scheduler:
             self._drop_leaving()
         if self._refused:
             reported, self._refused = self._refused + reported, []
-        return self._report(reported)
-
-    def _report(self, reported: list[RequestState]) -> list[Finished]:
-        """Forget requests that have ended, and return them: the end of a change."""
+        # Not in a function: an interrupt as that returned would lose what it reports.
         finished = [state.finished() for state in reported] if reported else []
         try:
             for state, end in zip(reported, finished, strict=True):
