@@ -28,6 +28,21 @@ def test_an_event_wakes_a_selector():
         assert not select.select([event], [], [], 0)[0]
 
 
+def test_an_event_that_the_caller_has_read_costs_no_ticket():
+    with KeyedStore() as store:
+        event = store.event_fd()
+        for _ in range(2):
+            tickets = [store.submit_put(names(1), rows(1)), store.submit_put(names(2), rows(2))]
+            assert select.select([event], [], [], PATIENCE)[0] == [event]
+            os.eventfd_read(event)
+            found: list[int] = []
+            while len(found) < 2:
+                found += store.poll()
+                select.select([event], [], [], 0.01)
+            assert found == tickets
+            assert all(store.wait(ticket).ok.all() for ticket in tickets)
+
+
 def test_an_event_descriptor_asked_for_late_is_readable_and_goes_with_the_store():
     store = KeyedStore()
     store.submit_put([], rows(0))
