@@ -163,6 +163,50 @@ def test_states_without_a_prefix_cache_are_marked():
     assert failure(Program(config, ops)) is None
 
 
+HELD_BY_A_COPY = (
+    Op("fork", 2504, 29851, 0, 36032, 933910445, -1),
+    Op("write", 0, 0, 0, 0, 347590787, -1),
+    Op("allocate", 62979, 0, 28536, 21828, 784362293, -1),
+    Op("resize", 32336, 0, 0, 0, 730087577, -1),
+    Op("free", 48316, 0, 0, 0, 311012213, -1),
+    Op("mark", 0, 0, 7176, 0, 44646430, -1),
+    Op("swap", 0, 0, 54280, 0, 494742823, -1),
+    Op("step", 0, 0, 6699, 0, 55125060, -1),
+    Op("append", 0, 0, 41705, 0, 867219022, -1),
+    Op("step", 0, 0, 19867, 0, 112859299, -1),
+    Op("step", 0, 0, 23277, 0, 826838346, -1),
+    Op("step", 0, 0, 23330, 0, 736162641, -1),
+    Op("swap", 0, 0, 22256, 0, 10907764, -1),
+    Op("swap", 0, 0, 59694, 0, 670813529, -1),
+    Op("append", 0, 0, 32739, 0, 177082753, -1),
+    Op("allocate", 46706, 0, 0, 51781, 527784457, -1),
+    Op("append", 0, 0, 43032, 0, 912081056, -1),
+)
+
+
+def test_a_prompt_waits_for_its_own_blocks_that_are_copied_to_the_store():
+    """No step had work meanwhile, and three such steps were an error, however long the copy took."""
+    sizes: dict[str, Any] = {
+        "block_size": 4,
+        "device": 10,
+        "most": 10,
+        "host": 2,
+        "external": 11,
+        "room": 6,
+        "outstanding": 4,
+        "chunk": 64,
+    }
+    more: dict[str, Any] = {
+        "store": "second_use",
+        "faulty_stores": True,
+        "groups": "window",
+        "classes": True,
+        "reuse": "lru",
+    }
+    config = Config(**sizes, **more, scheduler=True, swap_cost=1e9, max_recorded=(1 << 20) + 1, scraped=True)
+    assert failure(Program(config, HELD_BY_A_COPY)) is None
+
+
 LATE_DEATH = (
     Op("fork", 62519, 0, 44309, 21612, 134657827, -1),
     Op("step", 0, 0, 29972, 0, 19885361, -1),

@@ -27,6 +27,8 @@ _IDLE_STEPS: Final = 2
 """Consecutive steps that may do nothing while requests wait. More than that would loop forever."""
 _IDLE_SECONDS: Final = 0.0002
 """Poll interval while there is nothing to do but wait for transfers."""
+_COPY_SECONDS: Final = 1.0
+"""How long an idle step waits for blocks that are being copied to the prefix store."""
 
 
 @runtime_checkable
@@ -165,12 +167,18 @@ class CacheLoop:
             return
         was_loading = self._scheduler.num_loading > 0  # when this step was decided
         has_others_load = prefixes is not None and self._wait_for_prefixes(prefixes)
-        is_stuck = not has_others_load and not len(step.decision) and self._scheduler.num_unfinished
+        is_stuck = not has_others_load and not len(step.decision) and self._scheduler.num_unfinished > 0
         if is_stuck and self._scheduler.manager.stats().pinned_blocks["device"]:
             self._runtime.sleep(_IDLE_SECONDS)  # whoever pinned blocks ends the pin
             is_stuck = False
+        if is_stuck and prefixes is not None and (leased := self._num_leased()):
+            is_stuck = not prefixes.wait(_COPY_SECONDS, until=lambda: self._num_leased() < leased)
         # Requests whose loads are interrupted, or that are aborted, may need several such steps; endless loads end.
         self._idle = self._idle + (0.25 if was_loading else 1.0) if is_stuck else 0.0
+
+    def _num_leased(self) -> int:
+        """Return how many blocks of the device are leased: between steps, to copies to and from the prefix store."""
+        return self._scheduler.manager.stats().leased_blocks["device"]
 
     def _wait_for_prefixes(self, prefixes: PrefixStore) -> bool:
         """Advance the prefix store, and wait for a load, as there is nothing else to do.
