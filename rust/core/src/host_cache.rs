@@ -142,7 +142,7 @@ impl OpenStep<'_> {
         let device = self.tiers.device();
         let empty = device.ready(class);
         if empty < count && device.evictable_of(class) > 0 {
-            self.evict(Some(class), count - empty, self.tiers.host_copies_left());
+            self.evict(Some(class), count - empty, self.tiers.host_copies_left(), false);
         }
     }
 
@@ -151,16 +151,16 @@ impl OpenStep<'_> {
     pub(crate) fn offload_cached(&mut self, count: usize) -> usize {
         let host = self.tiers.host();
         let count = count.min((0..host.num_classes()).map(|class| host.free_in(class)).sum());
-        self.evict(None, count, count)
+        self.evict(None, count, count, true)
     }
 
     /// Takes `count` blocks of a class, or of any, out of the device's eviction order, with what goes with them. Those
     /// without a host copy are copied, at most `most`; the ends of chains come first, so of more than these the first are
-    /// dropped. Returns how many are copied.
-    fn evict(&mut self, class: Option<usize>, count: usize, most: usize) -> usize {
+    /// dropped. `is_ahead`: nothing needs them yet. Returns how many are copied.
+    fn evict(&mut self, class: Option<usize>, count: usize, most: usize, is_ahead: bool) -> usize {
         let (mut sources, mut copied, mut popped) = (Vec::with_capacity(count), 0, 0);
         while popped < count || self.tiers.device().num_going() > 0 {
-            let Some(Departing { block, rank, unit, stays }) = self.tiers.pop_ranked(class) else { break };
+            let Some(Departing { block, rank, unit, stays }) = self.tiers.pop_ranked(class, is_ahead) else { break };
             popped += usize::from(!stays && class.is_none_or(|class| class == self.tiers.device().class_of(block)));
             match (self.tiers.device().own_key(block), rank) {
                 // At once: when the rest is copied, it may have left, too.
@@ -254,7 +254,7 @@ impl OpenStep<'_> {
             let (missing, left) = (wanted.saturating_sub(empty), self.tiers.host_copies_left());
             // Not a part of it: the ends of prompts would be copied, and what the next step evicts beyond the bound dropped.
             if missing > 0 && missing <= left && device.evictable_of(class) > 0 {
-                self.evict(Some(class), missing, left);
+                self.evict(Some(class), missing, left, true);
             }
         }
     }

@@ -49,8 +49,8 @@ impl Pool {
 
     /// Removes the first device block of the eviction order, with the rank that its copy on the host will have: one of a
     /// class, or what comes with it.
-    pub(crate) fn pop_ranked(&mut self, class: Option<usize>) -> Option<Departing> {
-        self.cache.as_mut()?.pop_ranked(class)
+    pub(crate) fn pop_ranked(&mut self, class: Option<usize>, is_ahead: bool) -> Option<Departing> {
+        self.cache.as_mut()?.pop_ranked(class, is_ahead)
     }
 
     /// The page class of the blocks with keys.

@@ -130,9 +130,9 @@ impl PrefixCache {
 
     /// Removes the first block of the eviction order, or tells of one that the host needs besides; see
     /// [`PrefixCache::pop_departing`].
-    pub(crate) fn pop_ranked(&mut self, class: Option<usize>) -> Option<Departing> {
+    pub(crate) fn pop_ranked(&mut self, class: Option<usize>, is_ahead: bool) -> Option<Departing> {
         if self.points.is_some() {
-            return self.pop_departing(class);
+            return self.pop_departing(class, is_ahead);
         }
         self.order.pop_ranked().map(|(block, rank)| Departing { block, rank: Some(rank), unit: 0, stays: false })
     }

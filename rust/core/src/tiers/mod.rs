@@ -572,8 +572,8 @@ impl Tiers {
 
     /// Removes the first device block from the eviction order, with its rank; the caller must lease or drop it. See
     /// [`Pool::pop_ranked`].
-    pub(crate) fn pop_ranked(&mut self, class: Option<usize>) -> Option<Departing> {
-        self.pools[0].pop_ranked(class)
+    pub(crate) fn pop_ranked(&mut self, class: Option<usize>, is_ahead: bool) -> Option<Departing> {
+        self.pools[0].pop_ranked(class, is_ahead)
     }
 
     /// The host does not get all of what is leaving: the rest serves nobody.

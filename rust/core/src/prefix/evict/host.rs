@@ -23,7 +23,7 @@ const RING: u8 = !(IS_COPY | IS_HELD);
 
 impl Rule {
     /// The ring of a block that did not come from the device: of segments, the one of blocks used once.
-    fn newcomers(self) -> u8 {
+    pub(super) fn newcomers(self) -> u8 {
         if matches!(self, Self::Segments { .. }) { segments::NEWCOMERS } else { 0 }
     }
 

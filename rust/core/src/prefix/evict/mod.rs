@@ -310,6 +310,11 @@ impl Policy {
         }
     }
 
+    /// The rank of a block that becomes evictable only when it reaches the host.
+    pub(crate) fn newest(&self) -> Rank {
+        Rank { ring: self.guide().map_or(0, |guide| guide.rule.newcomers()), stamp: 0 }
+    }
+
     /// Continues at a stamp of the host's order.
     pub(crate) fn set_clock(&mut self, clock: u32) {
         match self {

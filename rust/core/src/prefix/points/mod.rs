@@ -431,6 +431,8 @@ impl Both<'_> {
         while !self.points.is_live(anchor) {
             if self.order.remove(anchor, Departure::Gone) {
                 self.bury(anchor);
+            } else if self.points.goes_to == Grave::Leaving {
+                self.points.followers.insert(anchor); // it is in use, and follows later
             }
             let Ok(Some(parent)) = self.parent(anchor) else { return };
             // After a loss a parent may be back that does not count this one yet: the next sweep counts all again.
@@ -493,6 +495,15 @@ impl Both<'_> {
         if self.points.outside.is_idle(anchor) {
             self.drop_owners(anchor);
         }
+    }
+
+    /// Makes a change whose points leave for the host, together and with this rank.
+    fn send(&mut self, rank: Rank, change: impl FnOnce(&mut Self)) {
+        let number = self.points.leaving.number + 1;
+        self.points.leaving = Unit { number, rank: Some(rank), staying: Vec::new(), going: 0 };
+        self.points.goes_to = Grave::Leaving;
+        change(self);
+        self.points.goes_to = Grave::Dead;
     }
 
     /// A block without a key is gone, or about to go: so are the points that it belongs to.
@@ -712,7 +723,8 @@ impl PrefixCache {
     }
 
     /// Takes out the next block that the host may get, if there is one, until one of a class, or of any, is there.
-    pub(super) fn pop_departing(&mut self, class: Option<usize>) -> Option<Departing> {
+    /// Ahead of a need, not what hangs on blocks in use: the prompts to come may find it here.
+    pub(super) fn pop_departing(&mut self, class: Option<usize>, is_ahead: bool) -> Option<Departing> {
         let mut both = self.both()?;
         both.sweep();
         let classes = class.map_or(0..both.points.num_classes(), |class| class..class + 1);
@@ -732,16 +744,14 @@ impl PrefixCache {
             }
             both.note_idle();
             if let Some((anchor, rank)) = both.order.pop_ranked() {
-                let number = both.points.leaving.number + 1;
-                both.points.leaving = Unit { number, rank: Some(rank), staying: Vec::new(), going: 0 };
-                both.points.goes_to = Grave::Leaving;
-                both.pass(anchor);
-                both.points.goes_to = Grave::Dead;
+                both.send(rank, |both| both.pass(anchor));
                 continue;
             }
-            // What hangs on blocks in use goes last.
-            let first = classes.clone().find_map(|class| both.points.outside.first_idle(class));
-            both.drop_owners(first?);
+            // What hangs on blocks in use goes last, and is the newest on the host: prompts are found behind these blocks.
+            let first =
+                classes.clone().find_map(|class| both.points.outside.first_idle(class)).filter(|_| !is_ahead)?;
+            let rank = both.order.newest();
+            both.send(rank, |both| both.drop_owners(first));
         }
     }
 
