@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "rust").glob("*/README.md"))]
-REGISTERED = "blockyard.stores.base._registered"
+REGISTERED = "blockyard.stores.opening._registered"
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SOURCE = ROOT / "python"
 

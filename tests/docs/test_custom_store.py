@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from blockyard.stores import base
+from blockyard.stores import opening
 from blockyard.testing.store_suite import PrefixStoreSuite
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "custom_store.md"
@@ -14,7 +14,7 @@ TESTS = sorted(name for name in dir(PrefixStoreSuite) if name.startswith("test_"
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch) -> PrefixStoreSuite:
-    monkeypatch.setattr(base, "_registered", {})
+    monkeypatch.setattr(opening, "_registered", {})
     found = re.search(r"^```python\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert found is not None
     names: dict[str, type[PrefixStoreSuite]] = {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from blockyard.errors import StoreURLError
-from blockyard.stores import StoreURL, base
+from blockyard.stores import StoreURL, opening
 from blockyard.stores.object_store import _CONFIG
 from blockyard.stores.redis.store import _SWAP_TTL
 from blockyard.stores.url import parse_size
@@ -53,15 +53,15 @@ def taken(scheme: str, patch: pytest.MonkeyPatch) -> dict[str, tuple[str, Any]]:
 
     with patch.context() as patched:
         patched.setattr(StoreURL, "take", spy)
-        import_module(base._BUILT_IN[scheme][0]).read_url(f"{scheme}://{PLACES.get(scheme, 'host')}")
+        import_module(opening._BUILT_IN[scheme][0]).read_url(f"{scheme}://{PLACES.get(scheme, 'host')}")
     return found
 
 
 def test_the_page_has_every_scheme_once():
-    assert sorted(scheme for schemes, _ in sections() for scheme in schemes) == sorted(base._BUILT_IN)
+    assert sorted(scheme for schemes, _ in sections() for scheme in schemes) == sorted(opening._BUILT_IN)
 
 
-@pytest.mark.parametrize("scheme", sorted(base._BUILT_IN))
+@pytest.mark.parametrize("scheme", sorted(opening._BUILT_IN))
 def test_the_page_lists_what_the_code_takes(scheme: str, monkeypatch: pytest.MonkeyPatch):
     found, page = taken(scheme, monkeypatch), listed(scheme)
     assert set(page) == set(found)
@@ -74,10 +74,10 @@ def test_the_page_lists_what_the_code_takes(scheme: str, monkeypatch: pytest.Mon
             assert (parse_size(default) if values == "a size" else type(ours)(default)) == ours, name
 
 
-@pytest.mark.parametrize("scheme", sorted(base._BUILT_IN))
+@pytest.mark.parametrize("scheme", sorted(opening._BUILT_IN))
 def test_a_refused_option_is_answered_with_those_on_the_page(scheme: str):
     with pytest.raises(StoreURLError, match="is not an option of this store; its options are") as caught:
-        base.check_url(f"{scheme}://{PLACES.get(scheme, 'host')}?nothing=1")
+        opening.check_url(f"{scheme}://{PLACES.get(scheme, 'host')}?nothing=1")
     named = set(re.findall(r"\w+", str(caught.value).partition("its options are")[2])) - {"and", "for"}
     assert set(listed(scheme)) <= named
     assert named <= {*listed(scheme), "rediss", "valkeys", "ca", "cert", "key", "db"}
@@ -88,4 +88,4 @@ def test_the_page_has_the_time_after_which_swapped_blocks_go():
 
 
 def test_every_option_that_is_passed_on_belongs_to_a_scheme_of_the_page():
-    assert set(_CONFIG) <= set(base._BUILT_IN)
+    assert set(_CONFIG) <= set(opening._BUILT_IN)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import StoreURLError
-from blockyard.stores import base
-from blockyard.stores.base import check_url
+from blockyard.stores import opening
+from blockyard.stores.opening import check_url
 from blockyard.stores.value import HEADER, check_parts, check_values, seal_values
 
 INPUTS = int(os.environ.get("BLOCKYARD_FUZZ", "4000"))
@@ -91,7 +91,7 @@ def mutated(chance: random.Random, url: str, start: int) -> str:
 
 
 def test_every_random_url_is_read_or_refused_and_no_message_shows_its_password(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(base, "entry_points", cache(base.entry_points))  # reads every package's files
+    monkeypatch.setattr(opening, "entry_points", cache(opening.entry_points))  # reads every package's files
     chance, refused = random.Random(15), 0
     for number in range(INPUTS):
         url = URLS[number % len(URLS)]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from blockyard._core import SlabStore
 from blockyard.errors import InvalidArgumentError, StoreError, StoreFullError
 from blockyard.events import export_keys
-from blockyard.stores import ThreadedStore, base, open_store
+from blockyard.stores import ThreadedStore, open_store, opening
 from blockyard.testing.faults import PARTS, corrupt_slots
 
 WIDTH = 5000
@@ -195,7 +195,7 @@ def test_a_plug_in_without_keys_cannot_be_a_prefix_store(monkeypatch: pytest.Mon
             closed.append(self)
             return super().close(timeout)
 
-    monkeypatch.setitem(base._registered, "plain", Plain)
+    monkeypatch.setitem(opening._registered, "plain", Plain)
     with pytest.raises(StoreError, match="'plain://': the store has no keys"):
         open_store("plain://", bytes_per_block=8, use="prefix")
     assert len(closed) == 1

@@ -15,7 +15,7 @@ from memory_stores import PATIENCE, SIZE, KeyedStore, names, rows
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
-from blockyard.stores.remote import RemoteStore, batched, count, positive, seconds
+from blockyard.stores.threaded.remote import RemoteStore, batched, count, positive, seconds
 from blockyard.stores.url import StoreURL
 
 URL = StoreURL.parse("mine://user:secret@host?size=1MiB")

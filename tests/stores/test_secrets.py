@@ -22,7 +22,7 @@ from blockyard import KVCache, KVLayout, tracing
 from blockyard.errors import BlockyardError, InvalidArgumentError, StoreError
 from blockyard.executor import StepExecutor
 from blockyard.metrics import Collector
-from blockyard.stores import StoreURL, base, open_store
+from blockyard.stores import StoreURL, open_store, opening
 from blockyard.stores.adapters.objects import about_store, check_place
 from blockyard.stores.object_store import _CONFIG, read_url
 from blockyard.stores.redis import read_url as read_redis_url
@@ -31,7 +31,7 @@ from blockyard.stores.url import hide_secrets, public_repr, public_url, require_
 SECRET = "hunter2SECRET"
 LAYOUT = KVLayout("kv_first", num_layers=1, block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
 SIZE = LAYOUT.bytes_per_block
-SCHEMES = sorted({*base._BUILT_IN, "mine", "unknown", ""})
+SCHEMES = sorted({*opening._BUILT_IN, "mine", "unknown", ""})
 NAMES = (
     *("password", "auth", "token", "sas_token", "aws_secret_access_key", "sse_customer_key_base64", "master_key"),
     *("service_account", "bearer_token", "key", "KEY", "anything", "pw", "%70assword", ""),
@@ -90,7 +90,7 @@ def tell(call: Callable[..., object], *args: Any, **options: Any) -> str:
 def test_whatever_is_wrong_with_a_url_no_message_shows_its_secrets(url: str):
     shown = [
         public_url(url),
-        tell(base.check_url, url),
+        tell(opening.check_url, url),
         tell(StoreURL.parse, url),
         tell(read_redis_url, url),
         tell(read_url, url) if url.partition(":")[0] in (*_CONFIG, "local", "memory") else "",
@@ -162,7 +162,7 @@ def test_a_store_that_cannot_be_opened_shows_no_secret(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     if variable:
         monkeypatch.setenv(variable, f"http://u:{SECRET}@127.0.0.1:1" if "URL" in variable else f"{SECRET}")
-    monkeypatch.setitem(base._registered, "telling", Telling)
+    monkeypatch.setitem(opening._registered, "telling", Telling)
     with caplog.at_level(logging.DEBUG):
         shown = tell(open_store, url, bytes_per_block=SIZE, use="prefix")
     assert "Telling(" in shown or "Error" in shown
@@ -172,7 +172,7 @@ def test_a_store_that_cannot_be_opened_shows_no_secret(
 def test_no_log_line_repr_metric_or_trace_of_a_cache_shows_a_secret(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setitem(base._registered, "telling", Telling)
+    monkeypatch.setitem(opening._registered, "telling", Telling)
     spans = Spans()
     tracing.instrument(spans.provider)
     url = f"telling://me:{quote(SECRET + '/', safe='')}@host?token={SECRET}"
@@ -232,7 +232,7 @@ def test_every_option_that_is_passed_to_obstore_is_known_to_it_and_none_makes_it
 def test_no_generated_repr_shows_a_url():
     """A dataclass or a NamedTuple with a URL shows it, unless it defines `__repr__` or hides the field."""
     found = []
-    for path in (Path(base.__file__).parents[1]).rglob("*.py"):
+    for path in (Path(opening.__file__).parents[1]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]

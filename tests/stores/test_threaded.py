@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from blockyard import KVCache, KVLayout
 from blockyard.errors import ForkedError, InvalidArgumentError, StoreFullError, StoreURLError
-from blockyard.stores import ExternalStore, ThreadedStore, base, open_store, register
+from blockyard.stores import ExternalStore, ThreadedStore, open_store, opening, register
 from blockyard.stores.threaded import known_keys
 from blockyard.stores.threaded.batches import Batch
 from blockyard.testing.store_suite import PrefixStoreSuite, StoreSuite
@@ -65,7 +65,7 @@ class TestSlowKeyedStore(TestKeyedStore):
 
 @pytest.fixture
 def schemes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_registered", {})
+    monkeypatch.setattr(opening, "_registered", {})
 
 
 def write(store: ExternalStore, slots: list[int], blocks: NDArray[np.uint8]) -> tuple[str, ...]:

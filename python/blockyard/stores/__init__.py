@@ -8,11 +8,10 @@ from blockyard.stores.base import (
     ExternalStore,
     Owners,
     StoreStats,
-    open_store,
-    register,
 )
 from blockyard.stores.codec import Codec
 from blockyard.stores.namespace import store_namespace
+from blockyard.stores.opening import open_store, register
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.url import StoreURL, parse_size
 

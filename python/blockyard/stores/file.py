@@ -41,10 +41,10 @@ from blockyard.stores.adapters.jobs import collect
 from blockyard.stores.base import Completion, ExternalStore, Owners, Use
 from blockyard.stores.codec import Codec, MacKey
 from blockyard.stores.namespace import TEXT_NAME, text_of
-from blockyard.stores.remote import SIZE, count, positive, seconds
 from blockyard.stores.striped import StripedStore
 from blockyard.stores.threaded import ThreadedStore
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record, SharedEpoch
+from blockyard.stores.threaded.remote import SIZE, count, positive, seconds
 from blockyard.stores.url import StoreURL
 from blockyard.stores.value import Bytes
 

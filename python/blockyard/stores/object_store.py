@@ -43,9 +43,9 @@ from blockyard._core import checksum_rows
 from blockyard.errors import ForkedError, StoreError
 from blockyard.stores.base import ExternalStore, Owners, Use
 from blockyard.stores.namespace import TEXT_NAME, text_of
-from blockyard.stores.remote import SIZE, RemoteStore, count, count_slots, positive, public_text, seconds
 from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
+from blockyard.stores.threaded.remote import SIZE, RemoteStore, count, count_slots, positive, public_text, seconds
 from blockyard.stores.url import StoreURL, is_secret_name
 from blockyard.stores.value import HEADER, Bytes
 from blockyard.workers.extras import missing

@@ -23,8 +23,8 @@ import numpy as np
 from blockyard.errors import BlockyardError, InvalidArgumentError
 from blockyard.integrations.compat import engine_log
 from blockyard.stores import StoreURL, open_store, parse_size
-from blockyard.stores.base import check_url
 from blockyard.stores.file import read_url
+from blockyard.stores.opening import check_url
 from blockyard.stores.redis import RedisStore
 from blockyard.stores.redis import read_url as read_redis_url
 from blockyard.stores.redis.lists import SEGMENTS

@@ -31,9 +31,9 @@ from blockyard.errors import InvalidArgumentError
 from blockyard.stores import ExternalStore, StoreStats, open_store, parse_size
 from blockyard.stores.adapters.jobs import Steps, StoreJobs, run
 from blockyard.stores.adapters.options import read_size
-from blockyard.stores.base import check_url
 from blockyard.stores.checked_store import are_rows_free
 from blockyard.stores.namespace import Namespace
+from blockyard.stores.opening import check_url
 from blockyard.stores.url import public_repr, public_url
 from blockyard.stores.value import is_damage
 from blockyard.workers.buffers import Buffers

@@ -21,7 +21,7 @@ from blockyard.stores.mooncake.client import (
 )
 from blockyard.stores.mooncake.url import MooncakeURL, read_url
 from blockyard.stores.namespace import TEXT_NAME, text_of
-from blockyard.stores.remote import RemoteStore, batched, count_slots
+from blockyard.stores.threaded.remote import RemoteStore, batched, count_slots
 from blockyard.stores.value import Bytes
 
 __all__ = ["FOLDER", "MooncakeStore", "open_mooncake"]

@@ -4,7 +4,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from blockyard.stores.remote import SIZE, count, positive, seconds
+from blockyard.stores.threaded.remote import SIZE, count, positive, seconds
 from blockyard.stores.url import StoreURL
 
 __all__ = ["MooncakeURL", "read_url"]

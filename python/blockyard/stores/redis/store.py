@@ -15,8 +15,8 @@ from blockyard.stores.base import ExternalStore, Owners, Use, check_quota, quota
 from blockyard.stores.namespace import TEXT_NAME, text_of
 from blockyard.stores.redis.lists import SEGMENTS, Lists
 from blockyard.stores.redis.url import RedisURL, read_url
-from blockyard.stores.remote import RemoteStore, batched, count_slots
 from blockyard.stores.threaded.epochs import Epoch, Record
+from blockyard.stores.threaded.remote import RemoteStore, batched, count_slots
 from blockyard.stores.value import HEADER, Bytes
 
 __all__ = ["RedisStore", "open_redis"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from blockyard.stores.remote import SIZE, count, positive, seconds
+from blockyard.stores.threaded.remote import SIZE, count, positive, seconds
 from blockyard.stores.url import StoreURL
 
 __all__ = ["RedisURL", "read_url"]

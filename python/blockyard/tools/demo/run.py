@@ -7,7 +7,7 @@ bad options are rejected before torch is loaded.
 from __future__ import annotations
 
 from blockyard.errors import InvalidArgumentError
-from blockyard.stores.base import check_url
+from blockyard.stores.opening import check_url
 from blockyard.tools.demo.options import OWN_MODELS, DemoOptions, is_own, pool_sizes, swap_folder, with_size
 from blockyard.tools.demo.report import Report
 

@@ -16,8 +16,8 @@ import numpy as np
 from blockyard.errors import StoreError
 from blockyard.stores.namespace import TEXT_NAME
 from blockyard.stores.object_store import ObjectURL, connect_client, read_url
-from blockyard.stores.remote import public_text
 from blockyard.stores.threaded.epochs import EPOCH_BYTES
+from blockyard.stores.threaded.remote import public_text
 from blockyard.stores.value import HEADER
 from blockyard.tools.store.contents import DIGITS, Contents, StoredPage, read_text
 

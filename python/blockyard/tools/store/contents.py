@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreURLError
-from blockyard.stores.base import check_url
+from blockyard.stores.opening import check_url
 from blockyard.stores.url import public_url
 
 __all__ = ["DIGITS", "Contents", "DamagedBlock", "Selection", "StoredPage", "open_contents", "read_text"]

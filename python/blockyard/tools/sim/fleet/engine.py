@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
 from blockyard.stores import Completion, Owners
-from blockyard.stores.remote import RemoteStore
 from blockyard.stores.threaded.epochs import name_of
+from blockyard.stores.threaded.remote import RemoteStore
 from blockyard.stores.threaded.runtime import use_runtime
 from blockyard.tools.sim.fleet.log import FleetLog
 from blockyard.tools.sim.fleet.oracle import BLOCK_BYTES, BrokenPromiseError, Oracle, Put

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from blockyard.stores import Completion, Owners
 from blockyard.stores.arguments import checked_keys
 from blockyard.stores.base import Keys
-from blockyard.stores.remote import RemoteStore
+from blockyard.stores.threaded.remote import RemoteStore
 from blockyard.testing.wrapped_store import WrappedStore
 from blockyard.tools.sim.fleet.log import FleetLog
 from blockyard.tools.sim.fleet.oracle import BrokenPromiseError, Oracle

@@ -14,8 +14,8 @@ from functools import partial
 from math import inf, log
 from typing import Any, Final, TypeVar
 
-from blockyard.stores.remote import RemoteStore
 from blockyard.stores.threaded.epochs import EPOCH_BYTES
+from blockyard.stores.threaded.remote import RemoteStore
 from blockyard.stores.value import HEADER
 from blockyard.tools.sim.loop import Loop, VirtualEvent
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from blockyard.errors import StoreError, StoreFullError
 from blockyard.stores.base import Use
-from blockyard.stores.threaded import ThreadedStore
+from blockyard.stores.threaded.store import ThreadedStore
 from blockyard.stores.url import StoreURL, hide_secrets, parse_size
 from blockyard.stores.value import HEADER, Bytes
 from blockyard.workers.interrupts import as_error
