@@ -11,7 +11,7 @@ Engines see every store as an `ExternalStore`. Only `wait`, `forget`, `close` an
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ __all__ = ["Completion", "ExternalStore", "Owners", "StoreStats"]
 
 Keys: TypeAlias = NDArray[np.uint8] | Sequence[bytes]
 Use: TypeAlias = Literal["swap", "prefix"]
+SLOWEST: Final = 16e6
+"""Bytes per second that deadlines allow for: slower storage causes misses."""
 
 
 class Owners(NamedTuple):

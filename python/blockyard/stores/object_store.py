@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 from blockyard._core import checksum_rows
 from blockyard.errors import ForkedError, StoreError
-from blockyard.stores.base import ExternalStore, Owners, Use
+from blockyard.stores.base import SLOWEST, ExternalStore, Owners, Use
 from blockyard.stores.namespace import TEXT_NAME, text_of
 from blockyard.stores.threaded.call_pool import CallPool
 from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
@@ -56,7 +56,6 @@ __all__ = ["LocalFiles", "ObjectStore", "connect_client", "open_object_store"]
 _LARGE: Final = 16 << 20  # objects of at least this size are sent in parts and read in ranges
 _RANGE: Final = 8 << 20
 _SUMMED_ALONE: Final = 256 << 10  # smaller blocks of a batch are still in the core's cache when it ends
-_SLOWEST: Final = 16e6  # bytes per second; request timeouts assume at least this rate
 _BATCHES: Final = 4  # number of batches that run at once
 _ERRORS: Final = 4  # give a batch up once its failed calls exceed the successful ones by more than this
 _NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
@@ -196,7 +195,7 @@ class ObjectStore(RemoteStore):
         self.threads, self.memory, self.timeout_base = _BATCHES, found.memory, found.timeout_base
         self._calls = CallPool(found.connections)
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
-        self._ob, self._client = (connect or connect_client)(found, found.timeout_base + self._format.width / _SLOWEST)
+        self._ob, self._client = (connect or connect_client)(found, found.timeout_base + self._format.width / SLOWEST)
         self._can_create = True
         self._bulk_delete = found.scheme == "s3"
         self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows

@@ -18,7 +18,10 @@ from typing import Final
 
 from blockyard.errors import OutOfMemoryError
 
-__all__ = ["Condition", "Polls", "start_worker"]
+__all__ = ["IDLE_SECONDS", "Condition", "Polls", "start_worker"]
+
+IDLE_SECONDS: Final = 0.5
+"""How long an idle thread waits for work before it ends: starting one costs as much as a small batch."""
 
 _RESTLESS_SECONDS: Final = 0.0005  # polls closer together than this come from a caller that does nothing else
 _PARTING_SECONDS: Final = 10.0

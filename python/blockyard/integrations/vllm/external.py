@@ -24,7 +24,7 @@ from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager, PreparedStore
 from blockyard.stores.adapters.chunks import ChunkRows, HeadShards
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
-from blockyard.stores.base import ExternalStore, fails_since
+from blockyard.stores.base import SLOWEST, ExternalStore, fails_since
 from blockyard.stores.value import is_damage
 from blockyard.workers.interrupts import keep
 from blockyard.workers.threads import start_worker
@@ -32,7 +32,6 @@ from blockyard.workers.threads import start_worker
 __all__ = ["ExternalTier", "UsedBefore"]
 
 _LOG = engine_log("vLLM")
-_BYTES_PER_SECOND: Final = 16_000_000  # slower storage causes misses
 _WINDOW: Final = 64  # keys of one request looked up before the first answer is known
 _JOB_BYTES: Final = 8 << 20  # of a job: one is copied while others are read, and it holds its host chunks until it ends
 _STAGING_DEADLINE_MS: Final = 60_000
@@ -239,7 +238,7 @@ class ExternalTier:
             return False
         request.asked.add(key)
         request.pending.add(key)
-        request.until += self._store.bytes_per_block / _BYTES_PER_SECOND
+        request.until += self._store.bytes_per_block / SLOWEST
         self._wanted[key] = None
         return True
 

@@ -24,14 +24,13 @@ from blockyard.errors import StoreError
 from blockyard.stores import Completion, ExternalStore
 from blockyard.workers.interrupts import keep, open_event
 from blockyard.workers.ownership import Process
-from blockyard.workers.threads import start_worker
+from blockyard.workers.threads import IDLE_SECONDS, start_worker
 
 __all__ = ["Steps", "StoreJobs", "collect", "run"]
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[Any, Any, T]
 _LOG = logging.getLogger(__name__)
-_IDLE_SECONDS: Final = 0.5  # an idle thread waits this long for another job
 _LOOK_SECONDS: Final = 0.05  # how often it checks deadlines, which no descriptor signals
 _POLL_SECONDS: Final = 0.001  # how often it polls a store without a descriptor
 
@@ -210,7 +209,7 @@ class StoreJobs:
         """Wait for a job. Return true if the thread should end: no job for a while, or closed."""
         events = select.poll()
         events.register(self._wake, select.POLLIN)
-        if events.poll(0.0 if self._closed else 1e3 * _IDLE_SECONDS):
+        if events.poll(0.0 if self._closed else 1e3 * IDLE_SECONDS):
             return False
         with self._lock:
             if any(self._waiting.values()):

@@ -3,14 +3,13 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from blockyard.errors import StoreError
 from blockyard.stores.threaded.runtime import runtime
+from blockyard.workers.threads import IDLE_SECONDS
 
 __all__ = ["CallPool"]
-
-_IDLE_SECONDS: Final = 0.5  # how long an idle thread waits for work
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +119,7 @@ class CallPool:
             if self._batches and self._running < self._max_running:
                 return self._batches[0]
             self._idle += 1
-            is_called = self._work.wait(_IDLE_SECONDS)
+            is_called = self._work.wait(IDLE_SECONDS)
             self._idle -= 1
             if not is_called and not self._batches:
                 break

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from blockyard._core import Completion, checksum_rows
 from blockyard.errors import InvalidArgumentError, StoreError, UnknownTicketError
 from blockyard.stores.arguments import check_read_rows, check_rows, check_slots, checked_keys, owners_of_each
-from blockyard.stores.base import ExternalStore, Keys, Owners, Use, no_keys_error
+from blockyard.stores.base import SLOWEST, ExternalStore, Keys, Owners, Use, no_keys_error
 from blockyard.stores.codec import Codec, MacKey
 from blockyard.stores.log_lines import FailureLog
 from blockyard.stores.threaded.batches import Batch, Batches, BatchKind, Name, Recovery
@@ -29,14 +29,12 @@ from blockyard.workers.buffers import Buffers
 from blockyard.workers.interrupts import open_event
 from blockyard.workers.logs import describe
 from blockyard.workers.ownership import Process
-from blockyard.workers.threads import Polls
+from blockyard.workers.threads import IDLE_SECONDS, Polls
 
 __all__ = ["ThreadedStore"]
 
 _EPOCH_SECONDS: Final = 1.0  # how long puts and lookups may use an epoch without checking the record
-_SLOWEST: Final = 16e6  # bytes per second; deadlines assume at least this rate
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
-_IDLE_SECONDS: Final = 0.5  # how long an idle thread waits for work: starting one costs as much as a small batch
 _MEMORY_SECONDS: Final = 0.1  # how long a thread that lacks memory waits for it
 
 
@@ -439,7 +437,7 @@ class ThreadedStore(ExternalStore):
                     rows=rows,
                     reasons=["unavailable" if is_refused else "queue_full"] * len(names),
                     num_bytes=num_bytes,
-                    deadline=now + self.timeout_base + (pending + num_bytes) / _SLOWEST,
+                    deadline=now + self.timeout_base + (pending + num_bytes) / SLOWEST,
                     age=self._epochs.age,
                     spread=spread,
                     owners=owners,
@@ -496,7 +494,7 @@ class ThreadedStore(ExternalStore):
             if self._batches.first() is None and not self._closed:
                 self._idle += 1
                 try:
-                    self._work.wait_for(lambda: self._batches.first() or self._closed, _IDLE_SECONDS)
+                    self._work.wait_for(lambda: self._batches.first() or self._closed, IDLE_SECONDS)
                 finally:
                     self._idle -= 1
             self._batches.take(taken)
