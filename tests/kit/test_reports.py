@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, seed, settings
 
-from blockyard import BlockManager
+from blockyard import BlockManager, CacheGroup, Scheduler
 from blockyard.testing import Config
 from blockyard.testing.machines import manager_machine, scheduler_machine
 from blockyard.testing.machines.record import CallRecord
@@ -59,6 +59,23 @@ def test_the_first_line_has_the_sizes_of_the_manager():
     )
     crossed = scheduler_machine(manager=lambda config: BlockManager(**config.arguments()), make=lambda *_: object())
     assert re.search(r"^AttributeError: .*\[Config\(block_size=", run(crossed).partition("\n")[0])
+
+
+FULL, WINDOW = CacheGroup.full_attention(), CacheGroup.sliding_window(5)
+
+
+@pytest.mark.parametrize(
+    ("groups", "own"),
+    [([FULL, WINDOW], False), ([CacheGroup.recurrent()], False), ([FULL, WINDOW], True), ([WINDOW], True)],
+)
+def test_a_manager_with_groups_that_the_machine_cannot_play_is_refused_by_name(groups: list[CacheGroup], own: bool):
+    calls = {"add": lambda *_: None, "step": lambda *_: {}} if own else {}
+    machine = scheduler_machine(
+        lambda manager, _: Scheduler(manager),
+        manager=lambda config: BlockManager(**config.arguments(), groups=groups),
+        **calls,
+    )
+    assert re.search(r"^InvalidArgumentError: manager makes a manager of \[CacheGroup", run(machine).partition("\n")[0])
 
 
 def test_a_failure_is_replayed_by_the_call_that_it_prints():

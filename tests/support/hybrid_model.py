@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from blockyard import CacheGroup
 from blockyard.scheduler import Step
 from blockyard.testing.machines.scheduler import draw_token, reference_tokens, seen
 
@@ -20,6 +22,9 @@ class Hybrid:
 
     states: list[list[int]]
     states_read: tuple[int, dict[int, dict[int, list[int]]]] = (-1, {})
+
+    def check_groups(self: Any, groups: Sequence[CacheGroup]) -> None:
+        """Take each manager: the model here has several tables, and states."""
 
     def compute(self: Any, step: Step) -> list[int]:
         groups, size = self.manager.groups, self.manager.block_size

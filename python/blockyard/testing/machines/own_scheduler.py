@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from blockyard._core import BlockManager
+from blockyard._core import BlockManager, CacheGroup
 from blockyard.errors import InvalidArgumentError
 from blockyard.scheduler import Request, Scheduler
 from blockyard.testing.interfaces import Config
@@ -90,7 +90,9 @@ class OwnSchedulerMachine(SchedulerMachine):
     def start(self, config: Config, first: list[Request]) -> None:
         """Create manager, scheduler and memory, and submit a few requests."""
         self.record.config = config
-        real = completed(type(self).make_manager(config), config, self.record.live)
+        manager = type(self).make_manager(config)
+        self.check_groups(list(getattr(manager, "groups", ())))
+        real = completed(manager, config, self.record.live)
         self.memory = type(self).make_memory(config)
         self.record.manager, self.record.memory = real, self.memory
         self.record.counts["prefix caches"] += real.prefix.enabled
@@ -98,6 +100,14 @@ class OwnSchedulerMachine(SchedulerMachine):
         self.scheduler = type(self).make_scheduler(self.manager, config)
         for request in first:
             self.add(request)
+
+    def check_groups(self, groups: Sequence[CacheGroup]) -> None:
+        """Refuse a manager with groups other than full attention: `forward` reads all tokens, by one table."""
+        if [group.kind for group in groups] not in ([], ["full_attention"]):
+            raise InvalidArgumentError(
+                f"manager makes a manager of {groups}, must have full attention alone: forward reads all tokens of a "
+                f"sequence, by one table"
+            )
 
     @rule(request=requests(), like=follow_ups())
     def add(self, request: Request, like: FollowUp | None = None) -> None:
@@ -272,6 +282,7 @@ def scheduler_machine(
         abort: aborts a request by id; requests are never aborted if None.
         manager: makes the manager; defaults to Blockyard's. With `step` it can be another one whose sequences are ints,
             with `block_size`, `allocate`, `append`, `free`, `block_table` and `num_tokens` as those of `BlockManager`.
+            Its only cache group is full attention; without `step`, it can be a sliding window.
         fields: what else to draw of a request, for a scheduler with `step`: any of "n", "priority", "salt", "lora_id",
             "extras" and "stop_token_ids". With "n", `step` returns a list of `n` outputs for each finished request.
         resize: whether to also shrink and grow the device, see `ResizingSchedulerMachine`; not with `step`.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from numpy.typing import NDArray
 
-from blockyard._core import BlockManager, Pairs, StepDecision
+from blockyard._core import BlockManager, CacheGroup, Pairs, StepDecision
 from blockyard.errors import InvalidArgumentError, OutOfBlocksError
 from blockyard.layout.sizes import as_int
 from blockyard.scheduler import Finished, Request, Step
@@ -37,6 +37,7 @@ __all__ = [
 
 TIERS: tuple[TierName, ...] = ("device", "host", "external")
 DRAFTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=4)
+ONE_TABLE = ("full_attention", "sliding_window")
 IDLE_STEPS = 3
 """Maximum number of consecutive steps that do nothing while requests wait."""
 
@@ -138,11 +139,28 @@ class SchedulerMachine(RecordingMachine):
     def start(self, config: Config, first: list[Request]) -> None:
         """Create manager, scheduler and memory, and submit a few requests."""
         self.record.config = config
-        self.manager = self.record.watch(type(self).make_manager(config))
+        manager = type(self).make_manager(config)
+        self.check_groups(list(manager.groups))
+        self.manager = self.record.watch(manager)
         self.scheduler = type(self).make_scheduler(self.manager, config)
         self.memory = self.record.memory = type(self).make_memory(config)
         for request in first:
             self.add(request)
+
+    def check_groups(self, groups: Sequence[CacheGroup]) -> None:
+        """Refuse a manager for a model that the simulated memory cannot play.
+
+        Args:
+            groups: the manager's cache groups.
+
+        Raises:
+            InvalidArgumentError: there are several, or one without a block for each token.
+        """
+        if len(groups) > 1 or groups[0].kind not in ONE_TABLE:
+            raise InvalidArgumentError(
+                f"manager makes a manager of {groups}, must be one group, full attention or a sliding window: the "
+                f"simulated model reads one table"
+            )
 
     @property
     def window(self) -> int | None:
