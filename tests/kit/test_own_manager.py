@@ -16,6 +16,8 @@ from hypothesis import seed, settings
 from blockyard.errors import InvalidArgumentError
 from blockyard.testing import Config, SimulatedMemory
 from blockyard.testing.machines import manager_machine, prefix_machine, scheduler_machine
+from blockyard.testing.machines.values import Key
+from blockyard.testing.machines.watch import SequenceWatch
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_manager.py"
 example = runpy.run_path(str(EXAMPLE))
@@ -265,6 +267,27 @@ def test_a_scheduler_runs_over_a_manager_of_somebody_else():
     case.settings = settings(case.settings, max_examples=25)
     case("runTest").run(outcome)
     assert outcome.wasSuccessful(), outcome.failures + outcome.errors
+
+
+@pytest.mark.parametrize("name", ["pool", "slot_mapping", "stats", "tier", "check", "groups", "prefix"])
+def test_what_a_manager_keeps_under_a_name_of_ours_is_left_alone(name: str):
+    class Keeps(Numbered):
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            setattr(self, name, {"kept": 1})
+
+    outcome, case = unittest.TestResult(), scheduler_over(Keeps).TestCase
+    case.settings = settings(case.settings, max_examples=3)
+    case("runTest").run(outcome)
+    assert outcome.wasSuccessful(), outcome.failures + outcome.errors
+
+
+def test_a_request_is_named_with_those_that_have_equal_tokens():
+    record = SequenceWatch()
+    record.texts = {("a1", 0): [1, 2], ("b2", 0): [1, 2], ("c3", 0): [1, 3], ("b2", 1): [1, 4]}
+    record.keys = dict.fromkeys(("a1", "b2", "c3"), Key())
+    assert record.last_of("a1") == "'a1' (equal tokens: 'b2'), for which forward has computed no sequence"
+    assert record.last_of("c3") == "'c3', for which forward has computed no sequence"
 
 
 class NumbersTheNextSlot(Numbered):

@@ -353,7 +353,8 @@ class OwnCacheMachine(OwnManagerMachine):
             if block in users:
                 self.refuse(
                     f"cached({show(handle)}) returned {hit}, so the step writes to block {block} of {show(table)}, "
-                    f"which is in the table of sequence {show(users[block])}, too"
+                    f"which is in the table of sequence {show(users[block])}, too: either cached left out a hit, or a "
+                    f"block in use was given out"
                 )
         self.record.counts["tokens hit"] += hit
         self.sequences.append((handle, values))

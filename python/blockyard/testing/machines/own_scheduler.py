@@ -90,9 +90,8 @@ class OwnSchedulerMachine(SchedulerMachine):
     def start(self, config: Config, first: list[Request]) -> None:
         """Create manager, scheduler and memory, and submit a few requests."""
         self.record.config = config
-        manager = type(self).make_manager(config)
-        self.check_groups(list(getattr(manager, "groups", ())))
-        real = completed(manager, config, self.record.live)
+        real = completed(type(self).make_manager(config), config, self.record.live)
+        self.check_groups(list(real.groups))
         self.memory = type(self).make_memory(config)
         self.record.manager, self.record.memory = real, self.memory
         self.record.counts["prefix caches"] += real.prefix.enabled
@@ -103,7 +102,7 @@ class OwnSchedulerMachine(SchedulerMachine):
 
     def check_groups(self, groups: Sequence[CacheGroup]) -> None:
         """Refuse a manager with groups other than full attention: `forward` reads all tokens, by one table."""
-        if [group.kind for group in groups] not in ([], ["full_attention"]):
+        if [group.kind for group in groups] != ["full_attention"]:
             raise InvalidArgumentError(
                 f"manager makes a manager of {groups}, must have full attention alone: forward reads all tokens of a "
                 f"sequence, by one table"

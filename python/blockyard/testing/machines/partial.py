@@ -37,7 +37,7 @@ def completed(manager: Any, config: Config, live: Callable[[], Iterable[int]]) -
     if missing := lacking(manager, NEEDED):
         raise AssertionError(f"{type(manager).__name__} lacks {missing}: a scheduler needs {', '.join(NEEDED)}")
     own = _answers(manager, config, live)
-    answers = {name: value for name, value in own.items() if getattr(manager, name, None) is None}
+    answers = {name: value for name, value in own.items() if not _answers_like(getattr(manager, name, None), value)}
     return _Completed(manager, answers) if answers else manager
 
 
@@ -62,6 +62,13 @@ def _answers(manager: Any, config: Config, live: Callable[[], Iterable[int]]) ->
         "groups": (CacheGroup.full_attention(),),
         "prefix": SimpleNamespace(enabled=False),
     }
+
+
+def _answers_like(own: object, answer: object) -> bool:
+    """Whether an attribute of a manager can be what the machine reads, and is not something else of that name."""
+    if isinstance(answer, tuple):
+        return isinstance(own, Iterable) and all(isinstance(group, CacheGroup) for group in own)
+    return callable(own) if callable(answer) else hasattr(own, "enabled")
 
 
 class _Completed:

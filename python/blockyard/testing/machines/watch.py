@@ -352,12 +352,12 @@ class SequenceWatch(TicketWatch):
     def name(self, handle: int) -> str:
         """Name a sequence and its request."""
         request = self.sequences[handle].request
-        return f"sequence {handle}" + (f" (request {request!r})" if request else "")
+        return f"sequence {handle}" + (f" (request {self.alike(request)})" if request else "")
 
     def state(self, handle: int) -> str:
         """Describe where a sequence is."""
         followed = self.sequences[handle]
-        owner = f" for request {followed.request!r}" if followed.request else ""
+        owner = f" for request {self.alike(followed.request)}" if followed.request else ""
         if followed.freed is not None:
             return f"was opened in step {followed.opened}{owner} and freed in step {followed.freed}"
         if followed.lost:
@@ -368,8 +368,22 @@ class SequenceWatch(TicketWatch):
         """Describe a request by what became of its last sequence."""
         own = [handle for handle, followed in self.sequences.items() if followed.request == request]
         if not own:
-            return f"{request!r}, for which forward has computed no sequence"
-        return f"{request!r}, whose sequence {own[-1]} {self.state(own[-1]).replace(f' for request {request!r}', '')}"
+            return f"{self.alike(request)}, for which forward has computed no sequence"
+        state = self.state(own[-1]).replace(f" for request {self.alike(request)}", "")
+        return f"{self.alike(request)}, whose sequence {own[-1]} {state}"
+
+    def alike(self, request: str) -> str:
+        """Name a request, and those that it cannot be told from by its tokens."""
+        text, key = self.texts.get((request, 0)), self.keys.get(request)
+        others = [
+            name
+            for (name, index), whole in self.texts.items()
+            if name != request and index == 0 and whole == text and self.keys.get(name) == key
+        ]
+        if not others:
+            return repr(request)
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        return f"{request!r} (equal tokens: {', '.join(map(repr, others[-3:]))}{more})"
 
     def culprit(self, live: Iterable[str]) -> str:
         """Name what keeps requests from finishing, if known."""
