@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import sys
 import tempfile
 import time
@@ -52,7 +51,7 @@ if LMCACHE_PYTHON:  # vLLM's environment goes first: it lacks only a few of LMCa
 
 import torch  # noqa: E402
 from figures import keep  # noqa: E402
-from policies.sessions import at_a_time, coarser  # noqa: E402
+from systems import OURS_ON_THE_HOST, VLLM, System  # noqa: E402
 from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
@@ -73,15 +72,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+from workloads import SEATS, Ids, Served, agents, documents, mooncake, optimum, take_next  # noqa: E402
 
-from blockyard.tools.replay.optimal import optimal_hits  # noqa: E402
-from blockyard.tools.replay.packed import PackedTrace  # noqa: E402
-from blockyard.traces import TraceRequest, read_trace  # noqa: E402
-
-BLOCK, SEATS, STEP_TOKENS, MAX_LEN = 16, 8, 2_048, 1 << 20
+BLOCK, STEP_TOKENS, MAX_LEN = 16, 2_048, 1 << 20
 WINDOWS = {"window": 4 * BLOCK, "gpt-oss": BLOCK // 2}
-LOOKED_AHEAD = 64
-"""Waiting requests among which one of a session without a running request is chosen."""
 DEVICE_SHARE = 0.05
 GOAL = 0.99
 """What ours finds, over what each of the others finds, ..."""
@@ -89,24 +83,8 @@ AGENTS_GOAL = 1.05
 """What ours finds with agent sessions, over all sizes of the host, over what each of the others finds."""
 NOISE = 0.005
 """... but for this share of the tokens: vLLM's own figures change by more from run to run."""
-OURS = {"spec_name": "BlockyardSpec", "spec_module_path": "blockyard.integrations.vllm"}
-Ids = Sequence[int]
-
-
-class System(NamedTuple):
-    """What keeps the host: a connector, its options without the size, and the option for that."""
-
-    connector: str
-    options: dict[str, Any]
-    size: str
-
-
 SYSTEMS = {
-    "vllm_lru": System("OffloadingConnector", {"spec_name": "CPUOffloadingSpec"}, "cpu_bytes_to_use"),
-    "vllm_arc": System(
-        "OffloadingConnector", {"spec_name": "CPUOffloadingSpec", "eviction_policy": "arc"}, "cpu_bytes_to_use"
-    ),
-    "vllm_lazy": System("SimpleCPUOffloadConnector", {"lazy_offload": True}, "cpu_bytes_to_use"),
+    **VLLM,
     **{
         f"lmcache_{policy.lower()}{'_early' * early}": System(
             "LMCacheHost", {"policy": policy, "early": early}, "host_bytes"
@@ -114,50 +92,9 @@ SYSTEMS = {
         for policy in ("LRU", "ARC")
         for early in (False, True)
     },
-    "ours_lru": System("OffloadingConnector", OURS, "host_bytes"),
-    "ours_adaptive": System("OffloadingConnector", {**OURS, "policy": "adaptive"}, "host_bytes"),
-    "ours_exclusive": System("BlockyardKVConnector", {}, "host_bytes"),
+    **OURS_ON_THE_HOST,
 }
-
-
-class Served(NamedTuple):
-    """A request: its session and the numbers of its prompt's blocks, which are equal where the tokens before are."""
-
-    session: int | None
-    blocks: Ids
-
-
-def agents(requests: int, part: int | None) -> list[Served]:
-    """Return agent sessions, eight at a time."""
-    trace = read_trace(_traces() / "claude_code.jsonl.gz")
-    found = coarser(at_a_time(trace, SEATS, part, apart=90.0), 4)
-    return [Served(request.session, request.hash_ids) for request in found if request.hash_ids][:requests]
-
-
-def documents(requests: int, part: int | None) -> list[Served]:
-    """Return questions about 150 documents of 40 to 160 blocks, some of them asked about more than others."""
-    chance = random.Random(part or 0)
-    lengths = [chance.randint(40, 160) for _ in range(150)]
-    weights = [1 / (rank + 1) for rank in range(len(lengths))]
-    found = []
-    for number in range(requests):
-        (document,) = chance.choices(range(len(lengths)), weights)
-        text = [document << 8 | place for place in range(lengths[document])]
-        found.append(Served(None, [*text, *(1 << 24 | number << 2 | place for place in range(3))]))
-    return found
-
-
-def mooncake(requests: int, part: int | None) -> list[Served]:
-    """Return the requests of Mooncake's trace in order."""
-    found = read_trace(_traces() / "synthetic_trace.jsonl")[part or 0 :: 1 if part is None else 2]
-    return [Served(None, request.hash_ids) for request in found if request.hash_ids][:requests]
-
-
 WORKLOADS = {"agents": agents, "documents": documents, "mooncake": mooncake}
-
-
-def _traces() -> Path:
-    return Path(os.environ.get("BLOCKYARD_TRACES", ROOT.parent / "shared" / "traces"))
 
 
 class Copies:
@@ -244,7 +181,7 @@ def start(model: Path, layers: str, blocks: int, system: System | None, host_blo
     transfer = None
     if system is not None:
         options = {**system.options, system.size: host_blocks * page}
-        module = OURS["spec_module_path"] if system.connector == "BlockyardKVConnector" else None
+        module = system.module
         if system.connector == "LMCacheHost":
             module, options["page_bytes"] = "lmcache_host", page
         transfer = KVTransferConfig(
@@ -320,7 +257,9 @@ def serve(
     waiting, running, begun = deque(requests), dict[str, tuple[Served, Any]](), time.perf_counter()
     total = computed = steps = number = 0
     while waiting or running:
-        while len(running) < SEATS and (chosen := _next(waiting, {served.session for served, _ in running.values()})):
+        while len(running) < SEATS and (
+            chosen := take_next(waiting, {served.session for served, _ in running.values()})
+        ):
             tokens = _tokens(chosen.blocks)
             request = Request(
                 request_id=str(number),
@@ -342,30 +281,6 @@ def serve(
         running = {name: served for name, served in running.items() if not served[1].is_finished()}
     copies = Copies() if worker is None else worker.worker
     return Found(1 - computed / total, total, steps, copies.stored, copies.loaded, time.perf_counter() - begun)
-
-
-def optimum(requests: Sequence[Served], blocks: int) -> float:
-    """Return the share that a policy with knowledge of all requests finds in one pool, one request at a time."""
-    tokens = [len(_tokens(request.blocks)) for request in requests]
-    packed = PackedTrace.of(
-        [
-            TraceRequest(
-                arrival=0.0, input_tokens=count, output_tokens=1, hash_ids=tuple(request.blocks), hash_tokens=BLOCK
-            )
-            for count, request in zip(tokens, requests, strict=True)
-        ]
-    )
-    return float(optimal_hits(packed, blocks).sum()) * BLOCK / sum(tokens)
-
-
-def _next(waiting: deque[Served], busy: set[int | None]) -> Served | None:
-    """Take the first request whose session has none that runs."""
-    for place in range(min(len(waiting), LOOKED_AHEAD)):
-        if waiting[place].session is None or waiting[place].session not in busy:
-            found = waiting[place]
-            del waiting[place]
-            return found
-    return None
 
 
 def _tokens(blocks: Ids) -> list[int]:
@@ -443,7 +358,7 @@ def main() -> None:
             print(f"{'vLLM alone':24}{alone.share:8.3f}{'':35}{alone.steps:8}{alone.seconds:9.1f}", flush=True)
             for ratio in options.ratios:
                 if options.layers == "full":
-                    best = optimum(requests, blocks + round(blocks * ratio))
+                    best = optimum(requests, blocks + round(blocks * ratio), BLOCK)
                     figures[f"hits_{workload}_{ratio:g}x_optimum"] = best
                     print(f"{f'host {ratio:g} x, optimum':24}{best:8.3f}{best - alone.share:9.3f}", flush=True)
                 for system in systems:

@@ -260,6 +260,43 @@ def test_a_chunk_that_finds_no_room_is_read_again_once_there_is_some(
         again.settle()
 
 
+def test_chunks_evicted_before_their_requests_load_them_are_read_again_for_one_request_at_a_time(
+    engine: Callable[..., Engine],
+):
+    first = engine(chunks=24)
+    first.compute(KEYS[:8])
+    first.close()
+    again = engine(chunks=8)
+    one, two = again.context(), again.context("two")
+    assert again.lookups(KEYS[:4], one) == again.lookups(KEYS[4:8], two) == ["RETRY"] * 4
+    again.settle()
+    again.compute_only(KEYS[8:16])  # evicts all of them
+    again.settle_store()
+    assert again.lookups(KEYS[:4], one) == again.lookups(KEYS[4:8], two) == ["RETRY"] * 4
+    again.settle()
+    assert again.tier.counts.loaded == 8 + 4
+    assert again.lookups(KEYS[:4], one) == ["HIT"] * 4
+    assert again.lookups(KEYS[4:8], two) == ["RETRY"] * 4
+    again.settle()
+    assert again.lookups(KEYS[4:8], two) == ["HIT"] * 4
+    assert again.load(KEYS[4:8])
+
+
+def test_a_request_whose_chunks_would_fill_the_host_does_not_read_what_was_evicted_again(
+    engine: Callable[..., Engine],
+):
+    first = engine(chunks=24)
+    first.compute(KEYS[:4])
+    first.close()
+    again = engine(chunks=4)
+    one = again.context()
+    assert again.lookups(KEYS[:4], one) == ["RETRY"] * 4
+    again.settle()
+    again.compute_only(KEYS[8:12])
+    again.settle_store()
+    assert again.lookups(KEYS[:4], one) == ["MISS"] * 4
+
+
 def test_more_chunks_than_may_be_written_at_once_are_written_as_writes_end(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):

@@ -83,10 +83,10 @@ class UsedBefore:
 
 @dataclass(slots=True)
 class _Lookups:
-    """Keys that one request has looked up, each only once, so that no key makes it wait forever.
+    """Keys that one request has looked up. Each is read once, so that none makes it wait forever, or `again`.
 
     Attributes:
-        again: those to look up again from a time on, since host memory had no room for them.
+        again: those to read again from a time on, since host memory had no room for them, or had and evicted them.
     """
 
     until: float
@@ -162,6 +162,7 @@ class ExternalTier:
         self._state = threading.Lock()  # guards all below; taken after `lock`, never before
         self._requests: dict[str, _Lookups] = {}
         self._wanted: dict[OffloadKey, None] = {}
+        self._reads_again: _Lookups | None = None  # the first request of this step that must
         self._unwritten: dict[OffloadKey, None] = {}  # stored on the host while as many as may be were being written
         self._coming: dict[OffloadKey, _ChunkJob] = {}
         self._jobs: list[_ChunkJob] = []
@@ -243,12 +244,26 @@ class ExternalTier:
         return True
 
     def _is_asked_again(self, key: OffloadKey, request: _Lookups) -> bool:
-        """Return whether a key that was looked up found no room and may come yet."""
+        """Return whether a key that was looked up found no room, or has left the host since, and may come yet.
+
+        Of the requests that wait for such keys, the first one reads: two would evict each other's chunks.
+        """
+        if key in request.loaded and self._can_hold(request):
+            request.loaded.remove(key)
+            request.again[key] = 0.0
         at = request.again.get(key)
-        if at is not None and time.monotonic() >= at:
+        if at is None:
+            return False
+        if self._reads_again is None:
+            self._reads_again = request
+        if self._reads_again is request and time.monotonic() >= at:
             del request.again[key]
             self._wanted[key] = None
-        return at is not None
+        return True
+
+    def _can_hold(self, request: _Lookups) -> bool:
+        """Return whether what a request has looked up leaves room on the host."""
+        return len(request.asked) < self._offload.num_chunks
 
     def has_loaded(self, key: OffloadKey, context: ReqContext) -> bool:
         """Return whether a hit of this request came from the store, at its own lookup."""
@@ -264,7 +279,7 @@ class ExternalTier:
         with self._state:
             for req_id in preempted:
                 self._requests.pop(req_id, None)
-            keys, self._wanted = list(self._wanted), {}
+            keys, self._wanted, self._reads_again = list(self._wanted), {}, None
             epoch, resets = self._epoch, self._resets
         for first in range(0, len(keys), self._batch):
             job = self._add(_ChunkJob(keys[first : first + self._batch]))
@@ -395,7 +410,7 @@ class ExternalTier:
         """Let requests look up keys again that found no room, but not those whose keys alone would fill the host."""
         at = time.monotonic() + _FULL_SECONDS
         for request in self._requests.values():
-            if keys and len(request.asked) <= self._offload.num_chunks // 2:
+            if keys and self._can_hold(request):
                 request.again.update(dict.fromkeys(keys & request.asked, at))
 
     def _stage(
