@@ -60,6 +60,7 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> Stream:
     return usual
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 15), reason="torch 2.15 gives the stream back")
 def test_torch_leaves_the_captures_stream_current_where_a_warning_is_an_error(usual: Stream):
     with pytest.raises(UserWarning, match="is empty"), torch.cuda.graph(Graph()):
         pass

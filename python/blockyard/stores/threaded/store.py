@@ -313,7 +313,8 @@ class ThreadedStore(ExternalStore):
         with self._lock, self._recovery:
             self._call_thread()  # an earlier call may not have got one
             now = self._runtime.monotonic()
-            for batch, reason in self._batches.overdue(now) if self._batches.has_overdue(now) else ():
+            is_late = self._batches.has_overdue(now)
+            for batch, reason in self._batches.overdue(now) if is_late else ():
                 self._give_up(batch, reason)
             if self._event is not None and self._is_rung:
                 self._is_rung = False
@@ -321,7 +322,7 @@ class ThreadedStore(ExternalStore):
                     os.eventfd_read(self._event)
                 except BlockingIOError:  # the caller has read it
                     pass
-            if self._batches.has_overdue(now):
+            if is_late and self._batches.has_overdue(now):
                 self._tell()
             news, self._batches.news = self._batches.news, {}
             return [ticket for ticket, batch in news.items() if batch.kind != "forget"]  # which collects its own
@@ -334,17 +335,18 @@ class ThreadedStore(ExternalStore):
         with self._lock:
             batch = batches.open.get(ticket)
             if batch is not None:
-                with self._recovery:
-                    self._call_thread()
                 shape = (len(batch.reasons) if batch.is_read else 0, self.bytes_per_block)
                 result = batch.rows if batch.is_read and batch.rows is not None else np.zeros(shape, np.uint8)
-                left = min(batch.deadline - self._runtime.monotonic(), inf if timeout is None else timeout)
                 if not batch.ended:
+                    with self._recovery:
+                        self._call_thread()
+                    left = min(batch.deadline - self._runtime.monotonic(), inf if timeout is None else timeout)
                     self._changed.wait_for(lambda: batch.ended or batches.is_refused(batch), max(0.0, left))
             if batch is None or ticket not in batches.open:
                 raise UnknownTicketError(f"ticket {ticket} was never issued, or has been collected")
             with self._recovery:
-                self._give_up(batch, "unavailable" if batches.is_refused(batch) else "timeout")
+                if not batch.ended:
+                    self._give_up(batch, "unavailable" if batches.is_refused(batch) else "timeout")
                 rows = batch.read
                 reasons = batch.reasons if batch.spread is None else [batch.reasons[index] for index in batch.spread]
                 if batch.is_read and rows is None:
@@ -454,8 +456,7 @@ class ThreadedStore(ExternalStore):
 
     def _make_ready(self, batch: Batch) -> None:
         self._batches.ready[batch] = None
-        if not self._batches.is_refused(batch):
-            self._call_thread()
+        self._call_thread()
 
     def _call_thread(self) -> None:
         """Make sure that a thread takes the ready batches; called with the lock held."""

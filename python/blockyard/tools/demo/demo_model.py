@@ -44,36 +44,17 @@ _SMALL: Final[dict[str, Any]] = _COMMON | {
 
 
 def demo_config(
-    *,
-    num_layers: int = 4,
-    hidden_size: int = 256,
-    intermediate_size: int = 1024,
-    num_heads: int = 8,
-    num_kv_heads: int = 4,
-    max_position_embeddings: int = 32768,
+    *, num_layers: int = 4, hidden_size: int = 256, num_heads: int = 8, num_kv_heads: int = 4, **others: Any
 ) -> LlamaConfig:
-    """Describe the demo's model.
-
-    Args:
-        num_layers: number of decoder layers.
-        hidden_size: width of the residual stream.
-        intermediate_size: width of the gated feed-forward part.
-        num_heads: number of query heads.
-        num_kv_heads: number of key and value heads; fewer than `num_heads` means grouped-query attention.
-        max_position_embeddings: maximum length of a sequence, in tokens.
-
-    Returns:
-        The configuration; 4.1 million parameters with the defaults.
-    """
+    """Describe the demo's Llama, of 4.1 million parameters with the defaults; `others` are `LlamaConfig`'s."""
     shape = {
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
         "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "intermediate_size": 1024,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "max_position_embeddings": max_position_embeddings,
     }
-    return LlamaConfig(**_COMMON | shape)
+    return LlamaConfig(**_COMMON | shape | others)
 
 
 DEMO_CONFIGS: Final[dict[str, Callable[[], PreTrainedConfig]]] = {
