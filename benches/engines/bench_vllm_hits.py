@@ -15,10 +15,11 @@ number of blocks copied to and from the host for each block that the host adds t
 `SimpleCPUOffloadConnector` with `lazy_offload`, which stores what the device is about to drop, as `ours_exclusive`
 does, our `BlockyardKVConnector`; the others store what is computed. With `--layers` the model has a window of four
 blocks (`window`), of half a block (`gpt-oss`: 128 of a recorded session's tokens), or three groups of states beside
-full attention. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. It asserts that each
-system but LMCache's, whose host may hold only what the device has, loads from it, and with `--check` that the
-best of ours finds at least .99 of what each of vLLM's and of LMCache's finds, or .005 less, and with agents 1.05 of it
-over all three sizes.
+full attention. Blockyard's clock is the time at which the trace's last request arrived; `--hints` sends what an agent
+trace knows when an answer ends. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. It
+asserts that each system but LMCache's, whose host may hold only what the device has, loads from it, and with `--check`
+that the best of ours finds at least .99 of what each of vLLM's and of LMCache's finds, or .005 less, and with agents
+1.05 of it over all three sizes.
 """
 
 from __future__ import annotations
@@ -68,12 +69,14 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope  # noqa: E402
 from vllm.v1.kv_offload.base import TransferResult  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
+from blockyard.integrations.vllm import manager  # noqa: E402
 from blockyard.tools.replay.optimal import optimal_hits  # noqa: E402
 from blockyard.tools.replay.packed import PackedTrace  # noqa: E402
 from blockyard.traces import TraceRequest, read_trace  # noqa: E402
@@ -125,13 +128,17 @@ class Served(NamedTuple):
 
     session: int | None
     blocks: Ids
+    arrival: float = 0.0
+    hint: str | None = None
+    """What its trace knows of the conversation when the answer ends."""
 
 
 def agents(requests: int, part: int | None) -> list[Served]:
     """Return agent sessions, eight at a time."""
     trace = read_trace(_traces() / "claude_code.jsonl.gz")
     found = coarser(at_a_time(trace, SEATS, part, apart=90.0), 4)
-    return [Served(request.session, request.hash_ids) for request in found if request.hash_ids][:requests]
+    served = [Served(it.session, it.hash_ids, it.arrival, it.hint) for it in found if it.hash_ids]
+    return served[:requests]
 
 
 def documents(requests: int, part: int | None) -> list[Served]:
@@ -310,11 +317,36 @@ class Found(NamedTuple):
         return (self.stored + self.loaded) / added if added > 0 else float("inf")
 
 
+class Clock:
+    """Stands for the module `time` where Blockyard follows conversations: it is when the last request arrived."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        """Return the time in seconds."""
+        return self.now
+
+
+def envelope(hint: str | None) -> KvHintsEnvelope | None:
+    """Return what tells vLLM's connector of a hint."""
+    if hint is None:
+        return None
+    return KvHintsEnvelope("0.1", "", [KvHintAction("", "blockyard.conversation", "1.0", {"hint": hint})])
+
+
 def serve(
-    model: Path, layers: str, requests: Sequence[Served], blocks: int, system: System | None, host_blocks: int
+    model: Path,
+    layers: str,
+    requests: Sequence[Served],
+    blocks: int,
+    system: System | None,
+    host_blocks: int,
+    *,
+    hints: bool = False,
 ) -> Found:
     """Serve requests, eight at a time."""
     init_none_hash(sha256)
+    manager.time = clock = Clock()
     hasher = get_request_block_hasher(BLOCK, sha256)
     scheduler, worker = start(model, layers, blocks, system, host_blocks)
     waiting, running, begun = deque(requests), dict[str, tuple[Served, Any]](), time.perf_counter()
@@ -328,7 +360,9 @@ def serve(
                 sampling_params=SamplingParams(max_tokens=1, ignore_eos=True),
                 pooling_params=None,
                 block_hasher=hasher,
+                kv_hints=envelope(chosen.hint) if hints else None,
             )
+            clock.now = max(clock.now, chosen.arrival)
             number += 1
             total += len(tokens)
             running[request.request_id] = chosen, request
@@ -420,6 +454,7 @@ def main() -> None:
     parser.add_argument("--layers", choices=("full", *WINDOWS, "states"), default="full", help="see `groups`")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="only these; with `--layers` none of LMCache's")
     parser.add_argument("--part", type=int, choices=(0, 1), help="only this half of the recorded requests")
+    parser.add_argument("--hints", action="store_true", help="send what an agent trace knows of the ends of answers")
     parser.add_argument("--check", action="store_true", help="stop with an error if a goal is missed")
     options = parser.parse_args()
     measured = [
@@ -448,7 +483,8 @@ def main() -> None:
                     print(f"{f'host {ratio:g} x, optimum':24}{best:8.3f}{best - alone.share:9.3f}", flush=True)
                 for system in systems:
                     what = SYSTEMS[system]
-                    found = serve(model, options.layers, requests, blocks, what, round(blocks * ratio))
+                    host = round(blocks * ratio)
+                    found = serve(model, options.layers, requests, blocks, what, host, hints=options.hints)
                     print(
                         f"{f'host {ratio:g} x, {system}':24}{found.share:8.3f}{found.share - alone.share:9.3f}"
                         f"{found.stored:9}{found.loaded:9}{found.moved(alone):8.2f}{found.steps:8}{found.seconds:9.1f}",

@@ -232,8 +232,8 @@ class BlockyardManager(OffloadingManager):
     def _age(self, chain: _Chain, req_context: ReqContext) -> None:
         """Let the chunks of a request that has ended age as one chain, once the last of them is stored.
 
-        vLLM stores a request's last chunks after its end. They must not outlive those before them, and what the policy knows
-        of the conversation goes for them, too.
+        vLLM stores a request's last chunks after its end. They must not outlive those before them, and what the policy
+        knows of the conversation goes for them, too.
         """
         if chain.ended is None or chain.storing:
             return
