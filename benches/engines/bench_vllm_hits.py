@@ -346,7 +346,7 @@ def serve(
 ) -> Found:
     """Serve requests, eight at a time."""
     init_none_hash(sha256)
-    manager.time = clock = Clock()
+    manager.__dict__["time"] = clock = Clock()
     hasher = get_request_block_hasher(BLOCK, sha256)
     scheduler, worker = start(model, layers, blocks, system, host_blocks)
     waiting, running, begun = deque(requests), dict[str, tuple[Served, Any]](), time.perf_counter()
