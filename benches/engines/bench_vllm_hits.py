@@ -15,10 +15,11 @@ number of blocks copied to and from the host for each block that the host adds t
 `SimpleCPUOffloadConnector` with `lazy_offload`, which stores what the device is about to drop, as `ours_exclusive`
 does, our `BlockyardKVConnector`; the others store what is computed. With `--layers` the model has a window of four
 blocks (`window`), of half a block (`gpt-oss`: 128 of a recorded session's tokens), or three groups of states beside
-full attention. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. It asserts that each
-system but LMCache's, whose host may hold only what the device has, loads from it, and with `--check` that the
-best of ours finds at least .99 of what each of vLLM's and of LMCache's finds, or .005 less, and with agents 1.05 of it
-over all three sizes.
+full attention. Blockyard's clock is the time at which the trace's last request arrived; `--hints` sends what an agent
+trace knows when an answer ends. With BENCH_JSON=FILE it also adds its figures to the flat JSON object in FILE. It
+asserts that each system but LMCache's, whose host may hold only what the device has, loads from it, and with `--check`
+that the best of ours finds at least .99 of what each of vLLM's and of LMCache's finds, or .005 less, and with agents
+1.05 of it over all three sizes.
 """
 
 from __future__ import annotations
@@ -67,12 +68,15 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope  # noqa: E402
 from vllm.v1.kv_offload.base import TransferResult  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 from workloads import SEATS, Ids, Served, agents, documents, mooncake, optimum, take_next  # noqa: E402
+
+from blockyard.integrations.vllm import manager  # noqa: E402
 
 BLOCK, STEP_TOKENS, MAX_LEN = 16, 2_048, 1 << 20
 WINDOWS = {"window": 4 * BLOCK, "gpt-oss": BLOCK // 2}
@@ -247,11 +251,36 @@ class Found(NamedTuple):
         return (self.stored + self.loaded) / added if added > 0 else float("inf")
 
 
+class Clock:
+    """Stands for the module `time` where Blockyard follows conversations: it is when the last request arrived."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        """Return the time in seconds."""
+        return self.now
+
+
+def envelope(hint: str | None) -> KvHintsEnvelope | None:
+    """Return what tells vLLM's connector of a hint."""
+    if hint is None:
+        return None
+    return KvHintsEnvelope("0.1", "", [KvHintAction("", "blockyard.conversation", "1.0", {"hint": hint})])
+
+
 def serve(
-    model: Path, layers: str, requests: Sequence[Served], blocks: int, system: System | None, host_blocks: int
+    model: Path,
+    layers: str,
+    requests: Sequence[Served],
+    blocks: int,
+    system: System | None,
+    host_blocks: int,
+    *,
+    hints: bool = False,
 ) -> Found:
     """Serve requests, eight at a time."""
     init_none_hash(sha256)
+    manager.__dict__["time"] = clock = Clock()
     hasher = get_request_block_hasher(BLOCK, sha256)
     scheduler, worker = start(model, layers, blocks, system, host_blocks)
     waiting, running, begun = deque(requests), dict[str, tuple[Served, Any]](), time.perf_counter()
@@ -267,7 +296,9 @@ def serve(
                 sampling_params=SamplingParams(max_tokens=1, ignore_eos=True),
                 pooling_params=None,
                 block_hasher=hasher,
+                kv_hints=envelope(chosen.hint) if hints else None,
             )
+            clock.now = max(clock.now, chosen.arrival)
             number += 1
             total += len(tokens)
             running[request.request_id] = chosen, request
@@ -335,6 +366,7 @@ def main() -> None:
     parser.add_argument("--layers", choices=("full", *WINDOWS, "states"), default="full", help="see `groups`")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="only these; with `--layers` none of LMCache's")
     parser.add_argument("--part", type=int, choices=(0, 1), help="only this half of the recorded requests")
+    parser.add_argument("--hints", action="store_true", help="send what an agent trace knows of the ends of answers")
     parser.add_argument("--check", action="store_true", help="stop with an error if a goal is missed")
     options = parser.parse_args()
     measured = [
@@ -363,7 +395,8 @@ def main() -> None:
                     print(f"{f'host {ratio:g} x, optimum':24}{best:8.3f}{best - alone.share:9.3f}", flush=True)
                 for system in systems:
                     what = SYSTEMS[system]
-                    found = serve(model, options.layers, requests, blocks, what, round(blocks * ratio))
+                    host = round(blocks * ratio)
+                    found = serve(model, options.layers, requests, blocks, what, host, hints=options.hints)
                     print(
                         f"{f'host {ratio:g} x, {system}':24}{found.share:8.3f}{found.share - alone.share:9.3f}"
                         f"{found.stored:9}{found.loaded:9}{found.moved(alone):8.2f}{found.steps:8}{found.seconds:9.1f}",

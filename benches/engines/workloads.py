@@ -27,6 +27,9 @@ class Served(NamedTuple):
 
     session: int | None
     blocks: Ids
+    arrival: float = 0.0
+    hint: str | None = None
+    """What its trace knows of the conversation when the answer ends."""
 
 
 def agents(requests: int, part: int | None = None, ids_per_block: int = 4) -> list[Served]:
@@ -68,7 +71,8 @@ def traces() -> Path:
 
 
 def _sessions(found: list[TraceRequest], requests: int) -> list[Served]:
-    return [Served(request.session, request.hash_ids) for request in found if request.hash_ids][:requests]
+    served = [Served(it.session, it.hash_ids, it.arrival, it.hint) for it in found if it.hash_ids]
+    return served[:requests]
 
 
 def take_next(waiting: deque[Served], busy: set[int | None]) -> Served | None:

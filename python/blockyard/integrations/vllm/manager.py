@@ -59,11 +59,13 @@ class _Chain:
 
     Attributes:
         keys: whether each was there before the request.
-        is_whole: whether vLLM has named all of them.
+        storing: those whose stores are under way.
+        ended: when the request ended, in seconds, until its chunks have aged as one chain; None while it runs.
     """
 
     keys: dict[OffloadKey, bool] = field(default_factory=dict)
-    is_whole: bool = False
+    storing: set[OffloadKey] = field(default_factory=set)
+    ended: float | None = None
 
     @classmethod
     def of(cls, req_context: ReqContext) -> _Chain:
@@ -218,16 +220,27 @@ class BlockyardManager(OffloadingManager):
         if self._recorder is not None:
             self._recorder.finish(req_context)
         chain = _Chain.of(req_context)
-        keys = chain.in_order(req_context)
-        not_used = [key for key in keys if not chain.keys.get(key)]
-        hint = read_hints(req_context).conversation
-        self._offload.touch(keys, not_used, ended=time.monotonic(), hint=hint)
-        chain.is_whole = True
+        chain.ended = time.monotonic()
+        self._age(chain, req_context)
         if self.external is not None:
+            keys = chain.in_order(req_context)
             if self._used is not None:  # found on the device or the host: another request has used them
                 found = self._used.found([key for key in keys if chain.keys.get(key, True)])
                 self.external.write(found, req_context)
             self.external.finish(req_context)
+
+    def _age(self, chain: _Chain, req_context: ReqContext) -> None:
+        """Let the chunks of a request that has ended age as one chain, once the last of them is stored.
+
+        vLLM stores a request's last chunks after its end. They must not outlive those before them, and what the policy
+        knows of the conversation goes for them, too.
+        """
+        if chain.ended is None or chain.storing:
+            return
+        keys = chain.in_order(req_context)
+        not_used = [key for key in keys if not chain.keys.get(key)]
+        ended, chain.ended = chain.ended, None
+        self._offload.touch(keys, not_used, ended=ended, hint=read_hints(req_context).conversation)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether a key can be loaded, is being stored, is coming from an external store, or is missing."""
@@ -295,6 +308,7 @@ class BlockyardManager(OffloadingManager):
                     self._storing.update(store.keys)
                     chain = _Chain.of(req_context)
                     chain.add(_keys(store.keys), are_found=False)
+                    chain.storing.update(_keys(store.keys))
                     chain.add(keys, are_found=True)
                 # Keys already here, whoever stored them.
                 self._pin(keys, req_context)
@@ -308,6 +322,7 @@ class BlockyardManager(OffloadingManager):
             for store in made:
                 self._offload.complete_store([] if store is None else store.keys, success=False)
                 self._storing.difference_update([] if store is None else store.keys)
+                _Chain.of(req_context).storing.difference_update([] if store is None else store.keys)
             raise
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -329,9 +344,8 @@ class BlockyardManager(OffloadingManager):
             if stored and self.external is not None:
                 self.external.write(stored if self._used is None else self._used.computed(stored))
             chain = _Chain.of(req_context)
-            if chain.is_whole:  # what was stored last must not outlive what comes before it
-                order = chain.in_order(req_context)
-                self._offload.touch(order, order)
+            chain.storing.difference_update(keys)
+            self._age(chain, req_context)
         self._pin(stored, req_context)
 
     def spoil(self, keys: Iterable[OffloadKey]) -> None:
