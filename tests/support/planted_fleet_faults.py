@@ -541,7 +541,7 @@ _SERVING: dict[str, tuple[int, Patch]] = {
     "a state of another position is found": (20, _found(_exchanging_states)),
     "a state of another position is loaded": (20, _loaded(_exchanging_states)),
     "a drafter's block is found before another token": (40, _found(_before_other_tokens)),
-    "a drafter's block is loaded before another token": (20, _loaded(_before_other_tokens)),
+    "a drafter's block is loaded before another token": (40, _loaded(_before_other_tokens)),
 }
 _REDIS: dict[str, tuple[int, Patch]] = {
     "a full server drops nothing": (40, _script("settle", b"drop_beyond(tonumber(ARGV[1]), count)", b"")),
@@ -590,7 +590,7 @@ _FAULTS: dict[str, tuple[int, Patch]] = {
     "a deletion deletes nothing": (40, _deletes_nothing),
     "damage is not looked for": (100, _no_key_check),
     "a refused put is said to be stored": (20, _all_stored),
-    "a put whose answer came too late is said to be stored": (60, _late_put_stored),
+    "a put whose answer came too late is said to be stored": (120, _late_put_stored),
     "batches of one key run in any order": (150, _no_order),
     "the third batch of a key overtakes the second": (60, _third_overtakes),
     "known keys survive forget": (20, _known_after_forget),
@@ -648,7 +648,7 @@ _FOUND_BY = {
     "a put does not show the key that a deletion has hidden": 131,
     "a page that came twice is a damaged block": 6,
     "a deletion does not look for late puts": 217,
-    "a put whose answer came too late is said to be stored": 29,
+    "a put whose answer came too late is said to be stored": 93,
     "the record replaced whatever is there": 15,
     "a put has the epoch that counts when it lands": 5,
     "a process that was told forgets it": 4,
@@ -678,7 +678,7 @@ _FOUND_BY = {
     "blocks are reused while a write reads them": 4,
     "a failed move counts as landed": 1,
     "a drafter's block is found before another token": 21,
-    "a drafter's block is loaded before another token": 3,
+    "a drafter's block is loaded before another token": 28,
 }
 _ALL = (
     *((name, *fault, "calls", "both") for name, fault in _FAULTS.items()),
