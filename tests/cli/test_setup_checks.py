@@ -34,6 +34,17 @@ def test_a_file_store_is_tried_and_leaves_nothing(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_size_below_that_of_the_store_there_is_a_warning(tmp_path: Path):
+    url = f"file://{tmp_path}/kv?size="
+    with open_store(f"{url}4MiB", bytes_per_block=4096, use="prefix"):
+        pass
+    *_, size = setup_checks.check_store(f"{url}2MiB")
+    assert (size.name, size.status) == ("store_size", "warn")
+    assert "more than the 2 MiB of the URL" in size.found
+    for same in ("4MiB", "2MiB&drop=on"):
+        assert statuses(setup_checks.check_store(url + same)) == [("store", "ok"), ("store_room", "ok")]
+
+
 def test_a_store_in_a_shared_directory_is_tried_and_leaves_nothing(tmp_path: Path):
     (tmp_path / "there").mkdir()
     for folder in ("there", "new/kv"):

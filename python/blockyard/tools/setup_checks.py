@@ -178,6 +178,10 @@ def _check_room(url: str, size: int) -> Iterator[Check]:
             found = f"{size_text(free)} for {size_text(wanted)} in {directory}"
             advice = "" if free >= wanted else "name a smaller size, or a larger disk: the store takes its size at once"
             yield Check("store_room", "fail" if advice else "ok", found, advice)
+            if slab.is_file() and slab.stat().st_size > wanted and "drop" not in StoreURL.parse(url).options:
+                found = f"{slab} has {size_text(slab.stat().st_size)}, more than the {size_text(wanted)} of the URL"
+                advice = "keep its size, name another directory, or add drop=on: blocks that do not fit are an error"
+                yield Check("store_size", "warn", found, advice)
     elif url.partition(":")[0] in _SERVERS:  # nodes of a cluster differ
         facts = Servers(read_redis_url(url)).info()
         most, policy = int(facts.get("maxmemory", 0)), facts.get("maxmemory_policy", "unknown")

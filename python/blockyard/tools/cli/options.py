@@ -609,10 +609,11 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def _price(text: str) -> float:
     """Parse a number of at least 0; an argparse type."""
-    values = _numbers(text)
-    if len(values) != 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one number")
-    return values[0]
+    try:
+        (value,) = _numbers(text)
+    except (argparse.ArgumentTypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one non-negative number") from None
+    return value
 
 
 def _part(text: str) -> float:
