@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,8 +76,6 @@ from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 from workloads import SEATS, Ids, Served, agents, documents, mooncake, optimum, take_next  # noqa: E402
-
-from blockyard.integrations.vllm import manager  # noqa: E402
 
 BLOCK, STEP_TOKENS, MAX_LEN = 16, 2_048, 1 << 20
 WINDOWS = {"window": 4 * BLOCK, "gpt-oss": BLOCK // 2}
@@ -280,7 +279,7 @@ def serve(
 ) -> Found:
     """Serve requests, eight at a time."""
     init_none_hash(sha256)
-    manager.__dict__["time"] = clock = Clock()
+    import_module("blockyard.integrations.vllm.manager").__dict__["time"] = clock = Clock()
     hasher = get_request_block_hasher(BLOCK, sha256)
     scheduler, worker = start(model, layers, blocks, system, host_blocks)
     waiting, running, begun = deque(requests), dict[str, tuple[Served, Any]](), time.perf_counter()
