@@ -189,7 +189,7 @@ impl Plain for Model {
         self.chains += 1;
         self.longest = std::mem::take(&mut self.inserted).max(self.longest - self.longest.div_ceil(16));
         let probation = self.entries.iter().filter(|entry| entry.ring().0 == 1).count();
-        let is_kept = self.chains % 256 == 0 || probation > (2 * self.longest).clamp(BLOCKS / 16, BLOCKS / 2);
+        let is_kept = self.chains % 251 == 0 || probation > (2 * self.longest).clamp(BLOCKS / 16, BLOCKS / 2);
         self.floor = if self.rule == EvictionRule::Keep && !is_kept { 1 } else { 2 };
     }
 

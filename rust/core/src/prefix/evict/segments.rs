@@ -89,8 +89,8 @@ pub(super) fn join(ring: u8, other: u8) -> u8 {
     joined.to_le_bytes()[0]
 }
 
-/// [`EvictionRule::Keep`] keeps one new chain in 256.
-const KEPT_CHAINS: u32 = 256;
+/// [`EvictionRule::Keep`] keeps one new chain in 251, a prime: in time, it keeps every chain of a loop of any other length.
+const KEPT_CHAINS: u32 = 251;
 /// The other chains may have one block in 16, ...
 const PROBATION_SHARE: usize = 16;
 /// ... but at least twice the length of the longest recent chain, up to half of the pool.
