@@ -98,6 +98,14 @@ def test_adaptive_keeps_hitting_in_a_loop_that_is_longer_than_the_pool(count: in
     assert found["adaptive"] > max(1.1 * found["s3fifo:10:1"], asked / 200)
 
 
+def test_adaptive_learns_a_new_loop_whose_length_has_many_divisors() -> None:
+    manager = new_manager(256, eviction="adaptive")
+    for first, rounds in ((0, 20), (10**6, 120)):
+        for _ in range(rounds):
+            found = sum(run(manager, prompt(first + 1000 * i, 16), check=False) // SIZE for i in range(24))
+    assert found > 24 * 16 / 5
+
+
 @pytest.mark.parametrize("workload", ["chat", "rag", "templates", "mixed"])
 def test_adaptive_is_near_the_best_fixed_policy_and_no_policy_beats_the_optimum(workload: str) -> None:
     requests = traffic(workload, requests=1500)

@@ -1,6 +1,5 @@
 //! Picks the eviction rule with the most current hits, measured by miniature caches.
 
-use super::ghosts::Sample;
 use super::miniature::{Miniatures, SampledChain};
 use super::rank::{EvictionRule, Guide};
 use super::segments::Segments;
@@ -101,7 +100,7 @@ pub(crate) struct Adaptive {
 fn miniatures(blocks: usize) -> (Box<Miniatures<{ RULES.len() }>>, u32) {
     let dense = (blocks / 16).pow(2) / (DENSE_BLOCKS / 16).pow(2);
     let one_in = dense.min(SPARSE.max(blocks / MANY_BLOCKS)).max(1);
-    let miniatures = Miniatures::new(blocks / one_in, RULES, one_in / Sample::one_in(blocks) as usize);
+    let miniatures = Miniatures::new(blocks / one_in, RULES, one_in);
     (Box::new(miniatures), u32::try_from(one_in).unwrap_or(u32::MAX))
 }
 
@@ -109,7 +108,7 @@ impl Adaptive {
     pub(crate) fn new(blocks: usize) -> Self {
         let (miniatures, one_in) = miniatures(blocks);
         Self {
-            segments: Segments::new(blocks, RULES[0], Sample::of_pool(blocks)),
+            segments: Segments::new(blocks, RULES[0], blocks),
             turns: Box::new(Turns::new(blocks)),
             miniatures,
             modelled: blocks,

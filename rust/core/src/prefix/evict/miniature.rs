@@ -4,7 +4,6 @@
 //! Source: Waldspurger, Saemundsson, Ahmad and Park, "Cache modeling and optimization using miniature simulations",
 //! USENIX ATC 2017.
 
-use super::ghosts::Sample;
 use super::rank::EvictionRule;
 use super::segments::Segments;
 use super::turns::{GAPS, Turn};
@@ -81,7 +80,7 @@ impl<const RULES: usize> Miniatures<RULES> {
         let places = blocks * (1 + denser.max(1).ilog2() as usize);
         Self {
             blocks,
-            caches: rules.map(|rule| Segments::new(blocks, rule, Sample::new(places, 1))),
+            caches: rules.map(|rule| Segments::new(blocks, rule, places)),
             followed: Followed::default(),
             room: blocks,
             gone: Vec::new(),

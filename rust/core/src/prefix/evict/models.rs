@@ -1,6 +1,6 @@
 //! Segments and miniature caches against a plain model: a list that is searched from its beginning.
 
-use super::ghosts::Sample;
+use super::ghosts::Ghosts;
 use super::miniature::{Miniatures, SampledChain};
 use super::rank::EvictionRule;
 use super::segments::Segments;
@@ -83,7 +83,7 @@ impl ModelBlock {
 
 struct Model {
     rule: EvictionRule,
-    ghosts: Sample,
+    ghosts: Ghosts,
     /// Oldest first.
     entries: Vec<ModelBlock>,
     known: HashMap<BlockId, ModelBlock>,
@@ -102,11 +102,11 @@ struct Model {
 }
 
 impl Model {
-    fn new(rule: EvictionRule, ghosts: Sample) -> Self {
+    fn new(rule: EvictionRule) -> Self {
         let (entries, known) = (Vec::new(), HashMap::new());
         Self {
             rule,
-            ghosts,
+            ghosts: Ghosts::new(BLOCKS),
             entries,
             known,
             chains: 0,
@@ -189,7 +189,7 @@ impl Plain for Model {
         self.chains += 1;
         self.longest = std::mem::take(&mut self.inserted).max(self.longest - self.longest.div_ceil(16));
         let probation = self.entries.iter().filter(|entry| entry.ring().0 == 1).count();
-        let is_kept = self.chains % 256 == 0 || probation > (2 * self.longest).clamp(BLOCKS / 16, BLOCKS / 2);
+        let is_kept = self.chains % 251 == 0 || probation > (2 * self.longest).clamp(BLOCKS / 16, BLOCKS / 2);
         self.floor = if self.rule == EvictionRule::Keep && !is_kept { 1 } else { 2 };
     }
 
@@ -222,7 +222,9 @@ impl Plain for Model {
                 next.behind = 0;
             }
         }
-        self.ghosts.insert(&taken.iter().map(|entry| entry.tag).collect::<Vec<_>>());
+        for entry in &taken {
+            self.ghosts.insert(entry.tag);
+        }
         taken.iter().map(|entry| entry.block).collect()
     }
 }
@@ -304,7 +306,7 @@ struct Shared {
 
 impl Shared {
     fn new() -> Self {
-        let segments = Segments::new(BLOCKS, EvictionRule::Once(300), Sample::new(BLOCKS, 1));
+        let segments = Segments::new(BLOCKS, EvictionRule::Once(300), BLOCKS);
         let free = (0..u32::try_from(BLOCKS).unwrap()).map(BlockId).collect();
         Self { segments, at: HashMap::new(), users: HashMap::new(), before: HashMap::new(), running: Vec::new(), free }
     }
@@ -362,11 +364,10 @@ proptest! {
     fn segments_evict_the_blocks_that_their_model_evicts(
         prompts in prompts(),
         rule in rules(),
-        one_in in prop::sample::select(vec![1u32, 2, 4]),
         turns in prop::collection::vec(turns(), 1..20),
     ) {
-        let mut segments = Reported(Segments::new(BLOCKS, rule, Sample::new(BLOCKS, one_in)), HashMap::new());
-        let mut model = Model::new(rule, Sample::new(BLOCKS, one_in));
+        let mut segments = Reported(Segments::new(BLOCKS, rule, BLOCKS), HashMap::new());
+        let mut model = Model::new(rule);
         prop_assert_eq!(serve(&mut segments, &prompts, &turns, true), serve(&mut model, &prompts, &turns, true));
     }
 
@@ -377,7 +378,7 @@ proptest! {
         together in 1usize..4,
         turns in prop::collection::vec(turns(), 1..20),
     ) {
-        let pool = |rule| serve(&mut Reported(Segments::new(BLOCKS, rule, Sample::new(BLOCKS, 1)), HashMap::new()), &prompts, &turns, false).1;
+        let pool = |rule| serve(&mut Reported(Segments::new(BLOCKS, rule, BLOCKS), HashMap::new()), &prompts, &turns, false).1;
         let mut miniatures = Miniatures::new(BLOCKS, rules, 1);
         let mut hits = [0, 0];
         let prompts: Vec<_> = prompts.iter().zip(turns.iter().cycle()).collect();

@@ -6,7 +6,7 @@
 //! order. So no block is evicted before one that depends on it, as long as a block is evicted only if no segment of a
 //! lower level or a higher class has an older block.
 
-use super::ghosts::Sample;
+use super::ghosts::Ghosts;
 use super::rank::{EvictionRule, Guide, RANKS, Rank, Rule};
 use super::turns::{GAPS, Turn, UNKNOWN};
 use crate::id::BlockId;
@@ -89,8 +89,8 @@ pub(super) fn join(ring: u8, other: u8) -> u8 {
     joined.to_le_bytes()[0]
 }
 
-/// [`EvictionRule::Keep`] keeps one new chain in 256.
-const KEPT_CHAINS: u32 = 256;
+/// [`EvictionRule::Keep`] keeps one new chain in 251, a prime: in time, it keeps every chain of a loop of any other length.
+const KEPT_CHAINS: u32 = 251;
 /// The other chains may have one block in 16, ...
 const PROBATION_SHARE: usize = 16;
 /// ... but at least twice the length of the longest recent chain, up to half of the pool.
@@ -111,7 +111,7 @@ pub(super) struct Segments {
     notes: Vec<u32>,
     /// Blocks in each ring.
     lens: [usize; RINGS],
-    ghosts: Sample,
+    ghosts: Ghosts,
     blocks: usize,
     /// Blocks of the tier that evicted blocks are copied to.
     below: usize,
@@ -140,14 +140,14 @@ pub(super) struct Segments {
 }
 
 impl Segments {
-    /// Segments for a pool of `blocks` blocks; `ghosts` remembers evicted blocks.
-    pub(super) fn new(blocks: usize, rule: EvictionRule, ghosts: Sample) -> Self {
+    /// Segments for a pool of `blocks` blocks; it remembers about as many evicted blocks as there are `places`.
+    pub(super) fn new(blocks: usize, rule: EvictionRule, places: usize) -> Self {
         Self {
             rule,
             rings: Rings::new(blocks, RINGS),
             notes: vec![0; blocks],
             lens: [0; RINGS],
-            ghosts,
+            ghosts: Ghosts::new(places),
             blocks,
             below: 0,
             floor: ONCE,
@@ -303,7 +303,9 @@ impl Segments {
 
     /// Reports that blocks with these tags are reallocated.
     pub(super) fn evicted(&mut self, tags: &[u32]) {
-        self.ghosts.insert(tags);
+        for &tag in tags {
+            self.ghosts.insert(tag);
+        }
     }
 
     /// Takes out the block that goes first.
@@ -380,7 +382,7 @@ impl Segments {
     /// Counts the blocks of the tier that evicted blocks are copied to.
     pub(super) fn extend(&mut self, below: usize) {
         self.below = below;
-        self.ghosts = Sample::of_pool(self.blocks + below);
+        self.ghosts = Ghosts::new(self.blocks + below);
     }
 
     /// Makes room for blocks with numbers up to this one.
@@ -395,7 +397,7 @@ impl Segments {
         if blocks > self.notes.len() {
             self.make_room(blocks);
             // A tag's slot depends on the table size.
-            self.ghosts = Sample::of_pool(blocks + self.below);
+            self.ghosts = Ghosts::new(blocks + self.below);
         }
         self.blocks = blocks;
     }
