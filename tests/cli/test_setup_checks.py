@@ -102,14 +102,14 @@ def test_a_server_with_less_memory_or_fewer_rights_than_a_store_needs_is_named(t
         assert room.status == "warn"
         assert "plus 550 bytes per block" in room.advice
         admit(server)
-        mine = url.replace("127", "blockyard:PASSWORD@127")
+        mine = url.replace("127", "kv-tier:PASSWORD@127")
         found = list(setup_checks.check_store(mine))
         assert statuses(iter(found)) == [("store", "ok"), ("store_room", "warn")], found
-        client.execute_command("ACL", "SETUSER", "blockyard", "-zadd")
+        client.execute_command("ACL", "SETUSER", "kv-tier", "-zadd")
         *_, refused = setup_checks.check_store(mine)
         assert refused.status == "fail"
         assert "the server refuses ZADD: a prefix store needs Redis 6.2 or newer" in refused.found
-        client.execute_command("ACL", "SETUSER", "blockyard", "+zadd")
+        client.execute_command("ACL", "SETUSER", "kv-tier", "+zadd")
         assert not [key for key in client.scan_iter() if b":order" in key or b":listed" in key]
 
 

@@ -62,11 +62,11 @@ def fill(url: str, *, has_quotas: bool) -> None:
 def test_a_server_refuses_a_user_with_these_rights_nothing(tmp_path: Path):
     with serving("valkey-server", tmp_path) as node:
         admit(node)
-        url = f"redis://blockyard:PASSWORD@127.0.0.1:{node.port}?timeout_base=60"
+        url = f"redis://kv-tier:PASSWORD@127.0.0.1:{node.port}?timeout_base=60"
         fill(url, has_quotas=True)
         Suites(url).run()
         assert not denied(node)
-        with redis.Redis(port=node.port, username="blockyard", password="PASSWORD") as other:
+        with redis.Redis(port=node.port, username="kv-tier", password="PASSWORD") as other:
             for command in (("GET", "others"), ("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "*"), ("ACL", "LIST")):
                 with pytest.raises(redis.exceptions.NoPermissionError):
                     other.execute_command(*command)
@@ -77,7 +77,7 @@ def test_a_cluster_refuses_a_user_with_these_rights_nothing(tmp_path: Path):
         nodes = stack.enter_context(serving_cluster(tmp_path))
         for node in nodes:
             admit(node)
-        url = f"redis+cluster://blockyard:PASSWORD@127.0.0.1:{nodes[0].port}?timeout_base=60"
+        url = f"redis+cluster://kv-tier:PASSWORD@127.0.0.1:{nodes[0].port}?timeout_base=60"
         fill(url, has_quotas=False)
         Suites(url).run()
         assert [denied(node) for node in nodes] == [[], [], []]
@@ -87,9 +87,9 @@ def test_a_user_without_a_right_shows_no_password(tmp_path: Path):
     with serving("valkey-server", tmp_path) as node:
         admit(node)
         with redis.Redis(port=node.port) as client:
-            url = f"redis://blockyard:PASSWORD@127.0.0.1:{node.port}?timeout_base=60"
+            url = f"redis://kv-tier:PASSWORD@127.0.0.1:{node.port}?timeout_base=60"
             store = open_store(url, bytes_per_block=512, num_slots=8, use="prefix")
-            client.execute_command("ACL", "SETUSER", "blockyard", "-eval", "-get")
+            client.execute_command("ACL", "SETUSER", "kv-tier", "-eval", "-get")
         with pytest.raises(StoreError, match="the server refuses EVAL") as refused:
             open_store(url, bytes_per_block=512, num_slots=8, use="prefix")
         assert "PASSWORD" not in str(refused.value)

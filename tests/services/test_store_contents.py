@@ -134,7 +134,7 @@ def test_a_cluster_is_listed_node_by_node(tmp_path: Path):
         url = f"redis+cluster://127.0.0.1:{nodes[0].port}?size=10MiB"
         for node in nodes:
             admit(node)
-        rights = url.replace("127", "blockyard:PASSWORD@127")
+        rights = url.replace("127", "kv-tier:PASSWORD@127")
         with opened(url) as store, opened(url, BIG) as other, opened(url, use="swap", num_slots=9) as swap:
             put(store, KEYS)
             put(other, KEYS[:3])
@@ -150,7 +150,7 @@ def test_a_cluster_is_listed_node_by_node(tmp_path: Path):
 
 def test_the_rights_of_a_store_are_enough(server: Server):
     admit(server)
-    url = f"redis://blockyard:PASSWORD@127.0.0.1:{server.port}?size=1MiB"
+    url = f"redis://kv-tier:PASSWORD@127.0.0.1:{server.port}?size=1MiB"
     with opened(url) as store:
         put(store, KEYS)
         report = chosen(url)
