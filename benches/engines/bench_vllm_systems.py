@@ -12,7 +12,7 @@ or four times as many. Each leg is a new process, whose store is empty, forked f
 vLLM's `CPUOffloadingSpec`, `TieringOffloadingSpec` and `SimpleCPUOffloadConnector` refuse a CPU: of each, only the
 worker's copies are replaced (`tests/engines/cpu_specs.py`; here for the last). Managers, policies, tiers and schedulers
 are vLLM's. `fs` is vLLM's tier of files, which has no bound; the stores of ours may take as many bytes on the disk as
-it has taken in the same cell. LMCache, whose server needs a GPU, is in `bench_vllm_hits.py`.
+it has taken in the same cell. LMCache, which copies through its server, is in `bench_vllm_hits.py`.
 
 Figures are medians of the runs: the share of the prompts' tokens that was not computed, blocks written from the device
 to the host and from there to the disk, the median and the longest time to a first token, and the process's CPU time
@@ -74,7 +74,7 @@ BLOCK_BYTES = SHAPE["num_hidden_layers"] * 2 * SHAPE["hidden_size"] * 4 * BLOCK
 DEVICE_SHARE = 0.05
 GOAL, FILE_GOAL = 0.99, 1.03
 NOISE = 0.005
-"""A difference of so many of the prompts' tokens says nothing."""
+"""Differences up to this share of the prompts' tokens are noise."""
 ALL = 0.99
 """From this share of what a cache without bound finds, `fs` finds all there is."""
 WORKLOADS = {
@@ -284,7 +284,7 @@ def run(model: Path, leg: Leg, folder: Path) -> tuple[Figures, list[list[int]]]:
 
 
 def forked(model: Path, leg: Leg) -> tuple[Figures, list[list[int]]]:
-    """Run a leg in a process of its own, with an empty folder."""
+    """Run a leg in its own process, with an empty folder."""
     fork = multiprocessing.get_context("fork")
     ours, its = fork.Pipe()
     with tempfile.TemporaryDirectory() as folder:

@@ -43,6 +43,10 @@ def test_a_size_below_that_of_the_store_there_is_a_warning(tmp_path: Path):
     assert "more than the 2 MiB of the URL" in size.found
     for same in ("4MiB", "2MiB&drop=on"):
         assert statuses(setup_checks.check_store(url + same)) == [("store", "ok"), ("store_room", "ok")]
+    url = f"file://{tmp_path}/a,{tmp_path}/b,{tmp_path}/c?size=4MB"
+    with open_store(url, bytes_per_block=4096, use="prefix"):
+        pass
+    assert statuses(setup_checks.check_store(url)) == [("store", "ok"), *[("store_room", "ok")] * 3]
 
 
 def test_a_store_in_a_shared_directory_is_tried_and_leaves_nothing(tmp_path: Path):

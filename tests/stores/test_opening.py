@@ -1,4 +1,4 @@
-"""Opening a tier by URL: what is understood, and how what is not is refused."""
+"""Opening a store by URL: which URLs work, and the errors of all others."""
 
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path

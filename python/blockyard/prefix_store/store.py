@@ -218,6 +218,14 @@ class PrefixStore:
             else:
                 self._wait_for_news()
 
+    def _wait_for_copies(self) -> bool:
+        """Wait until the engine has read the blocks of all started writes, which hold them. False if there are none."""
+        if not self._writes.are_reading:
+            return False
+        self._writes.wait_for_engine()
+        self.poll()
+        return True
+
     def stats(self) -> PrefixStoreStats:
         """Return the counters since the store was connected. Any thread can call it."""
         # One C call copies the misses: the engine's thread may add a reason meanwhile.

@@ -89,6 +89,11 @@ class Writes:
         """Whether no write is in flight, and none waits until the engine has room."""
         return not (self._reading or self._putting or self._waits_for_engine)
 
+    @property
+    def are_reading(self) -> bool:
+        """Whether the engine is reading blocks of started writes."""
+        return bool(self._reading)
+
     def advance(self) -> None:
         """Advance all writes as far as possible, and start others; never waits."""
         # In order: a store takes a block whose parent it lacks for useless.

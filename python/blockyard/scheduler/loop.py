@@ -27,8 +27,6 @@ _IDLE_STEPS: Final = 2
 """Consecutive steps that may do nothing while requests wait. More than that would loop forever."""
 _IDLE_SECONDS: Final = 0.0002
 """Poll interval while there is nothing to do but wait for transfers."""
-_COPY_SECONDS: Final = 1.0
-"""How long an idle step waits for blocks that are being copied to the prefix store."""
 
 
 @runtime_checkable
@@ -171,14 +169,10 @@ class CacheLoop:
         if is_stuck and self._scheduler.manager.stats().pinned_blocks["device"]:
             self._runtime.sleep(_IDLE_SECONDS)  # whoever pinned blocks ends the pin
             is_stuck = False
-        if is_stuck and prefixes is not None and (leased := self._num_leased()):
-            is_stuck = not prefixes.wait(_COPY_SECONDS, until=lambda: self._num_leased() < leased)
+        if is_stuck and prefixes is not None:
+            is_stuck = not prefixes._wait_for_copies()  # noqa: SLF001 (which hold blocks that a prompt may need)
         # Requests whose loads are interrupted, or that are aborted, may need several such steps; endless loads end.
         self._idle = self._idle + (0.25 if was_loading else 1.0) if is_stuck else 0.0
-
-    def _num_leased(self) -> int:
-        """Return how many blocks of the device are leased: between steps, to copies to and from the prefix store."""
-        return self._scheduler.manager.stats().leased_blocks["device"]
 
     def _wait_for_prefixes(self, prefixes: PrefixStore) -> bool:
         """Advance the prefix store, and wait for a load, as there is nothing else to do.

@@ -169,16 +169,16 @@ def _round_trip(url: str, shown: str) -> Check:
 def _check_room(url: str, size: int) -> Iterator[Check]:
     """Compare the size of a store with what its disk or server has."""
     if url.startswith("file:"):
-        directories = read_url(url).directories
-        for directory in directories:
+        parts = read_url(url)
+        for directory in parts.directories:
             place = next(path for path in (Path(directory), *Path(directory).parents) if path.exists())
             slab = Path(directory, "blockyard-prefix.slab")
             held = slab.stat().st_blocks * 512 if slab.is_file() else 0
-            free, wanted = shutil.disk_usage(place).free + held, size // len(directories)
+            free, wanted = shutil.disk_usage(place).free + held, size // len(parts.directories)
             found = f"{size_text(free)} for {size_text(wanted)} in {directory}"
             advice = "" if free >= wanted else "name a smaller size, or a larger disk: the store takes its size at once"
             yield Check("store_room", "fail" if advice else "ok", found, advice)
-            if slab.is_file() and slab.stat().st_size > wanted and "drop" not in StoreURL.parse(url).options:
+            if slab.is_file() and slab.stat().st_size > wanted and not parts.drop:
                 found = f"{slab} has {size_text(slab.stat().st_size)}, more than the {size_text(wanted)} of the URL"
                 advice = "keep its size, name another directory, or add drop=on: blocks that do not fit are an error"
                 yield Check("store_size", "warn", found, advice)

@@ -373,7 +373,7 @@ class SequenceWatch(TicketWatch):
         return f"{self.alike(request)}, whose sequence {own[-1]} {state}"
 
     def alike(self, request: str) -> str:
-        """Name a request, and those that it cannot be told from by its tokens."""
+        """Name a request, and others with the same tokens."""
         text, key = self.texts.get((request, 0)), self.keys.get(request)
         others = [
             name
