@@ -5,7 +5,7 @@ python benches/bench_shared_heads.py [--jobs 60] [--blocks]
 The host memory of vLLM's workers on the way to a file store and back, in jobs of 8 MiB as in the engine: Llama 3.1 8B,
 bfloat16, chunks of 16 tokens, or of 64 for other block sizes. Both ways take turns.
 Prints the median of a job's processor time, of all threads, which other processes disturb less, and the minimum of its
-time. Where blocks have one size, numpy's strided copies of the same pieces are a third way, to show what is possible.
+time. Where blocks have one size, numpy's strided copies of the same pieces are a third way, for comparison.
 """
 
 from __future__ import annotations
