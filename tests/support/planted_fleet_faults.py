@@ -528,9 +528,9 @@ def _loaded(exchange: Exchange) -> Patch:
 
 _SERVING: dict[str, tuple[int, Patch]] = {
     "an empty block is given for one that is missing": (20, _empty_for_missing),
-    "blocks count as loaded whose copy failed": (40, _loaded_though_failed),
+    "blocks count as loaded whose copy failed": (80, _loaded_though_failed),
     "blocks are reused while a write reads them": (20, _freed_while_read),
-    "blocks of a failed load stay leased": (40, _failed_loads_stay_leased),
+    "blocks of a failed load stay leased": (80, _failed_loads_stay_leased),
     "blocks of a failed write stay leased": (40, _failed_writes_stay_leased),
     "a stale hit is read again for ever": (20, _stale_hits_again_for_ever),
     "blocks that were loaded count twice": (20, _loads_count_twice),
@@ -673,8 +673,8 @@ _FOUND_BY = {
     "a put is no transaction": 12,
     "prompts are hashed without their salt": 1,
     "memory is given back while blocks use it": 3,
-    "blocks count as loaded whose copy failed": 24,
-    "blocks of a failed load stay leased": 24,
+    "blocks count as loaded whose copy failed": 58,
+    "blocks of a failed load stay leased": 58,
     "blocks are reused while a write reads them": 4,
     "a failed move counts as landed": 1,
     "a drafter's block is found before another token": 21,
