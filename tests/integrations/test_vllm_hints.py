@@ -1,8 +1,10 @@
 """Hints of a request to `BlockyardSpec`'s manager: pins, over vLLM's own classes (`VLLM_SOURCE`) or stand-ins."""
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import vllm_modules
@@ -142,8 +144,10 @@ def test_pins_stay_where_what_is_retained_yields(vllm: SimpleNamespace, manager:
     assert manager._offload.lookup(KEYS[:6]) == ["hit"] * 3 + ["miss"] * 3
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_chunks_that_are_stored_after_a_requests_end_have_its_conversations_hint(vllm: SimpleNamespace, ends: bool):
+@pytest.mark.parametrize(("ends", "fails"), [(True, False), (False, False), (True, True)])
+def test_chunks_that_are_stored_after_a_requests_end_have_its_conversations_hint(
+    vllm: SimpleNamespace, ends: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+):
     options = {"host_bytes": 64 * CHUNKS, "policy": "adaptive"}
     manager = vllm.ours.BlockyardSpec(vllm_modules.config(vllm, options)).get_manager()
     other, request = context(vllm), hinted(vllm, hint("blockyard.conversation", {"hint": "over" if ends else "turn"}))
@@ -152,8 +156,12 @@ def test_chunks_that_are_stored_after_a_requests_end_have_its_conversations_hint
     store(manager, KEYS[:2], request)
     last = [manager.prepare_store([key], request) for key in KEYS[2:4]]
     manager.on_request_finished(request)
-    for prepared in last:
-        manager.complete_store(prepared.keys_to_store, request)
+    manager.complete_store(last[0].keys_to_store, request)
+    with monkeypatch.context() as patched:
+        if fails:
+            patched.setattr(manager, "_report", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError) if fails else nullcontext():
+            manager.complete_store(last[1].keys_to_store, request)
     store(manager, KEYS[20:24], context(vllm))
     kept = KEYS[12:16] if ends else KEYS[:4]
     assert [key for key in KEYS[:16] if manager._offload.lookup([key]) == ["hit"]] == kept

@@ -337,15 +337,15 @@ class BlockyardManager(OffloadingManager):
             # The end of a prefix is useless without its head, so the head counts as used last.
             self._ending = keys
             stored = _keys(keep(self._stored, self._offload.complete_store, keys[::-1], success))[::-1]
+            chain = _Chain.of(req_context)
+            chain.storing.difference_update(keys)
+            self._age(chain, req_context)
             self._settle()
             self._report(stored, removed=False)
             if failed and _SAYS_METADATA:
                 self._report(failed, removed=True, metadata_only=True)
             if stored and self.external is not None:
                 self.external.write(stored if self._used is None else self._used.computed(stored))
-            chain = _Chain.of(req_context)
-            chain.storing.difference_update(keys)
-            self._age(chain, req_context)
         self._pin(stored, req_context)
 
     def spoil(self, keys: Iterable[OffloadKey]) -> None:
