@@ -30,14 +30,15 @@ macro_rules! named {
 }
 
 named! {
-    after arena block block_bytes block_size blocks budget bytes bytes_per_block cache_group cached_tokens chunk chunk_tokens commands
-    connect_timeout count db deadline depth depths device_blocks device_bytes dst_blocks encoder_tokens ended
-    extent_bytes external_blocks external_bytes extras
-    first free free_bytes goals group groups handle head_bytes host_blocks host_bytes host_copies_per_step hot ids job keys last lease
-    lengths limit lookahead lora_id lost max_blocks max_bytes max_device_blocks max_device_bytes max_events max_moves max_open_tickets max_pinned max_tokens
-    memory most moves names namespace now num_blocks num_bytes num_chunks num_slots num_threads num_tokens number page_class per_block
-    pin plain point port prefix_caching priority rows rule sample_rate sequence sequences shared_tokens size sizes slack
-    slot slots src_blocks tenant threads ticket timeout timeout_base times tokens transfers ttl_ms wanted watermark window
+    after arena block block_bytes block_size blocks budget bytes bytes_per_block cache_group cached_tokens chunk
+    chunk_tokens commands connect_timeout count db deadline depth depths device_blocks device_bytes dst_blocks
+    encoder_tokens ended extent_bytes external_blocks external_bytes extras first free free_bytes goals group groups
+    handle head_bytes host_blocks host_bytes host_copies_per_step hot ids job keys last lease lengths limit lookahead
+    lora_id lost max_blocks max_bytes max_device_blocks max_device_bytes max_events max_moves max_open_tickets
+    max_pinned max_tokens memory most moves names namespace now num_blocks num_bytes num_chunks num_slots num_threads
+    num_tokens number page_class per_block pin plain point port prefix_caching priority rows rule sample_rate sequence
+    sequences shared_tokens size sizes slack slot slots src_blocks tenant threads ticket timeout timeout_base times
+    tokens transfers ttl_ms wanted watermark window
 }
 
 /// Returns the error for an invalid argument. Only errors about type or value are converted; others pass through.
