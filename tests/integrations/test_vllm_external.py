@@ -237,6 +237,22 @@ def test_what_is_loaded_keeps_its_chunk_and_the_rest_misses(engine: Callable[...
     assert again.found(KEYS[4:8], "three") == 4
 
 
+def test_a_request_that_needs_more_than_the_host_has_reads_no_chunk_for_ever(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    first = engine(chunks=24)
+    first.compute(KEYS[:10])
+    first.close()
+    again = engine(chunks=8)
+    again.compute(KEYS[:6])
+    monkeypatch.setattr(again.tier, "_timeout_base", 600.0)
+    two = again.context("two")
+    while "RETRY" in (states := again.lookups(KEYS[:10], two)):
+        assert again.tier.counts.loaded <= 8
+        again.settle()
+    assert states[:6] == ["HIT"] * 6
+
+
 def test_a_chunk_that_finds_no_room_is_read_again_once_there_is_some(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):

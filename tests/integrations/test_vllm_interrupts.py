@@ -290,7 +290,8 @@ class ManagerProgram(Caller):
             states = [self.call(self.manager.lookup, key, context).name for key in keys]
             hits = [key for key, state in zip(keys, states, strict=True) if state == "HIT"][:8]
             self.call(self.manager.touch, hits, context)
-            self.load(hits, context)
+            if "RETRY" not in states:  # until then, a request waits
+                self.load(hits, context)
             self.step()
         self.call(self.manager.on_request_finished, context)
 

@@ -86,14 +86,20 @@ class _Lookups:
     """Keys that one request has looked up. Each is read once, so that none makes it wait forever, or `again`.
 
     Attributes:
+        needed: these, and those that were hits in host memory.
         again: those to read again from a time on, since host memory had no room for them, or had and evicted them.
     """
 
     until: float
+    needed: set[OffloadKey]
     asked: set[OffloadKey] = field(default_factory=set)
     again: dict[OffloadKey, float] = field(default_factory=dict)
     loaded: set[OffloadKey] = field(default_factory=set)  # those that came from the store
     pending: set[OffloadKey] = field(default_factory=set)
+
+    def ask(self, key: OffloadKey) -> None:
+        self.asked.add(key)
+        self.needed.add(key)
 
 
 @dataclass(slots=True, eq=False)
@@ -213,20 +219,26 @@ class ExternalTier:
 
     # ---- lookups ----
 
-    def lookup(self, key: OffloadKey, context: ReqContext) -> LookupResult:
-        """Return whether a key that misses in host memory may become a hit: RETRY while looking it up, else MISS."""
+    def lookup(self, key: OffloadKey, context: ReqContext, needed: set[OffloadKey]) -> LookupResult:
+        """Return whether a key that misses in host memory may become a hit: RETRY while looking it up, else MISS.
+
+        Args:
+            key: of the chunk.
+            context: of the request.
+            needed: the request's keys that were hits in host memory; always the same set; it gets a key that may come.
+        """
         now = time.monotonic()
         with self._state:
             request = self._requests.get(context.req_id)
             if request is None:
-                request = self._requests[context.req_id] = _Lookups(now + self._timeout_base_of(context))
+                request = self._requests[context.req_id] = _Lookups(now + self._timeout_base_of(context), needed)
             is_coming = now < request.until and self._is_coming(key, request, context)
         return LookupResult.RETRY if is_coming else LookupResult.MISS
 
     def _is_coming(self, key: OffloadKey, request: _Lookups, context: ReqContext) -> bool:
         """Return whether a key may come; one that the request has not looked up yet is looked up at the step's end."""
         if self._is_under_way(key):
-            request.asked.add(key)
+            request.ask(key)
             return True
         if not self._is_allowed(context):
             return False
@@ -237,7 +249,7 @@ class ExternalTier:
         # Beyond the window vLLM stops looking in this step, and asks again in the next.
         if len(request.pending) >= _WINDOW or self._store.lacks(self._digests([key]))[0]:
             return False
-        request.asked.add(key)
+        request.ask(key)
         request.pending.add(key)
         request.until += self._store.bytes_per_block / SLOWEST
         self._wanted[key] = None
@@ -262,8 +274,8 @@ class ExternalTier:
         return True
 
     def _can_hold(self, request: _Lookups) -> bool:
-        """Return whether what a request has looked up leaves room on the host."""
-        return len(request.asked) < self._offload.num_chunks
+        """Return whether what a request would load leaves room on the host."""
+        return len(request.needed) < self._offload.num_chunks
 
     def has_loaded(self, key: OffloadKey, context: ReqContext) -> bool:
         """Return whether a hit of this request came from the store, at its own lookup."""

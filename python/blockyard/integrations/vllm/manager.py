@@ -60,11 +60,13 @@ class _Chain:
     Attributes:
         keys: whether each was there before the request.
         storing: those whose stores are under way.
+        needed: those that were hits, or may become some, when the request looked them up in host and external store.
         ended: when the request ended, in seconds, until its chunks have aged as one chain; None while it runs.
     """
 
     keys: dict[OffloadKey, bool] = field(default_factory=dict)
     storing: set[OffloadKey] = field(default_factory=set)
+    needed: set[OffloadKey] = field(default_factory=set)
     ended: float | None = None
 
     @classmethod
@@ -251,9 +253,11 @@ class BlockyardManager(OffloadingManager):
             return _RESULTS[found]
         if self._let:
             self._let_go()
+        chain = _Chain.of(req_context)
         if found == "hit" and (self._looked_up.get(key) or self._keep(key)):
+            chain.needed.add(key)
             return _HIT
-        return _RESULTS["pending"] if found == "pending" else self.external.lookup(key, req_context)
+        return _RESULTS["pending"] if found == "pending" else self.external.lookup(key, req_context, chain.needed)
 
     def find_all(self, keys: list[OffloadKey]) -> list[str]:
         """Return "hit", "pending" or "miss" for each key."""
