@@ -101,7 +101,7 @@ class SharedRegion:
         self._part_bytes = part_bytes
         self._stride = -(-max(1, part_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._world_size, self._num_parts = world_size, 1 if is_one else world_size
-        self._all = (2 << world_size) - 1
+        self._all, self._is_complete = (2 << world_size) - 1, False
         self._path = _FOLDER / f"blockyard-{os.geteuid()}-{hashlib.sha256(engine_id.encode()).hexdigest()[:32]}"
         file = self._open()
         try:
@@ -127,7 +127,9 @@ class SharedRegion:
     @property
     def is_complete(self) -> bool:
         """Whether all workers and the scheduler have mapped the memory."""
-        return int(self._state.tensor[: _WORD.itemsize].numpy().view(_WORD)[0]) == self._all
+        if not self._is_complete:  # each lookup asks, and once it is complete, it stays so
+            self._is_complete = int(self._state.tensor[: _WORD.itemsize].numpy().view(_WORD)[0]) == self._all
+        return self._is_complete
 
     @property
     def identities(self) -> list[bytes]:
