@@ -560,26 +560,6 @@ def test_a_scheduler_that_fills_the_prefix_cache_wrongly_is_noticed():
     assert_noticed(scheduler_machine(factory, manager=caching))
 
 
-class IgnoresExtrasAfterFullBlocks(Admission):
-    """Leaves out extras that begin in a prompt's last, partial block or after the prompt."""
-
-    def _allocate(self, batch: list[IdleSequences], left: int) -> tuple[NDArray[np.uint64], list[int]]:
-        for idle in batch:
-            full = len(idle.tokens[0]) // self._manager.block_size * self._manager.block_size
-            idle.state.extras = tuple(extra for extra in idle.state.extras if extra[0] < full)
-        return super()._allocate(batch, left)
-
-
-@pytest.mark.slow
-def test_a_scheduler_that_ignores_extras_after_full_blocks_is_noticed():
-    def factory(manager: BlockManager, _: Config) -> Scheduler:
-        scheduler = Scheduler(manager)
-        scheduler._admission.__class__ = IgnoresExtrasAfterFullBlocks
-        return scheduler
-
-    assert_noticed(scheduler_machine(factory, manager=caching))
-
-
 # ---- schedulers with a bug that shows beside writes to a prefix store alone ----
 
 

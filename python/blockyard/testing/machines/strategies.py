@@ -25,9 +25,9 @@ VOCABULARY = 97
 """Token ids are below this number."""
 MAX_PROMPT = 24
 
-How: TypeAlias = Literal["repeat", "extend", "branch", "join"]
+How: TypeAlias = Literal["repeat", "extend", "branch", "join", "unlike"]
 FollowUp: TypeAlias = tuple[int, How, int]
-"""Which earlier request a prompt follows, how, and the number of tokens up to a branch."""
+"""Which earlier request a prompt follows, how, and a number: of the tokens up to a branch, or of what is unlike."""
 
 _BLOCK_SIZES = st.integers(1, 5)
 _DEVICE_BLOCKS = st.integers(3, 24)
@@ -132,7 +132,7 @@ def with_extras_inside(request: Request) -> Request:
 
 def follow_ups() -> st.SearchStrategy[FollowUp | None]:
     """Make prompt prefixes: half of them repeat an earlier prompt, so that a prefix cache has hits."""
-    hows: st.SearchStrategy[How] = st.sampled_from(["repeat", "repeat", "extend", "branch", "join"])
+    hows: st.SearchStrategy[How] = st.sampled_from(["repeat", "repeat", "extend", "branch", "join", "unlike"])
     return st.none() | st.tuples(st.integers(0, 7), hows, st.integers(1, MAX_PROMPT))
 
 
@@ -146,7 +146,8 @@ def follow_up(request: Request, earlier: Sequence[tuple[Request, list[int]]], ho
 
     Returns:
         The same prompt again, or one that extends the earlier outputs, or goes on as another earlier request does, all
-        with the earlier salt, adapter and extras; or one that branches off. `request` if `how` is None.
+        with the earlier salt, adapter and extras; one that extends the outputs without one of these; or one that
+        branches off. `request` if `how` is None.
     """
     if how is None or not earlier:
         return request
@@ -156,9 +157,16 @@ def follow_up(request: Request, earlier: Sequence[tuple[Request, list[int]]], ho
     text = {
         "repeat": list(map(int, one.prompt)),
         "extend": [*whole, *own],
+        "unlike": [*whole, *own],
         "branch": [*whole[:kept], *own],
         "join": [*whole[: 1 + kept % 4], *other[1 + kept % 4 :]],
     }[way]
+    own_field = kept % 3 if way == "unlike" else None
     if way != "branch":
-        request = replace(request, salt=one.salt, lora_id=one.lora_id, extras=one.extras)
+        request = replace(
+            request,
+            salt=request.salt if own_field == 0 else one.salt,
+            lora_id=request.lora_id if own_field == 1 else one.lora_id,
+            extras=request.extras if own_field == 2 else one.extras,
+        )
     return with_extras_inside(replace(request, prompt=text[:MAX_PROMPT]))
