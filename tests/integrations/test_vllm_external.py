@@ -237,6 +237,17 @@ def test_what_is_loaded_keeps_its_chunk_and_the_rest_misses(engine: Callable[...
     assert again.found(KEYS[4:8], "three") == 4
 
 
+def test_what_is_retained_makes_room_for_what_is_read(engine: Callable[..., Engine]):
+    first = engine(chunks=24)
+    first.compute(KEYS[:4])
+    first.close()
+    again = engine(chunks=8)
+    again.compute(KEYS[8:16], again.context("retaining", hint("blockyard.retain", {"seconds": 600})))
+    assert again.manager._offload.num_free == 0
+    assert again.found(KEYS[:4], "two") == 4
+    again.manager._offload.check()
+
+
 def test_a_request_that_needs_more_than_the_host_has_reads_no_chunk_for_ever(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):
@@ -253,7 +264,7 @@ def test_a_request_that_needs_more_than_the_host_has_reads_no_chunk_for_ever(
     assert states[:6] == ["HIT"] * 6
 
 
-def test_a_chunk_that_finds_no_room_is_read_again_once_there_is_some(
+def test_a_chunk_for_which_the_host_has_no_room_is_read_once_it_has_some(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ):
     first = engine(chunks=24)
@@ -268,6 +279,7 @@ def test_a_chunk_that_finds_no_room_is_read_again_once_there_is_some(
     for _ in range(3):
         assert again.lookups(KEYS[:4], two) == ["RETRY"] * 4
         again.settle()
+        assert again.store.stats().read_blocks == 8
     again.manager.complete_load(KEYS[4:12], held)
     until = time.monotonic() + 60
     while (states := again.lookups(KEYS[:4], two)) != ["HIT"] * 4:

@@ -87,7 +87,7 @@ class _Lookups:
 
     Attributes:
         needed: these, and those that were hits in host memory.
-        again: those to read again from a time on, since host memory had no room for them, or had and evicted them.
+        again: those to read from a time on, since host memory had no room for them, or had and evicted them.
     """
 
     until: float
@@ -169,6 +169,7 @@ class ExternalTier:
         self._requests: dict[str, _Lookups] = {}
         self._wanted: dict[OffloadKey, None] = {}
         self._reads_again: _Lookups | None = None  # the first request of this step that must
+        self._num_without_room = 0  # chunks that this step would read if the host had room
         self._unwritten: dict[OffloadKey, None] = {}  # stored on the host while as many as may be were being written
         self._coming: dict[OffloadKey, _ChunkJob] = {}
         self._jobs: list[_ChunkJob] = []
@@ -252,7 +253,7 @@ class ExternalTier:
         request.ask(key)
         request.pending.add(key)
         request.until += self._store.bytes_per_block / SLOWEST
-        self._wanted[key] = None
+        self._want(key, request)
         return True
 
     def _is_asked_again(self, key: OffloadKey, request: _Lookups) -> bool:
@@ -269,9 +270,18 @@ class ExternalTier:
         if self._reads_again is None:
             self._reads_again = request
         if self._reads_again is request and time.monotonic() >= at:
-            del request.again[key]
-            self._wanted[key] = None
+            self._want(key, request)
         return True
+
+    def _want(self, key: OffloadKey, request: _Lookups) -> None:
+        """Read a key at the step's end, or if the host has no room for it and may have it soon, in a later step."""
+        # A key with several chunks counts as one: what finds no room is read again.
+        if self._offload.num_free > len(self._wanted) + len(self._coming) or not self._can_hold(request):
+            request.again.pop(key, None)
+            self._wanted[key] = None
+        else:
+            request.again[key] = 0.0
+            self._num_without_room += 1
 
     def _can_hold(self, request: _Lookups) -> bool:
         """Return whether what a request would load leaves room on the host."""
@@ -292,7 +302,10 @@ class ExternalTier:
             for req_id in preempted:
                 self._requests.pop(req_id, None)
             keys, self._wanted, self._reads_again = list(self._wanted), {}, None
+            lacking, self._num_without_room = self._num_without_room, 0
             epoch, resets = self._epoch, self._resets
+        if lacking:
+            self._give_room(lacking)
         for first in range(0, len(keys), self._batch):
             job = self._add(_ChunkJob(keys[first : first + self._batch]))
             with self._state:
