@@ -1,16 +1,15 @@
 """Blocks of several page classes on real servers: Redis or Valkey, and S3."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from paged_cache import MODELS, PROMPT, new_cache, serve
 from servers import serving_store
 
 
-@pytest.fixture(params=["valkey", "s3"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    with serving_store(request.param, tmp_path) as url:
+@pytest.fixture(scope="module", params=["valkey", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving_store(request.param, tmp_path_factory.mktemp("server")) as url:
         yield url
 
 
