@@ -362,6 +362,7 @@ class ExternalTier:
             self._resets += 1
             self._requests.clear()
             self._wanted.clear()
+            self._num_without_room = 0
             self._unwritten.clear()
             self._coming.clear()
             if not keep:
