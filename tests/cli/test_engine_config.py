@@ -119,7 +119,7 @@ def test_a_policy_in_vllms_own_spec_is_blockyards(policy: str, checked: Any):
 @pytest.mark.parametrize(
     ("given", "status", "said"),
     [
-        (config(SPEC | {"polcy": "lru"}), "warn", "without effect: 'polcy' (did you mean 'policy'?)"),
+        (config(SPEC | {"polcy": "lru"}), "fail", "without effect: 'polcy' (did you mean 'policy'?)"),
         (config(SPEC | {"revision": "2"}), "warn", "'revision' (needs 'prefix_store')"),
         (config(SPEC | {"policy": "fifo"}), "fail", "policy is 'fifo'"),
         (config(SPEC | {"cpu_bytes_to_use": 64}), "fail", "host_bytes and cpu_bytes_to_use is given"),
@@ -130,13 +130,13 @@ def test_a_policy_in_vllms_own_spec_is_blockyards(policy: str, checked: Any):
         (config(SPEC | {"blocks_per_chunk": 1.5}), "fail", "blocks_per_chunk is 1.5, must be a whole number"),
         (config(SPEC | {"blocks_per_chunk": 2, "block_size": 32}), "fail", "must be at most one of them"),
         (config(SPEC | {"offload_prompt_only": "false"}), "fail", "offload_prompt_only is 'false'"),
-        (config(SPEC | {"blocks_per_chnk": 2}), "warn", "did you mean 'blocks_per_chunk'?"),
-        (config(SPEC | {"ofload_prompt_only": True}), "warn", "did you mean 'offload_prompt_only'?"),
+        (config(SPEC | {"blocks_per_chnk": 2}), "fail", "did you mean 'blocks_per_chunk'?"),
+        (config(SPEC | {"ofload_prompt_only": True}), "fail", "did you mean 'offload_prompt_only'?"),
         (config(TIERING | {"secondary_tiers": [TIER]}), "fail", "root_dir"),
         (config(TIERING | {"secondary_tiers": [MEMORY | {"sise": 1}]}), "fail", "'sise' (did you mean 'size'?)"),
         (
             config(TIERING | {"secondary_tiers": [MEMORY], "evicton_policy": "AdaptivePolicy"}),
-            "warn",
+            "fail",
             "'evicton_policy' (did you mean 'eviction_policy'?)",
         ),
         (config(TIERING | {"secondary_tiers": [MEMORY | {"type": "BlockyardTeir"}]}), "fail", "'BlockyardTier'?"),
@@ -164,7 +164,7 @@ def test_a_policy_in_vllms_own_spec_is_blockyards(policy: str, checked: Any):
         (config(POLICY | {"eviction_policy": "lru"}), "warn", "'cache_policy_module_path' (needs 'eviction_policy'"),
         (config({"eviction_policy": "LRUPolicy", "cpu_bytes_to_use": 1}), "fail", "without cache_policy_module_path"),
         (config(POLICY | {"cpu_bytes_to_use": None}), "fail", "cpu_bytes_to_use is None"),
-        (config(POLICY | {"store_treshold": 2}), "warn", "did you mean 'store_threshold'?"),
+        (config(POLICY | {"store_treshold": 2}), "fail", "did you mean 'store_threshold'?"),
         (config(POLICY | {"self_describing_kv_events": 7}), "fail", "self_describing_kv_events is 7"),
         (config(SPEC, kv_rol="kv_both"), "fail", "'kv_rol' (did you mean 'kv_role'?)"),
         (config(SPEC, kv_role="both"), "fail", "Unsupported kv_role: both"),
@@ -314,7 +314,7 @@ def test_the_names_known_without_vllm_are_those_that_it_reads():
 
 
 MISSING: list[tuple[dict[str, Any], str, str]] = [
-    (config(SPEC | {"polcy": "lru"}), "warn", "'polcy' (did you mean 'policy'?)"),
+    (config(SPEC | {"polcy": "lru"}), "fail", "'polcy' (did you mean 'policy'?)"),
     (config(SPEC | {"host_bytes": "20GB x"}), "fail", "host_bytes: '20GB x' is not a size"),
     (config(SPEC, kv_rol="kv_both"), "fail", "'kv_rol' (did you mean 'kv_role'?)"),
     (config(SPEC, kv_role="kv_bth"), "fail", "kv_role is 'kv_bth' (did you mean 'kv_both'?)"),
