@@ -60,7 +60,8 @@ def test_a_record_that_cannot_be_read_is_not_replaced():
 
 def test_a_store_that_fails_logs_each_cause_once_a_minute_and_that_it_works_again(caplog: pytest.LogCaptureFixture):
     with RaisingStore() as store:
-        for error in (RuntimeError("backend down"), RuntimeError("backend still down"), OSError(5, "no disk")):
+        down, again, refused = (RuntimeError(text) for text in ("port 80 is down", "port 8080 is down", "refused"))
+        for error in (down, again, refused, OSError(5, "no disk")):
             store.error = error
             for _ in range(3):
                 assert put(store, 2) == ("error", "error")
@@ -68,10 +69,19 @@ def test_a_store_that_fails_logs_each_cause_once_a_minute_and_that_it_works_agai
         assert put(store, 2) == put(store, 2) == ("", "")
     assert {(record.name, record.levelname) for record in caplog.records} == {("blockyard.stores", "WARNING")}
     assert [record.getMessage() for record in caplog.records] == [
-        f"{store!r} fails, blocks are misses: RuntimeError: backend down",
+        f"{store!r} fails, blocks are misses: RuntimeError: port 80 is down",
+        f"{store!r} fails, blocks are misses: RuntimeError: refused",
         f"{store!r} fails, blocks are misses: OSError: [Errno 5] no disk",
-        f"{store!r} works again after 9 failures",
+        f"{store!r} works again after 12 failures",
     ]
+
+
+def test_a_store_that_fails_with_another_message_each_time_logs_eight_a_minute(caplog: pytest.LogCaptureFixture):
+    with RaisingStore() as store:
+        for letter in "abcdefghijkl":
+            store.error = RuntimeError(letter)
+            assert put(store, 1) == ("error",)
+    assert len(caplog.records) == 8
 
 
 def test_a_store_whose_only_thread_hangs_is_in_the_log(caplog: pytest.LogCaptureFixture):

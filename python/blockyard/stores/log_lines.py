@@ -1,6 +1,7 @@
 """Log lines of stores: when one fails and works again, and which of its blocks are damaged or refused."""
 
 import logging
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -16,6 +17,8 @@ _log = logging.getLogger("blockyard.stores")
 class FailureLog:
     """Logs when a store fails and when it works again: one line per minute and cause, to the logger `blockyard.stores`.
 
+    Of failures at most eight lines a minute: a storage may have something else in each message.
+
     The other methods only queue lines, so they may be called under a lock; `flush` writes the lines.
 
     Args:
@@ -23,7 +26,7 @@ class FailureLog:
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        self._limit = RateLimit(clock)
+        self._limit = RateLimit(clock, most=8)
         self._failures = 0  # since the store last worked
         self._is_known = False  # whether one of these failures was logged
         self._lines: deque[str | int] = deque()  # the cause of a failure, or the number of failures before a recovery
@@ -32,10 +35,10 @@ class FailureLog:
         """Note a failure.
 
         Args:
-            cause: one line; its text up to the first colon identifies the cause.
+            cause: one line; without its digits, it identifies the cause.
         """
         self._failures += 1
-        if self._limit.passes(cause.partition(":")[0]):
+        if self._limit.passes(re.sub(r"\d+", "", cause)):
             self._is_known = True
             self._lines.append(cause)
 

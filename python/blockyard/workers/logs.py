@@ -17,9 +17,11 @@ class RateLimit:
 
     Args:
         clock: function that returns the time in seconds; the machine's clock if None.
+        most: maximum number of lines per minute; None for no limit.
     """
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None, most: int | None = None) -> None:
+        self._most = most
         self._clock = clock or (lambda: time.monotonic())  # noqa: PLW0108 (tests replace the clock)
         self._passed: dict[str, float] = {}  # kinds logged in the last minute
 
@@ -27,7 +29,7 @@ class RateLimit:
         """Return whether to log a line of this kind now."""
         now = self._clock()
         self._passed = {known: at for known, at in self._passed.items() if now < at + _LOGGED_SECONDS}
-        if kind in self._passed:
+        if kind in self._passed or len(self._passed) == self._most:
             return False
         self._passed[kind] = now
         return True
