@@ -44,7 +44,7 @@ from blockyard.errors import ForkedError, StoreError
 from blockyard.stores.base import SLOWEST, ExternalStore, Owners, Use
 from blockyard.stores.namespace import TEXT_NAME, text_of
 from blockyard.stores.threaded.call_pool import CallPool
-from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
+from blockyard.stores.threaded.epochs import EPOCH_BYTES, Record
 from blockyard.stores.threaded.remote import SIZE, RemoteStore, count, count_slots, positive, public_text, seconds
 from blockyard.stores.url import StoreURL, is_secret_name
 from blockyard.stores.value import HEADER, Bytes
@@ -198,7 +198,7 @@ class ObjectStore(RemoteStore):
         self._ob, self._client = (connect or connect_client)(found, found.timeout_base + self._format.width / SLOWEST)
         self._can_create = True
         self._bulk_delete = found.scheme == "s3"
-        self._reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows
+        self._values.reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows
 
     def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
         """Store values, replacing existing ones."""
@@ -232,7 +232,7 @@ class ObjectStore(RemoteStore):
     def _fetch_into(
         self, out: Bytes, names: Bytes, keys: list[bytes], last: Callable[[], None] | None = None
     ) -> tuple[Bytes, list[str], Bytes]:
-        """Like `_fetch`, but each value by one call, straight into `out`. `last` follows the last of these calls."""
+        """Like `Values.fetch`, but each value by one call, straight into `out`. `last` follows the last call."""
         headers, sums = np.zeros((len(keys), HEADER), np.uint8), np.zeros((len(keys), 16), np.uint8)
         paths, missed = [self._path(name) for name in names], ["error"] * len(keys)
         is_large = self._format.width >= _SUMMED_ALONE
@@ -322,24 +322,23 @@ class ObjectStore(RemoteStore):
         except Exception as error:  # noqa: BLE001 (any exception of the client)
             raise self._public(error) from None
 
-    def _fetch_under(
-        self, epoch: Epoch, keys: list[bytes], out: Bytes | None
+    def _fetch_with_record(
+        self, names: Bytes, keys: list[bytes], out: Bytes | None
     ) -> tuple[Record, Bytes, list[str], Bytes]:
-        check = self._epochs.begin_check()
-        names = self._names_of(keys, epoch.token)
-        found: list[Any] = []
+        epochs, fetch, found = self._keys.epochs, self._values.fetch, list[Any]()
+        check = epochs.begin_check()
 
         def check_early() -> None:
             if check.is_due:
                 with suppress(Exception):  # read again below
-                    self._epochs.read_for(check)
+                    epochs.read_for(check)
 
         if out is None or self._format.codec is not None or self._format.width >= _LARGE:
-            self._calls.each(2, lambda part: check_early() if part else found.extend(self._fetch(names, keys)))
+            self._calls.each(2, lambda part: check_early() if part else found.extend(fetch(names, keys)))
         else:  # the check comes last, so that one read of the record serves all batches that have begun by then
             found.extend(self._fetch_into(out, names, keys, last=check_early))
         rows, reasons, seen = found
-        return self._epochs.read_for(check), rows, reasons, seen
+        return epochs.read_for(check), rows, reasons, seen
 
     def _ask(self) -> None:
         try:

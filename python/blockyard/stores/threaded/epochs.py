@@ -28,7 +28,17 @@ from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.threaded.value_format import ValueFormat
 from blockyard.stores.value import HEADER, Bytes, check_values, seal_values
 
-__all__ = ["EPOCH_BYTES", "Epoch", "EpochRecord", "ForgottenError", "Record", "RecordCheck", "SharedEpoch", "name_of"]
+__all__ = [
+    "EPOCH_BYTES",
+    "Epoch",
+    "EpochRecord",
+    "ForgottenError",
+    "Record",
+    "RecordCheck",
+    "RecordStorage",
+    "SharedEpoch",
+    "name_of",
+]
 
 EPOCH_BYTES: Final = 64
 _OF_NAMESPACE: Final = bytes(32)  # the name of the weights that the namespace names

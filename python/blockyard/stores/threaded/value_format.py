@@ -35,7 +35,7 @@ class ValueFormat:
         mac_key: MacKey | None,
         note: Callable[[Exception], None],
     ) -> None:
-        self.codec = codec
+        self.codec, self.bytes_per_block = codec, bytes_per_block
         self.mac_key = None if mac_key is None else read_mac_key(mac_key)
         self.is_guarded = codec is not None or mac_key is not None
         self.namespace = guarded_namespace(namespace, codec, self.mac_key) if self.is_guarded else namespace
