@@ -53,6 +53,7 @@ FILES = (
     "threaded/epochs.py",
     "threaded/keyed_blocks.py",
     "threaded/known_keys.py",
+    "threaded/storage.py",
     "threaded/store.py",
     "threaded/values.py",
     "traces/recorder.py",

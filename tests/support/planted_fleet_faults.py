@@ -18,7 +18,7 @@ from blockyard.scheduler.admission import Admission
 from blockyard.stores import Completion, ThreadedStore, object_store
 from blockyard.stores.redis import RedisStore, lists
 from blockyard.stores.redis import store as redis_store
-from blockyard.stores.threaded import epochs, keyed_blocks, known_keys, value_format
+from blockyard.stores.threaded import epochs, keyed_blocks, known_keys, values
 from blockyard.stores.threaded.batches import Batches
 from blockyard.stores.threaded.epochs import Epoch, SharedEpoch
 from blockyard.stores.threaded.keyed_blocks import KeyedBlocks
@@ -217,9 +217,9 @@ def _wrong_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_key_check(patch: pytest.MonkeyPatch) -> None:
-    check = value_format.check_parts
-    patch.setattr(value_format, "check_parts", lambda *arguments: [""] * len(check(*arguments)))
-    patch.setattr(value_format.ValueFormat, "check", lambda self, values, keys: [""] * len(keys))
+    check = values.check_parts
+    patch.setattr(values, "check_parts", lambda *arguments: [""] * len(check(*arguments)))
+    patch.setattr(Values, "check", lambda self, values, keys: [""] * len(keys))
 
 
 def _no_token(patch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ class GuardedSlab(ThreadedStore):
         self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base
         self._slab = _open_slabs(
             found,
-            bytes_per_block=self._format.width,
+            bytes_per_block=self._values.width,
             num_slots=num_slots,
             namespace=self.namespace,
             use=use,

@@ -195,7 +195,7 @@ class RedisStore(RemoteStore):
         return self._lists[number].settle([names[place] for place in group], whose)
 
     def _lengths(self, rows: Bytes) -> list[int] | None:
-        return [len(self._format.stored(row)) for row in rows] if self._format.is_encoded(rows) else None
+        return [len(self._values.stored(row)) for row in rows] if self._values.is_encoded(rows) else None
 
     def _full_name(self, name: bytes) -> bytes:
         """Return the server's key for a value."""
@@ -279,7 +279,7 @@ class RedisStore(RemoteStore):
                 self._client.get,
                 [self._full_name(name) for name in names],
                 out[part],
-                varies=self._format.is_encoded(out),
+                varies=self._values.is_encoded(out),
                 head_bytes=head_bytes,
                 first=asked,
             )
@@ -291,11 +291,11 @@ class RedisStore(RemoteStore):
     def _fetch_with_record(
         self, names: Bytes, keys: list[bytes], out: Bytes | None
     ) -> tuple[Record, Bytes, list[str], Bytes]:
-        if out is None or self._format.codec is not None:
+        if out is None or self._values.codec is not None:
             return super()._fetch_with_record(names, keys, out)
         asked = self._reading(self._keys.record.key)
         found, heads, is_lost, ((answer, why),) = self._get_parts(names, out, head_bytes=HEADER, more=[asked])
-        checked = self._format.check_apart(out, heads, _missed(found, is_lost=is_lost), keys)
+        checked = self._values.check_apart(out, heads, _missed(found, is_lost=is_lost), keys)
         return self._keys.record.parse(self._row_of(answer, why)), *checked
 
     def delete(self, keys: Bytes) -> None:

@@ -2,41 +2,21 @@
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from blockyard.stores.threaded.batches import Batch, Batches
-from blockyard.stores.threaded.epochs import Epoch, EpochRecord, ForgottenError, Record, RecordStorage, SharedEpoch
+from blockyard.stores.threaded.epochs import Epoch, EpochRecord, ForgottenError, Record, SharedEpoch
 from blockyard.stores.threaded.known_keys import KnownKeys
 from blockyard.stores.threaded.runtime import runtime
+from blockyard.stores.threaded.storage import Storage
 from blockyard.stores.threaded.values import Values
 from blockyard.stores.value import Bytes, answered, spread_out
 
 __all__ = ["KeyedBlocks"]
 
 _EPOCH_SECONDS: Final = 1.0  # how long puts and lookups may use an epoch without checking the record
-
-
-class KeyStorage(RecordStorage, Protocol):
-    """Storage for blocks with keys; see `ThreadedStore`."""
-
-    num_slots: int
-
-    def delete(self, keys: Bytes) -> None:
-        """Delete blocks."""
-
-    def has(self, keys: Bytes) -> NDArray[np.bool_]:
-        """Return whether each key has a block."""
-
-
-class FetchWithRecord(Protocol):
-    """Reads the epoch's record, and blocks by name, perhaps into `out`; the result is as of `Values.fetch`."""
-
-    def __call__(
-        self, names: Bytes, keys: list[bytes], out: Bytes | None, /
-    ) -> tuple[Record, Bytes, list[str], Bytes]: ...
 
 
 class KeyedBlocks:
@@ -61,12 +41,12 @@ class KeyedBlocks:
 
     def __init__(
         self,
-        storage: KeyStorage,
+        storage: Storage,
         values: Values,
         batches: Batches,
         lock: Any,
         *,
-        fetch: FetchWithRecord,
+        fetch: Callable[[Bytes, list[bytes], Bytes | None], tuple[Record, Bytes, list[str], Bytes]],
         keep: Callable[[Epoch], bool],
         note: Callable[[BaseException], None],
         revision: str,
@@ -75,11 +55,10 @@ class KeyedBlocks:
         self._storage, self._values, self._batches, self._lock = storage, values, batches, lock
         self._fetch, self._note = fetch, note
         self._runtime = runtime()
-        form = values.format
-        self._domain = b"BLKYBLOCK2" + form.namespace
+        self._domain = b"BLKYBLOCK2" + values.namespace
         self._token = b""  # of the epoch under which the keys are known
         self.known = KnownKeys(self._runtime.monotonic, there_seconds)
-        self.record = EpochRecord(storage, hashlib.sha256(b"BLKYEPOCH2" + form.namespace).digest(), form)
+        self.record = EpochRecord(storage, hashlib.sha256(b"BLKYEPOCH2" + values.namespace).digest(), values)
         self.epochs = SharedEpoch(self.record.read, self.record.replace, revision, keep)
 
     def names_of(self, keys: list[bytes], token: bytes) -> Bytes:
@@ -153,7 +132,7 @@ class KeyedBlocks:
         reasons = ["absent"] * len(keys)
         if not there:
             batch.is_asked = False
-            return np.zeros((0, self._values.format.bytes_per_block), np.uint8), reasons
+            return np.zeros((0, self._values.bytes_per_block), np.uint8), reasons
         # Every read but the first fetches the record with it.
         epoch = self.epochs.known() or self.confirm()
         out = batch.rows if len(there) == len(batch.reasons) else None

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from math import inf
@@ -18,15 +17,14 @@ from blockyard.stores.base import SLOWEST, ExternalStore, Keys, Owners, Use, no_
 from blockyard.stores.codec import Codec, MacKey
 from blockyard.stores.log_lines import FailureLog
 from blockyard.stores.threaded.batches import Batch, Batches, BatchKind, Name, Recovery
-from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, Record
+from blockyard.stores.threaded.epochs import Epoch, Record
 from blockyard.stores.threaded.keyed_blocks import KeyedBlocks
 from blockyard.stores.threaded.runtime import runtime
-from blockyard.stores.threaded.value_format import ValueFormat
+from blockyard.stores.threaded.storage import Storage
 from blockyard.stores.threaded.values import Values
 from blockyard.stores.url import hide_secrets, public_url, secrets_of
-from blockyard.stores.value import HEADER, Bytes, answered, copy_rows, reasons_of, spread_out
+from blockyard.stores.value import Bytes, copy_rows, reasons_of, spread_out
 from blockyard.types import StoreStats
-from blockyard.workers.buffers import Buffers
 from blockyard.workers.interrupts import open_event
 from blockyard.workers.logs import describe
 from blockyard.workers.ownership import Process
@@ -38,7 +36,7 @@ _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
 _MEMORY_SECONDS: Final = 0.1  # how long a thread that lacks memory waits for it
 
 
-class ThreadedStore(ExternalStore):
+class ThreadedStore(Storage, ExternalStore):
     """A store over functions that may block: `put`, `get` and, for a prefix store, `delete`. Worker threads call them.
 
     The class adds tickets, deadlines and misses, keeps the order of operations on each slot and key, and checks every
@@ -131,17 +129,17 @@ class ThreadedStore(ExternalStore):
         self._event: int | None = None
         self._is_rung = False  # whether the event is readable
         self._polls = Polls()
-        self._buffers = Buffers()
         self._failures = FailureLog(self._runtime.monotonic)
         self._misses: Counter[str] = Counter()
         self._blocks = {True: 0, False: 0}  # written, read
         self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
-        self._format = ValueFormat(namespace, bytes_per_block, codec, mac_key, self._note)
-        self.namespace = self._format.namespace
+        self._values = Values(
+            self, namespace, bytes_per_block, codec, mac_key, note=self._note, reuses_rows=self._reuses_rows
+        )
+        self.namespace, self._value_bytes = self._values.namespace, self._values.width
         salted = b"BLKYSLOTS1" + self.namespace + self._runtime.random_bytes(16)
         self._salt = hashlib.sha256(salted).digest()[:24]  # of the slots' names
         self._digests: dict[int, dict[Name, bytes]] = {}  # digests of each slot's last write
-        self._values = Values(self, self._format, self._buffers, reuses_rows=self._reuses_rows)
         self._keys = KeyedBlocks(
             self,
             self._values,
@@ -173,61 +171,6 @@ class ThreadedStore(ExternalStore):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({public_url(self.url)!r})"
-
-    @abstractmethod
-    def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
-        """Store blocks under their keys, replacing existing ones. Runs in a worker thread; may block or raise.
-
-        Args:
-            keys: uint8 `[n, 32]`, no repeats. No other call uses these keys, unless it missed its deadline.
-            rows: the rows to store, uint8 `[n, width]`; only this call uses them, and it may keep them. `width` is
-                `bytes_per_block`, except in a prefix store or with a codec or a MAC key.
-
-        Returns:
-            Whether each block was stored, bool `[n]`; False is a miss, `"refused"`.
-        """
-
-    def put_blocks(self, keys: Bytes, rows: Bytes, owners: Owners | None, damaged: set[bytes]) -> NDArray[np.bool_]:  # noqa: ARG002
-        """Store the blocks of a prefix store. The default calls `put`.
-
-        Args:
-            keys: as for `put`.
-            rows: as for `put`.
-            owners: the tenants, for a store that `keeps_quotas`, with the names of the parents.
-            damaged: keys whose values must be replaced: the last read of each was damaged. Others may be kept.
-        """
-        return self.put(keys, rows)
-
-    @abstractmethod
-    def get(self, keys: Bytes, out: Bytes) -> NDArray[np.bool_] | list[str]:
-        """Read blocks by their keys. Runs in a worker thread; may block or raise.
-
-        Args:
-            keys: uint8 `[n, 32]`, repeats allowed. Names of slots were put before; other names may be absent.
-            out: receives the rows, uint8 `[n, width]`, with arbitrary content; do not write to it after returning. If a
-                stored row has another width, return True and leave the row unchanged.
-
-        Returns:
-            Whether each block was found, bool `[n]`; False is a miss, `"absent"`. Or a list of the reasons, `""` for
-            blocks that were found.
-        """
-
-    def delete(self, keys: Bytes) -> None:  # noqa: ARG002 (a store with keys has its own)
-        """Delete blocks; ignore absent ones. A plug-in that overrides this method can be a prefix store.
-
-        Args:
-            keys: uint8 `[n, 32]`, no repeats.
-        """
-        raise no_keys_error()
-
-    def has(self, keys: Bytes) -> NDArray[np.bool_]:
-        """Return whether each key has a block, bool `[n]`. The default reads the blocks one by one.
-
-        Args:
-            keys: uint8 `[n, 32]`.
-        """
-        row = np.zeros((1, self._format.width), np.uint8)
-        return np.array([not reasons_of(self.get(key[None], row), 1)[0] for key in keys], np.bool_)
 
     def submit_write(self, slots: NDArray[np.int64], rows: Bytes) -> int:
         """Start to write blocks; see `ExternalStore.submit_write`."""
@@ -362,7 +305,7 @@ class ThreadedStore(ExternalStore):
                 batches.collect(batch)
         ok = np.array([not reason for reason in reasons], dtype=np.bool_)
         if rows is not None and copy_rows(rows, ok, result):
-            self._buffers.give(rows)
+            self._values.buffers.give(rows)
         return Completion(ticket, ok, result, reasons)
 
     def stats(self) -> StoreStats:
@@ -396,7 +339,7 @@ class ThreadedStore(ExternalStore):
             with self._recovery:
                 for batch in self._batches.open.values():
                     self._give_up(batch, "closed")
-        self._buffers.clear()
+        self._values.buffers.clear()
         return in_time
 
     def _stop(self) -> None:
@@ -652,13 +595,13 @@ class ThreadedStore(ExternalStore):
     def _write(self, batch: Batch) -> tuple[None, list[str]]:
         rows, slots = batch.source(), [name for name in batch.names if isinstance(name, int)]
         names, reasons = self._slot_names(slots), [""] * len(slots)
-        if self._format.is_guarded:
+        if self._values.is_guarded:
             rows, reasons = self._values.seal(rows, [name.tobytes() for name in names])
         elif not (self._values.reuses_rows and rows.flags.c_contiguous):
             rows = rows.copy()
-        digests = rows[:, :16].copy() if self._format.is_guarded else checksum_rows(rows)
+        digests = rows[:, :16].copy() if self._values.is_guarded else checksum_rows(rows)
         self._values.put(names, rows, reasons)
-        if self._format.is_guarded:
+        if self._values.is_guarded:
             self._values.give(rows, reasons)
         landed: dict[Name, bytes] = {
             slot: digest.tobytes() for slot, digest, reason in zip(slots, digests, reasons, strict=True) if not reason
@@ -677,10 +620,10 @@ class ThreadedStore(ExternalStore):
             batch.is_asked = False
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
         names = self._slot_names([slots[index] for index in there])
-        if self._format.is_guarded:
+        if self._values.is_guarded:
             rows, found, sums = self._values.fetch(names, [name.tobytes() for name in names])
         else:
-            rows = self._buffers.take(len(there), self.bytes_per_block)
+            rows = self._values.buffers.take(len(there), self.bytes_per_block)
             found = reasons_of(self.get(names, rows), len(names))
             sums = checksum_rows(rows)
         for index, reason, digest in zip(there, found, sums, strict=True):
@@ -688,48 +631,6 @@ class ThreadedStore(ExternalStore):
         return spread_out(rows, there, len(slots)), reasons
 
     # ---- the epoch ----
-
-    def read_epoch(self, key: Bytes) -> Bytes | None:
-        """Return the row that identifies the valid blocks, uint8 `[192]`; None if it is absent.
-
-        The default calls `get`, and treats `LookupError` and `FileNotFoundError` as absent. While it raises anything
-        else, the store finds and stores nothing. Runs in a worker thread; may block or raise.
-
-        Args:
-            key: key of the row, uint8 `[32]`.
-        """
-        row = np.zeros((1, HEADER + EPOCH_BYTES), np.uint8)
-        try:
-            why = reasons_of(self.get(key[None], row), 1)[0]
-        except (LookupError, FileNotFoundError):
-            return None
-        if why not in {"", "absent"}:
-            raise StoreError(f"get answers {why!r} for the epoch's record")
-        return None if why else row[0]
-
-    def replace_epoch(self, key: Bytes, old: Bytes | None, new: Bytes) -> Bytes | None:
-        """Replace that row if it equals `old`, atomically across processes. `forget` calls this.
-
-        The default is safe only within one store object. Override it in a plug-in that several processes use at the
-        same time. Runs in a worker thread; may block or raise.
-
-        Args:
-            key: key of the row, uint8 `[32]`.
-            old: the expected row, uint8 `[192]`; None if it must be absent.
-            new: the new row, uint8 `[192]`.
-
-        Returns:
-            The row that is stored afterwards.
-
-        Raises:
-            StoreError: the storage has no atomic replacement.
-        """
-        there = self.read_epoch(key)
-        if (None if there is None else there.tobytes()) != (None if old is None else old.tobytes()):
-            return there
-        if not answered("put", self.put(key[None], new[None]), 1)[0]:
-            raise StoreError("put refused the epoch's record")
-        return new
 
     def _keep_epoch(self, epoch: Epoch) -> bool:  # noqa: ARG002 (a storage with replicas has its own)
         """Wait until the storage's replicas have the record of this epoch. Returns False if it may be lost."""
