@@ -55,7 +55,7 @@ FILES = (
     "threaded/known_keys.py",
     "threaded/storage.py",
     "threaded/store.py",
-    "threaded/values.py",
+    "threaded/stored_values.py",
     "traces/recorder.py",
     "/threading.py",  # whose conditions are entered and left in Python
 )

@@ -18,11 +18,11 @@ from blockyard.scheduler.admission import Admission
 from blockyard.stores import Completion, ThreadedStore, object_store
 from blockyard.stores.redis import RedisStore, lists
 from blockyard.stores.redis import store as redis_store
-from blockyard.stores.threaded import epochs, keyed_blocks, known_keys, values
+from blockyard.stores.threaded import epochs, keyed_blocks, known_keys, stored_values
 from blockyard.stores.threaded.batches import Batches
 from blockyard.stores.threaded.epochs import Epoch, SharedEpoch
 from blockyard.stores.threaded.keyed_blocks import KeyedBlocks
-from blockyard.stores.threaded.values import Values
+from blockyard.stores.threaded.stored_values import StoredValues
 from blockyard.tools.sim import FleetOptions
 from blockyard.tools.sim.fleet.servers.redis_cluster import RedisClusterLink
 from blockyard.tools.sim.fleet.servers.redis_server import RedisLink
@@ -99,13 +99,13 @@ def _delete_under_old_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def _all_stored(patch: pytest.MonkeyPatch) -> None:
-    put_good = Values.put
+    put_good = StoredValues.put
 
     def pretend(self: Any, names: Any, rows: Any, reasons: list[str], *more: Any) -> None:
         put_good(self, names, rows, reasons, *more)
         reasons[:] = [""] * len(reasons)
 
-    patch.setattr(Values, "put", pretend)
+    patch.setattr(StoredValues, "put", pretend)
 
 
 def _late_put_stored(patch: pytest.MonkeyPatch) -> None:
@@ -217,9 +217,9 @@ def _wrong_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_key_check(patch: pytest.MonkeyPatch) -> None:
-    check = values.check_parts
-    patch.setattr(values, "check_parts", lambda *arguments: [""] * len(check(*arguments)))
-    patch.setattr(Values, "check", lambda self, values, keys: [""] * len(keys))
+    check = stored_values.check_parts
+    patch.setattr(stored_values, "check_parts", lambda *arguments: [""] * len(check(*arguments)))
+    patch.setattr(StoredValues, "check", lambda self, values, keys: [""] * len(keys))
 
 
 def _no_token(patch: pytest.MonkeyPatch) -> None:

@@ -232,7 +232,7 @@ class ObjectStore(RemoteStore):
     def _fetch_into(
         self, out: Bytes, names: Bytes, keys: list[bytes], last: Callable[[], None] | None = None
     ) -> tuple[Bytes, list[str], Bytes]:
-        """Like `Values.fetch`, but each value by one call, straight into `out`. `last` follows the last call."""
+        """Like `StoredValues.fetch`, but each value by one call, straight into `out`. `last` follows the last call."""
         headers, sums = np.zeros((len(keys), HEADER), np.uint8), np.zeros((len(keys), 16), np.uint8)
         paths, missed = [self._path(name) for name in names], ["error"] * len(keys)
         is_large = self._values.width >= _SUMMED_ALONE

@@ -10,7 +10,7 @@
 | `epochs` | which weights the stored blocks belong to |
 | `runtime` | clock, locks, threads and randomness: the system's, or a simulation's |
 | `call_pool` | concurrent calls, for storage that serves one block per call |
-| `values` | the bytes that are stored for a block, and how they are put and got |
+| `stored_values` | the bytes that are stored for a block, and how they are put and got |
 """
 
 from blockyard.stores.threaded.store import ThreadedStore

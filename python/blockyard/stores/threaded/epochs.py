@@ -26,7 +26,7 @@ import numpy as np
 from blockyard.errors import StoreError
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.threaded.storage import EPOCH_BYTES, Storage
-from blockyard.stores.threaded.values import Values
+from blockyard.stores.threaded.stored_values import StoredValues
 from blockyard.stores.value import HEADER, Bytes, check_values, seal_values
 
 __all__ = ["EPOCH_BYTES", "Epoch", "EpochRecord", "ForgottenError", "Record", "RecordCheck", "SharedEpoch", "name_of"]
@@ -130,7 +130,7 @@ class EpochRecord:
         values: the store's values.
     """
 
-    def __init__(self, storage: Storage, key: bytes, values: Values) -> None:
+    def __init__(self, storage: Storage, key: bytes, values: StoredValues) -> None:
         self.key = key
         self._storage, self._values = storage, values
         self._row_key = np.frombuffer(key, np.uint8)

@@ -11,7 +11,7 @@ from blockyard.stores.threaded.epochs import Epoch, EpochRecord, ForgottenError,
 from blockyard.stores.threaded.known_keys import KnownKeys
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.threaded.storage import Storage
-from blockyard.stores.threaded.values import Values
+from blockyard.stores.threaded.stored_values import StoredValues
 from blockyard.stores.value import Bytes, answered, spread_out
 
 __all__ = ["KeyedBlocks"]
@@ -42,7 +42,7 @@ class KeyedBlocks:
     def __init__(
         self,
         storage: Storage,
-        values: Values,
+        values: StoredValues,
         batches: Batches,
         lock: Any,
         *,

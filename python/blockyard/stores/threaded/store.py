@@ -21,7 +21,7 @@ from blockyard.stores.threaded.epochs import Epoch, Record
 from blockyard.stores.threaded.keyed_blocks import KeyedBlocks
 from blockyard.stores.threaded.runtime import runtime
 from blockyard.stores.threaded.storage import Storage
-from blockyard.stores.threaded.values import Values
+from blockyard.stores.threaded.stored_values import StoredValues
 from blockyard.stores.url import hide_secrets, public_url, secrets_of
 from blockyard.stores.value import Bytes, copy_rows, reasons_of, spread_out
 from blockyard.types import StoreStats
@@ -133,7 +133,7 @@ class ThreadedStore(Storage, ExternalStore):
         self._misses: Counter[str] = Counter()
         self._blocks = {True: 0, False: 0}  # written, read
         self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
-        self._values = Values(
+        self._values = StoredValues(
             self, namespace, bytes_per_block, codec, mac_key, note=self._note, reuses_rows=self._reuses_rows
         )
         self.namespace, self._value_bytes = self._values.namespace, self._values.width

@@ -1,4 +1,4 @@
-"""`Values`: the stored form of blocks, a header and then the block, perhaps encoded; and the storage that has them."""
+"""`StoredValues`: the stored form of blocks, a header and then the block, perhaps encoded; and their storage."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,10 +20,10 @@ from blockyard.stores.value import (
 )
 from blockyard.workers.buffers import Buffers
 
-__all__ = ["Values"]
+__all__ = ["StoredValues"]
 
 
-class Values:
+class StoredValues:
     """Converts blocks to values, puts and gets these, and converts them back. Thread-safe; may block.
 
     Args:
