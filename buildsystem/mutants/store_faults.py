@@ -67,23 +67,29 @@ STORE_FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         ],
     ),
     (
-        "stores/threaded/store.py",
+        "stores/threaded/keyed_blocks.py",
         THREADED,
         [
             (
-                "        if batch.age < self._epochs.age:  # it was submitted under an earlier epoch\n",
+                "        if batch.age < self.epochs.age:  # it was submitted under an earlier epoch\n",
                 "        if False:\n",
             ),
             ("        if batch.ended:  # the caller may have changed the rows since\n            return reasons\n", ""),
             (
-                "            if not batch.ended:\n                batch.digests",
-                "            if True:\n                batch.digests",
-            ),
-            (
-                "        if not self._epochs.counts(epoch, stored) and self._confirm().token != epoch.token:",
+                "        if not self.epochs.counts(epoch, stored) and self.confirm().token != epoch.token:",
                 "        if False:",
             ),
             ('["lost" if key in late else "" for key in keys]', '["" for key in keys]'),
+        ],
+    ),
+    (
+        "stores/threaded/store.py",
+        THREADED,
+        [
+            (
+                "            if not batch.ended:\n                batch.digests",
+                "            if True:\n                batch.digests",
+            ),
             (
                 '                self._give_up(batch, "unavailable" if batches.is_refused(batch) else "timeout")\n',
                 "",

@@ -35,7 +35,9 @@ CACHE = (
     "prefix_store/store.py",
     "prefix_store/writes.py",
 )
-STORES = tuple(f"stores/threaded/{name}.py" for name in ("batches", "known_keys", "store", "value_format"))
+STORES = tuple(
+    f"stores/threaded/{name}.py" for name in ("batches", "keyed_blocks", "known_keys", "store", "stored_values")
+)
 STORES += ("stores/value.py", "workers/buffers.py", "workers/logs.py", "workers/threads.py")
 STORES += ("workers/interrupts.py", "workers/ownership.py")
 STRIPED = ("stores/striped.py", "stores/checked_store.py")

@@ -14,7 +14,7 @@ import pytest
 from cache_rig import Config, random_config
 from random_cache_programs import failure, random_program, run
 
-from blockyard.stores import ThreadedStore
+from blockyard.stores.threaded.keyed_blocks import KeyedBlocks
 
 LENGTH = 300
 PROGRAMS = int(os.environ.get("BLOCKYARD_OPERATIONS") or 12_000) // LENGTH
@@ -49,7 +49,7 @@ def test_no_byte_is_wrong_whatever_real_stores_do(part: int):
 
 
 def test_blocks_of_other_weights_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    names_of = ThreadedStore._names_of
-    monkeypatch.setattr(ThreadedStore, "_names_of", lambda self, keys, _: names_of(self, keys, b""))
+    names_of = KeyedBlocks.names_of
+    monkeypatch.setattr(KeyedBlocks, "names_of", lambda self, keys, _: names_of(self, keys, b""))
     programs = (random_program(seed, LENGTH, config_of(seed)) for seed in range(5, 45))
     assert any(isinstance(failure(program), AssertionError) for program in programs)

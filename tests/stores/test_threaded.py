@@ -576,7 +576,7 @@ def test_a_put_that_has_begun_when_everything_is_forgotten_is_forgotten_too():
         gates = {"put": threading.Event(), "get": threading.Event()}
         begun = threading.Semaphore(0)
         for name in ("get", "put"):
-            store._epochs._confirmed_at = 0.0 if name == "get" else time.monotonic()
+            store._keys.epochs._confirmed_at = 0.0 if name == "get" else time.monotonic()
 
             def hang(called: str, name: str = name) -> None:
                 if called == name and not gates[name].is_set():

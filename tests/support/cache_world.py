@@ -51,8 +51,11 @@ FILES = (
     "scheduler/swapping.py",
     "threaded/batches.py",
     "threaded/epochs.py",
+    "threaded/keyed_blocks.py",
     "threaded/known_keys.py",
+    "threaded/storage.py",
     "threaded/store.py",
+    "threaded/stored_values.py",
     "traces/recorder.py",
     "/threading.py",  # whose conditions are entered and left in Python
 )

@@ -17,10 +17,11 @@ from typing import Any
 
 from shared_blocks import Plan
 
-from blockyard.stores import ThreadedStore, object_store, redis, value
+from blockyard.stores import object_store, redis, value
 from blockyard.stores.redis.lists import Lists
 from blockyard.stores.threaded import known_keys
 from blockyard.stores.threaded.epochs import Epoch
+from blockyard.stores.threaded.keyed_blocks import KeyedBlocks
 
 __all__ = ["plant"]
 
@@ -62,13 +63,13 @@ def _clocks() -> None:
 
 
 def _landing() -> None:
-    put = ThreadedStore._put_or_delete
+    put = KeyedBlocks._put_or_delete
 
     def land(self: Any, batch: Any, keys: list[bytes]) -> Any:
         batch.age = 1 << 60
         return put(self, batch, keys)
 
-    ThreadedStore._put_or_delete = land  # type: ignore[method-assign]
+    KeyedBlocks._put_or_delete = land  # type: ignore[method-assign]
 
 
 def _trim() -> None:

@@ -18,9 +18,11 @@ from blockyard.scheduler.admission import Admission
 from blockyard.stores import Completion, ThreadedStore, object_store
 from blockyard.stores.redis import RedisStore, lists
 from blockyard.stores.redis import store as redis_store
-from blockyard.stores.threaded import epochs, known_keys, store, value_format
+from blockyard.stores.threaded import epochs, keyed_blocks, known_keys, stored_values
 from blockyard.stores.threaded.batches import Batches
 from blockyard.stores.threaded.epochs import Epoch, SharedEpoch
+from blockyard.stores.threaded.keyed_blocks import KeyedBlocks
+from blockyard.stores.threaded.stored_values import StoredValues
 from blockyard.tools.sim import FleetOptions
 from blockyard.tools.sim.fleet.servers.redis_cluster import RedisClusterLink
 from blockyard.tools.sim.fleet.servers.redis_server import RedisLink
@@ -44,13 +46,13 @@ def _at_each_seed(patch: pytest.MonkeyPatch, begin: Callable[[Texts], None]) -> 
 
 
 def _landing(patch: pytest.MonkeyPatch) -> None:
-    put = ThreadedStore._put_or_delete
+    put = KeyedBlocks._put_or_delete
 
     def land(self: Any, batch: Any, keys: list[bytes]) -> Any:
         batch.age = 1 << 60
         return put(self, batch, keys)
 
-    patch.setattr(ThreadedStore, "_put_or_delete", land)
+    patch.setattr(KeyedBlocks, "_put_or_delete", land)
 
 
 def _clocks(patch: pytest.MonkeyPatch) -> None:
@@ -97,13 +99,13 @@ def _delete_under_old_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def _all_stored(patch: pytest.MonkeyPatch) -> None:
-    put_good = ThreadedStore._put_good
+    put_good = StoredValues.put
 
     def pretend(self: Any, names: Any, rows: Any, reasons: list[str], *more: Any) -> None:
         put_good(self, names, rows, reasons, *more)
         reasons[:] = [""] * len(reasons)
 
-    patch.setattr(ThreadedStore, "_put_good", pretend)
+    patch.setattr(StoredValues, "put", pretend)
 
 
 def _late_put_stored(patch: pytest.MonkeyPatch) -> None:
@@ -152,23 +154,23 @@ def _stays_hidden(patch: pytest.MonkeyPatch) -> None:
 
 def _damaged_records_count(patch: pytest.MonkeyPatch) -> None:
     """A batch whose record came damaged on its way has no blocks, although they are there."""
-    fetch = ThreadedStore._get
+    fetch = KeyedBlocks._get
 
     def get(self: Any, batch: Any, keys: list[bytes]) -> Any:
-        counts, looked = self._epochs.counts, [True]
+        counts, looked = self.epochs.counts, [True]
 
         def look(epoch: Epoch, stored: Any) -> bool:
             looked.append(counts(epoch, stored))
             return looked[-1]
 
-        self._epochs.counts = look
+        self.epochs.counts = look
         try:
             rows, reasons = fetch(self, batch, keys)
         finally:
-            del self._epochs.counts
+            del self.epochs.counts
         return (rows, reasons) if looked[-1] else (None, ["absent"] * len(keys))
 
-    patch.setattr(ThreadedStore, "_get", get)
+    patch.setattr(KeyedBlocks, "_get", get)
 
 
 def _known_after_forget(patch: pytest.MonkeyPatch) -> None:
@@ -206,23 +208,23 @@ def _miscount(patch: pytest.MonkeyPatch) -> None:
 
 def _wrong_row(patch: pytest.MonkeyPatch) -> None:
     """Swap two blocks of one batch."""
-    spread = store.spread_out
+    spread = keyed_blocks.spread_out
 
     def swap(rows: Any, where: Any, count: int) -> Any:
         return spread(rows, where, count)[::-1] if count > 1 else spread(rows, where, count)
 
-    patch.setattr(store, "spread_out", swap)
+    patch.setattr(keyed_blocks, "spread_out", swap)
 
 
 def _no_key_check(patch: pytest.MonkeyPatch) -> None:
-    check = value_format.check_parts
-    patch.setattr(value_format, "check_parts", lambda *arguments: [""] * len(check(*arguments)))
-    patch.setattr(value_format.ValueFormat, "check", lambda self, values, keys: [""] * len(keys))
+    check = stored_values.check_parts
+    patch.setattr(stored_values, "check_parts", lambda *arguments: [""] * len(check(*arguments)))
+    patch.setattr(StoredValues, "check", lambda self, values, keys: [""] * len(keys))
 
 
 def _no_token(patch: pytest.MonkeyPatch) -> None:
-    names = ThreadedStore._names_of
-    patch.setattr(ThreadedStore, "_names_of", lambda self, keys, epoch: names(self, keys, bytes(16)))
+    names = KeyedBlocks.names_of
+    patch.setattr(KeyedBlocks, "names_of", lambda self, keys, epoch: names(self, keys, bytes(16)))
 
 
 def _deletes_nothing(patch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ class Writer:
         if not self.has_epochs:
             self.forget(weights)
             return
-        epochs, stopped, go_on = self.store._epochs, Event(), Event()  # type: ignore[attr-defined]
+        epochs, stopped, go_on = self.store._keys.epochs, Event(), Event()  # type: ignore[attr-defined]
         real = epochs.begin
 
         def begin() -> None:

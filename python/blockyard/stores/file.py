@@ -221,11 +221,11 @@ class GuardedSlab(ThreadedStore):
         super().__init__(found.parts.url, **options)
         self._use = use
         # Always valid: no other process has the slabs open, and they track what was forgotten.
-        self._epochs = SharedEpoch(lambda: Record(b"", Epoch.read(bytes(EPOCH_BYTES))), self._record.replace)
+        self._keys.epochs = SharedEpoch(lambda: Record(b"", Epoch.read(bytes(EPOCH_BYTES))), self._keys.record.replace)
         self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base
         self._slab = _open_slabs(
             found,
-            bytes_per_block=self._format.width,
+            bytes_per_block=self._values.width,
             num_slots=num_slots,
             namespace=self.namespace,
             use=use,
@@ -280,12 +280,11 @@ class GuardedSlab(ThreadedStore):
         """Forget every key at once; see `ExternalStore.forget`."""
         self._keys_of([])
         with self._lock:
-            self._known.clear()
-            self._epochs.stop("")
-            while any(batch.age < self._epochs.age for batch in self._batches.running):
+            self._keys.stop("")
+            while any(batch.age < self._keys.epochs.age for batch in self._batches.running):
                 self._changed.wait(0.01)  # otherwise an earlier put could land after the slab has forgotten
         self._slab.forget(revision)
-        self._epochs.begin()
+        self._keys.epochs.begin()
 
     def _slab_names(self, keys: Bytes) -> NDArray[Any]:
         """Return the slabs' names for rows: keys, or the slots at the beginning of their names."""

@@ -2,13 +2,15 @@
 
 | module | state and rules |
 |---|---|
-| `store` | a storage's functions, the names of blocks, how batches use them, and the threads that run these |
+| `storage` | a storage's functions, which plug-ins and servers have |
+| `store` | tickets and threads, blocks in slots, and the breaker |
 | `batches` | tickets, order, deadlines and memory of batches, and whether the storage answers |
+| `keyed_blocks` | blocks by key: their names under an epoch, and how batches use them |
 | `known_keys` | which keys have a block and which do not |
 | `epochs` | which weights the stored blocks belong to |
 | `runtime` | clock, locks, threads and randomness: the system's, or a simulation's |
 | `call_pool` | concurrent calls, for storage that serves one block per call |
-| `value_format` | the bytes that are stored for a block |
+| `stored_values` | the bytes that are stored for a block, and how they are put and got |
 """
 
 from blockyard.stores.threaded.store import ThreadedStore

@@ -19,18 +19,18 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from blockyard.errors import StoreError
 from blockyard.stores.threaded.runtime import runtime
-from blockyard.stores.threaded.value_format import ValueFormat
+from blockyard.stores.threaded.storage import EPOCH_BYTES, Storage
+from blockyard.stores.threaded.stored_values import StoredValues
 from blockyard.stores.value import HEADER, Bytes, check_values, seal_values
 
 __all__ = ["EPOCH_BYTES", "Epoch", "EpochRecord", "ForgottenError", "Record", "RecordCheck", "SharedEpoch", "name_of"]
 
-EPOCH_BYTES: Final = 64
 _OF_NAMESPACE: Final = bytes(32)  # the name of the weights that the namespace names
 _FIRST: Final = bytes(16)  # the weights before the first `forget`
 _TRIES: Final = 100  # attempts to replace the record while other processes replace it first
@@ -121,26 +121,16 @@ class RecordCheck:
     record: Record | None = None
 
 
-class RecordStorage(Protocol):
-    """Storage for the record's row; see `ThreadedStore`."""
-
-    def read_epoch(self, key: Bytes) -> Bytes | None:
-        """Return the row, uint8 `[192]`; None if it is absent."""
-
-    def replace_epoch(self, key: Bytes, old: Bytes | None, new: Bytes) -> Bytes | None:
-        """Replace the row if it equals `old`; return the row that is stored afterwards."""
-
-
 class EpochRecord:
     """Reads and replaces the record of a store's epoch: a value like those of blocks, but never encoded.
 
     Args:
         storage: holds the row.
         key: key of the row, 32 bytes.
-        values: the store's format.
+        values: the store's values.
     """
 
-    def __init__(self, storage: RecordStorage, key: bytes, values: ValueFormat) -> None:
+    def __init__(self, storage: Storage, key: bytes, values: StoredValues) -> None:
         self.key = key
         self._storage, self._values = storage, values
         self._row_key = np.frombuffer(key, np.uint8)

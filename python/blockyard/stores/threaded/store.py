@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from math import inf
@@ -18,14 +17,14 @@ from blockyard.stores.base import SLOWEST, ExternalStore, Keys, Owners, Use, no_
 from blockyard.stores.codec import Codec, MacKey
 from blockyard.stores.log_lines import FailureLog
 from blockyard.stores.threaded.batches import Batch, Batches, BatchKind, Name, Recovery
-from blockyard.stores.threaded.epochs import EPOCH_BYTES, Epoch, EpochRecord, ForgottenError, Record, SharedEpoch
-from blockyard.stores.threaded.known_keys import KnownKeys
+from blockyard.stores.threaded.epochs import Epoch, Record
+from blockyard.stores.threaded.keyed_blocks import KeyedBlocks
 from blockyard.stores.threaded.runtime import runtime
-from blockyard.stores.threaded.value_format import ValueFormat
+from blockyard.stores.threaded.storage import Storage
+from blockyard.stores.threaded.stored_values import StoredValues
 from blockyard.stores.url import hide_secrets, public_url, secrets_of
-from blockyard.stores.value import HEADER, Bytes, answered, copy_rows, reasons_of, spread_out
+from blockyard.stores.value import Bytes, copy_rows, reasons_of, spread_out
 from blockyard.types import StoreStats
-from blockyard.workers.buffers import Buffers
 from blockyard.workers.interrupts import open_event
 from blockyard.workers.logs import describe
 from blockyard.workers.ownership import Process
@@ -33,12 +32,11 @@ from blockyard.workers.threads import IDLE_SECONDS, Polls
 
 __all__ = ["ThreadedStore"]
 
-_EPOCH_SECONDS: Final = 1.0  # how long puts and lookups may use an epoch without checking the record
 _DEAR: Final = 0.25  # seconds; a call that fails faster may be repeated at once
 _MEMORY_SECONDS: Final = 0.1  # how long a thread that lacks memory waits for it
 
 
-class ThreadedStore(ExternalStore):
+class ThreadedStore(Storage, ExternalStore):
     """A store over functions that may block: `put`, `get` and, for a prefix store, `delete`. Worker threads call them.
 
     The class adds tickets, deadlines and misses, keeps the order of operations on each slot and key, and checks every
@@ -131,19 +129,28 @@ class ThreadedStore(ExternalStore):
         self._event: int | None = None
         self._is_rung = False  # whether the event is readable
         self._polls = Polls()
-        self._buffers = Buffers()
         self._failures = FailureLog(self._runtime.monotonic)
         self._misses: Counter[str] = Counter()
         self._blocks = {True: 0, False: 0}  # written, read
         self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
-        self._format = ValueFormat(namespace, bytes_per_block, codec, mac_key, self._note)
-        self.namespace = self._format.namespace
-        self._salt = self._digest_of(b"BLKYSLOTS1", self._runtime.random_bytes(16))[:24]  # of the slots' names
+        self._values = StoredValues(
+            self, namespace, bytes_per_block, codec, mac_key, note=self._note, reuses_rows=self._reuses_rows
+        )
+        self.namespace, self._value_bytes = self._values.namespace, self._values.width
+        salted = b"BLKYSLOTS1" + self.namespace + self._runtime.random_bytes(16)
+        self._salt = hashlib.sha256(salted).digest()[:24]  # of the slots' names
         self._digests: dict[int, dict[Name, bytes]] = {}  # digests of each slot's last write
-        self._known = KnownKeys(self._runtime.monotonic, self._there_seconds)
-        self._token = b""  # of the epoch under which the keys are known
-        self._record = EpochRecord(self, self._digest_of(b"BLKYEPOCH2"), self._format)
-        self._epochs = SharedEpoch(self._record.read, self._record.replace, revision, self._keep_epoch)
+        self._keys = KeyedBlocks(
+            self,
+            self._values,
+            self._batches,
+            self._lock,
+            fetch=self._fetch_with_record,
+            keep=self._keep_epoch,
+            note=self._note,
+            revision=revision,
+            there_seconds=self._there_seconds,
+        )
 
     @property
     def uses(self) -> tuple[Use, ...]:
@@ -164,61 +171,6 @@ class ThreadedStore(ExternalStore):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({public_url(self.url)!r})"
-
-    @abstractmethod
-    def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
-        """Store blocks under their keys, replacing existing ones. Runs in a worker thread; may block or raise.
-
-        Args:
-            keys: uint8 `[n, 32]`, no repeats. No other call uses these keys, unless it missed its deadline.
-            rows: the rows to store, uint8 `[n, width]`; only this call uses them, and it may keep them. `width` is
-                `bytes_per_block`, except in a prefix store or with a codec or a MAC key.
-
-        Returns:
-            Whether each block was stored, bool `[n]`; False is a miss, `"refused"`.
-        """
-
-    def put_blocks(self, keys: Bytes, rows: Bytes, owners: Owners | None, damaged: set[bytes]) -> NDArray[np.bool_]:  # noqa: ARG002
-        """Store the blocks of a prefix store. The default calls `put`.
-
-        Args:
-            keys: as for `put`.
-            rows: as for `put`.
-            owners: the tenants, for a store that `keeps_quotas`, with the names of the parents.
-            damaged: keys whose values must be replaced: the last read of each was damaged. Others may be kept.
-        """
-        return self.put(keys, rows)
-
-    @abstractmethod
-    def get(self, keys: Bytes, out: Bytes) -> NDArray[np.bool_] | list[str]:
-        """Read blocks by their keys. Runs in a worker thread; may block or raise.
-
-        Args:
-            keys: uint8 `[n, 32]`, repeats allowed. Names of slots were put before; other names may be absent.
-            out: receives the rows, uint8 `[n, width]`, with arbitrary content; do not write to it after returning. If a
-                stored row has another width, return True and leave the row unchanged.
-
-        Returns:
-            Whether each block was found, bool `[n]`; False is a miss, `"absent"`. Or a list of the reasons, `""` for
-            blocks that were found.
-        """
-
-    def delete(self, keys: Bytes) -> None:  # noqa: ARG002 (a store with keys has its own)
-        """Delete blocks; ignore absent ones. A plug-in that overrides this method can be a prefix store.
-
-        Args:
-            keys: uint8 `[n, 32]`, no repeats.
-        """
-        raise no_keys_error()
-
-    def has(self, keys: Bytes) -> NDArray[np.bool_]:
-        """Return whether each key has a block, bool `[n]`. The default reads the blocks one by one.
-
-        Args:
-            keys: uint8 `[n, 32]`.
-        """
-        row = np.zeros((1, self._format.width), np.uint8)
-        return np.array([not reasons_of(self.get(key[None], row), 1)[0] for key in keys], np.bool_)
 
     def submit_write(self, slots: NDArray[np.int64], rows: Bytes) -> int:
         """Start to write blocks; see `ExternalStore.submit_write`."""
@@ -267,7 +219,7 @@ class ThreadedStore(ExternalStore):
         with self._lock:
             if self._closed or self._refuses(self._runtime.monotonic()):
                 return np.zeros(len(names), np.bool_)
-            there, is_wanting = self._known.look_up(names)
+            there, is_wanting = self._keys.known.look_up(names)
             if is_wanting:
                 self._look()
             return np.array(there, np.bool_)
@@ -277,7 +229,7 @@ class ThreadedStore(ExternalStore):
         names = self._keys_of(keys)
         with self._lock:
             is_down = self._closed or self._refuses(self._runtime.monotonic())
-            return np.array([is_down or self._known.is_lacked(name) for name in names], np.bool_)
+            return np.array([is_down or self._keys.known.is_lacked(name) for name in names], np.bool_)
 
     def forget(self, revision: str | None = None) -> None:
         """Forget every key at once; see `ExternalStore.forget`."""
@@ -285,9 +237,8 @@ class ThreadedStore(ExternalStore):
         with self._lock:
             if self._closed:
                 raise StoreError("the store is closed")
-            self._known.clear()
-            self._epochs.stop(revision)
-        done = self.wait(self._submit("forget", [self._record.key]))
+            self._keys.stop(revision)
+        done = self.wait(self._submit("forget", [self._keys.record.key]))
         if not done.ok.all():
             why = f"{done.reasons[0]}; {self._last_error}" if done.reasons[0] == "error" else done.reasons[0]
             raise StoreError(f"forget was not confirmed, so nothing is found or stored until it is called again: {why}")
@@ -354,7 +305,7 @@ class ThreadedStore(ExternalStore):
                 batches.collect(batch)
         ok = np.array([not reason for reason in reasons], dtype=np.bool_)
         if rows is not None and copy_rows(rows, ok, result):
-            self._buffers.give(rows)
+            self._values.buffers.give(rows)
         return Completion(ticket, ok, result, reasons)
 
     def stats(self) -> StoreStats:
@@ -375,7 +326,7 @@ class ThreadedStore(ExternalStore):
                 is_down=self._batches.is_down,
                 last_error=self._last_error,
                 pending_bytes=self._batches.pending,
-                cached_blocks=self._known.count_there(),
+                cached_blocks=self._keys.known.count_there(),
             )
 
     def close(self, timeout: float = 5.0) -> bool:
@@ -388,7 +339,7 @@ class ThreadedStore(ExternalStore):
             with self._recovery:
                 for batch in self._batches.open.values():
                     self._give_up(batch, "closed")
-        self._buffers.clear()
+        self._values.buffers.clear()
         return in_time
 
     def _stop(self) -> None:
@@ -440,7 +391,7 @@ class ThreadedStore(ExternalStore):
                     reasons=["unavailable" if is_refused else "queue_full"] * len(names),
                     num_bytes=num_bytes,
                     deadline=now + self.timeout_base + (pending + num_bytes) / SLOWEST,
-                    age=self._epochs.age,
+                    age=self._keys.epochs.age,
                     spread=spread,
                     owners=owners,
                 )
@@ -546,9 +497,9 @@ class ThreadedStore(ExternalStore):
         self._count_misses(batch, reasons)
         if batch.kind in {"write", "put", "read", "get"}:
             self._blocks[not batch.is_read] += reasons.count("")
-        if batch.kind in {"put", "get", "delete"} and batch.age >= self._epochs.age:
-            self._known.note_batch(batch, self._batches)
-            self._known.trim(self.num_slots)
+        if batch.kind in {"put", "get", "delete"} and batch.age >= self._keys.epochs.age:
+            self._keys.known.note_batch(batch, self._batches)
+            self._keys.known.trim(self.num_slots)
         if not batch.is_read:
             self._batches.release(batch)
         free = self._batches.end(batch)
@@ -607,8 +558,7 @@ class ThreadedStore(ExternalStore):
 
     def _go_down(self) -> None:
         """Refuse batches until a probe is answered. Those that wait end as they are polled or collected."""
-        self._known.expire()  # the storage may be started again without its data
-        self._epochs.expire()
+        self._keys.expire()
         if self._batches.trip(self._runtime.monotonic()):
             self._failures.failed("it does not answer")
             self._tell()
@@ -631,72 +581,28 @@ class ThreadedStore(ExternalStore):
         if self._closed:
             return
         if batches.lookup is None:
-            batches.lookup = Batch(0, "has", [], None, [], 0, inf, self._epochs.age)
+            batches.lookup = Batch(0, "has", [], None, [], 0, inf, self._keys.epochs.age)
         if batches.lookup not in batches.running and not (batches.lookup in batches.ready and self._num_threads):
             self._make_ready(batches.lookup)
 
     # ---- what a batch does, in a thread ----
 
     def _carry_out(self, batch: Batch) -> tuple[Bytes | None, list[str]]:
-        if batch.kind in {"write", "read"}:
-            return self._write(batch) if batch.kind == "write" else self._read(batch)
-        if batch.kind == "has":
-            return None, self._look_up()
-        if batch.kind == "forget":
-            self._epochs.begin()
-            return None, [""]
-        keys = [name for name in batch.names if isinstance(name, bytes)]
-        try:
-            return self._get(batch, keys) if batch.kind == "get" else (None, self._put_or_delete(batch, keys))
-        except ForgottenError:
-            return None, ["forgotten"] * len(keys)
-
-    def _put_or_delete(self, batch: Batch, keys: list[bytes]) -> list[str]:
-        # A deleted block must not be found under another process's epoch either.
-        epoch = self._confirm(seconds=0.0 if batch.kind == "delete" else _EPOCH_SECONDS)
-        if batch.age < self._epochs.age:  # it was submitted under an earlier epoch
-            return ["forgotten"] * len(keys)
-        names = self._names_of(keys, epoch.token)
-        if batch.kind == "put":
-            return self._put(batch, keys, names, epoch)
-        with self._lock:  # find puts that may still store a key again; while the call runs, one may end
-            late = self._batches.late_puts()
-        self.delete(names)
-        return ["lost" if key in late else "" for key in keys]
-
-    def _confirm(self, *, seconds: float = 0.0) -> Epoch:
-        """Return the epoch; under a new token nothing is known of any key."""
-        epoch = self._epochs.confirm(seconds=seconds)
-        with self._lock:
-            if self._token not in {b"", epoch.token}:
-                self._known.clear()
-            self._token = epoch.token
-        return epoch
-
-    def _put(self, batch: Batch, keys: list[bytes], names: Bytes, epoch: Epoch) -> list[str]:
-        values, reasons = self._sealed(batch.source(), keys)
-        if batch.ended:  # the caller may have changed the rows since
-            return reasons
-        if (owners := batch.owners) is not None:
-            parents = self._names_of([parent.tobytes() for parent in owners.parents], epoch.token)
-            owners = owners._replace(parents=parents * owners.parents.any(axis=1, keepdims=True))
-        with self._lock:
-            damaged = {name.tobytes() for name, key in zip(names, keys, strict=True) if self._known.is_doubted(key)}
-        self._put_good(names, values, reasons, owners, damaged)
-        self._give_values(values, reasons)
-        return reasons
+        if batch.kind == "write":
+            return self._write(batch)
+        return self._read(batch) if batch.kind == "read" else self._keys.carry_out(batch)
 
     def _write(self, batch: Batch) -> tuple[None, list[str]]:
         rows, slots = batch.source(), [name for name in batch.names if isinstance(name, int)]
         names, reasons = self._slot_names(slots), [""] * len(slots)
-        if self._format.is_guarded:
-            rows, reasons = self._sealed(rows, [name.tobytes() for name in names])
-        elif not (self._reuses_rows and rows.flags.c_contiguous):
+        if self._values.is_guarded:
+            rows, reasons = self._values.seal(rows, [name.tobytes() for name in names])
+        elif not (self._values.reuses_rows and rows.flags.c_contiguous):
             rows = rows.copy()
-        digests = rows[:, :16].copy() if self._format.is_guarded else checksum_rows(rows)
-        self._put_good(names, rows, reasons, None, None)
-        if self._format.is_guarded:
-            self._give_values(rows, reasons)
+        digests = rows[:, :16].copy() if self._values.is_guarded else checksum_rows(rows)
+        self._values.put(names, rows, reasons)
+        if self._values.is_guarded:
+            self._values.give(rows, reasons)
         landed: dict[Name, bytes] = {
             slot: digest.tobytes() for slot, digest, reason in zip(slots, digests, reasons, strict=True) if not reason
         }
@@ -714,177 +620,31 @@ class ThreadedStore(ExternalStore):
             batch.is_asked = False
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
         names = self._slot_names([slots[index] for index in there])
-        if self._format.is_guarded:
-            rows, found, sums = self._fetch(names, [name.tobytes() for name in names])
+        if self._values.is_guarded:
+            rows, found, sums = self._values.fetch(names, [name.tobytes() for name in names])
         else:
-            rows = self._buffers.take(len(there), self.bytes_per_block)
+            rows = self._values.buffers.take(len(there), self.bytes_per_block)
             found = reasons_of(self.get(names, rows), len(names))
             sums = checksum_rows(rows)
         for index, reason, digest in zip(there, found, sums, strict=True):
             reasons[index] = reason or ("" if digest.tobytes() == digests[index] else "payload_checksum")
         return spread_out(rows, there, len(slots)), reasons
 
-    def _get(self, batch: Batch, keys: list[bytes]) -> tuple[Bytes | None, list[str]]:
-        with self._lock:
-            there = [index for index, key in enumerate(keys) if not self._known.is_hidden(key)]
-        reasons = ["absent"] * len(keys)
-        if not there:
-            batch.is_asked = False
-            return np.zeros((0, self.bytes_per_block), np.uint8), reasons
-        # Every read but the first fetches the record with it.
-        epoch = self._epochs.known() or self._confirm()
-        out = batch.rows if len(there) == len(batch.reasons) else None
-        wanted = [keys[index] for index in there]
-        stored, rows, found, seen = self._fetch_under(epoch, wanted, out)
-        # If the record came damaged, a second look tells whether it still is the same one.
-        if not self._epochs.counts(epoch, stored) and self._confirm().token != epoch.token:
-            # The record was lost and replaced for the same weights.
-            return None, ["absent"] * len(keys)
-        for index, reason in zip(there, found, strict=True):
-            reasons[index] = reason
-        if any(found):
-            self._judge_damage(epoch, wanted, found, seen)
-        if batch.age < self._epochs.stopped_at:
-            return None, ["forgotten"] * len(keys)
-        return spread_out(rows, there, len(keys)), reasons
-
-    def _judge_damage(self, epoch: Epoch, keys: list[bytes], reasons: list[str], seen: Bytes) -> None:
-        """Doubt damaged values, and delete those that an earlier read has found damaged in the same way."""
-        with self._lock:
-            bad = self._known.doubt_damaged(keys, reasons, seen)
-        if bad:
-            try:
-                self.delete(self._names_of(bad, epoch.token))
-            except Exception as error:  # noqa: BLE001 (the block is a miss either way)
-                self._note(error)
-
-    # ---- values: blocks with a header ----
-
-    def _sealed(self, rows: Bytes, keys: list[bytes]) -> tuple[Bytes, list[str]]:
-        """Copy blocks into values in our own memory. Returns the values, and each block's reason if it has none."""
-        shape = len(keys), self._format.width
-        # A buffer that is never given back is fresh pages each time, which takes longer than the rest of a put.
-        values = self._buffers.take(*shape) if self._reuses_rows else np.empty(shape, np.uint8)
-        return values, self._format.seal(rows, keys, values)
-
-    def _put_good(
-        self, names: Bytes, rows: Bytes, reasons: list[str], owners: Owners | None, damaged: set[bytes] | None
-    ) -> None:
-        """Put the rows without a reason, those of slots or those of blocks; and set the reasons of refused ones."""
-        good = [index for index, reason in enumerate(reasons) if not reason]
-        if not good:
-            return
-        if len(good) < len(rows):
-            names, rows = names[good], rows[good]
-            owners = None if owners is None else Owners(owners.tenants[good], owners.parents[good])
-        found = self.put(names, rows) if damaged is None else self.put_blocks(names, rows, owners, damaged)
-        for index, stored in zip(good, answered("put", found, len(good)), strict=True):
-            reasons[index] = "" if stored else "refused"
-
-    def _give_values(self, values: Bytes, reasons: list[str]) -> None:
-        """Return the memory of values to the pool, if nothing refers to it."""
-        if self._reuses_rows and not any(reasons):
-            self._buffers.give(values)
-
-    def _fetch(self, names: Bytes, keys: list[bytes]) -> tuple[Bytes, list[str], Bytes]:
-        """Read values. Returns their blocks, a reason for each, and what was read, see `ValueFormat.check`."""
-        values = self._buffers.take(len(keys), self._format.width)
-        values[:, :HEADER] = 0
-        missed = reasons_of(self.get(names, values), len(names))
-        checked, sums = self._format.check(values, keys)
-        reasons = [why or reason for why, reason in zip(missed, checked, strict=True)]
-        if self._format.codec is None:
-            return values[:, HEADER:], reasons, sums
-        rows = self._buffers.take(len(keys), self.bytes_per_block)
-        self._format.decode(self._format.codec, values, reasons, rows)
-        self._buffers.give(values)
-        return rows, reasons, sums
-
-    def _look_up(self) -> list[str]:
-        """Look up the keys that `contains` did not know; without such keys, look up any name, as a probe."""
-        with self._lock:
-            keys = self._known.take_wanted()
-        if not keys:
-            self.has(np.frombuffer(self._runtime.random_bytes(32), np.uint8)[None])
-            return []
-        try:
-            epoch = self._confirm(seconds=_EPOCH_SECONDS)
-        except ForgottenError:
-            return []
-        age = self._epochs.age
-        found = answered("has", self.has(self._names_of(keys, epoch.token)), len(keys))
-        with self._lock:
-            is_valid = age == self._epochs.age and epoch == self._epochs.known()
-            for key, good in zip(keys, found, strict=True):
-                if is_valid and not self._batches.is_busy(key) and self._known.is_due(key):
-                    self._known.note(key, is_there=good)
-            self._known.trim(self.num_slots)
-        return []
-
     # ---- the epoch ----
-
-    def read_epoch(self, key: Bytes) -> Bytes | None:
-        """Return the row that identifies the valid blocks, uint8 `[192]`; None if it is absent.
-
-        The default calls `get`, and treats `LookupError` and `FileNotFoundError` as absent. While it raises anything
-        else, the store finds and stores nothing. Runs in a worker thread; may block or raise.
-
-        Args:
-            key: key of the row, uint8 `[32]`.
-        """
-        row = np.zeros((1, HEADER + EPOCH_BYTES), np.uint8)
-        try:
-            why = reasons_of(self.get(key[None], row), 1)[0]
-        except (LookupError, FileNotFoundError):
-            return None
-        if why not in {"", "absent"}:
-            raise StoreError(f"get answers {why!r} for the epoch's record")
-        return None if why else row[0]
-
-    def replace_epoch(self, key: Bytes, old: Bytes | None, new: Bytes) -> Bytes | None:
-        """Replace that row if it equals `old`, atomically across processes. `forget` calls this.
-
-        The default is safe only within one store object. Override it in a plug-in that several processes use at the
-        same time. Runs in a worker thread; may block or raise.
-
-        Args:
-            key: key of the row, uint8 `[32]`.
-            old: the expected row, uint8 `[192]`; None if it must be absent.
-            new: the new row, uint8 `[192]`.
-
-        Returns:
-            The row that is stored afterwards.
-
-        Raises:
-            StoreError: the storage has no atomic replacement.
-        """
-        there = self.read_epoch(key)
-        if (None if there is None else there.tobytes()) != (None if old is None else old.tobytes()):
-            return there
-        if not answered("put", self.put(key[None], new[None]), 1)[0]:
-            raise StoreError("put refused the epoch's record")
-        return new
 
     def _keep_epoch(self, epoch: Epoch) -> bool:  # noqa: ARG002 (a storage with replicas has its own)
         """Wait until the storage's replicas have the record of this epoch. Returns False if it may be lost."""
         return True
 
-    def _fetch_under(
-        self, epoch: Epoch, keys: list[bytes], _out: Bytes | None
+    def _fetch_with_record(
+        self, names: Bytes, keys: list[bytes], _out: Bytes | None
     ) -> tuple[Record, Bytes, list[str], Bytes]:
-        """Read the record, and blocks under an epoch. Stores that do it in one request, into `_out`, override this."""
-        return self._epochs.read(), *self._fetch(self._names_of(keys, epoch.token), keys)
+        """Read the record, and blocks. Stores that do it in one request, into `_out`, override this."""
+        return self._keys.epochs.read(), *self._values.fetch(names, keys)
 
     def _slot_names(self, slots: list[int]) -> Bytes:
         names = b"".join(slot.to_bytes(8, "little") + self._salt for slot in slots)
         return np.frombuffer(names, np.uint8).reshape(-1, 32)
-
-    def _names_of(self, keys: list[bytes], epoch: bytes) -> Bytes:
-        names = b"".join(self._digest_of(b"BLKYBLOCK2", epoch + key) for key in keys)
-        return np.frombuffer(names, np.uint8).reshape(-1, 32)
-
-    def _digest_of(self, domain: bytes, rest: bytes = b"") -> bytes:
-        return hashlib.sha256(domain + self.namespace + rest).digest()
 
     # ---- what is known of the names of a batch; called with the lock held ----
 
@@ -894,4 +654,4 @@ class ThreadedStore(ExternalStore):
         elif batch.kind == "write":
             self._digests.update((slot, batch.digests) for slot in names if isinstance(slot, int))
         elif batch.kind == "delete":
-            self._known.note_deleted(name for name in names if isinstance(name, bytes))
+            self._keys.known.note_deleted(name for name in names if isinstance(name, bytes))

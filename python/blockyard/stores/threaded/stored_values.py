@@ -1,55 +1,71 @@
-"""`ValueFormat`: the stored form of a block: a header, then the block, which a codec may have encoded."""
+"""`StoredValues`: the stored form of blocks, a header and then the block, perhaps encoded; and their storage."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from blockyard._core import checksum_rows
+from blockyard.stores.base import Owners
 from blockyard.stores.codec import Codec, MacKey, guarded_namespace, read_mac_key
-from blockyard.stores.value import HEADER, Bytes, check_parts, check_values, seal_values, value_length
+from blockyard.stores.threaded.storage import Storage
+from blockyard.stores.value import (
+    HEADER,
+    Bytes,
+    answered,
+    check_parts,
+    check_values,
+    reasons_of,
+    seal_values,
+    value_length,
+)
+from blockyard.workers.buffers import Buffers
 
-__all__ = ["ValueFormat"]
+__all__ = ["StoredValues"]
 
 
-class ValueFormat:
-    """Converts blocks to values and back.
+class StoredValues:
+    """Converts blocks to values, puts and gets these, and converts them back. Thread-safe; may block.
 
     Args:
+        storage: holds the values.
         namespace: the store's namespace, as the user passed it.
         bytes_per_block: bytes of one block.
         codec: encodes the blocks.
         mac_key: as for `open_store`.
         note: called with each exception of a codec; the block is a miss, `"codec"`.
+        reuses_rows: whether rows are free for reuse once `put` has returned.
 
     Attributes:
         namespace: the namespace, which also depends on the codec and on the presence of a MAC key.
         width: maximum bytes of a value.
         is_guarded: whether blocks in slots are stored as values, too.
+        buffers: the memory of values and blocks.
     """
 
     def __init__(
         self,
+        storage: Storage,
         namespace: bytes,
         bytes_per_block: int,
         codec: Codec | None,
         mac_key: MacKey | None,
+        *,
         note: Callable[[Exception], None],
+        reuses_rows: bool,
     ) -> None:
-        self.codec = codec
+        self.codec, self.bytes_per_block, self.reuses_rows = codec, bytes_per_block, reuses_rows
         self.mac_key = None if mac_key is None else read_mac_key(mac_key)
         self.is_guarded = codec is not None or mac_key is not None
         self.namespace = guarded_namespace(namespace, codec, self.mac_key) if self.is_guarded else namespace
         self.width = HEADER + (bytes_per_block if codec is None else codec.bound(bytes_per_block))
-        self._note = note
+        self.buffers = Buffers()
+        self._storage, self._note = storage, note
 
-    def seal(self, rows: Bytes, keys: Sequence[bytes], values: Bytes) -> list[str]:
-        """Write the values of blocks. Returns a reason for each block that failed, `""` for the others.
-
-        Args:
-            rows: the blocks, uint8 `[n, bytes_per_block]`.
-            keys: 32 bytes each.
-            values: receive the values, uint8 `[n, width]`.
-        """
+    def seal(self, rows: Bytes, keys: Sequence[bytes]) -> tuple[Bytes, list[str]]:
+        """Copy blocks into values in our own memory. Returns the values, and each block's reason if it has none."""
+        shape = len(keys), self.width
+        # A buffer that is never given back is fresh pages each time, which takes longer than the rest of a put.
+        values = self.buffers.take(*shape) if self.reuses_rows else np.empty(shape, np.uint8)
         reasons, lengths = [""] * len(keys), None
         if self.codec is None:
             values[:, HEADER:] = rows
@@ -62,7 +78,46 @@ class ValueFormat:
                     reasons[index] = "codec"
                     self._note(error)
         seal_values(values, self.namespace, keys, lengths=lengths, mac_key=self.mac_key)
-        return reasons
+        return values, reasons
+
+    def put(
+        self,
+        names: Bytes,
+        rows: Bytes,
+        reasons: list[str],
+        owners: Owners | None = None,
+        damaged: set[bytes] | None = None,
+    ) -> None:
+        """Put the rows without a reason, and set the reasons of refused ones. Rows of slots have no `damaged`."""
+        good = [index for index, reason in enumerate(reasons) if not reason]
+        if not good:
+            return
+        if len(good) < len(rows):
+            names, rows = names[good], rows[good]
+            owners = None if owners is None else Owners(owners.tenants[good], owners.parents[good])
+        storage = self._storage
+        found = storage.put(names, rows) if damaged is None else storage.put_blocks(names, rows, owners, damaged)
+        for index, stored in zip(good, answered("put", found, len(good)), strict=True):
+            reasons[index] = "" if stored else "refused"
+
+    def give(self, values: Bytes, reasons: list[str]) -> None:
+        """Return the memory of values to the pool, if nothing refers to it."""
+        if self.reuses_rows and not any(reasons):
+            self.buffers.give(values)
+
+    def fetch(self, names: Bytes, keys: list[bytes]) -> tuple[Bytes, list[str], Bytes]:
+        """Read values. Returns their blocks, a reason for each, and what was read, see `check`."""
+        values = self.buffers.take(len(keys), self.width)
+        values[:, :HEADER] = 0
+        missed = reasons_of(self._storage.get(names, values), len(names))
+        checked, sums = self.check(values, keys)
+        reasons = [why or reason for why, reason in zip(missed, checked, strict=True)]
+        if self.codec is None:
+            return values[:, HEADER:], reasons, sums
+        rows = self.buffers.take(len(keys), self.bytes_per_block)
+        self._decode(self.codec, values, reasons, rows)
+        self.buffers.give(values)
+        return rows, reasons, sums
 
     def check(self, values: Bytes, keys: Sequence[bytes]) -> tuple[list[str], Bytes]:
         """Return why each value is a miss, `""` for intact ones, and what was read; see `check_values`.
@@ -93,7 +148,7 @@ class ValueFormat:
         checked = check_parts(headers, sums, self.namespace, keys, rows.shape[1])
         return rows, [why or reason for why, reason in zip(missed, checked, strict=True)], seen
 
-    def decode(self, codec: Codec, values: Bytes, reasons: list[str], rows: Bytes) -> None:
+    def _decode(self, codec: Codec, values: Bytes, reasons: list[str], rows: Bytes) -> None:
         """Decode the values without a reason into rows, and set the reasons of those that fail."""
         for index, (value, row) in enumerate(zip(values, rows, strict=True)):
             if reasons[index]:
