@@ -116,7 +116,7 @@ class Writer:
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.05)
-        self.has_epochs = hasattr(self.store, "_epochs")
+        self.has_epochs = hasattr(self.store, "_keys")
         self.based_at = None if self.has_epochs else now()
 
     def reopen(self) -> None:
