@@ -199,10 +199,17 @@ def test_arrivals_are_drawn_again_with_the_same_gaps():
     again, other = redraw_arrivals(rows, 1), redraw_arrivals(rows, 2)
     assert redraw_arrivals(rows, 0) == rows
     assert again == redraw_arrivals(rows, 1) != other
-    before, after = (np.diff([row.arrival for row in one[:200]], prepend=0.0) for one in (rows, again))
+    before, after = (np.diff([row.arrival for row in one[:200]]) for one in (rows, again))
+    assert again[0].arrival == rows[0].arrival
     assert np.sort(after) == pytest.approx(np.sort(before))
     assert not np.array_equal(before, after)
     assert sorted(row.delay for row in again[200:]) == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_equal_gaps_are_the_same_arrivals_in_every_draw():
+    rows = [TraceRequest(100.0 * at, 9, 1) for at in range(20)]
+    assert all(redraw_arrivals(rows, seed) == rows for seed in range(5))
+    assert redraw_arrivals([], 1) == []
 
 
 def test_a_policy_that_wins_only_by_chance_is_not_called_cheaper():
@@ -216,9 +223,9 @@ def test_a_policy_that_wins_only_by_chance_is_not_called_cheaper():
 def test_a_plan_of_one_draw_says_so_where_another_would_differ(limit: float):
     options: Any = {"host_gib": (0,), "preemption_modes": ("swap",), "max_ttft": limit}
     draw = " This is one draw of the arrivals, and others may differ a lot: --arrival-seeds 5 serves five."
-    assert draw in plan(**options).sentence()
-    at_once = [replace(row, arrival=0.0) for row in ROWS[:12]]  # its arrivals have one order of gaps only
-    assert "one draw" not in make_plan(at_once, ENGINE, STEP, PRICES, **options).sentence()
+    uneven = [replace(row, arrival=row.arrival + 1e-3 * (at % 3)) for at, row in enumerate(ROWS)]
+    assert draw in make_plan(uneven, ENGINE, STEP, PRICES, **options).sentence()
+    assert "one draw" not in plan(**options).sentence()  # the arrivals have one order of gaps only
 
 
 def test_a_trace_without_prefixes_says_so_and_compares_no_caches():

@@ -95,10 +95,10 @@ def redraw_arrivals(requests: Sequence[TraceRequest], seed: int) -> list[TraceRe
     free = [index for index, request in enumerate(requests) if not request.after]
     waiting = [index for index, request in enumerate(requests) if request.after]
     arrivals = np.array([requests[index].arrival for index in free])
-    gaps = _exchange(np.diff(arrivals, prepend=0.0), rng)
+    gaps = _exchange(np.diff(arrivals), rng)
     delays = _exchange(np.array([requests[index].delay for index in waiting]), rng)
     found = list(requests)
-    for index, arrival in zip(free, np.cumsum(gaps).tolist(), strict=True):
+    for index, arrival in zip(free, np.cumsum([*arrivals[:1], *gaps]).tolist(), strict=True):
         found[index] = replace(found[index], arrival=arrival)
     for index, delay in zip(waiting, delays.tolist(), strict=True):
         found[index] = replace(found[index], delay=delay)
