@@ -326,13 +326,12 @@ def _read(path: Path) -> dict[str, Any]:
 def _check_options(found: EngineConfig) -> Iterator[Check]:
     """Check what a configuration names: its options, its stores and its host memory."""
     unused = [f"without effect: {', '.join(found.unused)}"] if found.unused else []
-    misspelt = [name for name in found.unused if "(did you mean" in name]
+    # The engine starts without what such an option names, for instance its store.
+    wrong = found.wrong or [f"misspelt: {name}" for name in found.unused if "(did you mean" in name]
     status: Status = "ok"
     about, advice = found.ours, unused
-    if misspelt and not found.wrong:
-        status, about = "fail", [f"{len(misspelt)} option{'s' * (len(misspelt) > 1)} misspelt"]
-    elif found.wrong:
-        status, about, advice = "fail", found.wrong, [f"{_page(found.page)} has the options", *unused]
+    if wrong:
+        status, about, advice = "fail", wrong, [f"{_page(found.page)} has the options", *unused]
     elif not found.ours:
         status, about = "warn", ["Blockyard is not named"]
         advice = [f"{_page(found.page)} shows what to write", *unused]
