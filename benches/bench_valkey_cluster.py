@@ -142,7 +142,7 @@ def run(
         with open_store(url, bytes_per_block=BLOCK_BYTES, num_slots=SLOTS, use="prefix") as store:
             assert isinstance(store, RedisStore)
             assert store.wait(store.submit_put([key_of(0)], row_of(0)[None])).ok.all()
-            number = _node_of(primaries, store._prefix + store._keys.record.key)  # noqa: SLF001 (no store tells it)
+            number = _node_of(primaries, store._prefix + store._keyed_blocks.record.key)  # noqa: SLF001 (no store tells it)
         number = number if lost == "record" else (number + 1) % len(primaries)
         context = get_context("spawn")
         started = context.Barrier(processes + 1)  # the time begins when all processes have started

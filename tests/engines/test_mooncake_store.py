@@ -156,7 +156,7 @@ def test_a_master_that_is_killed_comes_back_without_its_keys(cluster: Cluster):
 
 def test_what_is_damaged_or_lost_is_a_miss_and_stored_again(cluster: Cluster):
     with watched(cluster) as watch, connect_client_of(cluster) as client:
-        paths = watch.store._paths(watch.store._keys.names_of(KEYS, watch.store._keys.confirm().token))
+        paths = watch.store._paths(watch.store._keyed_blocks.names_of(KEYS, watch.store._keyed_blocks.confirm().token))
         (value,) = client.read(paths[:1], WIDTH + 1000)
         changed = [value.copy(), value[:-5], np.zeros_like(value), np.append(value, value[:9])]
         changed[0][5000] ^= 1

@@ -79,7 +79,7 @@ class Kind(NamedTuple):
 
 
 def name_of(store: Any, key: bytes) -> bytes:
-    return bytes(store._keys.names_of([key], store._keys.confirm().token).tobytes())
+    return bytes(store._keyed_blocks.names_of([key], store._keyed_blocks.confirm().token).tobytes())
 
 
 # ---- a plug-in ----

@@ -92,7 +92,7 @@ def put(store: ExternalStore, count: int, width: int = WIDTH) -> None:
 def names_of(store: ObjectStore, count: int) -> list[str]:
     return [
         FOLDER + name.tobytes().hex()
-        for name in store._keys.names_of(keys_of(count), store._keys.epochs.confirm().token)
+        for name in store._keyed_blocks.names_of(keys_of(count), store._keyed_blocks.epochs.confirm().token)
     ]
 
 
@@ -109,7 +109,7 @@ def test_a_record_of_the_epoch_that_was_cut_short_is_replaced(length: int):
     with opened(url) as store:
         put(store, 2)
         assert isinstance(store, ObjectStore)
-        path = store._path(np.frombuffer(store._keys.record.key, np.uint8))
+        path = store._path(np.frombuffer(store._keyed_blocks.record.key, np.uint8))
         obstore.put(store._client, path, bytes(obstore.get(store._client, path).bytes())[:length])
         assert not store.wait(store.submit_get(keys_of(2))).ok.any()
     with opened(url) as store:
@@ -142,7 +142,7 @@ def test_no_damaged_value_is_a_hit():
         put(other, count, width)
         assert isinstance(other, ObjectStore)
         medium = other._client
-        names = other._keys.names_of(keys, other._keys.epochs.confirm().token)
+        names = other._keyed_blocks.names_of(keys, other._keyed_blocks.epochs.confirm().token)
         foreign = [other._folder + name.tobytes().hex() for name in names]
         foreign = [bytes(obstore.get(medium, name).bytes()) for name in foreign]
     tried = hits = 0
@@ -388,7 +388,7 @@ def test_a_forged_epoch_record_is_not_read_whole_and_forget_replaces_it(place: s
     with opened(place) as store:
         assert isinstance(store, ObjectStore)
         put(store, 1)
-        key = np.frombuffer(store._keys.record.key, np.uint8)
+        key = np.frombuffer(store._keyed_blocks.record.key, np.uint8)
         obstore.put(store._client, store._path(key), bytes(8 << 20))
         assert store.read_epoch(key).nbytes == 0  # type: ignore[union-attr]
         store.forget()

@@ -107,7 +107,7 @@ def test_no_damaged_value_is_a_hit(server: Server, client: "redis.Redis", rounds
         assert isinstance(store, RedisStore)
         for _ in range(rounds):
             assert store.wait(store.submit_put(keys, rows)).ok.all()
-            names = store._keys.names_of(keys, store._keys.epochs.confirm().token)
+            names = store._keyed_blocks.names_of(keys, store._keyed_blocks.epochs.confirm().token)
             stored = [b"blockyard:0001020304050607:" + name.tobytes() for name in names]
             values = client.mget(stored)
             pipe = client.pipeline()

@@ -384,7 +384,10 @@ def test_names_whose_values_are_gone_leave_the_lists_when_they_are_read(server: 
         store.set_quota(TENANT, 8)
         assert store.wait(store.submit_put(keys, rows, owners)).ok.all()
         assert store.quota(TENANT) == (8, 8)
-        names = [store._full_name(name.tobytes()) for name in store._keys.names_of(keys, store._keys.confirm().token)]
+        names = [
+            store._full_name(name.tobytes())
+            for name in store._keyed_blocks.names_of(keys, store._keyed_blocks.confirm().token)
+        ]
         client.delete(*names[4:])
         assert [not reason for reason in store.wait(store.submit_get(keys)).reasons] == [True] * 4 + [False] * 4
         assert client.zcard(store._lists[0]._order) == 4

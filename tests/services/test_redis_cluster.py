@@ -118,7 +118,7 @@ def test_a_deletion_while_a_slot_moves_leaves_no_unlisted_block(nodes: list[Serv
         clients = [stack.enter_context(redis.Redis(port=node.port)) for node in nodes]
         ids = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
         block = store._full_name(
-            store._keys.names_of([bytes(KEYS[0])], store._keys.epochs.confirm().token)[0].tobytes()
+            store._keyed_blocks.names_of([bytes(KEYS[0])], store._keyed_blocks.epochs.confirm().token)[0].tobytes()
         )
         order, slot = block[:-32] + b"order", clients[0].execute_command("CLUSTER", "KEYSLOT", block)
         source = node_of(nodes, block)
@@ -152,7 +152,7 @@ def node_of(nodes: list[Server], name: bytes) -> int:
 def record_of(store: ExternalStore) -> bytes:
     """Return the name of the record of the epoch."""
     assert isinstance(store, RedisStore)
-    return store._prefix + store._keys.record.key
+    return store._prefix + store._keyed_blocks.record.key
 
 
 def loaded(store: ExternalStore) -> NDArray[np.bool_]:
@@ -303,7 +303,7 @@ def test_a_block_that_is_stored_again_while_its_slot_moves_is_no_failure(nodes: 
         clients = [stack.enter_context(redis.Redis(port=node.port)) for node in nodes]
         ids = [client.execute_command("CLUSTER", "MYID").decode() for client in clients]
         block = store._full_name(
-            store._keys.names_of([bytes(KEYS[0])], store._keys.epochs.confirm().token)[0].tobytes()
+            store._keyed_blocks.names_of([bytes(KEYS[0])], store._keyed_blocks.epochs.confirm().token)[0].tobytes()
         )
         source, slot = node_of(nodes, block), clients[0].execute_command("CLUSTER", "KEYSLOT", block)
         target = (source + 1) % len(nodes)

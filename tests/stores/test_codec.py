@@ -236,7 +236,7 @@ def test_a_slab_that_was_forged_without_the_key_is_a_miss(tmp_path: Path):
     with open_store(url, bytes_per_block=SIZE, use="prefix", mac_key=KEY) as store:
         assert put(store, 2) == ("", "")
         namespace = store.namespace  # type: ignore[attr-defined]
-        slots = store._keys.names_of(names(2), bytes(16))  # type: ignore[attr-defined]
+        slots = store._keyed_blocks.names_of(names(2), bytes(16))  # type: ignore[attr-defined]
     for key in (None, bytes(32)):
         with open_store(url, bytes_per_block=HEADER + SIZE, use="prefix", namespace=namespace) as slab:
             values = slab.wait(slab.submit_get(slots)).rows

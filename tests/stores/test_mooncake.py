@@ -125,7 +125,7 @@ def test_a_late_write_of_the_client_changes_no_block(fake: tuple[FakeCluster, st
 def test_a_block_that_another_process_is_writing_is_not_stored_yet(fake: tuple[FakeCluster, str]):
     cluster, address = fake
     with opened(address) as store:
-        names = store._paths(store._keys.names_of(KEYS, store._keys.confirm().token))
+        names = store._paths(store._keyed_blocks.names_of(KEYS, store._keyed_blocks.confirm().token))
         cluster.being_written.add(names[1])
         assert store.wait(store.submit_put(KEYS[:3], ROWS[:3])).reasons == ("", "refused", "")
         assert store.wait(store.submit_put(KEYS[1:2], ROWS[1:2])).reasons == ("refused",)
@@ -144,7 +144,7 @@ def test_codes_of_the_client_are_reasons(fake: tuple[FakeCluster, str], monkeypa
 
     with opened(fake[1]) as store:
         assert store.wait(store.submit_put(KEYS, ROWS)).ok.all()
-        paths = store._paths(store._keys.names_of(KEYS, store._keys.confirm().token))
+        paths = store._paths(store._keyed_blocks.names_of(KEYS, store._keyed_blocks.confirm().token))
         monkeypatch.setattr(Client, "read", changed)
         codes |= {paths[0]: FAILED, paths[1]: ABSENT, paths[2]: -703}
         assert store.wait(store.submit_get(KEYS[:4])).reasons == ("error", "absent", "absent", "")

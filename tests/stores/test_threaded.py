@@ -576,7 +576,7 @@ def test_a_put_that_has_begun_when_everything_is_forgotten_is_forgotten_too():
         gates = {"put": threading.Event(), "get": threading.Event()}
         begun = threading.Semaphore(0)
         for name in ("get", "put"):
-            store._keys.epochs._confirmed_at = 0.0 if name == "get" else time.monotonic()
+            store._keyed_blocks.epochs._confirmed_at = 0.0 if name == "get" else time.monotonic()
 
             def hang(called: str, name: str = name) -> None:
                 if called == name and not gates[name].is_set():
@@ -742,3 +742,13 @@ def test_a_key_is_lacked_from_the_storages_answer_until_it_is_put(monkeypatch: p
             assert time.monotonic() < until, "another process may have put them"
             time.sleep(0.01)
     assert store.lacks(names(1)).tolist() == [True], "a closed store has nothing"
+
+
+def test_a_plug_in_may_keep_its_blocks_under_usual_names():
+    with KeyedStore() as store:
+        for name in ("_keys", "_values", "_data", "_index", "_cache", "_client", "_pool", "_dict"):
+            assert not hasattr(store, name)
+            setattr(store, name, {})
+        assert put(store, 3) == get(store, 3) == ("",) * 3
+        store.forget()
+        assert set(get(store, 3)) == {"absent"}

@@ -188,8 +188,8 @@ def test_threads_that_forget_leave_no_block_of_before():
 def test_a_lookup_that_a_forget_overtakes_says_nothing_of_its_keys(monkeypatch: pytest.MonkeyPatch):
     with KeyedStore(bytes_per_block=WIDTH) as store:
         store.wait(store.submit_put([key(1)], pages(1, 1)))
-        store._keys.known.clear()  # another process put it
-        confirm = store._keys.epochs.confirm
+        store._keyed_blocks.known.clear()  # another process put it
+        confirm = store._keyed_blocks.epochs.confirm
 
         def overtaken(seconds: float) -> Epoch:
             epoch = confirm(seconds=seconds)
@@ -197,7 +197,7 @@ def test_a_lookup_that_a_forget_overtakes_says_nothing_of_its_keys(monkeypatch: 
             store.forget()
             return epoch
 
-        monkeypatch.setattr(store._keys.epochs, "confirm", overtaken)
+        monkeypatch.setattr(store._keyed_blocks.epochs, "confirm", overtaken)
         assert not store.contains([key(1)]).any()
         until = time.monotonic() + PATIENCE
         while store._batches.lookup is not None:

@@ -101,7 +101,7 @@ class BoundsWatch:
         """Count each node, one after the other."""
         assert isinstance(self.store, RedisStore)
         prefix = self.store._lists[0].prefix
-        record = self.store._prefix + self.store._keys.record.key
+        record = self.store._prefix + self.store._keyed_blocks.record.key
         pattern = b"blockyard:" + (b"{*" if len(self.clients) > 1 else b"*")
         found: list[Any] = [client.eval(_COUNT, 0, pattern, len(prefix) + 32, record) for client in self.clients]
         sums = [sum(one[index] for one in found) for index in range(4)]

@@ -125,7 +125,7 @@ class MoodyStore(QuotaStore):
         """Drop the block that was put first."""
         names = list(self.blocks)
         for name in names[: max(0, len(names) - 2 * self.num_slots)]:
-            if name != self._keys.record.key:
+            if name != self._keyed_blocks.record.key:
                 self.blocks.pop(name, None)  # another thread may have evicted it
 
     def slot(self, slot: int) -> NDArray[np.uint8] | None:

@@ -116,7 +116,7 @@ class Writer:
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.05)
-        self.has_epochs = hasattr(self.store, "_keys")
+        self.has_epochs = hasattr(self.store, "_keyed_blocks")
         self.based_at = None if self.has_epochs else now()
 
     def reopen(self) -> None:
@@ -169,7 +169,7 @@ class Writer:
         if not self.has_epochs:
             self.forget(weights)
             return
-        epochs, stopped, go_on = self.store._keys.epochs, Event(), Event()  # type: ignore[attr-defined]
+        epochs, stopped, go_on = self.store._keyed_blocks.epochs, Event(), Event()  # type: ignore[attr-defined]
         real = epochs.begin
 
         def begin() -> None:

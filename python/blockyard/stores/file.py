@@ -221,11 +221,13 @@ class GuardedSlab(ThreadedStore):
         super().__init__(found.parts.url, **options)
         self._use = use
         # Always valid: no other process has the slabs open, and they track what was forgotten.
-        self._keys.epochs = SharedEpoch(lambda: Record(b"", Epoch.read(bytes(EPOCH_BYTES))), self._keys.record.replace)
+        self._keyed_blocks.epochs = SharedEpoch(
+            lambda: Record(b"", Epoch.read(bytes(EPOCH_BYTES))), self._keyed_blocks.record.replace
+        )
         self.threads, self.memory, self.timeout_base = found.threads, found.memory, found.timeout_base
         self._slab = _open_slabs(
             found,
-            bytes_per_block=self._values.width,
+            bytes_per_block=self._stored_values.width,
             num_slots=num_slots,
             namespace=self.namespace,
             use=use,
@@ -280,11 +282,11 @@ class GuardedSlab(ThreadedStore):
         """Forget every key at once; see `ExternalStore.forget`."""
         self._keys_of([])
         with self._lock:
-            self._keys.stop("")
-            while any(batch.age < self._keys.epochs.age for batch in self._batches.running):
+            self._keyed_blocks.stop("")
+            while any(batch.age < self._keyed_blocks.epochs.age for batch in self._batches.running):
                 self._changed.wait(0.01)  # otherwise an earlier put could land after the slab has forgotten
         self._slab.forget(revision)
-        self._keys.epochs.begin()
+        self._keyed_blocks.epochs.begin()
 
     def _slab_names(self, keys: Bytes) -> NDArray[Any]:
         """Return the slabs' names for rows: keys, or the slots at the beginning of their names."""

@@ -195,10 +195,12 @@ class ObjectStore(RemoteStore):
         self.threads, self.memory, self.timeout_base = _BATCHES, found.memory, found.timeout_base
         self._calls = CallPool(found.connections)
         self._folder = f"blockyard/{self.namespace[:8].hex()}/"
-        self._ob, self._client = (connect or connect_client)(found, found.timeout_base + self._values.width / SLOWEST)
+        self._ob, self._client = (connect or connect_client)(
+            found, found.timeout_base + self._stored_values.width / SLOWEST
+        )
         self._can_create = True
         self._bulk_delete = found.scheme == "s3"
-        self._values.reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows
+        self._stored_values.reuses_rows = found.scheme in {"s3", "gs", "az"}  # the others may keep references to rows
 
     def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
         """Store values, replacing existing ones."""
@@ -209,7 +211,7 @@ class ObjectStore(RemoteStore):
 
         def put(index: int) -> None:
             keeps = keys[index].tobytes() not in damaged
-            self._put_one(self._path(keys[index]), self._values.stored(rows[index]), keeps)
+            self._put_one(self._path(keys[index]), self._stored_values.stored(rows[index]), keeps)
 
         failed = self._each_of(len(rows), put)
         return np.array([index not in failed for index in range(len(rows))], np.bool_)
@@ -217,7 +219,7 @@ class ObjectStore(RemoteStore):
     def get(self, keys: Bytes, out: Bytes) -> list[str]:
         """Read values. The header check rejects those of another length."""
         width, count = out.shape[1], len(keys)
-        step = _RANGE if width >= _LARGE and self._values.codec is None else width
+        step = _RANGE if width >= _LARGE and self._stored_values.codec is None else width
         missed = [[""] * -(-width // step) for _ in range(count)]
 
         def read(number: int) -> None:
@@ -235,20 +237,20 @@ class ObjectStore(RemoteStore):
         """Like `StoredValues.fetch`, but each value by one call, straight into `out`. `last` follows the last call."""
         headers, sums = np.zeros((len(keys), HEADER), np.uint8), np.zeros((len(keys), 16), np.uint8)
         paths, missed = [self._path(name) for name in names], ["error"] * len(keys)
-        is_large = self._values.width >= _SUMMED_ALONE
+        is_large = self._stored_values.width >= _SUMMED_ALONE
 
         def read(index: int) -> None:
-            value = self._read_whole(paths[index], self._values.width)
+            value = self._read_whole(paths[index], self._stored_values.width)
             missed[index] = "absent" if value is None else ""
-            if value is not None and len(value) == self._values.width:
+            if value is not None and len(value) == self._stored_values.width:
                 headers[index], out[index] = value[:HEADER], value[HEADER:]
                 if is_large:
                     header = headers[index : index + 1].copy()
                     header[:, :16] = 0
-                    sums[index] = checksum_rows(out[index : index + 1], self._values.mac_key, header)[0]
+                    sums[index] = checksum_rows(out[index : index + 1], self._stored_values.mac_key, header)[0]
 
         self._each_of(len(keys), read, last)
-        return self._values.check_apart(out, headers, missed, keys, sums if is_large else None)
+        return self._stored_values.check_apart(out, headers, missed, keys, sums if is_large else None)
 
     def delete(self, keys: Bytes) -> None:
         """Delete values."""
@@ -277,7 +279,7 @@ class ObjectStore(RemoteStore):
         def look(index: int) -> None:
             try:
                 size = self._ob.head(self._client, self._path(keys[index]))["size"]
-                there[index] = self._values.can_be(size)  # a gateway's page has another size
+                there[index] = self._stored_values.can_be(size)  # a gateway's page has another size
             except FileNotFoundError:
                 pass
             except Exception as error:  # noqa: BLE001
@@ -325,7 +327,7 @@ class ObjectStore(RemoteStore):
     def _fetch_with_record(
         self, names: Bytes, keys: list[bytes], out: Bytes | None
     ) -> tuple[Record, Bytes, list[str], Bytes]:
-        epochs, fetch, found = self._keys.epochs, self._values.fetch, list[Any]()
+        epochs, fetch, found = self._keyed_blocks.epochs, self._stored_values.fetch, list[Any]()
         check = epochs.begin_check()
 
         def check_early() -> None:
@@ -333,7 +335,7 @@ class ObjectStore(RemoteStore):
                 with suppress(Exception):  # read again below
                     epochs.read_for(check)
 
-        if out is None or self._values.codec is not None or self._values.width >= _LARGE:
+        if out is None or self._stored_values.codec is not None or self._stored_values.width >= _LARGE:
             self._calls.each(2, lambda part: check_early() if part else found.extend(fetch(names, keys)))
         else:  # the check comes last, so that one read of the record serves all batches that have begun by then
             found.extend(self._fetch_into(out, names, keys, last=check_early))
@@ -386,7 +388,7 @@ class ObjectStore(RemoteStore):
         """Read part of a value into its row. Returns the reason for a miss, or `""`."""
         if end - start == len(row):
             value = self._read_whole(path, len(row))
-            if value is not None and self._values.accepts_size(row, value):
+            if value is not None and self._stored_values.accepts_size(row, value):
                 row[: len(value)] = value
             return "absent" if value is None else ""
         try:

@@ -478,7 +478,7 @@ def _lacks_epoch(store: ExternalStore) -> bool:
     """Whether a store that keeps the epoch's record among its rows has lost it."""
     if isinstance(store, ThreadedStore):
         with suppress(Exception):  # of a store that keeps it elsewhere
-            return store.read_epoch(np.frombuffer(store._keys.record.key, np.uint8)) is None  # noqa: SLF001 (not public)
+            return store.read_epoch(np.frombuffer(store._keyed_blocks.record.key, np.uint8)) is None  # noqa: SLF001 (not public)
     return False
 
 

@@ -81,7 +81,7 @@ class MooncakeStore(RemoteStore):
         self.memory, self.timeout_base = found.memory, found.timeout_base
         self._folder = f"{FOLDER}{self.namespace[:8].hex()}/"
         self._last_record = b""
-        self._client = connect_client(found, max(self._values.width, AREA))
+        self._client = connect_client(found, max(self._stored_values.width, AREA))
 
     def put(self, keys: Bytes, rows: Bytes) -> NDArray[np.bool_]:
         """Store values, replacing existing ones."""
@@ -99,7 +99,7 @@ class MooncakeStore(RemoteStore):
         return np.asarray(codes == 0, np.bool_)
 
     def _put_part(self, verb: str, paths: list[str], rows: Bytes) -> NDArray[np.int64]:
-        values = [self._values.stored(row) for row in rows]
+        values = [self._stored_values.stored(row) for row in rows]
         codes = np.array(self._client.write(verb, paths, values))
         if verb == "batch_put_from":  # the code is also 0 while another process puts the key, which may still fail
             there = np.array(self._client.call("batch_is_exist", paths))
@@ -115,7 +115,7 @@ class MooncakeStore(RemoteStore):
             found = dict(zip(single, self._client.read(single, out.shape[1]), strict=True))
             for row, path in zip(out[part], paths, strict=True):
                 value = found[path]
-                if isinstance(value, np.ndarray) and self._values.accepts_size(row, value):
+                if isinstance(value, np.ndarray) and self._stored_values.accepts_size(row, value):
                     row[: len(value)] = value
             codes[part] = [code if isinstance(code := found[path], int) else 0 for path in paths]
         codes[codes == BEING_WRITTEN] = ABSENT

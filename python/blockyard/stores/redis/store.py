@@ -195,7 +195,7 @@ class RedisStore(RemoteStore):
         return self._lists[number].settle([names[place] for place in group], whose)
 
     def _lengths(self, rows: Bytes) -> list[int] | None:
-        return [len(self._values.stored(row)) for row in rows] if self._values.is_encoded(rows) else None
+        return [len(self._stored_values.stored(row)) for row in rows] if self._stored_values.is_encoded(rows) else None
 
     def _full_name(self, name: bytes) -> bytes:
         """Return the server's key for a value."""
@@ -226,10 +226,10 @@ class RedisStore(RemoteStore):
         """Wait until every connected replica has the record. The server knows its replicas and what they have."""
         until = self._runtime.monotonic() + _KEEP_SHARE * self.timeout_base
         history, self._history, due = self._history, b"", 0
-        commands = [[b"EVAL", _READ, b"1", self._prefix + self._keys.record.key]]
+        commands = [[b"EVAL", _READ, b"1", self._prefix + self._keyed_blocks.record.key]]
         while True:
             row, found, offset, *confirmed = self._last_answer(commands)
-            if not history and self._keys.record.parse(np.frombuffer(row, np.uint8)).epoch == epoch:
+            if not history and self._keyed_blocks.record.parse(np.frombuffer(row, np.uint8)).epoch == epoch:
                 history = found  # another process has begun this epoch
             if found != history:
                 return False  # a replica has taken over, perhaps without the record
@@ -279,7 +279,7 @@ class RedisStore(RemoteStore):
                 self._client.get,
                 [self._full_name(name) for name in names],
                 out[part],
-                varies=self._values.is_encoded(out),
+                varies=self._stored_values.is_encoded(out),
                 head_bytes=head_bytes,
                 first=asked,
             )
@@ -291,12 +291,12 @@ class RedisStore(RemoteStore):
     def _fetch_with_record(
         self, names: Bytes, keys: list[bytes], out: Bytes | None
     ) -> tuple[Record, Bytes, list[str], Bytes]:
-        if out is None or self._values.codec is not None:
+        if out is None or self._stored_values.codec is not None:
             return super()._fetch_with_record(names, keys, out)
-        asked = self._reading(self._keys.record.key)
+        asked = self._reading(self._keyed_blocks.record.key)
         found, heads, is_lost, ((answer, why),) = self._get_parts(names, out, head_bytes=HEADER, more=[asked])
-        checked = self._values.check_apart(out, heads, _missed(found, is_lost=is_lost), keys)
-        return self._keys.record.parse(self._row_of(answer, why)), *checked
+        checked = self._stored_values.check_apart(out, heads, _missed(found, is_lost=is_lost), keys)
+        return self._keyed_blocks.record.parse(self._row_of(answer, why)), *checked
 
     def delete(self, keys: Bytes) -> None:
         """Delete values."""
@@ -409,7 +409,7 @@ class RedisStore(RemoteStore):
 
     def _sweep_segment(self, lists: Lists) -> None:
         """List the blocks of a segment that no list has."""
-        sweep = lists.sweep(self._runtime.random_bytes(16), self._prefix + self._keys.record.key)
+        sweep = lists.sweep(self._runtime.random_bytes(16), self._prefix + self._keyed_blocks.record.key)
         with suppress(StopIteration):
             command = next(sweep)
             while not self._closed:
@@ -462,7 +462,7 @@ class RedisStore(RemoteStore):
         """Record why nodes of a cluster do not answer, or why blocks were refused."""
         if why is not None:
             self._note(self._public(StoreError(why)))
-            self._keys.expire()
+            self._keyed_blocks.expire()
 
     def _run(self, commands: list[list[bytes]]) -> tuple[list[Any], str | None]:
         """Run commands. Returns the answers, which may be errors, and why nodes of a cluster did not answer."""
@@ -492,7 +492,7 @@ class RedisStore(RemoteStore):
         try:
             return call(*arguments, **options)
         except StoreError as error:
-            self._keys.expire()
+            self._keyed_blocks.expire()
             raise self._public(error) from None
 
 

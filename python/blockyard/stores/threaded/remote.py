@@ -64,7 +64,7 @@ class RemoteStore(ThreadedStore):
         if self._use == "prefix":
             # Otherwise puts before the first look at the record might be older than the last `forget`.
             with suppress(Exception):  # forgotten, or a node is lost: blocks are misses for now
-                self._keys.confirm()
+                self._keyed_blocks.confirm()
 
     def close(self, timeout: float = 5.0) -> bool:
         """Give up batches in flight, and delete the blocks of swap space; see `ExternalStore.close`."""

@@ -133,16 +133,16 @@ class ThreadedStore(Storage, ExternalStore):
         self._misses: Counter[str] = Counter()
         self._blocks = {True: 0, False: 0}  # written, read
         self._errors, self._errors_in_a_row, self._last_error = 0, 0, ""
-        self._values = StoredValues(
+        self._stored_values = StoredValues(
             self, namespace, bytes_per_block, codec, mac_key, note=self._note, reuses_rows=self._reuses_rows
         )
-        self.namespace, self._value_bytes = self._values.namespace, self._values.width
+        self.namespace, self._value_bytes = self._stored_values.namespace, self._stored_values.width
         salted = b"BLKYSLOTS1" + self.namespace + self._runtime.random_bytes(16)
         self._salt = hashlib.sha256(salted).digest()[:24]  # of the slots' names
         self._digests: dict[int, dict[Name, bytes]] = {}  # digests of each slot's last write
-        self._keys = KeyedBlocks(
+        self._keyed_blocks = KeyedBlocks(
             self,
-            self._values,
+            self._stored_values,
             self._batches,
             self._lock,
             fetch=self._fetch_with_record,
@@ -219,7 +219,7 @@ class ThreadedStore(Storage, ExternalStore):
         with self._lock:
             if self._closed or self._refuses(self._runtime.monotonic()):
                 return np.zeros(len(names), np.bool_)
-            there, is_wanting = self._keys.known.look_up(names)
+            there, is_wanting = self._keyed_blocks.known.look_up(names)
             if is_wanting:
                 self._look()
             return np.array(there, np.bool_)
@@ -229,7 +229,7 @@ class ThreadedStore(Storage, ExternalStore):
         names = self._keys_of(keys)
         with self._lock:
             is_down = self._closed or self._refuses(self._runtime.monotonic())
-            return np.array([is_down or self._keys.known.is_lacked(name) for name in names], np.bool_)
+            return np.array([is_down or self._keyed_blocks.known.is_lacked(name) for name in names], np.bool_)
 
     def forget(self, revision: str | None = None) -> None:
         """Forget every key at once; see `ExternalStore.forget`."""
@@ -237,8 +237,8 @@ class ThreadedStore(Storage, ExternalStore):
         with self._lock:
             if self._closed:
                 raise StoreError("the store is closed")
-            self._keys.stop(revision)
-        done = self.wait(self._submit("forget", [self._keys.record.key]))
+            self._keyed_blocks.stop(revision)
+        done = self.wait(self._submit("forget", [self._keyed_blocks.record.key]))
         if not done.ok.all():
             why = f"{done.reasons[0]}; {self._last_error}" if done.reasons[0] == "error" else done.reasons[0]
             raise StoreError(f"forget was not confirmed, so nothing is found or stored until it is called again: {why}")
@@ -305,7 +305,7 @@ class ThreadedStore(Storage, ExternalStore):
                 batches.collect(batch)
         ok = np.array([not reason for reason in reasons], dtype=np.bool_)
         if rows is not None and copy_rows(rows, ok, result):
-            self._values.buffers.give(rows)
+            self._stored_values.buffers.give(rows)
         return Completion(ticket, ok, result, reasons)
 
     def stats(self) -> StoreStats:
@@ -326,7 +326,7 @@ class ThreadedStore(Storage, ExternalStore):
                 is_down=self._batches.is_down,
                 last_error=self._last_error,
                 pending_bytes=self._batches.pending,
-                cached_blocks=self._keys.known.count_there(),
+                cached_blocks=self._keyed_blocks.known.count_there(),
             )
 
     def close(self, timeout: float = 5.0) -> bool:
@@ -339,7 +339,7 @@ class ThreadedStore(Storage, ExternalStore):
             with self._recovery:
                 for batch in self._batches.open.values():
                     self._give_up(batch, "closed")
-        self._values.buffers.clear()
+        self._stored_values.buffers.clear()
         return in_time
 
     def _stop(self) -> None:
@@ -391,7 +391,7 @@ class ThreadedStore(Storage, ExternalStore):
                     reasons=["unavailable" if is_refused else "queue_full"] * len(names),
                     num_bytes=num_bytes,
                     deadline=now + self.timeout_base + (pending + num_bytes) / SLOWEST,
-                    age=self._keys.epochs.age,
+                    age=self._keyed_blocks.epochs.age,
                     spread=spread,
                     owners=owners,
                 )
@@ -497,9 +497,9 @@ class ThreadedStore(Storage, ExternalStore):
         self._count_misses(batch, reasons)
         if batch.kind in {"write", "put", "read", "get"}:
             self._blocks[not batch.is_read] += reasons.count("")
-        if batch.kind in {"put", "get", "delete"} and batch.age >= self._keys.epochs.age:
-            self._keys.known.note_batch(batch, self._batches)
-            self._keys.known.trim(self.num_slots)
+        if batch.kind in {"put", "get", "delete"} and batch.age >= self._keyed_blocks.epochs.age:
+            self._keyed_blocks.known.note_batch(batch, self._batches)
+            self._keyed_blocks.known.trim(self.num_slots)
         if not batch.is_read:
             self._batches.release(batch)
         free = self._batches.end(batch)
@@ -558,7 +558,7 @@ class ThreadedStore(Storage, ExternalStore):
 
     def _go_down(self) -> None:
         """Refuse batches until a probe is answered. Those that wait end as they are polled or collected."""
-        self._keys.expire()
+        self._keyed_blocks.expire()
         if self._batches.trip(self._runtime.monotonic()):
             self._failures.failed("it does not answer")
             self._tell()
@@ -581,7 +581,7 @@ class ThreadedStore(Storage, ExternalStore):
         if self._closed:
             return
         if batches.lookup is None:
-            batches.lookup = Batch(0, "has", [], None, [], 0, inf, self._keys.epochs.age)
+            batches.lookup = Batch(0, "has", [], None, [], 0, inf, self._keyed_blocks.epochs.age)
         if batches.lookup not in batches.running and not (batches.lookup in batches.ready and self._num_threads):
             self._make_ready(batches.lookup)
 
@@ -590,19 +590,19 @@ class ThreadedStore(Storage, ExternalStore):
     def _carry_out(self, batch: Batch) -> tuple[Bytes | None, list[str]]:
         if batch.kind == "write":
             return self._write(batch)
-        return self._read(batch) if batch.kind == "read" else self._keys.carry_out(batch)
+        return self._read(batch) if batch.kind == "read" else self._keyed_blocks.carry_out(batch)
 
     def _write(self, batch: Batch) -> tuple[None, list[str]]:
         rows, slots = batch.source(), [name for name in batch.names if isinstance(name, int)]
         names, reasons = self._slot_names(slots), [""] * len(slots)
-        if self._values.is_guarded:
-            rows, reasons = self._values.seal(rows, [name.tobytes() for name in names])
-        elif not (self._values.reuses_rows and rows.flags.c_contiguous):
+        if self._stored_values.is_guarded:
+            rows, reasons = self._stored_values.seal(rows, [name.tobytes() for name in names])
+        elif not (self._stored_values.reuses_rows and rows.flags.c_contiguous):
             rows = rows.copy()
-        digests = rows[:, :16].copy() if self._values.is_guarded else checksum_rows(rows)
-        self._values.put(names, rows, reasons)
-        if self._values.is_guarded:
-            self._values.give(rows, reasons)
+        digests = rows[:, :16].copy() if self._stored_values.is_guarded else checksum_rows(rows)
+        self._stored_values.put(names, rows, reasons)
+        if self._stored_values.is_guarded:
+            self._stored_values.give(rows, reasons)
         landed: dict[Name, bytes] = {
             slot: digest.tobytes() for slot, digest, reason in zip(slots, digests, reasons, strict=True) if not reason
         }
@@ -620,10 +620,10 @@ class ThreadedStore(Storage, ExternalStore):
             batch.is_asked = False
             return np.zeros((0, self.bytes_per_block), np.uint8), reasons
         names = self._slot_names([slots[index] for index in there])
-        if self._values.is_guarded:
-            rows, found, sums = self._values.fetch(names, [name.tobytes() for name in names])
+        if self._stored_values.is_guarded:
+            rows, found, sums = self._stored_values.fetch(names, [name.tobytes() for name in names])
         else:
-            rows = self._values.buffers.take(len(there), self.bytes_per_block)
+            rows = self._stored_values.buffers.take(len(there), self.bytes_per_block)
             found = reasons_of(self.get(names, rows), len(names))
             sums = checksum_rows(rows)
         for index, reason, digest in zip(there, found, sums, strict=True):
@@ -640,7 +640,7 @@ class ThreadedStore(Storage, ExternalStore):
         self, names: Bytes, keys: list[bytes], _out: Bytes | None
     ) -> tuple[Record, Bytes, list[str], Bytes]:
         """Read the record, and blocks. Stores that do it in one request, into `_out`, override this."""
-        return self._keys.epochs.read(), *self._values.fetch(names, keys)
+        return self._keyed_blocks.epochs.read(), *self._stored_values.fetch(names, keys)
 
     def _slot_names(self, slots: list[int]) -> Bytes:
         names = b"".join(slot.to_bytes(8, "little") + self._salt for slot in slots)
@@ -654,4 +654,4 @@ class ThreadedStore(Storage, ExternalStore):
         elif batch.kind == "write":
             self._digests.update((slot, batch.digests) for slot in names if isinstance(slot, int))
         elif batch.kind == "delete":
-            self._keys.known.note_deleted(name for name in names if isinstance(name, bytes))
+            self._keyed_blocks.known.note_deleted(name for name in names if isinstance(name, bytes))
