@@ -158,3 +158,17 @@ def test_the_pressure_changes_only_at_its_marks(seconds: list[float]):
         is_high = average > HIGH_SECONDS or (is_high and average > LOW_SECONDS)
         found.note(each)
         assert (found.is_high, found.times) == (is_high, times)
+
+
+def test_pauses_after_failures_double_up_to_eight_seconds_and_end_with_a_success():
+    found, now = WritePressure(), 100.0
+    for seconds in (0.5, 1.0, 2.0, 4.0, 8.0, 8.0):
+        found.note_outcome(now, failed=True)
+        assert found.paused_until == now + seconds
+        found.note_outcome(now + seconds / 2, failed=True)
+        assert found.paused_until == now + seconds, "a write that began before the pause"
+        now += seconds
+    found.note_outcome(now, failed=False)
+    assert found.paused_until == now
+    found.note_outcome(now, failed=True)
+    assert found.paused_until == now + 0.5

@@ -397,7 +397,7 @@ class Machine(World):
 
     def do_end_write(self, rig: Rig, op: Op) -> None:
         if rig.writes:
-            self.end_write(rig, rig.writes.pop(op.a % len(rig.writes)))
+            self.end_write(rig, rig.writes.pop(op.a % len(rig.writes)), op.b)
 
     def do_prefetch(self, rig: Rig, op: Op) -> None:
         if rig.prefixes is None:

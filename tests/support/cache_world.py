@@ -272,8 +272,8 @@ class World:
                 rig.cache.engine.write(job.tier, np.array([block]), row.reshape(1, -1).view(np.uint8))
         rig.manager.prefix.store_jobs.end_load(job.job, landed)
 
-    def end_write(self, rig: Rig, job: StoreJob) -> None:
-        """Check the blocks that were read and that the manager declares valid."""
+    def end_write(self, rig: Rig, job: StoreJob, lost: int = 0) -> None:
+        """Check the blocks that were read and that the manager declares valid; the store keeps some of them."""
         self.check_owners(job)
         rows = rig.rows(job.tier, job.blocks)
         if rig.manager.prefix.store_jobs.end_write(job.job):
@@ -281,6 +281,9 @@ class World:
             known = [key.tobytes() in contents for key in job.keys]
             values = [value for key in job.keys for value in contents.get(key.tobytes(), ())]
             self.compare(rows[known], values, f"{job.tier} blocks {job.blocks.tolist()} that are written")
+        if lost % 4:
+            why = (None, "failed", "chain", "refused")[lost % 4]
+            rig.manager.prefix.store_jobs.note_unwritten(job, [at % 3 != lost % 3 for at in range(len(job))], why)
 
     def step(
         self, rig: Rig, *, by_layer: bool = False, prefetch: bool = False, raises: bool = False, marks: bool = False

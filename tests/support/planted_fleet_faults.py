@@ -543,7 +543,7 @@ _SERVING: dict[str, tuple[int, Patch]] = {
     "a state of another position is found": (20, _found(_exchanging_states)),
     "a state of another position is loaded": (20, _loaded(_exchanging_states)),
     "a drafter's block is found before another token": (40, _found(_before_other_tokens)),
-    "a drafter's block is loaded before another token": (40, _loaded(_before_other_tokens)),
+    "a drafter's block is loaded before another token": (160, _loaded(_before_other_tokens)),
 }
 _REDIS: dict[str, tuple[int, Patch]] = {
     "a full server drops nothing": (40, _script("settle", b"drop_beyond(tonumber(ARGV[1]), count)", b"")),
@@ -680,7 +680,7 @@ _FOUND_BY = {
     "blocks are reused while a write reads them": 4,
     "a failed move counts as landed": 1,
     "a drafter's block is found before another token": 21,
-    "a drafter's block is loaded before another token": 28,
+    "a drafter's block is loaded before another token": 120,
 }
 _ALL = (
     *((name, *fault, "calls", "both") for name, fault in _FAULTS.items()),

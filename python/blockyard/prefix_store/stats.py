@@ -24,7 +24,7 @@ class PrefixStoreStats:
         written_blocks: blocks that the store accepted or already had.
         written_bytes: their bytes.
         unwritten_blocks: blocks that were not written: because the manager reused them first, a copy failed, or the
-            store refused them, for instance beyond a quota.
+            store failed or refused them, for instance beyond a quota. A block that is offered again can count again.
         write_pauses: how often the average write took a second. From then on one write at a time is in flight, until
             the average is half a second, and further blocks wait; those evicted meanwhile are not written.
         load_seconds: how long prefetches took.

@@ -195,7 +195,7 @@ class PrefixStore:
         self._is_changing = False
 
     def wait(self, timeout: float | None = None, *, until: Callable[[], bool] | None = None) -> bool:
-        """Wait until all blocks that are due for writing are in the store or were refused.
+        """Wait until all blocks that are due for writing are in the store or were refused, or the store fails.
 
         Args:
             timeout: seconds to wait; None waits forever.
@@ -206,6 +206,8 @@ class PrefixStore:
         """
         end = None if timeout is None else self._runtime.monotonic() + timeout
         met = until or (lambda: self._writes.have_ended)
+        if until is None:
+            self._writes.resume()
         while True:
             self.poll()
             if met():
@@ -318,8 +320,9 @@ class PrefixStore:
         until = self._runtime.monotonic() + timeout
         self._manager.prefix.store_jobs.flush()
         # Late in the interpreter's shutdown, torch aborts the process if it has to allocate.
-        has_written = not sys.is_finalizing() and self.wait(timeout * CLOSING_PART)
-        if not has_written and self.waiting_blocks:
+        if not sys.is_finalizing():
+            self.wait(timeout * CLOSING_PART)
+        if self.waiting_blocks:
             blocks, fields = self.waiting_blocks, {"store": str(self.store), "blocks": self.waiting_blocks}
             _log.warning("%d blocks were not written to %r before it was closed", blocks, self.store, extra=fields)
         self._end_all("closed")

@@ -20,6 +20,7 @@ from blockyard.stores.base import Owners
 from blockyard.stores.checked_store import Batch, CheckedStore, SlicedBatch, Slices, all_of
 
 if TYPE_CHECKING:
+    from blockyard._core import StoreJob
     from blockyard.engine.engine import CacheEngine
 
 __all__ = ["Values"]
@@ -71,29 +72,43 @@ class Values(Slices):
         batch = self._store.get(_slices_of(keys, slices), self._whole(rows, page_class))
         return SlicedBatch(batch, slices, rows.shape[1])
 
-    def put(self, keys: Rows, rows: Rows, owners: Owners, page_class: int) -> Batch | None:
-        """Start to store the blocks of a class that the store lacks; None if it lacks none. See `CheckedStore.put`."""
+    def put(self, job: StoreJob, rows: Rows) -> tuple[Batch | None, NDArray[np.bool_]]:
+        """Start to store the blocks of a write that the store lacks. See `CheckedStore.put`.
+
+        Returns:
+            The batch, None if the store lacks no block; and which blocks are in it, bool `[n]`.
+        """
+        keys, owners, page_class = job.keys, Owners(job.tenants, job.parents), job.page_class
         slices = int(self.num_slices[page_class])
         is_new = ~self._has_all(keys, slices)
         num_new = np.count_nonzero(is_new)
         if not num_new:
-            return None
+            return None, is_new
         size, is_cut = rows.shape[1], self._is_cut[page_class]
         if is_cut:
             rows = self._whole(rows, page_class, fills=True).reshape(len(keys), -1)
         if num_new < len(keys):
             keys, rows, owners = keys[is_new], rows[is_new], Owners(*(of[is_new] for of in owners))
-        if self._is_whole:
-            return self._store.put(keys, rows, owners)
-        parents = np.ascontiguousarray(owners.parents)
-        has_parent = parents.any(axis=1)
-        parents[has_parent] = _marked(parents[has_parent], np.full(has_parent.sum(), self._last_of_parent))
+        owners = Owners(owners.tenants, self._last_slices(owners.parents))
         if not is_cut:
-            return self._store.put(keys, rows, Owners(owners.tenants, parents))
+            return self._store.put(keys, rows, owners), is_new
         names = _slices_of(keys, slices)
-        before = np.concatenate((parents[:, None], names.reshape(-1, slices, 32)[:, :-1]), axis=1).reshape(-1, 32)
-        owned = Owners(np.repeat(owners.tenants, slices, axis=0), before)
-        return SlicedBatch(self._store.put(names, rows.reshape(-1, self.size), owned), slices, size)
+        before = np.concatenate((owners.parents[:, None], names.reshape(-1, slices, 32)[:, :-1]), axis=1)
+        owners = Owners(np.repeat(owners.tenants, slices, axis=0), before.reshape(-1, 32))
+        return SlicedBatch(self._store.put(names, rows.reshape(-1, self.size), owners), slices, size), is_new
+
+    def lacks_parents(self, parents: Rows) -> NDArray[np.bool_]:
+        """Return before which blocks the store is known to lack the one, by its key or zeros, bool `[n]`."""
+        return self._store.lacks(self._last_slices(parents)) & parents.any(axis=1)
+
+    def _last_slices(self, parents: Rows) -> Rows:
+        """Return the keys of the last slices of blocks before others; zeros stay."""
+        if not self._last_of_parent:
+            return parents
+        has_parent = parents.any(axis=1)
+        parents = np.array(parents, order="C")
+        parents[has_parent] = _marked(parents[has_parent], np.full(has_parent.sum(), self._last_of_parent))
+        return parents
 
     def contains(self, keys: Rows, page_classes: Ids) -> NDArray[np.bool_]:
         """Return which blocks the store seems to have, bool `[n]`."""

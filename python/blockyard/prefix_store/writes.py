@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from blockyard.errors import BlockyardError, StoreError
 from blockyard.prefix_store.pressure import HIGH_SECONDS, WritePressure
 from blockyard.prefix_store.stats import PrefixStoreStats
 from blockyard.prefix_store.values import Values
-from blockyard.stores.base import Owners
 from blockyard.stores.checked_store import Answer, Batch, CheckedStore
 from blockyard.stores.log_lines import MissLog
 from blockyard.stores.threaded.runtime import runtime
@@ -30,12 +29,13 @@ WRITTEN_AT_ONCE: Final = 16 << 20  # bytes of one batch
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """The blocks of a job: read by the engine, then put by the store as `batch`, except those it already has."""
+    """The blocks of a job: read by the engine, then put by the store as `batch`, those that `is_put` tells."""
 
     job: StoreJob
     num_blocks: int
     rows: NDArray[np.uint8] | None
     transfer: Transfer
+    is_put: NDArray[np.bool_]
     batch: Batch | None = None
     trace: Trace = field(default_factory=Trace)
 
@@ -136,10 +136,10 @@ class Writes:
                 )
             except BlockyardError as error:
                 self._store_jobs.end_write(job.job)
-                self._stats.unwritten_blocks += num_blocks
+                self._note_failed(job, num_blocks)
                 self._begin_trace(Trace(), job, num_blocks).end(error, written_blocks=0)
                 return
-            write = Write(job, num_blocks, rows, transfer)
+            write = Write(job, num_blocks, rows, transfer, np.ones(num_blocks, np.bool_))
             self._reading.append(write)
             self._begin_trace(write.trace, job, num_blocks)
             self._note_in_flight(write, 1)
@@ -148,7 +148,9 @@ class Writes:
                 del self._reading[0]
 
     def _room(self) -> int:
-        """Return how many more values may be in flight: while the store is slow, those of one write."""
+        """Return how many more values may be in flight: while the store is slow, those of one write; 0 in a pause."""
+        if self._pressure.paused_until > self._clock():
+            return 0
         if self.num_blocks and (self._pressure.is_high or self._is_overdue()):
             return 0
         room = self._values.most - self._num_values
@@ -191,7 +193,7 @@ class Writes:
         rows, write.transfer.rows = write.transfer.rows, None
         if not is_whole or rows is None or write.transfer.error is not None or not self._put(write, rows):
             self._note_in_flight(write, -1)
-            self._stats.unwritten_blocks += write.num_blocks
+            self._note_failed(write.job, write.num_blocks)
             why = "error" if is_whole else "taken"
             write.trace.end(write.transfer.error, written_blocks=0, miss_reason=why)
         elif write.batch is not None:
@@ -215,10 +217,38 @@ class Writes:
             self._stats.unwritten_blocks += unwritten
             self._log.note(answer.reasons)
             why = next(filter(None, answer.reasons), "")
+        self._note_unwritten(write, answer)
         write.trace.end(answer.error, written_blocks=write.num_blocks - unwritten, miss_reason=why)
         if not unwritten or answer.are_rows_free:
             self._give_back(write)
         return True
+
+    def _note_failed(self, job: StoreJob, num_blocks: int) -> None:
+        """Count the blocks of a write that did not reach the store. Prompts that have them queue them again."""
+        self._stats.unwritten_blocks += num_blocks
+        self._store_jobs.note_unwritten(job, np.ones(num_blocks, np.bool_))
+
+    def _note_unwritten(self, write: Write, answer: Answer) -> None:
+        """Tell the manager which blocks the store did not keep, and which of those before them it has lost."""
+        unwritten: dict[Literal["failed", "chain", "refused"], NDArray[np.bool_]] = {}
+        if np.count_nonzero(answer.ok) < len(answer.ok):
+            refused = np.array([reason == "refused" for reason in answer.reasons] or [False] * len(answer.ok))
+            unwritten = {"failed": ~answer.ok & ~refused, "refused": refused}
+        has_failed = bool(unwritten) and bool(unwritten["failed"].all())
+        self._pressure.note_outcome(self._clock(), failed=has_failed)
+        # A store that does not answer says of all blocks that it lacks them.
+        if not has_failed and np.count_nonzero(orphans := self._values.lacks_parents(write.job.parents[write.is_put])):
+            unwritten["refused"] = unwritten.get("refused", orphans) & ~orphans
+            unwritten["chain"] = orphans
+        for why, blocks in unwritten.items():
+            if np.count_nonzero(blocks):
+                of_job = np.zeros(write.num_blocks, np.bool_)
+                of_job[write.is_put] = blocks
+                self._store_jobs.note_unwritten(write.job, of_job, why)
+
+    def resume(self) -> None:
+        """End the pause after a write that failed."""
+        self._pressure.paused_until = 0.0
 
     def _begin_trace(self, trace: Trace, job: StoreJob, num_blocks: int) -> Trace:
         trace.begin("store", tier=job.tier, blocks=num_blocks, bytes=num_blocks * self._sizes[job.page_class])
@@ -231,9 +261,8 @@ class Writes:
 
     def _put(self, write: Write, rows: NDArray[np.uint8]) -> bool:
         """Put the blocks that the store lacks; False if it refuses them."""
-        job = write.job
         try:
-            write.batch = self._values.put(job.keys, rows, Owners(job.tenants, job.parents), job.page_class)
+            write.batch, write.is_put = self._values.put(write.job, rows)
         except StoreError:
             return False
         return True

@@ -46,5 +46,5 @@ pub use sequence::{
     Append, Counts, Demand, HashedPrompt, PrefixHit, PrefixStats, Prompt, PromptExtra, PromptOptions, StoreSearch,
     TableId, TableRows, export_keys,
 };
-pub use tiers::StoreWrites;
+pub use tiers::{StoreWrites, Unwritten};
 pub use transfer::{LeaseShare, Run, Span, StoreJob, merge_runs};

@@ -42,7 +42,7 @@ pub(crate) use value;
 
 /// Makes a class copy and pickle by the names of its fields, each of which has a getter.
 macro_rules! picklable {
-    ($class:ident { $($field:ident),+ $(,)? }) => {
+    ($class:ident { $($field:ident),+ $(,)? } $(without $left_out:ident)?) => {
         #[pymethods]
         impl $class {
             fn __reduce__<'py>(
@@ -55,7 +55,7 @@ macro_rules! picklable {
 
             #[classmethod]
             fn _from_fields(_: &Bound<'_, ::pyo3::types::PyType>, fields: &Bound<'_, PyAny>) -> PyResult<Self> {
-                Ok(Self { $($field: fields.get_item(stringify!($field))?.extract()?),+ })
+                Ok(Self { $($field: fields.get_item(stringify!($field))?.extract()?,)+ $($left_out: Default::default())? })
             }
         }
     };

@@ -2,11 +2,11 @@
 
 use super::Manager;
 use crate::error::{Result, invalid};
-use crate::hash::ExportedKey;
+use crate::hash::{ExportedKey, Key};
 use crate::id::{JobId, LeaseId, Tier};
 use crate::page::PerClass;
 use crate::sequence::{Prompt, StoreSearch};
-use crate::tiers::{StoreWriteQueue, StoreWrites};
+use crate::tiers::{StoreWriteQueue, StoreWrites, Unwritten};
 use crate::transfer::{LeaseShare, Missing, StoreJob, Wanted};
 
 /// Blocks of a prompt that neither device nor host have.
@@ -218,6 +218,13 @@ impl Manager {
         let is_whole = self.jobs.end_write(&mut self.tiers, job)?;
         self.tiers.enforce_quotas();
         Ok(is_whole)
+    }
+
+    /// Notes that the store did not keep blocks of writes, by [`StoreJob::cache_keys`].
+    pub fn note_unwritten(&mut self, cache_keys: &[Key], why: Unwritten) {
+        if let Some(write_queue) = self.tiers.write_queue_mut() {
+            write_queue.note_unwritten(cache_keys, why);
+        }
     }
 
     /// Ends all loads, none of whose bytes have landed, and all writes, whose blocks may be written later.

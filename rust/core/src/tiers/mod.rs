@@ -9,7 +9,7 @@ mod quota;
 mod store_write_queue;
 
 pub(crate) use store_write_queue::StoreWriteQueue;
-pub use store_write_queue::StoreWrites;
+pub use store_write_queue::{StoreWrites, Unwritten};
 
 use crate::block::{Block, BlockState, LeaseKind, TierBlock};
 use crate::error::{Result, invalid};

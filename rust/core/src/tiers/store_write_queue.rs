@@ -5,7 +5,8 @@
 //!
 //! Blocks are queued in the order in which they are computed, so a block follows its parent, and the store gets a prompt
 //! from its beginning. A block that was evicted before its turn is *lost*, and so are the queued blocks that follow it:
-//! without it, nothing would find them in the store. A prompt that computes or hits them again queues them again.
+//! without it, nothing would find them in the store. So is a block that the store did not keep, see [`Unwritten`]. A
+//! prompt that computes or hits them again queues them again.
 
 use crate::event::Publication;
 use crate::group::Groups;
@@ -59,8 +60,42 @@ enum WriteState {
     Queued,
     /// It was given to the store, or came from there.
     Stored,
-    /// It was evicted before it was written, or a block before it was.
+    /// The store lacks it: it was evicted before it was written, or a block before it was, or the store did not keep it.
     Lost,
+    /// The store has no room for it, or not for a block before it.
+    Refused,
+}
+
+/// Why the store does not have a block that it was given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unwritten {
+    /// It failed. A prompt that hits or computes the block queues it again.
+    Failed,
+    /// It has lost what comes before the block. A prompt that hits them queues them all again.
+    WithItsChain,
+    /// What comes before the block fills it. Neither the block nor what follows it is queued before it is computed again.
+    Refused,
+}
+
+impl Unwritten {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Failed, Self::WithItsChain, Self::Refused];
+
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Failed => "failed",
+            Self::WithItsChain => "chain",
+            Self::Refused => "refused",
+        }
+    }
+
+    /// The one of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|why| why.name() == name)
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -214,13 +249,14 @@ impl StoreWriteQueue {
         self.queue.len()
     }
 
-    /// Pops the next key of the queue whose parent is not lost; it then counts as stored.
+    /// Pops the next key of the queue whose parent is neither lost nor refused; it then counts as stored.
     pub(crate) fn pop(&mut self) -> Option<Key> {
         while let Some(key) = self.queue.pop_front() {
             let Some(note) = self.notes.get(&key).filter(|note| note.state == WriteState::Queued) else { continue };
-            let is_cut_off = self.notes.get(&note.parent).is_some_and(|parent| parent.state == WriteState::Lost);
-            self.set(key, if is_cut_off { WriteState::Lost } else { WriteState::Stored });
-            if !is_cut_off {
+            let before = self.notes.get(&note.parent).map(|parent| parent.state);
+            let cut_off = before.filter(|state| matches!(state, WriteState::Lost | WriteState::Refused));
+            self.set(key, cut_off.unwrap_or(WriteState::Stored));
+            if cut_off.is_none() {
                 return Some(key);
             }
         }
@@ -230,6 +266,24 @@ impl StoreWriteQueue {
     /// Notes that the block of a popped key is gone.
     pub(crate) fn lose(&mut self, key: Key) {
         self.set(key, WriteState::Lost);
+    }
+
+    /// Notes that the store did not keep blocks that it was given.
+    pub(crate) fn note_unwritten(&mut self, keys: &[Key], why: Unwritten) {
+        for &last in keys {
+            let mut next = Some(last);
+            while let Some((&key, note)) = next.and_then(|key| self.notes.get_key_value(&key)) {
+                let (state, is_last) = (note.state, key == last);
+                if state == WriteState::Refused || (state == WriteState::Lost && !is_last) {
+                    break; // and so are those before it
+                }
+                next = (why == Unwritten::WithItsChain && note.parent_frames > 0).then_some(note.parent);
+                if state == WriteState::Stored {
+                    let is_refused = why == Unwritten::Refused;
+                    self.set(key, if is_refused { WriteState::Refused } else { WriteState::Lost });
+                }
+            }
+        }
     }
 
     /// Puts a popped key back at the front: it was not written.
@@ -396,6 +450,48 @@ mod tests {
             write_queue.note_computed(&prompt[2], |_, _| true);
             assert_eq!(taken(&mut write_queue), [1, 2, 3].map(|token| chain(token).key()));
         }
+    }
+
+    #[test]
+    fn what_the_store_did_not_keep_is_queued_again_when_it_is_hit() {
+        use Unwritten::{Failed, Refused, WithItsChain};
+        let after = |token: u32, parent| Publication { parent: Some(chain(parent)), ..published(token) };
+        let prompt = [published(1), after(2, 1), after(3, 2), after(4, 3)];
+        for (unwritten, why, again) in [
+            (2, Failed, vec![2, 4]),
+            (3, WithItsChain, vec![1, 2, 3, 4]),
+            (9, WithItsChain, vec![4]),
+            (2, Refused, vec![4]),
+            (3, Refused, vec![]),
+        ] {
+            let mut write_queue = queue(StoreWrites::Through, 4);
+            prompt[..3].iter().for_each(|block| write_queue.note_computed(block, |_, _| true));
+            assert_eq!(taken(&mut write_queue).len(), 3);
+            write_queue.note_unwritten(&[chain(unwritten).key(), chain(unwritten).key()], why);
+            assert_eq!(taken(&mut write_queue), [], "nothing has hit them");
+            (1..=3).for_each(|token| write_queue.note_hit(chain(token).key()));
+            write_queue.note_computed(&prompt[3], |_, _| true);
+            let again: Vec<Key> = again.into_iter().map(|token| chain(token).key()).collect();
+            assert_eq!(taken(&mut write_queue), again, "{}", why.name());
+            write_queue.check().unwrap();
+        }
+    }
+
+    #[test]
+    fn what_follows_a_refused_block_is_not_lost_with_its_chain() {
+        let mut write_queue = queue(StoreWrites::Through, 4);
+        let after = |token: u32, parent| Publication { parent: Some(chain(parent)), ..published(token) };
+        for block in [published(1), after(2, 1), after(3, 2)] {
+            write_queue.note_computed(&block, |_, _| true);
+        }
+        assert_eq!(taken(&mut write_queue).len(), 3);
+        write_queue.note_unwritten(&[chain(2).key()], Unwritten::Refused);
+        write_queue.note_unwritten(&[chain(3).key()], Unwritten::WithItsChain);
+        (1..=3).for_each(|token| write_queue.note_hit(chain(token).key()));
+        assert_eq!(taken(&mut write_queue), []);
+        write_queue.note_computed(&after(2, 1), |_, _| true);
+        write_queue.note_computed(&after(3, 2), |_, _| true);
+        assert_eq!(taken(&mut write_queue), [2, 3].map(|token| chain(token).key()));
     }
 
     #[test]

@@ -35,12 +35,14 @@ pub struct StoreJob {
     pub tenants: Vec<[u8; 32]>,
     /// Key of the block before each in its prompt; zeros for the first.
     pub parents: Vec<ExportedKey>,
+    /// Keys under which device and host find the blocks.
+    pub cache_keys: Vec<Key>,
 }
 
 impl StoreJob {
     fn empty(job: JobId, tier: Tier, page_class: usize) -> Self {
-        let (keys, blocks, tenants, parents) = Default::default();
-        Self { job, tier, page_class, keys, blocks, tenants, parents }
+        let (keys, blocks, tenants, parents, cache_keys) = Default::default();
+        Self { job, tier, page_class, keys, blocks, tenants, parents, cache_keys }
     }
 }
 
@@ -254,6 +256,7 @@ impl StoreJobs {
         let keys = missing.iter().map(Missing::exported).collect();
         let tenants = missing.iter().map(|missing| missing.salt).collect();
         let parents = missing.iter().map(Missing::exported_parent).collect();
+        let cache_keys = missing.iter().map(Missing::key).collect();
         let load = Load { tier, targets: blocks.iter().copied().zip(missing).collect(), kept, on_device };
         let blocks = local(tiers.pool(tier), &blocks);
         if load.targets.is_empty() {
@@ -261,7 +264,7 @@ impl StoreJobs {
         } else {
             self.loads.insert(job, load);
         }
-        StoreJob { job, tier, page_class: class, keys, blocks, tenants, parents }
+        StoreJob { job, tier, page_class: class, keys, blocks, tenants, parents, cache_keys }
     }
 
     /// Ends a load; `landed` tells which blocks have their bytes; those can now be found.
@@ -330,6 +333,7 @@ impl StoreJobs {
                 job.keys.push(exported.key);
                 job.tenants.push(exported.salt);
                 job.parents.push(exported.parent);
+                job.cache_keys.push(key);
                 job.blocks.push(block);
             } else if let Some(write_queue) = tiers.write_queue_mut() {
                 write_queue.lose(key);

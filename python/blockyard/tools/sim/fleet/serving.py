@@ -376,9 +376,10 @@ class ServingEngine(FleetEngine):
             self._step(life)
             if not life.requests:
                 life.scheduler.drain()
-                # With "back", blocks that are not due yet stay queued.
-                is_written = self._writes == "back" or not life.prefix_store.waiting_blocks
-                if is_written and not life.prefix_store.num_open and life.prefix_store.wait(0.0):
+                # It offers blocks to a store that failed, too. With "back", blocks that are not due yet stay queued.
+                is_written = life.prefix_store.wait(0.0)
+                is_written = is_written and (self._writes == "back" or not life.prefix_store.waiting_blocks)
+                if is_written and not life.prefix_store.num_open:
                     return
             if self.loop.now > until:
                 raise BrokenPromiseError(f"engine {self.number}: blocks wait for the store, but it accepts none")

@@ -6,28 +6,39 @@ use crate::convert::memory;
 use crate::convert::values::{TierName, picklable};
 use crate::manager::prompts::{self, Extras, KeySpecs, TokenIds};
 use crate::manager::shared::Shared;
-use blockyard_core::{ExportedKey, JobId, LeaseId, LeaseShare, MissingBlocks, StoreJob, StoreSearch, StoreWrites};
+use blockyard_core::{
+    ExportedKey, JobId, Key, LeaseId, LeaseShare, MissingBlocks, StoreJob, StoreSearch, StoreWrites, Unwritten,
+};
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 
 /// A load from a prefix store, or a write to it: the keys, and the block for each.
-#[pyclass(frozen, get_all, name = "StoreJob", module = "blockyard._core")]
+#[pyclass(frozen, name = "StoreJob", module = "blockyard._core")]
 pub(crate) struct PyStoreJob {
     /// Number of the job. A job without blocks has already ended.
+    #[pyo3(get)]
     job: u64,
     /// Tier of the blocks, `"device"` or `"host"`.
+    #[pyo3(get)]
     tier: TierName,
     /// Page class of the blocks.
+    #[pyo3(get)]
     page_class: usize,
     /// Keys in the store, uint8 `[n, 32]`.
+    #[pyo3(get)]
     keys: Py<PyArray2<u8>>,
     /// The blocks, int64 `[n]`.
+    #[pyo3(get)]
     blocks: Py<PyArray1<i64>>,
     /// Each block's tenant, uint8 `[n, 32]`: SHA-256 of its salt, zeros for prompts without a salt.
+    #[pyo3(get)]
     tenants: Py<PyArray2<u8>>,
     /// Key of the preceding block in the prompt, uint8 `[n, 32]`; zeros for the first block.
+    #[pyo3(get)]
     parents: Py<PyArray2<u8>>,
+    /// Keys under which device and host find the blocks; they do not leave the process.
+    cache_keys: Vec<Key>,
 }
 
 /// Returns rows of 32 bytes as uint8 `[n, 32]`.
@@ -67,15 +78,17 @@ impl PyStoreJob {
         let none = NONE.get_or_try_init(py, || Self::with_arrays(py, job))?;
         let [keys, tenants, parents] = [&none.keys, &none.tenants, &none.parents].map(|rows| rows.clone_ref(py));
         let (tier, blocks) = (job.tier.into(), none.blocks.clone_ref(py));
-        Ok(Self { job: job.job.0, tier, page_class: job.page_class, keys, blocks, tenants, parents })
+        let cache_keys = Vec::new();
+        Ok(Self { job: job.job.0, tier, page_class: job.page_class, keys, blocks, tenants, parents, cache_keys })
     }
 
     fn with_arrays(py: Python<'_>, job: &StoreJob) -> PyResult<Self> {
-        let StoreJob { job, tier, page_class, keys, blocks, tenants, parents } = job;
+        let StoreJob { job, tier, page_class, keys, blocks, tenants, parents, cache_keys } = job;
         let blocks = memory::array(py, blocks, |block| i64::from(block.0))?.unbind();
         let (keys, parents) = (keys_array(py, keys)?, keys_array(py, parents)?);
         let tenants = rows_array(py, tenants.iter())?;
-        Ok(Self { job: job.0, tier: (*tier).into(), page_class: *page_class, keys, blocks, tenants, parents })
+        let (job, tier, page_class, cache_keys) = (job.0, (*tier).into(), *page_class, cache_keys.clone());
+        Ok(Self { job, tier, page_class, keys, blocks, tenants, parents, cache_keys })
     }
 }
 
@@ -90,7 +103,7 @@ impl PyStoreJob {
     }
 }
 
-picklable!(PyStoreJob { job, tier, page_class, keys, blocks, tenants, parents });
+picklable!(PyStoreJob { job, tier, page_class, keys, blocks, tenants, parents } without cache_keys);
 
 /// The blocks that device and host lack of a prompt, in models where prompts continue only at resume points.
 ///
@@ -461,6 +474,32 @@ impl PyStoreJobs {
     ///     UnknownTicketError: there is no such write, or it has ended.
     fn end_write(&self, #[pyo3(from_py_with = args::job)] job: u64) -> PyResult<bool> {
         self.0.lock().end_write(JobId(job)).map_err(to_py)
+    }
+
+    /// Note that the store did not keep blocks of an ended write.
+    ///
+    /// Args:
+    ///     job: the write.
+    ///     blocks: which of its blocks, bool `[n]` or a list.
+    ///     why: `"failed"`: a prompt that hits or computes them queues them again. `"chain"`: the store has lost what
+    ///         comes before them; a prompt that hits them queues all its blocks again. `"refused"`: what comes before
+    ///         them fills the store; they are queued once they are computed again, as is what follows them.
+    /// Raises:
+    ///     InvalidArgumentError: `why` has another value, `blocks` does not have one entry per block, or `job` was
+    ///         pickled.
+    #[pyo3(signature = (job, blocks, why = "failed"))]
+    fn note_unwritten(&self, job: &PyStoreJob, blocks: &Bound<'_, PyAny>, why: &str) -> PyResult<()> {
+        let names = Unwritten::ALL.map(Unwritten::name).join(", ");
+        let of =
+            Unwritten::from_name(why).ok_or_else(|| invalid(format!("why is \"{why}\", must be one of {names}")))?;
+        let (blocks, keys) = (bools(blocks, "blocks")?, &job.cache_keys);
+        if blocks.len() != keys.len() {
+            let must = format!("{}, the blocks of job {} in this process", keys.len(), job.job);
+            return Err(invalid(format!("length of blocks is {}, must be {must}", blocks.len())));
+        }
+        let keys: Vec<Key> = keys.iter().zip(blocks).filter_map(|(key, is_one)| is_one.then_some(*key)).collect();
+        self.0.lock().note_unwritten(&keys, of);
+        Ok(())
     }
 
     /// End all loads and writes: nothing has landed, and blocks that were being read may be written later.
