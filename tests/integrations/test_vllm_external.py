@@ -352,6 +352,23 @@ def test_more_chunks_than_may_be_written_at_once_are_written_as_writes_end(
     assert engine(chunks=24).found(KEYS[:6]) == 6
 
 
+def test_chunks_of_a_write_that_failed_are_written_once_the_store_works(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    first, now = engine(), [1000.0]
+    external = importlib.import_module("blockyard.integrations.vllm.external")
+    monkeypatch.setattr(external, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    first.store.fault = "refuse"
+    first.compute(KEYS[:4])
+    assert (first.tier.counts.written, first.tier.can_write) == (0, False)
+    first.compute(KEYS[4:6])
+    assert (first.tier.num_unwritten, first.tier.counts.not_written) == (6, 0)
+    first.store.fault = ""
+    now[0] += 0.6
+    first.settle()
+    assert (first.tier.counts.written, first.tier.num_unwritten, first.tier.can_write) == (6, 0, True)
+
+
 def test_a_load_that_a_reset_meets_is_no_hit(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch):
     first = engine()
     first.compute(KEYS[:4])

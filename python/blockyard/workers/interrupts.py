@@ -7,13 +7,16 @@ import os
 import signal
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import starmap
+from itertools import repeat, starmap
+from operator import itemgetter
 from types import FrameType
 from typing import TypeVar
 
-__all__ = ["as_error", "interrupts_blocked", "keep", "open_event"]
+__all__ = ["as_error", "interrupts_blocked", "keep", "let_go", "open_event"]
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -27,6 +30,15 @@ def keep(into: list[T], call: Callable[..., T], *arguments: object) -> T:
     """
     into.extend(starmap(call, (arguments,)))
     return into[-1]
+
+
+def let_go(held: list[T], call: Callable[[S], object], argument: S) -> None:
+    """Take each item from a list, and make a call for it, which ends what the item stands for.
+
+    Both happen in C, so if `call` is C code too, no `KeyboardInterrupt` can come between them.
+    """
+    taken = zip(map(held.pop, [-1] * len(held)), repeat(argument))
+    deque(map(call, map(itemgetter(1), taken)), maxlen=0)
 
 
 def open_event(owner: object) -> int:

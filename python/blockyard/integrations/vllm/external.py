@@ -22,11 +22,12 @@ from blockyard.integrations.options.vllm import TIMEOUT_BASE_SECONDS
 from blockyard.integrations.vllm.hints import read_hints
 from blockyard.integrations.vllm.region import SharedRegion
 from blockyard.offload import OffloadManager, PreparedStore
+from blockyard.prefix_store.pressure import WritePressure
 from blockyard.stores.adapters.chunks import ChunkRows, HeadShards
 from blockyard.stores.adapters.jobs import Steps, StoreJobs
 from blockyard.stores.base import SLOWEST, ExternalStore, fails_since
 from blockyard.stores.value import is_damage
-from blockyard.workers.interrupts import keep
+from blockyard.workers.interrupts import keep, let_go
 from blockyard.workers.threads import start_worker
 
 __all__ = ["ExternalTier", "UsedBefore"]
@@ -170,7 +171,8 @@ class ExternalTier:
         self._wanted: dict[OffloadKey, None] = {}
         self._reads_again: _Lookups | None = None  # the first request of this step that must
         self._num_without_room = 0  # chunks that this step would read if the host had room
-        self._unwritten: dict[OffloadKey, None] = {}  # stored on the host while as many as may be were being written
+        self._unwritten: dict[OffloadKey, None] = {}  # stored on the host, to be written as soon as that may be
+        self._pressure = WritePressure()
         self._coming: dict[OffloadKey, _ChunkJob] = {}
         self._jobs: list[_ChunkJob] = []
         # Loads never queue behind stores.
@@ -198,8 +200,17 @@ class ExternalTier:
 
     @property
     def can_write(self) -> bool:
-        """Whether `write` writes: all workers have mapped host memory, and the store has forgotten what it must."""
+        """Whether `write` writes now: the last write has not just failed, and `_may_write`."""
+        return self._may_write and not self._is_paused
+
+    @property
+    def _may_write(self) -> bool:
+        """Whether all workers have mapped host memory, and the store has forgotten what it must."""
         return self._region.is_complete and self._has_forgotten
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._pressure.paused_until > time.monotonic()
 
     @property
     def num_coming(self) -> int:
@@ -326,7 +337,7 @@ class ExternalTier:
             keys: of the chunks.
             reader: a request; what it has loaded from the store is not written.
         """
-        if not self.can_write:
+        if not self._may_write:
             return
         self._reap()
         with self._state:
@@ -336,9 +347,9 @@ class ExternalTier:
         self._write_more()
 
     def _write_more(self) -> None:
-        """Start as many writes as the limit allows."""
+        """Start as many writes as the limit allows; none for a while after one that failed."""
         with self._lock:
-            while True:
+            while not self._is_paused:
                 with self._state:
                     room = self._max_writing - sum(len(job.keys) for job in self._jobs if job.held)
                     chosen = list(islice(self._unwritten, max(0, min(room, self._batch))))
@@ -471,30 +482,35 @@ class ExternalTier:
 
     def _put(self, job: _ChunkJob, chunks: NDArray[np.int32], epoch: bytes) -> Steps[None]:
         keys = job.keys
-        done, new = 0, np.arange(len(keys))
+        done, new, has_failed = 0, np.arange(len(keys)), False
         try:
             if epoch != self._epoch:
                 return
+            has_failed = True  # until the store has answered
             digests = self._digests(keys, epoch)
             new = np.flatnonzero(~self._store.contains(digests))
-            if len(new):
+            has_failed = bool(len(new))
+            if has_failed:
                 rows = self._rows.read(chunks[new])
                 entry = yield self._store.submit_put, [digests[place] for place in new], rows
                 done = int(np.count_nonzero(entry.ok))
+                has_failed = not done and "refused" not in entry.reasons
                 self._rows.give(rows, entry)
         finally:
             self._give_back(job)
             with self._state:
                 self.counts.written += done
                 self.counts.present += len(keys) - len(new)
-                self.counts.not_written += len(new) - done
+                self._pressure.note_outcome(time.monotonic(), failed=has_failed)
+                if has_failed and epoch == self._epoch:  # written later, if still on the host
+                    self._unwritten.update((keys[place], None) for place in new)
+                else:
+                    self.counts.not_written += len(new) - done
             self._write_more()
 
     def _give_back(self, job: _ChunkJob) -> None:
         """Release a job's host chunks."""
-        if job.held:
-            self._offload.complete_load(job.keys)
-            job.held = _NOTHING
+        let_go(job.held, self._offload.complete_load, job.keys)
         if job.stores:
             with self._lock:
                 for store in job.stores:
