@@ -12,7 +12,9 @@ from memory_stores import KeyedStore
 from numpy.typing import NDArray
 
 from blockyard.errors import StoreError
+from blockyard.events import export_keys
 from blockyard.prefix_store import pressure
+from blockyard.prefix_store import writes as writes_module
 from blockyard.stores import open_store
 
 HOT = tokens(1, 8 * BLOCK)
@@ -112,6 +114,27 @@ def test_a_prefix_that_the_store_has_dropped_is_stored_again_when_a_prompt_goes_
             cache.serve([*HOT, token, *tokens(2, BLOCK)])
             assert cache.prefixes.wait(PATIENCE)
     with checked(url, host=host) as cache:
+        assert cache.fetch([*HOT, 8]).tokens == len(HOT)
+
+
+def test_of_a_chain_that_the_store_has_lost_in_part_the_part_that_is_there_is_not_read_again(
+    tmp_path: Path, reads: Callable[[CheckedCache], list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(writes_module, "WRITTEN_AT_ONCE", 2 * WIDTH)
+    url = f"file://{tmp_path}/kv?size=1MiB"
+    with checked(url, device=16) as cache:
+        cache.serve([*HOT, 5])
+        assert cache.prefixes.wait(PATIENCE)
+        lost = np.array([list(key) for key in export_keys(HOT, block_size=BLOCK)[6:]], np.uint8)
+        store = cache.prefixes.store
+        assert store.wait(store.submit_delete(lost), PATIENCE).ok.all()
+        cache.serve([*HOT, 6, *tokens(2, BLOCK)])
+        assert cache.prefixes.wait(PATIENCE)
+        found = reads(cache)
+        assert cache.serve([*HOT, 7]) == len(HOT)
+        assert cache.prefixes.wait(PATIENCE)
+        assert found == [2], "the last two"
+    with checked(url) as cache:
         assert cache.fetch([*HOT, 8]).tokens == len(HOT)
 
 

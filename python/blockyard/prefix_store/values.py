@@ -97,6 +97,10 @@ class Values(Slices):
         owners = Owners(np.repeat(owners.tenants, slices, axis=0), before.reshape(-1, 32))
         return SlicedBatch(self._store.put(names, rows.reshape(-1, self.size), owners), slices, size), is_new
 
+    def has(self, job: StoreJob) -> bool:
+        """Return whether the store has all blocks of a write."""
+        return bool(self._has_all(job.keys, int(self.num_slices[job.page_class])).all())
+
     def lacks_parents(self, parents: Rows) -> NDArray[np.bool_]:
         """Return before which blocks the store is known to lack the one, by its key or zeros, bool `[n]`."""
         return self._store.lacks(self._last_slices(parents)) & parents.any(axis=1)

@@ -75,6 +75,7 @@ class Writes:
         self._reading: list[Write] = []  # being read by the engine
         self._putting: list[Write] = []  # being put by the store
         self._waits_for_engine = False
+        self._has_gaps = False  # whether the store has ever lost what comes before a block
         self._num_answers = 0  # the store's answers processed so far
         self._clock, self._pressure = runtime().monotonic, WritePressure()
         self.num_blocks = 0
@@ -129,23 +130,32 @@ class Writes:
                 # The next one may be on its way to the host.
                 self._waits_for_engine = bool(self._store_jobs.num_waiting and self._engine.transfers.open())
                 return
-            try:
-                rows, fence = self._values.take(num_blocks, job.page_class), self._engine.fence()
-                transfer = self._engine.submit_read(
-                    job.tier, job.blocks, rows, page_class=job.page_class, after_compute=fence, on_full="refuse"
-                )
-            except BlockyardError as error:
+            if self._has_gaps and self._values.has(job):  # queued with its whole chain
                 self._store_jobs.end_write(job.job)
-                self._note_failed(job, num_blocks)
-                self._begin_trace(Trace(), job, num_blocks).end(error, written_blocks=0)
+                self._count(job, num_blocks)
+            elif not self._read(job, num_blocks):
                 return
-            write = Write(job, num_blocks, rows, transfer, np.ones(num_blocks, np.bool_))
-            self._reading.append(write)
-            self._begin_trace(write.trace, job, num_blocks)
-            self._note_in_flight(write, 1)
-            if transfer.done and len(self._reading) == 1:
-                self._hand_over(write)
-                del self._reading[0]
+
+    def _read(self, job: StoreJob, num_blocks: int) -> bool:
+        """Let the engine read the blocks of a job; False if it refuses."""
+        try:
+            rows, fence = self._values.take(num_blocks, job.page_class), self._engine.fence()
+            transfer = self._engine.submit_read(
+                job.tier, job.blocks, rows, page_class=job.page_class, after_compute=fence, on_full="refuse"
+            )
+        except BlockyardError as error:
+            self._store_jobs.end_write(job.job)
+            self._note_failed(job, num_blocks)
+            self._begin_trace(Trace(), job, num_blocks).end(error, written_blocks=0)
+            return False
+        write = Write(job, num_blocks, rows, transfer, np.ones(num_blocks, np.bool_))
+        self._reading.append(write)
+        self._begin_trace(write.trace, job, num_blocks)
+        self._note_in_flight(write, 1)
+        if transfer.done and len(self._reading) == 1:
+            self._hand_over(write)
+            del self._reading[0]
+        return True
 
     def _room(self) -> int:
         """Return how many more values may be in flight: while the store is slow, those of one write; 0 in a pause."""
@@ -200,7 +210,7 @@ class Writes:
             self._putting.append(write)
         else:  # the store already has all of them
             self._note_in_flight(write, -1)
-            self._count(write, write.num_blocks)
+            self._count(write.job, write.num_blocks)
             write.trace.end(written_blocks=write.num_blocks)
             self._give_back(write)
         return True
@@ -212,7 +222,7 @@ class Writes:
             self._stats.write_pauses = self._pressure.times
         unwritten, why = len(answer.ok) - int(np.count_nonzero(answer.ok)), ""
         self._note_in_flight(write, -1)
-        self._count(write, write.num_blocks - unwritten)
+        self._count(write.job, write.num_blocks - unwritten)
         if unwritten:
             self._stats.unwritten_blocks += unwritten
             self._log.note(answer.reasons)
@@ -239,7 +249,7 @@ class Writes:
         # A store that does not answer says of all blocks that it lacks them.
         if not has_failed and np.count_nonzero(orphans := self._values.lacks_parents(write.job.parents[write.is_put])):
             unwritten["refused"] = unwritten.get("refused", orphans) & ~orphans
-            unwritten["chain"] = orphans
+            unwritten["chain"], self._has_gaps = orphans, True
         for why, blocks in unwritten.items():
             if np.count_nonzero(blocks):
                 of_job = np.zeros(write.num_blocks, np.bool_)
@@ -267,6 +277,6 @@ class Writes:
             return False
         return True
 
-    def _count(self, write: Write, num_blocks: int) -> None:
+    def _count(self, job: StoreJob, num_blocks: int) -> None:
         self._stats.written_blocks += num_blocks
-        self._stats.written_bytes += num_blocks * self._sizes[write.job.page_class]
+        self._stats.written_bytes += num_blocks * self._sizes[job.page_class]
