@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kept_prefixes
 import numpy as np
 import pytest
 import redis
@@ -423,3 +424,22 @@ def test_a_smaller_size_than_that_of_others_is_said_when_the_store_is_opened(
             )
             assert put(small, chain(1, 1)) == [True]
         assert hits(large, chain(0, 30)) == 19
+
+
+@pytest.mark.parametrize("host", [12, 0])
+def test_a_prefix_that_the_server_has_dropped_is_stored_again_when_a_prompt_goes_on_from_it(
+    server: Server, client: "redis.Redis", host: int
+):
+    del client
+    url, hot = f"redis://127.0.0.1:{server.port}?size={60 * kept_prefixes.WIDTH}", kept_prefixes.tokens(1, 32)
+    with kept_prefixes.checked(url, device=16, host=host) as cache:
+        cache.serve([*hot, 5])
+        for stream in range(10, 80):
+            cache.serve(kept_prefixes.tokens(stream, 9))
+            assert cache.serve([*hot, 5]) == len(hot), "the device keeps what is hit"
+            assert cache.prefixes.wait(60)
+        for token in (6, 7):
+            cache.serve([*hot, token, *kept_prefixes.tokens(2, 4)])
+            assert cache.prefixes.wait(60)
+    with kept_prefixes.checked(url, host=host) as cache:
+        assert cache.fetch([*hot, 8]).tokens == len(hot)

@@ -124,7 +124,25 @@ class KeyedBlocks:
             damaged = {name.tobytes() for name, key in zip(names, keys, strict=True) if self.known.is_doubted(key)}
         self._values.put(names, values, reasons, owners, damaged)
         self._values.give(values, reasons)
+        refused = [place for place, reason in enumerate(reasons) if reason == "refused"]
+        if refused and owners is not None and batch.owners is not None:
+            self._look_up_parents(batch.owners.parents[refused], owners.parents[refused])
         return reasons
+
+    def _look_up_parents(self, keys: Bytes, names: Bytes) -> None:
+        """Note whether the storage has the blocks before refused ones: callers put again what it has dropped.
+
+        If it has not, it may have dropped more of what it had.
+        """
+        there = keys.any(axis=1)
+        keys, names = keys[there], names[there]
+        found = answered("has", self._storage.has(names), len(names)) if len(names) else []
+        with self._lock:
+            if not all(found):
+                self.known.expire()
+            for key, good in zip(map(bytes, keys), found, strict=True):
+                if not self._batches.is_busy(key):
+                    self.known.note(key, is_there=bool(good))
 
     def _get(self, batch: Batch, keys: list[bytes]) -> tuple[Bytes | None, list[str]]:
         with self._lock:
