@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kept_prefixes import BLOCK, WIDTH, CheckedCache, checked, tokens
-from memory_stores import KeyedStore
+from memory_stores import KeyedStore, Quotas, QuotaStore
 from numpy.typing import NDArray
+from paged_cache import MODELS, PROMPT, layout_of, new_cache, serve
 
 from blockyard.errors import StoreError
 from blockyard.events import export_keys
 from blockyard.prefix_store import pressure
 from blockyard.prefix_store import writes as writes_module
-from blockyard.stores import open_store
+from blockyard.stores import ExternalStore, open_store
 
 HOT = tokens(1, 8 * BLOCK)
 PATIENCE = 60.0
@@ -35,6 +36,11 @@ class Failing(KeyedStore):
 
 def failing(medium: dict[bytes, NDArray[np.uint8]]) -> Failing:
     return Failing(medium, bytes_per_block=WIDTH)
+
+
+def fail_puts(name: str) -> None:
+    if name == "put":
+        raise StoreError("the storage is down")
 
 
 def num_slots(url: str) -> int:
@@ -155,3 +161,43 @@ def test_what_a_store_has_no_room_for_is_not_read_for_it_at_each_hit(
         assert found == []
     with checked(url, device=2 * size + 20, host=0) as cache:
         assert cache.fetch(prompt).tokens == size * BLOCK
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_so_is_what_a_hybrid_models_hit_needs(model: str):
+    layout, medium = layout_of(MODELS[model]), Quotas({})
+
+    def new_store() -> ExternalStore:
+        store = QuotaStore(medium, bytes_per_block=layout.bytes_per_value)
+        store.num_slots = 4096
+        return store
+
+    store = new_store()
+    with new_cache(store, model) as cache:
+        prefixes = cache.prefix_store
+        assert prefixes is not None
+        store.before = fail_puts
+        serve(cache, PROMPT)
+        prefixes.wait(PATIENCE)
+        assert prefixes.stats().written_blocks == 0
+        store.before = lambda name: None
+        assert serve(cache, PROMPT)[0] == 56
+        assert prefixes.wait(PATIENCE)
+    with new_cache(new_store(), model) as cache:
+        assert serve(cache, PROMPT)[0] == 56
+
+
+@pytest.mark.parametrize("calls", [{"get", "put"}, {"put"}])
+@pytest.mark.parametrize("model", ["window", "state", "drafter"])
+def test_no_prompt_of_a_hybrid_model_waits_for_a_store_whose_calls_fail(model: str, calls: set[str]):
+    def fail(name: str) -> None:
+        if name in calls:
+            raise StoreError("the storage is down")
+
+    store = QuotaStore(Quotas({}), bytes_per_block=layout_of(MODELS[model]).bytes_per_value)
+    store.num_slots = 4096
+    with new_cache(store, model, prefetch_timeout_base=3600.0) as cache:
+        store.before = fail
+        for start in (0, 1000, 2000):
+            assert serve(cache, [start + token for token in PROMPT])[0] == 0
+        assert store.stats().errors < 100, "it is not asked again and again"

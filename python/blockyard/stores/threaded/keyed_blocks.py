@@ -187,10 +187,14 @@ class KeyedBlocks:
             return
         try:
             epoch = self.confirm(seconds=_EPOCH_SECONDS)
-        except ForgottenError:
-            return
-        age = self.epochs.age
-        found = answered("has", self._storage.has(self.names_of(keys, epoch.token)), len(keys))
+            age = self.epochs.age
+            found = answered("has", self._storage.has(self.names_of(keys, epoch.token)), len(keys))
+        except BaseException as error:
+            with self._lock:  # callers who wait for the answer must not ask again and again
+                self.known.hide([key for key in keys if not self._batches.is_busy(key)])
+            if isinstance(error, ForgottenError):
+                return
+            raise
         with self._lock:
             is_valid = age == self.epochs.age and epoch == self.epochs.known()
             for key, good in zip(keys, found, strict=True):

@@ -24,9 +24,9 @@ class KnownKeys:
     All of it expires, since other processes and the storage itself change what is stored. A key that is asked for is
     looked up again before that.
 
-    A failed read hides its key for two seconds, so that one key cannot keep a thread busy; then it is read again. If a
-    read was damaged, the key has no block until a read or put proves it. An unconfirmed deletion hides its key until
-    the key is put again.
+    A failed read or lookup hides its key for two seconds, so that one key cannot keep a thread busy; then it is read
+    again. If a read was damaged, the key has no block until a read or put proves it. An unconfirmed deletion hides its
+    key until the key is put again.
 
     Args:
         clock: returns the time in seconds.
@@ -128,7 +128,7 @@ class KnownKeys:
         elif is_delete or reason in {"closed", "unavailable"}:
             return
         elif reason != "absent" and not is_damage(reason):
-            self._hide(key)
+            self.hide([key])
         elif not self.is_hidden(key):  # absent, or a damaged block that has been deleted
             self.note(key, is_there=False)
 
@@ -160,7 +160,7 @@ class KnownKeys:
         self._doubted[key] = seen
         if len(self._doubted) > _MAX_DOUBTED:
             del self._doubted[next(iter(self._doubted))]
-        self._hide(key)
+        self.hide([key])
         return False
 
     def is_doubted(self, key: bytes) -> bool:
@@ -178,7 +178,9 @@ class KnownKeys:
         """Return how many keys are known to have a block, or were a moment ago."""
         return len(self._there)
 
-    def _hide(self, key: bytes) -> None:
-        self._there.pop(key, None)
-        self._until.pop(key, None)
-        self._until[key] = -(self._clock() + FAILED_SECONDS)
+    def hide(self, keys: Iterable[bytes]) -> None:
+        """Record that keys could not be read or looked up."""
+        for key in keys:
+            self._there.pop(key, None)
+            self._until.pop(key, None)
+            self._until[key] = -(self._clock() + FAILED_SECONDS)
