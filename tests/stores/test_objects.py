@@ -36,6 +36,15 @@ def test_an_object_of_another_length_is_a_miss(tmp_path: Path):
     assert store.contains(["a"], [250]) == [False]
 
 
+def test_a_lookup_waits_no_longer_than_for_the_answer():
+    store = PrefixObjects("memory://bucket/lookup?size=1MiB", sizes=[100], fields={})
+    store._patience = 3600.0
+    try:
+        assert store.contains(["b", "c"]) == [False, False]
+    finally:
+        store.close()
+
+
 def test_one_object_of_each_kind_takes_few_bytes_and_one_kind_one_block(tmp_path: Path):
     kib = 1 << 10
     kinds = [[100], [1 << 20], [64 * kib, 64 * kib], [256 * kib, 8640], [0, 23 * kib, 177 * kib, 785 * kib]]

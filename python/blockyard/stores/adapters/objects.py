@@ -63,7 +63,7 @@ _VALUE_HEADER: Final = 128
 _MOST_PARTS: Final = 64
 """Maximum number of blocks of an object whose length decides how long blocks are."""
 _ASK_SECONDS: Final = 0.05
-"""How long `contains` waits for a server's answer about keys that are new to this process."""
+"""How long `contains` waits at most for a server's answer about keys that are new to this process."""
 
 
 def check_place(root_dir: object, url: object, size: object) -> None:
@@ -318,7 +318,7 @@ class PrefixObjects:
         patience = min(until, time.monotonic() + self._patience)
         try:
             found = self._store.contains(names)
-            while not found.all() and time.monotonic() < patience:
+            while not (found | self._store.lacks(names)).all() and time.monotonic() < patience:
                 yield 0.001
                 found = self._store.contains(names)
         except Exception:  # noqa: BLE001 (a failed lookup is a miss)
