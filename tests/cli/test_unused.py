@@ -90,3 +90,18 @@ def test_an_option_that_a_command_does_not_read_is_refused_by_name(
         words = [word for word in arguments if word not in {"--", "true"}]
         assert cli.main([*words, *more]) == 2
         assert capsys.readouterr().err.startswith(f"blockyard: {more[0]} has no effect with")
+
+
+def test_a_plan_without_prefix_caching_compares_no_stores_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"timestamp": 0, "input_length": 64, "output_length": 3, "hash_ids": [1, 2, 3, 4]}
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps(row), encoding="utf-8")
+    arguments = ["plan", str(trace), *SMALL, *STEP, "--no-prefix-caching"]
+    assert cli.main([*arguments, "--store-gib", "0,1"]) == 2
+    assert capsys.readouterr().err.startswith("blockyard: --store-gib has no effect with --no-prefix-caching")
+    assert cli.main([word for word in arguments if word not in {"-q", "--quiet"}]) == 0
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "Prefixes are not cached" in said
+    assert "does not say which prompts" not in said

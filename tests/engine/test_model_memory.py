@@ -157,6 +157,11 @@ def test_deepseek_v4_keeps_windows_compressed_entries_and_open_compressors():
         (SMALL | {"layer_types": [LINEAR]}, "none of the fields that describe their state"),
         (SMALL | {"layer_types": [SLIDING]}, "config has no sliding_window"),
         ({"num_hidden_layers": 2, "kv_lora_rank": 4}, "config has no qk_rope_head_dim"),
+        (
+            {name: LATENT[name] for name in LATENT if name != "kv_lora_rank"}
+            | {"num_hidden_layers": 2, "q_lora_rank": 1536},
+            "config has no kv_lora_rank",
+        ),
         ([], "must be a JSON object"),
     ],
 )

@@ -432,7 +432,9 @@ def _heads(fields: _Fields, kind: LayerKind, entries: int | None = None, prefix:
 
 
 def _full(fields: _Fields) -> list[LayerCache]:
-    if fields.get("kv_lora_rank"):
+    # A latent model's configuration without its rank would be read as one of 41 times the bytes.
+    is_cut_short = fields.get("q_lora_rank") and "kv_lora_rank" not in fields.all
+    if fields.get("kv_lora_rank") or is_cut_short:
         return [LayerCache("mla", _latent(fields))]
     return _heads(fields, "full")
 

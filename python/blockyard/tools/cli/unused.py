@@ -51,6 +51,7 @@ _RULES: Final[dict[str, tuple[tuple[tuple[str, ...], Callable[[argparse.Namespac
         _CONFIG,
         _OF_FIT,
         (("memory_utilization", "weights_gib"), lambda options: options.memory_gib is None, "without --memory-gib"),
+        (("store_gib", "policies"), lambda options: not options.prefix_caching, "with --no-prefix-caching"),
     ),
     "doctor": ((("config",), lambda options: options.engine is None, "without --engine"),),
     "store": (

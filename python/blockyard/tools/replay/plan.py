@@ -177,7 +177,8 @@ class Plan:
 
     def sentence(self) -> str:
         """Return sentences that recommend a choice, and say why and what more memory would bring."""
-        about = self._refusals() + ("" if self.has_prefixes else _NO_PREFIXES)
+        why = _NO_PREFIXES if self.choices[0].options.prefix_caching else _NOT_CACHED
+        about = self._refusals() + ("" if self.has_prefixes else why)
         draw = _ONE_DRAW if self.is_one_draw else ""
         about += _NO_STORE if self.has_prefixes and self.choices[0].options.hybrid is not None else ""
         if self.recommended is None:
@@ -338,6 +339,7 @@ _NO_PREFIXES: Final = (
     "The trace does not say which prompts share a beginning, so this plan says nothing about caches: eviction policies "
     "and stores were not compared. "
 )
+_NOT_CACHED: Final = "Prefixes are not cached, so eviction policies and stores were not compared. "
 _ONE_DRAW: Final = " This is one draw of the arrivals, and others may differ a lot: --arrival-seeds 5 serves five."
 _NO_STORE: Final = "No store was compared: a model with windows or states is replayed without one. "
 
