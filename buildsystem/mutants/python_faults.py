@@ -352,8 +352,8 @@ _FAULTS: list[tuple[str, tuple[str, ...], list[tuple[str, str]]]] = [
         PREFIXES,
         [
             (
-                "        self._count(write, write.num_blocks - unwritten)",
-                "        self._count(write, write.num_blocks)",
+                "        self._count(write.job, write.num_blocks - unwritten)",
+                "        self._count(write.job, write.num_blocks)",
             ),
             (
                 "        if not unwritten or answer.are_rows_free:\n            self._give_back(write)\n",
