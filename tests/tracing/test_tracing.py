@@ -295,7 +295,7 @@ def test_closing_a_cache_ends_the_spans_of_running_work(spans: Spans, store: str
     close = hanging.close
     hanging.close = lambda timeout=5.0: close(min(timeout, 0.2))  # type: ignore[method-assign]
     try:
-        cache = opened(hanging, host_blocks=8, swap_store=store)
+        cache = opened(hanging, host_blocks=8, swap_store=store, prefetch_timeout_base=60.0)
         assert cache.prefix_store is not None
         sequence = cache.manager.allocate(PROMPT)
         with cache.step():
